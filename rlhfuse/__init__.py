@@ -1,0 +1,1 @@
+"""rlhfuse: PPO for language models with generation/inference and actor/critic training fused."""

@@ -1,0 +1,263 @@
+"""The configuration of a run: dataclasses that YAML files and dotted `key=value` arguments fill.
+
+Defaults live here and nowhere else. An unknown key is an InputError that names the nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Sequence
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlhfuse.errors import InputError
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 1e-6  # peak learning rate
+    warmup_iterations: int = 0  # linear warm-up, counted in PPO iterations
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_grad: float = 1.0  # largest norm of a model's gradient; 0 = no clipping
+
+
+@dataclass
+class ActorConfig:
+    path: str = ""  # Hugging Face folder or hub name
+    tokenizer: str = ""  # default: actor.path
+    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass
+class CriticConfig:
+    path: str = ""  # default: reward.path, its scalar head included
+    optim: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+
+
+@dataclass
+class FrozenConfig:
+    path: str = ""  # reference: default actor.path
+
+
+@dataclass
+class DataConfig:
+    train_files: list[str] = field(default_factory=list)  # jsonl files of {"prompt": text or chat turns}
+    prompt_key: str = "prompt"
+    max_prompt_tokens: int = 512  # a longer prompt is refused (or dropped, see filter_long_prompts)
+    filter_long_prompts: bool = False  # drop long prompts instead of refusing the file; the count is printed
+    add_bos: str = "auto"  # auto (as the tokenizer does), true, false
+    apply_chat_template: bool = False
+
+
+@dataclass
+class RolloutConfig:
+    prompts_per_iteration: int = 16
+    samples_per_prompt: int = 4
+    max_response_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0
+    block_tokens: int = 16  # tokens in one KV block
+    kv_blocks_per_instance: int = 0  # 0 = room for every sample of the instance at full length
+    max_sequences_per_instance: int = 256  # decoded at the same time
+    max_batched_tokens: int = 2048  # tokens in one engine step, prefill included
+
+
+@dataclass
+class AlgorithmConfig:
+    gamma: float = 1.0
+    lam: float = 0.95
+    kl_coef: float = 0.05  # weight of the KL to the reference in the token reward
+    kl_estimator: str = "k1"  # k1, k2 or k3
+    clip_eps: float = 0.2
+    value_clip_eps: float = 0.2
+    value_loss_coef: float = 0.5
+    entropy_coef: float = 0.0
+    whiten_advantages: bool = True
+    minibatches: int = 4  # optimizer steps per iteration
+    truncation_penalty: float = 0.0  # subtracted from the score of a sample cut at max_response_tokens
+    score_clip: float = 0.0  # 0 = off; else scores are clipped to [-score_clip, score_clip]
+
+
+@dataclass
+class FusionConfig:
+    inter_stage: bool = True  # score finished samples while the long tail still decodes
+    intra_stage: bool = True  # train actor and critic in one fused pipeline schedule
+    threshold: str = "auto"  # R_t in samples of the whole batch; auto = by simulation
+    bs_max: int = 0  # largest batch that decodes about as fast as batch 1; 0 = from the cost model
+    schedule: str = ""  # schedule.json made by tools/search_schedule.py; empty = search at start
+    search_seconds: float = 5.0  # time of the search at start
+    actor_microbatches: int = 4  # per actor pipeline and mini-batch (M1)
+    profile: str = ""  # profile.json made by tools/profile_costs.py; empty = analytic costs
+    threshold_file: str = ""  # threshold.json made by tools/calibrate_threshold.py
+
+
+@dataclass
+class ParallelConfig:
+    actor_train: str = "d1t1p1"
+    critic_train: str = "d1t1p1"
+    generation: str = "d1t1p1"
+    inference: str = ""  # default of the three below; empty = the generation layout
+    reference_inference: str = ""
+    reward_inference: str = ""
+    critic_inference: str = ""
+
+
+@dataclass
+class TrainerConfig:
+    iterations: int = 10
+    output_dir: str = ""  # the run directory; empty = runs/<config name>-<time>
+    save_every: int = 0  # iterations between checkpoints; 0 = only the export at the end
+    resume: str = "never"  # auto, never, or the path of a checkpoint
+    seed: int = 1
+    dtype: str = "float32"  # float32 or bfloat16
+    device: str = "auto"  # auto, cpu or cuda
+    hardware: str = "auto"  # auto, cpu, a100, h100, h800, h200: used by the planner
+    threads_per_rank: int = 1  # torch threads of one rank on CPU
+    watchdog_seconds: float = 15.0  # a silent rank is declared dead after this
+    hang_seconds: float = 600.0  # a rank without progress for this long ends the job
+    tensorboard: bool = True
+    trace_iterations: int = 3  # the last so many iterations are kept in trace.json
+    export: bool = True  # write export/ in Hugging Face layout at the end
+
+
+@dataclass
+class RunConfig:
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: FrozenConfig = field(default_factory=FrozenConfig)
+    reward: FrozenConfig = field(default_factory=FrozenConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    fusion: FusionConfig = field(default_factory=FusionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    @property
+    def samples_per_iteration(self) -> int:
+        return self.rollout.prompts_per_iteration * self.rollout.samples_per_prompt
+
+    def threshold(self) -> int | None:
+        """R_t as a number, or None for auto."""
+        return None if self.fusion.threshold == "auto" else int(self.fusion.threshold)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file, apply `key=value` overrides, fill defaults, check ranges.
+
+    Raises InputError naming the file or the argument, the key, and the nearest known key.
+    """
+    file = Path(path)
+    try:
+        from_file = OmegaConf.load(file)
+    except FileNotFoundError:
+        raise InputError(f"config file {file} does not exist") from None
+    except Exception as error:  # yaml raises many kinds; all of them mean: not YAML
+        raise InputError(f"config file {file} is not valid YAML: {error}") from None
+    for argument in overrides:
+        if "=" not in argument:
+            raise InputError(f"argument {argument!r} is not of the form key=value")
+    _check_keys(OmegaConf.to_container(from_file), RunConfig, "", str(file))
+    for argument in overrides:
+        _check_keys(OmegaConf.to_container(OmegaConf.from_dotlist([argument])), RunConfig, "", f"argument {argument!r}")
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), from_file, OmegaConf.from_dotlist(list(overrides)))
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise InputError(f"{file}: {getattr(error, 'full_key', '')}: {str(error).splitlines()[0]}") from None
+    return _resolve(config, file)
+
+
+def dump_config(config: RunConfig) -> str:
+    """YAML text that `load_config` reads back to an equal value."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def _check_keys(raw: Any, kind: type, prefix: str, where: str) -> None:
+    if raw is None:
+        return
+    if not isinstance(raw, dict):
+        raise InputError(f"{where}: {prefix.rstrip('.') or 'the file'} must be a mapping, not {raw!r}")
+    known = {f.name: f for f in fields(kind)}
+    for key, value in raw.items():
+        if key not in known:
+            every = _all_keys(RunConfig, "")
+            near = difflib.get_close_matches(f"{prefix}{key}", every, n=1, cutoff=0.0)
+            raise InputError(f"{where}: unknown key {prefix}{key}; did you mean {near[0]}?")
+        inner = known[key].default_factory() if callable(known[key].default_factory) else None
+        if is_dataclass(inner):
+            _check_keys(value, type(inner), f"{prefix}{key}.", where)
+
+
+def _all_keys(kind: type, prefix: str) -> list[str]:
+    keys = []
+    for f in fields(kind):
+        inner = f.default_factory() if callable(f.default_factory) else None
+        keys += _all_keys(type(inner), f"{prefix}{f.name}.") if is_dataclass(inner) else [f"{prefix}{f.name}"]
+    return keys
+
+
+def _resolve(config: RunConfig, file: Path) -> RunConfig:
+    """Fill the defaults that depend on other keys and check every range."""
+    config.actor.tokenizer = config.actor.tokenizer or config.actor.path
+    config.critic.path = config.critic.path or config.reward.path
+    config.reference.path = config.reference.path or config.actor.path
+    parallel = config.parallel
+    parallel.inference = parallel.inference or parallel.generation
+    for task in ("reference_inference", "reward_inference", "critic_inference"):
+        setattr(parallel, task, getattr(parallel, task) or parallel.inference)
+    for key, low in (
+        ("rollout.prompts_per_iteration", 1),
+        ("rollout.samples_per_prompt", 1),
+        ("rollout.max_response_tokens", 1),
+        ("rollout.block_tokens", 1),
+        ("rollout.max_sequences_per_instance", 1),
+        ("rollout.max_batched_tokens", 1),
+        ("rollout.top_k", 0),
+        ("rollout.kv_blocks_per_instance", 0),
+        ("data.max_prompt_tokens", 1),
+        ("algorithm.minibatches", 1),
+        ("fusion.actor_microbatches", 1),
+        ("fusion.bs_max", 0),
+        ("trainer.iterations", 1),
+        ("trainer.save_every", 0),
+        ("trainer.threads_per_rank", 1),
+    ):
+        value = OmegaConf.select(OmegaConf.structured(config), key)
+        if value < low:
+            raise InputError(f"{key}={value} must be at least {low}")
+    if not config.rollout.temperature > 0:
+        raise InputError(f"rollout.temperature={config.rollout.temperature} must be above 0: PPO samples its rollouts")
+    if not 0 < config.rollout.top_p <= 1:
+        raise InputError(f"rollout.top_p={config.rollout.top_p} must be in (0, 1]")
+    for key in ("gamma", "lam"):
+        if not 0 <= getattr(config.algorithm, key) <= 1:
+            raise InputError(f"algorithm.{key}={getattr(config.algorithm, key)} must be in [0, 1]")
+    for key, value, known in (
+        ("algorithm.kl_estimator", config.algorithm.kl_estimator, ("k1", "k2", "k3")),
+        ("trainer.dtype", config.trainer.dtype, ("float32", "bfloat16")),
+        ("trainer.device", config.trainer.device, ("auto", "cpu", "cuda")),
+    ):
+        if value not in known:
+            raise InputError(f"{key}={value!r} must be one of {', '.join(known)}")
+    threshold = config.fusion.threshold
+    if threshold != "auto":
+        if not threshold.isdigit():
+            raise InputError(f"fusion.threshold={threshold!r} must be auto or a number of samples")
+        if int(threshold) > config.samples_per_iteration:
+            raise InputError(
+                f"fusion.threshold={threshold} > {config.samples_per_iteration} samples of one iteration; use a smaller one"
+            )
+    for key in ("actor", "reward"):
+        if not getattr(config, key).path:
+            raise InputError(f"{key}.path is not set; give a Hugging Face folder or hub name")
+    if not config.data.train_files:
+        raise InputError("data.train_files is empty; give at least one prompt file")
+    return config

@@ -1,0 +1,1 @@
+"""Prompt files, chat templates, deterministic order, reward functions."""

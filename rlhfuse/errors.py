@@ -1,0 +1,44 @@
+"""The exceptions a user may meet, and how a program ends on each.
+
+Bad input is an `InputError`: one line that names the value and the fix, exit code 2. Everything else is
+a failure of the program and keeps its traceback. Knows nothing of torch or of any other module here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Callable
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used. The message is one line: the value and the fix."""
+
+
+class ScheduleError(InputError):
+    """A schedule that does not belong to its problem or breaks a rule; `grid` shows where, if known."""
+
+    def __init__(self, message: str, grid: str = "") -> None:
+        super().__init__(message)
+        self.grid = grid
+
+
+def run_program(main: Callable[[], int | None]) -> None:
+    """Run `main` and leave the process with its exit code.
+
+    An InputError prints `error: ...` on stderr, from rank 0 only when torchrun set RANK, and every rank
+    exits with 2. Ctrl-C exits with 130. Any other exception propagates with its traceback.
+    """
+    try:
+        code = main() or 0
+    except InputError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        code = EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        code = EXIT_INTERRUPTED
+    sys.exit(code)

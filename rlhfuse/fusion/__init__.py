@@ -1,0 +1,1 @@
+"""Executors of the two fusions: generation with inference, actor with critic training."""

@@ -1,0 +1,1 @@
+"""The four roles on Megatron-core, their checkpoints, and one pipeline stage."""

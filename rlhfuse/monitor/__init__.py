@@ -1,0 +1,1 @@
+"""Metrics, traces, the watchdog, and reports."""

@@ -1,0 +1,1 @@
+"""Process groups of a layout, weights moved between layouts, host copies, devices."""

@@ -1,0 +1,1 @@
+"""Rollout batches, advantages, losses, and the balanced cut into micro-batches."""

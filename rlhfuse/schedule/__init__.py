@@ -1,0 +1,1 @@
+"""The fused-pipeline problem: schedules as values, bounds, search, lowering, verification."""
