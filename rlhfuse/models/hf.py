@@ -1,0 +1,320 @@
+"""Hugging Face checkpoints in and out: the one place that knows both sides' parameter names.
+
+Inside, a model's weights are a mapping from Megatron-core names to tensors. Per layer, with g KV groups:
+
+    linear_qkv   rows  g x [q of the group's heads, k, v]      cut by KV group over tensor ranks
+    linear_fc1   rows  [gate, up] of this tensor rank          each half cut by rows
+    linear_proj, linear_fc2                                    cut by columns
+    word_embeddings, output_layer                              cut by rows, padded with zero rows first
+
+Layers are numbered from 0 within the part that is loaded. A scalar head (`score.weight` outside) is
+`output_layer.weight` of shape [1, hidden], whole on every tensor rank. Reading is lazy: only the rows and
+columns of this part leave the file. The only file of the package that imports transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Mapping
+
+import torch
+from torch import Tensor
+
+from rlhfuse.errors import InputError
+from rlhfuse.spec import ModelSpec
+
+VOCAB_MULTIPLE = 64  # the padded vocabulary divides by every tensor degree up to this
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+def padded_vocab(spec: ModelSpec) -> int:
+    """Rows of the embedding as built: the vocabulary rounded up to a multiple of VOCAB_MULTIPLE."""
+    return -(-spec.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def resolve_checkpoint(name: str, role: str) -> Path:
+    """Local folder of a path or hub name. Raises InputError when there is neither."""
+    path = Path(name)
+    if path.is_dir():
+        return path
+    if path.exists() or name.startswith((".", "/")) or name.count("/") > 1:
+        raise InputError(f"{role}.path={name} is no folder; give a Hugging Face model folder or hub name")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{role}.path={name} is neither a folder nor a hub model that can be fetched: {reason}") from None
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor of a checkpoint lies."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def checkpoint_index(path: Path) -> dict[str, TensorEntry]:
+    """Every tensor of the folder's safetensors files, from their headers alone.
+
+    Raises InputError for a missing file, a file shorter than its header says, or a broken header.
+    """
+    listing = path / "model.safetensors.index.json"
+    if listing.exists():
+        try:
+            files = sorted({path / name for name in json.loads(listing.read_text())["weight_map"].values()})
+        except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+            raise InputError(f"{listing} is broken ({error!r}); download the checkpoint again") from None
+    else:
+        files = [path / "model.safetensors"]
+    index: dict[str, TensorEntry] = {}
+    for file in files:
+        for name, entry in _read_header(file).items():
+            index[name] = TensorEntry(file, tuple(entry["shape"]), entry["dtype"])
+    return index
+
+
+def _read_header(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        raise InputError(f"{file} is missing: the checkpoint is incomplete (safetensors are needed); fetch it again")
+    size = file.stat().st_size
+    with open(file, "rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= size - 8:
+            raise InputError(f"{file} is no complete safetensors file ({size} bytes); fetch the checkpoint again")
+        try:
+            header = json.loads(stream.read(length))
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise InputError(f"{file} has a broken header; fetch the checkpoint again") from None
+    header.pop("__metadata__", None)
+    need = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if need != size:
+        raise InputError(f"{file} has {size} bytes where its header says {need}: half-written; fetch it again")
+    return header
+
+
+def expected_tensors(spec: ModelSpec, scalar_head: bool) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> shape of every tensor that a model of this shape must have."""
+    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab, spec.hidden)}
+    for layer in range(spec.layers):
+        p = f"model.layers.{layer}."
+        shapes |= {
+            p + "input_layernorm.weight": (spec.hidden,),
+            p + "self_attn.q_proj.weight": (q, spec.hidden),
+            p + "self_attn.k_proj.weight": (kv, spec.hidden),
+            p + "self_attn.v_proj.weight": (kv, spec.hidden),
+            p + "self_attn.o_proj.weight": (spec.hidden, q),
+            p + "post_attention_layernorm.weight": (spec.hidden,),
+            p + "mlp.gate_proj.weight": (spec.mlp, spec.hidden),
+            p + "mlp.up_proj.weight": (spec.mlp, spec.hidden),
+            p + "mlp.down_proj.weight": (spec.hidden, spec.mlp),
+        }
+        if spec.qkv_bias:
+            shapes |= {p + f"self_attn.{n}_proj.bias": (s,) for n, s in (("q", q), ("k", kv), ("v", kv))}
+        if spec.qk_norm:
+            shapes |= {p + f"self_attn.{n}_norm.weight": (spec.head_dim,) for n in "qk"}
+    shapes["model.norm.weight"] = (spec.hidden,)
+    if scalar_head:
+        shapes["score.weight"] = (1, spec.hidden)
+    elif not spec.tied_embeddings:
+        shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
+    return shapes
+
+
+def check_checkpoint(path: Path, spec: ModelSpec, scalar_head: bool) -> None:
+    """Raise InputError unless the folder holds every tensor with the shape that config.json says."""
+    index = checkpoint_index(path)
+    for name, shape in expected_tensors(spec, scalar_head).items():
+        if name not in index:
+            fix = "train one with tools/train_reward.py" if name == "score.weight" else "fetch the checkpoint again"
+            raise InputError(f"{path} has no tensor {name}; {fix}")
+        if index[name].shape != shape:
+            raise InputError(f"{path}: {name} has shape {list(index[name].shape)}, config.json says {list(shape)}")
+        if index[name].dtype not in DTYPES:
+            raise InputError(f"{path}: {name} is stored as {index[name].dtype}; F32, BF16 and F16 can be read")
+
+
+class _Reader:
+    """Lazy reads of rows and columns by Hugging Face name."""
+
+    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+        from safetensors import safe_open
+
+        self.index = checkpoint_index(path)
+        self.files = {e.file: safe_open(str(e.file), framework="pt") for e in self.index.values()}
+        self.dtype = dtype
+
+    def rows(self, name: str, part: int = 0, parts: int = 1) -> Tensor:
+        """Part `part` of `parts` equal cuts along dimension 0."""
+        view = self.files[self.index[name].file].get_slice(name)
+        size = self.index[name].shape[0] // parts
+        return view[part * size : (part + 1) * size].to(self.dtype)
+
+    def columns(self, name: str, part: int, parts: int) -> Tensor:
+        view = self.files[self.index[name].file].get_slice(name)
+        size = self.index[name].shape[1] // parts
+        return view[:, part * size : (part + 1) * size].to(self.dtype).contiguous()
+
+
+def load_weights(
+    path: str | Path,
+    spec: ModelSpec,
+    *,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    layers: range | None = None,
+    first: bool = True,
+    last: bool = True,
+    scalar_head: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Tensor]:
+    """This rank's weights under Megatron-core names: global layers `layers` (default all), renumbered from 0.
+
+    `first` adds the embedding, `last` the final norm and the head. With tied embeddings the head is absent
+    when `first` is also loaded and a copy of the embedding otherwise. Raises InputError for a bad checkpoint.
+    """
+    path = Path(path)
+    check_checkpoint(path, spec, scalar_head)
+    read = _Reader(path, dtype)
+    weights: dict[str, Tensor] = {}
+    if first:
+        weights["embedding.word_embeddings.weight"] = _vocab_part(read, spec, "model.embed_tokens", tp_rank, tp_size)
+    for local, layer in enumerate(range(spec.layers) if layers is None else layers):
+        weights |= _layer_weights(read, spec, f"model.layers.{layer}.", f"decoder.layers.{local}.", tp_rank, tp_size)
+    if last:
+        weights["decoder.final_layernorm.weight"] = read.rows("model.norm.weight")
+        if scalar_head:
+            weights["output_layer.weight"] = read.rows("score.weight")
+        elif not spec.tied_embeddings:
+            weights["output_layer.weight"] = _vocab_part(read, spec, "lm_head", tp_rank, tp_size)
+        elif not first:
+            weights["output_layer.weight"] = _vocab_part(read, spec, "model.embed_tokens", tp_rank, tp_size)
+    return weights
+
+
+def _vocab_part(read: _Reader, spec: ModelSpec, module: str, tp_rank: int, tp_size: int) -> Tensor:
+    whole = read.rows(f"{module}.weight")
+    padded = torch.zeros(padded_vocab(spec), spec.hidden, dtype=whole.dtype)
+    padded[: spec.vocab] = whole
+    return padded.chunk(tp_size)[tp_rank].clone()
+
+
+def _layer_weights(read: _Reader, spec: ModelSpec, hf: str, ours: str, tp_rank: int, tp_size: int) -> dict[str, Tensor]:
+    groups, d = spec.kv_heads // tp_size, spec.head_dim
+
+    def fused_qkv(kind: str) -> Tensor:
+        parts = [read.rows(f"{hf}self_attn.{n}_proj.{kind}", tp_rank, tp_size) for n in "qkv"]
+        by_group = [p.view(groups, -1, *p.shape[1:]) for p in parts]
+        return torch.cat(by_group, dim=1).reshape(-1, *parts[0].shape[1:]).contiguous()
+
+    gate_up = [read.rows(f"{hf}mlp.{n}_proj.weight", tp_rank, tp_size) for n in ("gate", "up")]
+    weights = {
+        "input_layernorm.weight": read.rows(hf + "input_layernorm.weight"),
+        "self_attention.linear_qkv.weight": fused_qkv("weight"),
+        "self_attention.linear_proj.weight": read.columns(hf + "self_attn.o_proj.weight", tp_rank, tp_size),
+        "pre_mlp_layernorm.weight": read.rows(hf + "post_attention_layernorm.weight"),
+        "mlp.linear_fc1.weight": torch.cat(gate_up),
+        "mlp.linear_fc2.weight": read.columns(hf + "mlp.down_proj.weight", tp_rank, tp_size),
+    }
+    if spec.qkv_bias:
+        weights["self_attention.linear_qkv.bias"] = fused_qkv("bias")
+    if spec.qk_norm:
+        for n in "qk":
+            weights[f"self_attention.{n}_layernorm.weight"] = read.rows(f"{hf}self_attn.{n}_norm.weight")
+    return {ours + name: tensor for name, tensor in weights.items()}
+
+
+def to_hf(weights: Mapping[str, Tensor], spec: ModelSpec, scalar_head: bool) -> dict[str, Tensor]:
+    """Inverse of `load_weights` for a whole model (tp 1, all layers): Hugging Face names, padding stripped."""
+    out = {"model.embed_tokens.weight": weights["embedding.word_embeddings.weight"][: spec.vocab]}
+    q, d = spec.heads // spec.kv_heads, spec.head_dim
+    for layer in range(spec.layers):
+        hf, ours = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+        for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
+            fused = weights[f"{ours}self_attention.linear_qkv.{kind}"]
+            grouped = fused.view(spec.kv_heads, (q + 2) * d, *fused.shape[1:])
+            for n, part in zip("qkv", grouped.split([q * d, d, d], dim=1)):
+                out[f"{hf}self_attn.{n}_proj.{kind}"] = part.reshape(-1, *fused.shape[1:])
+        gate, up = weights[ours + "mlp.linear_fc1.weight"].chunk(2)
+        out |= {
+            hf + "input_layernorm.weight": weights[ours + "input_layernorm.weight"],
+            hf + "self_attn.o_proj.weight": weights[ours + "self_attention.linear_proj.weight"],
+            hf + "post_attention_layernorm.weight": weights[ours + "pre_mlp_layernorm.weight"],
+            hf + "mlp.gate_proj.weight": gate,
+            hf + "mlp.up_proj.weight": up,
+            hf + "mlp.down_proj.weight": weights[ours + "mlp.linear_fc2.weight"],
+        }
+        if spec.qk_norm:
+            out |= {f"{hf}self_attn.{n}_norm.weight": weights[f"{ours}self_attention.{n}_layernorm.weight"] for n in "qk"}
+    out["model.norm.weight"] = weights["decoder.final_layernorm.weight"]
+    if scalar_head:
+        out["score.weight"] = weights["output_layer.weight"]
+    elif not spec.tied_embeddings:
+        out["lm_head.weight"] = weights["output_layer.weight"][: spec.vocab]
+    return out
+
+
+def export_checkpoint(weights: Mapping[str, Tensor], spec: ModelSpec, scalar_head: bool, like: Path, out: Path) -> None:
+    """Write a Hugging Face folder: whole-model `weights`, config and tokenizer of the folder `like`.
+
+    The folder is written beside `out` and renamed; an older `out` is replaced.
+    """
+    from safetensors.torch import save_file
+
+    work = out.with_name(out.name + ".partial")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in to_hf(weights, spec, scalar_head).items()}
+    save_file(tensors, str(work / "model.safetensors"), metadata={"format": "pt"})
+    config = json.loads((like / "config.json").read_text())
+    stored = next(iter(tensors.values())).dtype
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            config[key] = str(stored).removeprefix("torch.")
+    (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for name in (*TOKENIZER_FILES, "generation_config.json"):
+        if (like / name).exists():
+            shutil.copyfile(like / name, work / name)
+    shutil.rmtree(out, ignore_errors=True)
+    os.replace(work, out)
+
+
+def load_tokenizer(path: Path, spec: ModelSpec) -> Any:
+    """The folder's tokenizer. Raises InputError when it is missing or has ids outside the model's vocabulary."""
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise InputError(f"{path} has no tokenizer files; set actor.tokenizer to a folder that has them")
+    logging.set_verbosity_error()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # transformers raises many kinds for a broken file
+        raise InputError(f"tokenizer of {path} cannot be read: {str(error).splitlines()[0]}") from None
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= spec.vocab:
+        raise InputError(
+            f"tokenizer {path} has ids up to {largest}, the model's vocabulary is {spec.vocab}; use the model's own tokenizer"
+        )
+    return tokenizer
