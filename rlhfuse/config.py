@@ -77,7 +77,7 @@ class AlgorithmConfig:
     kl_estimator: str = "k1"  # k1, k2 or k3
     clip_eps: float = 0.2
     value_clip_eps: float = 0.2
-    value_loss_coef: float = 0.5
+    value_loss_coef: float = 1.0  # weight of the value loss, which has a factor 0.5 of its own
     entropy_coef: float = 0.0
     whiten_advantages: bool = True
     minibatches: int = 4  # optimizer steps per iteration

@@ -43,6 +43,15 @@ class ParkedWeights:
         self._device.synchronize()
         self.release()
 
+    def allocate(self) -> None:
+        """Give the module device memory of unset values, to be written by the caller and then parked."""
+        if self._thread is not None:
+            self.finish_load()
+        for name, parameter in self.module.named_parameters():
+            if not self.loaded:
+                parameter.data = torch.empty_like(self._host[name], device=self._device.torch_device, pin_memory=False)
+        self.loaded = True
+
     def release(self) -> None:
         """Free the device copy; the host copy stays."""
         for parameter in self.module.parameters():
