@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from rlhfuse.config import OptimizerConfig, RunConfig
 from rlhfuse.fusion.inference import FrozenModel
-from rlhfuse.fusion.inter_stage import Placement
 from rlhfuse.fusion.p2p import Channels
 from rlhfuse.fusion.pair_step import TrainedModel
+from rlhfuse.fusion.placement import Placement
 from rlhfuse.models.build import build_model, fill
 from rlhfuse.models.hf import load_weights
 from rlhfuse.models.stage import PipelineStage, TrainingStage

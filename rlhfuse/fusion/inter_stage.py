@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from rlhfuse.fusion.board import Board
 from rlhfuse.fusion.inference import Scorer, pack_by_tokens
+from rlhfuse.fusion.placement import Placement
 from rlhfuse.gen.engine import Engine
 from rlhfuse.gen.migration import KVSnapshot, decode_header, encode_header, pack_kv, unpack_kv
 from rlhfuse.gen.sequence import GenerationResult, SamplingParams
@@ -39,20 +40,6 @@ STEPS_BETWEEN_POLLS = 4  # decode steps after which a leader reads the count tho
 IDLE_SECONDS = 0.002  # sleep of an instance that has nothing left to decode before the trigger
 
 GO_ON, MEET = 0, 1
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Which ranks form each generation instance and each inference worker (a replica inside one instance)."""
-
-    instances: tuple[tuple[int, ...], ...]
-    workers: tuple[tuple[int, ...], ...]
-
-    def instance_of(self, rank: int) -> int:
-        return next(i for i, ranks in enumerate(self.instances) if rank in ranks)
-
-    def worker_of(self, rank: int) -> int:
-        return next(i for i, ranks in enumerate(self.workers) if rank in ranks)
 
 
 @dataclass(frozen=True)

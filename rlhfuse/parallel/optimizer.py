@@ -79,8 +79,7 @@ class ModelOptimizer:
         if core.share_embeddings_and_output_weights and self._groups.embd is not None:
             weight = core.shared_embedding_or_output_weight()
             dist.all_reduce(weight.main_grad, group=self._groups.embd)
-        self.module.start_grad_sync()
-        self.module.finish_grad_sync()
+        self.module.finish_grad_sync()  # without overlap this starts the reduction too
 
     def step(self, lr: float) -> StepResult:
         """One optimizer step at learning rate `lr`; skipped by Megatron when a gradient is not finite."""
