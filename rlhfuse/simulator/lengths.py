@@ -63,10 +63,14 @@ class SampleLengths:
         prompt = tuple(min(p, max_prompt) for p in self.prompt)
         return SampleLengths(prompt, tuple(min(o, max_output) for o in self.output), self.clipped + over)
 
-    def draw(self, samples: int, generator: np.random.Generator) -> "SampleLengths":
-        """A batch of `samples` (prompt, output) pairs drawn with replacement."""
-        rows = generator.integers(0, len(self), samples)
-        return SampleLengths(tuple(self.prompt[i] for i in rows), tuple(self.output[i] for i in rows))
+    def draw(self, samples: int, draws: int, seed: int) -> tuple["SampleLengths", ...]:
+        """`draws` batches of `samples` (prompt, output) pairs each, with replacement; the same for the same seed."""
+        generator = np.random.default_rng(seed)
+        batches = []
+        for _ in range(draws):
+            rows = generator.integers(0, len(self), samples)
+            batches.append(SampleLengths(tuple(self.prompt[i] for i in rows), tuple(self.output[i] for i in rows)))
+        return tuple(batches)
 
 
 @dataclass(frozen=True)

@@ -19,23 +19,23 @@ from typing import Mapping
 from rlhfuse.config import RunConfig
 from rlhfuse.errors import InputError
 from rlhfuse.schedule.bounds import latency_bound
-from rlhfuse.schedule.builders import serial_1f1b, serial_makespan
+from rlhfuse.schedule.builders import capped_greedy, serial_1f1b, serial_makespan
 from rlhfuse.schedule.evaluate import evaluate
 from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.problem import FusionProblem, fused_problem
 from rlhfuse.schedule.schedule import Schedule
-from rlhfuse.schedule.search import search
 from rlhfuse.simulator.cost import AnalyticCost, CostModel, JobCost, largest_flat_batch
 from rlhfuse.simulator.generation import InstanceLimits
 from rlhfuse.simulator.hardware import hardware_by_name
 from rlhfuse.simulator.iteration import IterationSeconds, simulate_gen_infer
-from rlhfuse.simulator.layouts import BatchArithmetic, Task, batch_arithmetic, check_layouts
+from rlhfuse.simulator.layouts import TASK_ROLES, BatchArithmetic, Task, batch_arithmetic, check_layouts
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.measured import load_measured_cost
 from rlhfuse.simulator.memory import SCORERS, PhaseMemory, memory_by_phase, readable_bytes
 from rlhfuse.simulator.threshold import Threshold, load_threshold, sweep_threshold
 from rlhfuse.spec import HardwareSpec, ModelSpec, ParallelLayout
 
+DRAWS = 5  # batches drawn from past lengths and averaged
 TICK_SECONDS = 1e-6  # schedules are searched in whole microseconds, so that ties are exact
 SCALAR_HEADS = ("reward", "critic")
 
@@ -159,6 +159,20 @@ def job_cost(costs: Mapping[str, AnalyticCost], world_size: int) -> JobCost:
     return JobCost(generation, tuple(costs[name] for name in SCORERS), cross_node=crosses)
 
 
+def generation_cost(
+    config: RunConfig, specs: Mapping[str, ModelSpec], instances: int, hardware: HardwareSpec
+) -> JobCost:
+    """The CostModel of `instances` generation instances, whatever the world of the other tasks."""
+    parallel, size = config.parallel, element_bytes(config)
+    layouts = {task: ParallelLayout.parse(getattr(parallel, task)) for task in ("generation", *SCORERS)}
+    roles = dict(TASK_ROLES)
+    costs = {
+        task: AnalyticCost(specs[roles[task]], layout, hardware, size, roles[task] in SCALAR_HEADS)
+        for task, layout in layouts.items()
+    }
+    return job_cost(costs, instances * layouts["generation"].tp)
+
+
 def instance_limits(
     config: RunConfig, actor: ModelSpec, instances: int, costs: CostModel, median_context_tokens: float
 ) -> InstanceLimits:
@@ -183,14 +197,6 @@ def instance_limits(
     )
 
 
-def longest_lengths(config: RunConfig) -> SampleLengths:
-    """Every sample at its maximum: the upper bound that stands in while no lengths are known."""
-    samples = config.samples_per_iteration
-    return SampleLengths(
-        (config.data.max_prompt_tokens,) * samples, (config.rollout.max_response_tokens,) * samples
-    )
-
-
 def training_problem(
     costs: Mapping[str, AnalyticCost], batch: BatchArithmetic, tokens_per_sample: float
 ) -> FusionProblem:
@@ -211,8 +217,7 @@ def choose_schedule(config: RunConfig, problem: FusionProblem) -> tuple[Schedule
     if config.fusion.schedule:
         loaded = load_schedule(config.fusion.schedule, expect=problem)
         return Schedule(problem, loaded.orders), f"order read from {config.fusion.schedule}"
-    found = search(problem, time_limit=config.fusion.search_seconds, seed=config.trainer.seed)
-    return found.schedule, f"searched for {config.fusion.search_seconds:g} s at start"
+    return capped_greedy(problem), "greedy"
 
 
 def make_plan(
@@ -225,14 +230,14 @@ def make_plan(
     """Check everything and decide everything. Launches nothing.
 
     `schedule`: one already chosen for `training_problem`; else `choose_schedule` finds one. `lengths`: of past
-    samples, for predictions and R_t; else every sample counts as long as it can become. Raises InputError with
-    the equation or the file that is wrong.
+    samples, for predictions and R_t (batches of the run's size are drawn from them); else every sample counts as
+    long as it can become. Raises InputError with the equation or the file that is wrong.
     """
     tasks = check_layouts(config, specs, world_size)
     batch = batch_arithmetic(config, tasks)
     hardware = hardware_by_name(config.trainer.hardware, config.trainer.device)
     costs = task_costs(config, specs, tasks, hardware)
-    known = lengths or longest_lengths(config)
+    known = _known_lengths(config, lengths)
     mean_tokens = (sum(known.prompt) + sum(known.output)) / len(known)
     reasons = [_lengths_reason(config, lengths)]
 
@@ -245,9 +250,11 @@ def make_plan(
     if config.fusion.profile:
         reasons.append(f"generation and inference are priced by {config.fusion.profile}, training analytically")
     limits = instance_limits(config, specs["actor"], batch.instances, job, median_context(known))
-    threshold_samples, threshold, reason = _choose_threshold(config, batch, job, limits, lengths)
+    batches = known.draw(batch.samples, DRAWS, config.trainer.seed) if lengths else (known,)
+    setting = _Setting(config, batch, job, limits, batches)
+    threshold_samples, threshold, reason = _choose_threshold(setting, sweep=lengths is not None)
     reasons.append(reason)
-    seconds = _predict(config, batch, job, limits, known, summary, threshold_samples, threshold)
+    seconds = _predict(setting, summary, threshold_samples, threshold)
 
     full = training_problem(costs, batch, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
     activations = evaluate(Schedule(full, schedule.orders)).peak_memory
@@ -287,10 +294,20 @@ def median_context(lengths: SampleLengths) -> float:
     return sorted(lengths.prompt)[len(lengths) // 2] + sorted(lengths.output)[len(lengths) // 2] / 2
 
 
-def _choose_threshold(
-    config: RunConfig, batch: BatchArithmetic, job: CostModel, limits: InstanceLimits, lengths: SampleLengths | None
-) -> tuple[int | None, Threshold | None, str]:
-    """R_t, its curve if there is one, and the sentence that says why."""
+@dataclass(frozen=True)
+class _Setting:
+    """What R_t and the predicted seconds depend on."""
+
+    config: RunConfig
+    batch: BatchArithmetic
+    job: CostModel
+    limits: InstanceLimits
+    batches: tuple[SampleLengths, ...]
+
+
+def _choose_threshold(setting: _Setting, sweep: bool) -> tuple[int | None, Threshold | None, str]:
+    """R_t, its curve if there is one, and the sentence that says why; `sweep`: the lengths are real ones."""
+    config, batch = setting.config, setting.batch
     if not config.fusion.inter_stage:
         return 0, None, "R_t = 0: fusion.inter_stage is false"
     if batch.instances == 1:
@@ -301,8 +318,8 @@ def _choose_threshold(
         found = load_threshold(config.fusion.threshold_file)
         _check_threshold(found, config, batch)
         return found.threshold, found, f"{config.fusion.threshold_file}: {found.explain()}"
-    if lengths is not None:
-        found = sweep_threshold(lengths, batch.instances, job, limits)
+    if sweep:
+        found = sweep_threshold(setting.batches, batch.instances, setting.job, setting.limits)
         return found.threshold, found, found.explain()
     return None, None, "R_t is chosen by simulation once the first iteration has shown its lengths"
 
@@ -322,25 +339,30 @@ def _check_threshold(found: Threshold, config: RunConfig, batch: BatchArithmetic
 
 
 def _predict(
-    config: RunConfig,
-    batch: BatchArithmetic,
-    job: CostModel,
-    limits: InstanceLimits,
-    lengths: SampleLengths,
-    summary: ScheduleSummary,
-    threshold_samples: int | None,
-    threshold: Threshold | None,
+    setting: _Setting, summary: ScheduleSummary, threshold_samples: int | None, threshold: Threshold | None
 ) -> IterationSeconds:
+    """Means over the batches; a threshold's own curve where there is one."""
     if threshold is not None:
-        gen_infer = threshold.serial_seconds, threshold.fused_seconds
+        gen_infer = [threshold.serial_seconds, threshold.fused_seconds]
     else:
-        batch_lengths = lengths.clip(limits.max_prompt_tokens, limits.max_output_tokens)
-        gen_infer = tuple(
-            simulate_gen_infer(batch_lengths, batch.instances, job, limits, min(r_t, len(batch_lengths))).total_seconds
-            for r_t in (0, threshold_samples or 0)
-        )
+        gen_infer = [_gen_infer_seconds(setting, r_t) for r_t in (0, threshold_samples or 0)]
     training = (summary.serial_makespan_seconds, summary.makespan_seconds)
-    return IterationSeconds(*gen_infer, *(seconds * config.algorithm.minibatches for seconds in training))
+    return IterationSeconds(*gen_infer, *(seconds * setting.batch.minibatches for seconds in training))
+
+
+def _gen_infer_seconds(setting: _Setting, threshold: int) -> float:
+    instances, job, limits = setting.batch.instances, setting.job, setting.limits
+    lines = [simulate_gen_infer(batch, instances, job, limits, threshold) for batch in setting.batches]
+    return sum(line.total_seconds for line in lines) / len(lines)
+
+
+def _known_lengths(config: RunConfig, lengths: SampleLengths | None) -> SampleLengths:
+    """Past lengths cut to the run's maximum; without any, every sample at that maximum (an upper bound)."""
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    if lengths is not None:
+        return lengths.clip(prompt, response)
+    samples = config.samples_per_iteration
+    return SampleLengths((prompt,) * samples, (response,) * samples)
 
 
 def _lengths_reason(config: RunConfig, lengths: SampleLengths | None) -> str:

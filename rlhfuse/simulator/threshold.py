@@ -116,12 +116,16 @@ class Threshold:
 
 
 def sweep_threshold(
-    batches: SampleLengths | Sequence[SampleLengths], instances: int, costs: CostModel, limits: InstanceLimits
+    batches: SampleLengths | Sequence[SampleLengths],
+    instances: int,
+    costs: CostModel,
+    limits: InstanceLimits,
+    clipped: int = 0,
 ) -> Threshold:
     """Simulate R_t = 0, 5%, ..., 95% of the batch and take the fastest.
 
     Several batches of equal size (draws from a distribution) are averaged. Lengths are clipped to the limits and
-    the clipped are counted. With one instance only R_t = 0 exists.
+    the clipped are counted, on top of `clipped` already cut by the caller. With one instance only R_t = 0 exists.
     """
     batches = [batches] if isinstance(batches, SampleLengths) else list(batches)
     batches = [batch.clip(limits.max_prompt_tokens, limits.max_output_tokens) for batch in batches]
@@ -136,7 +140,7 @@ def sweep_threshold(
         points.append(_point(batches, instances, costs, limits, percent / 100, threshold))
     best = min(points, key=lambda point: (point.fused_seconds, point.threshold))
     every = SampleLengths(sum((b.prompt for b in batches), ()), sum((b.output for b in batches), ()))
-    clipped = sum(batch.clipped for batch in batches)
+    clipped += sum(batch.clipped for batch in batches)
     return Threshold(
         threshold=best.threshold,
         ratio=best.ratio,
