@@ -1,0 +1,122 @@
+"""One sample on its way through the engine: what was asked, what is known so far, and what came out.
+
+    prompt tokens            tokens drawn so far
+    |------------------------|----------->            total_tokens
+    |------ in the KV cache ------|                   computed_tokens
+                                  |~~~~~~~>           pending_tokens: to be run; the last of them draws the next
+
+A decode step is the case pending_tokens == 1. Knows nothing of tensors, blocks' contents or tokenization.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rlhfuse.errors import InputError
+
+FinishReason = Literal["stop", "length", "error"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one sample are drawn."""
+
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int = 0  # draw from the k most likely tokens; 0 = off
+    top_p: float = 1.0  # draw from the smallest set of tokens with this much probability
+    max_tokens: int = 128  # longest response
+    min_tokens: int = 0  # no stop before so many tokens
+    stop_token_ids: tuple[int, ...] = ()  # further tokens that end the response; they are part of it
+    stop: tuple[str, ...] = ()  # texts that end the response; they are part of it
+    seed: int = 0
+    ignore_eos: bool = False  # the model's own end tokens do not end the response
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise InputError(f"temperature={self.temperature} must be 0 (greedy) or above")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p={self.top_p} must be in (0, 1]; 1 turns it off")
+        for name, low in (("top_k", 0), ("max_tokens", 1), ("min_tokens", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < low:
+                raise InputError(f"{name}={value!r} must be an integer of at least {low}")
+        if self.min_tokens > self.max_tokens:
+            raise InputError(f"min_tokens={self.min_tokens} > max_tokens={self.max_tokens}; lower min_tokens")
+        if any(not text for text in self.stop):
+            raise InputError("stop holds an empty text, which would end every response; remove it")
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """A finished sample. `logprobs[i]` belongs to `tokens[i]`: after temperature, before top-k and top-p.
+
+    `finish_reason` is "stop" (an end token or stop text, part of `tokens`), "length", or "error" (the model gave
+    numbers that are not finite; `tokens` holds what was drawn before).
+    """
+
+    sample_id: int
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A sample in the making. The scheduler owns `block_table`, `computed_tokens` and the two prefix fields."""
+
+    sample_id: int
+    prompt: list[int]
+    params: SamplingParams
+    max_total_tokens: int  # prompt and response together, as the model's context allows
+    stop_ids: frozenset[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    block_table: list[int] = field(default_factory=list)
+    computed_tokens: int = 0
+    published_blocks: int = 0  # so many leading blocks are known to the prefix index
+    prefix_node: int = 0  # name of the prefix that ends with the last of them
+
+    @property
+    def total_tokens(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def pending_tokens(self) -> int:
+        return self.total_tokens - self.computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        return bool(self.tokens) and self.pending_tokens == 1
+
+    @property
+    def banned_tokens(self) -> tuple[int, ...]:
+        """Tokens that may not be drawn next: the end tokens, until min_tokens is reached."""
+        return tuple(self.stop_ids) if len(self.tokens) < self.params.min_tokens else ()
+
+    def slice(self, start: int, end: int) -> list[int]:
+        """Tokens start:end of prompt and response together."""
+        prompt = len(self.prompt)
+        if start >= prompt:
+            return self.tokens[start - prompt : end - prompt]
+        return self.prompt[start:end] + (self.tokens[: end - prompt] if end > prompt else [])
+
+    def append(self, token: int, logprob: float) -> None:
+        """Take the drawn token in; sets finish_reason when it is the last one."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if token in self.stop_ids and len(self.tokens) >= self.params.min_tokens:
+            self.finish_reason = "stop"
+        elif self.total_tokens >= self.max_total_tokens:
+            self.finish_reason = "length"
+
+    def result(self) -> GenerationResult:
+        assert self.finish_reason is not None, f"sample {self.sample_id} is not finished"
+        return GenerationResult(
+            self.sample_id, tuple(self.prompt), tuple(self.tokens), tuple(self.logprobs), self.finish_reason
+        )
