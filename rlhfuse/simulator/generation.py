@@ -109,9 +109,8 @@ class InstanceRun:
     def run(self, until: float = math.inf) -> None:
         """Run to the first step boundary at or after `until`, or until every sample is finished."""
         while self.clock < until and (self.waiting or self.running):
-            self._admit()
-            if not self.running or self.clock >= until:
-                continue
+            if self._admit():
+                continue  # those that a prefill finished have made room for more
             steps = self._steps_to_event()
             if steps == 0:
                 self._preempt_last()
@@ -143,8 +142,8 @@ class InstanceRun:
     def _done(self, sequence: SimulatedSequence) -> int:
         return sequence.output - (sequence.finish_step - self._step)
 
-    def _admit(self) -> None:
-        """Start waiting samples that fit, in order; a prefill makes each one's next token."""
+    def _admit(self) -> bool:
+        """Start waiting samples that fit, in order; a prefill makes each one's next token. Says whether any did."""
         capacity = self._limits.kv_capacity_tokens
         prefill_tokens, prefilled, admitted = 0, 0, []
         while self.waiting and len(self.running) < self._limits.max_sequences and not self._preempted:
@@ -166,6 +165,7 @@ class InstanceRun:
         for sequence in admitted:
             heapq.heappush(self._ends, (sequence.finish_step, sequence.sample_id))
         self._retire()
+        return bool(admitted)
 
     def _steps_to_event(self) -> int:
         """Decode steps until a sample ends or the cache is full, whichever is first."""
