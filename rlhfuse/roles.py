@@ -109,6 +109,17 @@ def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, 
     )  # fmt: skip
 
 
+def whole_copy(
+    config: RunConfig, checkpoints: Checkpoints, role: str, rank: int, device: Device
+) -> torch.nn.Module:
+    """An unset copy of the whole model on every rank, for export; a collective."""
+    grid = plain_grid(ParallelLayout(dist.get_world_size(), 1, 1))
+    groups = GroupMaker(config.trainer.hang_seconds).for_model("export", grid, rank)
+    spec, dtype = checkpoints.specs[role], DTYPES[config.trainer.dtype]
+    head = role in ("critic", "reward")
+    return build_model(spec, grid, groups, rank, scalar_head=head, dtype=dtype, device=device)
+
+
 def load_part(model: torch.nn.Module, path: Path, spec: ModelSpec, grid: ModelGrid, rank: int, head: bool) -> None:
     """Fill this rank's part of the model from a Hugging Face folder."""
     _, stage, tp_rank = grid.position(rank)

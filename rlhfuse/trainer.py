@@ -45,9 +45,10 @@ from rlhfuse.preflight import Prepared
 from rlhfuse.roles import Roles, build_roles, whole_copy
 from rlhfuse.schedule.lowering import lower
 from rlhfuse.schedule.schedule import Schedule
-from rlhfuse.simulator.planner import Plan
-from rlhfuse.threshold_control import ThresholdControl, fusion_limits
-from rlhfuse.timeline import StageTimes, predicted_spans
+from rlhfuse.simulator.hardware import hardware_by_name
+from rlhfuse.simulator.planner import Plan, job_cost, task_costs
+from rlhfuse.threshold_control import ThresholdControl
+from rlhfuse.timeline import StageTimes, gen_infer_spans, training_spans
 
 
 @dataclass
@@ -88,13 +89,15 @@ class Trainer:
             config.rollout.temperature, device.torch_device, watchdog.progress,
         )  # fmt: skip
         self.microbatches = {"actor": plan.batch.actor_microbatches, "critic": plan.batch.critic_microbatches}
-        self.threshold = ThresholdControl(config, plan, prepared.checkpoints.specs["actor"], self.roles.placement)
+        hardware = hardware_by_name(config.trainer.hardware, device.torch_device.type)
+        specs = prepared.checkpoints.specs
+        analytic = job_cost(task_costs(config, specs, prepared.tasks, hardware), prepared.world_size)
+        self.threshold = ThresholdControl(config, plan, specs, analytic, device)
         self.stage_times = StageTimes()
         self.inter_stage = InterStage(
             rank, self.roles.placement, self.engine, self.scorer, store,
             instance_group=self.roles.generation_tp, worker_group=self.roles.reference.tp_group,
-            limits=fusion_limits(config, plan, self.engine), timeout_seconds=config.trainer.hang_seconds,
-            progress=watchdog.progress,
+            timeout_seconds=config.trainer.hang_seconds, progress=watchdog.progress,
         )  # fmt: skip
         self.sampler = PromptSampler(len(prepared.prompts), config.trainer.seed)
 
@@ -152,7 +155,7 @@ class Trainer:
         self.watchdog.progress(f"iteration {iteration}: moving weights")
         self._move_weights(phases)
         used = self.threshold.current
-        report = self.inter_stage.run(iteration, self._requests(iteration), used)
+        report = self.inter_stage.run(iteration, self._requests(iteration), used, self.threshold.limits)
         for span in report.spans:
             phases.note(span.kind, span.kind, span.start_seconds, span.end_seconds)
         start = time.time()
@@ -167,12 +170,12 @@ class Trainer:
         metrics["perf/total_num_tokens"] = len(batch.tokens)
         metrics["perf/throughput"] = len(batch.tokens) / metrics["timing_s/step"]
         metrics["perf/samples_per_second"] = len(batch) / metrics["timing_s/step"]
-        message = self.threshold.observe(report, batch, self.rank)
+        message = self.threshold.observe(iteration, report, batch)
         if message and self.rank == 0:
             print(message, flush=True)
         spans = [Span(**span) for one in everyone for span in one["spans"]]
         if self.rank == 0:
-            spans += predicted_spans(self, report, used, spans)
+            spans += self._predicted(report, used, spans)
         return metrics, spans
 
     def _requests(self, iteration: int) -> list[Request]:
@@ -280,6 +283,14 @@ class Trainer:
         if self.device.is_cuda:
             metrics["perf/max_memory_allocated_gb"] = max(one["memory_bytes"] for one in everyone) / 1e9
         return metrics
+
+    def _predicted(self, report: GenInferReport, used: int, measured: list[Span]) -> list[Span]:
+        """What the simulator and the schedule say this iteration should have looked like, from its own costs."""
+        spans = gen_infer_spans(self.threshold.simulate(used), self.roles.placement, report.begin_seconds)
+        starts = sorted(s.start_seconds for s in measured if s.kind.endswith(" F"))
+        count = self.config.algorithm.minibatches
+        priced = self.stage_times.priced(self.schedule, self.prepared.tasks, self.microbatches["actor"])
+        return spans + training_spans(priced, self.prepared.ranks, starts[0], count)
 
     def _predicted_makespan(self, minibatches: int) -> float:
         """Of this iteration's mini-batches, from the times its actions took, each on its own core or GPU."""

@@ -84,6 +84,7 @@ class GenInferReport:
     scored_before_generation_end: int = 0
     generation_seconds: float = 0.0
     total_seconds: float = 0.0
+    begin_seconds: float = 0.0  # wall clock
     observations: dict[str, list[list[float]]] = field(default_factory=dict)
     spans: list[PhaseSpan] = field(default_factory=list)
 
@@ -93,7 +94,7 @@ class InterStage:
 
     def __init__(
         self, rank: int, placement: Placement, engine: Engine, scorer: Scorer, store: dist.Store, *,
-        instance_group: dist.ProcessGroup, worker_group: dist.ProcessGroup, limits: FusionLimits,
+        instance_group: dist.ProcessGroup, worker_group: dist.ProcessGroup,
         timeout_seconds: float, progress: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._rank = rank
@@ -103,7 +104,6 @@ class InterStage:
         self._store = store
         self._instance_group = instance_group
         self._worker_group = worker_group
-        self._limits = limits
         self._timeout = timeout_seconds
         self._progress = progress
         self._instance = placement.instance_of(rank)
@@ -111,20 +111,23 @@ class InterStage:
         self._leads_instance = placement.instances[self._instance][0] == rank
         self._leads_worker = placement.workers[self._worker][0] == rank
 
-    def run(self, iteration: int, requests: Sequence[Request], threshold: int) -> GenInferReport:
+    def run(
+        self, iteration: int, requests: Sequence[Request], threshold: int, limits: FusionLimits
+    ) -> GenInferReport:
         """Generate and score `requests` (the whole batch, the same on every rank) with R_t = `threshold`.
 
         The engine must hold the actor's weights and a KV cache, the scorer's weights must be parked. Returns
         with the KV cache dropped and the scorer's weights released.
         """
+        self._limits = limits
         board = Board(self._store, iteration, self._timeout)
         report = GenInferReport()
-        begin = time.time()
+        begin = report.begin_seconds = time.time()
         dealt = deal(len(requests), len(self._placement.instances))
         for position in dealt[self._instance]:
             request = requests[position]
             self._engine.add(request.sample_id, request.prompt, request.params)
-        self._observed: dict[str, list[list[float]]] = {"decode": [], "prefill": [], "score": [], "migration": [], "load": []}
+        self._observed = {"decode": [], "prefill": [], "score": [], "migration": [], "load": []}
         done = self._generate(board, len(requests), threshold, report)
         known, states, free = self._meet(done, report)
         early = 0
@@ -229,10 +232,7 @@ class InterStage:
                 pending += works
                 sent += size
             elif destination == self._instance:
-                began = time.perf_counter()
-                snapshots, size = self._receive(self._placement.instances[source][place])
-                self._observed["migration"].append([size, time.perf_counter() - began])
-                self._engine.import_sequences(snapshots)
+                self._engine.import_sequences(self._receive(self._placement.instances[source][place]))
         for work, _ in pending:
             work.wait()
         if self._instance in plan.freed:
@@ -253,16 +253,18 @@ class InterStage:
             parts.append(kv)
         return [(dist.isend(part, to), part) for part in parts], kv.numel() * kv.element_size()
 
-    def _receive(self, source: int) -> tuple[list[KVSnapshot], int]:
+    def _receive(self, source: int) -> list[KVSnapshot]:
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, source)
         header = torch.empty(int(size), dtype=torch.uint8)
         dist.recv(header, source)
         headers = decode_header(header.numpy().tobytes())
-        flat = self._engine.empty_kv(headers)
+        flat = torch.empty(sum(h.kv_elements for h in headers), dtype=self._engine.dtype, device=self._engine.device)
         if flat.numel():
+            began = time.perf_counter()  # from here on the sender waits for nothing
             dist.recv(flat, source)
-        return unpack_kv(headers, flat), flat.numel() * flat.element_size()
+            self._observed["migration"].append([flat.numel() * flat.element_size(), time.perf_counter() - began])
+        return unpack_kv(headers, flat)
 
     def _decode_tail(self, board: Board, report: GenInferReport) -> None:
         """A destination decodes what is left and publishes each sample as it ends."""

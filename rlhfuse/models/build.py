@@ -29,6 +29,7 @@ from rlhfuse.models import invariance
 from rlhfuse.models.attention import varlen_attention
 from rlhfuse.models.heads import ScalarHead
 from rlhfuse.models.hf import padded_vocab
+from rlhfuse.models.rotary import rotary_frequencies
 from rlhfuse.parallel.device import Device, cpu_stands_in
 from rlhfuse.parallel.groups import ModelGrid
 from rlhfuse.spec import ModelSpec, ParallelLayout
@@ -170,7 +171,7 @@ def build_model(
     for offset, layer in enumerate(model.decoder.layers):
         layer.layer_number = layers[stage][offset] + 1  # the resharder names layers by this
     model.rotary_pos_emb.__class__ = _Rotary
-    model.rotary_pos_emb.inv_freq = invariance.rotary_frequencies(spec)
+    model.rotary_pos_emb.inv_freq = rotary_frequencies(spec)
     if scalar_head and stage == grid.pp - 1:
         model.output_layer = ScalarHead(spec.hidden, dtype, device.torch_device)
     model.to(device.torch_device)
