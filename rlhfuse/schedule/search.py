@@ -1,0 +1,328 @@
+"""Finds a fused schedule: annealing from several starts, alone or on every rank of an MPI job.
+
+The schedules made by rule stand at once as the first incumbent. Then every MPI rank runs its own chain
+of annealing runs (own random stream, own starts); after every round of a fixed number of moves the
+ranks exchange improvements in one collective, so that all hold the same incumbent and stop together:
+at a proved bound, at the time limit or at the number of moves. With `iterations` instead of a time
+limit the result depends on the seed and the number of ranks alone.
+
+    latency   least makespan; stops at the latency lower bound
+    memory    the same, then the least peak memory at that makespan: the cap is lowered step by step
+              and a run succeeds when it is as fast under the lower cap; stops at the memory bound
+
+Knows nothing of files or layouts. mpi4py is imported by the caller's wish only. Paper: section 5.2,
+Algorithm 1 and "Optimizing memory usage".
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import numpy as np
+
+from rlhfuse.errors import InputError
+from rlhfuse.schedule.anneal import Rule, State, Tables, anneal, new_state
+from rlhfuse.schedule.bounds import latency_bound, memory_bound
+from rlhfuse.schedule.builders import capped_greedy, greedy, serial_1f1b
+from rlhfuse.schedule.evaluate import TOLERANCE, Timeline, evaluate
+from rlhfuse.schedule.graph import OperationGraph, build_graph
+from rlhfuse.schedule.problem import FusionProblem, Number
+from rlhfuse.schedule.schedule import Schedule
+
+OBJECTIVES = ("latency", "memory")
+ROUND_MOVES = 200_000  # tried by a chain between two looks at the clock: a few hundredths of a second
+FIRST_RUN_MOVES_PER_OPERATION = 400  # doubled from run to run, up to the next
+LAST_RUN_MOVES_PER_OPERATION = 25_600
+CAP_STEPS = (0.5, 0.25, 0.1, 0.0)  # how far below the incumbent towards the bound the next cap is; 0: just below
+
+
+@dataclass(frozen=True)
+class SearchReport:
+    """Where a search stands, in the problem's units; `moves` counts tried swaps over all ranks."""
+
+    makespan: Number
+    lower_bound: Number
+    peak_memory: Number
+    memory_lower_bound: Number
+    moves: int
+    seconds: float
+    first_bound_seconds: float | None  # when the latency bound was reached
+    seed: int
+    ranks: int
+    objective: str
+
+    @property
+    def optimal(self) -> bool:
+        """Whether the makespan is proved to be the least possible."""
+        return _reaches(self.makespan, self.lower_bound)
+
+
+@dataclass(frozen=True)
+class Incumbent:
+    """The best schedule so far; compared by (makespan, peak memory)."""
+
+    schedule: Schedule
+    timeline: Timeline
+
+    @property
+    def key(self) -> tuple[Number, Number]:
+        return self.timeline.makespan, self.timeline.peak_memory
+
+
+def search(
+    problem: FusionProblem,
+    *,
+    time_limit: float | None = None,
+    iterations: int | None = None,
+    seed: int = 1,
+    objective: str = "latency",
+    memory_cap: float | None = None,
+    start: Schedule | None = None,
+    comm: Any = None,
+    on_improved: Callable[[Schedule, SearchReport], None] | None = None,
+    on_round: Callable[[SearchReport], None] | None = None,
+) -> tuple[Schedule, SearchReport]:
+    """Search until a proved optimum, `time_limit` seconds or `iterations` moves per rank.
+
+    `memory_cap` replaces the problem's cap (static memory still counts); `start` is a schedule to
+    improve on; `comm` is an mpi4py communicator. The callbacks run on rank 0. All ranks return the same
+    schedule, never slower than greedy unless greedy breaks the cap. KeyboardInterrupt passes through.
+    Raises InputError on settings out of range and on a cap that no schedule meets.
+    """
+    _check_settings(time_limit, iterations, seed, objective, memory_cap)
+    started = time.monotonic()
+    if memory_cap is not None:
+        problem = FusionProblem(problem.nodes, problem.pipelines, problem.transfer, memory_cap, problem.static_memory)
+    graph = build_graph(problem)
+    starts = first_schedules(problem, start)
+    best = min(starts, key=lambda entry: entry.key)
+    rank, ranks = (comm.Get_rank(), comm.Get_size()) if comm is not None else (0, 1)
+    clock = _Clock(started, time_limit, iterations)
+    chain = _Chain(graph, [entry.schedule for entry in starts], seed, rank)
+    bound = latency_bound(problem)
+    first_bound: float | None = None
+    moves = 0
+
+    def report() -> SearchReport:
+        makespan, peak = best.key
+        least = memory_bound(problem, makespan)
+        return SearchReport(
+            makespan, bound, peak, least, moves, time.monotonic() - started, first_bound, seed, ranks, objective
+        )
+
+    if on_improved and rank == 0:
+        on_improved(best.schedule, report())
+    while True:
+        if first_bound is None and _reaches(best.key[0], bound):
+            first_bound = time.monotonic() - started
+        polish = objective == "memory" and (first_bound is not None or clock.share() > 0.5)
+        if _proved(problem, best, bound, objective) or _agree(comm, clock.over()):
+            break
+        # The clock differs between ranks; the phase must not.
+        tried, found = chain.round(best, bound, _agree(comm, polish), clock.moves_left())
+        clock.moves += tried
+        tried, found = _exchange(comm, tried, found)
+        moves += tried
+        if found is not None:
+            candidate = _incumbent(graph, found)
+            if candidate.key < best.key:
+                best = candidate
+                if on_improved and rank == 0:
+                    on_improved(best.schedule, report())
+        if on_round and rank == 0:
+            on_round(report())
+    return best.schedule, report()
+
+
+def first_schedules(problem: FusionProblem, start: Schedule | None = None) -> list[Incumbent]:
+    """The schedules made by rule (and `start`) that fit the caps, without repetition; at least one.
+
+    Raises InputError naming the cap when not even one micro-batch at a time fits.
+    """
+    made = [capped_greedy(problem, extra) for extra in (0, 1, 2, 4)] + [greedy(problem), serial_1f1b(problem)]
+    if start is not None:
+        made.insert(0, Schedule(problem, start.orders))
+    entries = {schedule.orders: Incumbent(schedule, evaluate(schedule)) for schedule in made}
+    fitting = [entry for entry in entries.values() if fits(entry)]
+    deepest = max(pipeline.stages for pipeline in problem.pipelines)
+    in_flight = deepest
+    while not fitting and in_flight:
+        schedule = serial_1f1b(problem, in_flight)
+        entry = Incumbent(schedule, evaluate(schedule))
+        fitting = [entry] if fits(entry) else []
+        in_flight -= 1
+    if not fitting:
+        node = max(range(problem.nodes), key=lambda n: entry.timeline.node_peak_memory[n] - problem.node_cap(n))
+        raise InputError(
+            f"memory cap leaves {problem.node_cap(node):g} for activations on node {node}, but one micro-batch at a "
+            f"time needs {entry.timeline.node_peak_memory[node]}; raise the cap"
+        )
+    return fitting
+
+
+def fits(entry: Incumbent) -> bool:
+    """Whether every node stays within its cap."""
+    problem, peaks = entry.schedule.problem, entry.timeline.node_peak_memory
+    return all(peak <= _loosen(problem.node_cap(node)) for node, peak in enumerate(peaks))
+
+
+class _Clock:
+    """How much of the budget is spent: seconds since the start, or this rank's moves."""
+
+    def __init__(self, started: float, time_limit: float | None, iterations: int | None) -> None:
+        self.started, self.time_limit, self.iterations = started, time_limit, iterations
+        self.moves = 0
+
+    def share(self) -> float:
+        spent = (time.monotonic() - self.started) / self.time_limit if self.time_limit else 0.0
+        return max(spent, self.moves / self.iterations if self.iterations else 0.0)
+
+    def over(self) -> bool:
+        return self.share() >= 1
+
+    def moves_left(self) -> int:
+        return self.iterations - self.moves if self.iterations is not None else ROUND_MOVES
+
+
+class _Chain:
+    """One rank's annealing runs, one after the other; each run is cut into rounds."""
+
+    def __init__(self, graph: OperationGraph, starts: list[Schedule], seed: int, rank: int) -> None:
+        self.graph = graph
+        self.tables = tables_of(graph)
+        self.starts = [sequence_of(graph, schedule) for schedule in starts]
+        self.seed, self.rank = seed, rank
+        self.runs = 0
+        self.left = 0  # moves left in the present run
+        self.goal: tuple | None = None  # what the present run is after; a new incumbent ends it
+        self.step = rank % len(CAP_STEPS)
+        forwards = [o for o, action in enumerate(graph.actions) if action.kind == "F"]
+        self.unit = float(graph.duration[forwards].mean())
+
+    def round(self, best: Incumbent, bound: Number, polish: bool, moves_left: int) -> tuple[int, np.ndarray | None]:
+        """Anneal one round; returns (moves tried, a sequence better than `best` or None)."""
+        goal = (polish, best.key)
+        if self.left <= 0 or goal != self.goal:
+            if self.left <= 0 and self.goal == goal:
+                self.step = (self.step + 1) % len(CAP_STEPS)
+            self.goal = goal
+            self._begin(best, polish)
+        cap, target, fastest = self._ask(best, bound, polish)
+        found = np.empty(self.graph.size, np.int64)
+        moves = min(ROUND_MOVES, self.left, moves_left)
+        warm = self._temperature(self.length - self.left)
+        cold = self._temperature(self.length - self.left + moves)
+        epsilon = min(1e-9 * float(best.key[0]), float(self.graph.duration.min()) / 4)
+        rule = Rule(cap, 0.75 * self.unit, 0.05 if self.graph.size > 1500 else 0.15, target, epsilon)
+        tried, reached, _ = anneal(self.tables, self.state, rule, moves, warm, cold, found, fastest)
+        self.left -= max(tried, 1)
+        return max(tried, 1), found if reached < fastest else None
+
+    def _begin(self, best: Incumbent, polish: bool) -> None:
+        """Start the next run: from a schedule made by rule or from the incumbent, in turn; longer every time."""
+        turn = self.runs + self.rank
+        self.runs += 1
+        if polish and turn % 2 == 0:
+            sequence = sequence_of(self.graph, best.schedule)
+        else:
+            sequence = self.starts[(turn // 2 if polish else turn) % len(self.starts)]
+        per_operation = FIRST_RUN_MOVES_PER_OPERATION * 2 ** (self.runs // 2)
+        self.length = self.left = self.graph.size * min(per_operation, LAST_RUN_MOVES_PER_OPERATION)
+        self.state: State = new_state(sequence, hash_seed(self.seed, self.rank, self.runs))
+
+    def _ask(self, best: Incumbent, bound: Number, polish: bool) -> tuple[np.ndarray, float, float]:
+        """(cap per node, makespan to stop at, makespan to beat)."""
+        problem = self.graph.problem
+        caps = np.array([problem.node_cap(node) for node in range(problem.nodes)])
+        makespan, peak = (float(value) for value in best.key)
+        if not polish:
+            return _loosen(caps), float(bound), makespan
+        least = float(memory_bound(problem, makespan))
+        lower = peak - (peak - least) * CAP_STEPS[self.step]
+        lower = min(lower * (1 + 2 * TOLERANCE), peak * (1 - 2 * TOLERANCE))
+        return np.minimum(_loosen(caps), lower), makespan, makespan * (1 + 4 * TOLERANCE)
+
+    def _temperature(self, done: int) -> float:
+        """From 0.6 of a forward down to a fifteenth of that over a run."""
+        return 0.6 * self.unit * 15.0 ** (-done / self.length)
+
+
+def tables_of(graph: OperationGraph) -> Tables:
+    """The graph as the annealer takes it."""
+    counts = np.bincount(graph.node, minlength=graph.problem.nodes)
+    first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    return Tables(
+        graph.node, graph.lane, graph.duration, graph.upstream, graph.lag, graph.downstream, graph.memory, first
+    )
+
+
+def sequence_of(graph: OperationGraph, schedule: Schedule) -> np.ndarray:
+    """Operation numbers node by node; `_incumbent` is the inverse."""
+    return np.array([graph.number[action] for order in schedule.orders for action in order], np.int64)
+
+
+def hash_seed(*parts: int) -> int:
+    """One 64-bit seed out of several numbers."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])
+
+
+def _incumbent(graph: OperationGraph, sequence: np.ndarray) -> Incumbent:
+    rows: list[list] = [[] for _ in range(graph.problem.nodes)]
+    for operation in sequence.tolist():
+        rows[graph.node[operation]].append(graph.actions[operation])
+    schedule = Schedule(graph.problem, tuple(tuple(row) for row in rows))
+    return Incumbent(schedule, evaluate(schedule))
+
+
+def _exchange(comm: Any, tried: int, found: np.ndarray | None) -> tuple[int, np.ndarray | None]:
+    """Moves of all ranks, and the improvement of the lowest rank that has one: the same on every rank."""
+    if comm is None:
+        return tried, found
+    answers = comm.allgather((tried, found))
+    return sum(count for count, _ in answers), next((f for _, f in answers if f is not None), None)
+
+
+def _agree(comm: Any, decision: bool) -> bool:
+    """Rank 0's decision on every rank."""
+    return decision if comm is None else comm.bcast(decision, root=0)
+
+
+def _proved(problem: FusionProblem, best: Incumbent, bound: Number, objective: str) -> bool:
+    if not _reaches(best.key[0], bound):
+        return False
+    return objective == "latency" or _reaches(best.key[1], memory_bound(problem, best.key[0]))
+
+
+def _reaches(value: Number, bound: Number) -> bool:
+    return value <= bound * (1 + TOLERANCE)
+
+
+def _loosen(cap: Any) -> Any:
+    """A cap with room for the rounding of sums."""
+    return cap * (1 + TOLERANCE) + 1e-12
+
+
+def _check_settings(
+    time_limit: float | None, iterations: int | None, seed: int, objective: str, memory_cap: float | None
+) -> None:
+    if time_limit is None and iterations is None:
+        raise InputError("the search has no end: give time_limit (seconds) or iterations (moves)")
+    for name, value in (("time_limit", time_limit), ("iterations", iterations), ("memory_cap", memory_cap)):
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise InputError(f"{name}={value} must be above 0")
+    if seed < 0:
+        raise InputError(f"seed={seed} must be at least 0")
+    if objective not in OBJECTIVES:
+        raise InputError(f"objective={objective!r} must be one of {', '.join(OBJECTIVES)}")
+
+
+def world_communicator() -> Any:
+    """MPI's world communicator. Raises InputError when mpi4py or an MPI library is missing."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise InputError(f"started under mpirun but MPI cannot be loaded ({error}); pip install rlhfuse[mpi]") from None
+    return MPI.COMM_WORLD
