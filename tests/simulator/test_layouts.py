@@ -19,6 +19,7 @@ SPECS = {role: TINY for role in ("actor", "critic", "reference", "reward")}
 def config(**keys) -> RunConfig:
     """A run on 4 ranks; keyword `parallel__generation="d2t2p1"` sets parallel.generation."""
     made = RunConfig()
+    made.data.max_prompt_tokens = 128
     layouts = dict(actor_train="d1t1p4", critic_train="d2t1p2", generation="d4t1p1")
     inference = dict.fromkeys(("inference", "reference_inference", "reward_inference", "critic_inference"), "d4t1p1")
     settings = {f"parallel__{name}": layout for name, layout in {**layouts, **inference}.items()}
@@ -72,7 +73,7 @@ REFUSALS = [
             "parallel__actor_train": "d3t2p1",
             "parallel__critic_train": "d6t1p1",
         },
-        "parallel.critic_train=d6t1p1: pp(1) % s(2) = 1, must be 0",
+        "parallel.actor_train=d3t2p1 with parallel.critic_train=d6t1p1: critic_train=d6t1p1: pp(1) % s(2) = 1, must be 0",
     ),
     (
         6,
@@ -107,7 +108,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize("world_size, keys, message", REFUSALS)
 def test_refusals_print_the_equation(world_size, keys, message):
-    made = config(**{"data__max_prompt_tokens": 128, **keys})
+    made = config(**keys)
     if message is None:
         assert len(check_layouts(made, SPECS, world_size)) == 6
         return
@@ -116,11 +117,11 @@ def test_refusals_print_the_equation(world_size, keys, message):
 
 
 def test_the_whole_world_may_be_spelled_out():
-    assert check_layouts(config(parallel__generation="d4t1p1@0-3", data__max_prompt_tokens=128), SPECS, 4)
+    assert check_layouts(config(parallel__generation="d4t1p1@0-3"), SPECS, 4)
 
 
 def test_layouts_hold_without_intra_stage_fusion_too():
-    made = config(fusion__intra_stage=False, fusion__actor_microbatches=3, data__max_prompt_tokens=128)
+    made = config(fusion__intra_stage=False, fusion__actor_microbatches=3)
     with pytest.raises(InputError, match="no multiple of K2"):
         check_layouts(made, SPECS, 4)
 
@@ -137,4 +138,4 @@ def test_layouts_hold_without_intra_stage_fusion_too():
 def test_models_must_fit_together(role, changes, message):
     specs = {**SPECS, role: replace(TINY, **changes)}
     with pytest.raises(InputError, match=re.escape(message)):
-        check_layouts(config(data__max_prompt_tokens=128), specs, 4)
+        check_layouts(config(), specs, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from sim_helpers import linear_cost, long_tail
@@ -14,13 +15,13 @@ from rlhfuse.schedule.io import save_schedule
 from rlhfuse.simulator.hardware import hardware_by_name
 from rlhfuse.simulator.layouts import batch_arithmetic, check_layouts
 from rlhfuse.simulator.measured import save_measured_cost
-from rlhfuse.simulator.planner import load_plan, make_plan, save_plan, task_costs, training_problem
+from rlhfuse.simulator.planner import load_plan, make_plan, plan_run, save_plan, task_costs, training_problem
 from rlhfuse.simulator.threshold import save_threshold
 
 
 def run(**keys):
-    """The four-rank run with a short prompt and no search time to speak of."""
-    return config(**{"data__max_prompt_tokens": 128, "fusion__search_seconds": 0.2, **keys})
+    """The four-rank run with no search time to speak of."""
+    return config(**{"fusion__search_seconds": 0.2, **keys})
 
 
 def problem_of(made):
@@ -68,12 +69,12 @@ def test_memory_by_hand():
     assert generation.weights == trained + 4 * whole
     assert generation.kv == 16 * 384 * SPECS["actor"].kv_bytes_per_token(4)
     assert generation.host == 4 * (whole + 2 * SPECS["actor"].parameters(scalar_head=True))
-    assert inference.kv == 0 and training.activations == plan_peak(run())
+    assert inference.kv == 0 and training.activations == plan.schedule.peak_activation_bytes  # at full length
     assert training.device == trained * 2 + training.optimizer + training.activations
 
 
-def plan_peak(made) -> int:
-    return int(make_plan(made, SPECS, 4).schedule.peak_activation_bytes)
+ROWS = ("generation", "reference_inference", "reward_inference", "critic_inference")
+ONE_INSTANCE = {f"parallel__{row}": "d1t4p1" for row in ROWS}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def plan_peak(made) -> int:
     [
         ({"fusion__inter_stage": False}, 4, 0, "fusion.inter_stage is false"),
         ({"fusion__threshold": "13"}, 4, 13, "R_t = 13: fusion.threshold says so"),
-        ({f"parallel__{task}": "d1t4p1" for task in ("generation", "reference_inference", "reward_inference", "critic_inference")}, 4, 0, "one generation instance"),
+        (ONE_INSTANCE, 4, 0, "one generation instance"),
     ],
 )
 def test_threshold_from_the_config(keys, world, expected, reason):
@@ -112,6 +113,7 @@ def test_schedule_file_is_used_and_checked(tmp_path):
     plan = make_plan(run(fusion__schedule=str(file)), SPECS, 4)
     assert str(file) in plan.schedule.source
     assert plan.schedule.makespan_seconds > make_plan(run(), SPECS, 4).schedule.makespan_seconds
+    assert plan_run(run(fusion__schedule=str(file)), SPECS, 4)[1].orders == serial_1f1b(problem_of(run())).orders
     with pytest.raises(InputError, match="microbatches 4, this run has 8"):
         make_plan(run(fusion__schedule=str(file), fusion__actor_microbatches=8), SPECS, 4)
 
@@ -128,8 +130,6 @@ def test_profile_prices_generation(tmp_path):
 
 
 def test_memory_that_does_not_fit_is_said():
-    from dataclasses import replace
-
     huge = {role: replace(spec, mlp=2_000_000) for role, spec in SPECS.items()}
     plan = make_plan(run(), huge, 4)
     assert any("DOES NOT FIT" in reason for reason in plan.reasons)
