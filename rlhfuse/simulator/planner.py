@@ -19,11 +19,12 @@ from typing import Mapping
 from rlhfuse.config import RunConfig
 from rlhfuse.errors import InputError
 from rlhfuse.schedule.bounds import latency_bound
-from rlhfuse.schedule.builders import capped_greedy, serial_1f1b, serial_makespan
+from rlhfuse.schedule.builders import serial_1f1b, serial_makespan
 from rlhfuse.schedule.evaluate import evaluate
 from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.problem import FusionProblem, fused_problem
 from rlhfuse.schedule.schedule import Schedule
+from rlhfuse.schedule.search import search
 from rlhfuse.simulator.cost import AnalyticCost, CostModel, JobCost, largest_flat_batch
 from rlhfuse.simulator.generation import InstanceLimits
 from rlhfuse.simulator.hardware import hardware_by_name
@@ -217,21 +218,24 @@ def choose_schedule(config: RunConfig, problem: FusionProblem) -> tuple[Schedule
     if config.fusion.schedule:
         loaded = load_schedule(config.fusion.schedule, expect=problem)
         return Schedule(problem, loaded.orders), f"order read from {config.fusion.schedule}"
-    return capped_greedy(problem), "greedy"
+    found, report = search(problem, time_limit=config.fusion.search_seconds, seed=config.trainer.seed)
+    return found, f"searched for {report.seconds:.1f} s, {'proved optimal' if report.optimal else 'not proved optimal'}"
 
 
 def make_plan(
-    config: RunConfig,
-    specs: Mapping[str, ModelSpec],
-    world_size: int,
-    schedule: Schedule | None = None,
-    lengths: SampleLengths | None = None,
+    config: RunConfig, specs: Mapping[str, ModelSpec], world_size: int, lengths: SampleLengths | None = None
 ) -> Plan:
-    """Check everything and decide everything. Launches nothing.
+    """The plan alone; see `plan_run`."""
+    return plan_run(config, specs, world_size, lengths)[0]
 
-    `schedule`: one already chosen for `training_problem`; else `choose_schedule` finds one. `lengths`: of past
-    samples, for predictions and R_t (batches of the run's size are drawn from them); else every sample counts as
-    long as it can become. Raises InputError with the equation or the file that is wrong.
+
+def plan_run(
+    config: RunConfig, specs: Mapping[str, ModelSpec], world_size: int, lengths: SampleLengths | None = None
+) -> tuple[Plan, Schedule]:
+    """Check everything and decide everything; the second value is the training schedule. Launches nothing.
+
+    `lengths`: of past samples, for predictions and R_t (batches of the run's size are drawn from them); else every
+    sample counts as long as it can become. Raises InputError with the equation or the file that is wrong.
     """
     tasks = check_layouts(config, specs, world_size)
     batch = batch_arithmetic(config, tasks)
@@ -241,8 +245,7 @@ def make_plan(
     mean_tokens = (sum(known.prompt) + sum(known.output)) / len(known)
     reasons = [_lengths_reason(config, lengths)]
 
-    problem = training_problem(costs, batch, mean_tokens)
-    schedule, source = (schedule, "given") if schedule else choose_schedule(config, problem)
+    schedule, source = choose_schedule(config, training_problem(costs, batch, mean_tokens))
     summary = summarise_schedule(schedule, source)
     reasons.append(_schedule_reason(summary))
 
@@ -260,7 +263,7 @@ def make_plan(
     activations = evaluate(Schedule(full, schedule.orders)).peak_memory
     memory = memory_by_phase(costs, limits.kv_capacity_bytes, activations, limits.score_tokens)
     reasons.append(_memory_reason(memory, hardware))
-    return Plan(
+    plan = Plan(
         world_size=world_size,
         hardware=hardware.name,
         dtype=config.trainer.dtype,
@@ -274,6 +277,7 @@ def make_plan(
         threshold=threshold,
         reasons=tuple(reasons),
     )
+    return plan, schedule
 
 
 def summarise_schedule(schedule: Schedule, source: str) -> ScheduleSummary:
