@@ -8,8 +8,8 @@ The schedule is searched by rank 0 for a few seconds and sent as text; every ran
 from __future__ import annotations
 
 import datetime
+import json
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -22,14 +22,11 @@ from rlhfuse.monitor.watchdog import Limits, Watchdog
 from rlhfuse.parallel.collect import all_gather_bytes
 from rlhfuse.parallel.device import Device, choose_device, local_rank
 from rlhfuse.preflight import Prepared, prepare
-from rlhfuse.schedule.builders import serial_1f1b
-from rlhfuse.schedule.io import load_schedule, save_schedule, write_text
+from rlhfuse.schedule.io import save_schedule, write_text
 from rlhfuse.schedule.lowering import lower
-from rlhfuse.schedule.problem import FusionProblem
 from rlhfuse.schedule.schedule import Schedule
-from rlhfuse.schedule.search import search
 from rlhfuse.schedule.verify import verify
-from rlhfuse.simulator.planner import Plan, make_plan, save_plan
+from rlhfuse.simulator.planner import Plan, make_plan, plan_run, save_plan
 from rlhfuse.spec import ParallelLayout
 from rlhfuse.trainer import Trainer
 
@@ -38,9 +35,8 @@ def dry_run(config: RunConfig, world_size: int | None) -> int:
     """Check everything and print the plan; launches nothing."""
     world = world_size or int(os.environ.get("WORLD_SIZE", ParallelLayout.parse(config.parallel.actor_train).size))
     prepared = prepare(config, world)
-    schedule, _ = choose_schedule(config, prepared.problem)
     print(prepared.prompts)
-    print(make_plan(config, prepared.checkpoints.specs, world, schedule=schedule).render())
+    print(make_plan(config, prepared.checkpoints.specs, world).render())
     return 0
 
 
@@ -77,37 +73,18 @@ def check_arithmetic(prepared: Prepared) -> None:
 def settle(prepared: Prepared, name: str, rank: int, device: Device) -> tuple[Schedule, Plan, Path]:
     """Schedule, plan and run directory, the same on every rank; rank 0 writes and prints them."""
     config = prepared.config
-    text, folder, source = b"", b"", b""
+    told = b""
     if rank == 0:
         run_dir = Path(config.trainer.output_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
         run_dir.mkdir(parents=True, exist_ok=True)
-        schedule, found = choose_schedule(config, prepared.problem)
-        text, folder, source = schedule.text().encode(), str(run_dir).encode(), found.encode()
+        plan, schedule = plan_run(config, prepared.checkpoints.specs, prepared.world_size)
         write_text(run_dir / "config.yaml", dump_config(config))
-        save_schedule(run_dir / "schedule.json", schedule, {"source": found})
-    text, folder, source = (all_gather_bytes(data)[0] for data in (text, folder, source))
-    schedule = Schedule.parse(prepared.problem, text.decode())
-    verify(lower(schedule, prepared.ranks), schedule, prepared.ranks)
-    plan = make_plan(config, prepared.checkpoints.specs, prepared.world_size, schedule=schedule)
-    run_dir = Path(folder.decode())
-    if rank == 0:
+        save_schedule(run_dir / "schedule.json", schedule, {"source": plan.schedule.source})
         save_plan(plan, run_dir / "plan.json")
         print(f"run directory: {run_dir}\ndevice: {device.torch_device} ({device.backend}), {prepared.prompts}")
-        print(f"{plan.render()}\n  schedule: {source.decode()}", flush=True)
-        print(schedule.text(), flush=True)
-    return schedule, plan, run_dir
-
-
-def choose_schedule(config: RunConfig, problem: FusionProblem) -> tuple[Schedule, str]:
-    """The training schedule of the run and a sentence on where it comes from."""
-    if not config.fusion.intra_stage:
-        return serial_1f1b(problem), "serial 1F1B, because fusion.intra_stage is false"
-    if config.fusion.schedule:
-        loaded = load_schedule(config.fusion.schedule, expect=problem)
-        return Schedule(problem, loaded.orders), f"order of {config.fusion.schedule}"
-    schedule, report = search(problem, time_limit=config.fusion.search_seconds, seed=config.trainer.seed, objective="memory")
-    proved = " (proved optimal)" if report.optimal else ""
-    return schedule, (
-        f"annealed: makespan {report.makespan}, lower bound {report.lower_bound}{proved}, "
-        f"peak memory {report.peak_memory}, {report.moves} moves in {report.seconds:.1f} s"
-    )
+        print(f"{plan.render()}\n{schedule.text()}", flush=True)
+        told = json.dumps([str(run_dir), plan.to_dict(), schedule.text()]).encode()
+    folder, plan_dict, text = json.loads(all_gather_bytes(told)[0])
+    schedule = Schedule.parse(prepared.problem, text)
+    verify(lower(schedule, prepared.ranks), schedule, prepared.ranks)
+    return schedule, Plan.from_dict(plan_dict), Path(folder)

@@ -21,7 +21,8 @@ from rlhfuse.schedule.problem import FusionProblem
 from rlhfuse.schedule.ranks import FusedRanks, rank_map
 from rlhfuse.simulator.hardware import hardware_by_name
 from rlhfuse.simulator.layouts import Task, batch_arithmetic, check_layouts
-from rlhfuse.simulator.planner import task_costs, training_problem
+from rlhfuse.simulator.planner import check_threshold, task_costs, training_problem
+from rlhfuse.simulator.threshold import load_threshold
 from rlhfuse.spec import ModelSpec, ParallelLayout
 
 ROLES = ("actor", "critic", "reference", "reward")
@@ -60,9 +61,12 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
     hardware = hardware_by_name(config.trainer.hardware, config.trainer.device)
     costs = task_costs(config, specs, tasks, hardware)
     tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens / 2
-    problem = training_problem(costs, batch_arithmetic(config, tasks), tokens)
+    batch = batch_arithmetic(config, tasks)
+    problem = training_problem(costs, batch, tokens)
     if config.fusion.schedule:
         load_schedule(config.fusion.schedule, expect=problem)
+    if config.fusion.threshold_file:
+        check_threshold(load_threshold(config.fusion.threshold_file), config, batch)
     return Prepared(config, world_size, checkpoints, tokenizer, prompts, tasks, ranks, problem)
 
 

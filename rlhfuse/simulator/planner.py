@@ -320,7 +320,7 @@ def _choose_threshold(setting: _Setting, sweep: bool) -> tuple[int | None, Thres
         return config.threshold(), None, f"R_t = {config.threshold()}: fusion.threshold says so"
     if config.fusion.threshold_file:
         found = load_threshold(config.fusion.threshold_file)
-        _check_threshold(found, config, batch)
+        check_threshold(found, config, batch)
         return found.threshold, found, f"{config.fusion.threshold_file}: {found.explain()}"
     if sweep:
         found = sweep_threshold(setting.batches, batch.instances, setting.job, setting.limits)
@@ -328,7 +328,7 @@ def _choose_threshold(setting: _Setting, sweep: bool) -> tuple[int | None, Thres
     return None, None, "R_t is chosen by simulation once the first iteration has shown its lengths"
 
 
-def _check_threshold(found: Threshold, config: RunConfig, batch: BatchArithmetic) -> None:
+def check_threshold(found: Threshold, config: RunConfig, batch: BatchArithmetic) -> None:
     file = config.fusion.threshold_file
     if found.instances != batch.instances:
         raise InputError(
