@@ -14,6 +14,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from rlhfuse.models.invariance import scalar
+
 
 class ScalarHead(torch.nn.Module):
     """One number per token from the final hidden state; whole on every tensor rank, no bias."""
@@ -26,8 +28,7 @@ class ScalarHead(torch.nn.Module):
         self, x_T1H: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
         """[T, 1, H] -> ([T, 1, 1] in float32, None); the signature is that of Megatron's output layer."""
-        # A product and a sum instead of a GEMM with one column: a row's bits then depend on that row alone.
-        return (x_T1H.float() * self.weight[0].float()).sum(dim=-1, keepdim=True), None
+        return scalar(x_T1H, self.weight[0])[..., None], None
 
 
 def token_logprobs(

@@ -40,6 +40,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(pad_rows(x.reshape(rows, x.shape[-1])), weight, bias)[:rows].reshape(*x.shape[:-1], -1)
 
 
+def scalar(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., K] . weight [K] -> [...] in float32. A GEMM with one column has rules of its own; a sum has none."""
+    return (x.float() * weight.float()).sum(dim=-1)
+
+
 def silu(x: Tensor) -> Tensor:
     """x * sigmoid(x), [..., W]."""
     spare = -x.shape[-1] % SAFE_WIDTH
@@ -96,8 +101,9 @@ def self_test(
             check_rows(f"linear {name} [{width} -> {out}]", lambda x: linear(x, weight), draw(rows, width))
         weight = draw(vocab, hidden)
         check_rows(f"linear output [{hidden} -> {vocab}]", lambda x: linear(x, weight), draw(rows, hidden))
-        weight = draw(1, hidden)
-        check_rows(f"linear value head [{hidden} -> 1]", lambda x: linear(x, weight), draw(rows, hidden))
+        weight = draw(hidden)
+        check_rows(f"scalar head [{hidden} -> 1]", lambda x: scalar(x, weight), draw(rows, hidden))
+        check_rows(f"silu [{mlp}]", silu, draw(rows, mlp))
         check_rows(f"silu_mul [{mlp}]", silu_mul, draw(rows, 2 * mlp))
         weight = draw(hidden)
         check_rows(f"rms_norm [{hidden}]", lambda x: rms_norm(x, weight, 1e-6), draw(rows, hidden))
