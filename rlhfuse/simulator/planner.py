@@ -28,7 +28,7 @@ from rlhfuse.schedule.search import search
 from rlhfuse.simulator.cost import AnalyticCost, CostModel, JobCost, largest_flat_batch
 from rlhfuse.simulator.generation import InstanceLimits
 from rlhfuse.simulator.hardware import hardware_by_name
-from rlhfuse.simulator.iteration import IterationSeconds, simulate_gen_infer
+from rlhfuse.simulator.iteration import IterationSeconds, simulate_iteration
 from rlhfuse.simulator.layouts import TASK_ROLES, BatchArithmetic, Task, batch_arithmetic, check_layouts
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.measured import load_measured_cost
@@ -346,18 +346,19 @@ def _predict(
     setting: _Setting, summary: ScheduleSummary, threshold_samples: int | None, threshold: Threshold | None
 ) -> IterationSeconds:
     """Means over the batches; a threshold's own curve where there is one."""
+    minibatch = (summary.serial_makespan_seconds, summary.makespan_seconds)
+    batch, count = setting.batch, setting.batch.minibatches
     if threshold is not None:
-        gen_infer = [threshold.serial_seconds, threshold.fused_seconds]
-    else:
-        gen_infer = [_gen_infer_seconds(setting, r_t) for r_t in (0, threshold_samples or 0)]
-    training = (summary.serial_makespan_seconds, summary.makespan_seconds)
-    return IterationSeconds(*gen_infer, *(seconds * setting.batch.minibatches for seconds in training))
-
-
-def _gen_infer_seconds(setting: _Setting, threshold: int) -> float:
-    instances, job, limits = setting.batch.instances, setting.job, setting.limits
-    lines = [simulate_gen_infer(batch, instances, job, limits, threshold) for batch in setting.batches]
-    return sum(line.total_seconds for line in lines) / len(lines)
+        return IterationSeconds(
+            threshold.serial_seconds, threshold.fused_seconds, minibatch[0] * count, minibatch[1] * count
+        )
+    runs = [
+        simulate_iteration(
+            one, batch.instances, setting.job, setting.limits, threshold_samples or 0, minibatch, count
+        ).to_dict()
+        for one in setting.batches
+    ]
+    return IterationSeconds(**{name: sum(run[name] for run in runs) / len(runs) for name in runs[0]})
 
 
 def _known_lengths(config: RunConfig, lengths: SampleLengths | None) -> SampleLengths:
