@@ -377,7 +377,9 @@ def _lengths_reason(config: RunConfig, lengths: SampleLengths | None) -> str:
             f"{config.rollout.max_response_tokens} tokens, so times are upper bounds and show no tail to hide"
         )
     marks = lengths.percentiles()
-    return f"lengths of {len(lengths)} past samples: output p50 {marks['p50']}, p99.9 {marks['p999']}, max {marks['max']}"
+    return (
+        f"lengths of {len(lengths)} past samples: output p50 {marks['p50']}, p99.9 {marks['p999']}, max {marks['max']}"
+    )
 
 
 def _schedule_reason(summary: ScheduleSummary) -> str:
