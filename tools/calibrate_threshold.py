@@ -78,11 +78,13 @@ def _describe(file: LengthsFile, lengths: SampleLengths, config: RunConfig) -> t
     prompts = f"prompts from {file.prompt_column!r}"
     if file.prompt_column is None:
         prompts = f"no prompt column: every prompt counts {config.data.max_prompt_tokens} tokens"
-    marks = lengths.percentiles()
+    whole, cut = file.lengths.percentiles(), lengths.percentiles()
     return (
         f"{len(lengths)} lengths from {file.path}, column {file.output_column!r}; {prompts}",
-        f"output p50 {marks['p50']}, p99.9 {marks['p999']}, max {marks['max']} (p99.9/p50 = "
-        f"{marks['p999'] / marks['p50']:.1f}); {lengths.clipped} clipped to the run's maximum",
+        f"in the file: output p50 {whole['p50']}, p99.9 {whole['p999']}, max {whole['max']} "
+        f"(p99.9/p50 = {whole['p999'] / whole['p50']:.1f})",
+        f"in this run: output p50 {cut['p50']}, p99.9 {cut['p999']}, max {cut['max']}; {lengths.clipped} outputs and "
+        f"{lengths.clipped_prompts} prompts clipped to the run's maximum",
     )
 
 

@@ -33,7 +33,7 @@ def main() -> int:
     args = parser.parse_intermixed_args()
     config = load_config(args.config, args.overrides)
     lengths = load_lengths(args.lengths, default_prompt=config.data.max_prompt_tokens).lengths if args.lengths else None
-    world_size = args.world_size or _default_world_size(config.parallel.actor_train)
+    world_size = args.world_size if args.world_size is not None else _default_world_size(config.parallel.actor_train)
     plan = make_plan(config, read_specs(config), world_size, lengths=lengths)
     print(json.dumps(plan.to_dict(), indent=1) if args.json else plan.render())
     return 0

@@ -106,7 +106,8 @@ class AnalyticCost:
         forward, activation = [], []
         for stage, layers in enumerate(self.layout.stage_layers(self.spec.layers)):
             last = stage == self.layout.pp - 1
-            seconds = len(layers) * self.layer_seconds(tokens, pairs, tokens) + (self.head_seconds(tokens) if last else 0.0)
+            seconds = len(layers) * self.layer_seconds(tokens, pairs, tokens)
+            seconds += self.head_seconds(tokens) if last else 0.0
             forward.append(max(1, round(seconds / tick_seconds)))
             logits = tokens * self.spec.vocab * 4 / self.layout.tp if last and not self.scalar_head else 0
             activation.append(int(len(layers) * self.layer_activation_bytes(tokens) + logits))

@@ -18,6 +18,7 @@ Knows nothing of how R_t is chosen (threshold.py). Paper sections 4.2 and 6.
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_right
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -242,8 +243,8 @@ def _score(
 ) -> _Scoring:
     """Score samples (ready seconds, tokens), ordered by time, on workers (free seconds, instance).
 
-    A worker first loads the weights. The earliest free worker takes the samples that are ready, up to its even
-    share among the workers free at that moment and to `score_tokens`, but at least one.
+    A worker first loads the weights. The earliest free worker takes ready samples up to the level at which all
+    workers would end together, and to `score_tokens`, but at least one sample.
     """
     heap = [(seconds + costs.swap_in_seconds(), instance) for seconds, instance in workers]
     free_since = {instance: seconds for seconds, instance in workers}
@@ -260,8 +261,10 @@ def _score(
             spans.append(Span(instance, "swap_in", since, free))
         start = max(free, times[first])
         available = bisect_right(times, start)
-        rivals = 1 + sum(other <= start for other, _ in heap)
-        share = min(limits.score_tokens, -(-(total[available] - total[first]) // rivals))
+        tokens = total[available] - total[first]
+        work = costs.score_seconds(tokens, available - first)
+        part = (_level([start, *(other for other, _ in heap)], work) - start) / work if work > 0 else 1.0
+        share = min(limits.score_tokens, math.ceil(part * tokens - 1e-6))
         last = max(first + 1, bisect_right(total, total[first] + share, first, available + 1) - 1)
         end = start + costs.score_seconds(total[last] - total[first], last - first)
         spans.append(Span(instance, "score", start, end))
@@ -269,6 +272,18 @@ def _score(
         heapq.heappush(heap, (end, instance))
         first = last
     return _Scoring(tuple(spans), tuple(batches))
+
+
+def _level(free: Sequence[float], work: float) -> float:
+    """The time at which workers that become free at `free` have done `work` seconds together, ending as one."""
+    total = 0.0
+    ordered = sorted(free)
+    for count, (seconds, following) in enumerate(zip(ordered, [*ordered[1:], math.inf]), 1):
+        total += seconds
+        level = (work + total) / count
+        if level <= following:
+            return level
+    raise AssertionError("the last worker's following time is infinite")
 
 
 def _tile(spans: Sequence[Span], instances: int, total: float) -> tuple[Span, ...]:

@@ -72,7 +72,8 @@ class BatchArithmetic:
     def lines(self) -> tuple[str, ...]:
         return (
             f"{self.prompts} prompts x {self.samples_per_prompt} copies = {self.samples} samples per iteration",
-            f"{self.samples} samples over {self.instances} generation instances: up to {self.samples_per_instance} each",
+            f"{self.samples} samples over {self.instances} generation instances: up to "
+            f"{self.samples_per_instance} each",
             f"{self.samples} samples / {self.minibatches} mini-batches = {self.samples_per_minibatch} samples "
             "per optimizer step",
             f"{self.samples_per_minibatch} samples / ({self.actor_pipelines} actor pipelines x "

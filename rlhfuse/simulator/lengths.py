@@ -32,11 +32,12 @@ PROMPT_COLUMNS = (
 
 @dataclass(frozen=True)
 class SampleLengths:
-    """Tokens of each sample's prompt and response, in sample order. `clipped`: samples cut by `clip`."""
+    """Tokens of each sample's prompt and response, in sample order; how many of each `clip` has cut."""
 
     prompt: tuple[int, ...]
     output: tuple[int, ...]
-    clipped: int = 0
+    clipped: int = 0  # responses
+    clipped_prompts: int = 0
 
     def __post_init__(self) -> None:
         if len(self.prompt) != len(self.output) or not self.output:
@@ -58,10 +59,13 @@ class SampleLengths:
         return {**named, "max": int(ordered[-1])}
 
     def clip(self, max_prompt: int, max_output: int) -> "SampleLengths":
-        """Lengths cut to what the run can make; samples that were longer are counted."""
-        over = sum(p > max_prompt or o > max_output for p, o in zip(self.prompt, self.output))
-        prompt = tuple(min(p, max_prompt) for p in self.prompt)
-        return SampleLengths(prompt, tuple(min(o, max_output) for o in self.output), self.clipped + over)
+        """Lengths cut to what the run can make; those that were longer are counted."""
+        return SampleLengths(
+            prompt=tuple(min(p, max_prompt) for p in self.prompt),
+            output=tuple(min(o, max_output) for o in self.output),
+            clipped=self.clipped + sum(o > max_output for o in self.output),
+            clipped_prompts=self.clipped_prompts + sum(p > max_prompt for p in self.prompt),
+        )
 
     def draw(self, samples: int, draws: int, seed: int) -> tuple["SampleLengths", ...]:
         """`draws` batches of `samples` (prompt, output) pairs each, with replacement; the same for the same seed."""

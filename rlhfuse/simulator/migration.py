@@ -6,8 +6,8 @@ With R_t samples of the whole batch unfinished, m of n instances go on decoding 
 
 BS_max is the largest batch that decodes about as fast as one sequence, M the KV bytes of the longest sample, C
 an instance's KV bytes. The m instances that hold the most unfinished samples stay; the samples of the others are
-dealt to them, largest first, each to the destination with the fewest KV blocks in use. A sample moves with its
-keys and values where that is quicker than computing them again and there is room, and otherwise as tokens.
+dealt to them, largest first, each to the destination with the fewest KV blocks in use that has room. A sample
+moves with its keys and values where that is quicker than computing them again, and otherwise as tokens.
 Every rank computes the same plan from the same numbers; the simulator and the engine's executor share it.
 
 Knows nothing of tensors, time lines or who executes the plan.
@@ -15,7 +15,6 @@ Knows nothing of tensors, time lines or who executes the plan.
 
 from __future__ import annotations
 
-import heapq
 import json
 import math
 import re
@@ -177,8 +176,8 @@ def plan_migration(
     """Deal the unfinished samples of the freed instances to the `destinations` that hold the most.
 
     `states`: all unfinished samples, in any order. `free_blocks[i]`: free KV blocks of instance i; only those of
-    destinations matter. A sample for which its destination has no room moves as tokens and waits there. One
-    block beyond its cache is kept for the next token. Every sample is in exactly one of `moves` and `stays`.
+    destinations matter. A sample for which no destination has room moves as tokens and waits. Room is counted for
+    its cache and the next token. Every sample is in exactly one of `moves` and `stays`.
     """
     _check_states(states, instances, destinations, free_blocks)
     held = [0] * instances
@@ -192,20 +191,19 @@ def plan_migration(
             used[state.instance] += _blocks(state.tokens, block_tokens)
 
     room = {i: free_blocks[i] for i in chosen}
-    load = [(blocks, i) for i, blocks in used.items()]
-    heapq.heapify(load)
     moves = []
     travellers = [state for state in states if state.instance not in used]
     for state in sorted(travellers, key=lambda s: (-s.tokens, s.sample_id)):
-        blocks, destination = heapq.heappop(load)
+        by_load = sorted(chosen, key=lambda i: (used[i], i))
         need = _blocks(state.kv_tokens + 1, block_tokens)
-        fits = not state.waiting and need <= room[destination]
-        mode = cost.mode(state.kv_tokens) if fits else "tokens"
+        roomy = [i for i in by_load if need <= room[i]]
+        mode = "tokens" if state.waiting or not roomy else cost.mode(state.kv_tokens)
+        destination = roomy[0] if mode == "kv" else by_load[0]
         if mode == "kv":
             room[destination] -= need
         kv_tokens = state.kv_tokens if mode == "kv" else 0
         moves.append(Move(state.sample_id, state.instance, destination, mode, kv_tokens))
-        heapq.heappush(load, (blocks + _blocks(state.tokens, block_tokens), destination))
+        used[destination] += _blocks(state.tokens, block_tokens)
     return MigrationPlan(
         destinations=chosen,
         freed=tuple(i for i in range(instances) if i not in used),

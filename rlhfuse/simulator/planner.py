@@ -28,11 +28,12 @@ from rlhfuse.schedule.search import search
 from rlhfuse.simulator.cost import AnalyticCost, CostModel, JobCost, largest_flat_batch
 from rlhfuse.simulator.generation import InstanceLimits
 from rlhfuse.simulator.hardware import hardware_by_name
-from rlhfuse.simulator.iteration import IterationSeconds, simulate_gen_infer
+from rlhfuse.simulator.iteration import IterationSeconds, move_cost, simulate_iteration
 from rlhfuse.simulator.layouts import TASK_ROLES, BatchArithmetic, Task, batch_arithmetic, check_layouts
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.measured import load_measured_cost
 from rlhfuse.simulator.memory import SCORERS, PhaseMemory, memory_by_phase, readable_bytes
+from rlhfuse.simulator.migration import MoveCost
 from rlhfuse.simulator.threshold import Threshold, load_threshold, sweep_threshold
 from rlhfuse.spec import HardwareSpec, ModelSpec, ParallelLayout
 
@@ -58,7 +59,8 @@ class Plan:
     """What a run will do and what it is predicted to cost.
 
     `threshold_samples` is R_t, or None where it is chosen from the lengths of the first iteration; `threshold`
-    holds the curve it was read from, if any.
+    holds the curve it was read from, if any. `limits` and `move_cost` are the numbers from which every rank computes
+    the same migration plan.
     """
 
     world_size: int
@@ -72,6 +74,8 @@ class Plan:
     schedule: ScheduleSummary
     threshold_samples: int | None
     threshold: Threshold | None
+    limits: InstanceLimits
+    move_cost: MoveCost
     reasons: tuple[str, ...]
 
     def to_dict(self) -> dict:
@@ -97,6 +101,7 @@ class Plan:
             fields["seconds"] = IterationSeconds(**raw["seconds"])
             fields["schedule"] = ScheduleSummary(**raw["schedule"])
             fields["threshold"] = Threshold.from_dict(raw["threshold"], where) if raw["threshold"] else None
+            fields["limits"], fields["move_cost"] = InstanceLimits(**raw["limits"]), MoveCost(**raw["move_cost"])
             fields["reasons"] = tuple(raw["reasons"])
             return Plan(**fields)
         except (KeyError, TypeError) as error:
@@ -256,7 +261,7 @@ def plan_run(
     batches = known.draw(batch.samples, DRAWS, config.trainer.seed) if lengths else (known,)
     setting = _Setting(config, batch, job, limits, batches)
     threshold_samples, threshold, reason = _choose_threshold(setting, sweep=lengths is not None)
-    reasons.append(reason)
+    reasons += [reason, _limits_reason(config, limits)]
     seconds = _predict(setting, summary, threshold_samples, threshold)
 
     full = training_problem(costs, batch, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
@@ -275,6 +280,8 @@ def plan_run(
         schedule=summary,
         threshold_samples=threshold_samples,
         threshold=threshold,
+        limits=limits,
+        move_cost=move_cost(job, limits),
         reasons=tuple(reasons),
     )
     return plan, schedule
@@ -346,18 +353,19 @@ def _predict(
     setting: _Setting, summary: ScheduleSummary, threshold_samples: int | None, threshold: Threshold | None
 ) -> IterationSeconds:
     """Means over the batches; a threshold's own curve where there is one."""
+    minibatch = (summary.serial_makespan_seconds, summary.makespan_seconds)
+    batch, count = setting.batch, setting.batch.minibatches
     if threshold is not None:
-        gen_infer = [threshold.serial_seconds, threshold.fused_seconds]
-    else:
-        gen_infer = [_gen_infer_seconds(setting, r_t) for r_t in (0, threshold_samples or 0)]
-    training = (summary.serial_makespan_seconds, summary.makespan_seconds)
-    return IterationSeconds(*gen_infer, *(seconds * setting.batch.minibatches for seconds in training))
-
-
-def _gen_infer_seconds(setting: _Setting, threshold: int) -> float:
-    instances, job, limits = setting.batch.instances, setting.job, setting.limits
-    lines = [simulate_gen_infer(batch, instances, job, limits, threshold) for batch in setting.batches]
-    return sum(line.total_seconds for line in lines) / len(lines)
+        return IterationSeconds(
+            threshold.serial_seconds, threshold.fused_seconds, minibatch[0] * count, minibatch[1] * count
+        )
+    runs = [
+        simulate_iteration(
+            one, batch.instances, setting.job, setting.limits, threshold_samples or 0, minibatch, count
+        ).to_dict()
+        for one in setting.batches
+    ]
+    return IterationSeconds(**{name: sum(run[name] for run in runs) / len(runs) for name in runs[0]})
 
 
 def _known_lengths(config: RunConfig, lengths: SampleLengths | None) -> SampleLengths:
@@ -376,13 +384,23 @@ def _lengths_reason(config: RunConfig, lengths: SampleLengths | None) -> str:
             f"{config.rollout.max_response_tokens} tokens, so times are upper bounds and show no tail to hide"
         )
     marks = lengths.percentiles()
-    return f"lengths of {len(lengths)} past samples: output p50 {marks['p50']}, p99.9 {marks['p999']}, max {marks['max']}"
+    return (
+        f"lengths of {len(lengths)} past samples: output p50 {marks['p50']}, p99.9 {marks['p999']}, max {marks['max']}"
+    )
 
 
 def _schedule_reason(summary: ScheduleSummary) -> str:
     return (
         f"training schedule ({summary.source}): {summary.makespan_seconds:.4g} s per mini-batch, lower bound "
         f"{summary.lower_bound_seconds:.4g} s, one model after the other {summary.serial_makespan_seconds:.4g} s"
+    )
+
+
+def _limits_reason(config: RunConfig, limits: InstanceLimits) -> str:
+    source = "fusion.bs_max" if config.fusion.bs_max else "decode steps within 10% of batch 1"
+    return (
+        f"BS_max = {limits.bs_max} ({source}); KV of one sample at most M = {readable_bytes(limits.sample_kv_bytes)}, of "
+        f"an instance C = {readable_bytes(limits.kv_capacity_bytes)}"
     )
 
 

@@ -41,7 +41,7 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class LengthSummary:
-    """Percentiles of the output lengths the choice was made for, and how many samples were clipped."""
+    """Percentiles of the output lengths the choice was made for, and how many of them were clipped."""
 
     p50: int
     p999: int

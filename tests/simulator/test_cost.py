@@ -142,7 +142,8 @@ def test_fit_recovers_the_costs():
     assert exact.migration.constant == pytest.approx(1e-3) and exact.swap_in == pytest.approx(0.5)
     noisy = MeasuredCost.fit(*observe(true, noise=0.05))
     for batch, context in ((1, 100), (16, 4000), (60, 15_000)):
-        assert noisy.decode_step_seconds(batch, context) == pytest.approx(true.decode_step_seconds(batch, context), rel=0.1)
+        expected = true.decode_step_seconds(batch, context)
+        assert noisy.decode_step_seconds(batch, context) == pytest.approx(expected, rel=0.1)
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)

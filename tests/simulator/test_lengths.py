@@ -92,9 +92,9 @@ def test_percentiles_are_samples():
     assert SampleLengths((1,), (7,)).percentiles() == dict.fromkeys(("p50", "p90", "p99", "p999", "max"), 7)
 
 
-def test_clipping_counts_samples_once():
+def test_clipping_is_counted():
     clipped = SampleLengths((5, 50, 50), (5, 5, 500)).clip(10, 100)
-    assert clipped == SampleLengths((5, 10, 10), (5, 5, 100), clipped=2)
+    assert clipped == SampleLengths((5, 10, 10), (5, 5, 100), clipped=1, clipped_prompts=2)
 
 
 def test_draws_repeat_with_the_seed():

@@ -79,6 +79,13 @@ def test_without_room_a_sample_moves_as_tokens():
     assert modes == ["tokens", "kv"]  # 40 tokens and the next one need 3 blocks
 
 
+def test_a_fuller_destination_with_room_is_better_than_losing_the_cache():
+    states = [SequenceState(i, i // 2, 10 + 40 * (i < 2), 10 + 40 * (i < 2)) for i in range(4)]
+    states.append(SequenceState(9, 2, 40, 40))
+    (move,) = plan_migration(states, 3, 2, [3, 2, 0], BLOCK, FAST_LINK).moves
+    assert str(move) == "9:2>0 kv 40"
+
+
 def test_the_quicker_way_is_taken():
     states = [SequenceState(0, 0, 10, 10), SequenceState(1, 0, 10, 10), SequenceState(2, 1, 40, 40)]
     assert plan_migration(states, 2, 1, [9, 9], BLOCK, SLOW_LINK).moves[0].mode == "tokens"
@@ -124,7 +131,8 @@ def test_invariants(problem, shuffler: random.Random):
 def test_balance_is_within_one_sample():
     """Greedy by size: the fullest destination exceeds the emptiest by no more than its last sample."""
     generator = random.Random(3)
-    states = [SequenceState(i, 2 + i % 6, tokens, tokens) for i, tokens in enumerate(generator.choices(range(16, 400), k=60))]
+    tokens = generator.choices(range(16, 400), k=60)
+    states = [SequenceState(i, 2 + i % 6, count, count) for i, count in enumerate(tokens)]
     states += [SequenceState(100 + i, i % 2, 16, 16) for i in range(40)]
     plan = plan_migration(states, 8, 2, [10_000] * 8, BLOCK, FAST_LINK)
     by_id = {state.sample_id: state for state in states}

@@ -136,16 +136,15 @@ PAIRS = (("13B", "33B"), ("33B", "13B"), ("33B", "65B"), ("65B", "33B"))
 def test_published_gain_of_fusing_generation_and_inference(pair):
     """Paper 7.2: 1.2-1.6 over serial. The lengths are lognormal stand-ins; the paper's are not published."""
     serial, curve = published_curve(*pair)
-    assert 1.15 < serial / min(curve.values()) < 1.6
-    assert serial / curve[0.2] > 1.1
+    assert 1.2 < serial / curve[0.2] <= serial / min(curve.values()) < 1.6
 
 
-def test_published_shape_of_the_threshold_curve():
-    """Paper Figure 9: U-shaped, best near 20%. Averaged over the four pairs, relative to each one's serial time,
-    20% is within 5% of the best, and both ends are worse than it."""
-    ratios = sorted(published_curve(*PAIRS[0])[1])
-    mean = {r: np.mean([published_curve(*pair)[1][r] / published_curve(*pair)[0] for pair in PAIRS]) for r in ratios}
-    assert mean[0.2] <= 1.05 * min(mean.values())
-    assert mean[0.05] > mean[0.2] and mean[0.0] > mean[0.05]
-    assert min(mean[r] for r in ratios if r >= 0.65) > mean[0.2]
-    assert mean[0.95] > mean[0.65]
+@pytest.mark.parametrize("pair", PAIRS, ids="/".join)
+def test_published_shape_of_the_threshold_curve(pair):
+    """Paper Figure 9: U-shaped, best near 20% of the batch: within 5% of the optimum there, worse at both ends."""
+    _, curve = published_curve(*pair)
+    best = min(curve, key=curve.__getitem__)
+    assert 0.1 <= best <= 0.4 and curve[0.2] <= 1.05 * curve[best]
+    assert curve[0.0] > curve[0.05] > curve[0.2]
+    assert min(seconds for ratio, seconds in curve.items() if ratio >= 0.65) > curve[0.2]
+    assert curve[0.95] > curve[0.8] > curve[0.65]
