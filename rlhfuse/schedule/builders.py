@@ -21,7 +21,6 @@ from rlhfuse.schedule.problem import FusionProblem, Number, Pipeline
 from rlhfuse.schedule.schedule import Schedule
 
 Caps = Mapping[tuple[int, int], int]  # (pipeline number, stage) -> micro-batches in flight
-_BACKWARD_FIRST = {Kind.B: 0, Kind.F: 1, Kind.W: 2}
 
 
 def serial_1f1b(problem: FusionProblem, in_flight: int | None = None) -> Schedule:
@@ -42,14 +41,23 @@ def greedy(problem: FusionProblem) -> Schedule:
     """The paper's greedy: run whatever is ready, the larger model's first, memory not regarded."""
     graph = build_graph(problem)
     caps = {key: problem.pipelines[key[0]].microbatches for key in _stages(problem)}
-    return list_schedule(graph, caps, _ranks(graph, range(len(problem.pipelines))))
+    return list_schedule(graph, caps, _ranks(graph))
 
 
-def capped_greedy(problem: FusionProblem, extra: int = 0) -> Schedule:
-    """Greedy under 1F1B's caps plus `extra` micro-batches on every stage: the search starts from these."""
+def capped_greedy(
+    problem: FusionProblem, extra: Mapping[str, int] | int = 0, forward_first: bool = True, model_first: bool = True
+) -> Schedule:
+    """Greedy under 1F1B's caps plus `extra` micro-batches (one number, or one per model) on every stage.
+
+    Under a cap it pays to run forwards first: they fill the pipelines up to the cap and no further.
+    With `model_first` the larger model goes before the direction, else after it.
+    """
     graph = build_graph(problem)
-    caps = {(p, s): max(1, problem.pipelines[p].stages - s + extra) for p, s in _stages(problem)}
-    return list_schedule(graph, caps, _ranks(graph, range(len(problem.pipelines))))
+    more = extra if isinstance(extra, Mapping) else dict.fromkeys(problem.models, extra)
+    caps = {
+        (p, s): max(1, problem.pipelines[p].stages - s + more[problem.pipelines[p].model]) for p, s in _stages(problem)
+    }
+    return list_schedule(graph, caps, _ranks(graph, forward_first, model_first))
 
 
 def serial_makespan(problem: FusionProblem) -> Number:
@@ -126,11 +134,15 @@ def _stages(problem: FusionProblem) -> list[tuple[int, int]]:
     return [(p, s) for p, pipeline in enumerate(problem.pipelines) for s in range(pipeline.stages)]
 
 
-def _ranks(graph: OperationGraph, pipelines: Sequence[int], forward_first: bool = False) -> list[tuple]:
-    """Larger models first, then backwards (or forwards) first, then by number so that ties are fixed."""
-    order = {Kind.F: 0, Kind.B: 1, Kind.W: 2} if forward_first else _BACKWARD_FIRST
-    work = [pipeline_work(pipeline) for pipeline in graph.problem.pipelines]
-    return [(-work[lane.pipeline], order[lane.kind], lane.pipeline, lane.stage) for lane in graph.lanes]
+def _ranks(graph: OperationGraph, forward_first: bool = False, model_first: bool = True) -> list[tuple]:
+    """By size of the model and by direction, then by number so that ties are fixed."""
+    order = (Kind.F, Kind.B, Kind.W) if forward_first else (Kind.B, Kind.F, Kind.W)
+    ranks = []
+    for lane in graph.lanes:
+        size, direction = -pipeline_work(graph.problem.pipelines[lane.pipeline]), order.index(lane.kind)
+        rank = (size, direction) if model_first else (direction, size)
+        ranks.append((*rank, lane.pipeline, lane.stage))
+    return ranks
 
 
 def _parts(problem: FusionProblem) -> list[FusionProblem]:
@@ -145,6 +157,6 @@ def _one_model_after_another(problem: FusionProblem, cap, forward_first: bool = 
     for part in _parts(problem):
         graph = build_graph(part)
         caps = {(p, s): cap(part.pipelines[p], s) for p, s in _stages(part)}
-        rows = list_schedule(graph, caps, _ranks(graph, range(len(part.pipelines)), forward_first)).orders
+        rows = list_schedule(graph, caps, _ranks(graph, forward_first)).orders
         orders = [before + after for before, after in zip(orders, rows)]
     return Schedule(problem, tuple(orders))

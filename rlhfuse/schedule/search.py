@@ -24,9 +24,10 @@ from typing import Any, Callable
 import numpy as np
 
 from rlhfuse.errors import InputError
-from rlhfuse.schedule.anneal import Rule, State, Tables, anneal, new_state
+from rlhfuse.schedule.action import Kind
+from rlhfuse.schedule.anneal import Rule, Tables, anneal, new_state
 from rlhfuse.schedule.bounds import latency_bound, memory_bound
-from rlhfuse.schedule.builders import capped_greedy, greedy, serial_1f1b
+from rlhfuse.schedule.builders import capped_greedy, greedy, pipeline_work, serial_1f1b
 from rlhfuse.schedule.evaluate import TOLERANCE, Timeline, evaluate
 from rlhfuse.schedule.graph import OperationGraph, build_graph
 from rlhfuse.schedule.problem import FusionProblem, Number
@@ -36,7 +37,9 @@ OBJECTIVES = ("latency", "memory")
 ROUND_MOVES = 200_000  # tried by a chain between two looks at the clock: a few hundredths of a second
 FIRST_RUN_MOVES_PER_OPERATION = 400  # doubled from run to run, up to the next
 LAST_RUN_MOVES_PER_OPERATION = 25_600
-CAP_STEPS = (0.5, 0.25, 0.1, 0.0)  # how far below the incumbent towards the bound the next cap is; 0: just below
+# Micro-batches above 1F1B's caps, for the largest model and for the others, of the schedules to start from.
+START_EXTRAS = ((-1, 0), (0, 0), (1, 0), (1, 1), (2, 0), (2, 2), (4, 4), (0, 4), (0, 8), (4, 8))
+CAP_STEPS = (0.3, 0.12, 0.04, 0.0)  # how far from the incumbent towards the bound the next cap is; 0: just below it
 
 
 @dataclass(frozen=True)
@@ -97,11 +100,11 @@ def search(
     if memory_cap is not None:
         problem = FusionProblem(problem.nodes, problem.pipelines, problem.transfer, memory_cap, problem.static_memory)
     graph = build_graph(problem)
-    starts = first_schedules(problem, start)
-    best = min(starts, key=lambda entry: entry.key)
+    starts = starting_schedules(problem, start)
+    best = min(filter(fits, starts), key=lambda entry: entry.key)
     rank, ranks = (comm.Get_rank(), comm.Get_size()) if comm is not None else (0, 1)
     clock = _Clock(started, time_limit, iterations)
-    chain = _Chain(graph, [entry.schedule for entry in starts], seed, rank)
+    chain = _Chain(graph, starts, seed, rank)
     bound = latency_bound(problem)
     first_bound: float | None = None
     moves = 0
@@ -137,30 +140,37 @@ def search(
     return best.schedule, report()
 
 
-def first_schedules(problem: FusionProblem, start: Schedule | None = None) -> list[Incumbent]:
-    """The schedules made by rule (and `start`) that fit the caps, without repetition; at least one.
+def starting_schedules(problem: FusionProblem, start: Schedule | None = None) -> list[Incumbent]:
+    """The schedules made by rule (and `start`), without repetition; at least one fits the caps.
 
     Raises InputError naming the cap when not even one micro-batch at a time fits.
     """
-    made = [capped_greedy(problem, extra) for extra in (0, 1, 2, 4)] + [greedy(problem), serial_1f1b(problem)]
+    made = [greedy(problem), serial_1f1b(problem)]
+    for extras in START_EXTRAS:
+        extra = {model: extras[min(i, 1)] for i, model in enumerate(_by_size(problem))}
+        made += [capped_greedy(problem, extra, model_first=model_first) for model_first in (False, True)]
     if start is not None:
         made.insert(0, Schedule(problem, start.orders))
-    entries = {schedule.orders: Incumbent(schedule, evaluate(schedule)) for schedule in made}
-    fitting = [entry for entry in entries.values() if fits(entry)]
-    deepest = max(pipeline.stages for pipeline in problem.pipelines)
-    in_flight = deepest
-    while not fitting and in_flight:
+    entries = [Incumbent(schedule, evaluate(schedule)) for schedule in dict.fromkeys(made)]
+    for in_flight in range(max(pipeline.stages for pipeline in problem.pipelines), 0, -1):
+        if any(map(fits, entries)):
+            return entries
         schedule = serial_1f1b(problem, in_flight)
-        entry = Incumbent(schedule, evaluate(schedule))
-        fitting = [entry] if fits(entry) else []
-        in_flight -= 1
-    if not fitting:
-        node = max(range(problem.nodes), key=lambda n: entry.timeline.node_peak_memory[n] - problem.node_cap(n))
+        entries.append(Incumbent(schedule, evaluate(schedule)))
+    last = entries[-1]
+    if not fits(last):
+        node = max(range(problem.nodes), key=lambda n: last.timeline.node_peak_memory[n] - problem.node_cap(n))
         raise InputError(
             f"memory cap leaves {problem.node_cap(node):g} for activations on node {node}, but one micro-batch at a "
-            f"time needs {entry.timeline.node_peak_memory[node]}; raise the cap"
+            f"time needs {last.timeline.node_peak_memory[node]}; raise the cap"
         )
-    return fitting
+    return entries
+
+
+def _by_size(problem: FusionProblem) -> list[str]:
+    """Model names, the largest first."""
+    size = {pipeline.model: pipeline_work(pipeline) for pipeline in problem.pipelines}
+    return sorted(size, key=lambda model: -size[model])
 
 
 def fits(entry: Incumbent) -> bool:
@@ -190,64 +200,81 @@ class _Clock:
 class _Chain:
     """One rank's annealing runs, one after the other; each run is cut into rounds."""
 
-    def __init__(self, graph: OperationGraph, starts: list[Schedule], seed: int, rank: int) -> None:
+    def __init__(self, graph: OperationGraph, starts: list[Incumbent], seed: int, rank: int) -> None:
         self.graph = graph
         self.tables = tables_of(graph)
-        self.starts = [sequence_of(graph, schedule) for schedule in starts]
+        self.starts = starts
         self.seed, self.rank = seed, rank
         self.runs = 0
-        self.left = 0  # moves left in the present run
+        self.length, self.left = 0, 0  # moves of the present run, and how many of them are to come
         self.goal: tuple | None = None  # what the present run is after; a new incumbent ends it
         self.step = rank % len(CAP_STEPS)
-        forwards = [o for o, action in enumerate(graph.actions) if action.kind == "F"]
-        self.unit = float(graph.duration[forwards].mean())
+        self.unit = float(np.mean([graph.duration[lane.first] for lane in graph.lanes if lane.kind is Kind.F]))
 
     def round(self, best: Incumbent, bound: Number, polish: bool, moves_left: int) -> tuple[int, np.ndarray | None]:
         """Anneal one round; returns (moves tried, a sequence better than `best` or None)."""
         goal = (polish, best.key)
         if self.left <= 0 or goal != self.goal:
-            if self.left <= 0 and self.goal == goal:
+            if goal == self.goal:  # the run found nothing: ask for less
                 self.step = (self.step + 1) % len(CAP_STEPS)
             self.goal = goal
             self._begin(best, polish)
-        cap, target, fastest = self._ask(best, bound, polish)
-        found = np.empty(self.graph.size, np.int64)
         moves = min(ROUND_MOVES, self.left, moves_left)
-        warm = self._temperature(self.length - self.left)
-        cold = self._temperature(self.length - self.left + moves)
-        epsilon = min(1e-9 * float(best.key[0]), float(self.graph.duration.min()) / 4)
-        rule = Rule(cap, 0.75 * self.unit, 0.05 if self.graph.size > 1500 else 0.15, target, epsilon)
-        tried, reached, _ = anneal(self.tables, self.state, rule, moves, warm, cold, found, fastest)
-        self.left -= max(tried, 1)
-        return max(tried, 1), found if reached < fastest else None
+        done = self.length - self.left
+        found = np.empty(self.graph.size, np.int64)
+        target, fastest = self._ask(best, bound, polish)
+        rule = Rule(
+            cap=self._cap(best, polish),
+            penalty=0.75 * self.unit,
+            free_share=0.15 if self.runs % 3 else 0.04,
+            target=target,
+            epsilon=min(1e-9 * float(best.key[0]), float(self.graph.duration.min()) / 4),
+        )
+        tried, reached, _ = anneal(
+            self.tables, self.state, rule, moves, self._temperature(done), self._temperature(done + moves), found, fastest
+        )
+        tried = max(tried, 1)
+        self.left -= tried
+        return tried, found if reached < fastest else None
 
     def _begin(self, best: Incumbent, polish: bool) -> None:
-        """Start the next run: from a schedule made by rule or from the incumbent, in turn; longer every time."""
+        """Start the next run: in turn from the incumbent and from the schedules made by rule that suit the cap."""
         turn = self.runs + self.rank
         self.runs += 1
-        if polish and turn % 2 == 0:
-            sequence = sequence_of(self.graph, best.schedule)
-        else:
-            sequence = self.starts[(turn // 2 if polish else turn) % len(self.starts)]
-        per_operation = FIRST_RUN_MOVES_PER_OPERATION * 2 ** (self.runs // 2)
+        cap = self._cap(best, polish)
+        ranked = sorted(self.starts, key=lambda entry: _promise(entry, cap))
+        entry = ranked[(turn // 2) % min(6, len(ranked))]
+        if turn % 2 and (polish or self.runs > 4):
+            entry = best
+        per_operation = FIRST_RUN_MOVES_PER_OPERATION * 2 ** (self.runs // 4)
         self.length = self.left = self.graph.size * min(per_operation, LAST_RUN_MOVES_PER_OPERATION)
-        self.state: State = new_state(sequence, hash_seed(self.seed, self.rank, self.runs))
+        self.warm = self.unit * (0.3, 0.6)[turn % 2]
+        self.state = new_state(sequence_of(self.graph, entry.schedule), hash_seed(self.seed, self.rank, self.runs))
 
-    def _ask(self, best: Incumbent, bound: Number, polish: bool) -> tuple[np.ndarray, float, float]:
-        """(cap per node, makespan to stop at, makespan to beat)."""
+    def _cap(self, best: Incumbent, polish: bool) -> np.ndarray:
+        """Activation memory allowed on each node; when polishing, a step from the incumbent to the bound."""
         problem = self.graph.problem
-        caps = np.array([problem.node_cap(node) for node in range(problem.nodes)])
-        makespan, peak = (float(value) for value in best.key)
+        caps = _loosen(np.array([problem.node_cap(node) for node in range(problem.nodes)]))
         if not polish:
-            return _loosen(caps), float(bound), makespan
-        least = float(memory_bound(problem, makespan))
-        lower = peak - (peak - least) * CAP_STEPS[self.step]
-        lower = min(lower * (1 + 2 * TOLERANCE), peak * (1 - 2 * TOLERANCE))
-        return np.minimum(_loosen(caps), lower), makespan, makespan * (1 + 4 * TOLERANCE)
+            return caps
+        makespan, peak = (float(value) for value in best.key)
+        wanted = peak - (peak - float(memory_bound(problem, makespan))) * CAP_STEPS[self.step]
+        return np.minimum(caps, min(_loosen(wanted), peak * (1 - 2 * TOLERANCE)))
+
+    def _ask(self, best: Incumbent, bound: Number, polish: bool) -> tuple[float, float]:
+        """(makespan to stop at, makespan to beat)."""
+        makespan = float(best.key[0])
+        return (makespan, makespan * (1 + 4 * TOLERANCE)) if polish else (float(bound), makespan)
 
     def _temperature(self, done: int) -> float:
-        """From 0.6 of a forward down to a fifteenth of that over a run."""
-        return 0.6 * self.unit * 15.0 ** (-done / self.length)
+        """From `warm` down to a fifteenth of it over a run."""
+        return self.warm * 15.0 ** (-done / self.length)
+
+
+def _promise(entry: Incumbent, cap: np.ndarray) -> float:
+    """How good a start is under `cap`, smaller is better: its makespan, longer by the share it is above the cap."""
+    above = max(peak / limit - 1 for peak, limit in zip(entry.timeline.node_peak_memory, cap) if limit > 0)
+    return entry.timeline.makespan * (1 + max(0.0, above))
 
 
 def tables_of(graph: OperationGraph) -> Tables:
