@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from typing import Callable
 
 import torch
 import torch.distributed as dist
@@ -22,10 +21,9 @@ from rlhfuse.parallel.device import Device
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.simulator.cost import CostModel
 from rlhfuse.simulator.generation import InstanceLimits
-from rlhfuse.simulator.iteration import GenInferTimeline, simulate_gen_infer
+from rlhfuse.simulator.iteration import GenInferTimeline, move_cost, simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.measured import BytesObservation, DecodeObservation, MeasuredCost, TokensObservation
-from rlhfuse.simulator.migration import MoveCost
 from rlhfuse.simulator.planner import Plan, instance_limits, median_context
 from rlhfuse.simulator.threshold import sweep_threshold
 from rlhfuse.spec import ModelSpec
@@ -121,18 +119,6 @@ class ThresholdControl:
             sample_kv_bytes=limits.sample_kv_bytes,
             capacity_kv_bytes=limits.kv_capacity_bytes,
             block_tokens=limits.block_tokens,
-            move_cost=move_cost(self._costs, limits.kv_bytes_per_token),
+            move_cost=move_cost(self._costs, limits),
             score_tokens=limits.score_tokens,
         )
-
-
-def move_cost(costs: CostModel, kv_bytes_per_token: float) -> MoveCost:
-    """The straight lines through a cost model at a short and a long sequence."""
-
-    def line(seconds: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
-        slope = (seconds(high) - seconds(low)) / (high - low)
-        return max(seconds(low) - slope * low, 0.0), slope
-
-    latency, per_byte = line(costs.migration_seconds, 1e3, 1e6)
-    prefill_latency, per_token = line(lambda tokens: costs.prefill_seconds(tokens, 1), 16, 1024)
-    return MoveCost(kv_bytes_per_token, latency, per_byte, per_token, prefill_latency)

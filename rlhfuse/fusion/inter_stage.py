@@ -34,6 +34,7 @@ from rlhfuse.gen.sequence import GenerationResult, SamplingParams
 from rlhfuse.parallel.collect import all_gather_bytes
 from rlhfuse.ppo.balance import partition
 from rlhfuse.ppo.rollout import Rollout, pack_rollouts, unpack_rollouts
+from rlhfuse.simulator.generation import split_samples
 from rlhfuse.simulator.migration import MigrationPlan, MoveCost, SequenceState, destination_count, plan_migration
 
 STEPS_BETWEEN_POLLS = 4  # decode steps after which a leader reads the count though none of its own finished
@@ -123,8 +124,7 @@ class InterStage:
         board = Board(self._store, iteration, self._timeout)
         report = GenInferReport()
         begin = report.begin_seconds = time.time()
-        dealt = deal(len(requests), len(self._placement.instances))
-        for position in dealt[self._instance]:
+        for position in split_samples(len(requests), len(self._placement.instances))[self._instance]:
             request = requests[position]
             self._engine.add(request.sample_id, request.prompt, request.params)
         self._observed = {"decode": [], "prefill": [], "score": [], "migration": [], "load": []}
@@ -365,13 +365,6 @@ class InterStage:
             for kind, rows in one["observed"].items():
                 report.observations.setdefault(kind, []).extend(rows)
         report.total_seconds = time.time() - begin
-
-
-def deal(samples: int, instances: int) -> list[list[int]]:
-    """Positions of the samples of each instance: contiguous, so that copies of a prompt share its blocks."""
-    size, extra = divmod(samples, instances)
-    starts = [i * size + min(i, extra) for i in range(instances + 1)]
-    return [list(range(a, b)) for a, b in zip(starts, starts[1:])]
 
 
 def as_rollout(result: GenerationResult) -> Rollout:

@@ -10,7 +10,7 @@ from gloo import Workers
 from tiny import write_checkpoint
 
 from rlhfuse.fusion.inference import pack_by_tokens
-from rlhfuse.fusion.inter_stage import FusionLimits, Request, deal
+from rlhfuse.fusion.inter_stage import FusionLimits, Request
 from rlhfuse.gen.sequence import SamplingParams
 from rlhfuse.simulator.migration import MoveCost
 from rlhfuse.spec import ModelSpec
@@ -172,8 +172,3 @@ def test_packs_keep_the_budget_and_lose_nobody():
     assert sorted(i for pack in packs for i in pack) == list(range(7))
     assert all(sum(lengths[i] for i in pack) <= 20 or len(pack) == 1 for pack in packs)
     assert pack_by_tokens([], 20) == []
-
-
-def test_samples_are_dealt_in_contiguous_runs():
-    assert deal(6, 4) == [[0, 1], [2, 3], [4], [5]]
-    assert deal(1, 3) == [[0], [], []]
