@@ -16,7 +16,8 @@ import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout as well as installed
-warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")  # neither is used
+warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
+warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated", module="torch.distributed")
 
 from rlhfuse.config import load_config
 from rlhfuse.errors import InputError, run_program
