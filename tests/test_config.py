@@ -64,7 +64,9 @@ def test_refusals_name_the_key(tmp_path, overrides, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text, message", [("a: [", "not valid YAML"), ("- 1\n", "must be a mapping"), ("actor: 3", "actor")])
+@pytest.mark.parametrize(
+    "text, message", [("a: [", "not valid YAML"), ("- 1\n", "must be a mapping"), ("actor: 3", "actor")]
+)
 def test_broken_files(tmp_path, text, message):
     with pytest.raises(InputError, match=message):
         load(tmp_path, text)

@@ -112,7 +112,11 @@ def test_rope_and_window(tmp_path):
 
 @pytest.mark.parametrize(
     "text, message",
-    [("d1t8p1", r"kv_heads\(4\) % tp\(8\) = 4"), ("d1t1p6", r"pp\(6\) > layers\(5\)"), ("d1t3p1", r"heads\(8\) % tp\(3\)")],
+    [
+        ("d1t8p1", r"kv_heads\(4\) % tp\(8\) = 4"),
+        ("d1t1p6", r"pp\(6\) > layers\(5\)"),
+        ("d1t3p1", r"heads\(8\) % tp\(3\)"),
+    ],
 )
 def test_layout_that_does_not_fit_the_model(tmp_path, text, message):
     with pytest.raises(InputError, match=message):

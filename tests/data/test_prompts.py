@@ -62,7 +62,8 @@ def test_every_format_gives_the_same_prompts(tmp_path):
 
 
 def test_chat_turns_reach_encode_from_json_and_parquet(tmp_path):
-    for file in (write(tmp_path, "p.jsonl", json.dumps({"prompt": TURNS})), write_parquet(tmp_path, [{"prompt": TURNS}])):
+    row = {"prompt": TURNS}
+    for file in (write(tmp_path, "p.jsonl", json.dumps(row)), write_parquet(tmp_path, [row])):
         assert load(file)[0].tokens == tuple(encode("be briefhi"))
 
 
@@ -77,7 +78,7 @@ GOOD = '{"prompt": "x"}\n'
         ("p.csv", "prompt\n", "holds no rows"),
         ("p.jsonl", GOOD + '{"prompt": "x"', "p.jsonl:2: not valid JSON"),
         ("p.jsonl", GOOD + "[1]", "p.jsonl:2: a row must be an object"),
-        ("p.jsonl", '{"question": "x", "answer": 1}', "no key 'prompt'; found 'question', 'answer': set data.prompt_key"),
+        ("p.jsonl", '{"question": 1, "a": 1}', "no key 'prompt'; found 'question', 'a': set data.prompt_key"),
         ("p.jsonl", '{"prompt": ""}', "p.jsonl:1: prompt is ''; it must be a non-empty text"),
         ("p.jsonl", '{"prompt": null}', "must be a non-empty text"),
         ("p.jsonl", '{"prompt": ["turn one", "turn two"]}', '"role": "user"'),

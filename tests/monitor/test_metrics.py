@@ -42,7 +42,7 @@ def test_resume_drops_repeated_iterations_and_a_half_line(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-@pytest.mark.parametrize("text, message", [("{}\n", "no integer 'iteration'"), ("{\n", "metrics.jsonl:1 is not valid JSON")])
+@pytest.mark.parametrize("text, message", [("{}\n", "no integer 'iteration'"), ("{\n", "jsonl:1 is not valid JSON")])
 def test_broken_files_are_refused(tmp_path, text, message):
     path = tmp_path / "metrics.jsonl"
     path.write_text(text)
