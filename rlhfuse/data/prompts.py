@@ -167,7 +167,7 @@ def _csv_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise InputError(f"{file}:{reader.line_num}: not {len(reader.fieldnames)} fields as in the header")
             yield reader.line_num, row
     except csv.Error as error:
-        raise InputError(f"{file}:{reader.line_num}: not valid CSV ({error})") from None
+        raise InputError(f"{file}:{reader.reader.line_num}: not valid CSV ({error})") from None
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -42,8 +42,8 @@ def cut_microbatches(token_lengths: Sequence[int], parts: int) -> list[list[int]
     """
     if len(token_lengths) < parts:
         raise InputError(
-            f"a mini-batch of {len(token_lengths)} samples cannot fill {parts} micro-batches (pipelines * micro-batches "
-            "each); lower fusion.actor_microbatches, dp or algorithm.minibatches, or raise the batch"
+            f"a mini-batch of {len(token_lengths)} samples cannot fill {parts} micro-batches (pipelines * "
+            "micro-batches each); lower fusion.actor_microbatches, dp or algorithm.minibatches, or raise the batch"
         )
     return partition(token_lengths, parts)
 
