@@ -48,3 +48,45 @@ def write_checkpoint(folder: Path, *, scalar_head: bool = False, seed: int = 0, 
             tensors[key] = torch.randn(size, generator=generator) * (0.5 if len(size) == 1 else size[-1] ** -0.5)
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
     return folder
+
+
+def write_tokenizer(folder: Path, words: int = 197) -> Path:
+    """A word-level tokenizer of `words` words w0, w1, ... beside <unk>, <s> and </s>; puts <s> first."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i + 3 for i in range(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_run(folder: Path, **settings: object) -> Path:
+    """A config file with its models and prompts, small enough to train in seconds; `settings` are dotted keys."""
+    import yaml
+
+    actor = write_tokenizer(write_checkpoint(folder / "actor", seed=1))
+    reward = write_checkpoint(folder / "reward", scalar_head=True, seed=2)
+    lines = [json.dumps({"prompt": " ".join(f"w{(i * 7 + j) % 190}" for j in range(2 + i % 4))}) for i in range(12)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    config: dict = {
+        "actor": {"path": str(actor), "optim": {"lr": 1e-3}},
+        "reward": {"path": str(reward)},
+        "critic": {"optim": {"lr": 1e-3}},
+        "data": {"train_files": [str(folder / "prompts.jsonl")], "max_prompt_tokens": 16},
+        "rollout": {"prompts_per_iteration": 4, "samples_per_prompt": 4, "max_response_tokens": 24},
+        "algorithm": {"minibatches": 2},
+        "fusion": {"actor_microbatches": 2, "search_seconds": 0.2},
+        "parallel": {"actor_train": "d1t1p2", "critic_train": "d2t1p1", "generation": "d2t1p1"},
+        "trainer": {"iterations": 3, "tensorboard": False, "output_dir": str(folder / "run")},
+    }
+    for key, value in settings.items():
+        group, name = key.split("__")
+        config[group][name] = value
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
