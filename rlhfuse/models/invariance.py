@@ -1,8 +1,10 @@
 """Arithmetic whose result for one row does not depend on the other rows, and a test that it is so here.
 
-Stock torch on CPU breaks this in two places, and the rules against it live here alone:
+Stock torch on CPU breaks this in three places, and the rules against it live here alone:
 
     linear     the GEMM library sums in another order for few rows: rows are padded up to SAFE_ROWS
+               a single output (a value head) is a matrix-vector product, whose order depends on the row count:
+               outputs are padded up to SAFE_OUTPUTS
     silu_mul   exp of the last elements of a buffer is computed by other code than the rest: the width is
                padded up to a multiple of SAFE_WIDTH
 
@@ -22,6 +24,7 @@ from torch import Tensor
 from rlhfuse.errors import InputError
 
 SAFE_ROWS = 16
+SAFE_OUTPUTS = 8
 SAFE_WIDTH = 32
 TESTED_ROWS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 48, 64, 100, 256)
 
@@ -34,6 +37,10 @@ def pad_rows(x: Tensor, rows: int = SAFE_ROWS) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., K] @ weight [N, K]^T + bias; the bits of a row do not depend on how many rows there are."""
+    if weight.shape[0] < SAFE_OUTPUTS:
+        spare = SAFE_OUTPUTS - weight.shape[0]
+        wide = linear(x, F.pad(weight, (0, 0, 0, spare)), None if bias is None else F.pad(bias, (0, spare)))
+        return wide[..., : weight.shape[0]]
     rows = x.numel() // x.shape[-1]
     if rows >= SAFE_ROWS:
         return F.linear(x, weight, bias)
