@@ -345,6 +345,7 @@ class Engine:
             self.options.block_tokens,
             self.runner.kv_heads,
             self.spec.head_dim,
+            lanes=self.runner.uses_cpu_kernels,
             dtype=self.dtype,
             device=self.device,
         )

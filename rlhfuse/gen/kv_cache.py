@@ -23,10 +23,11 @@ class KVCache:
         kv_heads: int,
         head_dim: int,
         *,
+        lanes: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.lanes = device.type == "cpu"
+        self.lanes = lanes
         self.block_tokens = block_tokens
         rows = (layers, num_blocks, block_tokens, kv_heads, head_dim)
         keys = (layers, num_blocks, kv_heads, head_dim, block_tokens) if self.lanes else rows

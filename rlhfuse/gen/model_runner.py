@@ -66,6 +66,10 @@ class ModelRunner:
         self.cos, self.sin = rotary_tables(spec, device)
         self.bind(weights)
 
+    @property
+    def uses_cpu_kernels(self) -> bool:
+        return self.device.type == "cpu"
+
     def bind(self, weights: Mapping[str, Tensor]) -> None:
         """Read from these tensors from now on. Raises InputError naming a missing or ill-shaped one."""
         spec = self.spec
@@ -116,7 +120,7 @@ class ModelRunner:
 
         Rows past R, if any, are padding.
         """
-        step = (_CpuStep if self.device.type == "cpu" else _DeviceStep)(self, batch, cache)
+        step = (_CpuStep if cache.lanes else _DeviceStep)(self, batch, cache)
         tokens = batch.tokens if len(batch.tokens) >= SAFE_ROWS else _padded(batch.tokens, SAFE_ROWS)
         x = self._embed(torch.from_numpy(tokens).to(self.device))
         for number, layer in enumerate(self.layers):

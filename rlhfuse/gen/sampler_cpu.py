@@ -15,23 +15,23 @@ CHUNK = 64
 _U32 = np.uint32
 
 
-@njit
+@njit(forceinline=True)
 def _mix(h):
     h = _U32(_U32(h ^ (h >> _U32(16))) * _U32(0x7FEB352D))
     h = _U32(_U32(h ^ (h >> _U32(15))) * _U32(0x846CA68B))
     return _U32(h ^ (h >> _U32(16)))
 
 
-@njit
-def gumbel(key0, key1, index):
-    """-log(-log(1 - u)) with u the hash of (key, index): float32."""
+@njit(forceinline=True)
+def exponential(key0, key1, index):
+    """-log(1 - u) with u the hash of (key, index): float32. Gumbel noise is minus its logarithm."""
     h = _mix(_U32(_U32(index) * _U32(0x9E3779B9)) ^ key0)
     h = _mix(_U32(h + key1))
-    u = min((F32(h) + F32(0.5)) * F32(2.0**-32), F32(1 - 2.0**-24))
-    return -log32(neg_log_one_minus(u))
+    u = (F32(h) + F32(0.5)) * F32(2.0**-32)
+    return neg_log_one_minus(u if u < F32(1 - 2.0**-24) else F32(1 - 2.0**-24))
 
 
-@njit
+@njit(forceinline=True)
 def _log_partition(row, temperature, lanes):
     """log sum exp(row / temperature), as the highest row / temperature and the log of the sum relative to it."""
     highest = row[0] / temperature
@@ -60,7 +60,7 @@ def draw_rows(logits, keys, temperatures, thresholds, banned):
     tokens, logprobs = np.empty(rows, np.int64), np.empty(rows, np.float32)
     scores, lanes = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float64)
     for r in range(rows):
-        row = logits[r]
+        row, key0, key1 = logits[r], keys[r, 0], keys[r, 1]
         temperature = temperatures[r] if temperatures[r] > 0 else F32(1.0)
         highest, log_total = _log_partition(row, temperature, lanes)
         tokens[r] = -1
@@ -71,9 +71,10 @@ def draw_rows(logits, keys, temperatures, thresholds, banned):
         for start in range(0, vocab, CHUNK):
             width = min(CHUNK, vocab - start)
             if temperatures[r] > 0:
+                for j in range(width):  # two loops: LLVM vectorises each, but not both in one
+                    scores[j] = exponential(key0, key1, start + j)
                 for j in range(width):
-                    x = row[start + j] / temperature
-                    score = x + gumbel(keys[r, 0], keys[r, 1], start + j)
+                    score = row[start + j] / temperature - log32(scores[j])
                     scores[j] = score if row[start + j] >= thresholds[r] else F32(-np.inf)
             else:
                 for j in range(width):

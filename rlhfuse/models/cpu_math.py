@@ -22,7 +22,7 @@ _SQRT_HALF = F32(0.707106781186547524)
 _LOWEST = F32(-87.0)  # exp below this is 0 for every use here
 
 
-@njit
+@njit(forceinline=True)
 def exp32(x):
     """e**x of a float32 x <= 88; 0 below -87."""
     shifted = max(x, _LOWEST) * _LOG2E + _ROUNDER
@@ -39,7 +39,7 @@ def exp32(x):
     return np.int32(bits).view(np.float32) if x >= _LOWEST else (F32(0.0) if x == x else x)
 
 
-@njit
+@njit(forceinline=True)
 def _log_near_one(f, exponent):
     """log((1 + f) * 2**exponent) for 1 + f in [sqrt(1/2), sqrt(2))."""
     z = f * f
@@ -56,23 +56,28 @@ def _log_near_one(f, exponent):
     return f + y + exponent * _LN2_HIGH
 
 
-@njit
-def log32(x):
-    """Natural logarithm of a positive normal float32."""
+@njit(forceinline=True)
+def _split(x):
+    """(f, exponent) with x = (1 + f) * 2**exponent and 1 + f in [sqrt(1/2), sqrt(2)), of a positive normal x."""
     bits = F32(x).view(np.int32)
     exponent = F32(np.int32((bits >> 23) - 126))
     mantissa = np.int32((bits & 0x007FFFFF) | 0x3F000000).view(np.float32)  # in [1/2, 1)
     low = mantissa < _SQRT_HALF
-    exponent = exponent - F32(1.0) if low else exponent
-    f = mantissa + mantissa - F32(1.0) if low else mantissa - F32(1.0)
+    return mantissa + (mantissa if low else F32(0.0)) - F32(1.0), exponent - (F32(1.0) if low else F32(0.0))
+
+
+@njit(forceinline=True)
+def log32(x):
+    """Natural logarithm of a positive normal float32."""
+    f, exponent = _split(x)
     return _log_near_one(f, exponent)
 
 
-@njit
+@njit(forceinline=True)
 def neg_log_one_minus(v):
     """-log(1 - v) of a float32 v in (0, 1), with full relative precision for small v."""
-    near = F32(1.0) - v >= _SQRT_HALF
-    return -_log_near_one(-v, F32(0.0)) if near else -log32(F32(1.0) - v)
+    f, exponent = _split(F32(1.0) - v)
+    return -_log_near_one(-v if exponent == F32(0.0) else f, exponent)
 
 
 def widen(x):

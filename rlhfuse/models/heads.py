@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from rlhfuse.models.invariance import scalar
+from rlhfuse.models.invariance import linear
 
 
 class ScalarHead(torch.nn.Module):
@@ -28,7 +28,7 @@ class ScalarHead(torch.nn.Module):
         self, x_T1H: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
         """[T, 1, H] -> ([T, 1, 1] in float32, None); the signature is that of Megatron's output layer."""
-        return scalar(x_T1H, self.weight[0])[..., None], None
+        return linear(x_T1H.float(), self.weight.float()), None
 
 
 def token_logprobs(

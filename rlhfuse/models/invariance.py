@@ -1,8 +1,10 @@
 """Arithmetic whose result for one row does not depend on the other rows, and a test that it is so here.
 
-Stock torch on CPU breaks this in two places, and the rules against it live here alone:
+Stock torch on CPU breaks this in three places, and the rules against it live here alone:
 
     linear     the GEMM library sums in another order for few rows: rows are padded up to SAFE_ROWS
+               a single output (a value head) is a matrix-vector product, whose order depends on the row count:
+               outputs are padded up to SAFE_OUTPUTS
     silu       exp of the last elements of a buffer is computed by other code than the rest: the width is
                padded up to a multiple of SAFE_WIDTH
 
@@ -22,6 +24,7 @@ from torch import Tensor
 from rlhfuse.errors import InputError
 
 SAFE_ROWS = 16
+SAFE_OUTPUTS = 8
 SAFE_WIDTH = 32
 TESTED_ROWS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 48, 64, 100, 256)
 
@@ -34,15 +37,14 @@ def pad_rows(x: Tensor, rows: int = SAFE_ROWS) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., K] @ weight [N, K]^T + bias; the bits of a row do not depend on how many rows there are."""
+    if weight.shape[0] < SAFE_OUTPUTS:
+        spare = SAFE_OUTPUTS - weight.shape[0]
+        wide = linear(x, F.pad(weight, (0, 0, 0, spare)), None if bias is None else F.pad(bias, (0, spare)))
+        return wide[..., : weight.shape[0]]
     rows = x.numel() // x.shape[-1]
     if rows >= SAFE_ROWS:
         return F.linear(x, weight, bias)
     return F.linear(pad_rows(x.reshape(rows, x.shape[-1])), weight, bias)[:rows].reshape(*x.shape[:-1], -1)
-
-
-def scalar(x: Tensor, weight: Tensor) -> Tensor:
-    """x [..., K] . weight [K] -> [...] in float32. A GEMM with one column has rules of its own; a sum has none."""
-    return (x.float() * weight.float()).sum(dim=-1)
 
 
 def silu(x: Tensor) -> Tensor:
@@ -101,8 +103,8 @@ def self_test(
             check_rows(f"linear {name} [{width} -> {out}]", lambda x: linear(x, weight), draw(rows, width))
         weight = draw(vocab, hidden)
         check_rows(f"linear output [{hidden} -> {vocab}]", lambda x: linear(x, weight), draw(rows, hidden))
-        weight = draw(hidden)
-        check_rows(f"scalar head [{hidden} -> 1]", lambda x: scalar(x, weight), draw(rows, hidden))
+        weight = draw(1, hidden)
+        check_rows(f"linear value head [{hidden} -> 1]", lambda x: linear(x, weight), draw(rows, hidden))
         check_rows(f"silu [{mlp}]", silu, draw(rows, mlp))
         check_rows(f"silu_mul [{mlp}]", silu_mul, draw(rows, 2 * mlp))
         weight = draw(hidden)

@@ -22,7 +22,7 @@ from numba import njit
 from rlhfuse.models.cpu_math import F32, exp32, store, widen
 
 
-@njit
+@njit(forceinline=True)
 def _normalise(x, weight, eps):
     """RMS norm of one head, in place; an empty weight means no norm (only Qwen3 has one)."""
     if weight.shape[0]:
@@ -34,7 +34,7 @@ def _normalise(x, weight, eps):
             x[d] = x[d] * inverse * weight[d]
 
 
-@njit
+@njit(forceinline=True)
 def _rotate(x, cos, sin):
     """Rotary embedding of one head, in place, halves rotated against each other."""
     half = x.shape[0] // 2
@@ -73,7 +73,7 @@ def store_qkv(qkv, positions, slots, cos, sin, q_norm, k_norm, eps, keys, values
                 store(values, (block, g, offset, d), qkv[t, start + (per_group + 1) * dim + d])
 
 
-@njit
+@njit(forceinline=True)
 def _score_block(q, key, row, scale):
     """row[j] = scale * q . key[:, j], the dimensions added in order."""
     for j in range(row.shape[0]):
@@ -91,7 +91,7 @@ def _score_block(q, key, row, scale):
         row[j] = row[j] * scale
 
 
-@njit
+@njit(forceinline=True)
 def _add_values(weights, value, count, out):
     """out += sum over the first `count` tokens of a block, in order."""
     for j in range(0, count - count % 4, 4):
@@ -104,7 +104,7 @@ def _add_values(weights, value, count, out):
             out[d] = out[d] + weights[j] * widen(value[j, d])
 
 
-@njit
+@njit(forceinline=True)
 def _attend(q, keys, values, table, context, group, scale, scores, lanes, out):
     """Attention of one query head over the first `context` tokens of one sequence."""
     block_tokens = values.shape[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from gen_models import random_weights, tiny_spec
 
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.gen.migration import decode_header, encode_header, pack_kv, unpack_kv
@@ -137,8 +138,6 @@ def test_failure_in_a_step_loses_no_token(make_engine, prompts, alone, monkeypat
 
 @pytest.mark.parametrize("changes", [dict(qk_norm=True, heads=6, kv_heads=2, head_dim=20), dict(qkv_bias=True, heads=2)])
 def test_other_shapes_equal_alone(changes, prompts):
-    from conftest import random_weights, tiny_spec
-
     spec = tiny_spec(**changes)
     weights = random_weights(spec)
     one = Engine(spec, weights, EngineOptions(num_blocks=64))

@@ -1,0 +1,48 @@
+"""Both cache layouts hold the same thing, and the path without CPU kernels gives the same samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gen_models import random_weights, tiny_spec
+
+from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+from rlhfuse.gen.kv_cache import KVCache
+from rlhfuse.gen.model_runner import ModelRunner
+
+
+@pytest.mark.parametrize("lanes", [True, False])
+@pytest.mark.parametrize("tokens", [1, 4, 11])
+def test_read_returns_what_was_written(lanes, tokens):
+    cache = KVCache(3, 7, 4, 2, 6, lanes=lanes, dtype=torch.float32, device=torch.device("cpu"))
+    kv = torch.randn(2, 3, tokens, 2, 6)
+    table = [5, 0, 3]
+    cache.write(table, kv)
+    assert torch.equal(cache.read(table, tokens), kv)
+    assert cache.bytes == 2 * 3 * 7 * 4 * 2 * 6 * 4
+    written = [b for b in range(7) if cache.keys[:, b].any()]
+    assert sorted(written) == sorted(table[: -(-tokens // 4)])
+
+
+@pytest.mark.parametrize("changes", [dict(), dict(qk_norm=True, qkv_bias=True)])
+def test_torch_path_equals_cpu_kernels(monkeypatch, prompts, changes):
+    """The path that CUDA takes, run here on CPU: same tokens, close log-probabilities, and KV that can move over."""
+    spec = tiny_spec(**changes)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    ours = Engine(spec, random_weights(spec), EngineOptions(num_blocks=60))
+    expected = ours.generate(prompts, params)
+    for i, prompt in enumerate(prompts):
+        ours.add(i, prompt, params)
+    moved = [r for _ in range(9) for r in ours.step()]
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "uses_cpu_kernels", False)
+        torch_engine = Engine(spec, random_weights(spec), EngineOptions(num_blocks=60, max_batched_tokens=50))
+    assert not torch_engine._cache.lanes
+    results = torch_engine.generate(prompts, params)
+    assert torch_engine.import_sequences(ours.export_sequences([s.sample_id for s in ours.unfinished()])) == []
+    while torch_engine.has_unfinished():
+        moved += torch_engine.step()
+    for other in (results, sorted(moved, key=lambda r: r.sample_id)):
+        for a, b in zip(expected, other):
+            assert a.tokens == b.tokens
+            assert max(abs(x - y) for x, y in zip(a.logprobs, b.logprobs)) < 1e-4

@@ -1,0 +1,49 @@
+"""Two tensor-parallel ranks take identical steps and give the tokens of one rank."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from gen_models import random_weights, tiny_spec
+
+from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+
+SPEC = tiny_spec(qkv_bias=True, qk_norm=True, head_dim=16)
+PROMPTS = [[9, 10, 11], [12], list(range(20, 60)), [300, 299]]
+PARAMS = SamplingParams(max_tokens=20, ignore_eos=True, seed=4)
+
+
+def run_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    engine, other = (
+        Engine(
+            SPEC, random_weights(SPEC, tp_rank=rank, tp_size=2), EngineOptions(num_blocks=12, max_batched_tokens=32),
+            tp_group=dist.group.WORLD,
+        )
+        for _ in range(2)
+    )  # fmt: skip
+    batched = engine.generate(PROMPTS, PARAMS)
+    alone = [engine.generate([p], PARAMS, [i])[0] for i, p in enumerate(PROMPTS)]
+    for i, prompt in enumerate(PROMPTS):
+        engine.add(i, prompt, PARAMS)
+    moved = [r for _ in range(7) for r in engine.step()]
+    other.import_sequences(engine.export_sequences([s.sample_id for s in engine.unfinished()]))
+    while other.has_unfinished():
+        moved += other.step()
+    moved.sort(key=lambda r: r.sample_id)
+    torch.save((batched, alone, moved), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_ranks(tmp_path):
+    mp.spawn(run_rank, (str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))
+    assert first == second, "ranks disagree"
+    batched, alone, moved = first
+    assert batched == alone == moved
+    whole = Engine(SPEC, random_weights(SPEC), EngineOptions(num_blocks=40)).generate(PROMPTS, PARAMS)
+    assert [r.tokens for r in whole] == [r.tokens for r in batched]
+    for a, b in zip(whole, batched):
+        assert max(abs(x - y) for x, y in zip(a.logprobs, b.logprobs)) < 1e-5

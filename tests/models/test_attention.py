@@ -1,0 +1,127 @@
+"""Paged and packed attention against the plain formula, and their exactness."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfuse.models.attention import paged_attention, paged_attention_cpu, varlen_attention
+from rlhfuse.models.cpu_math import exp32, log32, neg_log_one_minus
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """softmax(q k^T / sqrt(D)) v in float64; the last query sees everything, each earlier one a token less."""
+    queries, heads, dim = q.shape
+    k, v = (x.double().repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("thd,shd->hts", q.double(), k) / dim**0.5
+    visible = torch.ones(queries, k.shape[0], dtype=torch.bool).tril(k.shape[0] - queries)
+    return torch.einsum("hts,shd->thd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+
+
+class Case:
+    """Sequences with their keys and values scattered over cache blocks; unused places hold NaN."""
+
+    def __init__(self, seed: int, queries: list[int], contexts: list[int], heads: int, groups: int, dim: int, bt: int):
+        rng = np.random.default_rng(seed)
+        self.queries, self.contexts = queries, contexts
+        self.starts = np.concatenate(([0], np.cumsum(queries)))
+        blocks = [-(-n // bt) for n in contexts]
+        order = rng.permutation(sum(blocks) + 2).astype(np.int32)
+        self.tables = np.zeros((len(contexts), max(blocks)), np.int32)
+        self.rows = np.full((2, len(order), bt, groups, dim), np.nan, np.float32)
+        self.q = rng.standard_normal((sum(queries), heads, dim)).astype(np.float32)
+        self.kv = [rng.standard_normal((2, n, groups, dim)).astype(np.float32) for n in contexts]
+        at = 0
+        for s, n in enumerate(contexts):
+            table = self.tables[s, : blocks[s]] = order[at : at + blocks[s]]
+            at += blocks[s]
+            for position in range(n):
+                self.rows[:, table[position // bt], position % bt] = self.kv[s][:, position]
+
+    def cpu(self, sequences: slice = slice(None)) -> np.ndarray:
+        keys, values = self.rows[0].transpose(0, 2, 3, 1).copy(), self.rows[1].transpose(0, 2, 1, 3).copy()
+        chosen = range(len(self.contexts))[sequences]
+        q = np.concatenate([self.q[self.starts[s] : self.starts[s + 1]] for s in chosen])
+        starts = np.concatenate(([0], np.cumsum([self.queries[s] for s in chosen])))
+        out = np.full_like(q, np.nan)
+        contexts = np.array([self.contexts[s] for s in chosen])
+        paged_attention_cpu(q, keys, values, self.tables[sequences], starts, contexts, out)
+        return out
+
+    def device(self) -> torch.Tensor:
+        keys, values = torch.from_numpy(np.nan_to_num(self.rows))
+        tables = torch.from_numpy(self.tables)
+        return paged_attention(torch.from_numpy(self.q), keys, values, tables, self.starts.tolist(), self.contexts)
+
+    def expected(self) -> torch.Tensor:
+        parts = []
+        for s, (k, v) in enumerate(self.kv):
+            q = torch.from_numpy(self.q[self.starts[s] : self.starts[s + 1]])
+            parts.append(plain(q, torch.from_numpy(k), torch.from_numpy(v)))
+        return torch.cat(parts)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.data())
+def test_paged_attention(data):
+    contexts = data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=4))
+    queries = [data.draw(st.sampled_from([1, n, (n + 1) // 2])) for n in contexts]
+    groups = data.draw(st.integers(1, 3))
+    heads = groups * data.draw(st.integers(1, 3))
+    shape = (heads, groups, data.draw(st.sampled_from([6, 8, 32])), data.draw(st.sampled_from([1, 5, 16])))
+    case = Case(data.draw(st.integers(0, 99)), queries, contexts, *shape)
+    ours, expected = case.cpu(), case.expected()
+    assert (torch.from_numpy(ours) - expected).abs().max() < 5e-6
+    assert (case.device() - expected).abs().max() < 5e-6
+    for s in range(len(contexts)):  # bit for bit the same alone
+        assert np.array_equal(case.cpu(slice(s, s + 1)), ours[case.starts[s] : case.starts[s + 1]])
+
+
+def test_prefill_and_decode_give_the_same_bits():
+    case = Case(0, [50], [50], 4, 2, 32, 16)
+    whole = case.cpu()
+    for n in range(1, 51):
+        case.queries, case.contexts, case.starts = [1], [n], np.array([n - 1, n])
+        assert np.array_equal(case.cpu()[0], whole[n - 1])
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_varlen_attention_and_its_gradients(groups):
+    generator = torch.Generator().manual_seed(0)
+    lengths = [5, 1, 17, 40]
+    q = torch.randn(sum(lengths), 4, 16, generator=generator, requires_grad=True)
+    k, v = (torch.randn(sum(lengths), groups, 16, generator=generator, requires_grad=True) for _ in range(2))
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    out = varlen_attention(q, k, v, bounds, max(lengths))
+    expected = torch.cat([plain(*(x[a:b] for x in (q, k, v))) for a, b in zip(bounds, bounds[1:])])
+    assert (out - expected).abs().max() < 2e-6
+    weights = torch.randn(out.shape, generator=generator)
+    ours = torch.autograd.grad((out * weights).sum(), (q, k, v))
+    theirs = torch.autograd.grad((expected * weights).sum(), (q, k, v))
+    assert all((a - b).abs().max() < 1e-5 for a, b in zip(ours, theirs))
+    for a, b in zip(bounds, bounds[1:]):  # packing changes nothing
+        one = varlen_attention(q[a:b], k[a:b], v[a:b], torch.tensor([0, b - a]).int(), int(b - a))
+        assert torch.equal(one, out[a:b])
+
+
+def test_not_causal():
+    x = torch.randn(6, 2, 8, generator=torch.Generator().manual_seed(0))
+    out = varlen_attention(x, x, x, torch.tensor([0, 6]).int(), 6, causal=False)
+    weights = (torch.einsum("thd,shd->hts", x, x) / 8**0.5).softmax(-1)
+    assert (out - torch.einsum("hts,shd->thd", weights, x)).abs().max() < 1e-6
+
+
+def test_elementary_functions():
+    x = np.linspace(-86, 0, 4001).astype(np.float32)
+    ours = np.array([exp32(v) for v in x])
+    assert np.abs(ours / np.exp(x.astype(np.float64)) - 1).max() < 3e-7
+    assert exp32(np.float32(-200)) == 0 == exp32(np.float32(-np.inf)) and np.isnan(exp32(np.float32(np.nan)))
+    y = np.geomspace(1e-30, 1e30, 4001).astype(np.float32)
+    assert np.abs(np.array([log32(v) for v in y]) - np.log(y.astype(np.float64))).max() < 1e-5
+    u = np.geomspace(1e-10, 1 - 2.0**-24, 4001).astype(np.float32)
+    u = np.minimum(u, np.float32(1 - 2.0**-24))
+    expected = -np.log1p(-u.astype(np.float64))
+    assert np.abs(np.array([neg_log_one_minus(v) for v in u]) / expected - 1).max() < 1e-6
