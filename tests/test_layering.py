@@ -12,7 +12,7 @@ LAYERS = {
     **dict.fromkeys(("parallel", "models"), 2),
     **dict.fromkeys(("ppo", "data", "monitor", "gen"), 3),
     "fusion": 4,
-    **dict.fromkeys(("trainer", "checkpoint"), 5),
+    **dict.fromkeys(("launch", "preflight", "roles", "threshold_control", "timeline", "trainer", "checkpoint"), 5),
 }
 STRANGERS = {"ppo", "data", "monitor", "gen"}  # do not know each other
 # package -> where it may be imported: folders end with "/"
