@@ -188,7 +188,9 @@ class InterStage:
 
     # the meeting ----------------------------------------------------------------------------------------------
 
-    def _meet(self, done: list[Rollout], report: GenInferReport) -> tuple[list[Rollout], list[SequenceState], list[int]]:
+    def _meet(
+        self, done: list[Rollout], report: GenInferReport
+    ) -> tuple[list[Rollout], list[SequenceState], list[int]]:
         """Exchange finished samples, unfinished sequences and free blocks; the same on every rank."""
         start = time.time()
         self._progress("inter-stage: meeting of all instances")
