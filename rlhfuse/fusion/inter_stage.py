@@ -299,20 +299,20 @@ class InterStage:
         loaded = time.time()
         report.spans.append(PhaseSpan("load", start, loaded))
         if report.plan is None:
-            scored, early = self._score_share(known), 0
+            scored, early = self._score_share(known, report), 0
         else:
             scored, early = self._score_tickets(board, known, streamed, total, report)
         self._observed["score"] += [list(one) for one in self._scorer.observations]
         self._scorer.observations.clear()
         return (scored if self._leads_worker else []), (early if self._leads_worker else 0)
 
-    def _score_share(self, known: list[Rollout]) -> list[Rollout]:
+    def _score_share(self, known: list[Rollout], report: GenInferReport) -> list[Rollout]:
         lengths = [len(r.prompt_tokens) + len(r.response_tokens) for r in known]
         share = [known[i] for i in partition(lengths, len(self._placement.workers))[self._worker]]
         scored: list[Rollout] = []
         for pack in self._packs(share):
             self._progress(f"inference: {len(scored)} of {len(share)} samples scored here")
-            scored += self._scorer.score(pack)
+            scored += self._timed_score(pack, report)
         return scored
 
     def _score_tickets(
@@ -332,12 +332,16 @@ class InterStage:
                 self._progress(f"inference: waiting for sample {ticket - len(packs)} of the long tail")
                 pack = [Rollout.from_bytes(board.fetch(ticket - len(packs)))]
                 report.spans.append(PhaseSpan("wait", waiting, time.time()))
-            began = time.time()
             self._progress(f"inference: ticket {ticket}")
-            scored += self._scorer.score(pack)
-            report.spans.append(PhaseSpan("score", began, time.time()))
+            scored += self._timed_score(pack, report)
             if self._leads_worker and board.finish(0) < total:
                 early += len(pack)
+
+    def _timed_score(self, pack: list[Rollout], report: GenInferReport) -> list[Rollout]:
+        start = time.time()
+        scored = self._scorer.score(pack)
+        report.spans.append(PhaseSpan("score", start, time.time()))
+        return scored
 
     def _packs(self, rollouts: list[Rollout]) -> list[list[Rollout]]:
         """Packs within the token budget, and at least as many as there are workers if samples allow."""
