@@ -77,7 +77,7 @@ class AlgorithmConfig:
     kl_estimator: str = "k1"  # k1, k2 or k3
     clip_eps: float = 0.2
     value_clip_eps: float = 0.2
-    value_loss_coef: float = 0.5
+    value_loss_coef: float = 1.0  # weight of the value loss, which has a factor 0.5 of its own
     entropy_coef: float = 0.0
     whiten_advantages: bool = True
     minibatches: int = 4  # optimizer steps per iteration
@@ -121,7 +121,7 @@ class TrainerConfig:
     hardware: str = "auto"  # auto, cpu, a100, h100, h800, h200: used by the planner
     threads_per_rank: int = 1  # torch threads of one rank on CPU
     watchdog_seconds: float = 15.0  # a silent rank is declared dead after this
-    hang_seconds: float = 600.0  # a rank without progress for this long ends the job
+    hang_seconds: float = 600.0  # when no rank makes progress for this long the job ends
     tensorboard: bool = True
     trace_iterations: int = 3  # the last so many iterations are kept in trace.json
     export: bool = True  # write export/ in Hugging Face layout at the end
@@ -253,7 +253,8 @@ def _resolve(config: RunConfig, file: Path) -> RunConfig:
             raise InputError(f"fusion.threshold={threshold!r} must be auto or a number of samples")
         if int(threshold) > config.samples_per_iteration:
             raise InputError(
-                f"fusion.threshold={threshold} > {config.samples_per_iteration} samples of one iteration; use a smaller one"
+                f"fusion.threshold={threshold} > {config.samples_per_iteration} samples of one iteration; "
+                "use a smaller one"
             )
     for key in ("actor", "reward"):
         if not getattr(config, key).path:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import Callable
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+RANK_0_FIRST_SECONDS = 5.0
 
 
 class InputError(ValueError):
@@ -37,6 +39,8 @@ def run_program(main: Callable[[], int | None]) -> None:
     except InputError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(RANK_0_FIRST_SECONDS)  # torchrun ends all ranks when one has left: let rank 0 speak first
         code = EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ Stock torch on CPU breaks this in three places, and the rules against it live he
     linear     the GEMM library sums in another order for few rows: rows are padded up to SAFE_ROWS
                a single output (a value head) is a matrix-vector product, whose order depends on the row count:
                outputs are padded up to SAFE_OUTPUTS
-    silu_mul   exp of the last elements of a buffer is computed by other code than the rest: the width is
+    silu       exp of the last elements of a buffer is computed by other code than the rest: the width is
                padded up to a multiple of SAFE_WIDTH
 
 All functions are plain torch with autograd, on any device. `self_test` runs each of them at a model's own
@@ -47,13 +47,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(pad_rows(x.reshape(rows, x.shape[-1])), weight, bias)[:rows].reshape(*x.shape[:-1], -1)
 
 
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x), [..., W]."""
+    spare = -x.shape[-1] % SAFE_WIDTH
+    if spare:
+        return F.silu(F.pad(x, (0, spare)))[..., : x.shape[-1]]
+    return F.silu(x.contiguous())
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of gate_up [..., 2 * W], the gate first; returns [..., W]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    spare = -gate.shape[-1] % SAFE_WIDTH
-    if spare:
-        return F.silu(F.pad(gate, (0, spare)))[..., : gate.shape[-1]] * up
-    return F.silu(gate.contiguous()) * up
+    return silu(gate) * up
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -100,6 +105,7 @@ def self_test(
         check_rows(f"linear output [{hidden} -> {vocab}]", lambda x: linear(x, weight), draw(rows, hidden))
         weight = draw(1, hidden)
         check_rows(f"linear value head [{hidden} -> 1]", lambda x: linear(x, weight), draw(rows, hidden))
+        check_rows(f"silu [{mlp}]", silu, draw(rows, mlp))
         check_rows(f"silu_mul [{mlp}]", silu_mul, draw(rows, 2 * mlp))
         weight = draw(hidden)
         check_rows(f"rms_norm [{hidden}]", lambda x: rms_norm(x, weight, 1e-6), draw(rows, hidden))

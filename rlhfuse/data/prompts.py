@@ -1,0 +1,181 @@
+"""Prompt files: rows of jsonl (also .jsonl.gz), json, csv or parquet, each with a text or chat turns.
+
+A file is read and checked whole, once, before anything is launched: every refusal names file, line and fix. The
+rest of a row is kept for reward functions. How text becomes tokens is the caller's `encode`; this module knows no
+tokenizer, and nothing of order or ranks (see sampler.py).
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable, Iterator, Sequence
+
+from rlhfuse.errors import InputError
+
+Text = str | list[dict[str, str]]  # plain text, or chat turns {"role": ..., "content": ...}
+FORMATS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: its tokens, the row it came from, and `file:line` for messages."""
+
+    tokens: tuple[int, ...]
+    row: dict[str, Any] = field(compare=False)
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """All prompts of a run in file order, and how many were dropped as too long."""
+
+    prompts: tuple[Prompt, ...]
+    dropped: int = 0
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self.prompts[index]
+
+    def __str__(self) -> str:
+        lengths = sorted(len(prompt.tokens) for prompt in self.prompts)
+        middle, longest = lengths[len(lengths) // 2], lengths[-1]
+        dropped = f", {self.dropped} longer ones dropped" if self.dropped else ""
+        return f"{len(self)} prompts of {middle} tokens in the median, {longest} at most{dropped}"
+
+
+def load_prompts(
+    files: Sequence[str | Path],
+    prompt_key: str,
+    encode: Callable[[Text], list[int]],
+    max_prompt_tokens: int,
+    filter_long_prompts: bool = False,
+) -> PromptSet:
+    """Read and encode every row of `files`.
+
+    Prompts of more than `max_prompt_tokens` are refused, or dropped and counted with `filter_long_prompts`.
+    Raises InputError naming file and line for anything that cannot be used.
+    """
+    prompts, dropped = [], 0
+    for file in map(Path, files):
+        rows = 0
+        for line, row in read_rows(file):
+            rows += 1
+            where = f"{file}:{line}"
+            tokens = tuple(encode(_prompt_of(row, prompt_key, where)))
+            if not tokens:
+                raise InputError(f"{where}: the prompt has no tokens; remove the row")
+            if len(tokens) <= max_prompt_tokens:
+                prompts.append(Prompt(tokens, row, where))
+            elif filter_long_prompts:
+                dropped += 1
+            else:
+                raise InputError(
+                    f"{where}: the prompt has {len(tokens)} tokens, more than data.max_prompt_tokens="
+                    f"{max_prompt_tokens}; raise it, or set data.filter_long_prompts=true to drop such rows"
+                )
+        if not rows:
+            raise InputError(f"{file} holds no rows; give a file with at least one prompt")
+    if not prompts:
+        raise InputError(
+            f"all {dropped} prompts are longer than data.max_prompt_tokens={max_prompt_tokens}; raise it"
+            if dropped
+            else "data.train_files is empty; give at least one prompt file"
+        )
+    return PromptSet(tuple(prompts), dropped)
+
+
+def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows of one file with their line (jsonl, csv: from 1) or row number (json, parquet: from 1)."""
+    if not file.is_file():
+        raise InputError(f"prompt file {file} does not exist; check data.train_files")
+    if file.name.endswith((".jsonl", ".jsonl.gz")):
+        return _jsonl_rows(file)
+    readers = {".json": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}
+    if file.suffix not in readers:
+        raise InputError(f"prompt file {file} is of no known kind; use one of {', '.join(FORMATS)}")
+    return readers[file.suffix](file)
+
+
+def _prompt_of(row: Any, key: str, where: str) -> Text:
+    if not isinstance(row, dict):
+        raise InputError(f'{where}: a row must be an object like {{"{key}": "..."}}, not {json.dumps(row)[:40]}')
+    if key not in row:
+        raise InputError(f"{where}: no key {key!r}; found {', '.join(map(repr, row)) or 'none'}: set data.prompt_key")
+    value = row[key]
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value and all(_is_turn(turn) for turn in value):
+        return value
+    raise InputError(
+        f"{where}: {key} is {str(value)[:40]!r}; it must be a non-empty text or a list of "
+        '{"role": "user", "content": "..."}'
+    )
+
+
+def _is_turn(turn: Any) -> bool:
+    return isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+
+
+def _decode(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8-sig")  # a byte order mark is not part of the text
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{where}: not UTF-8 (byte 0x{data[error.start]:02x} at {error.start}); convert the file, e.g. with iconv"
+        ) from None
+
+
+def _jsonl_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as stream:
+        try:
+            for number, raw in enumerate(stream, start=1):
+                text = _decode(raw, f"{file}:{number}").strip()
+                if text:
+                    yield number, _parse(text, f"{file}:{number}")
+        except (gzip.BadGzipFile, EOFError) as error:
+            raise InputError(f"{file} is not a whole gzip file ({error}); make it again") from None
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: not valid JSON ({error.msg} at column {error.colno}): {text[:40]!r}") from None
+    except RecursionError:
+        raise InputError(f"{where}: JSON nested too deeply; remove the row") from None
+
+
+def _json_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    rows = _parse(_decode(file.read_bytes(), str(file)).strip() or "[]", str(file))
+    if not isinstance(rows, list):
+        raise InputError(f"{file}: must be a list of rows; for one object per line name it .jsonl")
+    yield from enumerate(rows, start=1)
+
+
+def _csv_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    lines = [_decode(raw, f"{file}:{i}") for i, raw in enumerate(file.read_bytes().splitlines(keepends=True), start=1)]
+    reader = csv.DictReader(lines, strict=True)
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                raise InputError(f"{file}:{reader.line_num}: not {len(reader.fieldnames)} fields as in the header")
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise InputError(f"{file}:{reader.reader.line_num}: not valid CSV ({error})") from None
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    import pyarrow  # here, because no other format needs it and loading takes a while
+    import pyarrow.parquet
+
+    try:
+        rows = pyarrow.parquet.read_table(file).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(f"{file} is not a readable parquet file ({error})") from None
+    yield from enumerate(rows, start=1)

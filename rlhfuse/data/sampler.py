@@ -1,0 +1,64 @@
+"""Which prompts an iteration draws, and the number that every sample carries.
+
+Prompts are one endless stream of shuffled epochs; iteration i takes the i-th piece of it. So the draw is a pure
+function of (seed, iteration): a resumed run continues where it stopped without having saved a position. A sample's
+id says where it comes from, and every random draw about the sample derives from it:
+
+    bit 62 ........ 39 | 38 ........ 16 | 15 ..... 0
+        iteration      | prompt         | copy
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhfuse.errors import InputError
+
+_SHUFFLE = 0x73687566  # the purpose of this random stream, beside (seed, epoch)
+ITERATION_BITS, PROMPT_BITS, COPY_BITS = 24, 23, 16
+
+
+@dataclass(frozen=True)
+class PromptSampler:
+    """The order of `prompts` prompts under `seed`."""
+
+    prompts: int
+    seed: int
+
+    def prompts_of(self, iteration: int, count: int) -> list[int]:
+        """Indices of the `count` prompts of this iteration (from 0); `count` is the same in every iteration.
+
+        Each epoch has every prompt once; with count > prompts an iteration meets some of them again.
+        """
+        first = iteration * count
+        drawn: list[int] = []
+        while len(drawn) < count:
+            epoch, offset = divmod(first + len(drawn), self.prompts)
+            drawn += self._epoch(epoch)[offset : offset + count - len(drawn)]
+        return drawn
+
+    def _epoch(self, epoch: int) -> list[int]:
+        return np.random.default_rng([self.seed % 2**64, _SHUFFLE, epoch]).permutation(self.prompts).tolist()
+
+
+def sample_id(iteration: int, prompt: int, copy: int) -> int:
+    """Unique 63-bit number of a sample; `prompt` is its place in the iteration's draw, `copy` its response.
+
+    Ascending in (iteration, prompt, copy). Raises InputError when a number does not fit its bits.
+    """
+    for name, value, bits in (
+        ("iteration", iteration, ITERATION_BITS),
+        ("prompt", prompt, PROMPT_BITS),
+        ("copy", copy, COPY_BITS),
+    ):
+        if not 0 <= value < 2**bits:
+            raise InputError(f"sample id: {name} {value} is outside 0..{2**bits - 1}")
+    return (iteration << PROMPT_BITS | prompt) << COPY_BITS | copy
+
+
+def sample_origin(number: int) -> tuple[int, int, int]:
+    """Inverse of `sample_id`: (iteration, prompt, copy)."""
+    prompt = number >> COPY_BITS
+    return prompt >> PROMPT_BITS, prompt % 2**PROMPT_BITS, number % 2**COPY_BITS

@@ -1,0 +1,100 @@
+"""Scoring of finished samples by the frozen models: reference log-probabilities, values and a reward.
+
+Samples are packed up to a token budget; the result for a sample does not depend on the pack it was in (CPU,
+float32). Weights come in from host memory before the first pack and go out afterwards. Knows nothing of who
+generated a sample or of when it is asked.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Sequence
+
+import torch
+import torch.distributed as dist
+
+from rlhfuse.models.heads import token_logprobs
+from rlhfuse.models.stage import PackedTokens, PipelineStage
+from rlhfuse.parallel.offload import ParkedWeights
+from rlhfuse.ppo.rollout import Rollout, RolloutBatch
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """One model as inference uses it: its single stage, its parked weights and its tensor-parallel group."""
+
+    stage: PipelineStage
+    parked: ParkedWeights
+    tp_group: dist.ProcessGroup
+
+
+def pack_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Positions of `lengths` in packs of at most `budget` tokens, longest first, so that all stay busy.
+
+    A longer sample than the budget is a pack of its own. Ties keep the order given.
+    """
+    packs: list[list[int]] = []
+    room = 0
+    for position in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if not packs or lengths[position] > room:
+            packs.append([])
+            room = budget
+        packs[-1].append(position)
+        room -= lengths[position]
+    return packs
+
+
+class Scorer:
+    """Reference, critic and reward model of one inference replica."""
+
+    def __init__(
+        self, reference: FrozenModel, critic: FrozenModel, reward: FrozenModel, *,
+        vocab: int, temperature: float, device: torch.device,
+    ) -> None:  # fmt: skip
+        self._reference, self._critic, self._reward = reference, critic, reward
+        self._vocab = vocab
+        self._temperature = temperature
+        self._device = device
+        self.observations: list[tuple[int, int, float]] = []  # (tokens, samples, seconds) of each pack
+        self.load_seconds = 0.0
+
+    @property
+    def _models(self) -> tuple[FrozenModel, ...]:
+        return (self._reference, self._critic, self._reward)
+
+    def begin_load(self) -> None:
+        """Start bringing the weights in, one model behind the other."""
+        self._reference.parked.begin_load()
+
+    def finish_load(self) -> None:
+        start = time.perf_counter()
+        for model in self._models:
+            model.parked.begin_load()
+        for model in self._models:
+            model.parked.finish_load()
+        self.load_seconds = time.perf_counter() - start
+
+    def release(self) -> None:
+        for model in self._models:
+            model.parked.release()
+
+    @torch.no_grad()
+    def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Each rollout with ref_logprobs, values and score; one pack. Weights must be loaded."""
+        start = time.perf_counter()
+        batch = RolloutBatch.from_rollouts(sorted(rollouts, key=lambda r: r.sample_id))
+        ordered = sorted(rollouts, key=lambda r: r.sample_id)
+        packed = PackedTokens.pack([r.prompt_tokens + r.response_tokens for r in ordered], self._device)
+        predict = batch.prediction_index.to(self._device)
+        targets = batch.tokens[batch.response_index].to(self._device)
+        logits = self._reference.stage.forward(packed, None)[predict]
+        ref, _ = token_logprobs(logits, targets, self._vocab, self._temperature, self._reference.tp_group)
+        values = self._critic.stage.forward(packed, None)[predict].float()
+        last = (batch.cu_seqlens[1:].long() - 1).to(self._device)
+        scores = self._reward.stage.forward(packed, None)[last].float().cpu()
+        responses = batch.response_lengths.tolist()
+        parts = zip(ordered, ref.cpu().split(responses), values.cpu().split(responses), scores.tolist())
+        out = [rollout.with_scores(ref_logprobs=r, values=v, score=s) for rollout, r, v, s in parts]
+        self.observations.append((len(batch.tokens), len(ordered), time.perf_counter() - start))
+        return out

@@ -1,0 +1,47 @@
+"""Sends and receives of one rank over directed channels: one two-rank group for each (sender, receiver).
+
+A channel delivers in the order of issue, which is the order that lowering fixed for both ends. A receive is
+posted before it is needed (a send moves data only once its receive is posted); a send returns at once, and its
+buffer belongs to the transfer until `drain` or until its work is done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Channels:
+    """This rank's ends of all directed channels; `groups` maps (sender, receiver) to a process group."""
+
+    def __init__(self, rank: int, groups: Mapping[tuple[int, int], dist.ProcessGroup], device: torch.device) -> None:
+        self._rank = rank
+        self._groups = groups
+        self._device = device
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Start sending; the tensor must not be written to any more."""
+        tensor = tensor.contiguous()
+        self._sent.append((dist.isend(tensor, to, group=self._groups[self._rank, to]), tensor))
+        while self._sent and self._sent[0][0].is_completed():
+            self._finish(*self._sent.popleft())
+
+    def post_receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> tuple[dist.Work, Tensor]:
+        """Post a receive; wait on the work before reading the tensor."""
+        buffer = torch.empty(shape, dtype=dtype, device=self._device)
+        return dist.irecv(buffer, source, group=self._groups[source, self._rank]), buffer
+
+    def drain(self) -> None:
+        """Wait until every send is done."""
+        while self._sent:
+            self._finish(*self._sent.popleft())
+
+    def _finish(self, work: dist.Work, tensor: Tensor) -> None:
+        work.wait()
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))

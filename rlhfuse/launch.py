@@ -1,0 +1,90 @@
+"""From a checked configuration to a running job and back: the frame around the trainer.
+
+    checks on every rank -> process group, watchdog -> schedule and plan by rank 0, sent to all -> trainer
+
+The schedule is searched by rank 0 for a few seconds and sent as text; every rank verifies what it was sent.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rlhfuse.config import RunConfig, dump_config
+from rlhfuse.models import invariance
+from rlhfuse.monitor.watchdog import Limits, Watchdog
+from rlhfuse.parallel.collect import all_gather_bytes
+from rlhfuse.parallel.device import Device, choose_device, local_rank
+from rlhfuse.preflight import Prepared, prepare
+from rlhfuse.schedule.io import save_schedule, write_text
+from rlhfuse.schedule.lowering import lower
+from rlhfuse.schedule.schedule import Schedule
+from rlhfuse.schedule.verify import verify
+from rlhfuse.simulator.planner import Plan, make_plan, plan_run, save_plan
+from rlhfuse.spec import ParallelLayout
+from rlhfuse.trainer import Trainer
+
+
+def dry_run(config: RunConfig, world_size: int | None) -> int:
+    """Check everything and print the plan; launches nothing."""
+    world = world_size or int(os.environ.get("WORLD_SIZE", ParallelLayout.parse(config.parallel.actor_train).size))
+    prepared = prepare(config, world)
+    print(prepared.prompts)
+    print(make_plan(config, prepared.checkpoints.specs, world).render())
+    return 0
+
+
+def train(config: RunConfig, name: str) -> int:
+    """One rank of a job under torchrun. Returns the exit code."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    prepared = prepare(config, world)
+    device = choose_device(config.trainer.device, local_rank(), config.trainer.threads_per_rank)
+    if not device.is_cuda:
+        check_arithmetic(prepared)
+    torch.manual_seed(config.trainer.seed)
+    backend = "cpu:gloo,cuda:nccl" if device.is_cuda else "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=config.trainer.hang_seconds))
+    store = dist.PrefixStore("rlhfuse", dist.distributed_c10d._get_default_store())
+    limits = Limits(config.trainer.watchdog_seconds, config.trainer.hang_seconds)
+    with Watchdog(store.clone(), rank, world, limits) as watchdog:
+        schedule, plan, run_dir = settle(prepared, name, rank, device)
+        trainer = Trainer(prepared, plan, schedule, rank, device, store, watchdog, run_dir)
+        trainer.fit()
+        dist.barrier()
+    if rank == 0:
+        print(f"done: {run_dir}", flush=True)
+    dist.destroy_process_group()
+    return 0
+
+
+def check_arithmetic(prepared: Prepared) -> None:
+    """Test on this machine that a row's bits do not depend on the batch, at every model's widths."""
+    generation = next(task.layout for task in prepared.tasks if task.name == "generation")
+    for spec in {prepared.checkpoints.specs[role] for role in ("actor", "reward")}:
+        invariance.self_test(hidden=spec.hidden, mlp=spec.mlp // generation.tp, vocab=spec.vocab // generation.tp)
+
+
+def settle(prepared: Prepared, name: str, rank: int, device: Device) -> tuple[Schedule, Plan, Path]:
+    """Schedule, plan and run directory, the same on every rank; rank 0 writes and prints them."""
+    config = prepared.config
+    told = b""
+    if rank == 0:
+        run_dir = Path(config.trainer.output_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        run_dir.mkdir(parents=True, exist_ok=True)
+        plan, schedule = plan_run(config, prepared.checkpoints.specs, prepared.world_size)
+        write_text(run_dir / "config.yaml", dump_config(config))
+        save_schedule(run_dir / "schedule.json", schedule, {"source": plan.schedule.source})
+        save_plan(plan, run_dir / "plan.json")
+        print(f"run directory: {run_dir}\ndevice: {device.torch_device} ({device.backend}), {prepared.prompts}")
+        print(f"{plan.render()}\n{schedule.text()}", flush=True)
+        told = json.dumps([str(run_dir), plan.to_dict(), schedule.text()]).encode()
+    folder, plan_dict, text = json.loads(all_gather_bytes(told)[0])
+    schedule = Schedule.parse(prepared.problem, text)
+    verify(lower(schedule, prepared.ranks), schedule, prepared.ranks)
+    return schedule, Plan.from_dict(plan_dict), Path(folder)

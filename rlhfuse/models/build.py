@@ -1,0 +1,205 @@
+"""A role's model as a Megatron-core GPTModel: one pipeline stage of one tensor rank, on given groups.
+
+The layer specification uses Megatron's own attention block, MLP and parallel linear layers, with this
+project's RMSNorm and core attention in their slots, so that packed sequences (`thd`) work with torch and with
+flash-attn. Nothing here reads global parallel state. Dropout is 0. Weights are random until they are loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from rlhfuse.models import invariance
+from rlhfuse.models.attention import varlen_attention
+from rlhfuse.models.heads import ScalarHead
+from rlhfuse.models.hf import padded_vocab
+from rlhfuse.models.rotary import rotary_frequencies
+from rlhfuse.parallel.device import Device, cpu_stands_in
+from rlhfuse.parallel.groups import ModelGrid
+from rlhfuse.spec import ModelSpec, ParallelLayout
+
+
+class RMSNorm(torch.nn.Module):
+    """Megatron's norm slot: root-mean-square norm over the last dimension, in float32."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return invariance.rms_norm(x, self.weight, self.eps)
+
+
+class PackedCoreAttention(torch.nn.Module):
+    """Megatron's core-attention slot for packed sequences: q [T, heads, D], k and v [T, kv_heads, D]."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, packed_seq_params: Any,
+                **_: Any) -> Tensor:  # fmt: skip
+        """[T, heads * D]. Causal within each sequence; there is no mask to pass."""
+        out = varlen_attention(
+            query, key, value, packed_seq_params.cu_seqlens_q, int(packed_seq_params.max_seqlen_q), causal=True
+        )
+        return out.flatten(1)
+
+
+class _Rotary(RotaryEmbedding):
+    """Megatron's rotary module, its frequencies on the device of the model and not always on CUDA."""
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        freqs = self.get_freqs_non_repeated(max_seq_len, offset)
+        return torch.cat((freqs, freqs), dim=-1)[:, None, None, :]
+
+
+def transformer_config(spec: ModelSpec, tp: int, pp: int, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron's configuration of this shape. Gradients are summed, not averaged, over data-parallel ranks."""
+    return TransformerConfig(
+        # Megatron wants a multiple of pp; each stage's true layers are given to build_model's GPTModel.
+        num_layers=-(-spec.layers // pp) * pp,
+        hidden_size=spec.hidden,
+        ffn_hidden_size=spec.mlp,
+        num_attention_heads=spec.heads,
+        num_query_groups=spec.kv_heads,
+        kv_channels=spec.head_dim,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        normalization="RMSNorm",
+        layernorm_epsilon=spec.norm_eps,
+        gated_linear_unit=True,
+        activation_func=invariance.silu,
+        add_bias_linear=False,
+        add_qkv_bias=spec.qkv_bias,
+        qk_layernorm=spec.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        calculate_per_token_loss=True,
+    )
+
+
+def layer_spec(spec: ModelSpec) -> ModuleSpec:
+    norm = RMSNorm if spec.qk_norm else IdentityOp
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=tensor_parallel.ColumnParallelLinear,
+                    core_attention=PackedCoreAttention,
+                    linear_proj=tensor_parallel.RowParallelLinear,
+                    q_layernorm=norm,
+                    k_layernorm=norm,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=ModuleSpec(
+                module=MLP,
+                submodules=MLPSubmodules(
+                    linear_fc1=tensor_parallel.ColumnParallelLinear, linear_fc2=tensor_parallel.RowParallelLinear
+                ),
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def build_model(
+    spec: ModelSpec,
+    grid: ModelGrid,
+    groups: ProcessGroupCollection,
+    rank: int,
+    *,
+    scalar_head: bool,
+    dtype: torch.dtype,
+    device: Device,
+) -> GPTModel:
+    """The part of the model that `rank` holds in `grid`, on the device, with unset weights."""
+    _, stage, _ = grid.position(rank)
+    layers = ParallelLayout(grid.dp, grid.tp, grid.pp).stage_layers(spec.layers)
+    config = transformer_config(spec, grid.tp, grid.pp, dtype)
+    one = layer_spec(spec)
+    with cpu_stands_in(device):
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=TransformerBlockSubmodules(
+                layer_specs=[one] * len(layers[stage]), layer_norm=RMSNorm
+            ),
+            vocab_size=padded_vocab(spec),
+            max_sequence_length=spec.context,
+            pre_process=stage == 0,
+            post_process=stage == grid.pp - 1,
+            parallel_output=True,
+            share_embeddings_and_output_weights=spec.tied_embeddings and not scalar_head,
+            position_embedding_type="rope",
+            rotary_base=int(spec.rope_theta),
+            pg_collection=groups,
+        )
+    _mark_tensor_parallel(model)
+    for offset, layer in enumerate(model.decoder.layers):
+        layer.layer_number = layers[stage][offset] + 1  # the resharder names layers by this
+    model.rotary_pos_emb.__class__ = _Rotary
+    model.rotary_pos_emb.inv_freq = rotary_frequencies(spec)
+    if scalar_head and stage == grid.pp - 1:
+        model.output_layer = ScalarHead(spec.hidden, dtype, device.torch_device)
+    model.to(device.torch_device)
+    model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq.to(device.torch_device)
+    return model
+
+
+def _mark_tensor_parallel(model: GPTModel) -> None:
+    """Say which weights are cut over tensor ranks, and how: Megatron says it only while it initialises them."""
+    for module in model.modules():
+        if isinstance(module, tensor_parallel.RowParallelLinear):
+            cut, stride = 1, 1
+        elif isinstance(module, tensor_parallel.ColumnParallelLinear | tensor_parallel.VocabParallelEmbedding):
+            cut, stride = 0, 1
+        else:
+            continue
+        if module.weight is not None:
+            tensor_parallel.set_tensor_model_parallel_attributes(module.weight, True, cut, stride)
+    for layer in model.decoder.layers:
+        layer.mlp.linear_fc1.weight.partition_stride = 2  # [gate, up] of each rank: two cuts interleave
+
+
+@torch.no_grad()
+def fill(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
+    """Copy `weights` (names of models/hf.py) into the model; both must hold exactly the same names."""
+    parameters = dict(model.named_parameters())
+    if parameters.keys() != weights.keys():
+        difference = sorted(parameters.keys() ^ weights.keys())
+        raise KeyError(f"weights and model differ in {len(difference)} names, the first is {difference[0]}")
+    for name, parameter in parameters.items():
+        parameter.copy_(weights[name].to(parameter.dtype))

@@ -1,0 +1,114 @@
+"""One pipeline stage: packed tokens or a hidden state in, a hidden state or the model's output out.
+
+    first stage:  tokens [T]          -> hidden [T, 1, H]
+    middle stage: hidden [T, 1, H]    -> hidden [T, 1, H]
+    last stage:   hidden [T, 1, H]    -> logits [T, V of this tensor rank], or values [T] with a scalar head
+
+`PipelineStage` is a forward pass. `TrainingStage` remembers each micro-batch between its forward and its
+backward, and knows what its own last stage computes as loss; which micro-batch comes when is the caller's
+business. On CPU a short packed batch is filled up with a dummy sequence, because the bits of a GEMM's row
+depend on the number of rows below that count (models/invariance.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable, Sequence
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from rlhfuse.models.invariance import SAFE_ROWS
+
+LossFunction = Callable[[Tensor, int], Tensor]  # (last stage's output, micro-batch) -> scalar loss
+
+
+@dataclass(frozen=True)
+class PackedTokens:
+    """Sequences laid end to end. `cu_seqlens` [N+1] int32 are the borders, `max_seqlen` the longest of them.
+
+    The last `padding` tokens belong to a dummy sequence whose outputs nobody reads.
+    """
+
+    tokens: Tensor  # [T] int64
+    cu_seqlens: Tensor  # [N+1] int32
+    max_seqlen: int
+    padding: int = 0
+
+    @staticmethod
+    def pack(sequences: Sequence[Sequence[int]], device: torch.device) -> "PackedTokens":
+        """Pack `sequences` (at least one, none empty), filled up to SAFE_ROWS tokens."""
+        lengths = [len(s) for s in sequences]
+        padding = max(SAFE_ROWS - sum(lengths), 0)
+        flat = [token for s in sequences for token in s] + [0] * padding
+        if padding:
+            lengths = [*lengths, padding]
+        borders = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        return PackedTokens(torch.tensor(flat).to(device), borders.to(device), max(lengths), padding)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class PipelineStage:
+    """A built model part and its two ends."""
+
+    def __init__(self, model: torch.nn.Module, *, first: bool, last: bool, scalar_head: bool) -> None:
+        self.model = model
+        self.first = first
+        self.last = last
+        self.scalar_head = scalar_head
+
+    def forward(self, batch: PackedTokens, hidden_T1H: Tensor | None) -> Tensor:
+        """Run this stage. `hidden_T1H` is the stage before's output, None on the first stage."""
+        core = getattr(self.model, "module", self.model)
+        core.set_input_tensor(hidden_T1H)
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=batch.cu_seqlens,
+            cu_seqlens_kv=batch.cu_seqlens,
+            max_seqlen_q=batch.max_seqlen,
+            max_seqlen_kv=batch.max_seqlen,
+        )
+        tokens = batch.tokens[None]
+        out = self.model(input_ids=tokens, position_ids=None, attention_mask=None, packed_seq_params=packed)
+        if not self.last:
+            return out
+        out = out[0]  # Megatron returns [1, T, V]
+        return out[:, 0] if self.scalar_head else out
+
+
+class TrainingStage:
+    """A stage that trains: keeps a micro-batch's input and output from its forward to its backward.
+
+    `live` is the number of micro-batches kept; `peak_live` its maximum, which the schedule predicts.
+    """
+
+    def __init__(self, stage: PipelineStage) -> None:
+        self.stage = stage
+        self.peak_live = 0
+        self._kept: dict[int, tuple[Tensor | None, Tensor]] = {}
+
+    @property
+    def live(self) -> int:
+        return len(self._kept)
+
+    def forward(
+        self, microbatch: int, batch: PackedTokens, hidden_T1H: Tensor | None, loss: LossFunction
+    ) -> Tensor | None:
+        """Forward one micro-batch; returns the hidden state to send, None on the last stage."""
+        if hidden_T1H is not None:
+            hidden_T1H.requires_grad_(True)
+        out = self.stage.forward(batch, hidden_T1H)
+        if self.stage.last:
+            out = loss(out, microbatch)
+        self._kept[microbatch] = (hidden_T1H, out)
+        self.peak_live = max(self.peak_live, len(self._kept))
+        return None if self.stage.last else out.detach()
+
+    def backward(self, microbatch: int, gradient_T1H: Tensor | None) -> Tensor | None:
+        """Backward one micro-batch; returns the gradient of its input to send, None on the first stage."""
+        hidden, out = self._kept.pop(microbatch)
+        torch.autograd.backward(out, grad_tensors=gradient_T1H)
+        return None if hidden is None else hidden.grad

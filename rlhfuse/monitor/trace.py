@@ -1,0 +1,170 @@
+"""What every rank did and when, predicted and measured, as a Chrome trace and as a picture.
+
+A `Span` is one piece of work of one rank. Spans are saved in Chrome's trace format, which Perfetto
+(ui.perfetto.dev) opens: one process "predicted", one "measured", a thread per rank.
+
+    rank 0  [generate      ][migrate][score     ][ train FBFBFB ]
+    rank 1  [generate                          ][ train FBFBFB ]
+
+Times are seconds since a start that all ranks share. Knows nothing of what the work means: `kind` chooses the
+colour, and the recorder is told the time by a clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable, Iterator, Sequence
+
+from rlhfuse.errors import InputError
+
+GROUPS = ("predicted", "measured")
+_MICROSECONDS = 1e6  # the unit of Chrome traces
+
+
+@dataclass(frozen=True)
+class Span:
+    """One piece of work; `args` are facts shown when it is clicked, of JSON types."""
+
+    name: str
+    kind: str  # generate, migrate, score, reshard, actor F, critic B ...
+    rank: int
+    start_seconds: float
+    end_seconds: float
+    group: str = "measured"
+    args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.group not in GROUPS:
+            raise InputError(f"span {self.name}: group {self.group!r} is not one of {', '.join(GROUPS)}")
+        if self.end_seconds < self.start_seconds:
+            raise InputError(f"span {self.name}: ends at {self.end_seconds} s, before {self.start_seconds} s")
+
+
+class Trace:
+    """Collects the measured spans of one rank.
+
+    `origin_seconds` is the clock's time at the shared start (broadcast it from rank 0); the default clock is the
+    wall clock, the only one that ranks on different hosts share.
+    """
+
+    def __init__(self, rank: int, origin_seconds: float, clock: Callable[[], float] = time.time) -> None:
+        self.rank = rank
+        self._origin, self._clock = origin_seconds, clock
+        self._spans: list[Span] = []
+
+    def now(self) -> float:
+        """Seconds since the shared start."""
+        return self._clock() - self._origin
+
+    @contextmanager
+    def span(self, name: str, kind: str, **args: Any) -> Iterator[None]:
+        start = self.now()
+        try:
+            yield
+        finally:
+            self.add(name, kind, start, self.now(), **args)
+
+    def add(self, name: str, kind: str, start_seconds: float, end_seconds: float, **args: Any) -> None:
+        # a wall clock may be set back while the work runs
+        end_seconds = max(start_seconds, end_seconds)
+        self._spans.append(Span(name, kind, self.rank, start_seconds, end_seconds, args=args))
+
+    def take(self) -> list[Span]:
+        """The spans since the last call; the recorder forgets them."""
+        taken, self._spans = self._spans, []
+        return taken
+
+
+def save_trace(spans: Sequence[Span], path: str | Path) -> None:
+    """Write a Chrome trace beside `path` and rename it into place."""
+    tracks = sorted({(GROUPS.index(span.group), span.rank) for span in spans})
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": GROUPS[pid]}}
+        for pid in sorted({pid for pid, _ in tracks})
+    ]
+    events += [
+        {"ph": "M", "name": "thread_name", "pid": pid, "tid": rank, "args": {"name": f"rank {rank}"}}
+        for pid, rank in tracks
+    ]
+    events += [
+        {
+            "ph": "X",
+            "name": span.name,
+            "cat": span.kind,
+            "pid": GROUPS.index(span.group),
+            "tid": span.rank,
+            "ts": span.start_seconds * _MICROSECONDS,
+            "dur": (span.end_seconds - span.start_seconds) * _MICROSECONDS,
+            "args": span.args,
+        }
+        for span in sorted(spans, key=lambda span: (span.group, span.rank, span.start_seconds))
+    ]
+    beside = Path(f"{path}.tmp")
+    beside.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}), encoding="utf-8")
+    os.replace(beside, path)
+
+
+def load_trace(path: str | Path) -> list[Span]:
+    """The spans of a file written by `save_trace`, times exact to the nanosecond. Raises InputError."""
+    try:
+        events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+        return [
+            Span(
+                event["name"],
+                event["cat"],
+                event["tid"],
+                event["ts"] / _MICROSECONDS,
+                (event["ts"] + event["dur"]) / _MICROSECONDS,
+                GROUPS[event["pid"]],
+                event["args"],
+            )
+            for event in events
+            if event["ph"] == "X"
+        ]
+    except FileNotFoundError:
+        raise InputError(f"trace {path} does not exist; a run writes it as trace.json") from None
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise InputError(f"{path} is not a trace written by this program ({type(error).__name__}: {error})") from None
+
+
+def draw_iteration(spans: Sequence[Span], path: str | Path, title: str = "") -> None:
+    """Draw the spans of one iteration as one row per rank (predicted above measured), coloured by kind.
+
+    The picture's format follows the suffix of `path` (.png, .svg, .pdf).
+    """
+    if not spans:
+        raise InputError(f"nothing to draw in {path}: the trace holds no spans of this iteration")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: a run without pictures should not load it
+    from matplotlib.figure import Figure
+
+    rows = sorted({(GROUPS.index(span.group), span.rank) for span in spans}, reverse=True)
+    kinds = list(dict.fromkeys(span.kind for span in sorted(spans, key=lambda span: span.start_seconds)))
+    start = min(span.start_seconds for span in spans)
+    figure = Figure(figsize=(11, 0.9 + 0.36 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for number, kind in enumerate(kinds):
+        for row, (group, rank) in enumerate(rows):
+            bars = [
+                (span.start_seconds - start, span.end_seconds - span.start_seconds)
+                for span in spans
+                if span.kind == kind and span.rank == rank and GROUPS.index(span.group) == group
+            ]
+            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=f"C{number % 10}", edgecolors="white", linewidth=0.3)
+    both = len({group for group, _ in rows}) > 1
+    labels = [f"rank {rank}" + (f" {GROUPS[group]}" if both else "") for group, rank in rows]
+    axes.set_yticks(range(len(rows)), labels)
+    axes.set_xlabel("seconds")
+    axes.set_title(title)
+    handles = [axes.barh(0, 0, color=f"C{number % 10}", label=kind) for number, kind in enumerate(kinds)]
+    axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    beside = Path(path).with_name("." + Path(path).name)  # keeps the suffix, which names the format
+    figure.savefig(beside, dpi=150)
+    os.replace(beside, path)

@@ -1,0 +1,20 @@
+"""Bytes from every rank to every rank: the small agreements of a run. CPU tensors, so always over gloo."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def all_gather_bytes(payload: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """What each rank of `group` (default: all) passed in, in rank order. A collective."""
+    world = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(payload)]), group=group)
+    longest = max(int(size) for size in sizes)
+    mine = torch.zeros(max(longest, 1), dtype=torch.uint8)
+    if payload:
+        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    rows = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(rows, mine, group=group)
+    return [row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes)]

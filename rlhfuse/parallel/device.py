@@ -1,0 +1,84 @@
+"""Which device and backend a run uses, and what stands in for CUDA where there is none.
+
+Megatron-core asks torch.cuda for the current device and for CUDA tensors when it builds buffers and
+optimizers. On a machine without CUDA `cpu_stands_in` answers those questions with the CPU for as long as the
+context is open; with CUDA it does nothing. No other file works around a missing GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from typing import Any, Iterator
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from rlhfuse.errors import InputError
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where tensors live and how ranks talk."""
+
+    torch_device: torch.device
+    backend: str  # "nccl" or "gloo"
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.torch_device.type == "cuda"
+
+    def synchronize(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize(self.torch_device)
+
+
+def choose_device(wanted: str, local_rank: int, threads: int) -> Device:
+    """CUDA device `local_rank` with NCCL if wanted ("auto" takes it when present), else CPU with gloo."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise InputError("trainer.device=cuda, but this machine has no CUDA device; use trainer.device=auto")
+    if wanted != "cpu" and torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise InputError(
+                f"local rank {local_rank} has no GPU of its own ({torch.cuda.device_count()} here); "
+                "start one process per GPU or use trainer.device=cpu"
+            )
+        torch.cuda.set_device(local_rank)
+        return Device(torch.device("cuda", local_rank), "nccl")
+    torch.set_num_threads(threads)
+    return Device(torch.device("cpu"), "gloo")
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Sends tensors meant for CUDA to the CPU and lets CPU tensors name their CUDA type."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.cuda:
+            return args[0]
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+
+@contextlib.contextmanager
+def cpu_stands_in(device: Device) -> Iterator[None]:
+    """Answer Megatron's questions about CUDA with the CPU while the context is open."""
+    if device.is_cuda:
+        yield
+        return
+    saved = torch.cuda.current_device
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
+    try:
+        with _CudaMeansCpu():
+            yield
+    finally:
+        torch.cuda.current_device = saved
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))

@@ -1,0 +1,122 @@
+"""From a parallel layout to process groups: first who does what as plain numbers, then the groups.
+
+A `ModelGrid` says which ranks hold which stage: `cells[pipeline][stage]` is the tuple of tensor ranks. Data
+parallelism is having several pipelines. Ranks of a training pair come from the schedule's rank map, whose
+second model runs backwards over the first one's ranks; generation and inference use `plain_grid`.
+
+`dist.new_group` sorts the ranks it is given unless told not to, which would silently turn a reversed
+pipeline into a forward one, so every group here is made with `sort_ranks=False`. All ranks make all groups
+in the same order. Groups are values that callers pass on; there is no global parallel state.
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from rlhfuse.spec import ParallelLayout
+
+
+@dataclass(frozen=True)
+class ModelGrid:
+    """`cells[pipeline][stage]` = ranks of one tensor-parallel group, in tensor order."""
+
+    cells: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def tp(self) -> int:
+        return len(self.cells[0][0])
+
+    @property
+    def pp(self) -> int:
+        return len(self.cells[0])
+
+    @property
+    def dp(self) -> int:
+        return len(self.cells)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(rank for pipeline in self.cells for cell in pipeline for rank in cell))
+
+    def position(self, rank: int) -> tuple[int, int, int]:
+        """(pipeline, stage, tensor rank) of a global rank."""
+        for pipeline, stages in enumerate(self.cells):
+            for stage, cell in enumerate(stages):
+                if rank in cell:
+                    return pipeline, stage, cell.index(rank)
+        raise KeyError(f"rank {rank} is not in this grid of {len(self.ranks)} ranks")
+
+    def last_stage_ranks(self) -> tuple[int, ...]:
+        """Tensor rank 0 of the last stage of every pipeline."""
+        return tuple(stages[-1][0] for stages in self.cells)
+
+
+def plain_grid(layout: ParallelLayout) -> ModelGrid:
+    """Megatron's order: tensor ranks are neighbours, then data, then pipeline."""
+    first = layout.ranks[0] if layout.ranks else 0
+    return ModelGrid(
+        tuple(
+            tuple(
+                tuple(first + t + layout.tp * (d + layout.dp * p) for t in range(layout.tp)) for p in range(layout.pp)
+            )
+            for d in range(layout.dp)
+        )
+    )
+
+
+class GroupMaker:
+    """Makes process groups in one order on every rank; equal (purpose, ranks) give the same group."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+        self._timeout = datetime.timedelta(seconds=timeout_seconds)
+
+    def group(self, purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """The group of `ranks` in that order. Every rank must ask for it, members or not."""
+        key = ("single" if len(ranks) == 1 else purpose, ranks)
+        if key not in self._made:
+            self._made[key] = dist.new_group(
+                list(ranks), timeout=self._timeout, sort_ranks=False, group_desc=f"{purpose}:{ranks}"
+            )
+        return self._made[key]
+
+    def for_model(self, purpose: str, grid: ModelGrid, rank: int) -> ProcessGroupCollection:
+        """The collection that Megatron's modules, DDP and optimizer take, for `rank` in `grid`.
+
+        `purpose` keeps the communicators of two models that train at the same time apart.
+        """
+
+        def mine(kind: str, every: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
+            found = None
+            for ranks in every:
+                group = self.group(f"{purpose}.{kind}", ranks)
+                if rank in ranks:
+                    found = group
+            return found
+
+        cells = grid.cells
+        tp = mine("tp", [cell for stages in cells for cell in stages])
+        pp = mine("pp", [tuple(cell[t] for cell in stages) for stages in cells for t in range(grid.tp)])
+        mp = mine("mp", [tuple(r for cell in stages for r in cell) for stages in cells])
+        dp = mine("dp", [tuple(s[p][t] for s in cells) for p in range(grid.pp) for t in range(grid.tp)])
+        embd = mine("embd", [(s[0][t], s[-1][t]) for s in cells for t in range(grid.tp)]) if grid.pp > 1 else None
+        tp_dp = mine("tp_dp", [tuple(r for s in cells for r in s[p]) for p in range(grid.pp)])
+        alone = mine("single", [(r,) for r in grid.ranks])
+        everyone = self.group(f"{purpose}.all", grid.ranks)
+        return ProcessGroupCollection(
+            tp=tp, pp=pp, mp=mp, dp=dp, cp=alone, ep=alone, embd=_if_member(embd, rank), pos_embd=None,
+            tp_cp=tp, tp_ep=tp, tp_ep_pp=mp, expt_tp=tp, dp_cp=dp, intra_dp_cp=dp, expt_dp=dp, intra_expt_dp=dp,
+            tp_dp_cp=tp_dp, intra_dist_opt=everyone,
+        )  # fmt: skip
+
+    def channels(self, purpose: str, pairs: list[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:
+        """One two-rank group for each directed (sender, receiver) pair, made in sorted order."""
+        return {pair: self.group(f"{purpose}.channel.{pair[0]}to{pair[1]}", pair) for pair in sorted(set(pairs))}
+
+
+def _if_member(group: dist.ProcessGroup | None, rank: int) -> dist.ProcessGroup | None:
+    return group if group is not None and rank in dist.get_process_group_ranks(group) else None

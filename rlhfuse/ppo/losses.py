@@ -1,0 +1,91 @@
+"""The two PPO losses, as sums over response tokens, with their statistics, also as sums.
+
+    policy  sum_t max(-A_t r_t, -A_t clip(r_t, 1-eps, 1+eps)),   r_t = exp(logprob_t - old_logprob_t)
+    value   sum_t 0.5 max((V_t - R_t)^2, (clip(V_t, V_old - eps, V_old + eps) - R_t)^2)
+
+Sums, because the caller divides by the response tokens of the whole mini-batch, over all ranks and
+micro-batches: then neither micro-batch size nor layout changes a gradient, and ranks simply add. (Schulman et al.
+2017; the value clip as in the PPO implementations.) Dual clip is not used. Knows nothing of models or ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Mapping
+
+import torch
+from torch import Tensor
+
+from rlhfuse.ppo.advantage import LOG_RATIO_LIMIT
+
+Stats = dict[str, Tensor]  # name -> float64 scalar, a sum over tokens; detached
+
+
+def policy_loss_sum(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_eps: float
+) -> tuple[Tensor, Stats]:
+    """Clipped surrogate loss summed over the tokens; all arguments are [R]. Gradient flows into `logprobs`."""
+    log_ratio = (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = log_ratio.exp()
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_eps, 1 + clip_eps)
+    loss = torch.maximum(plain, clipped).sum()
+    stats = {
+        "pg_loss": loss,
+        "pg_clipfrac": (clipped > plain).sum(),
+        "ppo_kl": -log_ratio.double().sum(),  # k1 of KL(old || new): the samples are the old policy's
+        "logprob_abs_diff": (logprobs - old_logprobs).abs().double().sum(),
+    }
+    return loss, _detached(stats)
+
+
+def value_loss_sum(values: Tensor, old_values: Tensor, returns: Tensor, clip_eps: float) -> tuple[Tensor, Stats]:
+    """Clipped squared error summed over the tokens, times 0.5; all arguments are [R]."""
+    # the bounds are clamped to, not the difference: inside them a value keeps every bit
+    clipped_values = torch.clamp(values, old_values - clip_eps, old_values + clip_eps)
+    plain, clipped = (values - returns).square(), (clipped_values - returns).square()
+    loss = 0.5 * torch.maximum(plain, clipped).sum()
+    residual, wide = (returns - values).double(), returns.double()
+    stats = {
+        "vf_loss": loss,
+        "vf_clipfrac": (clipped > plain).sum(),
+        "vpred": values.double().sum(),
+        "residual": residual.sum(),
+        "residual_squared": residual.square().sum(),
+        "return": wide.sum(),
+        "return_squared": wide.square().sum(),
+    }
+    return loss, _detached(stats)
+
+
+def token_entropy(logits: Tensor) -> Tensor:
+    """Entropy in nats of each row's distribution: [R, vocabulary] -> [R]. The logits must be whole rows."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    return -(logprobs.exp() * logprobs).sum(-1)
+
+
+def _detached(stats: Stats) -> Stats:
+    return {name: value.detach().double() for name, value in stats.items()}
+
+
+def add_stats(total: Stats, more: Stats) -> Stats:
+    """Sums over the tokens of both; names that only one of them has are kept."""
+    return {name: total.get(name, 0) + more.get(name, 0) for name in {**total, **more}}
+
+
+def actor_metrics(stats: Mapping[str, Tensor | float], tokens: int) -> dict[str, float]:
+    """Means over `tokens` response tokens under the names of the metrics file."""
+    names = ("pg_loss", "pg_clipfrac", "ppo_kl", "entropy")
+    return {f"actor/{name}": float(stats[name]) / tokens for name in names if name in stats}
+
+
+def critic_metrics(stats: Mapping[str, Tensor | float], tokens: int) -> dict[str, float]:
+    """Means over `tokens` response tokens, and 1 - Var(return - value) / Var(return)."""
+    mean = {name: float(value) / tokens for name, value in stats.items()}
+    residual = mean["residual_squared"] - mean["residual"] ** 2
+    spread = mean["return_squared"] - mean["return"] ** 2
+    return {
+        "critic/vf_loss": mean["vf_loss"],
+        "critic/vf_clipfrac": mean["vf_clipfrac"],
+        "critic/vpred_mean": mean["vpred"],
+        "critic/vf_explained_var": 1 - residual / spread if spread > 0 else 0.0,
+    }

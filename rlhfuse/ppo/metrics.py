@@ -1,0 +1,58 @@
+"""What one finished batch says about itself, under the names that RLHF dashboards know.
+
+`critic/score` is what the reward model said, `critic/rewards` the sum of a sample's token rewards (KL included);
+lengths are in tokens. Reads a batch with advantages and returns; changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+from torch import Tensor
+
+from rlhfuse.config import AlgorithmConfig
+from rlhfuse.ppo.advantage import kl_estimate
+from rlhfuse.ppo.rollout import RolloutBatch
+
+
+def batch_metrics(batch: RolloutBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
+    """Mean, max and min of scores, rewards, values, advantages, returns and lengths, and the mean KL per token."""
+    owner = torch.repeat_interleave(torch.arange(len(batch), device=batch.tokens.device), batch.response_lengths)
+    rewards = torch.zeros(len(batch), dtype=torch.float64, device=batch.tokens.device)
+    rewards = rewards.index_add(0, owner, batch.token_rewards.double())
+    metrics = {}
+    for name, array in (
+        ("critic/score", batch.scores),
+        ("critic/rewards", rewards),
+        ("critic/values", batch.values),
+        ("critic/advantages", batch.advantages),
+        ("critic/returns", batch.returns),
+        ("response_length", batch.response_lengths),
+        ("prompt_length", batch.prompt_lengths),
+    ):
+        metrics |= _spread(name, array)
+    kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, algorithm.kl_estimator)
+    metrics["actor/ref_kl"] = float(kl.double().mean())
+    metrics["actor/kl_coef"] = algorithm.kl_coef
+    metrics["response_length/clip_ratio"] = float(batch.truncated.double().mean())
+    return metrics
+
+
+def balance_metrics(lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Tokens of the lightest and heaviest micro-batch, cut in given order and as balanced in `parts`."""
+    size, extra = divmod(len(lengths), len(parts))
+    starts = [part * size + min(part, extra) for part in range(len(parts) + 1)]
+    plain = [sum(lengths[a:b]) for a, b in zip(starts, starts[1:])]
+    balanced = [sum(lengths[i] for i in part) for part in parts]
+    return {
+        "global_seqlen/min": min(plain),
+        "global_seqlen/max": max(plain),
+        "global_seqlen/balanced_min": min(balanced),
+        "global_seqlen/balanced_max": max(balanced),
+    }
+
+
+def _spread(name: str, array: Tensor) -> dict[str, float]:
+    wide = array.double()
+    return {f"{name}/mean": float(wide.mean()), f"{name}/max": float(wide.max()), f"{name}/min": float(wide.min())}

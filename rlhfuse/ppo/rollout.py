@@ -1,0 +1,268 @@
+"""Samples of one iteration: one sample (`Rollout`) and all of them packed (`RolloutBatch`).
+
+A sample is its prompt followed by its response. Samples are packed without padding:
+
+    tokens      p p p r r | p p r r r | ...      int64 [T]
+    cu_seqlens  0          5           10        int32 [N+1]
+
+Whatever belongs to response tokens is one flat array of length R = all response tokens. Response token j of
+a sample with P prompt tokens stands at position P+j and is predicted by position P+j-1: its logprob comes from
+the logits there, and its value is the critic's output there. `prediction_index` holds these positions.
+
+Rollouts are sorted by sample id before they are packed, so that who produced what, and when, never matters.
+Knows nothing of models, rewards or ranks. N samples, T tokens, R response tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass, fields, replace
+from typing import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from rlhfuse.errors import InputError
+
+# sample id, prompt tokens, response tokens, which parts are present, bytes of finish_reason, score
+_HEADER = struct.Struct("<qIIBBd")
+_HAS_REFERENCE, _HAS_VALUES, _HAS_SCORE = 1, 2, 4
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """One sample on the CPU. Logprobs and values are float32, one per response token.
+
+    `finish_reason` is "stop", or "length" when the response was cut. The last three fields are None until the
+    reference, critic and reward model have scored the sample.
+    """
+
+    sample_id: int
+    prompt_tokens: tuple[int, ...]
+    response_tokens: tuple[int, ...]
+    old_logprobs: Tensor  # of the distribution that sampled, after temperature
+    finish_reason: str
+    ref_logprobs: Tensor | None = None
+    values: Tensor | None = None
+    score: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_tokens", tuple(self.prompt_tokens))
+        object.__setattr__(self, "response_tokens", tuple(self.response_tokens))
+        if not self.prompt_tokens or not self.response_tokens:
+            raise InputError(
+                f"sample {self.sample_id} has {len(self.prompt_tokens)} prompt and {len(self.response_tokens)} response"
+                " tokens; PPO needs at least one of each"
+            )
+        for name in ("old_logprobs", "ref_logprobs", "values"):
+            value = getattr(self, name)
+            if value is None and name != "old_logprobs":
+                continue
+            array = torch.as_tensor(value, dtype=torch.float32, device="cpu").detach()
+            if array.shape != (len(self.response_tokens),):
+                raise InputError(
+                    f"sample {self.sample_id}: {name} has shape {list(array.shape)}, "
+                    f"not one number for each of {len(self.response_tokens)} response tokens"
+                )
+            object.__setattr__(self, name, array)
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+    @property
+    def scored(self) -> bool:
+        return self.ref_logprobs is not None and self.values is not None and self.score is not None
+
+    def with_scores(
+        self, ref_logprobs: Tensor | None = None, values: Tensor | None = None, score: float | None = None
+    ) -> "Rollout":
+        """A copy that gained what is given; None leaves a field as it is."""
+        given = {"ref_logprobs": ref_logprobs, "values": values, "score": score}
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
+
+    def to_bytes(self) -> bytes:
+        """Self-delimiting: several encoded rollouts may be joined and read by `unpack_rollouts`."""
+        reason = self.finish_reason.encode()
+        present = (
+            _HAS_REFERENCE * (self.ref_logprobs is not None)
+            + _HAS_VALUES * (self.values is not None)
+            + _HAS_SCORE * (self.score is not None)
+        )
+        prompt, response = len(self.prompt_tokens), len(self.response_tokens)
+        header = _HEADER.pack(self.sample_id, prompt, response, present, len(reason), self.score or 0.0)
+        tokens = torch.tensor(self.prompt_tokens + self.response_tokens, dtype=torch.int32).numpy().tobytes()
+        arrays = [a for a in (self.old_logprobs, self.ref_logprobs, self.values) if a is not None]
+        return header + reason + tokens + b"".join(array.numpy().tobytes() for array in arrays)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "Rollout":
+        """Inverse of `to_bytes`, bit for bit."""
+        rollout, end = _read_rollout(bytearray(data), 0)
+        if end != len(data):
+            raise InputError(f"{len(data)} bytes hold a rollout of {end} bytes; use unpack_rollouts for several")
+        return rollout
+
+
+def _read_rollout(data: bytearray, offset: int) -> tuple[Rollout, int]:
+    sample_id, prompt, response, present, reason_bytes, score = _HEADER.unpack_from(data, offset)
+    offset += _HEADER.size
+    reason = bytes(data[offset : offset + reason_bytes]).decode()
+    offset += reason_bytes
+
+    def take(count: int, dtype: torch.dtype) -> Tensor:
+        nonlocal offset
+        array = torch.frombuffer(data[offset : offset + 4 * count], dtype=dtype)
+        offset += 4 * count
+        return array
+
+    tokens = take(prompt + response, torch.int32).tolist()
+    rollout = Rollout(
+        sample_id=sample_id,
+        prompt_tokens=tuple(tokens[:prompt]),
+        response_tokens=tuple(tokens[prompt:]),
+        old_logprobs=take(response, torch.float32),
+        finish_reason=reason,
+        ref_logprobs=take(response, torch.float32) if present & _HAS_REFERENCE else None,
+        values=take(response, torch.float32) if present & _HAS_VALUES else None,
+        score=score if present & _HAS_SCORE else None,
+    )
+    return rollout, offset
+
+
+def pack_rollouts(rollouts: Iterable[Rollout]) -> bytes:
+    """Many rollouts as one message, for moving between ranks."""
+    return b"".join(rollout.to_bytes() for rollout in rollouts)
+
+
+def unpack_rollouts(data: bytes) -> list[Rollout]:
+    """Inverse of `pack_rollouts`."""
+    buffer, offset, rollouts = bytearray(data), 0, []
+    while offset < len(buffer):
+        rollout, offset = _read_rollout(buffer, offset)
+        rollouts.append(rollout)
+    return rollouts
+
+
+def segment_index(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Positions start, start+1, ..., start+length-1 of every segment, concatenated: int64 [sum of lengths]."""
+    first = lengths.cumsum(0) - lengths  # where each segment begins in the result
+    return torch.repeat_interleave(starts - first, lengths) + torch.arange(int(lengths.sum()), device=lengths.device)
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutBatch:
+    """Packed samples. Fields that are None have not been computed yet; each step returns a new object."""
+
+    tokens: Tensor  # int64 [T]
+    cu_seqlens: Tensor  # int32 [N+1]
+    prompt_lengths: Tensor  # int64 [N]
+    sample_ids: Tensor  # int64 [N]
+    truncated: Tensor  # bool [N]
+    old_logprobs: Tensor  # float32 [R]
+    ref_logprobs: Tensor | None = None  # float32 [R]
+    values: Tensor | None = None  # float32 [R], the critic's before any update ("old values")
+    scores: Tensor | None = None  # float32 [N]
+    token_rewards: Tensor | None = None  # float32 [R]
+    advantages: Tensor | None = None  # float32 [R]
+    returns: Tensor | None = None  # float32 [R]
+
+    @staticmethod
+    def from_rollouts(rollouts: Sequence[Rollout]) -> "RolloutBatch":
+        """Pack rollouts sorted by sample id.
+
+        Raises InputError when they are not strictly ascending, or when only some of them are scored.
+        """
+        ids = [rollout.sample_id for rollout in rollouts]
+        if not ids or any(a >= b for a, b in zip(ids, ids[1:])):
+            raise InputError(f"{len(ids)} rollouts must be non-empty, unique and sorted by sample id: {ids[:4]}...")
+
+        def joined(name: str) -> Tensor | None:
+            parts = [getattr(rollout, name) for rollout in rollouts]
+            missing = [i for i, part in zip(ids, parts) if part is None]
+            if len(missing) == len(parts):
+                return None
+            if missing:
+                raise InputError(f"sample {missing[0]} has no {name} though others have; score every sample first")
+            return torch.cat(parts) if isinstance(parts[0], Tensor) else torch.tensor(parts, dtype=torch.float32)
+
+        rows = [rollout.prompt_tokens + rollout.response_tokens for rollout in rollouts]
+        lengths = torch.tensor([0] + [len(row) for row in rows])
+        return RolloutBatch(
+            tokens=torch.tensor([token for row in rows for token in row], dtype=torch.int64),
+            cu_seqlens=lengths.cumsum(0).to(torch.int32),
+            prompt_lengths=torch.tensor([len(rollout.prompt_tokens) for rollout in rollouts]),
+            sample_ids=torch.tensor(ids, dtype=torch.int64),
+            truncated=torch.tensor([rollout.truncated for rollout in rollouts]),
+            old_logprobs=joined("old_logprobs"),
+            ref_logprobs=joined("ref_logprobs"),
+            values=joined("values"),
+            scores=joined("score"),
+        )
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each sample, prompt and response: int64 [N]."""
+        return self.cu_seqlens.long().diff()
+
+    @property
+    def response_lengths(self) -> Tensor:
+        return self.lengths - self.prompt_lengths
+
+    @property
+    def response_tokens(self) -> int:
+        """R: how many tokens the losses count."""
+        return len(self.old_logprobs)
+
+    @property
+    def response_index(self) -> Tensor:
+        """Positions in `tokens` of the response tokens: int64 [R]."""
+        return segment_index(self.cu_seqlens[:-1].long() + self.prompt_lengths, self.response_lengths)
+
+    @property
+    def prediction_index(self) -> Tensor:
+        """Positions in `tokens` whose logits and values predict the response tokens: int64 [R]."""
+        return self.response_index - 1
+
+    def with_fields(self, **arrays: Tensor) -> "RolloutBatch":
+        """A new batch with these fields set."""
+        return replace(self, **arrays)
+
+    def select(self, indices: Sequence[int] | Tensor) -> "RolloutBatch":
+        """The samples at these positions of the batch, in the given order: a mini-batch or a micro-batch."""
+        chosen = torch.as_tensor(indices, dtype=torch.int64, device=self.tokens.device)
+        lengths, responses = self.lengths, self.response_lengths
+        tokens = segment_index(self.cu_seqlens[:-1].long()[chosen], lengths[chosen])
+        flat = segment_index((responses.cumsum(0) - responses)[chosen], responses[chosen])
+        arrays = {
+            field.name: None if getattr(self, field.name) is None else getattr(self, field.name)[flat]
+            for field in fields(self)
+            if field.name in _PER_RESPONSE_TOKEN
+        }
+        return RolloutBatch(
+            tokens=self.tokens[tokens],
+            cu_seqlens=torch.nn.functional.pad(lengths[chosen].cumsum(0), (1, 0)).to(torch.int32),
+            prompt_lengths=self.prompt_lengths[chosen],
+            sample_ids=self.sample_ids[chosen],
+            truncated=self.truncated[chosen],
+            scores=None if self.scores is None else self.scores[chosen],
+            **arrays,
+        )
+
+    def to(self, device: torch.device | str) -> "RolloutBatch":
+        arrays = {field.name: getattr(self, field.name) for field in fields(self)}
+        return RolloutBatch(**{name: None if a is None else a.to(device) for name, a in arrays.items()})
+
+    def digest(self) -> str:
+        """SHA-256 of what was generated: ids, lengths, tokens and the bits of old_logprobs."""
+        sha = hashlib.sha256()
+        for array in (self.sample_ids, self.cu_seqlens, self.prompt_lengths, self.tokens, self.old_logprobs):
+            sha.update(array.cpu().contiguous().numpy().tobytes())
+        return sha.hexdigest()
+
+
+_PER_RESPONSE_TOKEN = ("old_logprobs", "ref_logprobs", "values", "token_rewards", "advantages", "returns")

@@ -1,0 +1,121 @@
+"""Every check that can be made before anything is launched, and what it reads on the way.
+
+All ranks make the same checks from the same files, so that all of them end with exit code 2 and rank 0 alone
+prints the line. Models are not built here; of checkpoints only config.json and the headers are read.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhfuse.config import RunConfig
+from rlhfuse.data.prompts import PromptSet, load_prompts
+from rlhfuse.errors import InputError
+from rlhfuse.models.hf import check_checkpoint, load_tokenizer, resolve_checkpoint
+from rlhfuse.roles import Checkpoints
+from rlhfuse.schedule.io import load_schedule
+from rlhfuse.schedule.problem import FusionProblem
+from rlhfuse.schedule.ranks import FusedRanks, rank_map
+from rlhfuse.simulator.hardware import hardware_by_name
+from rlhfuse.simulator.layouts import Task, batch_arithmetic, check_layouts
+from rlhfuse.simulator.planner import check_threshold, task_costs, training_problem
+from rlhfuse.simulator.threshold import load_threshold
+from rlhfuse.spec import ModelSpec, ParallelLayout
+
+ROLES = ("actor", "critic", "reference", "reward")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose inputs were all found good."""
+
+    config: RunConfig
+    world_size: int
+    checkpoints: Checkpoints
+    tokenizer: Any
+    prompts: PromptSet
+    tasks: tuple[Task, ...]
+    ranks: FusedRanks
+    problem: FusionProblem
+
+
+def prepare(config: RunConfig, world_size: int) -> Prepared:
+    """Check everything. Raises InputError with one line that names the value and the fix."""
+    check_output(config)
+    checkpoints = find_checkpoints(config)
+    specs = checkpoints.specs
+    tasks = check_layouts(config, specs, world_size)
+    _check_inference_layouts(config)
+    for role, path in checkpoints.paths.items():
+        check_checkpoint(path, specs[role], scalar_head=role in ("critic", "reward"))
+    tokenizer = load_tokenizer(resolve_checkpoint(config.actor.tokenizer, "actor"), specs["actor"])
+    prompts = load_prompts(
+        config.data.train_files, config.data.prompt_key, encoder(tokenizer, config), config.data.max_prompt_tokens,
+        config.data.filter_long_prompts,
+    )  # fmt: skip
+    layouts = {task.name: task.layout for task in tasks}
+    ranks = rank_map(layouts["actor_train"], layouts["critic_train"])
+    hardware = hardware_by_name(config.trainer.hardware, config.trainer.device)
+    costs = task_costs(config, specs, tasks, hardware)
+    tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens / 2
+    batch = batch_arithmetic(config, tasks)
+    problem = training_problem(costs, batch, tokens)
+    if config.fusion.schedule:
+        load_schedule(config.fusion.schedule, expect=problem)
+    if config.fusion.threshold_file:
+        check_threshold(load_threshold(config.fusion.threshold_file), config, batch)
+    return Prepared(config, world_size, checkpoints, tokenizer, prompts, tasks, ranks, problem)
+
+
+def find_checkpoints(config: RunConfig) -> Checkpoints:
+    """Local folder and shape of each role; the critic's defaults to the reward model's."""
+    paths = {role: resolve_checkpoint(getattr(config, role).path, role) for role in ROLES}
+    return Checkpoints(paths, {role: ModelSpec.from_config(path) for role, path in paths.items()})
+
+
+def encoder(tokenizer: Any, config: RunConfig):
+    """Text or chat turns -> token ids, as config.data says."""
+    add = {"auto": None, "true": True, "false": False}.get(str(config.data.add_bos).lower())
+    if str(config.data.add_bos).lower() not in ("auto", "true", "false"):
+        raise InputError(f"data.add_bos={config.data.add_bos!r} must be auto, true or false")
+
+    def encode(prompt: Any) -> list[int]:
+        if not isinstance(prompt, str) or config.data.apply_chat_template:
+            turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            if tokenizer.chat_template is None:
+                raise InputError("the prompts are chat turns, but the tokenizer has no chat template; use text prompts")
+            return tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
+        if add is None:
+            return tokenizer(prompt)["input_ids"]
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        if add and tokenizer.bos_token_id is None:
+            raise InputError("data.add_bos=true, but the tokenizer has no beginning-of-text token; use auto")
+        return [tokenizer.bos_token_id, *ids] if add else ids
+
+    return encode
+
+
+def _check_inference_layouts(config: RunConfig) -> None:
+    rows = {t: getattr(config.parallel, t) for t in ("reference_inference", "reward_inference", "critic_inference")}
+    if len({str(ParallelLayout.parse(text)) for text in rows.values()}) > 1:
+        told = ", ".join(f"parallel.{name}={text}" for name, text in rows.items())
+        raise InputError(f"{told}: different layouts of the three are not yet runnable; set parallel.inference alone")
+
+
+def check_output(config: RunConfig) -> None:
+    """Refuse an output folder that holds a run, or that cannot be written."""
+    if not config.trainer.output_dir:
+        return
+    folder = Path(config.trainer.output_dir)
+    if (folder / "metrics.jsonl").exists() and config.trainer.resume == "never":
+        raise InputError(
+            f"trainer.output_dir={folder} holds a run already; choose another folder or set trainer.resume=auto"
+        )
+    parent = folder
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise InputError(f"trainer.output_dir={folder} cannot be written: {parent} is no folder with write permission")

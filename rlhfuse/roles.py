@@ -1,0 +1,141 @@
+"""Everything one rank holds: the four roles' parts in their layouts, and the groups that connect them.
+
+    actor     training stage + optimizer   and a whole copy per generation instance, read by the engine
+    critic    training stage + optimizer   and a copy per inference replica, parked in host memory
+    reference, reward                      a copy per inference replica, parked in host memory
+
+Groups are made in one order on all ranks. Weights come from Hugging Face folders once; after that they move
+between layouts by resharding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rlhfuse.config import OptimizerConfig, RunConfig
+from rlhfuse.fusion.inference import FrozenModel
+from rlhfuse.fusion.p2p import Channels
+from rlhfuse.fusion.pair_step import TrainedModel
+from rlhfuse.fusion.placement import Placement
+from rlhfuse.models.build import build_model, fill
+from rlhfuse.models.hf import load_weights
+from rlhfuse.models.stage import PipelineStage, TrainingStage
+from rlhfuse.parallel.device import Device
+from rlhfuse.parallel.groups import GroupMaker, ModelGrid, plain_grid
+from rlhfuse.parallel.offload import ParkedWeights
+from rlhfuse.parallel.optimizer import ModelOptimizer
+from rlhfuse.schedule.ranks import FusedRanks
+from rlhfuse.spec import ModelSpec, ParallelLayout
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Local folder and shape of each role."""
+
+    paths: dict[str, Path]
+    specs: dict[str, ModelSpec]
+
+
+@dataclass(frozen=True)
+class Roles:
+    """This rank's models. The generation copy's parameters are what the engine computes with."""
+
+    actor: TrainedModel
+    critic: TrainedModel
+    generation: torch.nn.Module
+    generation_tp: dist.ProcessGroup
+    reference: FrozenModel
+    reward: FrozenModel
+    critic_frozen: FrozenModel
+    placement: Placement
+    channels: Channels
+
+
+def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, rank: int, device: Device) -> Roles:
+    """Build and load all models on `rank`; a collective over all ranks."""
+    maker = GroupMaker(config.trainer.hang_seconds)
+    dtype = DTYPES[config.trainer.dtype]
+    specs, paths = checkpoints.specs, checkpoints.paths
+
+    def trained(role: str, optim: OptimizerConfig) -> TrainedModel:
+        grid = ModelGrid(ranks.pipelines(role))
+        groups = maker.for_model(role, grid, rank)
+        head = role == "critic"
+        model = build_model(specs[role], grid, groups, rank, scalar_head=head, dtype=dtype, device=device)
+        load_part(model, paths[role], specs[role], grid, rank, head)
+        optimizer = ModelOptimizer(model, optim, groups, device)
+        _, stage, _ = grid.position(rank)
+        part = PipelineStage(optimizer.module, first=stage == 0, last=stage == grid.pp - 1, scalar_head=head)
+        return TrainedModel(role, specs[role], grid, TrainingStage(part), optimizer, groups.tp, dtype)
+
+    def whole(task: str, role: str, head: bool, load: bool) -> tuple[torch.nn.Module, dist.ProcessGroup, ModelGrid]:
+        grid = plain_grid(ParallelLayout.parse(getattr(config.parallel, task)))
+        groups = maker.for_model(task, grid, rank)
+        model = build_model(specs[role], grid, groups, rank, scalar_head=head, dtype=dtype, device=device)
+        model.requires_grad_(False)
+        if load:
+            load_part(model, paths[role], specs[role], grid, rank, head)
+        return model, groups.tp, grid
+
+    def frozen(role: str, load: bool) -> tuple[FrozenModel, ModelGrid]:
+        head = role != "reference"
+        model, tp_group, grid = whole(f"{role}_inference", role, head, load)
+        parked = ParkedWeights(model, device)
+        if load:
+            parked.park()
+        stage = PipelineStage(model, first=True, last=True, scalar_head=head)
+        return FrozenModel(stage, parked, tp_group), grid
+
+    actor = trained("actor", config.actor.optim)
+    critic = trained("critic", config.critic.optim)
+    generation, generation_tp, generation_grid = whole("generation", "actor", False, load=False)
+    reference, inference_grid = frozen("reference", load=True)
+    reward, _ = frozen("reward", load=True)
+    critic_frozen, _ = frozen("critic", load=False)
+    placement = Placement(
+        instances=tuple(stages[0] for stages in generation_grid.cells),
+        workers=tuple(stages[0] for stages in inference_grid.cells),
+    )
+    pairs = neighbour_pairs(actor.grid) + neighbour_pairs(critic.grid)
+    channels = Channels(rank, maker.channels("pipeline", pairs), device.torch_device)
+    return Roles(
+        actor, critic, generation, generation_tp, reference, reward, critic_frozen, placement, channels
+    )  # fmt: skip
+
+
+def whole_copy(
+    config: RunConfig, checkpoints: Checkpoints, role: str, rank: int, device: Device
+) -> torch.nn.Module:
+    """An unset copy of the whole model on every rank, for export; a collective."""
+    grid = plain_grid(ParallelLayout(dist.get_world_size(), 1, 1))
+    groups = GroupMaker(config.trainer.hang_seconds).for_model("export", grid, rank)
+    spec, dtype = checkpoints.specs[role], DTYPES[config.trainer.dtype]
+    head = role in ("critic", "reward")
+    return build_model(spec, grid, groups, rank, scalar_head=head, dtype=dtype, device=device)
+
+
+def load_part(model: torch.nn.Module, path: Path, spec: ModelSpec, grid: ModelGrid, rank: int, head: bool) -> None:
+    """Fill this rank's part of the model from a Hugging Face folder."""
+    _, stage, tp_rank = grid.position(rank)
+    layers = ParallelLayout(grid.dp, grid.tp, grid.pp).stage_layers(spec.layers)[stage]
+    weights = load_weights(
+        path, spec, tp_rank=tp_rank, tp_size=grid.tp, layers=layers, first=stage == 0, last=stage == grid.pp - 1,
+        scalar_head=head,
+    )  # fmt: skip
+    fill(model, weights)
+
+
+def neighbour_pairs(grid: ModelGrid) -> list[tuple[int, int]]:
+    """(sender, receiver) of every transfer between neighbouring stages, both directions."""
+    pairs = []
+    for stages in grid.cells:
+        for here, there in zip(stages, stages[1:]):
+            for a, b in zip(here, there):
+                pairs += [(a, b), (b, a)]
+    return pairs

@@ -1,0 +1,155 @@
+"""schedule.json: a schedule with its problem, its times and the bounds beside them.
+
+The file is a contract (every task with start and end, in execution order per node) and is checked on
+reading: the orders must be a valid schedule of the problem inside the file, and that problem must be
+the one the reader expects. Written beside and renamed, so that half a file is never seen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Mapping
+
+from rlhfuse.errors import InputError, ScheduleError
+from rlhfuse.schedule.action import Action, Kind
+from rlhfuse.schedule.bounds import latency_bound, memory_bound
+from rlhfuse.schedule.builders import serial_makespan, serial_peak_memory
+from rlhfuse.schedule.evaluate import TOLERANCE, evaluate
+from rlhfuse.schedule.problem import FusionProblem, read_json
+from rlhfuse.schedule.schedule import Schedule
+
+
+def schedule_dict(schedule: Schedule, search: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The JSON form. `search` says how the schedule was found. Raises ScheduleError on a deadlock."""
+    problem, timeline = schedule.problem, evaluate(schedule)
+    bound = latency_bound(problem)
+    return {
+        "version": 1,
+        "problem": problem.to_dict(),
+        "makespan": timeline.makespan,
+        "lower_bound": bound,
+        "optimal": timeline.makespan <= bound * (1 + TOLERANCE),
+        "serial_makespan": serial_makespan(problem),
+        "peak_memory": timeline.peak_memory,
+        "node_peak_memory": list(timeline.node_peak_memory),
+        "memory_lower_bound": memory_bound(problem, timeline.makespan),
+        "serial_peak_memory": serial_peak_memory(problem),
+        "search": dict(search or {}),
+        "tasks": [
+            [
+                {
+                    "pipeline": action.pipeline,
+                    "kind": str(action.kind),
+                    "microbatch": action.microbatch,
+                    "stage": action.stage,
+                    "start": start,
+                    "end": end,
+                }
+                for action, start, end in zip(order, starts, ends)
+            ]
+            for order, starts, ends in zip(schedule.orders, timeline.starts, timeline.ends)
+        ],
+    }
+
+
+def save_schedule(path: str | Path, schedule: Schedule, search: Mapping[str, Any] | None = None) -> None:
+    """Write schedule.json, replacing what is there in one step. Raises InputError where that cannot be written."""
+    write_text(path, render_json(schedule_dict(schedule, search)))
+
+
+def load_schedule(path: str | Path, expect: FusionProblem | None = None) -> Schedule:
+    """Read schedule.json and check it. Raises InputError naming the file, what is wrong or differs, and the fix.
+
+    `expect` refuses a schedule made for other pipelines, placements or micro-batches. Times and memory
+    may differ: they are estimates, and the order stays executable under any.
+    """
+    raw = read_json(path)
+    if not isinstance(raw, dict) or not {"version", "problem", "tasks"} <= raw.keys():
+        raise InputError(f"{path} is no schedule: version, problem and tasks are needed; make it with search_schedule")
+    if raw["version"] != 1:
+        raise InputError(f"{path}: version {raw['version']!r} is unknown; this program reads version 1")
+    problem = FusionProblem.from_dict(raw["problem"], f"{path}: problem")
+    if expect is not None:
+        check_same_layout(problem, expect, str(path))
+    try:
+        schedule = Schedule(problem, _read_orders(raw["tasks"]))
+        evaluate(schedule)
+    except InputError as error:
+        raise ScheduleError(f"{path}: {error}", getattr(error, "grid", "")) from None
+    return schedule
+
+
+def check_same_layout(found: FusionProblem, expect: FusionProblem, where: str) -> None:
+    """Raise InputError naming the first difference that makes a schedule of one unusable for the other."""
+    if found.nodes != expect.nodes:
+        raise InputError(f"{where} is for {found.nodes} nodes, this run has {expect.nodes}; search a schedule for it")
+    names = {p.name for p in found.pipelines}, {p.name for p in expect.pipelines}
+    if names[0] != names[1]:
+        raise InputError(
+            f"{where} has pipelines {', '.join(sorted(names[0]))}, this run has {', '.join(sorted(names[1]))}; "
+            "search a schedule for it"
+        )
+    for pipeline in expect.pipelines:
+        other = found.pipeline(pipeline.name)
+        for key in ("model", "placement", "microbatches", "split"):
+            if getattr(other, key) != getattr(pipeline, key):
+                raise InputError(
+                    f"{where}: pipeline {pipeline.name} has {key} {getattr(other, key)}, this run has "
+                    f"{getattr(pipeline, key)}; search a schedule for these layouts and micro-batches"
+                )
+
+
+def _read_orders(tasks: Any) -> tuple[tuple[Action, ...], ...]:
+    if not isinstance(tasks, list) or not all(isinstance(row, list) for row in tasks):
+        raise InputError("tasks must be a list of nodes, each a list of tasks")
+    return tuple(
+        tuple(_read_action(task, f"tasks[{node}][{i}]") for i, task in enumerate(row)) for node, row in enumerate(tasks)
+    )
+
+
+def _read_action(task: Any, where: str) -> Action:
+    try:
+        action = Action(task["pipeline"], task["stage"], Kind(task["kind"]), task["microbatch"])
+    except (TypeError, KeyError, ValueError):
+        raise InputError(f"{where}: {task!r} needs pipeline, stage, kind (F, B or W) and microbatch") from None
+    if not isinstance(action.pipeline, str) or type(action.stage) is not int or type(action.microbatch) is not int:
+        raise InputError(f"{where}: {task!r}: pipeline is a name, stage and microbatch are integers")
+    return action
+
+
+def render_json(raw: Mapping[str, Any]) -> str:
+    """JSON text with one short line per task, so that two schedules can be compared line by line."""
+    parts = []
+    for key, value in raw.items():
+        if key == "tasks":
+            rows = [",\n".join(f"  {json.dumps(task)}" for task in row) for row in value]
+            body = ",\n".join(f" [\n{row}\n ]" for row in rows)
+            parts.append(f'"tasks": [\n{body}\n]')
+        else:
+            parts.append(f"{json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write beside and rename. Raises InputError when the folder is missing or not writable."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | Path, data: bytes) -> None:
+    """Write beside and rename. Raises InputError when the folder is missing or not writable."""
+    path = Path(path)
+    try:
+        descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}; give a path in a writable folder") from None
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.chmod(beside, 0o644)
+        os.replace(beside, path)
+    except OSError as error:
+        os.unlink(beside)
+        raise InputError(f"cannot write {path}: {error.strerror}; give the path of a file") from None

@@ -1,0 +1,218 @@
+"""What work costs, in seconds and bytes: the roofline of one model, and of one job of four.
+
+One layer of a forward over T tokens takes
+
+    max(FLOPs / rate, bytes moved / bandwidth, launch floor) + two ring all-reduces of T x hidden elements,
+
+with FLOPs = 2 x parameters x T + 4 x heads x head_dim x (query, key) pairs, and bytes = weights + keys and values.
+A decode step is the same with T = batch: while the batch is small the weights dominate, so its latency is flat
+up to BS_max (paper section 4.2). `CostModel` is what the simulation of generation and inference asks for; it
+has two implementations, `JobCost` here (analytic) and `MeasuredCost` (measured.py, from a running job).
+
+Knows nothing of samples, time lines or schedules. Paper section 6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from rlhfuse.errors import InputError
+from rlhfuse.schedule.problem import StageCosts
+from rlhfuse.spec import HardwareSpec, ModelSpec, ParallelLayout
+
+BACKWARD_OVER_FORWARD = 2  # gradients of inputs and of weights are one forward's products each
+
+
+class CostModel(Protocol):
+    """Seconds of the work of generation and inference on ONE generation instance."""
+
+    def prefill_seconds(self, tokens: float, sequences: float) -> float:
+        """Prefill of `sequences` prompts of `tokens` tokens in all."""
+
+    def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
+        """One decode step of `batch` sequences that hold `context_tokens` of keys and values in all."""
+
+    def score_seconds(self, tokens: float, sequences: float) -> float:
+        """Reference, reward and critic forward over a packed batch, one model after the other."""
+
+    def swap_in_seconds(self) -> float:
+        """Loading the weights of the three models from host memory."""
+
+    def migration_seconds(self, kv_bytes: float) -> float:
+        """Sending (or receiving) `kv_bytes` of keys and values between two instances."""
+
+
+@dataclass(frozen=True)
+class AnalyticCost:
+    """Roofline of one replica of one model. `layout.dp` does not matter to a replica except to ZeRO-1."""
+
+    spec: ModelSpec
+    layout: ParallelLayout
+    hardware: HardwareSpec
+    element_bytes: int
+    scalar_head: bool = False
+
+    # ---- seconds
+
+    def prefill_seconds(self, tokens: float, sequences: float = 1) -> float:
+        """Forward over prompts; only the last token of each goes through the output layer."""
+        return self._forward(tokens, _causal_pairs(tokens, sequences), tokens, sequences)
+
+    def forward_seconds(self, tokens: float, sequences: float = 1) -> float:
+        """Forward over packed sequences with an output for every token."""
+        return self._forward(tokens, _causal_pairs(tokens, sequences), tokens, tokens)
+
+    def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
+        """One token for each of `batch` sequences with `context_tokens` of context in all."""
+        return self._forward(batch, context_tokens, context_tokens, batch)
+
+    def _forward(self, tokens: float, pairs: float, kv_tokens: float, outputs: float) -> float:
+        if tokens <= 0:
+            return 0.0
+        return self.spec.layers * self.layer_seconds(tokens, pairs, kv_tokens) + self.head_seconds(outputs)
+
+    def layer_seconds(self, tokens: float, pairs: float, kv_tokens: float) -> float:
+        """One layer over `tokens` tokens: `pairs` (query, key) pairs, keys and values of `kv_tokens` tokens read."""
+        spec, machine, tp = self.spec, self.hardware, self.layout.tp
+        flops = 2 * spec.layer_parameters * tokens + 4 * spec.heads * spec.head_dim * pairs
+        kv_bytes = 2 * spec.kv_heads * spec.head_dim * self.element_bytes * kv_tokens
+        moved = spec.layer_parameters * self.element_bytes + kv_bytes
+        compute = max(flops / (tp * machine.flops), moved / (tp * machine.memory_bandwidth), machine.launch_seconds)
+        return compute + 2 * self._all_reduce_seconds(tokens * spec.hidden * self.element_bytes)
+
+    def head_seconds(self, outputs: float) -> float:
+        """The output layer for `outputs` tokens; a scalar head is free."""
+        if self.scalar_head:
+            return 0.0
+        machine, tp, weights = self.hardware, self.layout.tp, self.spec.embedding_parameters
+        flops_seconds = 2 * weights * outputs / (tp * machine.flops)
+        return max(flops_seconds, weights * self.element_bytes / (tp * machine.memory_bandwidth))
+
+    def _all_reduce_seconds(self, message_bytes: float) -> float:
+        """A ring: each rank sends 2 (tp - 1) / tp of the message."""
+        machine, tp = self.hardware, self.layout.tp
+        link = machine.node_link_bandwidth if tp <= machine.devices_per_node else machine.cross_link_bandwidth
+        return 2 * (tp - 1) / tp * message_bytes / link
+
+    # ---- training
+
+    def stage_costs(self, tokens: float, sequences: float = 1, tick_seconds: float = 1e-6) -> StageCosts:
+        """Costs of one micro-batch of `tokens` tokens on every pipeline stage.
+
+        Times are whole ticks of `tick_seconds`, at least one; activations are bytes per rank.
+        """
+        pairs = _causal_pairs(tokens, sequences)
+        forward, activation = [], []
+        for stage, layers in enumerate(self.layout.stage_layers(self.spec.layers)):
+            last = stage == self.layout.pp - 1
+            seconds = len(layers) * self.layer_seconds(tokens, pairs, tokens)
+            seconds += self.head_seconds(tokens) if last else 0.0
+            forward.append(max(1, round(seconds / tick_seconds)))
+            logits = tokens * self.spec.vocab * 4 / self.layout.tp if last and not self.scalar_head else 0
+            activation.append(int(len(layers) * self.layer_activation_bytes(tokens) + logits))
+        backward = tuple(BACKWARD_OVER_FORWARD * ticks for ticks in forward)
+        return StageCosts(tuple(forward), backward, tuple(activation))
+
+    def layer_activation_bytes(self, tokens: float) -> float:
+        """What one layer keeps for its backward on one rank, without recomputation.
+
+        Kept whole on every tensor rank: the inputs and outputs of the two norms. Cut by tp: query, key, value,
+        the attention's output, and gate, up and their product in the MLP.
+        """
+        spec = self.spec
+        cut = (2 * spec.heads + 2 * spec.kv_heads) * spec.head_dim + 3 * spec.mlp
+        return tokens * (4 * spec.hidden + cut / self.layout.tp) * self.element_bytes
+
+    # ---- bytes of one rank; of the fullest stage where stages differ
+
+    def rank_parameters(self) -> int:
+        """Parameters on one rank of the fullest pipeline stage."""
+        spec, pp = self.spec, self.layout.pp
+        stages = []
+        for stage, layers in enumerate(self.layout.stage_layers(spec.layers)):
+            count = len(layers) * spec.layer_parameters
+            first, last = stage == 0, stage == pp - 1
+            count += spec.embedding_parameters if first else 0
+            if last:
+                count += spec.hidden
+                tied_here = spec.tied_embeddings and first
+                count += spec.hidden if self.scalar_head else (0 if tied_here else spec.embedding_parameters)
+            stages.append(count)
+        return -(-max(stages) // self.layout.tp)
+
+    def weights_bytes(self) -> int:
+        return self.rank_parameters() * self.element_bytes
+
+    def gradient_bytes(self) -> int:
+        """Gradients are accumulated in float32."""
+        return self.rank_parameters() * 4
+
+    def optimizer_bytes(self) -> int:
+        """Adam's two moments in float32, plus a float32 copy of lower-precision weights, cut over dp (ZeRO-1)."""
+        per_parameter = 8 if self.element_bytes == 4 else 12
+        return -(-self.rank_parameters() * per_parameter // self.layout.dp)
+
+    def kv_bytes_per_token(self) -> float:
+        """Keys and values of one token on one rank."""
+        return self.spec.kv_bytes_per_token(self.element_bytes) / self.layout.tp
+
+
+@dataclass(frozen=True)
+class JobCost:
+    """The analytic CostModel of a job: the actor's roofline and those of the models that score.
+
+    `cross_node`: instances sit on different nodes, so migration takes the network and not the node's links.
+    """
+
+    actor: AnalyticCost
+    scorers: tuple[AnalyticCost, ...]
+    cross_node: bool = False
+
+    def __post_init__(self) -> None:
+        for scorer in self.scorers:
+            if self.actor.layout.tp % scorer.layout.tp:
+                raise InputError(
+                    f"an inference replica of tp({scorer.layout.tp}) does not divide a generation instance of "
+                    f"tp({self.actor.layout.tp}); use a divisor"
+                )
+
+    def prefill_seconds(self, tokens: float, sequences: float) -> float:
+        return self.actor.prefill_seconds(tokens, sequences)
+
+    def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
+        return self.actor.decode_step_seconds(batch, context_tokens)
+
+    def score_seconds(self, tokens: float, sequences: float) -> float:
+        total = 0.0
+        for scorer in self.scorers:
+            # Several replicas fit into the instance and share the batch; none gets less than one sequence.
+            share = max(scorer.layout.tp / self.actor.layout.tp, min(1.0, 1 / max(sequences, 1)))
+            total += scorer.forward_seconds(tokens * share, sequences * share)
+        return total
+
+    def swap_in_seconds(self) -> float:
+        return sum(scorer.weights_bytes() / scorer.hardware.host_bandwidth for scorer in self.scorers)
+
+    def migration_seconds(self, kv_bytes: float) -> float:
+        machine = self.actor.hardware
+        link = machine.cross_link_bandwidth if self.cross_node else machine.node_link_bandwidth
+        return kv_bytes / self.actor.layout.tp / link
+
+
+def largest_flat_batch(costs: CostModel, median_context_tokens: float, limit: int, tolerance: float = 0.1) -> int:
+    """BS_max: the largest batch <= `limit` whose decode step is within `tolerance` of batch 1's at that context."""
+    allowed = (1 + tolerance) * costs.decode_step_seconds(1, median_context_tokens)
+    low, high = 1, max(1, limit)
+    while low < high:  # a step's seconds grow with the batch, so bisection finds the edge
+        middle = (low + high + 1) // 2
+        if costs.decode_step_seconds(middle, middle * median_context_tokens) <= allowed:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _causal_pairs(tokens: float, sequences: float) -> float:
+    """(query, key) pairs of packed sequences of equal length under the causal mask."""
+    return tokens * (tokens / max(sequences, 1) + 1) / 2

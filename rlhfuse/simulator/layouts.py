@@ -1,0 +1,213 @@
+"""The task table: which of the six tasks runs in which layout, and every rule that a table must keep.
+
+Rules are equations; the InputError that refuses a table prints the one that fails with its numbers. The same
+check runs in the trainer before process groups are built, and in tools/plan.py without any.
+
+Knows nothing of time or memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Mapping
+
+from rlhfuse.config import RunConfig
+from rlhfuse.errors import InputError
+from rlhfuse.schedule.ranks import FusedShape, fused_shape
+from rlhfuse.spec import ModelSpec, ParallelLayout
+
+# Config key of each task and the role of the model it runs, in the order of an iteration.
+TASK_ROLES = (
+    ("generation", "actor"),
+    ("reference_inference", "reference"),
+    ("reward_inference", "reward"),
+    ("critic_inference", "critic"),
+    ("actor_train", "actor"),
+    ("critic_train", "critic"),
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row: the task, the model's role, the layout, and its first and last rank."""
+
+    name: str
+    role: str
+    layout: ParallelLayout
+    ranks: tuple[int, int]
+
+    @property
+    def training(self) -> bool:
+        return self.name.endswith("_train")
+
+    def __str__(self) -> str:
+        return f"{self.name:20s} {self.role:10s} {str(self.layout):10s} ranks {self.ranks[0]}-{self.ranks[1]}"
+
+
+@dataclass(frozen=True)
+class BatchArithmetic:
+    """From prompts to micro-batches; every count names what it counts."""
+
+    prompts: int
+    samples_per_prompt: int
+    samples: int
+    instances: int
+    samples_per_instance: int  # of the fullest
+    minibatches: int
+    samples_per_minibatch: int
+    actor_pipelines: int
+    actor_microbatches: int  # per pipeline (M1)
+    critic_pipelines: int
+    critic_microbatches: int  # per pipeline (M2)
+
+    @property
+    def microbatches(self) -> int:
+        """Of one mini-batch, over all pipelines; the same for both models."""
+        return self.actor_pipelines * self.actor_microbatches
+
+    @property
+    def samples_per_microbatch(self) -> float:
+        return self.samples_per_minibatch / self.microbatches
+
+    def lines(self) -> tuple[str, ...]:
+        return (
+            f"{self.prompts} prompts x {self.samples_per_prompt} copies = {self.samples} samples per iteration",
+            f"{self.samples} samples over {self.instances} generation instances: up to "
+            f"{self.samples_per_instance} each",
+            f"{self.samples} samples / {self.minibatches} mini-batches = {self.samples_per_minibatch} samples "
+            "per optimizer step",
+            f"{self.samples_per_minibatch} samples / ({self.actor_pipelines} actor pipelines x "
+            f"{self.actor_microbatches} micro-batches) = {self.samples_per_microbatch:.4g} samples per micro-batch",
+            f"{self.samples_per_minibatch} samples / ({self.critic_pipelines} critic pipelines x "
+            f"{self.critic_microbatches} micro-batches) = {self.samples_per_microbatch:.4g} samples per micro-batch",
+        )
+
+
+def task_table(config: RunConfig, world_size: int) -> tuple[Task, ...]:
+    """The six rows. Raises InputError for a row that does not fill the world, or is not runnable yet."""
+    rows = []
+    for name, role in TASK_ROLES:
+        text = getattr(config.parallel, name)
+        layout = ParallelLayout.parse(text)
+        where = f"parallel.{name}={text}"
+        if layout.ranks and layout.ranks != (0, world_size - 1):
+            raise InputError(
+                f"{where}: {name} on ranks {layout.ranks[0]}-{layout.ranks[1]} of {world_size} is not yet runnable; "
+                f"drop @{layout.ranks[0]}-{layout.ranks[1]} to run it on all ranks"
+            )
+        if layout.size != world_size:
+            raise InputError(
+                f"{where}: dp({layout.dp}) * tp({layout.tp}) * pp({layout.pp}) = {layout.size} "
+                f"!= world_size({world_size})"
+            )
+        rows.append(Task(name, role, ParallelLayout(layout.dp, layout.tp, layout.pp), (0, world_size - 1)))
+    return tuple(rows)
+
+
+def check_layouts(config: RunConfig, specs: Mapping[str, ModelSpec], world_size: int) -> tuple[Task, ...]:
+    """Hold the task table, the models and the batch against every rule; returns the table.
+
+    `specs` has the roles actor, critic, reference and reward. Raises InputError with the equation that fails.
+    """
+    tasks = task_table(config, world_size)
+    for task in tasks:
+        where = f"parallel.{task.name}"
+        if not task.training and task.layout.pp != 1:
+            raise InputError(
+                f"{where}={task.layout}: pp({task.layout.pp}) != 1; generation and inference have no pipeline"
+            )
+        task.layout.check_model(specs[task.role], where)
+    layouts = {task.name: task.layout for task in tasks}
+    _check_inference(layouts)
+    fused = _check_training(config, layouts)
+    _check_models(config, specs)
+    _check_batch(config, layouts, fused)
+    return tasks
+
+
+def batch_arithmetic(config: RunConfig, tasks: tuple[Task, ...]) -> BatchArithmetic:
+    """Resolve the batch for a table that `check_layouts` accepted."""
+    layouts = {task.name: task.layout for task in tasks}
+    samples, instances = config.samples_per_iteration, layouts["generation"].dp
+    actor, critic = layouts["actor_train"], layouts["critic_train"]
+    microbatches = actor.dp * config.fusion.actor_microbatches
+    return BatchArithmetic(
+        prompts=config.rollout.prompts_per_iteration,
+        samples_per_prompt=config.rollout.samples_per_prompt,
+        samples=samples,
+        instances=instances,
+        samples_per_instance=-(-samples // instances),
+        minibatches=config.algorithm.minibatches,
+        samples_per_minibatch=samples // config.algorithm.minibatches,
+        actor_pipelines=actor.dp,
+        actor_microbatches=config.fusion.actor_microbatches,
+        critic_pipelines=critic.dp,
+        critic_microbatches=microbatches // critic.dp,
+    )
+
+
+def _check_inference(layouts: Mapping[str, ParallelLayout]) -> None:
+    generation = layouts["generation"]
+    for name in ("reference_inference", "reward_inference", "critic_inference"):
+        layout = layouts[name]
+        if generation.tp % layout.tp:
+            raise InputError(
+                f"parallel.{name}={layout}: generation tp({generation.tp}) % tp({layout.tp}) = "
+                f"{generation.tp % layout.tp}, must be 0, so that a freed instance can score alone; use a divisor"
+            )
+
+
+def _check_training(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> FusedShape:
+    actor, critic = layouts["actor_train"], layouts["critic_train"]
+    try:
+        shape = fused_shape(actor, critic)
+    except InputError as error:
+        raise InputError(f"parallel.actor_train={actor} with parallel.critic_train={critic}: {error}") from None
+    k1, k2 = (share.pipelines for share in shape.shares)
+    m1 = config.fusion.actor_microbatches
+    if k1 * m1 % k2:
+        raise InputError(
+            f"fusion.actor_microbatches={m1}: K1({k1}) * M1({m1}) = {k1 * m1} is no multiple of K2({k2}), so no M2 has "
+            f"K1*M1 = K2*M2 ({actor} with {critic}); use a multiple of {k2}"
+        )
+    return shape
+
+
+def _check_models(config: RunConfig, specs: Mapping[str, ModelSpec]) -> None:
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    for role, spec in specs.items():
+        if prompt + response > spec.context:
+            raise InputError(
+                f"data.max_prompt_tokens({prompt}) + rollout.max_response_tokens({response}) = {prompt + response} > "
+                f"context({spec.context}) of {role}; lower one of them"
+            )
+        if spec.vocab != specs["actor"].vocab:
+            raise InputError(
+                f"{role}.path: vocab({spec.vocab}) != vocab({specs['actor'].vocab}) of the actor; all models read the "
+                "same tokens, so take one with the actor's tokenizer"
+            )
+
+
+def _check_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], fused: FusedShape) -> None:
+    samples, minibatches = config.samples_per_iteration, config.algorithm.minibatches
+    prompts, copies = config.rollout.prompts_per_iteration, config.rollout.samples_per_prompt
+    if samples % minibatches:
+        raise InputError(
+            f"algorithm.minibatches={minibatches}: prompts({prompts}) * copies({copies}) = {samples} samples; "
+            f"{samples} % {minibatches} = {samples % minibatches}, must be 0"
+        )
+    k1, m1 = fused.shares[0].pipelines, config.fusion.actor_microbatches
+    needed = fused.replicas * k1 * m1
+    if samples // minibatches < needed:
+        raise InputError(
+            f"fusion.actor_microbatches={m1}: a mini-batch has {samples} / {minibatches} = {samples // minibatches} "
+            f"samples, fewer than replicas({fused.replicas}) * K1({k1}) * M1({m1}) = {needed} micro-batches; use fewer "
+            "micro-batches, fewer mini-batches or more prompts"
+        )
+    blocks, block = config.rollout.kv_blocks_per_instance, config.rollout.block_tokens
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if blocks and blocks * block < longest:
+        raise InputError(
+            f"rollout.kv_blocks_per_instance={blocks}: {blocks} * {block} = {blocks * block} tokens < {longest} of one "
+            f"sample at full length; use at least {-(-longest // block)}"
+        )

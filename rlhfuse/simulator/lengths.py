@@ -1,0 +1,206 @@
+"""Prompt and response lengths: of one batch of samples, or of a file of past requests.
+
+The tail of this distribution is what inter-stage fusion lives from: a few samples much longer than the median
+keep every instance waiting (paper section 2.2). A file is csv, jsonl or parquet with one request per line, or
+the metrics.jsonl of a past run, whose lines hold a list of lengths per iteration.
+
+Knows nothing of time or of instances.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Iterator
+
+import numpy as np
+
+from rlhfuse.errors import InputError
+
+# What traces and runs call these columns; compared without case, the first that exists is taken.
+OUTPUT_COLUMNS = (
+    "lengths/output output_length output_tokens response_length response_tokens num_decode_tokens "
+    "generatedtokens generated_tokens completion_tokens output length"
+).split()
+PROMPT_COLUMNS = (
+    "lengths/prompt input_length input_tokens prompt_length prompt_tokens num_prefill_tokens contexttokens "
+    "context_tokens prompt input"
+).split()
+
+
+@dataclass(frozen=True)
+class SampleLengths:
+    """Tokens of each sample's prompt and response, in sample order; how many of each `clip` has cut."""
+
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    clipped: int = 0  # responses
+    clipped_prompts: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.prompt) != len(self.output) or not self.output:
+            raise InputError(f"{len(self.prompt)} prompt and {len(self.output)} output lengths; need as many, not none")
+        if min(self.prompt) < 0 or min(self.output) < 1:
+            raise InputError(
+                f"prompt length {min(self.prompt)}, output length {min(self.output)}: a prompt has at least 0 tokens, "
+                "an output at least 1"
+            )
+
+    def __len__(self) -> int:
+        return len(self.output)
+
+    def percentiles(self) -> dict[str, int]:
+        """Output tokens that 50, 90, 99 and 99.9% of the samples do not exceed, and the longest."""
+        ordered = np.sort(np.asarray(self.output))
+        ranks = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
+        named = {name: int(ordered[max(0, int(np.ceil(q * len(ordered) - 1e-9)) - 1)]) for name, q in ranks.items()}
+        return {**named, "max": int(ordered[-1])}
+
+    def clip(self, max_prompt: int, max_output: int) -> "SampleLengths":
+        """Lengths cut to what the run can make; those that were longer are counted."""
+        return SampleLengths(
+            prompt=tuple(min(p, max_prompt) for p in self.prompt),
+            output=tuple(min(o, max_output) for o in self.output),
+            clipped=self.clipped + sum(o > max_output for o in self.output),
+            clipped_prompts=self.clipped_prompts + sum(p > max_prompt for p in self.prompt),
+        )
+
+    def draw(self, samples: int, draws: int, seed: int) -> tuple["SampleLengths", ...]:
+        """`draws` batches of `samples` (prompt, output) pairs each, with replacement; the same for the same seed."""
+        generator = np.random.default_rng(seed)
+        batches = []
+        for _ in range(draws):
+            rows = generator.integers(0, len(self), samples)
+            batches.append(SampleLengths(tuple(self.prompt[i] for i in rows), tuple(self.output[i] for i in rows)))
+        return tuple(batches)
+
+
+@dataclass(frozen=True)
+class LengthsFile:
+    """What was read from a file and from which columns; no prompt column gives `prompt_column` None."""
+
+    lengths: SampleLengths
+    path: str
+    output_column: str
+    prompt_column: str | None
+
+
+def load_lengths(source: str | Path, prompt_column: str | None = None, default_prompt: int = 0) -> LengthsFile:
+    """Read `FILE` or `FILE:COLUMN` (the column of output lengths).
+
+    Without a prompt column every prompt counts `default_prompt` tokens. Raises InputError for a missing file or
+    column (naming the columns found) and for a value that is no length (naming the line).
+    """
+    path, column = _split_column(str(source))
+    rows = list(_rows(path))
+    if not rows:
+        raise InputError(f"{path} holds no row of lengths")
+    found = list(dict.fromkeys(name for _, row in rows for name in row))
+    output_column = _pick(path, found, column, OUTPUT_COLUMNS, "output lengths; name it as FILE:COLUMN")
+    assert output_column is not None, "a missing output column raises"
+    if prompt_column or any(name.lower() in PROMPT_COLUMNS for name in found):
+        prompt_column = _pick(path, found, prompt_column, PROMPT_COLUMNS, "prompt lengths")
+    prompts: list[int] = []
+    outputs: list[int] = []
+    for line, row in rows:
+        if output_column not in row:  # a metrics line of another kind
+            continue
+        new_outputs = _lengths_of(row[output_column], path, line, output_column, least=1)
+        if prompt_column is None:
+            new_prompts = [default_prompt] * len(new_outputs)
+        else:
+            new_prompts = _lengths_of(row.get(prompt_column), path, line, prompt_column, least=0)
+        if len(new_prompts) != len(new_outputs):
+            raise InputError(
+                f"{path}, line {line}: {len(new_prompts)} values of {prompt_column} but {len(new_outputs)} of "
+                f"{output_column}"
+            )
+        prompts += new_prompts
+        outputs += new_outputs
+    if not outputs:
+        raise InputError(f"{path}: column {output_column} holds no length")
+    return LengthsFile(SampleLengths(tuple(prompts), tuple(outputs)), path, output_column, prompt_column)
+
+
+def _split_column(source: str) -> tuple[str, str | None]:
+    if Path(source).exists() or ":" not in source:
+        return source, None
+    path, _, column = source.rpartition(":")
+    return path, column
+
+
+def _pick(path: str, found: list[str], wanted: str | None, known: list[str], what: str) -> str | None:
+    if wanted is not None:
+        if wanted not in found:
+            raise InputError(f"{path} has no column {wanted!r}; found: {', '.join(found)}")
+        return wanted
+    lower = {name.lower(): name for name in reversed(found)}
+    for name in known:
+        if name in lower:
+            return lower[name]
+    raise InputError(f"{path} has no known column of {what}; found: {', '.join(found)}")
+
+
+def _rows(path: str) -> Iterator[tuple[int, dict]]:
+    """(line number, row) of a file; parquet rows count from 1."""
+    suffix = Path(path).suffix.lower()
+    try:
+        if suffix == ".csv":
+            with open(path, newline="") as file:
+                reader = csv.DictReader(file)
+                for row in reader:
+                    yield reader.line_num, {name: value for name, value in row.items() if name is not None}
+        elif suffix == ".jsonl":
+            with open(path) as file:
+                yield from _json_rows(path, file)
+        elif suffix == ".parquet":
+            yield from _parquet_rows(path)
+        else:
+            raise InputError(f"{path}: lengths are read from .csv, .jsonl and .parquet files")
+    except FileNotFoundError:
+        raise InputError(f"lengths file {path} does not exist") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"{path} is not readable as {suffix[1:]}: {error}") from None
+
+
+def _json_rows(path: str, lines) -> Iterator[tuple[int, dict]]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{path}, line {number}: not valid JSON ({error.msg})") from None
+        if not isinstance(row, dict):
+            raise InputError(f"{path}, line {number}: an object is needed, not {str(row)[:40]}")
+        yield number, row
+
+
+def _parquet_rows(path: str) -> Iterator[tuple[int, dict]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except pyarrow.ArrowInvalid as error:
+        raise InputError(f"{path} is not valid parquet: {error}") from None
+    yield from enumerate(table.to_pylist(), 1)
+
+
+def _lengths_of(value: object, path: str, line: int, column: str, least: int) -> list[int]:
+    """One length, or a list of them; text is read as a number."""
+    return [_length(one, path, line, column, least) for one in (value if isinstance(value, list) else [value])]
+
+
+def _length(value: object, path: str, line: int, column: str, least: int) -> int:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+        if isinstance(value, bool) or number != int(number):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise InputError(f"{path}, line {line}: {column} is {value!r}; a whole number of tokens is needed") from None
+    if number < least:
+        raise InputError(f"{path}, line {line}: {column} is {int(number)}; at least {least} is needed")
+    return int(number)

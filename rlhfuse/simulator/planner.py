@@ -1,0 +1,432 @@
+"""The plan of a run: everything decided before it starts, in a file that a person can read and diff.
+
+    config + model specs + world size -> task table, batch arithmetic, costs -> fused schedule, R_t -> Plan
+
+Nothing is launched and nothing here is random: the same inputs give the same plan on every rank, except for a
+schedule searched within a time limit, which one process makes and the others receive.
+
+Knows nothing of torch, process groups or the engine. Paper section 6, parallel strategy configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Mapping
+
+from rlhfuse.config import RunConfig
+from rlhfuse.errors import InputError
+from rlhfuse.schedule.bounds import latency_bound
+from rlhfuse.schedule.builders import serial_1f1b, serial_makespan
+from rlhfuse.schedule.evaluate import evaluate
+from rlhfuse.schedule.io import load_schedule
+from rlhfuse.schedule.problem import FusionProblem, fused_problem
+from rlhfuse.schedule.schedule import Schedule
+from rlhfuse.schedule.search import search
+from rlhfuse.simulator.cost import AnalyticCost, CostModel, JobCost, largest_flat_batch
+from rlhfuse.simulator.generation import InstanceLimits
+from rlhfuse.simulator.hardware import hardware_by_name
+from rlhfuse.simulator.iteration import IterationSeconds, move_cost, simulate_iteration
+from rlhfuse.simulator.layouts import TASK_ROLES, BatchArithmetic, Task, batch_arithmetic, check_layouts
+from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.measured import load_measured_cost
+from rlhfuse.simulator.memory import SCORERS, PhaseMemory, memory_by_phase, readable_bytes
+from rlhfuse.simulator.migration import MoveCost
+from rlhfuse.simulator.threshold import Threshold, load_threshold, sweep_threshold
+from rlhfuse.spec import HardwareSpec, ModelSpec, ParallelLayout
+
+DRAWS = 5  # batches drawn from past lengths and averaged
+TICK_SECONDS = 1e-6  # schedules are searched in whole microseconds, so that ties are exact
+SCALAR_HEADS = ("reward", "critic")
+
+
+@dataclass(frozen=True)
+class ScheduleSummary:
+    """One mini-batch's training schedule; seconds are predictions, activations are bytes on the fullest rank."""
+
+    source: str
+    nodes: int
+    makespan_seconds: float
+    lower_bound_seconds: float
+    serial_makespan_seconds: float
+    peak_activation_bytes: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do and what it is predicted to cost.
+
+    `threshold_samples` is R_t, or None where it is chosen from the lengths of the first iteration; `threshold`
+    holds the curve it was read from, if any. `limits` and `move_cost` are the numbers from which every rank computes
+    the same migration plan.
+    """
+
+    world_size: int
+    hardware: str
+    dtype: str
+    tasks: tuple[Task, ...]
+    batch: BatchArithmetic
+    memory: tuple[PhaseMemory, ...]
+    memory_limit: float
+    seconds: IterationSeconds
+    schedule: ScheduleSummary
+    threshold_samples: int | None
+    threshold: Threshold | None
+    limits: InstanceLimits
+    move_cost: MoveCost
+    reasons: tuple[str, ...]
+
+    def to_dict(self) -> dict:
+        raw = {"version": 1, **asdict(self)}
+        raw["tasks"] = [{**asdict(task), "layout": str(task.layout), "ranks": list(task.ranks)} for task in self.tasks]
+        raw["threshold"] = self.threshold.to_dict() if self.threshold else None
+        raw["memory"], raw["reasons"] = [asdict(phase) for phase in self.memory], list(self.reasons)
+        return raw
+
+    @staticmethod
+    def from_dict(raw: dict, where: str = "plan") -> "Plan":
+        """Inverse of `to_dict`. Raises InputError naming `where` and the field."""
+        try:
+            fields = dict(raw)
+            if fields.pop("version") != 1:
+                raise InputError(f"{where}: version {raw['version']!r} is unknown; this program reads version 1")
+            fields["tasks"] = tuple(
+                Task(row["name"], row["role"], ParallelLayout.parse(row["layout"]), tuple(row["ranks"]))
+                for row in raw["tasks"]
+            )
+            fields["batch"] = BatchArithmetic(**raw["batch"])
+            fields["memory"] = tuple(PhaseMemory(**phase) for phase in raw["memory"])
+            fields["seconds"] = IterationSeconds(**raw["seconds"])
+            fields["schedule"] = ScheduleSummary(**raw["schedule"])
+            fields["threshold"] = Threshold.from_dict(raw["threshold"], where) if raw["threshold"] else None
+            fields["limits"], fields["move_cost"] = InstanceLimits(**raw["limits"]), MoveCost(**raw["move_cost"])
+            fields["reasons"] = tuple(raw["reasons"])
+            return Plan(**fields)
+        except (KeyError, TypeError) as error:
+            raise InputError(f"{where} is no plan.json: {error}; write one with tools/plan.py --json") from None
+
+    def render(self) -> str:
+        """The plan as text for people."""
+        title = f"plan for {self.world_size} ranks of {self.hardware}, {self.dtype}"
+        blocks = [(title, ())]
+        blocks.append(("tasks", tuple(str(task) for task in self.tasks)))
+        blocks.append(("batch", self.batch.lines()))
+        blocks.append((f"memory per rank (device limit {readable_bytes(self.memory_limit)})", self._memory_lines()))
+        blocks.append(("predicted seconds per iteration", self._seconds_lines()))
+        blocks.append(("why", self.reasons))
+        return "\n".join("\n".join((head, *(f"  {line}" for line in lines))) for head, lines in blocks)
+
+    def _memory_lines(self) -> tuple[str, ...]:
+        columns = ("weights", "optimizer", "gradients", "activations", "kv", "device", "host")
+        lines = ["phase      " + "".join(f"{name:>12s}" for name in columns)]
+        for phase in self.memory:
+            values = "".join(f"{readable_bytes(getattr(phase, name)):>12s}" for name in columns)
+            lines.append(f"{phase.phase:11s}{values}")
+        return tuple(lines)
+
+    def _seconds_lines(self) -> tuple[str, ...]:
+        s = self.seconds
+        return (
+            f"generation and inference  serial {s.gen_infer_serial:9.4g}  fused {s.gen_infer_fused:9.4g}",
+            f"training                  serial {s.training_serial:9.4g}  fused {s.training_fused:9.4g}",
+            f"iteration                 serial {s.serial:9.4g}  fused {s.fused:9.4g}  (x{s.speedup:.2f})",
+        )
+
+
+def read_specs(config: RunConfig) -> dict[str, ModelSpec]:
+    """The model spec of each role, from its folder's config.json. Raises InputError naming file and field."""
+    return {role: ModelSpec.from_config(getattr(config, role).path) for role in _ROLES}
+
+
+_ROLES = ("actor", "critic", "reference", "reward")
+
+
+def element_bytes(config: RunConfig) -> int:
+    return 4 if config.trainer.dtype == "float32" else 2
+
+
+def task_costs(
+    config: RunConfig, specs: Mapping[str, ModelSpec], tasks: tuple[Task, ...], hardware: HardwareSpec
+) -> dict[str, AnalyticCost]:
+    """One roofline per task."""
+    size = element_bytes(config)
+    return {
+        task.name: AnalyticCost(specs[task.role], task.layout, hardware, size, task.role in SCALAR_HEADS)
+        for task in tasks
+    }
+
+
+def job_cost(costs: Mapping[str, AnalyticCost], world_size: int) -> JobCost:
+    """The analytic CostModel of generation and inference."""
+    generation = costs["generation"]
+    crosses = world_size > generation.hardware.devices_per_node
+    return JobCost(generation, tuple(costs[name] for name in SCORERS), cross_node=crosses)
+
+
+def generation_cost(
+    config: RunConfig, specs: Mapping[str, ModelSpec], instances: int, hardware: HardwareSpec
+) -> JobCost:
+    """The CostModel of `instances` generation instances, whatever the world of the other tasks."""
+    parallel, size = config.parallel, element_bytes(config)
+    layouts = {task: ParallelLayout.parse(getattr(parallel, task)) for task in ("generation", *SCORERS)}
+    roles = dict(TASK_ROLES)
+    costs = {
+        task: AnalyticCost(specs[roles[task]], layout, hardware, size, roles[task] in SCALAR_HEADS)
+        for task, layout in layouts.items()
+    }
+    return job_cost(costs, instances * layouts["generation"].tp)
+
+
+def instance_limits(
+    config: RunConfig, actor: ModelSpec, instances: int, costs: CostModel, median_context_tokens: float
+) -> InstanceLimits:
+    """What a generation instance holds. BS_max comes from the costs unless the config gives it."""
+    rollout, prompt = config.rollout, config.data.max_prompt_tokens
+    longest = prompt + rollout.max_response_tokens
+    samples = -(-config.samples_per_iteration // instances)
+    blocks = rollout.kv_blocks_per_instance or samples * -(-longest // rollout.block_tokens)
+    token_bytes = actor.kv_bytes_per_token(element_bytes(config))
+    bs_max = config.fusion.bs_max or largest_flat_batch(
+        costs, median_context_tokens, rollout.max_sequences_per_instance
+    )
+    return InstanceLimits(
+        max_sequences=rollout.max_sequences_per_instance,
+        kv_capacity_bytes=blocks * rollout.block_tokens * token_bytes,
+        kv_bytes_per_token=token_bytes,
+        block_tokens=rollout.block_tokens,
+        bs_max=bs_max,
+        max_prompt_tokens=prompt,
+        max_output_tokens=rollout.max_response_tokens,
+        score_tokens=rollout.max_batched_tokens,
+    )
+
+
+def training_problem(
+    costs: Mapping[str, AnalyticCost], batch: BatchArithmetic, tokens_per_sample: float
+) -> FusionProblem:
+    """The scheduling problem of one mini-batch on one fused group, in ticks of TICK_SECONDS and bytes."""
+    actor, critic = costs["actor_train"], costs["critic_train"]
+    sequences = batch.samples_per_microbatch
+    stage_costs = [cost.stage_costs(tokens_per_sample * sequences, sequences, TICK_SECONDS) for cost in (actor, critic)]
+    return fused_problem(actor.layout, critic.layout, batch.actor_microbatches, *stage_costs)
+
+
+def choose_schedule(config: RunConfig, problem: FusionProblem) -> tuple[Schedule, str]:
+    """The training schedule and where it is from: the config's file, serial 1F1B, or a search at start.
+
+    A file's order is taken and priced with this run's times. Raises InputError for a file made for other layouts.
+    """
+    if not config.fusion.intra_stage:
+        return serial_1f1b(problem), "serial 1F1B: fusion.intra_stage is false"
+    if config.fusion.schedule:
+        loaded = load_schedule(config.fusion.schedule, expect=problem)
+        return Schedule(problem, loaded.orders), f"order read from {config.fusion.schedule}"
+    found, report = search(problem, time_limit=config.fusion.search_seconds, seed=config.trainer.seed)
+    return found, f"searched for {report.seconds:.1f} s, {'proved optimal' if report.optimal else 'not proved optimal'}"
+
+
+def make_plan(
+    config: RunConfig, specs: Mapping[str, ModelSpec], world_size: int, lengths: SampleLengths | None = None
+) -> Plan:
+    """The plan alone; see `plan_run`."""
+    return plan_run(config, specs, world_size, lengths)[0]
+
+
+def plan_run(
+    config: RunConfig, specs: Mapping[str, ModelSpec], world_size: int, lengths: SampleLengths | None = None
+) -> tuple[Plan, Schedule]:
+    """Check everything and decide everything; the second value is the training schedule. Launches nothing.
+
+    `lengths`: of past samples, for predictions and R_t (batches of the run's size are drawn from them); else every
+    sample counts as long as it can become. Raises InputError with the equation or the file that is wrong.
+    """
+    tasks = check_layouts(config, specs, world_size)
+    batch = batch_arithmetic(config, tasks)
+    hardware = hardware_by_name(config.trainer.hardware, config.trainer.device)
+    costs = task_costs(config, specs, tasks, hardware)
+    known = _known_lengths(config, lengths)
+    mean_tokens = (sum(known.prompt) + sum(known.output)) / len(known)
+    reasons = [_lengths_reason(config, lengths)]
+
+    schedule, source = choose_schedule(config, training_problem(costs, batch, mean_tokens))
+    summary = summarise_schedule(schedule, source)
+    reasons.append(_schedule_reason(summary))
+
+    job = load_measured_cost(config.fusion.profile) if config.fusion.profile else job_cost(costs, world_size)
+    if config.fusion.profile:
+        reasons.append(f"generation and inference are priced by {config.fusion.profile}, training analytically")
+    limits = instance_limits(config, specs["actor"], batch.instances, job, median_context(known))
+    batches = known.draw(batch.samples, DRAWS, config.trainer.seed) if lengths else (known,)
+    setting = _Setting(config, batch, job, limits, batches)
+    threshold_samples, threshold, reason = _choose_threshold(setting, sweep=lengths is not None)
+    reasons += [reason, _limits_reason(config, limits)]
+    seconds = _predict(setting, summary, threshold_samples, threshold)
+
+    full = training_problem(costs, batch, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
+    activations = evaluate(Schedule(full, schedule.orders)).peak_memory
+    memory = memory_by_phase(costs, limits.kv_capacity_bytes, activations, limits.score_tokens)
+    reasons.append(_memory_reason(memory, hardware))
+    plan = Plan(
+        world_size=world_size,
+        hardware=hardware.name,
+        dtype=config.trainer.dtype,
+        tasks=tasks,
+        batch=batch,
+        memory=memory,
+        memory_limit=hardware.memory_bytes,
+        seconds=seconds,
+        schedule=summary,
+        threshold_samples=threshold_samples,
+        threshold=threshold,
+        limits=limits,
+        move_cost=move_cost(job, limits),
+        reasons=tuple(reasons),
+    )
+    return plan, schedule
+
+
+def summarise_schedule(schedule: Schedule, source: str) -> ScheduleSummary:
+    """Price a schedule of a `training_problem`."""
+    timeline = evaluate(schedule)
+    return ScheduleSummary(
+        source=source,
+        nodes=schedule.problem.nodes,
+        makespan_seconds=float(timeline.makespan) * TICK_SECONDS,
+        lower_bound_seconds=float(latency_bound(schedule.problem)) * TICK_SECONDS,
+        serial_makespan_seconds=float(serial_makespan(schedule.problem)) * TICK_SECONDS,
+        peak_activation_bytes=float(timeline.peak_memory),
+    )
+
+
+def median_context(lengths: SampleLengths) -> float:
+    """Context of a median sample halfway through its response."""
+    return sorted(lengths.prompt)[len(lengths) // 2] + sorted(lengths.output)[len(lengths) // 2] / 2
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What R_t and the predicted seconds depend on."""
+
+    config: RunConfig
+    batch: BatchArithmetic
+    job: CostModel
+    limits: InstanceLimits
+    batches: tuple[SampleLengths, ...]
+
+
+def _choose_threshold(setting: _Setting, sweep: bool) -> tuple[int | None, Threshold | None, str]:
+    """R_t, its curve if there is one, and the sentence that says why; `sweep`: the lengths are real ones."""
+    config, batch = setting.config, setting.batch
+    if not config.fusion.inter_stage:
+        return 0, None, "R_t = 0: fusion.inter_stage is false"
+    if batch.instances == 1:
+        return 0, None, "R_t = 0: with one generation instance none can be freed"
+    if config.threshold() is not None:
+        return config.threshold(), None, f"R_t = {config.threshold()}: fusion.threshold says so"
+    if config.fusion.threshold_file:
+        found = load_threshold(config.fusion.threshold_file)
+        check_threshold(found, config, batch)
+        return found.threshold, found, f"{config.fusion.threshold_file}: {found.explain()}"
+    if sweep:
+        found = sweep_threshold(setting.batches, batch.instances, setting.job, setting.limits)
+        return found.threshold, found, found.explain()
+    return None, None, "R_t is chosen by simulation once the first iteration has shown its lengths"
+
+
+def check_threshold(found: Threshold, config: RunConfig, batch: BatchArithmetic) -> None:
+    file = config.fusion.threshold_file
+    if found.instances != batch.instances:
+        raise InputError(
+            f"fusion.threshold_file={file}: made for {found.instances} generation instances, this run has "
+            f"{batch.instances}; calibrate again"
+        )
+    if found.threshold > batch.samples or found.samples not in (None, batch.samples):
+        raise InputError(
+            f"fusion.threshold_file={file}: R_t = {found.threshold} of {found.samples or 'unknown'} samples, this run "
+            f"has {batch.samples}; calibrate again"
+        )
+
+
+def _predict(
+    setting: _Setting, summary: ScheduleSummary, threshold_samples: int | None, threshold: Threshold | None
+) -> IterationSeconds:
+    """Means over the batches; a threshold's own curve where there is one."""
+    minibatch = (summary.serial_makespan_seconds, summary.makespan_seconds)
+    batch, count = setting.batch, setting.batch.minibatches
+    if threshold is not None:
+        return IterationSeconds(
+            threshold.serial_seconds, threshold.fused_seconds, minibatch[0] * count, minibatch[1] * count
+        )
+    runs = [
+        simulate_iteration(
+            one, batch.instances, setting.job, setting.limits, threshold_samples or 0, minibatch, count
+        ).to_dict()
+        for one in setting.batches
+    ]
+    return IterationSeconds(**{name: sum(run[name] for run in runs) / len(runs) for name in runs[0]})
+
+
+def _known_lengths(config: RunConfig, lengths: SampleLengths | None) -> SampleLengths:
+    """Past lengths cut to the run's maximum; without any, every sample at that maximum (an upper bound)."""
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    if lengths is not None:
+        return lengths.clip(prompt, response)
+    samples = config.samples_per_iteration
+    return SampleLengths((prompt,) * samples, (response,) * samples)
+
+
+def _lengths_reason(config: RunConfig, lengths: SampleLengths | None) -> str:
+    if lengths is None:
+        return (
+            f"no lengths are known yet: every sample counts {config.data.max_prompt_tokens} + "
+            f"{config.rollout.max_response_tokens} tokens, so times are upper bounds and show no tail to hide"
+        )
+    marks = lengths.percentiles()
+    return (
+        f"lengths of {len(lengths)} past samples: output p50 {marks['p50']}, p99.9 {marks['p999']}, max {marks['max']}"
+    )
+
+
+def _schedule_reason(summary: ScheduleSummary) -> str:
+    return (
+        f"training schedule ({summary.source}): {summary.makespan_seconds:.4g} s per mini-batch, lower bound "
+        f"{summary.lower_bound_seconds:.4g} s, one model after the other {summary.serial_makespan_seconds:.4g} s"
+    )
+
+
+def _limits_reason(config: RunConfig, limits: InstanceLimits) -> str:
+    source = "fusion.bs_max" if config.fusion.bs_max else "decode steps within 10% of batch 1"
+    return (
+        f"BS_max = {limits.bs_max} ({source}); KV of one sample at most M = {readable_bytes(limits.sample_kv_bytes)}, of "
+        f"an instance C = {readable_bytes(limits.kv_capacity_bytes)}"
+    )
+
+
+def _memory_reason(memory: tuple[PhaseMemory, ...], hardware: HardwareSpec) -> str:
+    fullest = max(memory, key=lambda phase: phase.device)
+    fits = "fits in" if fullest.device <= hardware.memory_bytes else "DOES NOT FIT in"
+    return (
+        f"the fullest phase, {fullest.phase}, needs {readable_bytes(fullest.device)} per rank and {fits} "
+        f"{readable_bytes(hardware.memory_bytes)} of a {hardware.name}"
+    )
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read plan.json. Raises InputError naming the file."""
+    try:
+        return Plan.from_dict(json.loads(Path(path).read_text()), str(path))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path} is not valid JSON: {error}") from None
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """Write beside and rename."""
+    beside = Path(f"{path}.tmp")
+    beside.write_text(json.dumps(plan.to_dict(), indent=1) + "\n")
+    os.replace(beside, path)

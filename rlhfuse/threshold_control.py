@@ -1,0 +1,124 @@
+"""R_t while training runs: from the plan at first, then from what the run itself shows.
+
+After each iteration rank 0 fits the costs of decoding, prefill, scoring, migration and loading to the recent
+observations, simulates every R_t over the recent lengths, and tells the others (paper section 4.2). A fixed
+`fusion.threshold` is kept; without inter-stage fusion R_t is 0.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+
+import torch
+import torch.distributed as dist
+
+from rlhfuse.config import RunConfig
+from rlhfuse.fusion.inter_stage import FusionLimits, GenInferReport
+from rlhfuse.parallel.collect import all_gather_bytes
+from rlhfuse.parallel.device import Device
+from rlhfuse.ppo.rollout import RolloutBatch
+from rlhfuse.simulator.cost import CostModel
+from rlhfuse.simulator.generation import InstanceLimits
+from rlhfuse.simulator.iteration import GenInferTimeline, move_cost, simulate_gen_infer
+from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.measured import BytesObservation, DecodeObservation, MeasuredCost, TokensObservation
+from rlhfuse.simulator.planner import Plan, instance_limits, median_context
+from rlhfuse.simulator.threshold import sweep_threshold
+from rlhfuse.spec import ModelSpec
+
+RECENT_ITERATIONS = 4
+PROBE_BYTES = (1 << 12, 1 << 16, 1 << 20)  # sizes of the transfers measured at start
+
+
+def probe_transfer(device: Device) -> list[list[float]]:
+    """(bytes, seconds one way) of a few sizes between rank 0 and the last rank; a collective, known to all."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows: list[list[float]] = []
+    if world > 1 and rank in (0, world - 1):
+        peer = world - 1 - rank
+        for size in PROBE_BYTES:
+            buffer = torch.zeros(size, dtype=torch.uint8, device=device.torch_device)
+            for timed in (False, True):  # the first round trip connects
+                start = time.perf_counter()
+                first, second = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
+                first(buffer, peer)
+                second(buffer, peer)
+                device.synchronize()
+                if timed and rank == 0:
+                    rows.append([size, (time.perf_counter() - start) / 2])
+    return json.loads(all_gather_bytes(json.dumps(rows).encode())[0])
+
+
+class ThresholdControl:
+    """Holds the R_t in force and what it was chosen from. All ranks hold the same values."""
+
+    def __init__(
+        self, config: RunConfig, plan: Plan, specs: dict[str, ModelSpec], analytic: CostModel, device: Device
+    ) -> None:
+        """`analytic` prices decoding and moving until the first iteration has been measured."""
+        self._config = config
+        self._spec = specs["actor"]
+        self._instances = plan.batch.instances
+        self._adapts = config.fusion.inter_stage and config.threshold() is None and self._instances > 1
+        self.current = plan.threshold_samples or 0
+        self._transfers = probe_transfer(device) if config.fusion.inter_stage and self._instances > 1 else []
+        self._observed: deque[dict] = deque(maxlen=RECENT_ITERATIONS)
+        self._lengths: deque[SampleLengths] = deque(maxlen=RECENT_ITERATIONS)
+        self._costs: CostModel = analytic
+        self.limits = self._fusion_limits(self._instance_limits())
+
+    def observe(self, iteration: int, report: GenInferReport, batch: RolloutBatch) -> str:
+        """Take an iteration in; a collective. Returns a line for the log when R_t is set or moves, else ''."""
+        self._observed.append(report.observations)
+        self._lengths.append(
+            SampleLengths(tuple(batch.prompt_lengths.tolist()), tuple(batch.response_lengths.tolist()))
+        )
+        self._costs = self._fit()
+        limits = self._instance_limits()
+        decided = b""
+        if self._adapts and dist.get_rank() == 0:
+            found = sweep_threshold(list(self._lengths), self._instances, self._costs, limits)
+            decided = json.dumps([found.threshold, found.explain()]).encode()
+        decided = all_gather_bytes(decided)[0]
+        self.limits = self._fusion_limits(limits)
+        if not self._adapts:
+            return ""
+        before, (self.current, reason) = self.current, json.loads(decided)
+        if iteration == 0 or before != self.current:
+            return f"R_t {before} -> {self.current}: {reason}"
+        return ""
+
+    def simulate(self, threshold: int) -> GenInferTimeline:
+        """The simulator's timeline of the batch observed last, at the measured costs."""
+        return simulate_gen_infer(
+            self._lengths[-1], self._instances, self._costs, self._instance_limits(), threshold
+        )
+
+    def _fit(self) -> MeasuredCost:
+        def rows(kind: str) -> list[list[float]]:
+            return [row for observed in self._observed for row in observed[kind]]
+
+        return MeasuredCost.fit(
+            decode=[DecodeObservation(int(b), int(c), s) for b, c, s in rows("decode")],
+            prefill=[TokensObservation(int(t), int(n), s) for t, n, s in rows("prefill")],
+            score=[TokensObservation(int(t), int(n), s) for t, n, s in rows("score")],
+            migration=[BytesObservation(int(b), s) for b, s in self._transfers + rows("migration")]
+            or [BytesObservation(0, 0.0)],
+            swap_in=[row[0] for row in rows("load")],
+        )
+
+    def _instance_limits(self) -> InstanceLimits:
+        context = median_context(self._lengths[-1]) if self._lengths else float(self._config.data.max_prompt_tokens)
+        return instance_limits(self._config, self._spec, self._instances, self._costs, context)
+
+    def _fusion_limits(self, limits: InstanceLimits) -> FusionLimits:
+        return FusionLimits(
+            bs_max=limits.bs_max,
+            sample_kv_bytes=limits.sample_kv_bytes,
+            capacity_kv_bytes=limits.kv_capacity_bytes,
+            block_tokens=limits.block_tokens,
+            move_cost=move_cost(self._costs, limits),
+            score_tokens=limits.score_tokens,
+        )

@@ -1,0 +1,164 @@
+"""Prompt files in every format, every refusal with its place and fix, and draws that need no saved position."""
+
+import gzip
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfuse.data.prompts import load_prompts
+from rlhfuse.data.sampler import PromptSampler, sample_id, sample_origin
+from rlhfuse.errors import InputError
+
+SHARED = Path(__file__).resolve().parents[2] / "../shared/data"
+TURNS = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+
+
+def encode(text):
+    """One token per character; chat turns are joined."""
+    plain = text if isinstance(text, str) else "".join(turn["content"] for turn in text)
+    return [ord(character) for character in plain]
+
+
+def load(*files, key="prompt", longest=100, **kwargs):
+    return load_prompts(files, key, encode, longest, **kwargs)
+
+
+def write(folder, name, content):
+    file = folder / name
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return file
+
+
+def write_parquet(folder, rows):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "p.parquet")
+    return folder / "p.parquet"
+
+
+def test_every_format_gives_the_same_prompts(tmp_path):
+    rows = [{"prompt": "one, two", "answer": "3"}, {"prompt": 'say "é"', "answer": "4"}]
+    lines = "\n\n".join(json.dumps(row) for row in rows)  # an empty line is no row
+    files = [
+        write(tmp_path, "p.jsonl", lines),
+        write(tmp_path, "bom.jsonl", b"\xef\xbb\xbf" + lines.encode()),
+        write(tmp_path, "p.jsonl.gz", gzip.compress(lines.encode())),
+        write(tmp_path, "p.json", json.dumps(rows)),
+        write(tmp_path, "p.csv", 'prompt,answer\n"one, two",3\r\n"say ""é""",4\n'),
+        write_parquet(tmp_path, rows),
+    ]
+    for file in files:
+        prompts = load(file)
+        assert [list(prompt.tokens) for prompt in prompts] == [encode(row["prompt"]) for row in rows], file
+        assert [prompt.row for prompt in prompts] == rows
+    assert load(files[0])[1].where.endswith("p.jsonl:3")
+    assert len(load(*files)) == 12
+
+
+def test_chat_turns_reach_encode_from_json_and_parquet(tmp_path):
+    row = {"prompt": TURNS}
+    for file in (write(tmp_path, "p.jsonl", json.dumps(row)), write_parquet(tmp_path, [row])):
+        assert load(file)[0].tokens == tuple(encode("be briefhi"))
+
+
+GOOD = '{"prompt": "x"}\n'
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("p.jsonl", "", "holds no rows"),
+        ("p.json", "", "holds no rows"),
+        ("p.csv", "prompt\n", "holds no rows"),
+        ("p.jsonl", GOOD + '{"prompt": "x"', "p.jsonl:2: not valid JSON"),
+        ("p.jsonl", GOOD + "[1]", "p.jsonl:2: a row must be an object"),
+        ("p.jsonl", '{"question": 1, "a": 1}', "no key 'prompt'; found 'question', 'a': set data.prompt_key"),
+        ("p.jsonl", '{"prompt": ""}', "p.jsonl:1: prompt is ''; it must be a non-empty text"),
+        ("p.jsonl", '{"prompt": null}', "must be a non-empty text"),
+        ("p.jsonl", '{"prompt": ["turn one", "turn two"]}', '"role": "user"'),
+        ("p.jsonl", '{"prompt": []}', "must be a non-empty text"),
+        ("p.jsonl", GOOD.encode() + b'{"prompt": "\xe9"}', "p.jsonl:2: not UTF-8 .byte 0xe9 at 12."),
+        ("p.jsonl", "[" * 100000, "p.jsonl:1: JSON nested too deeply"),
+        ("p.jsonl.gz", b"no gzip", "not a whole gzip file"),
+        ("p.jsonl.gz", gzip.compress(GOOD.encode() * 999)[:-9], "not a whole gzip file"),
+        ("p.json", '{"prompt": "x"}', "must be a list of rows; for one object per line name it .jsonl"),
+        ("p.csv", 'prompt,answer\na,b\n"x\n', "p.csv:3: not valid CSV"),
+        ("p.csv", "prompt,answer\na\n", "p.csv:2: not 2 fields as in the header"),
+        ("p.parquet", "no parquet", "not a readable parquet file"),
+        ("p.txt", "x", "of no known kind; use one of .jsonl"),
+        ("p.jsonl", json.dumps({"prompt": "x" * 101}), "101 tokens, more than data.max_prompt_tokens=100"),
+    ],
+)
+def test_refusals_name_place_and_fix(tmp_path, name, content, message):
+    with pytest.raises(InputError, match=message) as caught:
+        load(write(tmp_path, name, content))
+    assert str(tmp_path / name) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_missing_file_and_no_file(tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        load(tmp_path / "none.jsonl")
+    with pytest.raises(InputError, match="data.train_files is empty"):
+        load()
+
+
+def test_prompt_that_encodes_to_nothing(tmp_path):
+    with pytest.raises(InputError, match="p.jsonl:1: the prompt has no tokens"):
+        load_prompts([write(tmp_path, "p.jsonl", GOOD)], "prompt", lambda text: [], 10)
+
+
+def test_long_prompts_are_dropped_and_counted_on_request(tmp_path):
+    file = write(tmp_path, "p.jsonl", "\n".join(json.dumps({"prompt": "x" * n}) for n in (5, 6, 7)))
+    prompts = load(file, longest=6, filter_long_prompts=True)
+    assert (len(prompts), prompts.dropped) == (2, 1)
+    assert str(prompts) == "2 prompts of 6 tokens in the median, 6 at most, 1 longer ones dropped"
+    with pytest.raises(InputError, match="all 3 prompts are longer than data.max_prompt_tokens=4"):
+        load(file, longest=4, filter_long_prompts=True)
+
+
+def test_real_files_load():
+    if not SHARED.is_dir():
+        pytest.skip("shared/data is not beside the repository")
+    assert len(load(SHARED / "prompts/gsm8k_train.jsonl", key="question", longest=10**6)) == 7473
+    dialogues = load(SHARED / "prompts/hh_harmless_base_test.jsonl.gz", key="chosen", longest=10**6)
+    assert len(dialogues) == 2312
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(prompts=st.integers(1, 20), count=st.integers(1, 50), seed=st.integers(-5, 5))
+def test_draws_are_shuffled_epochs(prompts, count, seed):
+    """The iterations laid end to end are whole permutations; an iteration needs none before it."""
+    sampler = PromptSampler(prompts, seed)
+    drawn = [PromptSampler(prompts, seed).prompts_of(iteration, count) for iteration in reversed(range(6))]
+    stream = list(itertools.chain(*reversed(drawn)))
+    assert all(len(one) == count for one in drawn)
+    assert stream == sampler.prompts_of(0, 6 * count)
+    for start in range(0, len(stream) - prompts + 1, prompts):
+        assert sorted(stream[start : start + prompts]) == list(range(prompts))
+    assert max(Counter(stream).values()) - min(Counter(stream).values(), default=0) <= 1 or len(stream) < prompts
+
+
+def test_epochs_and_seeds_differ():
+    sampler = PromptSampler(50, 1)
+    orders = [sampler.prompts_of(0, 50), sampler.prompts_of(1, 50), PromptSampler(50, 2).prompts_of(0, 50)]
+    assert all(a != b for a, b in itertools.combinations(orders, 2)) and orders[0] != list(range(50))
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(a=st.tuples(*[st.integers(0, 2**bits - 1) for bits in (24, 23, 16)]), b=st.tuples(*[st.integers(0, 3)] * 3))
+def test_sample_ids_are_unique_and_ordered(a, b):
+    assert 0 <= sample_id(*a) < 2**63
+    assert sample_origin(sample_id(*a)) == a
+    assert (sample_id(*a) < sample_id(*b)) == (a < b)
+
+
+@pytest.mark.parametrize("origin", [(2**24, 0, 0), (0, 2**23, 0), (0, 0, 2**16), (-1, 0, 0)])
+def test_sample_id_refuses_what_does_not_fit(origin):
+    with pytest.raises(InputError, match="is outside 0.."):
+        sample_id(*origin)

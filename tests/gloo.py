@@ -1,0 +1,83 @@
+"""Worker processes on gloo for distributed tests: started once per file, given one function after another.
+
+`Workers(n)` spawns n processes in one process group. `run(function, *arguments)` calls `function(rank, *arguments)`
+on every rank and returns the results in rank order; a failure on any rank is raised with its traceback and closes
+the pool, because the group is then unusable. A call that takes too long kills all workers.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from typing import Any, Callable
+
+import torch.multiprocessing as mp
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    while (call := pipe.recv()) is not None:
+        function, arguments = call
+        try:
+            pipe.send((True, function(rank, *arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class Workers:
+    """A pool of ranks."""
+
+    def __init__(self, world: int, timeout_seconds: float = 120.0) -> None:
+        context = mp.get_context("spawn")
+        self._timeout = timeout_seconds
+        port = free_port()
+        self._pipes, self._processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world, port, theirs), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        results = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(self._timeout):
+                self.kill()
+                raise TimeoutError(f"rank {rank} did not answer within {self._timeout} s")
+            good, value = pipe.recv()
+            if not good:
+                self.kill()
+                raise RuntimeError(f"rank {rank} failed:\n{value}")
+            results.append(value)
+        return results
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join(10)
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            try:
+                pipe.send(None)
+            except (BrokenPipeError, OSError):
+                pass
+        for process in self._processes:
+            process.join(10)
+        self.kill()

@@ -1,0 +1,89 @@
+"""metrics.jsonl keeps every bit, survives a kill and a resume; the progress line and TensorBoard say the same."""
+
+import io
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfuse.errors import InputError
+from rlhfuse.monitor.console import ProgressPrinter, progress_parts
+from rlhfuse.monitor.metrics import MetricsWriter, read_metrics
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(values=st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=20))
+def test_floats_keep_every_bit(tmp_path_factory, values):
+    path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write({"iteration": 1} | {f"x{i}": value for i, value in enumerate(values)})
+    row = read_metrics(path)[0]
+    assert [row[f"x{i}"].hex() for i in range(len(values))] == [value.hex() for value in values]
+
+
+def test_a_line_is_there_at_once_and_nan_is_null(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path)
+    writer.write({"b": math.nan, "a": torch.tensor(0.5), "iteration": np.int64(1), "c": -math.inf, "d": None, "e": "x"})
+    assert path.read_text() == '{"iteration": 1, "a": 0.5, "b": null, "c": null, "d": null, "e": "x"}\n'
+    writer.close()
+
+
+def test_resume_drops_repeated_iterations_and_a_half_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1}\n{"iteration": 2, "x": 0.1}\n{"iteration": 3}\n{"iterat')
+    assert len(read_metrics(path)) == 3
+    with MetricsWriter(path, first_iteration=3) as writer:
+        writer.write({"iteration": 3, "x": 1})
+    assert path.read_text() == '{"iteration": 1}\n{"iteration": 2, "x": 0.1}\n{"iteration": 3, "x": 1}\n'
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("text, message", [("{}\n", "no integer 'iteration'"), ("{\n", "jsonl:1 is not valid JSON")])
+def test_broken_files_are_refused(tmp_path, text, message):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        read_metrics(path)
+    with pytest.raises(InputError, match="does not exist"):
+        read_metrics(tmp_path / "none.jsonl")
+
+
+METRICS = {
+    "iteration": 3,
+    "critic/score/mean": 0.412,
+    "actor/ref_kl": 0.0131,
+    "response_length/mean": 87.2,
+    "response_length/clip_ratio": 0.031,
+    "perf/throughput": 4210.4,
+    "timing_s/step": 2.0,
+    "timing_s/train": 0.6,
+    "timing_s/gen": 1.2,
+    "timing_s/adv": 0.001,
+}
+
+
+def test_progress_line():
+    stream = io.StringIO()
+    ProgressPrinter(10, stream).print(METRICS)
+    assert stream.getvalue() == (
+        "iteration  3/10  score +0.412  kl 0.0131  length 87.2  (3% cut)  4,210 tokens/s  2.00 s: gen 60%, train 30%\n"
+    )
+    assert progress_parts({"iteration": 1, "critic/score/mean": None}, 9) == [("iteration 1/9", "bold")]
+
+
+def test_tensorboard_reads_back(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from rlhfuse.monitor.loggers import TensorBoardLogger
+
+    logger = TensorBoardLogger(tmp_path)
+    logger.log({**METRICS, "text": "x", "nothing": None, "bad": math.nan})
+    logger.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert set(events.Tags()["scalars"]) == set(METRICS) - {"iteration"}
+    event = events.Scalars("critic/score/mean")[0]
+    assert event.step == 3 and event.value == pytest.approx(0.412)

@@ -1,0 +1,73 @@
+"""Traces: what Perfetto reads, what reads back, and a picture that holds every rank."""
+
+import json
+
+import pytest
+
+from rlhfuse.errors import InputError
+from rlhfuse.monitor.trace import Span, Trace, draw_iteration, load_trace, save_trace
+
+SPANS = [
+    Span("generate", "generate", 0, 0.0, 1.5, "measured", {"samples": 3}),
+    Span("actor:0F0", "actor F", 1, 1.5, 1.75, "measured"),
+    Span("generate", "generate", 0, 0.0, 1.25, "predicted"),
+]
+
+
+def test_chrome_trace_has_a_process_per_group_and_a_thread_per_rank(tmp_path):
+    save_trace(SPANS, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {(e["name"], e["pid"], e["tid"], e["args"]["name"]) for e in events if e["ph"] == "M"}
+    assert names == {
+        ("process_name", 0, 0, "predicted"),
+        ("process_name", 1, 0, "measured"),
+        ("thread_name", 0, 0, "rank 0"),
+        ("thread_name", 1, 0, "rank 0"),
+        ("thread_name", 1, 1, "rank 1"),
+    }
+    forward = next(e for e in events if e["name"] == "actor:0F0")
+    assert (forward["ts"], forward["dur"], forward["cat"]) == (1.5e6, 0.25e6, "actor F")
+
+
+def test_trace_reads_back(tmp_path):
+    save_trace(SPANS, tmp_path / "trace.json")
+    assert sorted(load_trace(tmp_path / "trace.json"), key=str) == sorted(SPANS, key=str)
+    assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_recorder_measures_and_forgets():
+    ticks = iter([100.0, 101.0, 103.5])
+    trace = Trace(2, 100.0, lambda: next(ticks))
+    assert trace.now() == 0.0
+    with pytest.raises(ValueError), trace.span("score", "score", samples=4):
+        raise ValueError("the span is kept all the same")
+    assert trace.take() == [Span("score", "score", 2, 1.0, 3.5, "measured", {"samples": 4})]
+    assert trace.take() == []
+
+
+def test_clock_set_back_gives_an_empty_span():
+    trace = Trace(0, 0.0)
+    trace.add("x", "x", 5.0, 4.0)
+    assert trace.take()[0].end_seconds == 5.0
+
+
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_picture_is_drawn(tmp_path, kind):
+    draw_iteration(SPANS, tmp_path / f"iteration.{kind}", "iteration 3")
+    data = (tmp_path / f"iteration.{kind}").read_bytes()
+    assert data.startswith(b"\x89PNG" if kind == "png" else b"<?xml") and len(data) > 3000
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_bad_spans_and_files_are_refused(tmp_path):
+    with pytest.raises(InputError, match="group 'guessed'"):
+        Span("x", "x", 0, 0, 1, "guessed")
+    with pytest.raises(InputError, match="before"):
+        Span("x", "x", 0, 2, 1)
+    with pytest.raises(InputError, match="nothing to draw"):
+        draw_iteration([], tmp_path / "x.png")
+    with pytest.raises(InputError, match="does not exist"):
+        load_trace(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text("[]")
+    with pytest.raises(InputError, match="is not a trace"):
+        load_trace(tmp_path / "bad.json")

@@ -1,0 +1,262 @@
+"""The watchdog: its decisions on made-up heartbeats, then real processes that die, hang and are terminated."""
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+
+import pytest
+
+from rlhfuse.monitor.heartbeat import FAILED, INTERRUPTED, LEFT, TERMINATED, Heartbeat, ProcessName
+from rlhfuse.monitor.watchdog import Limits, PeerBook
+
+HERE = ProcessName.own()
+FAR = ProcessName("far", "far", 7, "1")
+LIMITS = Limits(watchdog_seconds=15, hang_seconds=100)
+
+
+def beat(rank, process=FAR, counter=0, progress=0, doing="generation step 3", **fields):
+    return Heartbeat(rank, process, counter, progress, doing, **fields)
+
+
+def book():
+    return PeerBook(beat(0, HERE), LIMITS, now=0.0)
+
+
+def test_heartbeat_reads_back():
+    original = beat(3, HERE, 5, 6, state=FAILED, because="ValueError: x")
+    assert Heartbeat.from_json(original.to_json().encode()) == original
+
+
+def test_own_process_lives_and_an_ended_one_is_gone():
+    assert not HERE.is_gone(HERE.machine)
+    assert dataclasses.replace(HERE, started="1").is_gone(HERE.machine)  # the pid was used again
+    assert not dataclasses.replace(HERE, pid=2**22 - 1).is_gone("another machine")
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    child.start()
+    try:
+        name = dataclasses.replace(HERE, pid=child.pid, started="")
+        assert not name.is_gone(HERE.machine)
+    finally:
+        child.kill()
+        child.join()
+    assert name.is_gone(HERE.machine)
+
+
+def test_silent_peer_is_dead_and_a_beating_one_is_not():
+    peers = book()
+    for now in range(0, 40):
+        peers.note(beat(1, counter=now), now)
+        peers.note(beat(2, counter=min(now, 10)), now)
+        verdict = peers.verdict(now)
+        if now <= 25:
+            assert verdict is None
+    assert "rank 2 (pid 7 on far) died: silent for 29 s; last seen in: generation step 3" in verdict.report
+    assert verdict.exit_code == 1
+
+
+def test_the_cause_is_named_before_its_consequences():
+    """Rank 1 left because rank 2 died: rank 1's end must not be reported as the cause."""
+    peers = book()
+    peers.note(beat(1, dataclasses.replace(HERE, started="1")), 0)  # gone without a word
+    peers.note(beat(3, state=LEFT, because="rank 2 (pid 9 on far) died"), 0)
+    assert peers.verdict(0).report == "rank 2 (pid 9 on far) died (found by rank 3)"
+
+
+@pytest.mark.parametrize(
+    "state, exit_code, words",
+    [(FAILED, 1, "failed with ValueError: x"), (INTERRUPTED, 130, "interrupted"), (TERMINATED, 143, "terminated")],
+)
+def test_what_peers_say_on_leaving(state, exit_code, words):
+    peers = book()
+    peers.note(beat(1, state=state, because="ValueError: x"), 0)
+    assert peers.verdict(0).exit_code == exit_code and words in peers.verdict(0).report
+
+
+def test_a_rank_that_ended_cleanly_is_not_dead():
+    peers = book()
+    peers.note(beat(1, state="done", process=dataclasses.replace(HERE, started="1")), 0)
+    assert peers.verdict(90) is None
+
+
+def test_hang_needs_every_rank_to_stand_still():
+    peers = book()
+    for now in range(0, 300, 10):
+        peers.note(beat(1, counter=now, progress=min(now, 150)), now)
+        verdict = peers.verdict(now)
+        assert (verdict is None) == (now <= 250)
+    assert "no rank made progress" in verdict.report and "is in: generation step 3" in verdict.report
+    peers.note_own(beat(0, HERE, progress=1), 300)
+    peers.note(beat(1, counter=300, progress=150), 300)
+    assert peers.verdict(300) is None
+
+
+def test_silent_since_counts_only_running_ranks_elsewhere():
+    peers = book()
+    peers.note(beat(1), 0)
+    peers.note(beat(2, HERE), 0)
+    peers.note(beat(3, state=TERMINATED), 0)
+    peers.note(beat(4, counter=1), 5)
+    assert [b.rank for b in peers.silent_since(2)] == [1]
+
+
+# ---- real processes over a real store
+
+
+def work(rank, world, store_port, gloo_port, folder, case, limits):
+    """One rank: blocked in C++ in a gloo receive whose sender never sends, unless the case says otherwise."""
+    sys.stderr.flush()
+    os.dup2(os.open(f"{folder}/stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    from rlhfuse.monitor.watchdog import Watchdog
+
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{gloo_port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    store = dist.TCPStore("127.0.0.1", store_port, timeout=datetime.timedelta(seconds=5))
+    with Watchdog(store, rank, world, limits) as watchdog:
+        watchdog.progress(f"generation step {10 + rank}")
+        dist.barrier()
+        open(f"{folder}/ready{rank}", "w").close()
+        if case == "clean" and rank == 1:
+            return
+        if case == "fails" and rank == 2:
+            time.sleep(0.5)
+            raise ValueError("reward is NaN")
+        if case == "clean":
+            time.sleep(2)
+        elif rank < 2:
+            dist.recv(torch.zeros(1), src=1 - rank)  # never sent: both wait for each other
+        else:
+            time.sleep(600)
+
+
+class Job:
+    """Ranks as spawned processes, and the store that a launcher would host."""
+
+    def __init__(self, folder, case, world=3, limits=Limits(interval_seconds=0.2)):
+        import torch.distributed as dist
+
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            gloo_port = one.getsockname()[1]
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.folder = folder
+        context = multiprocessing.get_context("forkserver")  # loads torch once, not once per rank
+        context.set_forkserver_preload(["torch.distributed", "rlhfuse.monitor.watchdog"])
+        arguments = (world, self.store.port, gloo_port, str(folder), case, limits)
+        self.ranks = [context.Process(target=work, args=(rank, *arguments)) for rank in range(world)]
+        for process in self.ranks:
+            process.start()
+
+    def wait_ready(self):
+        deadline = time.monotonic() + 90
+        while not all((self.folder / f"ready{rank}").exists() for rank in range(len(self.ranks))):
+            assert time.monotonic() < deadline, [self.stderr(rank) for rank in range(len(self.ranks))]
+            time.sleep(0.05)
+        time.sleep(0.5)  # into the receive
+
+    def stderr(self, rank):
+        file = self.folder / f"stderr{rank}"
+        return file.read_text() if file.exists() else ""
+
+    def exit_codes(self, ranks, seconds=20):
+        for rank in ranks:
+            self.ranks[rank].join(seconds)
+        return [self.ranks[rank].exitcode for rank in ranks]
+
+    def close(self):
+        for process in self.ranks:
+            process.kill()
+            process.join()
+
+
+@pytest.fixture
+def job(tmp_path):
+    jobs = []
+
+    def start(case, **kwargs):
+        jobs.append(Job(tmp_path, case, **kwargs))
+        jobs[-1].wait_ready()
+        return jobs[-1]
+
+    yield start
+    for one in jobs:
+        one.close()
+
+
+def test_killed_rank_is_named_by_ranks_blocked_in_gloo(job):
+    running = job("blocked")
+    os.kill(running.ranks[2].pid, signal.SIGKILL)
+    started = time.monotonic()
+    assert running.exit_codes([0, 1]) == [1, 1]
+    assert time.monotonic() - started < 10
+    for rank in (0, 1):
+        text = running.stderr(rank)
+        assert f"rank 2 (pid {running.ranks[2].pid} on {socket.gethostname()}) died" in text
+        assert "last seen in: generation step 12" in text
+        assert f"this is rank {rank}, which was in: generation step {10 + rank}" in text
+
+
+def test_rank_that_raises_is_named_with_its_error(job):
+    running = job("fails")
+    assert running.exit_codes([0, 1, 2]) == [1, 1, 1]
+    assert "rank 2" in running.stderr(0) and "failed with ValueError: reward is NaN" in running.stderr(0)
+    assert "ValueError: reward is NaN" in running.stderr(2) and "watchdog:" not in running.stderr(2)
+
+
+def test_stopped_rank_is_silent_and_found(job):
+    """SIGSTOP stands in for a host that vanished: the pid is there, the heartbeat is not."""
+    running = job("blocked", limits=Limits(watchdog_seconds=2, interval_seconds=0.2))
+    os.kill(running.ranks[2].pid, signal.SIGSTOP)
+    assert running.exit_codes([0, 1]) == [1, 1]
+    assert "died: silent for" in running.stderr(0)
+
+
+def test_sigterm_ends_a_blocked_rank_with_143(job):
+    running = job("blocked")
+    for process in running.ranks:
+        process.terminate()
+    assert running.exit_codes([0, 1, 2]) == [143, 143, 143]
+    assert "terminated" in running.stderr(0) and "this is rank 0, which was in: generation step 10" in running.stderr(0)
+    assert not any("died" in running.stderr(rank) for rank in range(3))
+
+
+def test_sigterm_after_a_death_names_the_dead(job):
+    """What torchrun does: a rank dies, then the others get SIGTERM; heartbeats are too slow to have noticed."""
+    running = job("blocked", limits=Limits(interval_seconds=60))
+    os.kill(running.ranks[2].pid, signal.SIGKILL)
+    running.ranks[2].join()
+    for process in running.ranks[:2]:
+        process.terminate()
+    assert running.exit_codes([0, 1]) == [1, 1]
+    assert all("died; last seen in: " in running.stderr(rank) for rank in (0, 1))
+
+
+def test_hang_prints_where_every_rank_is(job):
+    running = job("blocked", limits=Limits(hang_seconds=3, interval_seconds=0.2))
+    assert running.exit_codes([0, 1, 2]) == [1, 1, 1]
+    for rank in range(3):  # who is told by another rank prints the same list
+        text = running.stderr(rank)
+        assert "no rank made progress for" in text
+        assert all(f"is in: generation step {10 + other}" in text for other in range(3)), text
+
+
+def test_lost_store_ends_the_job(job):
+    running = job("blocked")
+    running.store = None  # the launcher's store goes with its last reference
+    assert running.exit_codes([0, 1, 2]) == [1, 1, 1]
+    assert any("launcher has died" in running.stderr(rank) for rank in range(3))
+
+
+def test_clean_end_is_quiet(job):
+    running = job("clean")
+    assert running.exit_codes([0, 1, 2]) == [0, 0, 0]
+    assert not any("watchdog:" in running.stderr(rank) for rank in range(3))

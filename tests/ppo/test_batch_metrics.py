@@ -1,0 +1,43 @@
+"""The batch's own metrics on numbers that can be checked by eye."""
+
+import pytest
+import torch
+
+from rlhfuse.config import AlgorithmConfig
+from rlhfuse.ppo.advantage import add_advantages, add_token_rewards
+from rlhfuse.ppo.metrics import balance_metrics, batch_metrics
+from rlhfuse.ppo.rollout import Rollout, RolloutBatch
+
+
+def test_batch_metrics():
+    old, ref = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0])
+    rollouts = [
+        Rollout(0, (1, 1, 1), (2, 2), old, "stop", ref, torch.zeros(2), 1.0),
+        Rollout(1, (1,), (2,), old[:1], "length", ref[:1], torch.ones(1), 3.0),
+    ]
+    algorithm = AlgorithmConfig(kl_coef=0.1, gamma=1.0, lam=1.0)
+    batch = add_advantages(add_token_rewards(RolloutBatch.from_rollouts(rollouts), algorithm), algorithm)
+    metrics = batch_metrics(batch, algorithm)
+    expected = {
+        "critic/score/mean": 2.0,
+        "critic/rewards/max": 2.95,
+        "critic/rewards/min": 0.95,
+        "critic/returns/max": 2.95,
+        "critic/values/mean": 1 / 3,
+        "response_length/mean": 1.5,
+        "response_length/clip_ratio": 0.5,
+        "prompt_length/max": 3.0,
+        "actor/ref_kl": 1 / 3,
+        "actor/kl_coef": 0.1,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    assert metrics["critic/advantages/mean"] == pytest.approx(0, abs=1e-6)
+
+
+def test_balance_metrics():
+    assert balance_metrics([9, 8, 1, 2], [[0, 2], [1, 3]]) == {
+        "global_seqlen/min": 3,
+        "global_seqlen/max": 17,
+        "global_seqlen/balanced_min": 10,
+        "global_seqlen/balanced_max": 10,
+    }

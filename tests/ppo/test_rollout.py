@@ -1,0 +1,121 @@
+"""Rollouts: bytes are exact, packing aligns predictions with responses, cuts keep samples whole."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfuse.errors import InputError
+from rlhfuse.ppo.rollout import Rollout, RolloutBatch, pack_rollouts, unpack_rollouts
+
+
+def make_rollout(sample_id, prompt, response, scored=True, reason="stop"):
+    """Tokens are 1000 * sample + position, so that every token says where it belongs."""
+    numbers = torch.arange(response, dtype=torch.float32) + 10 * sample_id
+    rollout = Rollout(
+        sample_id,
+        tuple(1000 * sample_id + i for i in range(prompt)),
+        tuple(1000 * sample_id + prompt + i for i in range(response)),
+        numbers,
+        reason,
+    )
+    return rollout.with_scores(numbers + 0.25, numbers + 0.5, 0.1 * sample_id) if scored else rollout
+
+
+def make_batch(shapes, **kwargs):
+    return RolloutBatch.from_rollouts([make_rollout(i, p, r, **kwargs) for i, (p, r) in enumerate(shapes)])
+
+
+shapes = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=1, max_size=8)
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(
+    sample_id=st.integers(0, 2**63 - 1),
+    logprobs=st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=20),
+    reason=st.sampled_from(["stop", "length", "gelöscht"]),
+    parts=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+)
+def test_bytes_are_exact_and_join(sample_id, logprobs, reason, parts):
+    array = torch.tensor(logprobs, dtype=torch.float32)
+    rollout = Rollout(sample_id, (5, 2**31 - 1), tuple(range(len(array))), array, reason)
+    scored = rollout.with_scores(array if parts[0] else None, -array if parts[1] else None, 0.1 if parts[2] else None)
+    back = Rollout.from_bytes(scored.to_bytes())
+    for field in dataclasses.fields(Rollout):
+        a, b = getattr(scored, field.name), getattr(back, field.name)
+        same = a is b or (a.numpy().tobytes() == b.numpy().tobytes() if isinstance(a, torch.Tensor) else a == b)
+        assert same, field.name
+    assert scored.scored == all(parts)
+    joined = unpack_rollouts(pack_rollouts([rollout, scored]))
+    assert [r.to_bytes() for r in joined] == [rollout.to_bytes(), scored.to_bytes()]
+
+
+def test_rollout_refuses_what_does_not_fit():
+    with pytest.raises(InputError, match="sample 3: old_logprobs has shape"):
+        Rollout(3, (1,), (2, 3), torch.zeros(1), "stop")
+    with pytest.raises(InputError, match="at least one of each"):
+        Rollout(3, (1,), (), torch.zeros(0), "stop")
+    with pytest.raises(InputError, match="values has shape"):
+        make_rollout(1, 2, 3).with_scores(values=torch.zeros(4))
+
+
+def test_alignment_of_prediction_and_response():
+    """Response token j at position P+j is predicted by position P+j-1."""
+    batch = make_batch([(3, 2), (1, 3)])
+    assert batch.tokens.tolist() == [0, 1, 2, 3, 4, 1000, 1001, 1002, 1003]
+    assert batch.cu_seqlens.tolist() == [0, 5, 9] and batch.cu_seqlens.dtype == torch.int32
+    assert batch.response_index.tolist() == [3, 4, 6, 7, 8]
+    assert batch.prediction_index.tolist() == [2, 3, 5, 6, 7]
+    assert batch.response_lengths.tolist() == [2, 3] and batch.response_tokens == 5
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(shapes=shapes, data=st.data())
+def test_select_equals_packing_the_chosen_samples(shapes, data):
+    batch = make_batch(shapes)
+    chosen = data.draw(st.permutations(range(len(shapes))))[: data.draw(st.integers(1, len(shapes)))]
+    cut = batch.select(chosen)
+    assert cut.sample_ids.tolist() == chosen
+    for row, sample in enumerate(chosen):
+        a, b = cut.cu_seqlens[row : row + 2].tolist()
+        alone = make_batch(shapes).select([sample])
+        assert cut.tokens[a:b].tolist() == alone.tokens.tolist()
+        assert cut.tokens[a].item() == 1000 * sample
+    assert (cut.tokens[cut.response_index] // 1000).tolist() == [s for s in chosen for _ in range(shapes[s][1])]
+    assert torch.equal(cut.ref_logprobs, cut.old_logprobs + 0.25)
+    assert torch.equal(cut.values, cut.old_logprobs + 0.5)
+    inside = cut.tokens[cut.response_index] % 1000 - torch.repeat_interleave(cut.prompt_lengths, cut.response_lengths)
+    expected = inside + 10 * (cut.tokens[cut.response_index] // 1000)
+    assert torch.equal(cut.old_logprobs, expected.float())
+    assert cut.advantages is None
+
+
+def test_packing_needs_sorted_and_complete_samples():
+    with pytest.raises(InputError, match="sorted by sample id"):
+        RolloutBatch.from_rollouts([make_rollout(2, 1, 1), make_rollout(1, 1, 1)])
+    with pytest.raises(InputError, match="sorted by sample id"):
+        RolloutBatch.from_rollouts([])
+    with pytest.raises(InputError, match="sample 2 has no ref_logprobs"):
+        RolloutBatch.from_rollouts([make_rollout(1, 1, 1), make_rollout(2, 1, 1, scored=False)])
+
+
+def test_digest_sees_every_bit_of_what_was_generated():
+    batch = make_batch([(3, 2), (1, 3)])
+    assert batch.digest() == make_batch([(3, 2), (1, 3)]).digest()
+    assert batch.digest() == batch.with_fields(values=batch.values + 1).digest()  # scores are not part of it
+    flipped = batch.old_logprobs.clone()
+    flipped[0] = -0.0  # was +0.0: equal as a number, another bit
+    assert batch.digest() != batch.with_fields(old_logprobs=flipped).digest()
+    assert batch.digest() != batch.with_fields(tokens=batch.tokens + 1).digest()
+    assert batch.digest() != make_batch([(2, 3), (1, 3)]).digest()  # same tokens, other border
+
+
+def test_steps_return_new_objects_and_numpy_is_accepted():
+    batch = make_batch([(1, 1)])
+    assert batch.with_fields(returns=torch.ones(1)).returns is not None and batch.returns is None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        batch.returns = torch.ones(1)
+    assert Rollout(1, [1], [2], np.array([-0.5]), "length").truncated

@@ -1,0 +1,47 @@
+"""Values shared by the simulator's tests: a linear cost model, limits, lengths and hypothesis strategies."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from rlhfuse.simulator.generation import InstanceLimits
+from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.measured import Line, MeasuredCost
+
+
+def linear_cost(swap_in: float = 0.5, score_token: float = 1e-3) -> MeasuredCost:
+    """A step costs 10 ms + 1 ms per sequence; a scored token 1 ms; times are easy to add by hand."""
+    return MeasuredCost(
+        decode=Line(10e-3, (1e-3, 1e-6)),
+        prefill=Line(2e-3, (1e-4, 0.0)),
+        score=Line(5e-3, (score_token, 0.0)),
+        migration=Line(1e-3, (1e-9,)),
+        swap_in=swap_in,
+    )
+
+
+def limits(**changes) -> InstanceLimits:
+    base = dict(
+        max_sequences=64,
+        kv_capacity_bytes=64 * 300 * 100.0,
+        kv_bytes_per_token=100.0,
+        block_tokens=16,
+        bs_max=8,
+        max_prompt_tokens=100,
+        max_output_tokens=200,
+        score_tokens=256,
+    )
+    return InstanceLimits(**{**base, **changes})
+
+
+def long_tail(samples: int, seed: int = 0, longest: int = 200) -> SampleLengths:
+    generator = np.random.default_rng(seed)
+    output = np.clip(np.exp(generator.normal(np.log(20), 1.0, samples)), 1, longest).astype(int)
+    prompt = generator.integers(1, 100, samples)
+    return SampleLengths(tuple(map(int, prompt)), tuple(map(int, output)))
+
+
+def lengths_strategy(most: int = 24):
+    pairs = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 80)), min_size=1, max_size=most)
+    return pairs.map(lambda rows: SampleLengths(tuple(p for p, _ in rows), tuple(o for _, o in rows)))

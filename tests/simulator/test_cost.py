@@ -1,0 +1,194 @@
+"""The roofline's limits, its bytes counted by hand, BS_max, and the fit of measured costs."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sim_helpers import linear_cost
+
+from rlhfuse.errors import InputError
+from rlhfuse.simulator.cost import AnalyticCost, JobCost, largest_flat_batch
+from rlhfuse.simulator.hardware import hardware_by_name, known_hardware
+from rlhfuse.simulator.measured import (
+    BytesObservation,
+    DecodeObservation,
+    Line,
+    MeasuredCost,
+    TokensObservation,
+    load_measured_cost,
+    save_measured_cost,
+)
+from rlhfuse.spec import ModelSpec, ParallelLayout
+
+LLAMA_13B = ModelSpec("llama", 40, 5120, 40, 40, 128, 13824, 32000, 4096)
+H800 = hardware_by_name("h800")
+
+
+def cost(layout: str = "d1t8p1", scalar: bool = False) -> AnalyticCost:
+    return AnalyticCost(LLAMA_13B, ParallelLayout.parse(layout), H800, 2, scalar)
+
+
+def test_a_small_decode_batch_is_flat_and_a_large_one_is_not():
+    one = cost().decode_step_seconds(1, 200)
+    assert cost().decode_step_seconds(2, 400) == pytest.approx(one, rel=0.02)
+    assert cost().decode_step_seconds(512, 512 * 200) > 2 * one
+
+
+def test_a_long_forward_runs_at_the_peak_rate():
+    """4096 tokens of the 13B: 2 x parameters x tokens + 4 h x pairs per layer, over 8 devices, plus all-reduces."""
+    tokens = 4096
+    per_layer = 2 * LLAMA_13B.layer_parameters * tokens + 4 * 5120 * tokens * (tokens + 1) / 2
+    head = 2 * 5120 * 32000 * tokens
+    compute = (40 * per_layer + head) / (8 * H800.flops)
+    reduce = 40 * 2 * (2 * 7 / 8) * tokens * 5120 * 2 / H800.node_link_bandwidth
+    assert cost().forward_seconds(tokens) == pytest.approx(compute + reduce)
+
+
+def test_no_all_reduce_on_one_rank_and_the_floor_of_small_work():
+    single = AnalyticCost(LLAMA_13B, ParallelLayout.parse("d1t1p1"), H800, 2, scalar_head=True)
+    tiny = ModelSpec("llama", 4, 64, 4, 4, 16, 128, 256, 512)
+    floor = AnalyticCost(tiny, ParallelLayout.parse("d1t1p1"), H800, 2, scalar_head=True)
+    assert floor.decode_step_seconds(1, 10) == pytest.approx(4 * H800.launch_seconds)
+    weights = LLAMA_13B.layer_parameters * 2 * 40 / H800.memory_bandwidth
+    assert single.decode_step_seconds(1, 0) == pytest.approx(weights)
+
+
+def test_packing_costs_less_than_one_long_sequence():
+    assert cost().forward_seconds(4096, 16) < cost().forward_seconds(4096, 1)
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(st.integers(1, 400), st.integers(0, 200_000), st.integers(1, 50))
+def test_work_never_gets_cheaper_as_it_grows(batch, context, more):
+    assert cost().decode_step_seconds(batch + more, context) >= cost().decode_step_seconds(batch, context)
+    assert cost().decode_step_seconds(batch, context + more) >= cost().decode_step_seconds(batch, context)
+    assert cost().prefill_seconds(batch + more, 1) >= cost().prefill_seconds(batch, 1)
+
+
+def test_weights_over_all_ranks_are_the_model():
+    for layout, scalar in (("d1t1p1", False), ("d1t1p1", True), ("d1t2p1", False)):
+        made = cost(layout, scalar)
+        assert made.rank_parameters() * made.layout.tp == LLAMA_13B.parameters(scalar)
+    fullest = 10 * LLAMA_13B.layer_parameters + LLAMA_13B.embedding_parameters + LLAMA_13B.hidden
+    assert cost("d1t1p4").rank_parameters() == fullest  # the last stage: layers, norm and output layer
+    assert cost("d1t1p4").weights_bytes() == 2 * fullest
+    assert cost("d4t1p1").optimizer_bytes() == 3 * LLAMA_13B.parameters()  # 12 bytes over 4 ranks
+    assert cost("d1t1p1").gradient_bytes() == 4 * LLAMA_13B.parameters()
+
+
+def test_stage_costs_split_the_forward():
+    made = cost("d1t8p4").stage_costs(2048, 4)
+    whole = cost("d1t8p1").forward_seconds(2048, 4)
+    assert sum(made.forward) == pytest.approx(whole * 1e6, abs=4)
+    assert made.backward == tuple(2 * ticks for ticks in made.forward)
+    assert made.forward[0] == made.forward[1] < made.forward[3]
+    scalar = cost("d1t8p4", scalar=True).stage_costs(2048, 4)
+    assert scalar.forward[3] == scalar.forward[0] and scalar.activation[3] == scalar.activation[0]
+
+
+def test_bs_max_is_the_edge_of_ten_percent():
+    costs = linear_cost()  # a step: 10 ms + 1 ms per sequence + 1 us per context token
+    assert largest_flat_batch(costs, 0, 64) == 2  # 11 ms x 1.1 = 12.1 ms
+    assert largest_flat_batch(costs, 0, 64, tolerance=1.0) == 12
+    assert largest_flat_batch(costs, 0, 5, tolerance=1.0) == 5
+    job = JobCost(cost(), (cost(),))
+    edge = largest_flat_batch(job, 300, 256)
+    allowed = 1.1 * job.decode_step_seconds(1, 300)
+    assert job.decode_step_seconds(edge, edge * 300) <= allowed < job.decode_step_seconds(edge + 1, (edge + 1) * 300)
+
+
+def test_smaller_inference_replicas_share_the_batch():
+    small, large = JobCost(cost(), (cost("d1t4p1", True),)), JobCost(cost(), (cost("d1t8p1", True),))
+    assert small.score_seconds(8192, 32) < large.score_seconds(8192, 32)  # the same devices, fewer all-reduces
+    assert small.score_seconds(300, 1) > large.score_seconds(300, 1)  # one sequence cannot be shared
+    with pytest.raises(InputError, match="tp\\(3\\) does not divide a generation instance of tp\\(8\\)"):
+        JobCost(cost(), (cost("d1t3p1"),))
+
+
+def test_hardware_names():
+    assert set(known_hardware()) == {"cpu", "a100", "h100", "h800", "h200"}
+    assert hardware_by_name("auto").name == "cpu" and hardware_by_name("auto", "cuda").name == "h100"
+    with pytest.raises(InputError, match="'b200' is not known; use auto or one of cpu, a100"):
+        hardware_by_name("b200")
+
+
+def observe(costs: MeasuredCost, noise: float, seed: int = 0):
+    """What a job that runs at `costs` would measure."""
+    generator = np.random.default_rng(seed)
+
+    def jitter(seconds: float) -> float:
+        return seconds * (1 + noise * float(generator.standard_normal()))
+
+    decode, prefill, score, migration = [], [], [], []
+    for _ in range(200):
+        batch, context = int(generator.integers(1, 64)), int(generator.integers(50, 20_000))
+        decode.append(DecodeObservation(batch, context, jitter(costs.decode_step_seconds(batch, context))))
+        tokens, sequences = int(generator.integers(10, 4000)), int(generator.integers(1, 32))
+        prefill.append(TokensObservation(tokens, sequences, jitter(costs.prefill_seconds(tokens, sequences))))
+        score.append(TokensObservation(tokens, sequences, jitter(costs.score_seconds(tokens, sequences))))
+        volume = int(generator.integers(1, 10**8))
+        migration.append(BytesObservation(volume, jitter(costs.migration_seconds(volume))))
+    return decode, prefill, score, migration, [jitter(costs.swap_in_seconds()) for _ in range(9)]
+
+
+def test_fit_recovers_the_costs():
+    true = linear_cost()
+    exact = MeasuredCost.fit(*observe(true, noise=0.0))
+    assert exact.decode.constant == pytest.approx(10e-3) and exact.decode.slopes == pytest.approx((1e-3, 1e-6))
+    assert exact.migration.constant == pytest.approx(1e-3) and exact.swap_in == pytest.approx(0.5)
+    noisy = MeasuredCost.fit(*observe(true, noise=0.05))
+    for batch, context in ((1, 100), (16, 4000), (60, 15_000)):
+        expected = true.decode_step_seconds(batch, context)
+        assert noisy.decode_step_seconds(batch, context) == pytest.approx(expected, rel=0.1)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(1, 64), st.integers(1, 5000), st.floats(0, 1)), min_size=1, max_size=12))
+def test_a_fit_is_non_negative_and_no_worse_than_a_constant(rows):
+    line = Line.fit([row[:2] for row in rows], [row[2] for row in rows])
+    assert line.constant >= 0 and min(line.slopes) >= 0
+    seconds = [row[2] for row in rows]
+    mean = sum(seconds) / len(seconds)
+    error = math.fsum((line(*row[:2]) - row[2]) ** 2 for row in rows)
+    assert error <= math.fsum((mean - value) ** 2 for value in seconds) * (1 + 1e-6) + 1e-12
+
+
+def test_one_observation_is_enough_and_none_is_not():
+    one = MeasuredCost.fit(
+        [DecodeObservation(4, 400, 0.02)],
+        [TokensObservation(100, 4, 0.01)],
+        [TokensObservation(100, 4, 0.03)],
+        [BytesObservation(1000, 0.001)],
+        [0.2],
+    )
+    assert one.decode_step_seconds(4, 400) == pytest.approx(0.02)
+    with pytest.raises(InputError, match="no migration observation"):
+        MeasuredCost.fit(*observe(linear_cost(), 0.0)[:3], [], [0.1])
+    with pytest.raises(InputError, match="seconds must be finite"):
+        MeasuredCost.fit(*observe(linear_cost(), 0.0)[:4], [float("nan")])
+
+
+def test_measured_costs_print_save_and_load(tmp_path):
+    costs = MeasuredCost.fit(*observe(linear_cost(), noise=0.05))
+    assert "decode step" in str(costs) and "x batch" in str(costs)
+    save_measured_cost(costs, tmp_path / "measured.json")
+    assert load_measured_cost(tmp_path / "measured.json") == costs
+    assert [file.name for file in tmp_path.iterdir()] == ["measured.json"]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"version": 2}, "version is 2"),
+        ({"swap_in": "soon"}, "swap_in|no number"),
+        ({"decode": {"constant": 1.0, "slopes": [1.0]}}, "decode needs a constant and 2 slopes"),
+        ({"score": {"constant": -1.0, "slopes": [1.0, 0.0]}}, "finite and >= 0"),
+    ],
+)
+def test_bad_cost_files_are_refused(change, message):
+    with pytest.raises(InputError, match=message):
+        MeasuredCost.from_dict({**linear_cost().to_dict(), **change}, "measured.json")

@@ -1,0 +1,113 @@
+"""Reading lengths: every kind of file, every way to be wrong, and the percentiles."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhfuse.errors import InputError
+from rlhfuse.simulator.lengths import SampleLengths, load_lengths
+
+TRACES = Path(__file__).resolve().parents[2] / "../shared/data/traces"
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_csv_columns_by_name_or_known(tmp_path):
+    file = write(tmp_path / "a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens,other\nx,5,7,1\ny,6,8.0,2\n")
+    read = load_lengths(file)
+    assert (read.lengths.prompt, read.lengths.output) == ((5, 6), (7, 8))
+    assert (read.prompt_column, read.output_column) == ("ContextTokens", "GeneratedTokens")
+    assert load_lengths(f"{file}:other", prompt_column="GeneratedTokens").lengths == SampleLengths((7, 8), (1, 2))
+
+
+def test_jsonl_and_no_prompt_column(tmp_path):
+    file = write(tmp_path / "a.jsonl", '{"response_length": 4}\n\n{"response_length": 9}\n')
+    read = load_lengths(file, default_prompt=33)
+    assert read.lengths == SampleLengths((33, 33), (4, 9)) and read.prompt_column is None
+
+
+def test_a_past_run(tmp_path):
+    rows = [
+        {"iteration": 1, "lengths/prompt": [3, 4], "lengths/output": [10, 20], "critic/score/mean": 0.5},
+        {"event": "restart"},
+        {"iteration": 2, "lengths/prompt": [5], "lengths/output": [30]},
+    ]
+    file = write(tmp_path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    assert load_lengths(file).lengths == SampleLengths((3, 4, 5), (10, 20, 30))
+
+
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    table = pyarrow.table({"prompt_tokens": [1, 2], "output_tokens": [3, 4]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert load_lengths(tmp_path / "a.parquet").lengths == SampleLengths((1, 2), (3, 4))
+    (tmp_path / "b.parquet").write_text("no parquet")
+    with pytest.raises(InputError, match="not valid parquet"):
+        load_lengths(tmp_path / "b.parquet")
+
+
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("a.csv", "x,y\n1,2\n", "no known column of output lengths; name it as FILE:COLUMN; found: x, y"),
+        ("a.csv", "output_length\n4\n-3\n", "line 3: output_length is -3; at least 1"),
+        ("a.csv", "output_length\n4\nmany\n", "line 3: output_length is 'many'; a whole number"),
+        ("a.csv", "output_length\n4.5\n", "line 2: output_length is '4.5'"),
+        ("a.csv", "output_length\n0\n", "at least 1"),
+        ("a.csv", "output_length\n", "no row"),
+        ("a.csv", "output_length,prompt_length\n4,-1\n", "prompt_length is -1; at least 0"),
+        ("a.jsonl", '{"output_length": 4}\n{"output_length": }\n', "line 2: not valid JSON"),
+        ("a.jsonl", "[4]\n", "line 1: an object is needed"),
+        ("a.jsonl", '{"output_length": true}\n', "line 1: output_length is True"),
+        ("a.jsonl", '{"lengths/output": [4, 5], "lengths/prompt": [1]}\n', "1 values of lengths/prompt but 2"),
+        ("a.txt", "4\n", ".csv, .jsonl and .parquet"),
+    ],
+)
+def test_bad_files_name_the_place(tmp_path, name, text, message):
+    with pytest.raises(InputError, match=message.replace("[", "\\[")):
+        load_lengths(write(tmp_path / name, text))
+
+
+def test_missing_file_and_column(tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        load_lengths(tmp_path / "none.csv")
+    file = write(tmp_path / "a.csv", "output_length\n4\n")
+    with pytest.raises(InputError, match="no column 'tokens'; found: output_length"):
+        load_lengths(f"{file}:tokens")
+    with pytest.raises(InputError, match="no column 'p'; found"):
+        load_lengths(file, prompt_column="p")
+
+
+def test_percentiles_are_samples():
+    lengths = SampleLengths((1,) * 1000, tuple(range(1, 1001)))
+    assert lengths.percentiles() == {"p50": 500, "p90": 900, "p99": 990, "p999": 999, "max": 1000}
+    assert SampleLengths((1,), (7,)).percentiles() == dict.fromkeys(("p50", "p90", "p99", "p999", "max"), 7)
+
+
+def test_clipping_is_counted():
+    clipped = SampleLengths((5, 50, 50), (5, 5, 500)).clip(10, 100)
+    assert clipped == SampleLengths((5, 10, 10), (5, 5, 100), clipped=1, clipped_prompts=2)
+
+
+def test_draws_repeat_with_the_seed():
+    lengths = SampleLengths(tuple(range(100)), tuple(range(1, 101)))
+    batches = lengths.draw(20, 2, seed=3)
+    assert batches == lengths.draw(20, 2, seed=3) != lengths.draw(20, 2, seed=4)
+    assert batches[0] != batches[1]
+    assert all(output == prompt + 1 for b in batches for prompt, output in zip(b.prompt, b.output))
+
+
+def test_real_traces_have_the_published_tail():
+    file = TRACES / "azure2023_conv.csv"
+    if not file.exists():
+        pytest.skip("shared/data/traces is not beside this checkout")
+    marks = load_lengths(file).lengths.percentiles()
+    assert (marks["p50"], marks["p999"]) == (129, 954)

@@ -1,0 +1,143 @@
+"""The plan: what it decides, that it saves and loads, and which files it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from sim_helpers import linear_cost, long_tail
+from test_layouts import SPECS, config
+
+from rlhfuse.errors import InputError
+from rlhfuse.schedule.builders import serial_1f1b
+from rlhfuse.schedule.io import save_schedule
+from rlhfuse.simulator.hardware import hardware_by_name
+from rlhfuse.simulator.layouts import batch_arithmetic, check_layouts
+from rlhfuse.simulator.measured import save_measured_cost
+from rlhfuse.simulator.planner import load_plan, make_plan, plan_run, save_plan, task_costs, training_problem
+from rlhfuse.simulator.threshold import save_threshold
+
+
+def run(**keys):
+    """The four-rank run with no search time to speak of."""
+    return config(**{"fusion__search_seconds": 0.2, **keys})
+
+
+def problem_of(made):
+    tasks = check_layouts(made, SPECS, 4)
+    costs = task_costs(made, SPECS, tasks, hardware_by_name("cpu"))
+    return training_problem(costs, batch_arithmetic(made, tasks), 384)
+
+
+def test_a_plan_says_what_and_why():
+    plan = make_plan(run(), SPECS, 4)
+    assert plan.threshold_samples is None and plan.threshold is None
+    assert plan.seconds.gen_infer_fused == plan.seconds.gen_infer_serial  # no tail is known yet
+    assert plan.seconds.training_fused < plan.seconds.training_serial
+    assert plan.schedule.lower_bound_seconds <= plan.schedule.makespan_seconds
+    text = plan.render()
+    for words in ("16 prompts x 4 copies = 64 samples", "actor_train", "d1t1p4", "upper bounds", "lower bound"):
+        assert words in text
+    assert max(len(line) for line in text.splitlines()) < 200
+
+
+def test_lengths_give_a_threshold():
+    plan = make_plan(run(), SPECS, 4, lengths=long_tail(500, longest=256))
+    assert plan.threshold is not None and plan.threshold_samples == plan.threshold.threshold
+    assert plan.threshold.samples == 64 and plan.threshold.instances == 4
+    assert plan.seconds.gen_infer_fused <= plan.seconds.gen_infer_serial
+
+
+def test_the_plan_round_trips(tmp_path):
+    for lengths in (None, long_tail(64)):
+        plan = make_plan(run(), SPECS, 4, lengths=lengths)
+        save_plan(plan, tmp_path / "plan.json")
+        assert load_plan(tmp_path / "plan.json") == plan
+
+
+def test_memory_by_hand():
+    """float32 on 4 ranks: the actor is cut in 4 stages, the critic in 2, generation copies whole."""
+    plan = make_plan(run(), SPECS, 4)
+    generation, inference, training = plan.memory
+    whole, layer = SPECS["actor"].parameters(), SPECS["actor"].layer_parameters
+    actor_stage = 2 * layer + 512 * 64 + 64  # the last: layers, output layer and norm
+    critic_stage = 4 * layer + 512 * 64  # the first: layers and embedding
+    trained = 4 * (actor_stage + critic_stage)
+    assert training.weights == trained and training.gradients == trained
+    assert training.optimizer == 8 * actor_stage + 8 * critic_stage // 2
+    assert generation.weights == trained + 4 * whole
+    assert generation.kv == 16 * 384 * SPECS["actor"].kv_bytes_per_token(4)
+    assert generation.host == 4 * (whole + 2 * SPECS["actor"].parameters(scalar_head=True))
+    assert inference.kv == 0 and training.activations == plan.schedule.peak_activation_bytes  # at full length
+    assert training.device == trained * 2 + training.optimizer + training.activations
+
+
+ROWS = ("generation", "reference_inference", "reward_inference", "critic_inference")
+ONE_INSTANCE = {f"parallel__{row}": "d1t4p1" for row in ROWS}
+
+
+@pytest.mark.parametrize(
+    "keys, world, expected, reason",
+    [
+        ({"fusion__inter_stage": False}, 4, 0, "fusion.inter_stage is false"),
+        ({"fusion__threshold": "13"}, 4, 13, "R_t = 13: fusion.threshold says so"),
+        (ONE_INSTANCE, 4, 0, "one generation instance"),
+    ],
+)
+def test_threshold_from_the_config(keys, world, expected, reason):
+    plan = make_plan(run(**keys), SPECS, world)
+    assert plan.threshold_samples == expected
+    assert any(reason in sentence for sentence in plan.reasons)
+
+
+def test_threshold_file_is_used_and_checked(tmp_path):
+    made = make_plan(run(), SPECS, 4, lengths=long_tail(500)).threshold
+    file = tmp_path / "threshold.json"
+    save_threshold(made, file)
+    plan = make_plan(run(fusion__threshold_file=str(file)), SPECS, 4)
+    assert plan.threshold == made and plan.seconds.gen_infer_fused == made.fused_seconds
+    raw = made.to_dict()
+    for change, message in (
+        ({"instances": 8}, "made for 8 generation instances, this run has 4; calibrate again"),
+        ({"samples": 128}, "of 128 samples, this run has 64"),
+    ):
+        file.write_text(json.dumps({**raw, **change}))
+        with pytest.raises(InputError, match=message):
+            make_plan(run(fusion__threshold_file=str(file)), SPECS, 4)
+
+
+def test_schedule_file_is_used_and_checked(tmp_path):
+    file = tmp_path / "schedule.json"
+    save_schedule(file, serial_1f1b(problem_of(run())))
+    plan = make_plan(run(fusion__schedule=str(file)), SPECS, 4)
+    assert str(file) in plan.schedule.source
+    assert plan.schedule.makespan_seconds > make_plan(run(), SPECS, 4).schedule.makespan_seconds
+    assert plan_run(run(fusion__schedule=str(file)), SPECS, 4)[1].orders == serial_1f1b(problem_of(run())).orders
+    with pytest.raises(InputError, match="microbatches 4, this run has 8"):
+        make_plan(run(fusion__schedule=str(file), fusion__actor_microbatches=8), SPECS, 4)
+
+
+def test_serial_training_when_intra_stage_is_off():
+    plan = make_plan(run(fusion__intra_stage=False), SPECS, 4)
+    assert "fusion.intra_stage is false" in plan.schedule.source
+
+
+def test_profile_prices_generation(tmp_path):
+    save_measured_cost(linear_cost(swap_in=100.0), tmp_path / "profile.json")
+    plan = make_plan(run(fusion__profile=str(tmp_path / "profile.json")), SPECS, 4)
+    assert plan.seconds.gen_infer_serial > 100
+
+
+def test_memory_that_does_not_fit_is_said():
+    huge = {role: replace(spec, mlp=2_000_000) for role, spec in SPECS.items()}
+    plan = make_plan(run(), huge, 4)
+    assert any("DOES NOT FIT" in reason for reason in plan.reasons)
+
+
+def test_bad_plan_files_are_refused(tmp_path):
+    file = tmp_path / "plan.json"
+    for text, message in (("{", "not valid JSON"), ('{"version": 2}', "version 2 is unknown"), ("{}", "no plan.json")):
+        file.write_text(text)
+        with pytest.raises(InputError, match=message):
+            load_plan(file)

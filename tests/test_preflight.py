@@ -1,0 +1,145 @@
+"""Bad input gets one line that names the value and the fix, before anything is launched."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import write_checkpoint, write_run, write_tokenizer
+
+from rlhfuse.config import load_config
+from rlhfuse.errors import InputError
+from rlhfuse.preflight import prepare
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("good"))
+
+
+@pytest.fixture
+def folder(good, tmp_path):
+    """A copy of the good run that a test may damage."""
+    shutil.copytree(good.parent, tmp_path / "copy")
+    file = tmp_path / "copy" / "run.yaml"
+    file.write_text(file.read_text().replace(str(good.parent), str(tmp_path / "copy")))
+    return tmp_path / "copy"
+
+
+def refused(folder: Path, *overrides: str, world: int = 2) -> str:
+    with pytest.raises(InputError) as caught:
+        prepare(load_config(folder / "run.yaml", overrides), world)
+    return str(caught.value)
+
+
+def test_a_good_run_is_prepared(good):
+    prepared = prepare(load_config(good), 2)
+    assert len(prepared.prompts) == 12 and prepared.world_size == 2
+    assert prepared.prompts[0].tokens[0] == 1  # the tokenizer's own beginning-of-text token
+
+
+def test_a_missing_checkpoint(folder):
+    shutil.rmtree(folder / "reward")
+    assert "reward" in refused(folder) and "folder" in refused(folder)
+
+
+def test_a_half_written_checkpoint(folder):
+    file = folder / "actor" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert "half-written" in refused(folder) and str(file) in refused(folder)
+
+
+def test_a_checkpoint_without_its_weights(folder):
+    (folder / "actor" / "model.safetensors").unlink()
+    assert "model.safetensors is missing" in refused(folder)
+
+
+def test_a_checkpoint_of_another_shape_than_its_config(folder):
+    config = json.loads((folder / "actor" / "config.json").read_text())
+    (folder / "actor" / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
+    assert "gate_proj" in refused(folder)
+
+
+def test_a_reward_model_without_scalar_head(folder):
+    write_checkpoint(folder / "reward", seed=2)
+    assert "score.weight" in refused(folder) and "train_reward" in refused(folder)
+
+
+def test_a_tokenizer_that_does_not_fit(folder):
+    write_tokenizer(folder / "actor", words=300)
+    assert "302" in refused(folder) and "200" in refused(folder)
+
+
+def test_a_model_folder_without_tokenizer(folder):
+    (folder / "actor" / "tokenizer.json").unlink()
+    assert "actor.tokenizer" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    "override,words",
+    [
+        ("parallel.actor_train=d1t1p4", "dp(1) * tp(1) * pp(4) = 4 != world_size(2)"),
+        ("parallel.generation=d1t1p2", "pp(2) != 1"),
+        ("parallel.generation=d2t1p1@0-1", ""),
+        ("parallel.actor_train=d1p2", "d1t2p4"),
+        ("rollout.max_response_tokens=1000", "context(256)"),
+        ("algorithm.minibatches=3", "16 % 3 = 1"),
+        ("algorithm.minibatches=16", "micro-batches"),
+        ("fusion.threshold=17", "17 > 16"),
+        ("data.max_prompt_tokens=2", "prompts.jsonl:1"),
+        ("trainer.dtype=float16", "float32, bfloat16"),
+        ("fusion.schedule=/nowhere/schedule.json", "/nowhere/schedule.json"),
+        ("data.train_files=[/nowhere/p.jsonl]", "/nowhere/p.jsonl"),
+    ],
+)
+def test_settings_that_cannot_work(good, override, words):
+    if not words:  # a row that names all ranks is the default written out
+        prepare(load_config(good, [override]), 2)
+        return
+    assert words in refused(good.parent, override)
+
+
+def test_malformed_prompts_name_the_line(folder):
+    file = folder / "prompts.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines[:3], "{not json", *lines[4:]]) + "\n")
+    assert f"{file}:4" in refused(folder)
+    file.write_text("")
+    assert "no rows" in refused(folder)
+
+
+def test_a_schedule_for_other_layouts(good, tmp_path):
+    from rlhfuse.schedule.builders import serial_1f1b
+    from rlhfuse.schedule.io import save_schedule
+    from rlhfuse.schedule.problem import StageCosts, fused_problem
+    from rlhfuse.spec import ParallelLayout
+
+    four, two = StageCosts((1,) * 4, (2,) * 4, (1,) * 4), StageCosts((1, 1), (2, 2), (1, 1))
+    problem = fused_problem(ParallelLayout(1, 1, 4), ParallelLayout(2, 1, 2), 4, four, two)
+    save_schedule(tmp_path / "other.json", serial_1f1b(problem))
+    assert "other.json" in refused(good.parent, f"fusion.schedule={tmp_path / 'other.json'}")
+
+
+def test_an_output_folder_that_holds_a_run(folder):
+    (folder / "run").mkdir()
+    (folder / "run" / "metrics.jsonl").write_text("")
+    assert "holds a run" in refused(folder)
+
+
+def test_the_program_exits_with_2_and_one_line(good):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools/train_ppo.py"), "--config", str(good), "--dry-run", "trainer.iteration=3"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "error: argument 'trainer.iteration=3': unknown key trainer.iteration; did you mean trainer.iterations?"
+    ]

@@ -1,0 +1,92 @@
+"""Small random checkpoints in Hugging Face layout, for tests that need a model but no trained one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from rlhfuse.models.hf import expected_tensors
+from rlhfuse.spec import ModelSpec
+
+SHAPE = dict(
+    hidden_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    intermediate_size=96,
+    vocab_size=200,
+    max_position_embeddings=256,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    hidden_act="silu",
+    bos_token_id=1,
+    eos_token_id=2,
+    tie_word_embeddings=False,
+)
+
+
+def write_checkpoint(folder: Path, *, scalar_head: bool = False, seed: int = 0, model_type: str = "llama", **shape) -> Path:
+    """Write a random model; `shape` overrides SHAPE's fields."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[model_type]
+    task = "ForSequenceClassification" if scalar_head else "ForCausalLM"
+    config = {**SHAPE, **shape, "model_type": model_type, "architectures": [name + task], "torch_dtype": "float32"}
+    if scalar_head:
+        config |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "pad_token_id": 0}
+    (folder / "config.json").write_text(json.dumps(config))
+    spec = ModelSpec.from_config(folder)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for key, size in expected_tensors(spec, scalar_head).items():
+        if key.endswith("norm.weight") and len(size) == 1:
+            tensors[key] = 1 + 0.1 * torch.randn(size, generator=generator)
+        else:
+            tensors[key] = torch.randn(size, generator=generator) * (0.5 if len(size) == 1 else size[-1] ** -0.5)
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    return folder
+
+
+def write_tokenizer(folder: Path, words: int = 197) -> Path:
+    """A word-level tokenizer of `words` words w0, w1, ... beside <unk>, <s> and </s>; puts <s> first."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i + 3 for i in range(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_run(folder: Path, **settings: object) -> Path:
+    """A config file with its models and prompts, small enough to train in seconds; `settings` are dotted keys."""
+    import yaml
+
+    actor = write_tokenizer(write_checkpoint(folder / "actor", seed=1))
+    reward = write_checkpoint(folder / "reward", scalar_head=True, seed=2)
+    lines = [json.dumps({"prompt": " ".join(f"w{(i * 7 + j) % 190}" for j in range(2 + i % 4))}) for i in range(12)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    config: dict = {
+        "actor": {"path": str(actor), "optim": {"lr": 1e-3}},
+        "reward": {"path": str(reward)},
+        "critic": {"optim": {"lr": 1e-3}},
+        "data": {"train_files": [str(folder / "prompts.jsonl")], "max_prompt_tokens": 16},
+        "rollout": {"prompts_per_iteration": 4, "samples_per_prompt": 4, "max_response_tokens": 24},
+        "algorithm": {"minibatches": 2},
+        "fusion": {"actor_microbatches": 2, "search_seconds": 0.2},
+        "parallel": {"actor_train": "d1t1p2", "critic_train": "d2t1p1", "generation": "d2t1p1"},
+        "trainer": {"iterations": 3, "tensorboard": False, "output_dir": str(folder / "run")},
+    }
+    for key, value in settings.items():
+        group, name = key.split("__")
+        config[group][name] = value
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file

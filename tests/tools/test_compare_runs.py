@@ -1,0 +1,98 @@
+"""tools/compare_runs.py as a user runs it: exit codes, and what it says of the first difference."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rlhfuse.errors import InputError
+from rlhfuse.monitor.compare import compare_runs
+
+ROOT = Path(__file__).resolve().parents[2]
+WEIGHTS = {"a.weight": torch.arange(6.0).view(2, 3), "b.bias": torch.tensor([0.0, 1.0]).bfloat16()}
+
+
+def make_run(folder, metrics=None, actor=WEIGHTS, critic=WEIGHTS):
+    rows = metrics or [{"iteration": i, "critic/score/mean": 0.1 * i, "timing_s/gen": os.urandom(1)[0]} for i in (1, 2)]
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, weights in (("actor", actor), ("critic", critic)):
+        if weights:
+            (folder / "export" / name).mkdir(parents=True)
+            save_file(weights, folder / "export" / name / "model.safetensors")
+    return folder
+
+
+def run_tool(*arguments):
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tools/compare_runs.py"), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_tool_tells_equal_different_and_bad_input(tmp_path):
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    same = run_tool(a, b)
+    assert same.returncode == 0 and same.stdout.strip().endswith("equal"), same
+    changed = {**WEIGHTS, "a.weight": WEIGHTS["a.weight"] + torch.tensor([0.0, 0.5, 0.0])}
+    different = run_tool(a, make_run(tmp_path / "c", critic=changed))
+    assert different.returncode == 1
+    assert "a.weight[1], 2 of 6 elements" in different.stdout and "0.5" in different.stdout
+    bad = run_tool(a, tmp_path / "nothing")
+    assert bad.returncode == 2 and bad.stderr.startswith("error: ") and "nothing is no run directory" in bad.stderr
+    assert run_tool("--help").returncode == 0
+
+
+def test_metrics_differ_by_value_key_and_iteration(tmp_path):
+    a = make_run(tmp_path / "a", [{"iteration": 1, "x": 0.1, "y": None}, {"iteration": 2, "x": 1.0}])
+    b = make_run(tmp_path / "b", [{"iteration": 1, "x": 0.10000000000000002, "z": 1}, {"iteration": 3, "x": 1.0}])
+    comparison = compare_runs(a, b)[0]
+    assert [d.where for d in comparison.differences] == [
+        "iteration 1 x",
+        "iteration 1 y",
+        "iteration 1 z",
+        "iteration 2",
+        "iteration 3",
+    ]
+    assert comparison.largest == pytest.approx(1.4e-17, rel=0.1)
+
+
+def test_time_and_fusion_are_ignored(tmp_path):
+    a = make_run(tmp_path / "a", [{"iteration": 1, "x": 1, "fusion/threshold": 3, "perf/throughput": 9.0}])
+    b = make_run(tmp_path / "b", [{"iteration": 1, "x": 1, "timing_s/gen": 0.5}])
+    assert not any(comparison.differences for comparison in compare_runs(a, b))
+
+
+def test_one_bit_counts(tmp_path):
+    """-0.0 equals 0.0 as a number; a run that wrote the other bit is different all the same."""
+    flipped = {**WEIGHTS, "b.bias": torch.tensor([-0.0, 1.0]).bfloat16()}
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", actor=flipped)
+    metrics, actor, critic = compare_runs(a, b)
+    assert [d.where for d in actor.differences] == ["b.bias[0], 1 of 2 elements"] and actor.largest == 0.0
+    assert not critic.differences and critic.entries == 2
+
+
+def test_missing_tensor_shape_and_export_are_differences(tmp_path):
+    a = make_run(tmp_path / "a")
+    b = make_run(tmp_path / "b", actor={"a.weight": torch.zeros(3, 2)}, critic=None)
+    _, actor, critic = compare_runs(a, b)
+    assert [(d.where, d.a, d.b) for d in actor.differences] == [
+        ("a.weight", "float32 [2, 3]", "float32 [3, 2]"),
+        ("b.bias", "present", "missing"),
+    ]
+    assert len(critic.differences) == 2
+
+
+def test_broken_export_is_bad_input(tmp_path):
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    (b / "export/actor/model.safetensors").write_bytes(b"half a file")
+    with pytest.raises(InputError, match="not a whole safetensors file"):
+        compare_runs(a, b)

@@ -1,0 +1,72 @@
+"""tools/plan.py as a program: exit codes, its two forms, and nothing on the way but one line of error."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = dict(
+    model_type="llama",
+    hidden_size=64,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    num_hidden_layers=8,
+    intermediate_size=192,
+    vocab_size=512,
+    max_position_embeddings=512,
+)
+
+
+def program(*args: str, **env: str) -> subprocess.CompletedProcess:
+    base = {key: value for key, value in os.environ.items() if key not in ("WORLD_SIZE", "RANK")}
+    command = [sys.executable, str(ROOT / "tools/plan.py"), *args]
+    return subprocess.run(command, capture_output=True, text=True, env={**base, **env}, timeout=120)
+
+
+@pytest.fixture
+def run_yaml(tmp_path: Path) -> str:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "run.yaml").write_text(
+        f"actor: {{path: {tmp_path}/model}}\nreward: {{path: {tmp_path}/model}}\n"
+        "data: {train_files: [prompts.jsonl], max_prompt_tokens: 128}\n"
+        "parallel: {actor_train: d1t1p4, critic_train: d2t1p2, generation: d4t1p1}\n"
+        "fusion: {search_seconds: 0.2}\n"
+    )
+    return str(tmp_path / "run.yaml")
+
+
+def test_text_and_json(run_yaml):
+    text = program("--config", run_yaml)
+    assert text.returncode == 0, text.stderr
+    assert "plan for 4 ranks" in text.stdout and "64 samples per iteration" in text.stdout
+    raw = program("--config", run_yaml, "--json", "rollout.samples_per_prompt=8")
+    assert json.loads(raw.stdout)["batch"]["samples"] == 128
+
+
+@pytest.mark.parametrize(
+    "args, env, message",
+    [
+        (("--world-size", "8"), {}, "dp(4) * tp(1) * pp(1) = 4 != world_size(8)"),
+        ((), {"WORLD_SIZE": "2"}, "!= world_size(2)"),
+        ((), {"WORLD_SIZE": "many"}, "WORLD_SIZE='many' is no number"),
+        (("parallel.generatoin=d4t1p1",), {}, "unknown key parallel.generatoin; did you mean parallel.generation?"),
+        (("actor.path=/none",), {}, "/none/config.json is missing"),
+        (("trainer.hardware=b200",), {}, "hardware 'b200' is not known"),
+        (("--lengths", "none.csv"), {}, "none.csv does not exist"),
+    ],
+)
+def test_bad_input_exits_2_with_one_line(run_yaml, args, env, message):
+    done = program("--config", run_yaml, *args, **env)
+    assert done.returncode == 2 and done.stdout == ""
+    assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_help():
+    assert program("--help").returncode == 0

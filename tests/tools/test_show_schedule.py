@@ -1,0 +1,72 @@
+"""tools/show_schedule.py: text, pictures, trace and refusals."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhfuse.schedule.builders import greedy
+from rlhfuse.schedule.io import save_schedule
+from rlhfuse.schedule.problem import FusionProblem, Pipeline
+from rlhfuse.schedule.schedule import Schedule
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def schedule(tmp_path):
+    problem = FusionProblem(
+        2,
+        (
+            Pipeline("actor", "actor", (0, 1), 3, (2, 2), (4, 4), (1, 1)),
+            Pipeline("critic", "critic", (1, 0), 3, (1, 1), (1, 1), (1, 1), (1, 1)),
+        ),
+    )
+    made = greedy(problem)
+    save_schedule(tmp_path / "schedule.json", made)
+    return made
+
+
+def show(folder, *arguments):
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tools/show_schedule.py"), str(folder / "schedule.json"), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_text_parses_back(schedule, tmp_path):
+    result = show(tmp_path, "--text")
+    assert result.returncode == 0, result.stderr
+    grid = "\n".join(line for line in result.stdout.splitlines() if line.startswith("node "))
+    assert Schedule.parse(schedule.problem, grid) == schedule
+    assert "lower bound" in result.stdout and "serial 1F1B" in result.stdout
+
+
+def test_pictures_and_trace(schedule, tmp_path):
+    result = show(
+        tmp_path, "--png", tmp_path / "a.png", "--svg", tmp_path / "a.svg", "--trace", tmp_path / "trace.json"
+    )
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["name"] for event in events if event["ph"] == "X"}
+    assert names == {str(action) for order in schedule.orders for action in order}
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"version": 1, "problem": {}, "tasks": []}'])
+def test_what_is_no_schedule_exits_2(tmp_path, text):
+    (tmp_path / "schedule.json").write_text(text)
+    result = show(tmp_path)
+    assert result.returncode == 2 and result.stderr.startswith("error: ") and "Traceback" not in result.stderr
+
+
+def test_missing_folder_for_the_picture_exits_2(schedule, tmp_path):
+    result = show(tmp_path, "--png", tmp_path / "missing" / "a.png")
+    assert result.returncode == 2 and "cannot write" in result.stderr

@@ -1,0 +1,48 @@
+"""Train with PPO, generation fused with inference and actor training fused with critic training.
+
+    torchrun --nproc-per-node 4 tools/train_ppo.py --config examples/quickstart.yaml [key=value ...]
+    python tools/train_ppo.py --config examples/quickstart.yaml --dry-run       check and print the plan, launch nothing
+
+The same program runs on CPUs (gloo) and GPUs (NCCL, flash-attn where installed). Everything is checked before a
+process group exists: bad input ends all ranks with exit code 2 and one line from rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout as well as installed
+warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
+warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated", module="torch.distributed")
+
+from rlhfuse.config import load_config
+from rlhfuse.errors import InputError, run_program
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Train with PPO and both fusions, under torchrun.")
+    parser.add_argument("--config", required=True, help="YAML file of the run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, launch nothing")
+    parser.add_argument("--world-size", type=int, help="ranks to plan for in a dry run; default: as actor_train says")
+    args = parser.parse_intermixed_args()
+    config = load_config(args.config, args.overrides)
+
+    from rlhfuse.launch import dry_run, train  # torch and Megatron load only for a config that can be read
+
+    if args.dry_run:
+        return dry_run(config, args.world_size)
+    if "RANK" not in os.environ:
+        raise InputError(
+            "this program runs under torchrun: torchrun --nproc-per-node N tools/train_ppo.py --config ...; "
+            "use --dry-run to check and plan without it"
+        )
+    return train(config, Path(args.config).stem)
+
+
+if __name__ == "__main__":
+    run_program(main)
