@@ -335,7 +335,9 @@ class Engine:
             spec, runner = self.spec, self.runner
             expected = (2, spec.layers, snapshot.computed_tokens, runner.kv_heads, spec.head_dim)
             if snapshot.kv_shape != expected or not 0 < snapshot.computed_tokens <= most:
-                raise InputError(f"sample {seq.sample_id}: kv is {snapshot.kv_shape}, needed {expected}, <= {most} tokens")
+                raise InputError(
+                    f"sample {seq.sample_id}: kv is {snapshot.kv_shape}, needed {expected} of at most {most} tokens"
+                )
         return seq
 
     def _new_cache(self) -> KVCache:
