@@ -200,6 +200,7 @@ class Trainer:
         parked.allocate()
         self.resharder.move(self.roles.critic.optimizer.module, parked.module)
         parked.park()
+        self.engine.load_weights(dict(self.roles.generation.named_parameters()))
         self.engine.resume()
         phases.seconds["reshard"] = time.time() - start
         phases.note("reshard", "reshard", start, time.time())
