@@ -114,6 +114,7 @@ class TrainerConfig:
     iterations: int = 10
     output_dir: str = ""  # the run directory; empty = runs/<config name>-<time>
     save_every: int = 0  # iterations between checkpoints; 0 = only the export at the end
+    keep_checkpoints: int = 2  # the last so many are kept in output_dir/checkpoints
     resume: str = "never"  # auto, never, or the path of a checkpoint
     seed: int = 1
     dtype: str = "float32"  # float32 or bfloat16
@@ -228,6 +229,7 @@ def _resolve(config: RunConfig, file: Path) -> RunConfig:
         ("fusion.bs_max", 0),
         ("trainer.iterations", 1),
         ("trainer.save_every", 0),
+        ("trainer.keep_checkpoints", 1),
         ("trainer.threads_per_rank", 1),
     ):
         value = OmegaConf.select(OmegaConf.structured(config), key)

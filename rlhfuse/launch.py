@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from rlhfuse.checkpoint import is_finished
 from rlhfuse.config import RunConfig, dump_config
 from rlhfuse.models import invariance
 from rlhfuse.monitor.watchdog import Limits, Watchdog
@@ -43,6 +44,10 @@ def dry_run(config: RunConfig, world_size: int | None) -> int:
 def train(config: RunConfig, name: str) -> int:
     """One rank of a job under torchrun. Returns the exit code."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if is_finished(config):
+        if rank == 0:
+            print(f"finished already: {config.trainer.output_dir} ({config.trainer.iterations} iterations)", flush=True)
+        return 0
     prepared = prepare(config, world)
     device = choose_device(config.trainer.device, local_rank(), config.trainer.threads_per_rank)
     if not device.is_cuda:
@@ -70,6 +75,14 @@ def check_arithmetic(prepared: Prepared) -> None:
         invariance.self_test(hidden=spec.hidden, mlp=spec.mlp // generation.tp, vocab=spec.vocab // generation.tp)
 
 
+def start_line(prepared: Prepared) -> str:
+    """Where the run begins, for people."""
+    if prepared.resume:
+        return f"resuming from {prepared.resume.folder}: {prepared.resume.iteration} iterations are done"
+    why = "no checkpoint to resume from" if prepared.config.trainer.resume == "auto" else "trainer.resume=never"
+    return f"fresh start: {why}"
+
+
 def settle(prepared: Prepared, name: str, rank: int, device: Device) -> tuple[Schedule, Plan, Path]:
     """Schedule, plan and run directory, the same on every rank; rank 0 writes and prints them."""
     config = prepared.config
@@ -81,6 +94,7 @@ def settle(prepared: Prepared, name: str, rank: int, device: Device) -> tuple[Sc
         write_text(run_dir / "config.yaml", dump_config(config))
         save_schedule(run_dir / "schedule.json", schedule, {"source": plan.schedule.source})
         save_plan(plan, run_dir / "plan.json")
+        print(start_line(prepared), flush=True)
         print(f"run directory: {run_dir}\ndevice: {device.torch_device} ({device.backend}), {prepared.prompts}")
         print(f"{plan.render()}\n{schedule.text()}", flush=True)
         told = json.dumps([str(run_dir), plan.to_dict(), schedule.text()]).encode()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhfuse.checkpoint import Checkpoint, RunFacts, find_checkpoint
 from rlhfuse.config import RunConfig
 from rlhfuse.data.prompts import PromptSet, load_prompts
 from rlhfuse.errors import InputError
@@ -40,6 +41,8 @@ class Prepared:
     tasks: tuple[Task, ...]
     ranks: FusedRanks
     problem: FusionProblem
+    facts: RunFacts
+    resume: Checkpoint | None  # None: a fresh start
 
 
 def prepare(config: RunConfig, world_size: int) -> Prepared:
@@ -67,7 +70,9 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
         load_schedule(config.fusion.schedule, expect=problem)
     if config.fusion.threshold_file:
         check_threshold(load_threshold(config.fusion.threshold_file), config, batch)
-    return Prepared(config, world_size, checkpoints, tokenizer, prompts, tasks, ranks, problem)
+    facts = RunFacts.of(config, specs, tasks, world_size)
+    resume = find_checkpoint(config, facts)
+    return Prepared(config, world_size, checkpoints, tokenizer, prompts, tasks, ranks, problem, facts, resume)
 
 
 def find_checkpoints(config: RunConfig) -> Checkpoints:
@@ -106,13 +111,18 @@ def _check_inference_layouts(config: RunConfig) -> None:
 
 
 def check_output(config: RunConfig) -> None:
-    """Refuse an output folder that holds a run, or that cannot be written."""
+    """Refuse an output folder that holds a run not to be continued, or that cannot be written."""
     if not config.trainer.output_dir:
         return
-    folder = Path(config.trainer.output_dir)
-    if (folder / "metrics.jsonl").exists() and config.trainer.resume == "never":
+    folder, resume = Path(config.trainer.output_dir), config.trainer.resume
+    holds_a_run = (folder / "metrics.jsonl").exists()
+    if holds_a_run and resume == "never":
         raise InputError(
             f"trainer.output_dir={folder} holds a run already; choose another folder or set trainer.resume=auto"
+        )
+    if holds_a_run and resume != "auto" and folder.resolve() not in Path(resume).resolve().parents:
+        raise InputError(
+            f"trainer.output_dir={folder} holds another run than trainer.resume={resume}; choose another folder"
         )
     parent = folder
     while not parent.exists():

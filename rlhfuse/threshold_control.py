@@ -96,6 +96,24 @@ class ThresholdControl:
             self._lengths[-1], self._instances, self._costs, self._instance_limits(), threshold
         )
 
+    def state(self) -> dict:
+        """What the next R_t depends on, as JSON values; after the first iteration."""
+        return {
+            "current": self.current,
+            "observations": list(self._observed),
+            "lengths": [{"prompt": list(one.prompt), "output": list(one.output)} for one in self._lengths],
+            "costs": self._costs.to_dict(),
+        }
+
+    def restore(self, state: dict, where: str) -> None:
+        """Inverse of `state`; a fixed or switched-off R_t stays as configured. Raises InputError naming `where`."""
+        self._observed.extend(state["observations"])
+        self._lengths.extend(SampleLengths(tuple(one["prompt"]), tuple(one["output"])) for one in state["lengths"])
+        self._costs = MeasuredCost.from_dict(state["costs"], where)
+        if self._adapts:
+            self.current = state["current"]
+        self.limits = self._fusion_limits(self._instance_limits())
+
     def _fit(self) -> MeasuredCost:
         def rows(kind: str) -> list[list[float]]:
             return [row for observed in self._observed for row in observed[kind]]

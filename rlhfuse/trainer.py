@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rlhfuse.checkpoint import TRAINED, mark_finished, rewind, save_checkpoint
 from rlhfuse.config import RunConfig
 from rlhfuse.data.sampler import PromptSampler, sample_id
 from rlhfuse.fusion.inference import Scorer
@@ -35,6 +36,7 @@ from rlhfuse.monitor.trace import Span, save_trace
 from rlhfuse.monitor.watchdog import Watchdog
 from rlhfuse.parallel.collect import all_gather_bytes
 from rlhfuse.parallel.device import Device
+from rlhfuse.parallel.optimizer_state import check_exportable, export_state, import_state
 from rlhfuse.parallel.reshard import Resharder
 from rlhfuse.ppo.advantage import add_advantages, add_token_rewards
 from rlhfuse.ppo.balance import cut_minibatches
@@ -126,14 +128,17 @@ class Trainer:
     # the loop -------------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
-        """Run all iterations, then export both models."""
+        """Run all iterations that are not done yet, then export both models."""
         trainer = self.config.trainer
         leads = self.rank == 0
-        writer = MetricsWriter(self.run_dir / "metrics.jsonl") if leads else None
-        board = self._tensorboard() if leads and trainer.tensorboard else None
+        first = self._restore()
+        if leads and (stale := rewind(self.run_dir, first)):
+            print(f"removed from {self.run_dir / 'checkpoints'}: {', '.join(stale)}", flush=True)
+        writer = MetricsWriter(self.run_dir / "metrics.jsonl", first_iteration=first) if leads else None
+        board = self._tensorboard(first) if leads and trainer.tensorboard else None
         printer = ProgressPrinter(trainer.iterations)
         kept: list[list[Span]] = []
-        for iteration in range(trainer.iterations):
+        for iteration in range(first, trainer.iterations):
             metrics, spans = self.iterate(iteration)
             kept = [*kept, spans][-trainer.trace_iterations :]
             if leads:
@@ -142,11 +147,15 @@ class Trainer:
                     board.log(metrics)
                 printer.print(metrics)
                 save_trace([span for one in kept for span in one], self.run_dir / "trace.json")
+            if self._save_due(iteration + 1):
+                self.save(iteration + 1)
         if trainer.export:
             self.export()
         for opened in (writer, board):
             if opened:
                 opened.close()
+        if leads:
+            mark_finished(self.run_dir, trainer.iterations)
 
     def iterate(self, iteration: int) -> tuple[dict[str, Any], list[Span]]:
         """One PPO iteration; returns its metrics and, on rank 0, every rank's spans."""
@@ -297,10 +306,43 @@ class Trainer:
         """Of this iteration's mini-batches, from the times its actions took, each on its own core or GPU."""
         return minibatches * self.stage_times.makespan(self.schedule, self.prepared.tasks, self.microbatches["actor"])
 
-    def _tensorboard(self):
+    def _tensorboard(self, first_iteration: int):
         from rlhfuse.monitor.loggers import TensorBoardLogger
 
-        return TensorBoardLogger(self.run_dir / "tensorboard")
+        return TensorBoardLogger(self.run_dir / "tensorboard", first_iteration)
+
+    # checkpoints ----------------------------------------------------------------------------------------------
+
+    def _save_due(self, done: int) -> bool:
+        """Every `save_every` iterations, and after the last, so that a finished run can be extended."""
+        every = self.config.trainer.save_every
+        return every > 0 and (done % every == 0 or done == self.config.trainer.iterations)
+
+    def save(self, done: int) -> None:
+        """Write checkpoints/iteration-`done`; a collective."""
+        self.watchdog.progress(f"saving checkpoint iteration-{done}")
+        start = time.time()
+        tensors = {role: export_state(getattr(self.roles, role).optimizer) for role in TRAINED}
+        size = save_checkpoint(
+            self.run_dir, done, self.rank, tensors, self.prepared.facts, self.threshold.state(),
+            self.config.trainer.keep_checkpoints,
+        )  # fmt: skip
+        if self.rank == 0:
+            print(f"saved checkpoints/iteration-{done}: {size / 1e6:.1f} MB in {time.time() - start:.2f} s", flush=True)
+
+    def _restore(self) -> int:
+        """Take the checkpoint to resume from in, if any; returns the first iteration to run."""
+        if self.config.trainer.save_every or self.prepared.resume:
+            for role in TRAINED:
+                check_exportable(getattr(self.roles, role).optimizer)
+        if not self.prepared.resume:
+            return 0
+        self.watchdog.progress(f"loading {self.prepared.resume.folder}")
+        tensors = self.prepared.resume.load(self.rank)
+        for role in TRAINED:
+            import_state(getattr(self.roles, role).optimizer, tensors[role])
+        self.threshold.restore(dict(self.prepared.resume.manifest.threshold), str(self.prepared.resume.folder))
+        return self.prepared.resume.iteration
 
     def export(self) -> None:
         """Write actor and critic in Hugging Face layout; a collective."""
