@@ -25,11 +25,20 @@ from rlhfuse.simulator.iteration import GenInferTimeline, move_cost, simulate_ge
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.measured import BytesObservation, DecodeObservation, MeasuredCost, TokensObservation
 from rlhfuse.simulator.planner import Plan, instance_limits, median_context
-from rlhfuse.simulator.threshold import sweep_threshold
+from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 from rlhfuse.spec import ModelSpec
 
 RECENT_ITERATIONS = 4
+WORTH_MOVING = 0.02  # the curve over R_t is flat around its minimum: smaller gains are noise
 PROBE_BYTES = (1 << 12, 1 << 16, 1 << 20)  # sizes of the transfers measured at start
+
+
+def steady(found: Threshold, current: int) -> int:
+    """The R_t in force where the best one is predicted to gain less than WORTH_MOVING over it, else the best."""
+    for point in found.sweep:
+        if point.threshold == current and point.fused_seconds <= found.fused_seconds * (1 + WORTH_MOVING):
+            return current
+    return found.threshold
 
 
 def probe_transfer(device: Device) -> list[list[float]]:
@@ -80,7 +89,7 @@ class ThresholdControl:
         decided = b""
         if self._adapts and dist.get_rank() == 0:
             found = sweep_threshold(list(self._lengths), self._instances, self._costs, limits)
-            decided = json.dumps([found.threshold, found.explain()]).encode()
+            decided = json.dumps([steady(found, self.current), found.explain()]).encode()
         decided = all_gather_bytes(decided)[0]
         self.limits = self._fusion_limits(limits)
         if not self._adapts:
