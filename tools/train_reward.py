@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers.utils import logging as quiet
 
 from rlhfuse.errors import InputError, run_program
 from rlhfuse.models.output_folder import check_output_folder, output_folder
@@ -110,6 +111,8 @@ def main() -> None:
         raise InputError(f"--threads {arguments.threads} must not be negative")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
+    quiet.disable_progress_bar()
+    quiet.set_verbosity_error()  # a new head and a dropped output layer are meant here
     dtype = getattr(torch, arguments.dtype)
     job = RewardJob(arguments.model, arguments.pairs, arguments.out, settings, dtype, arguments.force)
     print(run_job(job), flush=True)
