@@ -52,7 +52,7 @@ class Recipe:
 
     seed: int = 1
     stories: int = 50000
-    steps: int = 1300
+    steps: int = 1200
     batch_windows: int = 4
     lr: float = 3e-3
     pairs: int = 6000
@@ -221,6 +221,7 @@ def measure(recipe: Recipe, actor: Path, reward: Path, actor_loss: float, starte
 
 def model_card(recipe: Recipe, facts: Measured, shown: list[str]) -> str:
     texts = "\n".join(f"    {line}" for line in shown)
+    lengths = f"{facts.length_p50:.0f} / {facts.length_p90:.0f} / {facts.length_p99:.0f} / {facts.length_max}"
     return f"""# The embedded tiny models
 
 `actor/` is a Llama-shaped language model that writes very short stories and ends them by itself; `reward/` is
@@ -239,8 +240,8 @@ grammar that wrote their text and nothing else.
 | parameters, actor / reward | {facts.actor_parameters} / {facts.reward_parameters} |
 | weights on disk, together | {facts.weight_bytes / 1e6:.2f} MB |
 | actor's training loss at the end | {facts.actor_loss:.3f} nats per token |
-| reward: held-out pairs in the right order | {facts.reward_accuracy:.1%} of 500 (openings never trained on, no label noise) |
-| response tokens, p50 / p90 / p99 / max | {facts.length_p50:.0f} / {facts.length_p90:.0f} / {facts.length_p99:.0f} / {facts.length_max} |
+| reward: pairs in the right order | {facts.reward_accuracy:.1%} of 500 (openings never trained on, no label noise) |
+| response tokens, p50 / p90 / p99 / max | {lengths} |
 | p99 / p50 | {facts.length_p99 / facts.length_p50:.1f} |
 | truncated at {MAX_RESPONSE_TOKENS} response tokens | {facts.truncated_share:.1%} |
 | score of samples, mean / standard deviation | {facts.score_mean:+.2f} / {facts.score_std:.2f} |

@@ -87,7 +87,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=defaults.lr, help="peak learning rate (default %(default)s)")
     parser.add_argument("--batch-pairs", type=int, default=defaults.batch_pairs, help="pairs per optimizer step")
     parser.add_argument("--eval-fraction", type=float, default=defaults.eval_fraction, help="share held out")
-    parser.add_argument("--center-coef", type=float, default=defaults.center_coef, help="weight of the zero-mean penalty")
+    parser.add_argument("--center-coef", type=float, default=defaults.center_coef, help="zero-mean penalty")
     parser.add_argument("--keep-scale", action="store_true", help="do not rescale scores to standard deviation 1")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the saved weights")
     parser.add_argument("--seed", type=int, default=defaults.seed)

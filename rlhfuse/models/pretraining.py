@@ -1,7 +1,7 @@
 """Next-token training of a causal language model on whole texts, packed without padding.
 
-Texts are cut from no text and joined into windows of at most `window_tokens`; the position of each
-token counts from its own text's start, so that no text sees its neighbours:
+Whole texts are joined into windows of `window_tokens`; the position of each token counts from the start
+of its own text, by which attention keeps neighbours apart:
 
     tokens     <s> a b </s> <s> c </s>         positions  0 1 2 3 0 1 2
 

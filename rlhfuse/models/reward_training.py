@@ -114,7 +114,7 @@ def encode_pairs(
         sides = TokenPair(*(encode(pair["prompt"] + pair[side]) + [eos_token_id] for side in ("chosen", "rejected")))
         longest = max(map(len, sides))
         if longest > context:
-            raise InputError(f"pair {number} has {longest} tokens, the model's context is {context}; shorten or drop it")
+            raise InputError(f"pair {number} has {longest} tokens, the model's context is {context}; shorten it")
         encoded.append(sides)
     return encoded
 
