@@ -51,11 +51,11 @@ class Recipe:
     """All that decides the result; `steps` are optimizer steps of the actor, `batch_windows` * 512 tokens each."""
 
     seed: int = 1
-    stories: int = 50000
-    steps: int = 1200
+    stories: int = 25000
+    steps: int = 600
     batch_windows: int = 4
     lr: float = 3e-3
-    pairs: int = 6000
+    pairs: int = 3000
     label_noise: float = 0.03
     samples: int = 512
     prompts: int = 512

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 HOME_END = 0.18
 LEAVE = 0.03
 JOURNEY_END = 0.11
+MAX_SENTENCES = 36  # with the opening about 400 tokens: every story fits a context of 512
 PLAIN = 0.2  # share of sentences without mood
 HELD_OUT_EVERY = 6  # one in so many (name, animal) pairs opens no training story
 
@@ -171,7 +172,7 @@ def draw_response(rng: random.Random, opening: Opening) -> Response:
         mood = 0 if rng.random() < PLAIN else rng.choice((1, -1))
         text += " " + _sentence(rng, opening.hero, mood, journey)
         moods.append(mood)
-        if rng.random() < (JOURNEY_END if journey else HOME_END):
+        if rng.random() < (JOURNEY_END if journey else HOME_END) or len(moods) == MAX_SENTENCES:
             break
         journey = journey or rng.random() < LEAVE / (1 - HOME_END)
     felt = [mood for mood in moods if mood]
