@@ -127,7 +127,7 @@ class InterStage:
         for position in split_samples(len(requests), len(self._placement.instances))[self._instance]:
             request = requests[position]
             self._engine.add(request.sample_id, request.prompt, request.params)
-        self._observed = {"decode": [], "prefill": [], "score": [], "migration": [], "load": []}
+        self._observed = {"decode": [], "prefill": [], "score": [], "load": []}
         done = self._generate(board, len(requests), threshold, report)
         known, states, free = self._meet(done, report)
         early = 0
@@ -263,9 +263,7 @@ class InterStage:
         headers = decode_header(header.numpy().tobytes())
         flat = torch.empty(sum(h.kv_elements for h in headers), dtype=self._engine.dtype, device=self._engine.device)
         if flat.numel():
-            began = time.perf_counter()  # from here on the sender waits for nothing
             dist.recv(flat, source)
-            self._observed["migration"].append([flat.numel() * flat.element_size(), time.perf_counter() - began])
         return unpack_kv(headers, flat)
 
     def _decode_tail(self, board: Board, report: GenInferReport) -> None:
