@@ -185,13 +185,13 @@ class Checkpoint:
 
 
 def find_checkpoint(config: RunConfig, facts: RunFacts) -> Checkpoint | None:
-    """What `trainer.resume` asks for: None for a fresh start. Checks everything; raises InputError.
+    """What `trainer.resume` asks for; None for a fresh start or a finished run. Checks everything.
 
     Under `auto` the newest checkpoint of output_dir is taken. A broken one is not passed over in silence: the
-    error names the newest whole one before it.
+    InputError names the newest whole one before it.
     """
     trainer = config.trainer
-    if trainer.resume == "never":
+    if trainer.resume == "never" or is_finished(config):
         return None
     if trainer.resume != "auto":
         found = Checkpoint.open(Path(trainer.resume))
@@ -199,14 +199,15 @@ def find_checkpoint(config: RunConfig, facts: RunFacts) -> Checkpoint | None:
         if not trainer.output_dir:
             raise InputError("trainer.resume=auto looks into trainer.output_dir, which is not set; set it")
         folders = checkpoints_in(Path(trainer.output_dir))
-        _check_extendable(config, folders)
         if not folders:
+            _check_not_finished(config)
             return None
         found = _open_newest(folders)
     where = str(found.folder)
     facts.check(found.manifest.facts, where)
     if len(found.manifest.files) != facts.world_size:
-        raise InputError(f"{where}/{MANIFEST} lists {len(found.manifest.files)} files, not {facts.world_size}; use another")
+        count = len(found.manifest.files)
+        raise InputError(f"{where}/{MANIFEST} lists {count} files, not {facts.world_size}; use another checkpoint")
     if found.iteration > trainer.iterations:
         raise InputError(
             f"{where} has {found.iteration} iterations done, trainer.iterations={trainer.iterations}; set it higher"
@@ -239,10 +240,10 @@ def is_finished(config: RunConfig) -> bool:
     return finished_iterations(Path(trainer.output_dir)) >= trainer.iterations
 
 
-def _check_extendable(config: RunConfig, folders: list[Path]) -> None:
+def _check_not_finished(config: RunConfig) -> None:
+    """A fresh start must not write over a whole run that was only to be extended."""
     run_dir = Path(config.trainer.output_dir)
-    done = finished_iterations(run_dir)
-    if done and not folders:
+    if done := finished_iterations(run_dir):
         raise InputError(
             f"{run_dir} holds a finished run of {done} iterations without checkpoints: it cannot be continued to "
             f"trainer.iterations={config.trainer.iterations}; choose another output_dir"
@@ -259,7 +260,7 @@ def _open_newest(folders: list[Path]) -> Checkpoint:
             except InputError:
                 continue
             raise InputError(f"{broken}; the newest good one: set trainer.resume={folder}") from None
-        raise InputError(f"{broken}; there is no good one before it: remove {folders[-1].parent} to start afresh") from None
+        raise InputError(f"{broken}; no good one before it: remove {folders[-1].parent} to start afresh") from None
 
 
 def _check_file(file: Path, facts: FileFacts) -> None:
@@ -294,7 +295,7 @@ def save_checkpoint(
     if rank == 0:
         for file in files:
             if not (partial / file.name).is_file():
-                raise InputError(f"rank 0 does not see {partial / file.name}: put output_dir on storage all nodes share")
+                raise InputError(f"rank 0 cannot see {partial / file.name}: put output_dir on storage all nodes share")
         with open(partial / MANIFEST, "w", encoding="utf-8") as stream:
             stream.write(Manifest(iteration, facts, threshold, files).to_text())
             stream.flush()
@@ -310,9 +311,10 @@ def save_checkpoint(
 
 def write_rank_file(folder: Path, rank: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> FileFacts:
     """One rank's safetensors file, on disk when this returns."""
-    flat = {f"{role}.{name}": tensor.contiguous() for role, held in tensors.items() for name, tensor in held.items()}
+    flat = {f"{role}.{name}": tensor.contiguous() for role in tensors for name, tensor in tensors[role].items()}
     file = folder / file_name(rank)
     save_file(flat, str(file))
+    os.chmod(file, 0o644)
     with open(file, "rb") as stream:
         os.fsync(stream.fileno())
     return FileFacts(file.name, file.stat().st_size, file_digest(file))

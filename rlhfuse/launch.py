@@ -34,8 +34,12 @@ from rlhfuse.trainer import Trainer
 
 def dry_run(config: RunConfig, world_size: int | None) -> int:
     """Check everything and print the plan; launches nothing."""
+    if is_finished(config):
+        print(finished_line(config))
+        return 0
     world = world_size or int(os.environ.get("WORLD_SIZE", ParallelLayout.parse(config.parallel.actor_train).size))
     prepared = prepare(config, world)
+    print(start_line(prepared))
     print(prepared.prompts)
     print(make_plan(config, prepared.checkpoints.specs, world).render())
     return 0
@@ -46,7 +50,7 @@ def train(config: RunConfig, name: str) -> int:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if is_finished(config):
         if rank == 0:
-            print(f"finished already: {config.trainer.output_dir} ({config.trainer.iterations} iterations)", flush=True)
+            print(finished_line(config), flush=True)
         return 0
     prepared = prepare(config, world)
     device = choose_device(config.trainer.device, local_rank(), config.trainer.threads_per_rank)
@@ -73,6 +77,11 @@ def check_arithmetic(prepared: Prepared) -> None:
     generation = next(task.layout for task in prepared.tasks if task.name == "generation")
     for spec in {prepared.checkpoints.specs[role] for role in ("actor", "reward")}:
         invariance.self_test(hidden=spec.hidden, mlp=spec.mlp // generation.tp, vocab=spec.vocab // generation.tp)
+
+
+def finished_line(config: RunConfig) -> str:
+    trainer = config.trainer
+    return f"finished already: {trainer.output_dir} has its {trainer.iterations} iterations; for more set trainer.iterations"
 
 
 def start_line(prepared: Prepared) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhfuse.checkpoint import Checkpoint, RunFacts, find_checkpoint
+from rlhfuse.checkpoint import Checkpoint, RunFacts, checkpoints_in, find_checkpoint
 from rlhfuse.config import RunConfig
 from rlhfuse.data.prompts import PromptSet, load_prompts
 from rlhfuse.errors import InputError
@@ -115,7 +115,7 @@ def check_output(config: RunConfig) -> None:
     if not config.trainer.output_dir:
         return
     folder, resume = Path(config.trainer.output_dir), config.trainer.resume
-    holds_a_run = (folder / "metrics.jsonl").exists()
+    holds_a_run = (folder / "metrics.jsonl").exists() or bool(checkpoints_in(folder))
     if holds_a_run and resume == "never":
         raise InputError(
             f"trainer.output_dir={folder} holds a run already; choose another folder or set trainer.resume=auto"

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rlhfuse.config import RunConfig
+from rlhfuse.errors import InputError
 from rlhfuse.fusion.inter_stage import FusionLimits, GenInferReport
 from rlhfuse.parallel.collect import all_gather_bytes
 from rlhfuse.parallel.device import Device
@@ -121,11 +122,14 @@ class ThresholdControl:
 
     def restore(self, state: dict, where: str) -> None:
         """Inverse of `state`; a fixed or switched-off R_t stays as configured. Raises InputError naming `where`."""
-        self._observed.extend(state["observations"])
-        self._lengths.extend(SampleLengths(tuple(one["prompt"]), tuple(one["output"])) for one in state["lengths"])
-        self._costs = MeasuredCost.from_dict(state["costs"], where)
-        if self._adapts:
-            self.current = state["current"]
+        try:
+            self._observed.extend(state["observations"])
+            self._lengths.extend(SampleLengths(tuple(one["prompt"]), tuple(one["output"])) for one in state["lengths"])
+            self._costs = MeasuredCost.from_dict(state["costs"], where)
+            if self._adapts:
+                self.current = state["current"]
+        except (KeyError, TypeError) as error:
+            raise InputError(f"{where}: the threshold state lacks {error}; resume from another checkpoint") from None
         self.limits = self._fusion_limits(self._instance_limits())
 
     def _fit(self) -> MeasuredCost:
