@@ -263,6 +263,8 @@ class InterStage:
         if flat.numel():
             began = time.perf_counter()  # from here on the sender waits for nothing
             dist.recv(flat, source)
+            if flat.is_cuda:
+                torch.cuda.synchronize(flat.device)  # the receive is only queued so far, and is to be timed
             self._observed["migration"].append([flat.numel() * flat.element_size(), time.perf_counter() - began])
         return unpack_kv(headers, flat)
 
