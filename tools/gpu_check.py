@@ -331,7 +331,7 @@ def check_ppo(folder: Path, device: torch.device) -> dict:
     }
     file = folder / "check.yaml"
     file.write_text(json.dumps(config))  # JSON is YAML
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     command += [str(ROOT / "tools" / "train_ppo.py"), "--config", str(file)]
     start = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder)
