@@ -10,7 +10,6 @@ fails, the rank's program with the failing line marked is added to the exception
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Callable, Mapping
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from rlhfuse.fusion.p2p import Channels
+from rlhfuse.fusion.stopwatch import Stopwatch
 from rlhfuse.models.stage import LossFunction, PackedTokens, TrainingStage
 from rlhfuse.schedule.action import Action, Kind
 from rlhfuse.schedule.lowering import Instruction, Program
@@ -77,20 +77,21 @@ class ProgramExecutor:
                 self._unposted[instruction.peer].append(instruction)
         for peer in self._unposted:
             self._post_ahead(peer)
-        spans = []
+        watch, marks = Stopwatch(self._channels.device), []
         for position, instruction in enumerate(self._program.instructions):
             self._progress(f"training instruction {position}: {instruction}")
             try:
-                start = time.perf_counter()
+                start = watch.mark()
                 with record_function(f"fused:{instruction}"):
                     self._execute[instruction.action.kind](instruction)
                 if instruction.action.kind in (Kind.F, Kind.B):
-                    spans.append(ActionSpan(instruction.action, start, time.perf_counter()))
+                    marks.append((instruction.action, start, watch.mark()))
             except Exception as error:
                 error.add_note(f"rank {self._program.rank}, instruction {position}:\n{self._marked(position)}")
                 raise
         self._channels.drain()
-        return spans
+        watch.stop()
+        return [ActionSpan(action, watch.seconds(start), watch.seconds(end)) for action, start, end in marks]
 
     def _forward(self, instruction: Instruction) -> None:
         name, _, _, mb = instruction.action

@@ -165,6 +165,8 @@ class Engine:
         except BaseException:
             self.scheduler.preempt_all()  # blocks may be half written: run their tokens again
             raise
+        if self.device.type == "cuda" and not any(w.draws for w in work):
+            torch.cuda.synchronize(self.device)  # nothing was drawn, so nothing has waited for the forward pass
         self.last_step = StepStats(len(work), prefill_tokens, context_tokens, time.perf_counter() - start)
         return finished
 
