@@ -65,7 +65,9 @@ def train(config: RunConfig, name: str) -> int:
     connect([dist.group.WORLD], device.torch_device)
     store = dist.PrefixStore("rlhfuse", dist.distributed_c10d._get_default_store())
     limits = Limits(config.trainer.watchdog_seconds, config.trainer.hang_seconds)
-    with Watchdog(store.clone(), rank, world, limits) as watchdog:
+    watched = store.clone()  # a connection of its own: the main thread's may be busy
+    watched.set_timeout(datetime.timedelta(seconds=config.trainer.watchdog_seconds))
+    with Watchdog(watched, rank, world, limits) as watchdog:
         schedule, plan, run_dir = settle(prepared, name, rank, device)
         trainer = Trainer(prepared, plan, schedule, rank, device, store, watchdog, run_dir)
         trainer.fit()
@@ -91,7 +93,8 @@ def check_arithmetic(prepared: Prepared) -> None:
 
 def finished_line(config: RunConfig) -> str:
     trainer = config.trainer
-    return f"finished already: {trainer.output_dir} has its {trainer.iterations} iterations; for more set trainer.iterations"
+    done = f"{trainer.output_dir} has its {trainer.iterations} iterations"
+    return f"finished already: {done}; for more set trainer.iterations"
 
 
 def start_line(prepared: Prepared) -> str:
