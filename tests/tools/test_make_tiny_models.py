@@ -113,7 +113,7 @@ def test_reward_model_orders_fresh_pairs():
 
 def test_sampled_texts_end_by_themselves_with_a_long_tail(actor):
     tokenizer = AutoTokenizer.from_pretrained(TINY / "actor", padding_side="left")
-    prompts = tokenizer(held_out_prompts(192), return_tensors="pt", padding=True)
+    prompts = tokenizer(held_out_prompts(128), return_tensors="pt", padding=True)
     torch.manual_seed(0)
     output = actor.generate(
         input_ids=prompts["input_ids"],
