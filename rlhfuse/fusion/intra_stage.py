@@ -5,7 +5,7 @@ the same executor with another schedule, and since every schedule keeps each sta
 micro-batch order, gradients accumulate in the same order and come out as the same bits (paper section 5).
 
 Receives of one channel are posted in program order, a few ahead; sends are asynchronous. When an instruction
-fails, the rank's program with the failing line marked is added to the exception.
+fails, a RuntimeError shows the rank's program with the failing line marked, and the cause.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class ProgramExecutor:
                 if instruction.action.kind in (Kind.F, Kind.B):
                     marks.append((instruction.action, start, watch.mark()))
             except Exception as error:
-                error.add_note(f"rank {self._program.rank}, instruction {position}:\n{self._marked(position)}")
-                raise
+                where = f"rank {self._program.rank}, instruction {position}:\n{self._marked(position)}"
+                raise RuntimeError(f"{type(error).__name__}: {error}\n{where}") from error
         self._channels.drain()
         watch.stop()
         return [ActionSpan(action, watch.seconds(start), watch.seconds(end)) for action, start, end in marks]

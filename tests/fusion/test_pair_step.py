@@ -99,6 +99,12 @@ def train(rank: int, folders: dict, actor: str, critic: str, kind: str, steps: i
         for parameter in model.optimizer.module.parameters():
             sha.update(parameter.detach().numpy().tobytes())
     out["digest"] = sha.hexdigest()
+    named = dict(roles.actor.optimizer.module.module.named_parameters())
+    out["vocabulary weights"] = [
+        named[name].detach().clone()
+        for name in ("embedding.word_embeddings.weight", "output_layer.weight")
+        if name in named
+    ]
     out["peak_live"] = {role: model.stage.peak_live for role, model in models.items()}
     return out
 
@@ -128,8 +134,11 @@ def reference_losses(rank: int, folders: dict) -> dict:
     def norm(model):
         return float(torch.stack([p.grad.double().pow(2).sum() for p in model.parameters()]).sum().sqrt())
 
-    return {"actor": (norm(actor), float(loss)), "critic": (norm(critic), float(value_loss)),
-            "embedding": actor.model.embed_tokens.weight.grad.clone()}  # fmt: skip
+    return {
+        "actor": (norm(actor), loss.item()),
+        "critic": (norm(critic), value_loss.item()),
+        "embedding": actor.model.embed_tokens.weight.grad.clone(),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -171,3 +180,19 @@ def test_gradient_of_the_first_stage_equals_the_reference_element_by_element(wor
     got = run[0]["gradients"]["actor.embedding.word_embeddings.weight"][:200]
     want = reference["embedding"]
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("actor", ["d1t1p4", "d1t2p2", "d2t1p2"])
+def test_tied_embeddings_stay_tied_over_stages_and_get_both_gradients(workers, folders, tmp_path, actor):
+    tied = write_checkpoint(tmp_path / "tied", seed=5, tie_word_embeddings=True, num_hidden_layers=5)
+    models = folders | {"actor": tied, "reference": tied}
+    norm, loss = workers.run(reference_losses, models)[0]["actor"]
+    run = workers.run(train, models, actor, "d2t1p2", "fused", 2)
+    assert run[0]["norms"][0]["actor"] == pytest.approx(norm, rel=2e-5)
+    assert sum(r["stats"][0].get("actor", {}).get("pg_loss", 0.0) for r in run) == pytest.approx(loss, rel=2e-5)
+    pieces = {rank: r["vocabulary weights"] for rank, r in enumerate(run)}
+    if actor == "d1t2p2":  # stage 0 on ranks 0, 1 and stage 1 on ranks 2, 3: each holds half of the vocabulary
+        assert torch.equal(pieces[0][0], pieces[2][0]) and torch.equal(pieces[1][0], pieces[3][0])
+    else:
+        first, last = (0, 3) if actor == "d1t1p4" else (0, 1)
+        assert torch.equal(pieces[first][0], pieces[last][0])
