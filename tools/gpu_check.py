@@ -414,7 +414,8 @@ def environment(device: torch.device) -> dict:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found |= {"name": properties.name, "memory_bytes": properties.total_memory, "devices": torch.cuda.device_count()}
+        found |= {"name": properties.name, "memory_bytes": properties.total_memory}
+        found["devices"] = torch.cuda.device_count()
     return found
 
 
