@@ -19,7 +19,8 @@ def settings(value: object, prefix: str = "") -> dict[str, object]:
     found: dict[str, object] = {}
     for field in fields(value):
         default = getattr(value, field.name)
-        found |= settings(default, f"{prefix}{field.name}.") if is_dataclass(default) else {f"{prefix}{field.name}": default}
+        key = f"{prefix}{field.name}"
+        found |= settings(default, f"{key}.") if is_dataclass(default) else {key: default}
     return found
 
 

@@ -4,7 +4,8 @@
     python tools/gpu_check.py --device cpu       a rehearsal: the same checks with the CPU in the GPU's place
 
 A failing check is recorded and does not stop the others. Models are random and made here, nothing is downloaded.
-Exit code 0 when all checks are good, 1 when one failed. Without CUDA nothing is checked, which is said, and the exit code is 0.
+Exit code 0 when all checks are good, 1 when one failed. Without CUDA nothing is checked, which the object says, and
+the exit code is 0.
 """
 
 from __future__ import annotations
@@ -118,9 +119,8 @@ def write_model(folder: Path, shape: dict, *, scalar_head: bool = False, seed: i
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(spec.vocab)}, unk_token="w0"))
     words.pre_tokenizer = Whitespace()
     words.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0", "bos_token": "w1", "eos_token": "w2"})
-    )
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0", "bos_token": "w1", "eos_token": "w2"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
     return folder
 
 
@@ -133,7 +133,8 @@ def random_weights(spec: ModelSpec, device: torch.device, dtype: torch.dtype) ->
 
     ones = torch.ones(spec.hidden, device=device, dtype=dtype)
     qkv = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
-    weights = {"embedding.word_embeddings.weight": draw(spec.vocab, spec.hidden), "decoder.final_layernorm.weight": ones}
+    weights = {"embedding.word_embeddings.weight": draw(spec.vocab, spec.hidden)}
+    weights["decoder.final_layernorm.weight"] = ones
     for number in range(spec.layers):
         prefix = f"decoder.layers.{number}."
         weights |= {
@@ -168,7 +169,8 @@ def check_engine(model: Path, device: torch.device, dtype: torch.dtype, block_to
         same = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens)) if x != y), len(a.tokens))
         equal += same
         difference = max([difference, *(abs(x - y) for x, y in zip(a.logprobs[:same], b.logprobs[:same]))])
-    detail = {"tokens": total, "equal_tokens": equal, "max_logprob_difference": difference, "block_tokens": block_tokens}
+    detail = {"tokens": total, "equal_tokens": equal, "max_logprob_difference": difference}
+    detail["block_tokens"] = block_tokens
     enough = equal == total if dtype == torch.float32 else equal >= total // 4  # after a near tie all differ
     return require(enough and difference < 2 * TOLERANCE[dtype], detail)
 
@@ -412,7 +414,8 @@ def environment(device: torch.device) -> dict:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found |= {"name": properties.name, "memory_bytes": properties.total_memory, "devices": torch.cuda.device_count()}
+        found |= {"name": properties.name, "memory_bytes": properties.total_memory}
+        found["devices"] = torch.cuda.device_count()
     return found
 
 

@@ -39,8 +39,6 @@ class Device:
 
 def choose_device(wanted: str, local_rank: int, threads: int) -> Device:
     """CUDA device `local_rank` with NCCL if wanted ("auto" takes it when present), else CPU with gloo."""
-    if wanted != "cpu":
-        _give_streams_queues()
     if wanted == "cuda" and not torch.cuda.is_available():
         raise InputError("trainer.device=cuda, but this machine has no CUDA device; use trainer.device=auto")
     if wanted != "cpu" and torch.cuda.is_available():
@@ -49,14 +47,15 @@ def choose_device(wanted: str, local_rank: int, threads: int) -> Device:
                 f"local rank {local_rank} has no GPU of its own ({torch.cuda.device_count()} here); "
                 "start one process per GPU or use trainer.device=cpu"
             )
+        give_streams_queues()
         torch.cuda.set_device(local_rank)
         return Device(torch.device("cuda", local_rank), "nccl")
     torch.set_num_threads(threads)
     return Device(torch.device("cpu"), "gloo")
 
 
-def _give_streams_queues() -> None:
-    """Let every CUDA stream have a hardware queue of its own; must precede the first use of CUDA.
+def give_streams_queues() -> None:
+    """Let every CUDA stream have a hardware queue of its own; must precede the first CUDA tensor.
 
     A receive posted ahead waits in its stream. Were it to share a queue with the stream that computes what its
     sender waits for, neither would ever run.

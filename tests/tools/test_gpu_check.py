@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,19 +33,31 @@ def test_without_cuda_nothing_is_checked_and_it_says_so():
     assert report["environment"]["torch"]
 
 
-def test_the_rehearsal_compares_attention_with_the_formula():
-    code, report = call("--device", "cpu", "--only", "attention")
-    assert code == 0 and report["ok"] is True and report["cuda"] is False
-    assert {check["name"] for check in report["checks"]} >= {"varlen_attention_float32", "paged_attention_bfloat16_256"}
-    assert all(check["ok"] and check["seconds"] >= 0 for check in report["checks"])
-
-
-def test_a_failing_check_is_recorded_and_does_not_stop_the_others():
+@pytest.fixture(scope="module")
+def gpu_check():
     sys.path.insert(0, str(ROOT / "tools"))
     try:
         import gpu_check
     finally:
         sys.path.pop(0)
+    return gpu_check
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rehearsed_on_the_cpu_attention_agrees_with_the_formula(gpu_check, dtype):
+    device = torch.device("cpu")
+    assert set(gpu_check.check_varlen(device, dtype)) == {"forward", "dq", "dk", "dv"}
+    for block_tokens in (16, 256):
+        assert gpu_check.check_paged(device, dtype, block_tokens)["relative_error"] > 0
+
+
+def test_wrong_attention_is_found(gpu_check, monkeypatch):
+    monkeypatch.setattr(gpu_check, "paged_attention", lambda q, *_: q)
+    result = gpu_check.run_check("paged", lambda: gpu_check.check_paged(torch.device("cpu"), torch.float32, 16))
+    assert not result.ok and "relative_error" in result.detail
+
+
+def test_a_failing_check_is_recorded_and_does_not_stop_the_others(gpu_check):
     result = gpu_check.run_check("wrong", lambda: gpu_check.require(False, {"error": 2}))
     assert not result.ok and result.name == "wrong" and '{"error": 2}' in result.detail
     assert gpu_check.run_check("right", lambda: {"error": 0}).ok
@@ -52,7 +65,6 @@ def test_a_failing_check_is_recorded_and_does_not_stop_the_others():
 
 @pytest.mark.gpu
 def test_every_check_is_good_on_a_gpu():
-    torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
     code, report = call(hide_gpu=False)
