@@ -81,7 +81,7 @@ def check_arithmetic(prepared: Prepared) -> None:
 
 def finished_line(config: RunConfig) -> str:
     trainer = config.trainer
-    return f"finished already: {trainer.output_dir} has its {trainer.iterations} iterations; for more set trainer.iterations"
+    return f"finished already: {trainer.output_dir} has all its {trainer.iterations} iterations"
 
 
 def start_line(prepared: Prepared) -> str:
