@@ -122,7 +122,7 @@ class TrainerConfig:
     hardware: str = "auto"  # auto, cpu, a100, h100, h800, h200: used by the planner
     threads_per_rank: int = 1  # torch threads of one rank on CPU
     watchdog_seconds: float = 15.0  # a silent rank is declared dead after this
-    hang_seconds: float = 600.0  # a rank without progress for this long ends the job
+    hang_seconds: float = 600.0  # when no rank makes progress for this long the job ends
     tensorboard: bool = True
     trace_iterations: int = 3  # the last so many iterations are kept in trace.json
     export: bool = True  # write export/ in Hugging Face layout at the end
@@ -255,7 +255,8 @@ def _resolve(config: RunConfig, file: Path) -> RunConfig:
             raise InputError(f"fusion.threshold={threshold!r} must be auto or a number of samples")
         if int(threshold) > config.samples_per_iteration:
             raise InputError(
-                f"fusion.threshold={threshold} > {config.samples_per_iteration} samples of one iteration; use a smaller one"
+                f"fusion.threshold={threshold} > {config.samples_per_iteration} samples of one iteration; "
+                "use a smaller one"
             )
     for key in ("actor", "reward"):
         if not getattr(config, key).path:

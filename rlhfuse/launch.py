@@ -22,6 +22,7 @@ from rlhfuse.models import invariance
 from rlhfuse.monitor.watchdog import Limits, Watchdog
 from rlhfuse.parallel.collect import all_gather_bytes
 from rlhfuse.parallel.device import Device, choose_device, local_rank
+from rlhfuse.parallel.groups import connect
 from rlhfuse.preflight import Prepared, prepare
 from rlhfuse.schedule.io import save_schedule, write_text
 from rlhfuse.schedule.lowering import lower
@@ -34,6 +35,7 @@ from rlhfuse.trainer import Trainer
 
 def dry_run(config: RunConfig, world_size: int | None) -> int:
     """Check everything and print the plan; launches nothing."""
+    name_device(config)
     if is_finished(config):
         print(finished_line(config))
         return 0
@@ -48,6 +50,7 @@ def dry_run(config: RunConfig, world_size: int | None) -> int:
 def train(config: RunConfig, name: str) -> int:
     """One rank of a job under torchrun. Returns the exit code."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    name_device(config)
     if is_finished(config):
         if rank == 0:
             print(finished_line(config), flush=True)
@@ -59,6 +62,7 @@ def train(config: RunConfig, name: str) -> int:
     torch.manual_seed(config.trainer.seed)
     backend = "cpu:gloo,cuda:nccl" if device.is_cuda else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=config.trainer.hang_seconds))
+    connect([dist.group.WORLD], device.torch_device)
     store = dist.PrefixStore("rlhfuse", dist.distributed_c10d._get_default_store())
     limits = Limits(config.trainer.watchdog_seconds, config.trainer.hang_seconds)
     with Watchdog(store.clone(), rank, world, limits) as watchdog:
@@ -70,6 +74,12 @@ def train(config: RunConfig, name: str) -> int:
         print(f"done: {run_dir}", flush=True)
     dist.destroy_process_group()
     return 0
+
+
+def name_device(config: RunConfig) -> None:
+    """Replace trainer.device=auto by what this machine has: plan and run must be about the same device."""
+    if config.trainer.device == "auto":
+        config.trainer.device = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check_arithmetic(prepared: Prepared) -> None:

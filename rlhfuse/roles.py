@@ -25,7 +25,7 @@ from rlhfuse.models.build import build_model, fill
 from rlhfuse.models.hf import load_weights
 from rlhfuse.models.stage import PipelineStage, TrainingStage
 from rlhfuse.parallel.device import Device
-from rlhfuse.parallel.groups import GroupMaker, ModelGrid, plain_grid
+from rlhfuse.parallel.groups import GroupMaker, ModelGrid, connect, plain_grid
 from rlhfuse.parallel.offload import ParkedWeights
 from rlhfuse.parallel.optimizer import ModelOptimizer
 from rlhfuse.schedule.ranks import FusedRanks
@@ -104,6 +104,8 @@ def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, 
     )
     pairs = neighbour_pairs(actor.grid) + neighbour_pairs(critic.grid)
     channels = Channels(rank, maker.channels("pipeline", pairs), device.torch_device)
+    connect([actor.tp_group, critic.tp_group, generation_tp], device.torch_device)
+    channels.connect()
     return Roles(
         actor, critic, generation, generation_tp, reference, reward, critic_frozen, placement, channels
     )  # fmt: skip

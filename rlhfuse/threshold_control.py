@@ -26,30 +26,44 @@ from rlhfuse.simulator.iteration import GenInferTimeline, move_cost, simulate_ge
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.measured import BytesObservation, DecodeObservation, MeasuredCost, TokensObservation
 from rlhfuse.simulator.planner import Plan, instance_limits, median_context
-from rlhfuse.simulator.threshold import sweep_threshold
+from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 from rlhfuse.spec import ModelSpec
 
 RECENT_ITERATIONS = 4
-PROBE_BYTES = (1 << 12, 1 << 16, 1 << 20)  # sizes of the transfers measured at start
+WORTH_MOVING = 0.02  # the curve over R_t is flat around its minimum: smaller gains are noise
+PROBE_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)  # sizes of the transfers measured at start
+PROBE_TRIPS = 8  # there and back; the first one connects
+
+
+def steady(found: Threshold, current: int) -> int:
+    """The R_t in force where the best one is predicted to gain less than WORTH_MOVING over it, else the best."""
+    for point in found.sweep:
+        if point.threshold == current and point.fused_seconds <= found.fused_seconds * (1 + WORTH_MOVING):
+            return current
+    return found.threshold
 
 
 def probe_transfer(device: Device) -> list[list[float]]:
-    """(bytes, seconds one way) of a few sizes between rank 0 and the last rank; a collective, known to all."""
+    """(bytes, seconds one way) of a few sizes between rank 0 and the last rank; a collective, known to all.
+
+    Of several round trips the fastest counts: what a transfer costs, not how long a busy peer keeps it waiting.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     rows: list[list[float]] = []
     if world > 1 and rank in (0, world - 1):
         peer = world - 1 - rank
+        first, second = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
         for size in PROBE_BYTES:
             buffer = torch.zeros(size, dtype=torch.uint8, device=device.torch_device)
-            for timed in (False, True):  # the first round trip connects
+            trips = []
+            for _ in range(PROBE_TRIPS):
                 start = time.perf_counter()
-                first, second = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
                 first(buffer, peer)
                 second(buffer, peer)
                 device.synchronize()
-                if timed and rank == 0:
-                    rows.append([size, (time.perf_counter() - start) / 2])
-    return json.loads(all_gather_bytes(json.dumps(rows).encode())[0])
+                trips.append((time.perf_counter() - start) / 2)
+            rows.append([size, min(trips)])
+    return json.loads(all_gather_bytes(json.dumps(rows if rank == 0 else []).encode())[0])
 
 
 class ThresholdControl:
@@ -81,7 +95,7 @@ class ThresholdControl:
         decided = b""
         if self._adapts and dist.get_rank() == 0:
             found = sweep_threshold(list(self._lengths), self._instances, self._costs, limits)
-            decided = json.dumps([found.threshold, found.explain()]).encode()
+            decided = json.dumps([steady(found, self.current), found.explain()]).encode()
         decided = all_gather_bytes(decided)[0]
         self.limits = self._fusion_limits(limits)
         if not self._adapts:
@@ -126,8 +140,7 @@ class ThresholdControl:
             decode=[DecodeObservation(int(b), int(c), s) for b, c, s in rows("decode")],
             prefill=[TokensObservation(int(t), int(n), s) for t, n, s in rows("prefill")],
             score=[TokensObservation(int(t), int(n), s) for t, n, s in rows("score")],
-            migration=[BytesObservation(int(b), s) for b, s in self._transfers + rows("migration")]
-            or [BytesObservation(0, 0.0)],
+            migration=[BytesObservation(int(b), s) for b, s in self._transfers] or [BytesObservation(0, 0.0)],
             swap_in=[row[0] for row in rows("load")],
         )
 

@@ -93,8 +93,9 @@ def training_spans(priced: Schedule, ranks: FusedRanks, begin: float, minibatche
 
 def gen_infer_spans(timeline: GenInferTimeline, placement: Placement, begin: float) -> list[Span]:
     """Predicted spans of generation and inference on the first rank of each instance."""
+    ranks = placement.instances
     return [
-        Span(span.kind, span.kind, placement.instances[span.instance][0], begin + span.start, begin + span.end, "predicted")
+        Span(span.kind, span.kind, ranks[span.instance][0], begin + span.start, begin + span.end, "predicted")
         for span in timeline.spans
         if span.kind != "idle"
     ]

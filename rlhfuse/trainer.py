@@ -184,7 +184,7 @@ class Trainer:
             print(message, flush=True)
         spans = [Span(**span) for one in everyone for span in one["spans"]]
         if self.rank == 0:
-            spans += self._predicted(report, used, spans)
+            spans += self._predicted(report, used)
         return metrics, spans
 
     def _requests(self, iteration: int) -> list[Request]:
@@ -209,6 +209,7 @@ class Trainer:
         parked.allocate()
         self.resharder.move(self.roles.critic.optimizer.module, parked.module)
         parked.park()
+        self.engine.load_weights(dict(self.roles.generation.named_parameters()))
         self.engine.resume()
         phases.seconds["reshard"] = time.time() - start
         phases.note("reshard", "reshard", start, time.time())
@@ -293,13 +294,13 @@ class Trainer:
             metrics["perf/max_memory_allocated_gb"] = max(one["memory_bytes"] for one in everyone) / 1e9
         return metrics
 
-    def _predicted(self, report: GenInferReport, used: int, measured: list[Span]) -> list[Span]:
+    def _predicted(self, report: GenInferReport, used: int) -> list[Span]:
         """What the simulator and the schedule say this iteration should have looked like, from its own costs."""
-        spans = gen_infer_spans(self.threshold.simulate(used), self.roles.placement, report.begin_seconds)
-        starts = sorted(s.start_seconds for s in measured if s.kind.endswith(" F"))
-        count = self.config.algorithm.minibatches
+        timeline = self.threshold.simulate(used)
+        spans = gen_infer_spans(timeline, self.roles.placement, report.begin_seconds)
+        begin = report.begin_seconds + timeline.total_seconds
         priced = self.stage_times.priced(self.schedule, self.prepared.tasks, self.microbatches["actor"])
-        return spans + training_spans(priced, self.prepared.ranks, starts[0], count)
+        return spans + training_spans(priced, self.prepared.ranks, begin, self.config.algorithm.minibatches)
 
     def _predicted_makespan(self, minibatches: int) -> float:
         """Of this iteration's mini-batches, from the times its actions took, each on its own core or GPU."""

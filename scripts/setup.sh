@@ -12,6 +12,14 @@ TORCH_VERSION=2.13.0
 
 say() { printf '== %s\n' "$*"; }
 
+install() { # quiet, but the end of pip's output is shown when it fails
+    if ! .venv/bin/python -m pip install "$@" >.venv/install.log 2>&1; then
+        tail -n 20 .venv/install.log >&2
+        echo "error: pip could not install $* (the whole log is .venv/install.log)" >&2
+        return 1
+    fi
+}
+
 find_python() {
     local candidate
     for candidate in ${PYTHON:-} python3 python3.12 python3.11 python3.10 python3.13; do
@@ -41,9 +49,9 @@ setup() {
             return 2
         }
         say "installing torch $TORCH_VERSION (a few minutes the first time)"
-        .venv/bin/python -m pip install --quiet "torch==$TORCH_VERSION" || return 1
+        install "torch==$TORCH_VERSION" || return 1
         say "installing rlhfuse and its other dependencies"
-        .venv/bin/python -m pip install --quiet "torch==$TORCH_VERSION" -e '.[mpi,test]' || return 1
+        install "torch==$TORCH_VERSION" -e '.[mpi,test]' || return 1
         echo "$stamp" > .venv/.rlhfuse-setup
         say "installed"
     fi

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout as well as installed
 
 from rlhfuse.config import RunConfig, load_config
 from rlhfuse.errors import InputError, run_program

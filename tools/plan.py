@@ -11,10 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout as well as installed
 
 from rlhfuse.config import load_config
 from rlhfuse.errors import InputError, run_program

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import warnings
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout as well as installed
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated", module="torch.distributed")
 

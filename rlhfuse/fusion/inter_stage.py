@@ -127,7 +127,7 @@ class InterStage:
         for position in split_samples(len(requests), len(self._placement.instances))[self._instance]:
             request = requests[position]
             self._engine.add(request.sample_id, request.prompt, request.params)
-        self._observed = {"decode": [], "prefill": [], "score": [], "migration": [], "load": []}
+        self._observed = {"decode": [], "prefill": [], "score": [], "load": []}
         done = self._generate(board, len(requests), threshold, report)
         known, states, free = self._meet(done, report)
         early = 0
@@ -188,7 +188,9 @@ class InterStage:
 
     # the meeting ----------------------------------------------------------------------------------------------
 
-    def _meet(self, done: list[Rollout], report: GenInferReport) -> tuple[list[Rollout], list[SequenceState], list[int]]:
+    def _meet(
+        self, done: list[Rollout], report: GenInferReport
+    ) -> tuple[list[Rollout], list[SequenceState], list[int]]:
         """Exchange finished samples, unfinished sequences and free blocks; the same on every rank."""
         start = time.time()
         self._progress("inter-stage: meeting of all instances")
@@ -261,9 +263,7 @@ class InterStage:
         headers = decode_header(header.numpy().tobytes())
         flat = torch.empty(sum(h.kv_elements for h in headers), dtype=self._engine.dtype, device=self._engine.device)
         if flat.numel():
-            began = time.perf_counter()  # from here on the sender waits for nothing
             dist.recv(flat, source)
-            self._observed["migration"].append([flat.numel() * flat.element_size(), time.perf_counter() - began])
         return unpack_kv(headers, flat)
 
     def _decode_tail(self, board: Board, report: GenInferReport) -> None:
@@ -297,20 +297,20 @@ class InterStage:
         loaded = time.time()
         report.spans.append(PhaseSpan("load", start, loaded))
         if report.plan is None:
-            scored, early = self._score_share(known), 0
+            scored, early = self._score_share(known, report), 0
         else:
             scored, early = self._score_tickets(board, known, streamed, total, report)
         self._observed["score"] += [list(one) for one in self._scorer.observations]
         self._scorer.observations.clear()
         return (scored if self._leads_worker else []), (early if self._leads_worker else 0)
 
-    def _score_share(self, known: list[Rollout]) -> list[Rollout]:
+    def _score_share(self, known: list[Rollout], report: GenInferReport) -> list[Rollout]:
         lengths = [len(r.prompt_tokens) + len(r.response_tokens) for r in known]
         share = [known[i] for i in partition(lengths, len(self._placement.workers))[self._worker]]
         scored: list[Rollout] = []
         for pack in self._packs(share):
             self._progress(f"inference: {len(scored)} of {len(share)} samples scored here")
-            scored += self._scorer.score(pack)
+            scored += self._timed_score(pack, report)
         return scored
 
     def _score_tickets(
@@ -330,12 +330,16 @@ class InterStage:
                 self._progress(f"inference: waiting for sample {ticket - len(packs)} of the long tail")
                 pack = [Rollout.from_bytes(board.fetch(ticket - len(packs)))]
                 report.spans.append(PhaseSpan("wait", waiting, time.time()))
-            began = time.time()
             self._progress(f"inference: ticket {ticket}")
-            scored += self._scorer.score(pack)
-            report.spans.append(PhaseSpan("score", began, time.time()))
+            scored += self._timed_score(pack, report)
             if self._leads_worker and board.finish(0) < total:
                 early += len(pack)
+
+    def _timed_score(self, pack: list[Rollout], report: GenInferReport) -> list[Rollout]:
+        start = time.time()
+        scored = self._scorer.score(pack)
+        report.spans.append(PhaseSpan("score", start, time.time()))
+        return scored
 
     def _packs(self, rollouts: list[Rollout]) -> list[list[Rollout]]:
         """Packs within the token budget, and at least as many as there are workers if samples allow."""

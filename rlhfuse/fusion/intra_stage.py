@@ -10,7 +10,6 @@ fails, the rank's program with the failing line marked is added to the exception
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Callable, Mapping
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from rlhfuse.fusion.p2p import Channels
+from rlhfuse.fusion.stopwatch import Stopwatch
 from rlhfuse.models.stage import LossFunction, PackedTokens, TrainingStage
 from rlhfuse.schedule.action import Action, Kind
 from rlhfuse.schedule.lowering import Instruction, Program
@@ -58,7 +58,7 @@ class ProgramExecutor:
         self._channels = channels
         self._progress = progress
         self._outputs: dict[tuple[str, Kind, int], Tensor] = {}  # computed here, waiting to be sent
-        self._inputs: dict[tuple[str, Kind, int], Tensor] = {}  # received, waiting to be used
+        self._inputs: dict[tuple[str, Kind, int], tuple[dist.Work, Tensor]] = {}  # on their way here
         self._unposted: dict[int, deque[Instruction]] = defaultdict(deque)
         self._posted: dict[int, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
         self._execute = {
@@ -77,32 +77,32 @@ class ProgramExecutor:
                 self._unposted[instruction.peer].append(instruction)
         for peer in self._unposted:
             self._post_ahead(peer)
-        spans = []
+        watch, marks = Stopwatch(self._channels.device), []
         for position, instruction in enumerate(self._program.instructions):
             self._progress(f"training instruction {position}: {instruction}")
             try:
-                start = time.perf_counter()
+                start = watch.mark()
                 with record_function(f"fused:{instruction}"):
                     self._execute[instruction.action.kind](instruction)
                 if instruction.action.kind in (Kind.F, Kind.B):
-                    spans.append(ActionSpan(instruction.action, start, time.perf_counter()))
+                    marks.append((instruction.action, start, watch.mark()))
             except Exception as error:
                 error.add_note(f"rank {self._program.rank}, instruction {position}:\n{self._marked(position)}")
                 raise
         self._channels.drain()
-        return spans
+        watch.stop()
+        return [ActionSpan(action, watch.seconds(start), watch.seconds(end)) for action, start, end in marks]
 
     def _forward(self, instruction: Instruction) -> None:
         name, _, _, mb = instruction.action
         work = self._pipelines[name]
-        hidden = self._inputs.pop((name, Kind.F, mb), None)
-        out = work.stage.forward(mb, work.batches[mb], hidden, work.loss)
+        out = work.stage.forward(mb, work.batches[mb], self._input(name, Kind.F, mb), work.loss)
         if out is not None:
             self._outputs[name, Kind.F, mb] = out
 
     def _backward(self, instruction: Instruction) -> None:
         name, _, _, mb = instruction.action
-        gradient = self._pipelines[name].stage.backward(mb, self._inputs.pop((name, Kind.B, mb), None))
+        gradient = self._pipelines[name].stage.backward(mb, self._input(name, Kind.B, mb))
         if gradient is not None:
             self._outputs[name, Kind.B, mb] = gradient
 
@@ -112,11 +112,19 @@ class ProgramExecutor:
         self._channels.send(self._outputs.pop((name, computed, mb)), instruction.peer)
 
     def _receive(self, instruction: Instruction) -> None:
+        # A receive stands where its sender is done, which may be before other work of this rank: it is waited for
+        # only where its tensor is used, so the rank never idles with work at hand.
         name, _, kind, mb = instruction.action
-        work, buffer = self._posted[instruction.peer].popleft()
-        work.wait()
-        self._inputs[name, Kind.F if kind is Kind.RF else Kind.B, mb] = buffer
+        self._inputs[name, Kind.F if kind is Kind.RF else Kind.B, mb] = self._posted[instruction.peer].popleft()
         self._post_ahead(instruction.peer)
+
+    def _input(self, name: str, kind: Kind, mb: int) -> Tensor | None:
+        """What was received for this action, waited for; else what a neighbouring stage on this rank computed."""
+        if (name, kind, mb) in self._inputs:
+            work, buffer = self._inputs.pop((name, kind, mb))
+            work.wait()
+            return buffer
+        return self._outputs.pop((name, kind, mb), None)
 
     def _post_ahead(self, peer: int) -> None:
         while self._unposted[peer] and len(self._posted[peer]) < RECEIVES_AHEAD:
@@ -126,6 +134,6 @@ class ProgramExecutor:
             self._posted[peer].append(self._channels.post_receive(shape, work.dtype, peer))
 
     def _marked(self, position: int) -> str:
-        lines = self._program.instructions[max(position - 4, 0) : position + 3]
         first = max(position - 4, 0)
-        return "\n".join(f"  {first + i} {line}{'   <-- here' if first + i == position else ''}" for i, line in enumerate(lines))
+        lines = enumerate(self._program.instructions[first : position + 3], start=first)
+        return "\n".join(f"  {i} {line}{'   <-- here' if i == position else ''}" for i, line in lines)

@@ -24,6 +24,24 @@ class Channels:
         self._device = device
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
 
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def connect(self) -> None:
+        """Send one number over every channel; a collective.
+
+        All ranks take the channels in sorted order, so the first one not done is next on both its ends. Left to
+        the first receives, which are posted ahead, both ends of a pair would wait for each other (see
+        parallel/groups.py, connect).
+        """
+        for pair in sorted(self._groups):
+            number = torch.zeros(1, device=self._device)
+            if self._rank == pair[0]:
+                dist.send(number, pair[1], group=self._groups[pair])
+            elif self._rank == pair[1]:
+                dist.recv(number, pair[0], group=self._groups[pair])
+
     def send(self, tensor: Tensor, to: int) -> None:
         """Start sending; the tensor must not be written to any more."""
         tensor = tensor.contiguous()

@@ -165,6 +165,8 @@ class Engine:
         except BaseException:
             self.scheduler.preempt_all()  # blocks may be half written: run their tokens again
             raise
+        if self.device.type == "cuda" and not any(w.draws for w in work):
+            torch.cuda.synchronize(self.device)  # nothing was drawn, so nothing has waited for the forward pass
         self.last_step = StepStats(len(work), prefill_tokens, context_tokens, time.perf_counter() - start)
         return finished
 
@@ -335,7 +337,9 @@ class Engine:
             spec, runner = self.spec, self.runner
             expected = (2, spec.layers, snapshot.computed_tokens, runner.kv_heads, spec.head_dim)
             if snapshot.kv_shape != expected or not 0 < snapshot.computed_tokens <= most:
-                raise InputError(f"sample {seq.sample_id}: kv is {snapshot.kv_shape}, needed {expected}, <= {most} tokens")
+                raise InputError(
+                    f"sample {seq.sample_id}: kv is {snapshot.kv_shape}, needed {expected} of at most {most} tokens"
+                )
         return seq
 
     def _new_cache(self) -> KVCache:

@@ -4,6 +4,7 @@ Each function is a straight line of float32 operations without a table or a bran
 over it into vector code; and since no fast-math is used anywhere, vector and scalar code give the same bits.
 That is the whole point: a value never depends on where in an array it stood. Errors are below 2 ulp.
 
+numba's cache watches only the file of the cached function: after a change here, touch the files that import it.
 Knows nothing of torch, of attention or of sampling.
 """
 

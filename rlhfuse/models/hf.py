@@ -61,7 +61,7 @@ def resolve_checkpoint(name: str, role: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise InputError(f"{role}.path={name} is neither a folder nor a hub model that can be fetched: {reason}") from None
+        raise InputError(f"{role}.path={name} is no folder and no hub model that can be fetched: {reason}") from None
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,8 @@ def to_hf(weights: Mapping[str, Tensor], spec: ModelSpec, scalar_head: bool) -> 
             hf + "mlp.down_proj.weight": weights[ours + "mlp.linear_fc2.weight"],
         }
         if spec.qk_norm:
-            out |= {f"{hf}self_attn.{n}_norm.weight": weights[f"{ours}self_attention.{n}_layernorm.weight"] for n in "qk"}
+            norms = {n: weights[f"{ours}self_attention.{n}_layernorm.weight"] for n in "qk"}
+            out |= {f"{hf}self_attn.{n}_norm.weight": norm for n, norm in norms.items()}
     out["model.norm.weight"] = weights["decoder.final_layernorm.weight"]
     if scalar_head:
         out["score.weight"] = weights["output_layer.weight"]
@@ -285,7 +286,8 @@ def export_checkpoint(weights: Mapping[str, Tensor], spec: ModelSpec, scalar_hea
     work = out.with_name(out.name + ".partial")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in to_hf(weights, spec, scalar_head).items()}
+    named = to_hf(weights, spec, scalar_head)
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in named.items()}
     save_file(tensors, str(work / "model.safetensors"), metadata={"format": "pt"})
     config = json.loads((like / "config.json").read_text())
     stored = next(iter(tensors.values())).dtype
@@ -315,6 +317,6 @@ def load_tokenizer(path: Path, spec: ModelSpec) -> Any:
     largest = max(tokenizer.get_vocab().values())
     if largest >= spec.vocab:
         raise InputError(
-            f"tokenizer {path} has ids up to {largest}, the model's vocabulary is {spec.vocab}; use the model's own tokenizer"
+            f"tokenizer {path} has ids up to {largest}, the model's vocabulary is {spec.vocab}; use the model's own"
         )
     return tokenizer

@@ -8,9 +8,9 @@ Stock torch on CPU breaks this in three places, and the rules against it live he
     silu       exp of the last elements of a buffer is computed by other code than the rest: the width is
                padded up to a multiple of SAFE_WIDTH
 
-All functions are plain torch with autograd, on any device. `self_test` runs each of them, and attention, at a
-model's own widths with many row counts, and names the first that breaks: another GEMM library, or several
-threads on large matrices, may need other rules. Bits are promised for float32 on CPU; on CUDA they are not.
+All functions are plain torch with autograd, on any device. `self_test` runs each of them at a model's own
+widths with many row counts, and names the first that breaks: several threads on large matrices, or another GEMM
+library, may. Bits are promised for float32 on CPU with one thread per process; on CUDA they are not.
 """
 
 from __future__ import annotations

@@ -94,7 +94,9 @@ class TrainingStage:
     def live(self) -> int:
         return len(self._kept)
 
-    def forward(self, microbatch: int, batch: PackedTokens, hidden_T1H: Tensor | None, loss: LossFunction) -> Tensor | None:
+    def forward(
+        self, microbatch: int, batch: PackedTokens, hidden_T1H: Tensor | None, loss: LossFunction
+    ) -> Tensor | None:
         """Forward one micro-batch; returns the hidden state to send, None on the last stage."""
         if hidden_T1H is not None:
             hidden_T1H.requires_grad_(True)

@@ -79,7 +79,7 @@ class PeerBook:
         self._latest: dict[int, Heartbeat] = {}
         self._changed: dict[int, float] = {}  # when a peer's counter was last seen to grow
         self._progressed = now  # when any rank's progress was last seen to grow
-        self._own_progress = own.progress
+        self._own = own
 
     @property
     def heartbeats(self) -> list[Heartbeat]:
@@ -94,9 +94,10 @@ class PeerBook:
             self._progressed = now
         self._latest[beat.rank] = beat
 
-    def note_own(self, progress: int, now: float) -> None:
-        if progress != self._own_progress:
-            self._own_progress, self._progressed = progress, now
+    def note_own(self, own: Heartbeat, now: float) -> None:
+        if own.progress != self._own.progress:
+            self._progressed = now
+        self._own = own
 
     def verdict(self, now: float) -> Verdict | None:
         """The first reason to leave, the root cause before its consequences; None while all is well."""
@@ -134,7 +135,9 @@ class PeerBook:
         stuck = now - self._progressed
         if stuck <= self._limits.hang_seconds:
             return None
-        places = "".join(f"\n  {beat} is in: {beat.doing}" for beat in self.heartbeats)
+        # with its own place: a peer that is told passes the whole list on
+        ranks = sorted([self._own, *self.heartbeats], key=lambda beat: beat.rank)
+        places = "".join(f"\n  {beat} is in: {beat.doing}" for beat in ranks)
         return Verdict(f"no rank made progress for {stuck:.0f} s{places}")
 
     def silent_since(self, moment: float) -> list[Heartbeat]:
@@ -228,7 +231,7 @@ class Watchdog:
 
     def _beat(self, counter: int) -> None:
         beat = replace(self._own, counter=counter)
-        self._book.note_own(beat.progress, time.monotonic())
+        self._book.note_own(beat, time.monotonic())
         self._store.set(_key(self._rank), beat.to_json())
 
     def _look(self, peers: int, counter: int) -> Verdict | None:
@@ -289,7 +292,7 @@ class Watchdog:
 
     def _farewell(self, state: str, because: str) -> None:
         """Write how this rank ended. Where the store is gone too, nobody is left to read it."""
-        because = because.partition(" (found by")[0]
+        because = because.partition(" (found by")[0]  # who found it first is not worth a chain
         # a new counter, so that the word counts as heard
         last = replace(self._own, counter=-1, state=state, because=because)
         try:

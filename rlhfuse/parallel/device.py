@@ -18,6 +18,9 @@ from torch.overrides import TorchFunctionMode
 from rlhfuse.errors import InputError
 
 
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
 @dataclass(frozen=True)
 class Device:
     """Where tensors live and how ranks talk."""
@@ -36,6 +39,8 @@ class Device:
 
 def choose_device(wanted: str, local_rank: int, threads: int) -> Device:
     """CUDA device `local_rank` with NCCL if wanted ("auto" takes it when present), else CPU with gloo."""
+    if wanted != "cpu":
+        _give_streams_queues()
     if wanted == "cuda" and not torch.cuda.is_available():
         raise InputError("trainer.device=cuda, but this machine has no CUDA device; use trainer.device=auto")
     if wanted != "cpu" and torch.cuda.is_available():
@@ -48,6 +53,17 @@ def choose_device(wanted: str, local_rank: int, threads: int) -> Device:
         return Device(torch.device("cuda", local_rank), "nccl")
     torch.set_num_threads(threads)
     return Device(torch.device("cpu"), "gloo")
+
+
+def _give_streams_queues() -> None:
+    """Let every CUDA stream have a hardware queue of its own; must precede the first use of CUDA.
+
+    A receive posted ahead waits in its stream. Were it to share a queue with the stream that computes what its
+    sender waits for, neither would ever run.
+    """
+    queues = os.environ.setdefault(QUEUES, "32")
+    if not queues.isdigit() or int(queues) < 8:
+        raise InputError(f"{QUEUES}={queues} can deadlock pipelines that run in opposite directions; unset it")
 
 
 class _CudaMeansCpu(TorchFunctionMode):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import datetime
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -116,6 +117,16 @@ class GroupMaker:
     def channels(self, purpose: str, pairs: list[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:
         """One two-rank group for each directed (sender, receiver) pair, made in sorted order."""
         return {pair: self.group(f"{purpose}.channel.{pair[0]}to{pair[1]}", pair) for pair in sorted(set(pairs))}
+
+
+def connect(groups: list[dist.ProcessGroup], device: torch.device) -> None:
+    """Make this rank's `groups` communicate once, in the order given; the ranks of each must all be here in time.
+
+    NCCL builds a communicator at its first use and blocks until all its ranks are there. Built in the middle of
+    a pipeline that is a deadlock (each end of a pair waits in another communicator), so it is done beforehand.
+    """
+    for group in groups:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def _if_member(group: dist.ProcessGroup | None, rank: int) -> dist.ProcessGroup | None:

@@ -79,6 +79,8 @@ class ParkedWeights:
 
     def _copy_in(self) -> None:
         try:
+            if self._stream is not None:
+                torch.cuda.set_device(self._device.torch_device)  # a new thread begins on GPU 0
             with torch.no_grad(), torch.cuda.stream(self._stream):
                 for name, parameter in self.module.named_parameters():
                     copy = torch.empty_like(self._host[name], device=self._device.torch_device, pin_memory=False)

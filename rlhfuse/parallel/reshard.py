@@ -28,11 +28,19 @@ class _GlooTransport(GlooCopyService):
         self._copy_stream = None
 
 
+class _NcclTransport(NCCLCopyService):
+    """Megatron's NCCL transport; its copies within a rank wait for the work that wrote the source weights."""
+
+    def run(self) -> None:
+        self._copy_stream.wait_stream(torch.cuda.current_stream())
+        super().run()
+
+
 class Resharder:
     """Moves a model's weights between two built modules. Every rank of both layouts must call `move`."""
 
     def __init__(self, device: Device) -> None:
-        self._service: CopyService = NCCLCopyService() if device.is_cuda else _GlooTransport()
+        self._service: CopyService = _NcclTransport() if device.is_cuda else _GlooTransport()
 
     @torch.no_grad()
     def move(self, source: torch.nn.Module, destination: torch.nn.Module) -> None:

@@ -68,7 +68,7 @@ def load_schedule(path: str | Path, expect: FusionProblem | None = None) -> Sche
     """
     raw = read_json(path)
     if not isinstance(raw, dict) or not {"version", "problem", "tasks"} <= raw.keys():
-        raise InputError(f"{path} is not a schedule: version, problem and tasks are needed; make it with search_schedule")
+        raise InputError(f"{path} is no schedule: version, problem and tasks are needed; make it with search_schedule")
     if raw["version"] != 1:
         raise InputError(f"{path}: version {raw['version']!r} is unknown; this program reads version 1")
     problem = FusionProblem.from_dict(raw["problem"], f"{path}: problem")

@@ -78,7 +78,8 @@ def check_orders(graph: OperationGraph, orders: tuple[tuple[Action, ...], ...]) 
             if operation is None:
                 raise ScheduleError(f"node {node}: {action} is not in the problem", grid(orders, mark))
             if graph.node[operation] != node:
-                raise ScheduleError(f"node {node}: {action} belongs on node {graph.node[operation]}", grid(orders, mark))
+                home = graph.node[operation]
+                raise ScheduleError(f"node {node}: {action} belongs on node {home}", grid(orders, mark))
             lane = graph.lane[operation]
             if action.microbatch != done[lane]:
                 raise ScheduleError(

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 import numpy as np
 
@@ -130,7 +130,7 @@ def search(
         tried, found = _exchange(comm, tried, found)
         moves += tried
         if found is not None:
-            candidate = _incumbent(graph, found)
+            candidate = _incumbent(graph, found.sequence)
             if candidate.key < best.key:
                 best = candidate
                 if on_improved and rank == 0:
@@ -179,6 +179,14 @@ def fits(entry: Incumbent) -> bool:
     return all(peak <= _loosen(problem.node_cap(node)) for node, peak in enumerate(peaks))
 
 
+class Found(NamedTuple):
+    """What a chain offers as a better schedule; `sequence` as in `anneal.State`."""
+
+    makespan: float
+    peak_memory: float
+    sequence: np.ndarray
+
+
 class _Clock:
     """How much of the budget is spent: seconds since the start, or this rank's moves."""
 
@@ -211,8 +219,8 @@ class _Chain:
         self.step = rank % len(CAP_STEPS)
         self.unit = float(np.mean([graph.duration[lane.first] for lane in graph.lanes if lane.kind is Kind.F]))
 
-    def round(self, best: Incumbent, bound: Number, polish: bool, moves_left: int) -> tuple[int, np.ndarray | None]:
-        """Anneal one round; returns (moves tried, a sequence better than `best` or None)."""
+    def round(self, best: Incumbent, bound: Number, polish: bool, moves_left: int) -> tuple[int, Found | None]:
+        """Anneal one round; returns (moves tried, something better than `best` or None)."""
         goal = (polish, best.key)
         if self.left <= 0 or goal != self.goal:
             if goal == self.goal:  # the run found nothing: ask for less
@@ -230,12 +238,11 @@ class _Chain:
             target=target,
             epsilon=min(1e-9 * float(best.key[0]), float(self.graph.duration.min()) / 4),
         )
-        tried, reached, _ = anneal(
-            self.tables, self.state, rule, moves, self._temperature(done), self._temperature(done + moves), found, fastest
-        )
+        warm, cold = self._temperature(done), self._temperature(done + moves)
+        tried, reached, _ = anneal(self.tables, self.state, rule, moves, warm, cold, found, fastest)
         tried = max(tried, 1)
         self.left -= tried
-        return tried, found if reached < fastest else None
+        return tried, Found(reached, _peak(self.tables, found), found) if reached < fastest else None
 
     def _begin(self, best: Incumbent, polish: bool) -> None:
         """Start the next run: in turn from the incumbent and from the schedules made by rule that suit the cap."""
@@ -304,12 +311,19 @@ def _incumbent(graph: OperationGraph, sequence: np.ndarray) -> Incumbent:
     return Incumbent(schedule, evaluate(schedule))
 
 
-def _exchange(comm: Any, tried: int, found: np.ndarray | None) -> tuple[int, np.ndarray | None]:
-    """Moves of all ranks, and the improvement of the lowest rank that has one: the same on every rank."""
+def _exchange(comm: Any, tried: int, found: Found | None) -> tuple[int, Found | None]:
+    """Moves of all ranks, and the best of what they found (of equals the lowest rank's): the same on every rank."""
     if comm is None:
         return tried, found
     answers = comm.allgather((tried, found))
-    return sum(count for count, _ in answers), next((f for _, f in answers if f is not None), None)
+    improvements = [answer for _, answer in answers if answer is not None]
+    return sum(count for count, _ in answers), min(improvements, key=lambda f: f[:2], default=None)
+
+
+def _peak(tables: Tables, sequence: np.ndarray) -> float:
+    """Peak activation memory over all nodes."""
+    rows = zip(tables.first, tables.first[1:])
+    return max(float(np.cumsum(tables.memory[sequence[a:b]]).max(initial=0.0)) for a, b in rows)
 
 
 def _agree(comm: Any, decision: bool) -> bool:

@@ -10,6 +10,15 @@ from rlhfuse.gen.engine import Engine, EngineOptions
 from rlhfuse.spec import ModelSpec
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Exactness is promised for one thread; and two, on a busy machine, wait for each other most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def spec() -> ModelSpec:
     return tiny_spec()

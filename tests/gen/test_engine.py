@@ -45,11 +45,13 @@ def test_eos_of_the_spec_ends_unless_ignored():
 
 def test_stop_text():
     spec = tiny_spec()
-    letters = Engine(
-        spec, random_weights(spec), EngineOptions(num_blocks=20), detokenize=lambda ts: "".join(chr(97 + t % 26) for t in ts)
-    )
+
+    def spell(tokens: list[int]) -> str:
+        return "".join(chr(97 + t % 26) for t in tokens)
+
+    letters = Engine(spec, random_weights(spec), EngineOptions(num_blocks=20), detokenize=spell)
     free = letters.generate([[9]], SamplingParams(max_tokens=30, ignore_eos=True))[0].tokens
-    text = "".join(chr(97 + t % 26) for t in free)
+    text = spell(free)
     stop = text[10:13]
     result = letters.generate([[9]], SamplingParams(max_tokens=30, ignore_eos=True, stop=(stop,)))[0]
     assert result.finish_reason == "stop" and len(result.tokens) == text.index(stop) + 3

@@ -136,7 +136,9 @@ def test_failure_in_a_step_loses_no_token(make_engine, prompts, alone, monkeypat
     assert sorted(results, key=lambda r: r.sample_id) == alone
 
 
-@pytest.mark.parametrize("changes", [dict(qk_norm=True, heads=6, kv_heads=2, head_dim=20), dict(qkv_bias=True, heads=2)])
+@pytest.mark.parametrize(
+    "changes", [dict(qk_norm=True, heads=6, kv_heads=2, head_dim=20), dict(qkv_bias=True, heads=2)], ids=str
+)
 def test_other_shapes_equal_alone(changes, prompts):
     spec = tiny_spec(**changes)
     weights = random_weights(spec)

@@ -61,7 +61,7 @@ def test_noise_of_neighbouring_keys_is_uncorrelated():
 def test_both_implementations_agree():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(40, 1003, generator=generator) * 3
-    options = [dict(), dict(temperature=0.0), dict(temperature=0.6), dict(top_k=5), dict(top_p=0.5), dict(banned=(1, 2))]
+    options = [{}, {"temperature": 0.0}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.5}, {"banned": (1, 2)}]
     requests = [request(i, **options[i % 6]) for i in range(40)]
     ours = draw_tokens(logits, requests)
     thresholds = [sampler.row_threshold(logits[i], r) for i, r in enumerate(requests)]

@@ -12,6 +12,14 @@ from rlhfuse.models.attention import paged_attention, paged_attention_cpu, varle
 from rlhfuse.models.cpu_math import exp32, log32, neg_log_one_minus
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """softmax(q k^T / sqrt(D)) v in float64; the last query sees everything, each earlier one a token less."""
     queries, heads, dim = q.shape

@@ -20,7 +20,9 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("hidden", "mlp", "vocab"), [(64, 172, 512), (128, 344, 1000), (96, 50, 77), (512, 1376, 4096)])
+@pytest.mark.parametrize(
+    ("hidden", "mlp", "vocab"), [(64, 172, 512), (128, 344, 1000), (96, 50, 77), (512, 1376, 4096)]
+)
 def test_the_rules_hold_here(hidden, mlp, vocab):
     invariance.self_test(hidden=hidden, mlp=mlp, vocab=vocab)
 

@@ -89,7 +89,7 @@ def test_hang_needs_every_rank_to_stand_still():
         verdict = peers.verdict(now)
         assert (verdict is None) == (now <= 250)
     assert "no rank made progress" in verdict.report and "is in: generation step 3" in verdict.report
-    peers.note_own(1, 300)
+    peers.note_own(beat(0, HERE, progress=1), 300)
     peers.note(beat(1, counter=300, progress=150), 300)
     assert peers.verdict(300) is None
 
@@ -243,8 +243,10 @@ def test_sigterm_after_a_death_names_the_dead(job):
 def test_hang_prints_where_every_rank_is(job):
     running = job("blocked", limits=Limits(hang_seconds=3, interval_seconds=0.2))
     assert running.exit_codes([0, 1, 2]) == [1, 1, 1]
-    text = running.stderr(0)
-    assert "no rank made progress for" in text and "is in: generation step 12" in text
+    for rank in range(3):  # who is told by another rank prints the same list
+        text = running.stderr(rank)
+        assert "no rank made progress for" in text
+        assert all(f"is in: generation step {10 + other}" in text for other in range(3)), text
 
 
 def test_lost_store_ends_the_job(job):

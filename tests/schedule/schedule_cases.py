@@ -48,8 +48,9 @@ def random_problem(seed, largest=4):
             return tuple(rng.randint(1, 6) if whole else rng.uniform(0.1, 3) for _ in range(stages))
 
         weight = times() if rng.random() < 0.3 else None
+        microbatches, model = rng.randint(1, 5), f"m{p % 2}"
         pipelines.append(
-            Pipeline(f"m{p % 2}.{p}", f"m{p % 2}", tuple(placement), rng.randint(1, 5), times(), times(), times(), weight)
+            Pipeline(f"{model}.{p}", model, tuple(placement), microbatches, times(), times(), times(), weight)
         )
     return FusionProblem(nodes, tuple(pipelines), transfer=rng.choice([0, 0, 1, 0.25]))
 

@@ -137,7 +137,7 @@ def test_random_costs_verify(data):
 
 
 def damaged(programs):
-    """(name, programs) for every instruction dropped, repeated, moved past its neighbour on the same channel, re-aimed."""
+    """(name, programs) for every instruction dropped, repeated, swapped on its channel, re-aimed."""
     for rank, program in programs.items():
         seq = program.instructions
         for i, instruction in enumerate(seq):

@@ -108,9 +108,8 @@ def test_interrupt_keeps_the_best_so_far(folder):
     """A bound that cannot be met keeps the search going until Ctrl-C."""
     capped = {**PROBLEM, "memory_cap": 4}
     (folder / "problem.json").write_text(json.dumps(capped))
-    process = subprocess.Popen(
-        command(folder, "--time-limit", 200), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command(folder, "--time-limit", 200), env=environment(), **pipes)
     deadline = time.monotonic() + 120
     while not (folder / "schedule.json").exists() and time.monotonic() < deadline:
         time.sleep(0.1)

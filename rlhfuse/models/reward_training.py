@@ -1,0 +1,198 @@
+"""Bradley-Terry training of a reward model on preference pairs.
+
+    P(chosen is preferred) = sigmoid(r(chosen) - r(rejected)),      loss = -log of it
+
+The loss leaves the zero of r open. A small penalty on (r_chosen + r_rejected)^2 puts it at the middle of
+the pairs; after training the head may be rescaled so that scores have a standard deviation of one, which
+keeps every order. A text is scored at its end-of-text token. Knows nothing of PPO, and of transformers
+only that a model called with (input_ids, attention_mask) returns `.logits` [batch, 1].
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Iterator, NamedTuple, Sequence
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from rlhfuse.errors import InputError
+from rlhfuse.models.fitting import FitSettings, Report, fit
+
+FIELDS = ("prompt", "chosen", "rejected")
+
+
+class TokenPair(NamedTuple):
+    """Prompt and response as one list of token ids, end of text included, of both responses."""
+
+    chosen: list[int]
+    rejected: list[int]
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """`batch_pairs` pairs make one optimizer step; `eval_fraction` of the pairs is held out."""
+
+    epochs: int = 2
+    lr: float = 5e-4
+    batch_pairs: int = 32
+    eval_fraction: float = 0.1
+    center_coef: float = 0.01
+    unit_scale: bool = True  # rescale the head to a standard deviation of one over the held-out texts
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_pairs"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)} must be at least 1")
+        if not self.lr > 0:
+            raise InputError(f"lr={self.lr} must be above 0")
+        if not 0 < self.eval_fraction < 1:
+            raise InputError(f"eval_fraction={self.eval_fraction} must lie between 0 and 1, both excluded")
+        if self.center_coef < 0:
+            raise InputError(f"center_coef={self.center_coef} must not be negative")
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """What training reached: accuracy is the share of held-out pairs in the right order."""
+
+    train_pairs: int
+    eval_pairs: int
+    accuracy: float
+    score_mean: float  # over the held-out texts, after rescaling
+    score_std: float
+
+    def __str__(self) -> str:
+        return (
+            f"held-out accuracy {self.accuracy:.4f} on {self.eval_pairs} pairs ({self.train_pairs} trained on), "
+            f"score mean {self.score_mean:+.3f} std {self.score_std:.3f}"
+        )
+
+
+def read_pairs(path: str | Path) -> list[dict[str, str]]:
+    """Read a jsonl file of {"prompt", "chosen", "rejected"}; blank lines are skipped.
+
+    Raises InputError naming the file, and the line and the field where one is wrong.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        raise InputError(f"pairs file {path} does not exist; give a jsonl file of prompt, chosen, rejected") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"pairs file {path} cannot be read: {error}") from None
+    pairs = [_parse_pair(line, f"{path} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if len(pairs) < 2:
+        raise InputError(f"pairs file {path} holds {len(pairs)} pairs; at least 2 are needed, one of them held out")
+    return pairs
+
+
+def _parse_pair(line: str, where: str) -> dict[str, str]:
+    try:
+        raw = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from None
+    if not isinstance(raw, dict):
+        raise InputError(f"{where}: a JSON object with {', '.join(FIELDS)} is needed, not {raw!r:.60}")
+    for name in FIELDS:
+        if name not in raw:
+            raise InputError(f"{where}: field {name!r} is missing; each line needs {', '.join(FIELDS)}")
+        if not isinstance(raw[name], str):
+            raise InputError(f"{where}: field {name!r} is {raw[name]!r:.60}; text is needed")
+    return {name: raw[name] for name in FIELDS}
+
+
+def encode_pairs(
+    pairs: Sequence[dict[str, str]], encode: Callable[[str], list[int]], eos_token_id: int, context: int
+) -> list[TokenPair]:
+    """Token ids of prompt + response + end of text. Raises InputError for a pair longer than `context`."""
+    encoded = []
+    for number, pair in enumerate(pairs, 1):
+        sides = TokenPair(*(encode(pair["prompt"] + pair[side]) + [eos_token_id] for side in ("chosen", "rejected")))
+        longest = max(map(len, sides))
+        if longest > context:
+            raise InputError(f"pair {number} has {longest} tokens, the model's context is {context}; shorten it")
+        encoded.append(sides)
+    return encoded
+
+
+def score_texts(model: torch.nn.Module, texts: Sequence[list[int]], pad_token_id: int) -> torch.Tensor:
+    """Scores [len(texts)] of texts padded to one batch."""
+    longest = max(map(len, texts))
+    tokens = torch.tensor([text + [pad_token_id] * (longest - len(text)) for text in texts])
+    lengths = torch.tensor([len(text) for text in texts])
+    mask = (torch.arange(longest)[None, :] < lengths[:, None]).long()
+    return model(input_ids=tokens, attention_mask=mask, use_cache=False).logits[:, 0]
+
+
+def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor, center_coef: float) -> torch.Tensor:
+    """Bradley-Terry loss plus the centring penalty, means over the pairs. Both inputs are scores [pairs]."""
+    centring = center_coef * (chosen + rejected).square().mean()
+    return -logsigmoid(chosen - rejected).mean() + centring
+
+
+def train_reward(
+    model: torch.nn.Module, pairs: Sequence[TokenPair], pad_token_id: int, settings: RewardSettings, report: Report
+) -> RewardResult:
+    """Train a scalar-headed model in place, hold pairs out of it and measure on those."""
+    rng = random.Random(settings.seed)
+    shuffled = rng.sample(list(pairs), len(pairs))
+    held = min(len(pairs) - 1, max(1, round(settings.eval_fraction * len(pairs))))
+    held_out, training = shuffled[:held], shuffled[held:]
+
+    def loss_of(batch: list[TokenPair]) -> torch.Tensor:
+        texts = [pair.chosen for pair in batch] + [pair.rejected for pair in batch]
+        chosen, rejected = score_texts(model, texts, pad_token_id).chunk(2)
+        return preference_loss(chosen, rejected, settings.center_coef)
+
+    steps = settings.epochs * -(-len(training) // settings.batch_pairs)
+    batches = pair_batches(training, settings.batch_pairs, rng)
+    fit(model, batches, loss_of, FitSettings(steps, settings.lr, min(20, steps)), report)
+    if settings.unit_scale:
+        chosen, rejected = score_pairs(model, held_out, pad_token_id)
+        scale_scores(model, 1.0 / float(torch.cat([chosen, rejected]).std()))
+    return measure(model, held_out, len(training), pad_token_id)
+
+
+def pair_batches(pairs: Sequence[TokenPair], batch_pairs: int, rng: random.Random) -> Iterator[list[TokenPair]]:
+    """Endless batches; within a run of eight batches pairs of like length meet, to save padding."""
+    while True:
+        order = rng.sample(list(pairs), len(pairs))
+        batches = []
+        for start in range(0, len(order), 8 * batch_pairs):
+            near = sorted(order[start : start + 8 * batch_pairs], key=lambda pair: max(map(len, pair)))
+            batches += [near[i : i + batch_pairs] for i in range(0, len(near), batch_pairs)]
+        rng.shuffle(batches)
+        yield from batches
+
+
+def score_pairs(
+    model: torch.nn.Module, pairs: Sequence[TokenPair], pad_token_id: int, batch_pairs: int = 32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores of the chosen and the rejected texts, each [pairs], without gradients."""
+    scores = []
+    with torch.no_grad():
+        for start in range(0, len(pairs), batch_pairs):
+            batch = pairs[start : start + batch_pairs]
+            texts = [pair.chosen for pair in batch] + [pair.rejected for pair in batch]
+            scores.append(score_texts(model, texts, pad_token_id).float().view(2, -1))
+    chosen, rejected = torch.cat(scores, dim=1)
+    return chosen, rejected
+
+
+def scale_scores(model: torch.nn.Module, factor: float) -> None:
+    """Multiply every score by `factor`: scores are linear in the head's weight, which has no bias."""
+    with torch.no_grad():
+        model.score.weight.mul_(factor)
+
+
+def measure(
+    model: torch.nn.Module, held_out: Sequence[TokenPair], train_pairs: int, pad_token_id: int
+) -> RewardResult:
+    chosen, rejected = score_pairs(model, held_out, pad_token_id)
+    every = torch.cat([chosen, rejected])
+    accuracy = (chosen > rejected).float().mean()
+    return RewardResult(train_pairs, len(held_out), float(accuracy), float(every.mean()), float(every.std()))

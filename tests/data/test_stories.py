@@ -1,0 +1,101 @@
+"""The story grammar: same seed same text, a real tail of lengths, moods in balance and free of length."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfuse.data import stories
+
+
+def draw_many(count: int, seed: int = 3):
+    rng = stories.generator(seed, "test")
+    openings = [stories.draw_opening(rng) for _ in range(count)]
+    return openings, [stories.draw_response(rng, opening) for opening in openings]
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(seed=st.integers(0, 2**40), purpose=st.text(max_size=8))
+def test_same_seed_and_purpose_give_the_same_story(seed, purpose):
+    one, two = (stories.generator(seed, purpose) for _ in range(2))
+    assert stories.draw_story(one) == stories.draw_story(two)
+    assert stories.draw_pair(one) == stories.draw_pair(two)
+
+
+def test_another_seed_and_another_purpose_give_other_stories():
+    texts = {
+        stories.draw_story(stories.generator(seed, purpose)) for seed, purpose in ((1, "a"), (2, "a"), (1, "b"))
+    }
+    assert len(texts) == 3
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(seed=st.integers(0, 10**6))
+def test_a_story_is_filled_in_and_ends_with_a_sentence(seed):
+    text = stories.draw_story(stories.generator(seed, "text"))
+    assert "{" not in text and "  " not in text
+    assert text.endswith((".", '!"'))
+    assert text[0].isupper()
+
+
+def test_lengths_have_a_long_tail_in_sentences():
+    _, responses = draw_many(6000)
+    p50, p99 = np.percentile([response.sentences for response in responses], [50, 99])
+    assert p99 / p50 >= 4
+    assert np.mean([response.sentences > 45 for response in responses]) < 0.02
+
+
+def test_moods_balance_and_do_not_depend_on_length():
+    _, responses = draw_many(6000)
+    moods = np.array([response.mood for response in responses])
+    lengths = np.array([response.sentences for response in responses])
+    assert abs(moods.mean()) < 0.03
+    assert 0.3 < moods.std() < 0.9
+    assert abs(np.corrcoef(moods, lengths)[0, 1]) < 0.05
+
+
+def test_mood_is_the_mean_over_sentences_that_have_one():
+    """Counted again from the text, by the templates' own words."""
+    opening = stories.Opening("x", stories.Hero("Anna", "she", "her", "her", "fox", "bear", "hat"), False)
+    rng = stories.generator(5, "moods")
+    glad_words, sad_words = ("happy", "hugged", "sweet"), ("very sad", "pushed", "mean word")
+    glad = [r.mood for r in (stories.draw_response(rng, opening) for _ in range(3000))
+            if r.sentences == 1 and any(word in r.text for word in glad_words)]
+    sad = [r.mood for r in (stories.draw_response(rng, opening) for _ in range(3000))
+           if r.sentences == 1 and any(word in r.text for word in sad_words)]
+    assert glad and set(glad) == {1.0}
+    assert sad and set(sad) == {-1.0}
+
+
+def test_held_out_openings_never_introduce_a_training_hero():
+    rng = stories.generator(1, "heroes")
+    training = {(o.hero.name, o.hero.animal) for o in (stories.draw_opening(rng) for _ in range(4000))}
+    held_out = {(o.hero.name, o.hero.animal) for o in (stories.draw_opening(rng, held_out=True) for _ in range(2000))}
+    assert training and held_out and not training & held_out
+
+
+def test_noise_turns_pairs_round_at_its_rate():
+    """The draws of a pair come before that of its noise, so the same seed gives the same two texts."""
+    for seed in range(30):
+        right, turned = (stories.draw_pair(stories.generator(seed, "noise"), noise=noise) for noise in (0.0, 1.0))
+        assert (right.chosen, right.rejected) == (turned.rejected, turned.chosen)
+    rng_right, rng_noisy = (stories.generator(1, "rate") for _ in range(2))
+    turned = sum(
+        stories.draw_pair(rng_right) != stories.draw_pair(rng_noisy, noise=0.3) for _ in range(1000)
+    )
+    assert 240 < turned < 360
+
+
+def test_the_chosen_response_is_the_gladder_one():
+    glad, sad = ("happy", "hugged", "kind to", "smiled"), ("very sad", "pushed", "angry", "frowned")
+    rng = stories.generator(1, "order")
+
+    def gladness(text: str) -> int:
+        return sum(text.count(word) for word in glad) - sum(text.count(word) for word in sad)
+
+    pairs = [stories.draw_pair(rng) for _ in range(1000)]
+    assert np.mean([gladness(pair.chosen) - gladness(pair.rejected) for pair in pairs]) > 0.3
+
+
+def test_prompts_differ_and_repeat_for_a_seed():
+    one, two = (stories.draw_prompts(stories.generator(9, "prompts"), 300) for _ in range(2))
+    assert one == two and len(set(one)) == 300
