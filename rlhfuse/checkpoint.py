@@ -159,8 +159,8 @@ class Checkpoint:
             text = (folder / MANIFEST).read_text()
         except (OSError, UnicodeDecodeError):
             raise InputError(
-                f"{folder / MANIFEST} is missing or unreadable: {folder} is no whole checkpoint; trainer.resume is auto, "
-                "never or a folder checkpoints/iteration-N"
+                f"{folder / MANIFEST} is missing or unreadable: {folder} is no whole checkpoint; "
+                "set trainer.resume to auto, never or a folder checkpoints/iteration-N"
             ) from None
         manifest = Manifest.parse(text, str(folder / MANIFEST))
         for facts in manifest.files:
@@ -193,16 +193,9 @@ def find_checkpoint(config: RunConfig, facts: RunFacts) -> Checkpoint | None:
     trainer = config.trainer
     if trainer.resume == "never" or is_finished(config):
         return None
-    if trainer.resume != "auto":
-        found = Checkpoint.open(Path(trainer.resume))
-    else:
-        if not trainer.output_dir:
-            raise InputError("trainer.resume=auto looks into trainer.output_dir, which is not set; set it")
-        folders = checkpoints_in(Path(trainer.output_dir))
-        if not folders:
-            _check_not_finished(config)
-            return None
-        found = _open_newest(folders)
+    found = _open_newest(config) if trainer.resume == "auto" else Checkpoint.open(Path(trainer.resume))
+    if found is None:
+        return None
     where = str(found.folder)
     facts.check(found.manifest.facts, where)
     if len(found.manifest.files) != facts.world_size:
@@ -240,17 +233,19 @@ def is_finished(config: RunConfig) -> bool:
     return finished_iterations(Path(trainer.output_dir)) >= trainer.iterations
 
 
-def _check_not_finished(config: RunConfig) -> None:
-    """A fresh start must not write over a whole run that was only to be extended."""
+def _open_newest(config: RunConfig) -> Checkpoint | None:
+    """The newest checkpoint of output_dir, None where there is none."""
+    if not config.trainer.output_dir:
+        raise InputError("trainer.resume=auto looks into trainer.output_dir, which is not set; set it")
     run_dir = Path(config.trainer.output_dir)
-    if done := finished_iterations(run_dir):
-        raise InputError(
-            f"{run_dir} holds a finished run of {done} iterations without checkpoints: it cannot be continued to "
-            f"trainer.iterations={config.trainer.iterations}; choose another output_dir"
-        )
-
-
-def _open_newest(folders: list[Path]) -> Checkpoint:
+    folders = checkpoints_in(run_dir)
+    if not folders:
+        if done := finished_iterations(run_dir):  # a fresh start would write over it
+            raise InputError(
+                f"{run_dir} holds a finished run of {done} iterations without checkpoints: it cannot be continued to "
+                f"trainer.iterations={config.trainer.iterations}; choose another output_dir"
+            )
+        return None
     try:
         return Checkpoint.open(folders[-1])
     except InputError as broken:

@@ -99,7 +99,8 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[st
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     base = tmp_path_factory.mktemp("models")
-    actor, critic = write_checkpoint(base / "actor", seed=1), write_checkpoint(base / "critic", scalar_head=True, seed=2)
+    actor = write_checkpoint(base / "actor", seed=1)
+    critic = write_checkpoint(base / "critic", scalar_head=True, seed=2)
     return {"actor": actor, "reference": actor, "critic": critic, "reward": critic}
 
 
@@ -156,14 +157,14 @@ def start(config: Path, *overrides: str) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen) -> str:
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=200)
     assert process.returncode == 0, out
     return out
 
 
 def kill_after(process: subprocess.Popen, run_dir: Path, iteration: int) -> None:
     """SIGKILL torchrun and its ranks as soon as the line of `iteration` is there."""
-    metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 120
+    metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 200
     while not metrics.exists() or len(read_metrics(metrics)) <= iteration:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
         time.sleep(0.01)
