@@ -223,8 +223,14 @@ def choose_schedule(config: RunConfig, problem: FusionProblem) -> tuple[Schedule
     if config.fusion.schedule:
         loaded = load_schedule(config.fusion.schedule, expect=problem)
         return Schedule(problem, loaded.orders), f"order read from {config.fusion.schedule}"
-    found, report = search(problem, time_limit=config.fusion.search_seconds, seed=config.trainer.seed)
-    return found, f"searched for {report.seconds:.1f} s, {'proved optimal' if report.optimal else 'not proved optimal'}"
+    limit, seed = config.fusion.search_seconds, config.trainer.seed
+    found, report = search(problem, time_limit=limit, seed=seed, objective="memory")
+    proved = "proved optimal" if report.optimal else "not proved optimal"
+    return found, (
+        f"annealed for {report.seconds:.1f} s and {report.moves} moves, latency {proved}, then for memory: "
+        f"{readable_bytes(report.peak_memory)} of activations at the peak, at least "
+        f"{readable_bytes(report.memory_lower_bound)}"
+    )
 
 
 def make_plan(
@@ -399,8 +405,8 @@ def _schedule_reason(summary: ScheduleSummary) -> str:
 def _limits_reason(config: RunConfig, limits: InstanceLimits) -> str:
     source = "fusion.bs_max" if config.fusion.bs_max else "decode steps within 10% of batch 1"
     return (
-        f"BS_max = {limits.bs_max} ({source}); KV of one sample at most M = {readable_bytes(limits.sample_kv_bytes)}, of "
-        f"an instance C = {readable_bytes(limits.kv_capacity_bytes)}"
+        f"BS_max = {limits.bs_max} ({source}); KV of one sample at most M = "
+        f"{readable_bytes(limits.sample_kv_bytes)}, of an instance C = {readable_bytes(limits.kv_capacity_bytes)}"
     )
 
 
