@@ -94,7 +94,7 @@ class FusionConfig:
     schedule: str = ""  # schedule.json made by tools/search_schedule.py; empty = search at start
     search_seconds: float = 5.0  # time of the search at start
     actor_microbatches: int = 4  # per actor pipeline and mini-batch (M1)
-    profile: str = ""  # profile.json made by tools/profile_costs.py; empty = analytic costs
+    profile: str = ""  # costs.json of a past run on this machine; empty = analytic costs
     threshold_file: str = ""  # threshold.json made by tools/calibrate_threshold.py
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,13 @@ from rlhfuse.simulator.cost import CostModel
 from rlhfuse.simulator.generation import InstanceLimits
 from rlhfuse.simulator.iteration import GenInferTimeline, move_cost, simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.measured import BytesObservation, DecodeObservation, MeasuredCost, TokensObservation
+from rlhfuse.simulator.measured import (
+    BytesObservation,
+    DecodeObservation,
+    MeasuredCost,
+    TokensObservation,
+    save_measured_cost,
+)
 from rlhfuse.simulator.planner import Plan, instance_limits, median_context
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 from rlhfuse.spec import ModelSpec
@@ -110,6 +117,11 @@ class ThresholdControl:
         return simulate_gen_infer(
             self._lengths[-1], self._instances, self._costs, self._instance_limits(), threshold
         )
+
+    def save_costs(self, path: Path) -> None:
+        """Write the fitted costs, which `fusion.profile` of a later run or plan reads."""
+        assert isinstance(self._costs, MeasuredCost), "an iteration must have been observed"
+        save_measured_cost(self._costs, path)
 
     def state(self) -> dict:
         """What the next R_t depends on, as JSON values; after the first iteration."""

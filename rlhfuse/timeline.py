@@ -93,9 +93,11 @@ def training_spans(priced: Schedule, ranks: FusedRanks, begin: float, minibatche
 
 def gen_infer_spans(timeline: GenInferTimeline, placement: Placement, begin: float) -> list[Span]:
     """Predicted spans of generation and inference on the first rank of each instance."""
-    ranks = placement.instances
-    return [
-        Span(span.kind, span.kind, ranks[span.instance][0], begin + span.start, begin + span.end, "predicted")
-        for span in timeline.spans
-        if span.kind != "idle"
-    ]
+    measured_name = {"swap_in": "load"}  # one word in the picture for the same thing
+    spans = []
+    for span in timeline.spans:
+        if span.kind != "idle":
+            kind = measured_name.get(span.kind, span.kind)
+            rank = placement.instances[span.instance][0]
+            spans.append(Span(kind, kind, rank, begin + span.start, begin + span.end, "predicted"))
+    return spans

@@ -147,6 +147,7 @@ class Trainer:
                     board.log(metrics)
                 printer.print(metrics)
                 save_trace([span for one in kept for span in one], self.run_dir / "trace.json")
+                self.threshold.save_costs(self.run_dir / "costs.json")
             if self._save_due(iteration + 1):
                 self.save(iteration + 1)
         if trainer.export:

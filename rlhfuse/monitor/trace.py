@@ -140,7 +140,12 @@ def draw_iteration(spans: Sequence[Span], path: str | Path, title: str = "") -> 
     if not spans:
         raise InputError(f"nothing to draw in {path}: the trace holds no spans of this iteration")
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: a run without pictures should not load it
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
+
+    def colour(number: int) -> tuple[float, ...]:
+        # the strong shades of the paired palette first, then their light ones
+        return colormaps["tab20"]((2 * number) % 20 + (number // 10) % 2)
 
     rows = sorted({(GROUPS.index(span.group), span.rank) for span in spans}, reverse=True)
     kinds = list(dict.fromkeys(span.kind for span in sorted(spans, key=lambda span: span.start_seconds)))
@@ -155,13 +160,13 @@ def draw_iteration(spans: Sequence[Span], path: str | Path, title: str = "") -> 
                 for span in spans
                 if span.kind == kind and span.rank == rank and GROUPS.index(span.group) == group
             ]
-            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=f"C{number % 10}", edgecolors="white", linewidth=0.3)
+            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour(number), edgecolors="white", linewidth=0.3)
     both = len({group for group, _ in rows}) > 1
     labels = [f"rank {rank}" + (f" {GROUPS[group]}" if both else "") for group, rank in rows]
     axes.set_yticks(range(len(rows)), labels)
     axes.set_xlabel("seconds")
     axes.set_title(title)
-    handles = [axes.barh(0, 0, color=f"C{number % 10}", label=kind) for number, kind in enumerate(kinds)]
+    handles = [axes.barh(0, 0, color=colour(number), label=kind) for number, kind in enumerate(kinds)]
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

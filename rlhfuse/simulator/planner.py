@@ -226,11 +226,7 @@ def choose_schedule(config: RunConfig, problem: FusionProblem) -> tuple[Schedule
     limit, seed = config.fusion.search_seconds, config.trainer.seed
     found, report = search(problem, time_limit=limit, seed=seed, objective="memory")
     proved = "proved optimal" if report.optimal else "not proved optimal"
-    return found, (
-        f"annealed for {report.seconds:.1f} s and {report.moves} moves, latency {proved}, then for memory: "
-        f"{readable_bytes(report.peak_memory)} of activations at the peak, at least "
-        f"{readable_bytes(report.memory_lower_bound)}"
-    )
+    return found, f"annealed {report.seconds:.1f} s, {report.moves} moves, latency {proved}"
 
 
 def make_plan(
@@ -398,7 +394,8 @@ def _lengths_reason(config: RunConfig, lengths: SampleLengths | None) -> str:
 def _schedule_reason(summary: ScheduleSummary) -> str:
     return (
         f"training schedule ({summary.source}): {summary.makespan_seconds:.4g} s per mini-batch, lower bound "
-        f"{summary.lower_bound_seconds:.4g} s, one model after the other {summary.serial_makespan_seconds:.4g} s"
+        f"{summary.lower_bound_seconds:.4g} s, serial {summary.serial_makespan_seconds:.4g} s; activations up to "
+        f"{readable_bytes(summary.peak_activation_bytes)}"
     )
 
 
