@@ -56,21 +56,21 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fused(config):
-    """A fused run with R_t fixed, so that every iteration meets and migrates."""
+    """A fused run with R_t = the whole batch: every iteration meets while samples are unfinished."""
     run = config.parent / "fused"
-    out = train(config, f"trainer.output_dir={run}", "fusion.threshold=8")
+    out = train(config, f"trainer.output_dir={run}", "fusion.threshold=16")
     return run, out
 
 
 def test_a_run_leaves_what_it_promises(fused):
     run, out = fused
-    assert "done: " in out and "R_t = 8: fusion.threshold says so" in out
-    for name in ("config.yaml", "plan.json", "schedule.json", "metrics.jsonl", "trace.json"):
+    assert "done: " in out and "R_t = 16: fusion.threshold says so" in out
+    for name in ("config.yaml", "plan.json", "schedule.json", "metrics.jsonl", "trace.json", "costs.json"):
         assert (run / name).stat().st_size > 0
     metrics = rows(run)
     assert [row["iteration"] for row in metrics] == [0, 1, 2]
-    assert all(row["fusion/threshold"] == 8 and row["fusion/instances"] == 2 for row in metrics)
-    assert all(row["fusion/destinations"] == 1 for row in metrics)
+    assert all(row["fusion/threshold"] == 16 and row["fusion/instances"] == 2 for row in metrics)
+    assert all(row["fusion/destinations"] == 1 and row["fusion/migrated_samples"] >= 1 for row in metrics)
     assert all(row["rollout/train_logprob_abs_diff"] < 1e-5 for row in metrics)
     groups = {event["args"]["name"] for event in json.loads((run / "trace.json").read_text())["traceEvents"]
               if event["name"] == "process_name"}  # fmt: skip

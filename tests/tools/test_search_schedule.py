@@ -109,7 +109,9 @@ def test_interrupt_keeps_the_best_so_far(folder):
     capped = {**PROBLEM, "memory_cap": 4}
     (folder / "problem.json").write_text(json.dumps(capped))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command(folder, "--time-limit", 200), env=environment(), **pipes)
+    # A shell's background job is started with Ctrl-C ignored, and its children inherit that: undo it here.
+    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    process = subprocess.Popen(command(folder, "--time-limit", 200), env=environment(), preexec_fn=heed, **pipes)
     deadline = time.monotonic() + 120
     while not (folder / "schedule.json").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
