@@ -21,7 +21,7 @@ from rlhfuse.config import RunConfig, dump_config
 from rlhfuse.models import invariance
 from rlhfuse.monitor.watchdog import Limits, Watchdog
 from rlhfuse.parallel.collect import all_gather_bytes
-from rlhfuse.parallel.device import Device, choose_device, local_rank
+from rlhfuse.parallel.device import Device, allow_many_files, choose_device, local_rank
 from rlhfuse.parallel.groups import connect
 from rlhfuse.preflight import Prepared, prepare
 from rlhfuse.schedule.io import save_schedule, write_text
@@ -60,6 +60,7 @@ def train(config: RunConfig, name: str) -> int:
     if not device.is_cuda:
         check_arithmetic(prepared)
     torch.manual_seed(config.trainer.seed)
+    allow_many_files()
     backend = "cpu:gloo,cuda:nccl" if device.is_cuda else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=config.trainer.hang_seconds))
     connect([dist.group.WORLD], device.torch_device)

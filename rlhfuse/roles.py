@@ -55,6 +55,7 @@ class Roles:
     critic_frozen: FrozenModel
     placement: Placement
     channels: Channels
+    groups: GroupMaker  # owns every process group of the above
 
 
 def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, rank: int, device: Device) -> Roles:
@@ -107,7 +108,7 @@ def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, 
     connect([actor.tp_group, critic.tp_group, generation_tp], device.torch_device)
     channels.connect()
     return Roles(
-        actor, critic, generation, generation_tp, reference, reward, critic_frozen, placement, channels
+        actor, critic, generation, generation_tp, reference, reward, critic_frozen, placement, channels, maker
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ the pool, because the group is then unusable. A call that takes too long kills a
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import traceback
@@ -26,7 +27,10 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
     import torch
     import torch.distributed as dist
 
+    from rlhfuse.parallel.device import allow_many_files
+
     torch.set_num_threads(1)
+    allow_many_files()
     dist.init_process_group("gloo", rank=rank, world_size=world)
     while (call := pipe.recv()) is not None:
         function, arguments = call
@@ -34,6 +38,7 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
             pipe.send((True, function(rank, *arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+        gc.collect()  # models and their groups form cycles, and every group holds sockets
     dist.destroy_process_group()
 
 

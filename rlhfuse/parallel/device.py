@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 from dataclasses import dataclass
 from typing import Any, Iterator
 
@@ -93,6 +94,12 @@ def cpu_stands_in(device: Device) -> Iterator[None]:
             yield
     finally:
         torch.cuda.current_device = saved
+
+
+def allow_many_files() -> None:
+    """Raise this process's limit of open files as far as it may: every gloo group keeps some sockets open."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def local_rank() -> int:

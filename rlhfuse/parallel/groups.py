@@ -85,6 +85,13 @@ class GroupMaker:
             )
         return self._made[key]
 
+    def close(self) -> None:
+        """Destroy every group made here that this rank belongs to; files are freed once nobody holds them."""
+        for (_, ranks), group in self._made.items():
+            if dist.get_rank() in ranks:
+                dist.destroy_process_group(group)
+        self._made.clear()
+
     def for_model(self, purpose: str, grid: ModelGrid, rank: int) -> ProcessGroupCollection:
         """The collection that Megatron's modules, DDP and optimizer take, for `rank` in `grid`.
 

@@ -93,6 +93,7 @@ def generate_and_score(rank, folders, layout, inference, lengths, threshold, by,
     report = stage.run(0, requests_of(lengths), threshold, limits(BY_KV if by == "kv" else BY_TOKENS))
     sha = hashlib.sha256(b"".join(rollout.to_bytes() for rollout in report.rollouts)).hexdigest()
     assert engine.kv_bytes == 0 and not reference.parked.loaded
+    maker.close()
     return {
         "digest": sha, "count": len(report.rollouts), "migrated": report.migrated_samples,
         "bytes": report.migrated_bytes, "recomputed": report.recomputed_samples,

@@ -105,6 +105,7 @@ def train(rank: int, folders: dict, actor: str, critic: str, kind: str, steps: i
         for name in ("embedding.word_embeddings.weight", "output_layer.weight")
         if name in named
     ]
+    roles.groups.close()
     out["peak_live"] = {role: model.stage.peak_live for role, model in models.items()}
     return out
 
