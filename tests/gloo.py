@@ -46,6 +46,9 @@ class Workers:
     """A pool of ranks."""
 
     def __init__(self, world: int, timeout_seconds: float = 120.0) -> None:
+        from rlhfuse.parallel.device import allow_many_files
+
+        allow_many_files()  # tensors that come back through a pipe are open files here
         context = mp.get_context("spawn")
         self._timeout = timeout_seconds
         port = free_port()
