@@ -22,10 +22,9 @@ import torch
 import torch.distributed as dist
 
 from rlhfuse.checkpoint import TRAINED, mark_finished, rewind, save_checkpoint
-from rlhfuse.config import RunConfig
 from rlhfuse.data.sampler import PromptSampler, sample_id
 from rlhfuse.fusion.inference import Scorer
-from rlhfuse.fusion.inter_stage import FusionLimits, GenInferReport, InterStage, Request
+from rlhfuse.fusion.inter_stage import GenInferReport, InterStage, Request
 from rlhfuse.fusion.pair_step import MinibatchResult, PairStep
 from rlhfuse.gen.engine import Engine, EngineOptions
 from rlhfuse.gen.sequence import SamplingParams
@@ -48,7 +47,7 @@ from rlhfuse.roles import Roles, build_roles, whole_copy
 from rlhfuse.schedule.lowering import lower
 from rlhfuse.schedule.schedule import Schedule
 from rlhfuse.simulator.hardware import hardware_by_name
-from rlhfuse.simulator.planner import Plan, job_cost, task_costs
+from rlhfuse.simulator.planner import Plan, job_cost, kv_blocks, task_costs
 from rlhfuse.threshold_control import ThresholdControl
 from rlhfuse.timeline import StageTimes, gen_infer_spans, training_spans
 
@@ -106,15 +105,12 @@ class Trainer:
     def _build_engine(self) -> Engine:
         config, spec = self.config, self.prepared.checkpoints.specs["actor"]
         rollout = config.rollout
-        samples = self.plan.batch.samples_per_instance
-        longest = config.data.max_prompt_tokens + rollout.max_response_tokens
-        blocks = rollout.kv_blocks_per_instance or samples * -(-longest // rollout.block_tokens)
         engine = Engine(
             spec,
             dict(self.roles.generation.named_parameters()),
             EngineOptions(
                 block_tokens=rollout.block_tokens,
-                num_blocks=blocks,
+                num_blocks=kv_blocks(config, self.plan.batch.instances),
                 max_sequences=rollout.max_sequences_per_instance,
                 max_batched_tokens=rollout.max_batched_tokens,
             ),

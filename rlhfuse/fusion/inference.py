@@ -63,11 +63,8 @@ class Scorer:
     def _models(self) -> tuple[FrozenModel, ...]:
         return (self._reference, self._critic, self._reward)
 
-    def begin_load(self) -> None:
-        """Start bringing the weights in, one model behind the other."""
-        self._reference.parked.begin_load()
-
     def finish_load(self) -> None:
+        """Bring the weights in, all three models at the same time; returns when they can be used."""
         start = time.perf_counter()
         for model in self._models:
             model.parked.begin_load()

@@ -130,7 +130,6 @@ class InterStage:
         self._observed = {"decode": [], "prefill": [], "score": [], "load": []}
         done = self._generate(board, len(requests), threshold, report)
         known, states, free = self._meet(done, report)
-        early = 0
         if states:
             report.plan = self._plan(states, free, threshold)
             self._migrate(report.plan, report)
@@ -138,7 +137,7 @@ class InterStage:
         if report.plan is not None and self._instance in report.plan.destinations:
             self._decode_tail(board, report)
             ended = time.time()
-        scored, early = self._score(board, known, len(states), len(requests), threshold, report)
+        scored, early = self._score(board, known, len(states), len(requests), report)
         self._scorer.release()
         self._gather(report, scored, early, begin, ended)
         if self._rank == 0:
@@ -282,7 +281,7 @@ class InterStage:
     # scoring --------------------------------------------------------------------------------------------------
 
     def _score(
-        self, board: Board, known: list[Rollout], streamed: int, total: int, threshold: int, report: GenInferReport
+        self, board: Board, known: list[Rollout], streamed: int, total: int, report: GenInferReport
     ) -> tuple[list[Rollout], int]:
         """Load the frozen models and score until no work is left; returns this worker's samples.
 

@@ -221,7 +221,7 @@ def _vocab_part(read: _Reader, spec: ModelSpec, module: str, tp_rank: int, tp_si
 
 
 def _layer_weights(read: _Reader, spec: ModelSpec, hf: str, ours: str, tp_rank: int, tp_size: int) -> dict[str, Tensor]:
-    groups, d = spec.kv_heads // tp_size, spec.head_dim
+    groups = spec.kv_heads // tp_size
 
     def fused_qkv(kind: str) -> Tensor:
         parts = [read.rows(f"{hf}self_attn.{n}_proj.{kind}", tp_rank, tp_size) for n in "qkv"]

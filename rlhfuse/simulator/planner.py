@@ -179,14 +179,19 @@ def generation_cost(
     return job_cost(costs, instances * layouts["generation"].tp)
 
 
+def kv_blocks(config: RunConfig, instances: int) -> int:
+    """KV blocks of one instance: as configured, else room for every sample of the instance at full length."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    samples = -(-config.samples_per_iteration // instances)
+    return config.rollout.kv_blocks_per_instance or samples * -(-longest // config.rollout.block_tokens)
+
+
 def instance_limits(
     config: RunConfig, actor: ModelSpec, instances: int, costs: CostModel, median_context_tokens: float
 ) -> InstanceLimits:
     """What a generation instance holds. BS_max comes from the costs unless the config gives it."""
     rollout, prompt = config.rollout, config.data.max_prompt_tokens
-    longest = prompt + rollout.max_response_tokens
-    samples = -(-config.samples_per_iteration // instances)
-    blocks = rollout.kv_blocks_per_instance or samples * -(-longest // rollout.block_tokens)
+    blocks = kv_blocks(config, instances)
     token_bytes = actor.kv_bytes_per_token(element_bytes(config))
     bs_max = config.fusion.bs_max or largest_flat_batch(
         costs, median_context_tokens, rollout.max_sequences_per_instance
