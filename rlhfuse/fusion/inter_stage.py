@@ -41,6 +41,7 @@ STEPS_BETWEEN_POLLS = 4  # decode steps after which a leader reads the count tho
 IDLE_SECONDS = 0.002  # sleep of an instance that has nothing left to decode before the trigger
 
 GO_ON, MEET = 0, 1
+OBSERVED = ("decode", "prefill", "score", "load")  # kinds of work that the cost model is fitted to
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class InterStage:
         self._worker = placement.worker_of(rank)
         self._leads_instance = placement.instances[self._instance][0] == rank
         self._leads_worker = placement.workers[self._worker][0] == rank
+        self._observed: dict[str, list[list[float]]] = {kind: [] for kind in OBSERVED}
 
     def run(
         self, iteration: int, requests: Sequence[Request], threshold: int, limits: FusionLimits
@@ -127,7 +129,7 @@ class InterStage:
         for position in split_samples(len(requests), len(self._placement.instances))[self._instance]:
             request = requests[position]
             self._engine.add(request.sample_id, request.prompt, request.params)
-        self._observed = {"decode": [], "prefill": [], "score": [], "load": []}
+        self._observed = {kind: [] for kind in OBSERVED}
         done = self._generate(board, len(requests), threshold, report)
         known, states, free = self._meet(done, report)
         if states:
@@ -307,7 +309,7 @@ class InterStage:
         lengths = [len(r.prompt_tokens) + len(r.response_tokens) for r in known]
         share = [known[i] for i in partition(lengths, len(self._placement.workers))[self._worker]]
         scored: list[Rollout] = []
-        for pack in self._packs(share):
+        for pack in self._packs(share, 1):
             self._progress(f"inference: {len(scored)} of {len(share)} samples scored here")
             scored += self._timed_score(pack, report)
         return scored
@@ -315,7 +317,7 @@ class InterStage:
     def _score_tickets(
         self, board: Board, known: list[Rollout], streamed: int, total: int, report: GenInferReport
     ) -> tuple[list[Rollout], int]:
-        packs = self._packs(known)
+        packs = self._packs(known, len(self._placement.workers))
         scored, early = [], 0
         while True:
             ticket = board.claim() if self._leads_worker else 0
@@ -340,10 +342,10 @@ class InterStage:
         report.spans.append(PhaseSpan("score", start, time.time()))
         return scored
 
-    def _packs(self, rollouts: list[Rollout]) -> list[list[Rollout]]:
-        """Packs within the token budget, and at least as many as there are workers if samples allow."""
+    def _packs(self, rollouts: list[Rollout], workers: int) -> list[list[Rollout]]:
+        """Packs within the token budget, and small enough that each of `workers` gets one if samples allow."""
         lengths = [len(r.prompt_tokens) + len(r.response_tokens) for r in rollouts]
-        fair = math.ceil(sum(lengths) / max(len(self._placement.workers), 1))
+        fair = math.ceil(sum(lengths) / workers)
         budget = max(min(self._limits.score_tokens, fair), max(lengths, default=1))
         return [[rollouts[i] for i in pack] for pack in pack_by_tokens(lengths, budget)]
 

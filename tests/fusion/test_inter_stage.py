@@ -6,7 +6,6 @@ import hashlib
 
 import pytest
 import torch
-from gloo import Workers
 from tiny import write_checkpoint
 
 from rlhfuse.fusion.inference import pack_by_tokens
@@ -100,13 +99,6 @@ def generate_and_score(rank, folders, layout, inference, lengths, threshold, by,
         "early": report.scored_before_generation_end, "lengths": [len(r.response_tokens) for r in report.rollouts],
         "plan": str(report.plan) if report.plan else None,
     }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def workers():
-    pool = Workers(4)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")

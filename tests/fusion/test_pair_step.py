@@ -6,7 +6,6 @@ import hashlib
 
 import pytest
 import torch
-from gloo import Workers
 from tiny import write_checkpoint
 
 from rlhfuse.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, RunConfig
@@ -139,13 +138,6 @@ def reference_losses(rank: int, folders: dict) -> dict:
         "critic": (norm(critic), value_loss.item()),
         "embedding": actor.model.embed_tokens.weight.grad.clone(),
     }
-
-
-@pytest.fixture(scope="module")
-def workers():
-    pool = Workers(4)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")
