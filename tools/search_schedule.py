@@ -19,7 +19,8 @@ from rlhfuse.errors import InputError, run_program
 from rlhfuse.schedule.io import load_schedule, save_schedule
 from rlhfuse.schedule.problem import FusionProblem, load_problem
 from rlhfuse.schedule.schedule import Schedule
-from rlhfuse.schedule.search import OBJECTIVES, SearchReport, search, world_communicator
+from rlhfuse.schedule.goal import OBJECTIVES
+from rlhfuse.schedule.search import SearchReport, search, world_communicator
 
 WRITE_SECONDS = 1.0  # improvements closer together than this share one write
 LIVE_SECONDS = 0.5
