@@ -21,22 +21,25 @@ from rlhfuse.errors import InputError
 from rlhfuse.schedule.chain import Chain, Found, Round, schedule_of
 from rlhfuse.schedule.goal import Goal, Incumbent, reaches
 from rlhfuse.schedule.graph import build_graph
+from rlhfuse.schedule.paper_chain import PaperChain, PaperSettings, paper_starts
 from rlhfuse.schedule.problem import FusionProblem, Number
 from rlhfuse.schedule.schedule import Schedule
 from rlhfuse.schedule.starts import starting_schedules
 
+METHODS = ("default", "paper")
 ROUND_MOVES = 200_000  # tried by a chain between two looks at the clock: a few hundredths of a second
 
 
 @dataclass(frozen=True)
 class SearchReport:
-    """Where a search stands, in the problem's units; `moves` counts tried swaps over all ranks."""
+    """Where a search stands, in the problem's units; `moves` and `accepted` count swaps over all ranks."""
 
     makespan: Number
     lower_bound: Number
     peak_memory: Number
     memory_lower_bound: Number
     moves: int
+    accepted: int
     seconds: float
     first_bound_seconds: float | None  # when the latency bound was reached
     seed: int
@@ -60,29 +63,36 @@ def search(
     memory_cap: float | None = None,
     start: Schedule | None = None,
     comm: Any = None,
+    method: str = "default",
+    paper: PaperSettings = PaperSettings(),
     on_improved: Callable[[Schedule, SearchReport], None] | None = None,
     on_round: Callable[[SearchReport], None] | None = None,
 ) -> tuple[Schedule, SearchReport]:
     """Search until a proved optimum, `time_limit` seconds or `iterations` moves per rank.
 
     `objective` and `latency` are those of `goal.Goal`. `memory_cap` replaces the problem's cap (static
-    memory still counts); `start` is a schedule to improve on; `comm` is an mpi4py communicator. The
-    callbacks run on rank 0. All ranks return the same schedule, never slower than greedy unless greedy
-    breaks the cap. KeyboardInterrupt passes through. Raises InputError on settings out of range and on
-    a cap that no schedule meets.
+    memory still counts); `start` is a schedule to improve on; `comm` is an mpi4py communicator; `method` is
+    the project's own search or the paper's, whose settings are `paper`. The callbacks run on rank 0. All
+    ranks return the same schedule, never slower than greedy unless greedy breaks the cap. KeyboardInterrupt
+    passes through. Raises InputError on settings out of range and on a cap that no schedule meets.
     """
     _check_settings(time_limit, iterations, seed, memory_cap)
+    if method not in METHODS:
+        raise InputError(f"method={method!r} must be one of {', '.join(METHODS)}")
     started = time.monotonic()
     if memory_cap is not None:
         problem = replace(problem, memory_cap=memory_cap)
     graph, goal = build_graph(problem), Goal(problem, objective, latency)
-    starts = starting_schedules(problem, start)
+    starts = paper_starts(problem, start) if method == "paper" else starting_schedules(problem, start)
     best = min((entry for entry in starts if entry.fits()), key=lambda entry: goal.key(entry.timeline))
     rank, ranks = (comm.Get_rank(), comm.Get_size()) if comm is not None else (0, 1)
     clock = _Clock(started, time_limit, iterations)
-    chain = Chain(graph, goal, starts, seed, rank)
+    if method == "paper":
+        chain: Chain | PaperChain = PaperChain(graph, goal, starts, seed, rank, paper)
+    else:
+        chain = Chain(graph, goal, starts, seed, rank)
     first_bound: float | None = None
-    moves = 0
+    moves = accepted = 0
 
     def report() -> SearchReport:
         makespan, peak = best.timeline.makespan, best.timeline.peak_memory
@@ -92,6 +102,7 @@ def search(
             peak,
             goal.memory_bound(makespan),
             moves,
+            accepted,
             time.monotonic() - started,
             first_bound,
             seed,
@@ -109,8 +120,9 @@ def search(
             break
         done = chain.round(best, min(ROUND_MOVES, clock.moves_left()), share)
         clock.moves += done.tried
-        tried, found = _exchange(comm, done)
+        tried, found, kept = _exchange(comm, done)
         moves += tried
+        accepted += kept
         if found is not None:
             candidate = Incumbent.of(schedule_of(graph, found.sequence))
             if goal.key(candidate.timeline) < goal.key(best.timeline):
@@ -137,13 +149,17 @@ class _Clock:
         return self.iterations - self.moves if self.iterations is not None else ROUND_MOVES
 
 
-def _exchange(comm: Any, done: Round) -> tuple[int, Found | None]:
+def _exchange(comm: Any, done: Round) -> Round:
     """Moves of all ranks, and the best of what they found (of equals the lowest rank's): the same on every rank."""
     if comm is None:
         return done
     answers = comm.allgather(done)
     improvements = [answer.found for answer in answers if answer.found is not None]
-    return sum(answer.tried for answer in answers), min(improvements, key=lambda f: f[:2], default=None)
+    return Round(
+        sum(answer.tried for answer in answers),
+        min(improvements, key=lambda found: found[:2], default=None),
+        sum(answer.accepted for answer in answers),
+    )
 
 
 def _agree(comm: Any, value: float) -> float:
