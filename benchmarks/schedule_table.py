@@ -3,7 +3,7 @@
     python benchmarks/schedule_table.py --ranks 2 --seconds 60 --seeds 3 --out table.json
     python benchmarks/schedule_table.py --rows 3,12 --seconds 5 --paper-seconds 10
 
-For each setting: serial 1F1B, 1F1B+, greedy, the search and the lower bound, as speed-ups over serial and
+For each setting: serial 1F1B, 1F1B+, the paper's greedy, the search and the lower bound, as speed-ups over serial and
 in ticks, with the seconds of search until the bound; the peak memories beside the best published ones and
 the proved bound. Then both methods on the same cores in turn: what makespan the paper's search came to,
 and when each of the two was first there. All seconds count from the start of a search.
@@ -24,8 +24,9 @@ from rich.table import Table
 from search_runs import Outcome, Run, console, counting, finish, launch, machine, middle, positive, worst
 
 from rlhfuse.errors import InputError, run_program
-from rlhfuse.schedule.builders import greedy, serial_makespan, serial_peak_memory
+from rlhfuse.schedule.builders import serial_makespan, serial_peak_memory
 from rlhfuse.schedule.evaluate import TOLERANCE, evaluate
+from rlhfuse.schedule.paper_greedy import paper_greedy
 from rlhfuse.schedule.table3 import PRINTED, SETTINGS, TRACED, one_f_one_b_plus_makespan
 
 SOON_SECONDS = 2.0
@@ -114,7 +115,7 @@ def row_facts(row: int, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Everything about one row of the table, as it goes into the JSON object."""
     setting, printed, traced = SETTINGS[row - 1], PRINTED[row - 1], TRACED[row - 1]
     problem = setting.problem()
-    rule = evaluate(greedy(problem))
+    rule = evaluate(paper_greedy(problem))
     ours = [outcome for outcome in outcomes if outcome.name == str(row) and outcome.method == "default"]
     paper = [outcome for outcome in outcomes if outcome.name == str(row) and outcome.method == "paper"]
     peak = middle([outcome.peak_memory for outcome in ours])
@@ -202,7 +203,7 @@ def picture(facts: Sequence[dict[str, Any]], runs: Sequence[Run], done: int) -> 
     if done < len(runs):
         run, left = runs[done], sum(run.seconds for run in runs[done:])
         name = SETTINGS[int(run.name) - 1].name
-        parts.append(f"search {done + 1} of {len(runs)}: {name}, {run.method}, seed {run.seed}; at most {left:.0f} s left")
+        parts.append(f"search {done + 1} of {len(runs)}: {name}, {run.method}, seed {run.seed}; {left:.0f} s at most")
     return Group(*parts)
 
 

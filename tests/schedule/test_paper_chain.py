@@ -10,14 +10,17 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rlhfuse.errors import InputError
-from rlhfuse.schedule.builders import greedy, serial_1f1b
+from rlhfuse.schedule.bounds import latency_bound
+from rlhfuse.schedule.builders import serial_1f1b, serial_makespan, serial_peak_memory
 from rlhfuse.schedule.chain import sequence_of, tables_of
 from rlhfuse.schedule.evaluate import evaluate
 from rlhfuse.schedule.goal import Goal
 from rlhfuse.schedule.graph import build_graph
 from rlhfuse.schedule.paper_chain import Law, PaperChain, PaperSettings, cool, new_walk, paper_starts, replay, set_price
+from rlhfuse.schedule.paper_greedy import paper_greedy
 from rlhfuse.schedule.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.search import search
+from rlhfuse.schedule.table3 import PRINTED, SETTINGS, TRACED, one_f_one_b_plus_makespan
 from schedule_cases import TABLE_3, check, random_problem, table_3_problem
 
 
@@ -118,7 +121,7 @@ def test_kernel_walks_as_the_algorithms_are_written(seed):
     """Same draws, same verdicts, same best; lags, split backwards, caps and nodes visited twice included."""
     problem = whole_problem(seed)
     graph, memory = build_graph(problem), seed % 2 == 1
-    schedule = (serial_1f1b if seed % 3 == 0 else greedy)(problem)
+    schedule = (serial_1f1b if seed % 3 == 0 else paper_greedy)(problem)
     timeline = evaluate(schedule)
     capped = seed % 4 >= 2
     cap = np.array(timeline.node_peak_memory, float) * (1.2 if memory else 1) + 1e-9
@@ -142,7 +145,7 @@ def test_prices_stay_true_and_orders_valid(seed):
     """After many moves of either phase, floats included, the checker agrees with what the walk holds."""
     problem = random_problem(seed, largest=5)
     graph, memory = build_graph(problem), bool(seed % 2)
-    walk = new_walk(sequence_of(graph, greedy(problem)), problem.nodes, seed + 1)
+    walk = new_walk(sequence_of(graph, paper_greedy(problem)), problem.nodes, seed + 1)
     set_price(tables_of(graph), walk)
     started = walk.current.copy()
     law = Law(memory, np.full(problem.nodes, np.inf), False, 0.0, 0.0, 0.9995, 1e-3, 1e-9, 1e-9)
@@ -159,8 +162,8 @@ def test_prices_stay_true_and_orders_valid(seed):
 def test_a_cycle_is_seen():
     problem = table_3_problem(2, 2, 1, 1, 1, 1, 1, 1)
     graph = build_graph(problem)
-    first, last = (graph.number[a] for a in greedy(problem).orders[0] if a.pipeline == "actor")
-    order = sequence_of(graph, greedy(problem)).tolist()
+    first, last = (graph.number[a] for a in paper_greedy(problem).orders[0] if a.pipeline == "actor")
+    order = sequence_of(graph, paper_greedy(problem)).tolist()
     i, j = order.index(first), order.index(last)
     order[i], order[j] = last, first  # the backward before its own forward
     assert replay(tables_of(graph), new_walk(np.array(order), 2, 1)) == -1
@@ -210,7 +213,7 @@ def test_tiny_problems_are_solved(seed):
 def test_both_phases_improve_a_row_of_table_3():
     numbers, _, bound, *_ = TABLE_3[2]
     problem = table_3_problem(*numbers)
-    start = evaluate(greedy(problem))
+    start = evaluate(paper_greedy(problem))
     keys = []
     schedule, report = search(
         problem,
@@ -231,7 +234,7 @@ def test_iterations_repeat_and_streams_differ():
     quick = dict(iterations=150_000, method="paper", paper=QUICK)
     texts = [search(problem, seed=seed, **quick)[0].text() for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
-    assert texts[0] != greedy(problem).text()
+    assert texts[0] != paper_greedy(problem).text()
 
 
 def test_a_frozen_chain_begins_again_from_its_start():
@@ -257,7 +260,7 @@ def test_the_text_starts_at_the_energy_of_its_first_schedule():
 
 def test_cap_is_kept_when_greedy_breaks_it():
     problem = replace(table_3_problem(*TABLE_3[2][0]), memory_cap=20)
-    assert evaluate(greedy(problem)).peak_memory > 20
+    assert evaluate(paper_greedy(problem)).peak_memory > 20
     schedule, report = search(problem, iterations=200_000, method="paper", paper=QUICK)
     assert max(check(problem, schedule.orders)[1]) <= 20 + 1e-9
     assert report.makespan < min(entry.timeline.makespan for entry in paper_starts(problem) if entry.fits())
@@ -266,13 +269,36 @@ def test_cap_is_kept_when_greedy_breaks_it():
 def test_start_given_is_s0():
     problem = table_3_problem(*TABLE_3[2][0])
     start = serial_1f1b(problem)
-    assert [entry.schedule for entry in paper_starts(problem, start)] == [start, greedy(problem)]
+    assert [entry.schedule for entry in paper_starts(problem, start)] == [start, paper_greedy(problem)]
 
 
 def test_a_problem_without_neighbours_ends():
     problem = FusionProblem(1, (Pipeline("a", "a", (0,), 1, (1,), (2,), (1,)),))
     chain = PaperChain(build_graph(problem), Goal(problem, "memory"), paper_starts(problem), 1, 0)
     assert chain.round(paper_starts(problem)[0], 500, 0.0).found is None
+
+
+@pytest.mark.parametrize("row", range(12))
+def test_table_3_facts_and_rules_agree(row):
+    """The paper's greedy, 1F1B+ and serial columns follow from the settings; the printed ones are rounded."""
+    setting, printed, traced = SETTINGS[row], PRINTED[row], TRACED[row]
+    problem = setting.problem()
+    rule, serial = evaluate(paper_greedy(problem)), serial_makespan(problem)
+    assert (rule.makespan, rule.peak_memory) == (traced.greedy, traced.greedy_memory)
+    assert (serial, serial_peak_memory(problem)) == (traced.serial, traced.serial_memory)
+    assert latency_bound(problem) == traced.lower_bound
+    assert serial / one_f_one_b_plus_makespan(setting) == pytest.approx(printed.one_f_one_b_plus, abs=0.01)
+    assert serial / rule.makespan == pytest.approx(printed.greedy, abs=0.01)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.integers(0, 10**6))
+def test_paper_greedy_is_valid_and_never_waits_for_nothing(seed):
+    """On any problem: valid, and at time 0 some node works."""
+    problem = random_problem(seed, largest=5)
+    schedule = paper_greedy(problem)
+    check(problem, schedule.orders)
+    assert min(min(row) for row in evaluate(schedule).starts if row) == 0
 
 
 @pytest.mark.parametrize(
