@@ -81,7 +81,9 @@ def list_schedule(graph: OperationGraph, caps: Caps, ranks: Sequence[tuple]) -> 
     lanes_on: list[list[int]] = [[] for _ in range(problem.nodes)]
     for number, lane in sorted(enumerate(graph.lanes), key=lambda entry: ranks[entry[0]]):
         lanes_on[lane.node].append(number)
-    arrival = [0.0 if source < 0 else math.inf for source in graph.upstream]
+    arrival = [0.0 if source < 0 else math.inf for source in graph.upstream.tolist()]
+    node_of, duration, lag = graph.node.tolist(), graph.duration.tolist(), graph.lag.tolist()
+    downstream = graph.downstream.tolist()
     done = [0] * len(graph.lanes)
     held = dict.fromkeys(_stages(problem), 0)
     release = [kinds_of(p)[-1] for p in problem.pipelines]
@@ -99,13 +101,13 @@ def list_schedule(graph: OperationGraph, caps: Caps, ranks: Sequence[tuple]) -> 
         operation = lane.first + done[number]
         done[number] += 1
         held[lane.pipeline, lane.stage] += (lane.kind is Kind.F) - (lane.kind is release[lane.pipeline])
-        free[node] = now + graph.duration[operation]
+        free[node] = now + duration[operation]
         orders[node].append(graph.actions[operation])
         heapq.heappush(wakes, (free[node], node))
-        for target in graph.downstream[operation]:
+        for target in downstream[operation]:
             if target >= 0:
-                arrival[target] = free[node] + graph.lag[target]
-                heapq.heappush(wakes, (arrival[target], int(graph.node[target])))
+                arrival[target] = free[node] + lag[target]
+                heapq.heappush(wakes, (arrival[target], node_of[target]))
     return Schedule(problem, tuple(tuple(order) for order in orders))
 
 
