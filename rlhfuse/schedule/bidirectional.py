@@ -10,8 +10,9 @@ P/2 micro-batches of each (a unit) leave P - 2 slots of a node empty. Four nodes
     node 3:  b0F  .  b1F a0F a0B a1F a1B b0B  .  b1B
 
 The next unit follows 2P slots later and fits into the gaps of the one before, so N micro-batches in all take
-2N + P - 2 slots (1F1B: 2N + 2P - 2). The grid only gives the order, which is valid under any times and lags;
-it is a good one when stages are alike and forward and backward do not differ much.
+2N + P - 2 slots (1F1B: 2N + 2P - 2), the least possible. The grid only gives the order, which is valid under any
+times and lags. How good it is depends on them: with backwards of twice the forward one unit is still optimal
+(3N + 2P - 4 forwards, 1F1B: 3N + 3P - 3), but units do not close up any more, and from four on 1F1B is faster.
 
 Knows nothing of times. Paper: Figure 6 (a), after Li and Hoefler, "Chimera", section 3.
 """

@@ -4,6 +4,9 @@ All of them come from one list scheduler: whenever a node is idle it takes, amon
 input has arrived, the one of the best rank; a forward waits while its stage already holds its cap of
 micro-batches in flight. 1F1B is that rule with backwards first and a cap of P - s on stage s.
 
+Schedules of other shapes have files of their own: halved.py (1F1B+), interleaved.py, time_sharing.py (PUZZLE),
+bidirectional.py (Chimera).
+
 Knows nothing of search. Paper: section 5.2, "a naive solution" (greedy) and the serial 1F1B baseline.
 """
 

@@ -5,8 +5,9 @@ all models in a row, as if they were one model's. P = 3, two micro-batches each,
 
     serial   node 0  1F 1F .  .  1B .  1B 2F 2F .  ...     shared   node 0  1F 1F 2F .  1B 2F 1B ...
 
-Stage s never holds more than P - s micro-batches of all models together. With equal stages and M micro-batches
-of each model the makespan is  M sum_k(f_k + b_k) + (P - 1) max_k(f_k + b_k)  (equation 1).
+Stage s never holds more than P - s micro-batches of all models together. With equal stages, M >= P micro-batches
+of each model and one ratio of b to f, the makespan is  M sum_k(f_k + b_k) + (P - 1) max_k(f_k + b_k)
+(equation 1; the paper states it for any times).
 
 Knows nothing of times. PUZZLE paper: section 4.2, Figure 5.
 """
