@@ -215,14 +215,24 @@ def test_chimera_with_equal_times(nodes, units):
     assert check(problem, schedule.orders)[1] == (expected if nodes > 2 else [2, 2])
 
 
-@pytest.mark.parametrize("nodes", [4, 6, 8, 16])
+@pytest.mark.parametrize("nodes", [2, 4, 6, 8, 16])
 def test_chimera_with_backward_twice_the_forward(nodes):
-    """N = P: 3N + 2P - 4 forwards' time, as its paper says; 1F1B takes 3N + 3P - 3. Two units still win."""
-    for total, chimera_time in ((nodes, 5 * nodes - 4), (2 * nodes, None)):
-        single = one_model(nodes, total, 1, 2)
-        time = makespan(chimera(bidirectional_problem(single)))
-        assert time == chimera_time or chimera_time is None
-        assert time < makespan(serial_1f1b(single)) == 3 * (total + nodes - 1)
+    """N = P: 3N + 2P - 4 forwards' time, as its paper says, is the bound. 1F1B takes 3N + 3P - 3, for any N."""
+    for units in (1, 2, 4, 8):
+        single = one_model(nodes, units * nodes, 1, 2)
+        problem = bidirectional_problem(single)
+        schedule = chimera(problem)
+        assert makespan(schedule) < makespan(serial_1f1b(single)) == 3 * (units * nodes + nodes - 1)
+        assert max(check(problem, schedule.orders)[1]) <= nodes + 1
+        if units == 1:
+            assert makespan(schedule) == 5 * nodes - 4 == latency_bound(problem)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.sampled_from([2, 4, 6, 8]), st.integers(1, 4), st.integers(1, 9), st.integers(1, 9))
+def test_chimera_beats_1f1b(nodes, units, forward, backward):
+    single = one_model(nodes, units * nodes, forward, backward)
+    assert makespan(chimera(bidirectional_problem(single))) < makespan(serial_1f1b(single))
 
 
 def test_chimera_order_is_the_docstrings():

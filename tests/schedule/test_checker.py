@@ -41,10 +41,10 @@ BUILDERS = {
 def built(problem, turn=None):
     """(builder, schedule) of every builder that takes the problem; what the others say must be one line.
 
-    With `turn` only every second builder has its turn, by parity.
+    With `turn` only every third builder has its turn.
     """
     for number, (name, build) in enumerate(BUILDERS.items()):
-        if turn is not None and (turn + number) % 2:
+        if turn is not None and (turn + number) % 3:
             continue
         try:
             yield name, build(problem)
@@ -84,7 +84,7 @@ def test_every_builder_on_random_instances(capsys):
         sizes[family, "> 8 nodes, >= 2 models"] += problem.nodes > 8 and len(problem.models) >= 2
         sizes["> 8 nodes, >= 2 models"] += problem.nodes > 8 and len(problem.models) >= 2
     assert sizes["> 8 nodes, >= 2 models"] >= INSTANCES / 10
-    assert all(schedules[name] >= INSTANCES / 20 for name in BUILDERS), schedules
+    assert all(schedules[name] >= INSTANCES / 30 for name in BUILDERS), schedules
     with capsys.disabled():
         print(f"\n{INSTANCES} instances, {sum(schedules.values())} schedules: {dict(schedules)}")
         for family in ("small", "large", "group", "layout"):
@@ -98,7 +98,7 @@ def test_every_builder_on_random_instances(capsys):
 
 @pytest.mark.parametrize("chunk", range(4))
 def test_files_of_random_instances_read_back(chunk):
-    for seed in range(chunk, 400, 4):
+    for seed in range(chunk, 240, 4):
         problem = random_instance(seed)[1]
         made = list(built(problem))
         name, schedule = made[seed % len(made)]
@@ -255,7 +255,7 @@ def claim_damages(fresh, valid):
 
 def test_every_damage_is_refused_by_checker_and_reader(capsys):
     counts, rng = Counter(), random.Random(1)
-    for seed in range(50):
+    for seed in range(40):
         problem = random_instance(seed)[1]
         made = [(name, s) for name, s in built(problem) if sum(map(len, s.orders)) <= 36]
         if not made:
