@@ -4,6 +4,9 @@ All of them come from one list scheduler: whenever a node is idle it takes, amon
 input has arrived, the one of the best rank; a forward waits while its stage already holds its cap of
 micro-batches in flight. 1F1B is that rule with backwards first and a cap of P - s on stage s.
 
+Schedules of other shapes have files of their own: halved.py (1F1B+), interleaved.py, time_sharing.py (PUZZLE),
+bidirectional.py (Chimera).
+
 Knows nothing of search. Paper: section 5.2, "a naive solution" (greedy) and the serial 1F1B baseline.
 """
 
@@ -75,13 +78,15 @@ def pipeline_work(pipeline: Pipeline) -> Number:
     return sum(pipeline.forward) + sum(pipeline.backward) + sum(pipeline.weight_gradient or ())
 
 
-def list_schedule(graph: OperationGraph, caps: Caps, ranks: Sequence[tuple]) -> Schedule:
-    """Run the list scheduler. `ranks[lane]`: the smallest goes first; every cap is at least 1."""
+def list_schedule(graph: OperationGraph, caps: Caps, ranks: Sequence) -> Schedule:
+    """Run the list scheduler. `ranks[operation]`: the smallest goes first; every cap is at least 1."""
     problem = graph.problem
     lanes_on: list[list[int]] = [[] for _ in range(problem.nodes)]
-    for number, lane in sorted(enumerate(graph.lanes), key=lambda entry: ranks[entry[0]]):
+    for number, lane in enumerate(graph.lanes):
         lanes_on[lane.node].append(number)
-    arrival = [0.0 if source < 0 else math.inf for source in graph.upstream]
+    arrival = [0.0 if source < 0 else math.inf for source in graph.upstream.tolist()]
+    node_of, duration, lag = graph.node.tolist(), graph.duration.tolist(), graph.lag.tolist()
+    downstream = graph.downstream.tolist()
     done = [0] * len(graph.lanes)
     held = dict.fromkeys(_stages(problem), 0)
     release = [kinds_of(p)[-1] for p in problem.pipelines]
@@ -92,57 +97,62 @@ def list_schedule(graph: OperationGraph, caps: Caps, ranks: Sequence[tuple]) -> 
         now, node = heapq.heappop(wakes)
         if now < free[node]:
             continue
-        number = _pick(graph, lanes_on[node], done, arrival, now, held, caps)
+        number = _pick(graph, lanes_on[node], ranks, done, arrival, now, held, caps)
         if number is None:
             continue
         lane = graph.lanes[number]
         operation = lane.first + done[number]
         done[number] += 1
         held[lane.pipeline, lane.stage] += (lane.kind is Kind.F) - (lane.kind is release[lane.pipeline])
-        free[node] = now + graph.duration[operation]
+        free[node] = now + duration[operation]
         orders[node].append(graph.actions[operation])
         heapq.heappush(wakes, (free[node], node))
-        for target in graph.downstream[operation]:
+        for target in downstream[operation]:
             if target >= 0:
-                arrival[target] = free[node] + graph.lag[target]
-                heapq.heappush(wakes, (arrival[target], int(graph.node[target])))
+                arrival[target] = free[node] + lag[target]
+                heapq.heappush(wakes, (arrival[target], node_of[target]))
     return Schedule(problem, tuple(tuple(order) for order in orders))
 
 
 def _pick(
     graph: OperationGraph,
     candidates: list[int],
+    ranks: Sequence,
     done: list[int],
     arrival: list[float],
     now: float,
     held: Mapping[tuple[int, int], int],
     caps: Caps,
 ) -> int | None:
-    """The first lane of `candidates` whose next operation has its input and room under the cap."""
+    """The lane of `candidates` with the best operation next that has its input and room under the cap."""
+    best, best_rank = None, None
     for number in candidates:
         lane: Lane = graph.lanes[number]
-        if done[number] == lane.microbatches or arrival[lane.first + done[number]] > now:
+        operation = lane.first + done[number]
+        if done[number] == lane.microbatches or arrival[operation] > now:
             continue
-        stage = (lane.pipeline, lane.stage)
-        if lane.kind is Kind.F and held[stage] >= caps[stage]:
+        if best is not None and ranks[operation] >= best_rank:
             continue
-        return number
-    return None
+        if lane.kind is Kind.F and held[lane.pipeline, lane.stage] >= caps[lane.pipeline, lane.stage]:
+            continue
+        best, best_rank = number, ranks[operation]
+    return best
 
 
 def _stages(problem: FusionProblem) -> list[tuple[int, int]]:
     return [(p, s) for p, pipeline in enumerate(problem.pipelines) for s in range(pipeline.stages)]
 
 
-def _ranks(graph: OperationGraph, forward_first: bool = False, model_first: bool = True) -> list[tuple]:
-    """By size of the model and by direction, then by number so that ties are fixed."""
+def _ranks(graph: OperationGraph, forward_first: bool = False, model_first: bool = True) -> list[int]:
+    """Of every operation: by size of the model and by direction, then by number so that ties are fixed."""
     order = (Kind.F, Kind.B, Kind.W) if forward_first else (Kind.B, Kind.F, Kind.W)
     ranks = []
     for lane in graph.lanes:
         size, direction = -pipeline_work(graph.problem.pipelines[lane.pipeline]), order.index(lane.kind)
         rank = (size, direction) if model_first else (direction, size)
         ranks.append((*rank, lane.pipeline, lane.stage))
-    return ranks
+    place = {rank: position for position, rank in enumerate(sorted(ranks))}
+    return [place[rank] for lane, rank in zip(graph.lanes, ranks) for _ in range(lane.microbatches)]
 
 
 def _parts(problem: FusionProblem) -> list[FusionProblem]:

@@ -120,8 +120,12 @@ def _source(pipeline: Pipeline, stage: int, kind: Kind) -> tuple[int, Kind] | No
 
 
 def _downstream(upstream: np.ndarray) -> np.ndarray:
+    """What each operation feeds, in order of number: at most two, since a W and an earlier stage's B share a source."""
     downstream = np.full((len(upstream), 2), -1, np.int64)
-    for operation, source in enumerate(upstream):
-        if source >= 0:
-            downstream[source, 0 if downstream[source, 0] < 0 else 1] = operation
+    fed = np.flatnonzero(upstream >= 0)
+    fed = fed[np.argsort(upstream[fed], kind="stable")]
+    sources = upstream[fed]
+    second = np.zeros(len(fed), np.int64)
+    second[1:] = sources[1:] == sources[:-1]
+    downstream[sources, second] = fed
     return downstream

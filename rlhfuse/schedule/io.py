@@ -1,8 +1,9 @@
 """schedule.json: a schedule with its problem, its times and the bounds beside them.
 
 The file is a contract (every task with start and end, in execution order per node) and is checked on
-reading: the orders must be a valid schedule of the problem inside the file, and that problem must be
-the one the reader expects. Written beside and renamed, so that half a file is never seen.
+reading: the orders must be a valid schedule of the problem inside the file, that problem must be the one
+the reader expects, and every time, figure and bound in the file must be true (claims.py). Written beside
+and renamed, so that half a file is never seen.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 from rlhfuse.errors import InputError, ScheduleError
 from rlhfuse.schedule.action import Action, Kind
 from rlhfuse.schedule.bounds import latency_bound, memory_bound
 from rlhfuse.schedule.builders import serial_makespan, serial_peak_memory
+from rlhfuse.schedule.claims import check_claims
 from rlhfuse.schedule.evaluate import TOLERANCE, evaluate
-from rlhfuse.schedule.problem import FusionProblem, read_json
+from rlhfuse.schedule.goal import loosen
+from rlhfuse.schedule.problem import FusionProblem, Number, read_json
 from rlhfuse.schedule.schedule import Schedule
 
 
@@ -66,20 +69,38 @@ def load_schedule(path: str | Path, expect: FusionProblem | None = None) -> Sche
     `expect` refuses a schedule made for other pipelines, placements or micro-batches. Times and memory
     may differ: they are estimates, and the order stays executable under any.
     """
-    raw = read_json(path)
+    return read_schedule(read_json(path), str(path), expect)
+
+
+def read_schedule(raw: Any, where: str, expect: FusionProblem | None = None) -> Schedule:
+    """The schedule in the JSON form `raw`, read from `where`.
+
+    Raises InputError as `load_schedule` does: on a malformed file, on orders that break a rule of the file's own
+    problem (its memory cap is one), and on times, figures and bounds in the file that are untrue.
+    """
     if not isinstance(raw, dict) or not {"version", "problem", "tasks"} <= raw.keys():
-        raise InputError(f"{path} is no schedule: version, problem and tasks are needed; make it with search_schedule")
+        raise InputError(f"{where} is no schedule: version, problem and tasks are needed; make it with search_schedule")
     if raw["version"] != 1:
-        raise InputError(f"{path}: version {raw['version']!r} is unknown; this program reads version 1")
-    problem = FusionProblem.from_dict(raw["problem"], f"{path}: problem")
+        raise InputError(f"{where}: version {raw['version']!r} is unknown; this program reads version 1")
+    problem = FusionProblem.from_dict(raw["problem"], f"{where}: problem")
     if expect is not None:
-        check_same_layout(problem, expect, str(path))
+        check_same_layout(problem, expect, where)
     try:
         schedule = Schedule(problem, _read_orders(raw["tasks"]))
-        evaluate(schedule)
+        computed = schedule_dict(schedule)
+        _check_cap(problem, computed["node_peak_memory"])
+        check_claims(raw, computed)
     except InputError as error:
-        raise ScheduleError(f"{path}: {error}", getattr(error, "grid", "")) from None
+        raise ScheduleError(f"{where}: {error}", getattr(error, "grid", "")) from None
     return schedule
+
+
+def _check_cap(problem: FusionProblem, peaks: Sequence[Number]) -> None:
+    for node, peak in enumerate(peaks):
+        if peak > loosen(problem.node_cap(node)):
+            raise InputError(
+                f"node {node} holds {peak} of activations, but its memory cap leaves {problem.node_cap(node):g}"
+            )
 
 
 def check_same_layout(found: FusionProblem, expect: FusionProblem, where: str) -> None:

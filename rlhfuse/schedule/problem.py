@@ -257,17 +257,26 @@ def fused_problem(
     actor_microbatches: int,
     actor_costs: StageCosts,
     critic_costs: StageCosts,
+    critic_microbatches: int | None = None,
 ) -> FusionProblem:
     """The problem of one fused group; every replica runs its schedule. `transfer` is 0 and there is no cap.
 
-    The critic's micro-batches per pipeline follow from K1*M1 = K2*M2. A merged stage costs the sum of
-    its sub-stages in time; in memory it counts its fullest sub-stage, since each lives on ranks of its own.
-    Raises InputError with the arithmetic that fails.
+    The critic's micro-batches per pipeline follow from K1*M1 = K2*M2; given, they are checked against it. A
+    merged stage costs the sum of its sub-stages in time; in memory it counts its fullest sub-stage, since
+    each lives on ranks of its own. Raises InputError with the arithmetic that fails.
     """
     shape = fused_shape(actor_layout, critic_layout)
     actor, critic = shape.shares
     _check_integer("actor_microbatches", actor_microbatches, 1)
     total = actor.pipelines * actor_microbatches
+    if critic_microbatches is not None:
+        _check_integer("critic_microbatches", critic_microbatches, 1)
+        if total != critic.pipelines * critic_microbatches:
+            raise InputError(
+                f"K1*M1 = {actor.pipelines}*{actor_microbatches} = {total} but K2*M2 = {critic.pipelines}*"
+                f"{critic_microbatches} = {critic.pipelines * critic_microbatches} ({actor_layout} with "
+                f"{critic_layout}); both models train on the same micro-batches, make the products equal"
+            )
     if total % critic.pipelines:
         raise InputError(
             f"K1*M1 = {actor.pipelines}*{actor_microbatches} = {total} micro-batches do not divide over "

@@ -1,5 +1,6 @@
 """Problems for the schedule tests, and a checker that shares no code with the package."""
 
+import math
 import random
 
 from rlhfuse.schedule.problem import FusionProblem, Pipeline
@@ -31,8 +32,11 @@ def table_3_problem(p0, p1, m0, m1, f0, f1, a0, a1):
     return FusionProblem(p0, tuple(pipelines))
 
 
-def random_problem(seed, largest=4):
-    """Any placement (a node may be visited twice), unequal times, lags, split backwards, float or integer times."""
+def random_problem(seed, largest=4, models=2):
+    """Up to `largest` nodes and stages, three pipelines; any placement (a node may be visited twice), unequal times.
+
+    Lags, split backwards, float or integer times.
+    """
     rng = random.Random(seed)
     nodes = rng.randint(1, largest)
     whole = rng.random() < 0.5
@@ -48,69 +52,258 @@ def random_problem(seed, largest=4):
             return tuple(rng.randint(1, 6) if whole else rng.uniform(0.1, 3) for _ in range(stages))
 
         weight = times() if rng.random() < 0.3 else None
-        microbatches, model = rng.randint(1, 5), f"m{p % 2}"
+        microbatches, model = rng.randint(1, 5), f"m{p % models}"
         pipelines.append(
             Pipeline(f"{model}.{p}", model, tuple(placement), microbatches, times(), times(), times(), weight)
         )
     return FusionProblem(nodes, tuple(pipelines), transfer=rng.choice([0, 0, 1, 0.25]))
 
 
+def random_instance(seed):
+    """(family, problem): small with any placement, large with any placement, fused groups, equal layouts."""
+    rng = random.Random(-1 - seed)
+    family = ("small", "small", "group", "small", "layout", "small", "group", "small", "small", "large")[seed % 10]
+    if family == "small":
+        return family, random_problem(seed, 4, models=rng.randint(1, 3))
+    if family == "large":
+        return family, random_problem(seed, rng.randint(5, 16), models=rng.randint(2, 3))
+    return family, random_group(rng) if family == "group" else random_layout(rng)
+
+
+def random_group(rng):
+    """Two models as in a fused pair, K1:K2 coprime, sometimes a third one: blocks of nodes, the second's reversed."""
+    depths = rng.choice([(4, 2), (4, 3), (2, 3), (6, 4), (6, 4), (9, 3), (10, 5), (15, 5), (16, 8), (16, 16), (12, 4)])
+    nodes = math.lcm(*depths)
+    if rng.random() < 0.3:
+        depths += (rng.choice([d for d in range(1, nodes + 1) if nodes % d == 0 and 2 * d >= nodes]),)
+    copies = [nodes // depth for depth in depths]
+    total = math.lcm(*copies) * (rng.randint(1, 2) if nodes < 9 else 1)
+    pipelines = []
+    for number, (depth, count) in enumerate(zip(depths, copies)):
+        draw, split = _draws(rng, depth), rng.random() < 0.2
+        facts = draw(), draw(), draw(), draw() if split else None
+        for k in range(count):
+            block = tuple(range(k * depth, (k + 1) * depth))
+            reverse = number == 1 or (number == 2 and rng.random() < 0.5)
+            placement = block[::-1] if reverse else block
+            pipelines.append(Pipeline(f"m{number}.{k}", f"m{number}", placement, total // count, *facts))
+    return FusionProblem(nodes, tuple(pipelines), transfer=rng.choice([0, 0, 1, 0.25]))
+
+
+def random_layout(rng):
+    """Up to three models of one even depth over the same nodes, micro-batches a multiple of the depth."""
+    depth = rng.choice([2, 2, 2, 4, 4, 6, 8, 10])
+    nodes = tuple(rng.sample(range(depth), depth))
+    pipelines = []
+    for number in range(rng.randint(1, 3)):
+        draw, split = _draws(rng, depth), rng.random() < 0.2
+        microbatches = depth * rng.randint(1, 2 if depth < 6 else 1)
+        facts = draw(), draw(), draw(), draw() if split else None
+        pipelines.append(Pipeline(f"m{number}", f"m{number}", nodes[:: rng.choice([1, -1])], microbatches, *facts))
+    return FusionProblem(depth, tuple(pipelines), transfer=rng.choice([0, 0, 1, 0.25]))
+
+
+def _draws(rng, stages):
+    """Draws a value per stage: whole numbers or not, alike or not."""
+    whole, alike = rng.random() < 0.5, rng.random() < 0.3
+
+    def draw():
+        values = tuple(rng.randint(1, 6) if whole else rng.uniform(0.1, 3) for _ in range(stages))
+        return values[:1] * stages if alike else values
+
+    return draw
+
+
+# ---- the checker: from here on nothing of the package is used -------------------------------------------------
+
+
 def check(problem, orders):
-    """Makespan and peak memory per node of any valid orders; asserts every rule. Plain repeated relaxation."""
-    pipes = {p.name: p for p in problem.pipelines}
-    everything = {
-        (p.name, s, kind, m)
-        for p in problem.pipelines
-        for s in range(len(p.placement))
-        for kind in ("FBW" if p.weight_gradient else "FB")
-        for m in range(p.microbatches)
-    }
-    listed = [(a.pipeline, a.stage, a.kind.value, a.microbatch) for order in orders for a in order]
-    assert len(listed) == len(everything) and set(listed) == everything
-    end = {}
-    progress = True
-    while progress:
-        progress = False
-        for node, order in enumerate(orders):
-            clock = 0
-            for a in order:
-                pipe, key = pipes[a.pipeline], (a.pipeline, a.stage, a.kind.value, a.microbatch)
-                assert pipe.placement[a.stage] == node
-                ready, known = clock, True
-                for source, stage in needs(pipe, a.stage, a.kind.value):
-                    at = end.get((a.pipeline, stage, source, a.microbatch))
-                    if at is None:
-                        known = False
-                        break
-                    ready = max(ready, at + (problem.transfer if pipe.placement[stage] != node else 0))
-                if not known:
-                    break
-                times = {"F": pipe.forward, "B": pipe.backward, "W": pipe.weight_gradient}[a.kind.value]
-                clock = ready + times[a.stage]
-                if key not in end:
-                    end[key], progress = clock, True
-                assert end[key] == clock
-    assert len(end) == len(everything), "deadlock"
-    for name, s, kind, m in everything:
-        assert m == 0 or end[name, s, kind, m] > end[name, s, kind, m - 1], "micro-batches out of order"
-    peaks = []
-    for order in orders:
-        level = peak = 0
-        for a in order:
-            pipe = pipes[a.pipeline]
-            if a.kind.value == "F":
-                level += pipe.activation[a.stage]
-            elif a.kind.value == ("W" if pipe.weight_gradient else "B"):
-                level -= pipe.activation[a.stage]
-            peak = max(peak, level)
-        peaks.append(peak)
-    return max(end.values()), peaks
+    """Makespan and peak memory per node of valid orders of Actions; AssertionError with the broken rule otherwise."""
+    rows = [[(a.pipeline, a.stage, a.kind.value, a.microbatch) for a in order] for order in orders]
+    found = verdict(plain(problem), rows)
+    assert not isinstance(found, str), found
+    return found
 
 
-def needs(pipe, stage, kind):
-    """(kind, stage) of everything that must precede, for the same micro-batch."""
-    if kind == "F":
-        return [("F", stage - 1)] if stage else []
+def plain(problem):
+    """The JSON form of a problem without caps, by itself."""
+    keys = ("name", "model", "placement", "microbatches", "forward", "backward", "activation", "weight_gradient")
+    pipelines = [{key: getattr(pipeline, key) for key in keys} for pipeline in problem.pipelines]
+    return {"nodes": problem.nodes, "transfer": problem.transfer, "pipelines": pipelines}
+
+
+def verdict(problem, rows, claims=None):
+    """The first rule that a schedule breaks, as text, or (makespan, peak memory per node).
+
+    problem: as in problem.json. rows: per node, tasks as in schedule.json (start and end may be left out) or
+    (pipeline, stage, kind, microbatch). claims: an object with makespan, peak_memory, node_peak_memory,
+    lower_bound and optimal, of which any may be missing.
+    """
+    if len(rows) != problem["nodes"]:
+        return f"{len(rows)} rows for {problem['nodes']} nodes"
+    pipes = {pipe["name"]: pipe for pipe in problem["pipelines"]}
+    keys = [[_key(task) for task in row] for row in rows]
+    broken = _misplaced(pipes, keys) or _out_of_order(keys)
+    if broken:
+        return broken
+    starts, ends = _earliest(problem, pipes, keys)
+    if len(ends) < sum(map(len, keys)):
+        return f"deadlock: {next(key for row in keys for key in row if key not in ends)} never starts"
+    slack = 1e-9 * max(ends.values())
+    makespan, given = max(ends.values()), [task for row in rows for task in row if isinstance(task, dict)]
+    if any("start" in task or "end" in task for task in given):
+        broken = _untimely(problem, pipes, rows, slack)
+        if broken:
+            return broken
+        makespan = max(task["end"] for task in given)
+    peaks = [_peak(pipes, row) for row in keys]
+    return _over_cap(problem, peaks) or _untrue(claims or {}, makespan, peaks, slack) or (makespan, peaks)
+
+
+def _key(task):
+    return (task["pipeline"], task["stage"], task["kind"], task["microbatch"]) if isinstance(task, dict) else task
+
+
+def _per_stage(pipe, key, stage):
+    value = pipe[key]
+    return value[stage] if isinstance(value, (list, tuple)) else value
+
+
+def _duration(pipe, stage, kind):
+    return _per_stage(pipe, {"F": "forward", "B": "backward", "W": "weight_gradient"}[kind], stage)
+
+
+def _kinds(pipe):
+    return "FBW" if pipe.get("weight_gradient") else "FB"
+
+
+def _misplaced(pipes, keys):
+    """Unknown, misplaced, repeated and missing tasks."""
+    seen = set()
+    for node, row in enumerate(keys):
+        for key in row:
+            name, stage, kind, m = key
+            if name not in pipes or kind not in _kinds(pipes[name]):
+                return f"unknown task {key}"
+            pipe = pipes[name]
+            if stage not in range(len(pipe["placement"])) or m not in range(pipe["microbatches"]):
+                return f"unknown task {key}"
+            if pipe["placement"][stage] != node:
+                return f"wrong node: {key} is on {node}"
+            if key in seen:
+                return f"repeated: {key}"
+            seen.add(key)
+    for name, pipe in pipes.items():
+        for stage in range(len(pipe["placement"])):
+            for kind in _kinds(pipe):
+                for m in range(pipe["microbatches"]):
+                    if (name, stage, kind, m) not in seen:
+                        return f"missing: {(name, stage, kind, m)}"
+    return None
+
+
+def _out_of_order(keys):
+    for row in keys:
+        last = {}
+        for name, stage, kind, m in row:
+            if last.get((name, stage, kind), -1) > m:
+                return f"micro-batches out of order: {(name, stage, kind, m)}"
+            last[name, stage, kind] = m
+    return None
+
+
+def _sources(pipe, key):
+    """Every task that must end before `key` starts, apart from the one before it on its node."""
+    name, stage, kind, m = key
     if kind == "W":
-        return [("B", stage)]
-    return [("F", stage)] + ([("B", stage + 1)] if stage + 1 < len(pipe.placement) else [])
+        return [(name, stage, "B", m)]
+    if kind == "F":
+        return [(name, stage - 1, "F", m)] if stage else []
+    next_stage = [(name, stage + 1, "B", m)] if stage + 1 < len(pipe["placement"]) else []
+    return [(name, stage, "F", m)] + next_stage
+
+
+def _lag(problem, pipe, source, key):
+    return problem.get("transfer", 0) if pipe["placement"][source[1]] != pipe["placement"][key[1]] else 0
+
+
+def _earliest(problem, pipes, keys):
+    """Start and end of every task that can start at all: tasks are taken when all before them are done."""
+    waits, feeds, ready = {}, {}, []
+    for row in keys:
+        for before, key in zip([None] + row, row):
+            sources = _sources(pipes[key[0]], key)
+            waits[key] = len(sources) + (before is not None)
+            for source in sources + [before] * (before is not None):
+                feeds.setdefault(source, []).append((key, source is before))
+            if not waits[key]:
+                ready.append(key)
+    starts, ends = dict.fromkeys(ready, 0), {}
+    while ready:
+        done = ready.pop()
+        pipe = pipes[done[0]]
+        ends[done] = starts[done] + _duration(pipe, done[1], done[2])
+        for key, neighbour in feeds.get(done, ()):
+            arrival = ends[done] + (0 if neighbour else _lag(problem, pipe, done, key))
+            starts[key] = max(starts.get(key, 0), arrival)
+            waits[key] -= 1
+            if not waits[key]:
+                ready.append(key)
+    return starts, ends
+
+
+def _untimely(problem, pipes, rows, slack):
+    """The times that the tasks themselves give: durations, no overlap on a node, inputs there."""
+    ends = {_key(task): task["end"] for row in rows for task in row}
+    for row in rows:
+        clock = 0
+        for task in row:
+            key, pipe = _key(task), pipes[task["pipeline"]]
+            if not abs(task["end"] - task["start"] - _duration(pipe, key[1], key[2])) <= slack:
+                return f"{key} takes from {task['start']} to {task['end']}"
+            if not task["start"] >= clock - slack:
+                return f"overlap: {key} starts at {task['start']}, the task before ends at {clock}"
+            clock = task["end"]
+            for source in _sources(pipe, key):
+                if not task["start"] >= ends[source] + _lag(problem, pipe, source, key) - slack:
+                    return f"{key} starts at {task['start']}, too early after {source}"
+    return None
+
+
+def _peak(pipes, row):
+    level = peak = 0
+    for name, stage, kind, _ in row:
+        activation = _per_stage(pipes[name], "activation", stage)
+        if kind == "F":
+            level += activation
+        elif kind == _kinds(pipes[name])[-1]:
+            level -= activation
+        peak = max(peak, level)
+    return peak
+
+
+def _over_cap(problem, peaks):
+    for node, peak in enumerate(peaks):
+        cap = problem.get("memory_cap")
+        cap = cap[node] if isinstance(cap, (list, tuple)) else cap
+        static = problem.get("static_memory", 0)
+        static = static[node] if isinstance(static, (list, tuple)) else static
+        if cap is not None and static + peak > cap + 1e-9 * max(1, cap):
+            return f"over the cap: node {node} holds {static} + {peak} > {cap}"
+    return None
+
+
+def _untrue(claims, makespan, peaks, slack):
+    if not abs(claims.get("makespan", makespan) - makespan) <= slack:
+        return f"claimed makespan {claims['makespan']} is {makespan}"
+    if not abs(claims.get("peak_memory", max(peaks)) - max(peaks)) <= 1e-9 * max(peaks):
+        return f"claimed peak_memory {claims['peak_memory']} is {max(peaks)}"
+    claimed = claims.get("node_peak_memory", peaks)
+    if len(claimed) != len(peaks) or not all(abs(a - b) <= 1e-9 * max(peaks) for a, b in zip(claimed, peaks)):
+        return f"claimed node_peak_memory {claimed} is {peaks}"
+    if claims.get("lower_bound", 0) > makespan + slack:
+        return f"claimed lower_bound {claims['lower_bound']} is above the makespan {makespan}"
+    if {"optimal", "lower_bound"} <= claims.keys():
+        if claims["optimal"] is not (makespan <= claims["lower_bound"] + slack):
+            return f"claimed optimal {claims['optimal']}: makespan {makespan}, bound {claims['lower_bound']}"
+    return None
