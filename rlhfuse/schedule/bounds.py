@@ -61,20 +61,21 @@ def memory_bound(problem: FusionProblem, makespan: Number) -> Number:
 
 
 def _peaks(windows: Windows) -> np.ndarray:
-    """Every multiple of an activation that a stage can come to hold, ascending."""
-    kinds = {(hold.activation, len(hold.forward)) for hold in windows.holds if hold.activation > 0}
+    """Every positive amount that a stage can come to hold, ascending."""
+    kinds = {(hold.activation, len(hold.forward)) for hold in windows.holds}
     multiples = [activation * np.arange(1, count + 1) for activation, count in kinds]
-    return np.unique(np.concatenate(multiples)) if multiples else np.zeros(0)
+    peaks = np.unique(np.concatenate([[hold.one for hold in windows.holds], *multiples]))
+    return peaks[peaks > 0]
 
 
 def _under_cap(problem: FusionProblem, windows: Windows) -> Windows:
     room = [problem.node_cap(node) for node in range(problem.nodes)]
     capped = windows.within([cap * (1 + TOLERANCE) for cap in room])
     if capped is None:
-        hold = next(hold for hold in windows.holds if hold.activation > room[hold.node])
+        hold = next(hold for hold in windows.holds if hold.one > room[hold.node])
         raise InputError(
             f"node {hold.node}: the memory cap leaves {room[hold.node]:g} for activations, "
-            f"but one micro-batch needs {hold.activation:g}; raise memory_cap"
+            f"but one micro-batch needs {hold.one:g}; raise memory_cap"
         )
     return capped
 

@@ -15,9 +15,9 @@ operation, or a node with more work than fits, proves that no schedule of makesp
               earliest head of S + i and the latest end of S, i is the last of them to end: it starts no
               sooner than min head + sum of durations of any subset of S. Mirrored for tails.
 
-A stage holds at most K = floor(room on its node / activation), where a node that a pipeline visits more
-than once counts the activations of the earlier visits too: a micro-batch held at the later stage is
-still held at the earlier one.
+A stage holds at most K = floor(room on its node / activation). Where a pipeline visits a node more than
+once, a micro-batch held at the later stage is still held at the earlier one, so that the activations of
+the earlier visits count too; not so with a split backward, whose weight gradients may run in any order.
 
 Operations are numbered here on their own, by pipeline, micro-batch and place in the micro-batch's own
 chain, which is an order in which everything follows what it needs whatever K is. Knows nothing of
@@ -43,11 +43,13 @@ SLACK = 1e-11  # relative; far above the rounding of sums of durations, far belo
 class Hold:
     """Micro-batch m is held on `node` from the start of operation `forward[m]` to the end of `release[m]`.
 
-    `activation` counts this stage and the same pipeline's earlier stages on the node.
+    K of them take at least K * `activation`, and one at least `one`: when it comes to the pipeline's last
+    stage, every stage before holds it.
     """
 
     node: int
     activation: float
+    one: float
     forward: np.ndarray
     release: np.ndarray
 
@@ -93,11 +95,12 @@ class Windows:
         """The same with at most `capacity[node]` of activations held; None where one micro-batch does not fit."""
         room = np.full_like(self.room, -1)
         for hold in self.holds:
-            if hold.activation == 0 or hold.activation * len(hold.forward) <= capacity[hold.node]:
-                continue
-            most = int(capacity[hold.node] * (1 + SLACK) / hold.activation)
-            if most == 0:
+            most_memory = capacity[hold.node] * (1 + SLACK)
+            if hold.one > most_memory:
                 return None
+            if hold.activation * len(hold.forward) <= most_memory:
+                continue
+            most = int(most_memory / hold.activation)
             room[hold.forward[most:]] = hold.release[: len(hold.release) - most]
         return replace(self, room=room)
 
@@ -159,9 +162,10 @@ def _holds(pipeline: Pipeline, base: int) -> list[Hold]:
     start = base + length * np.arange(pipeline.microbatches)
     holds = []
     for stage, node in enumerate(pipeline.placement):
-        visits = [a for n, a in zip(pipeline.placement[: stage + 1], pipeline.activation) if n == node]
+        one = float(sum(a for n, a in zip(pipeline.placement[: stage + 1], pipeline.activation) if n == node))
+        activation = float(pipeline.activation[stage]) if pipeline.split else one
         release = 2 * stages + stage if pipeline.split else 2 * stages - 1 - stage
-        holds.append(Hold(node, float(sum(visits)), start + stage, start + release))
+        holds.append(Hold(node, activation, one, start + stage, start + release))
     return holds
 
 

@@ -170,6 +170,10 @@ def test_a_node_visited_twice_holds_both():
     """Down and up over one node twice: every micro-batch at the second visit is still held at the first."""
     problem = FusionProblem(1, (Pipeline("a", "a", (0, 0), 2, (1, 1), (1, 1), (2, 3)),))
     assert memory_bound(problem, 100) == 5
+    assert latency_bound(replace(problem, memory_cap=5)) == 8
+    # With a split backward stage 0 may let go first: then F1 at stage 1 needs 3 + 2 + 3, not 5 + 5.
+    split = replace(problem, pipelines=(replace(problem.pipelines[0], weight_gradient=(1, 1)),))
+    assert memory_bound(split, 100) == 5 and memory_bound(split, 12) == 5
     with pytest.raises(InputError, match="node 0: the memory cap leaves 4 for activations, but one micro-batch needs 5"):
         latency_bound(replace(problem, memory_cap=4))
 
