@@ -6,12 +6,14 @@ path of every pipeline, which the paper's text leaves out. Memory: suppose that 
 peak v; then a stage with activation a holds fewer than v / a micro-batches, and where that excludes the
 makespan, v is needed. Only multiples of an activation change what is supposed, so only they are tried.
 
-Knows nothing of schedules. Paper: section 7.3 (LB), Table 3.
+The rules are stated and proved in windows.py. Knows nothing of schedules. Paper: section 7.3 (LB), Table 3.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from typing import Callable
 
 import numpy as np
 
@@ -33,39 +35,50 @@ def latency_bound(problem: FusionProblem) -> Number:
         windows = _under_cap(problem, windows)
     tick = _tick(problem)
     low = _round_up(windows.least_makespan(), tick)
-    if not windows.excludes(low):
+    if not windows.excludes(low, together=True):
         return tidy(low)
-    step = tick or low * _PRECISION
-    while windows.excludes(low + step):
-        low, step = low + step, 2 * step
-    high = low + step
-    while high - low > (tick or high * _PRECISION):
-        middle = low + (_round_up((high - low) / 2, tick) if tick else (high - low) / 2)
-        low, high = (middle, high) if windows.excludes(middle) else (low, middle)
-    return tidy(high if tick else low)
+    unit, step = (tick, 1) if tick else (low * _PRECISION, 2**20)
+    while windows.excludes(low + step * unit, together=True):
+        low, step = low + step * unit, 2 * step
+    while step > 1:  # excluded at low, not at low + step * unit
+        step //= 2
+        low += step * unit * windows.excludes(low + step * unit, together=True)
+    return tidy(low + unit if tick else low)
 
 
 def memory_bound(problem: FusionProblem, makespan: Number) -> Number:
     """A peak activation memory that no schedule as fast as `makespan` goes below (its fullest node's)."""
     windows = Windows.of(problem)
-    peaks = _peaks(windows)
-    low, high = -1, len(peaks)
+
+    def needs(peak: float, together: bool) -> bool:
+        below = windows.within([peak * (1 - TOLERANCE)] * problem.nodes)
+        return below is None or below.excludes(makespan, together)
+
+    single, sums = _peaks(windows)
+    proved = _last(single, lambda peak: needs(peak, together=False))
+    higher = np.concatenate(([proved], sums[sums > proved]))
+    reach = 1  # most often the rule for two pipelines together proves no more, so begin with small steps
+    while reach < len(higher) and needs(higher[reach], together=True):
+        reach *= 2
+    return tidy(_last(higher[:reach], lambda peak: peak == proved or needs(peak, together=True)))
+
+
+def _last(values: np.ndarray, holds: Callable[[float], bool]) -> float:
+    """The last of ascending `values` for which `holds`, sought by bisection; 0 where it holds for none."""
+    low, high = -1, len(values)
     while high - low > 1:
         middle = (low + high) // 2
-        below = windows.within([peaks[middle] * (1 - TOLERANCE)] * problem.nodes)
-        if below is None or below.excludes(makespan):
-            low = middle
-        else:
-            high = middle
-    return tidy(peaks[low]) if low >= 0 else 0
+        low, high = (middle, high) if holds(values[middle]) else (low, middle)
+    return values[low] if low >= 0 else 0.0
 
 
-def _peaks(windows: Windows) -> np.ndarray:
-    """Every positive amount that a stage can come to hold, ascending."""
+def _peaks(windows: Windows) -> tuple[np.ndarray, np.ndarray]:
+    """Every positive amount that one stage can come to hold, and that two can, ascending."""
     kinds = {(hold.activation, len(hold.forward)) for hold in windows.holds}
     multiples = [activation * np.arange(1, count + 1) for activation, count in kinds]
-    peaks = np.unique(np.concatenate([[hold.one for hold in windows.holds], *multiples]))
-    return peaks[peaks > 0]
+    single = np.concatenate([[hold.one for hold in windows.holds], *multiples])
+    pairs = [np.add.outer(one, other).ravel() for one, other in itertools.combinations_with_replacement(multiples, 2)]
+    return np.unique(single[single > 0]), np.unique(np.concatenate([single, *pairs]))
 
 
 def _under_cap(problem: FusionProblem, windows: Windows) -> Windows:

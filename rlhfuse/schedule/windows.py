@@ -1,7 +1,7 @@
 """Earliest start and latest end of every operation: what any schedule by a given time must keep to.
 
 An operation has a *head* (no schedule starts it earlier) and a *tail* (at least this much time follows
-its end), so that in a schedule of makespan X it runs within [head, X - tail]. Three rules widen heads
+its end), so that in a schedule of makespan X it runs within [head, X - tail]. Four rules raise heads
 and tails; each follows from what every schedule satisfies, so a window that becomes too short for its
 operation, or a node with more work than fits, proves that no schedule of makespan X exists.
 
@@ -14,6 +14,11 @@ operation, or a node with more work than fits, proves that no schedule of makesp
     narrow    (edge finding) where S and one operation i more, of the same node, do not fit between the
               earliest head of S + i and the latest end of S, i is the last of them to end: it starts no
               sooner than min head + sum of durations of any subset of S. Mirrored for tails.
+    separate  let x activations of one pipeline and y of another not fit on a node together. The first x
+              from micro-batch m on are held together from forward m + x - 1 to release m, if at all,
+              the others from forward n + y - 1 to release n. Two spans that start before both ends
+              overlap, so one of the two releases precedes one of the two forwards; where the windows
+              leave one such pair, it is so.
 
 A stage holds at most K = floor(room on its node / activation). Where a pipeline visits a node more than
 once, a micro-batch held at the later stage is still held at the earlier one, so that the activations of
@@ -26,6 +31,7 @@ schedules or search.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Sequence
 
@@ -47,11 +53,17 @@ class Hold:
     stage, every stage before holds it.
     """
 
+    pipeline: int
     node: int
     activation: float
     one: float
     forward: np.ndarray
     release: np.ndarray
+
+    def lane(self) -> tuple[int, int, int, int]:
+        """First forward, first release, step from a micro-batch to the next, micro-batches."""
+        count = len(self.forward)
+        return self.forward[0], self.release[0], (self.forward[-1] - self.forward[0]) // max(1, count - 1), count
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,14 +82,15 @@ class Windows:
     room: np.ndarray
     first: np.ndarray
     holds: tuple[Hold, ...]
+    capacity: tuple[float, ...] | None = None
 
     @staticmethod
     def of(problem: FusionProblem) -> "Windows":
         """Windows of `problem` with every rule still to be applied and memory not regarded."""
         parts, holds, base = [], [], 0
-        for pipeline in problem.pipelines:
+        for number, pipeline in enumerate(problem.pipelines):
             parts.append(_chains(problem, pipeline, base))
-            holds += _holds(pipeline, base)
+            holds += _holds(number, pipeline, base)
             base += len(parts[-1][0])
         node, duration, lag, upstream, previous = (np.concatenate(column) for column in zip(*parts))
         return Windows(
@@ -102,15 +115,18 @@ class Windows:
                 continue
             most = int(most_memory / hold.activation)
             room[hold.forward[most:]] = hold.release[: len(hold.release) - most]
-        return replace(self, room=room)
+        return replace(self, room=room, capacity=tuple(capacity))
 
     def least_makespan(self) -> float:
         """The largest lower bound of `spread` and `overload`: no makespan need be supposed for it."""
         heads, tails = self._spread()
         return _least(heads, tails, self.duration, *self._sorted(heads, tails), self.first)
 
-    def excludes(self, makespan: float) -> bool:
-        """Whether the rules prove that no schedule has a makespan of at most `makespan`."""
+    def excludes(self, makespan: float, together: bool = False) -> bool:
+        """Whether the rules prove that no schedule has a makespan of at most `makespan`.
+
+        `together` applies the last rule as well, where there is a capacity; it takes longer.
+        """
         heads, tails = self._spread()
         orders = self._sorted(heads, tails)
         if _least(heads, tails, self.duration, *orders, self.first) > makespan * (1 + SLACK):
@@ -118,7 +134,27 @@ class Windows:
         if np.diff(self.first).max() > NARROW_SIZE:
             return False
         links = self.upstream, self.lag, self.previous, self.room
-        return _contradiction(heads, tails, self.duration, *links, *orders, self.first, float(makespan), MAX_PASSES)
+        clashes = self._clashes() if together and self.capacity else np.zeros((0, 10), np.int64)
+        return _contradiction(
+            heads, tails, self.duration, *links, *orders, self.first, clashes, float(makespan), MAX_PASSES
+        )
+
+    def _clashes(self) -> np.ndarray:
+        """Per row two pipelines' holds on a node and the least numbers (x, y) of them that do not fit together.
+
+        int64[k, 10]: first forward, first release, step to the next micro-batch, micro-batches and x or y of either.
+        """
+        rows = []
+        for one, other in itertools.combinations(self.holds, 2):
+            if one.node != other.node or one.pipeline == other.pipeline or not one.activation or not other.activation:
+                continue
+            least, space = len(other.forward) + 1, self.capacity[one.node] * (1 + SLACK)
+            for x in range(1, len(one.forward) + 1):
+                y = max(0, int((space - x * one.activation) // other.activation) + 1)
+                if 0 < y < least:
+                    rows.append((*one.lane(), x, *other.lane(), y))
+                    least = y
+        return np.array(rows, np.int64).reshape(-1, 10)
 
     def _spread(self) -> tuple[np.ndarray, np.ndarray]:
         heads, tails = np.zeros(len(self.node)), np.zeros(len(self.node))
@@ -156,7 +192,7 @@ def _chains(problem: FusionProblem, pipeline: Pipeline, base: int) -> tuple[np.n
     return np.tile(node, count), np.tile(duration.astype(float), count), np.tile(lag, count), upstream, previous
 
 
-def _holds(pipeline: Pipeline, base: int) -> list[Hold]:
+def _holds(number: int, pipeline: Pipeline, base: int) -> list[Hold]:
     stages = pipeline.stages
     length = (3 if pipeline.split else 2) * stages
     start = base + length * np.arange(pipeline.microbatches)
@@ -165,7 +201,7 @@ def _holds(pipeline: Pipeline, base: int) -> list[Hold]:
         one = float(sum(a for n, a in zip(pipeline.placement[: stage + 1], pipeline.activation) if n == node))
         activation = float(pipeline.activation[stage]) if pipeline.split else one
         release = 2 * stages + stage if pipeline.split else 2 * stages - 1 - stage
-        holds.append(Hold(node, activation, one, start + stage, start + release))
+        holds.append(Hold(number, node, activation, one, start + stage, start + release))
     return holds
 
 
@@ -228,7 +264,9 @@ def _jackson(by_tail, leaf, heads, tails, duration):
 
 
 @njit(cache=True)
-def _contradiction(heads, tails, duration, upstream, lag, previous, room, by_head, by_tail, first, makespan, passes):
+def _contradiction(
+    heads, tails, duration, upstream, lag, previous, room, by_head, by_tail, first, clashes, makespan, passes
+):
     """Whether spreading and narrowing, in turn until nothing changes, leave some operation no place."""
     slack = makespan * SLACK
     for _ in range(passes):
@@ -240,8 +278,10 @@ def _contradiction(heads, tails, duration, upstream, lag, previous, room, by_hea
             if forth < 0 or back < 0:
                 return True
             changed = changed or forth + back > 0
-        if not changed:
-            return False
+        if not changed:  # the costlier rule waits until the other has nothing left to say
+            outcome = _separate(clashes, heads, tails, duration, makespan, slack)
+            if outcome <= 0:
+                return outcome < 0
         _spread(heads, tails, duration, upstream, lag, previous, room)
         for o in range(len(heads)):
             if heads[o] + duration[o] + tails[o] > makespan + slack:
@@ -300,3 +340,44 @@ def _sort(here, heads):
             here[k] = here[k - 1]
             k -= 1
         here[k] = o
+
+
+@njit(cache=True)
+def _separate(clashes, heads, tails, duration, makespan, slack):
+    """Keep apart what does not fit together (see Windows.clashes): -1 when that cannot be, 1 on a change, else 0."""
+    changed = 0
+    forwards, releases = np.empty(2, np.int64), np.empty(2, np.int64)
+    for k in range(len(clashes)):
+        forward_a, release_a, step_a, count_a, x, forward_b, release_b, step_b, count_b, y = clashes[k]
+        for m in range(count_a - x + 1):
+            forwards[0], releases[0] = forward_a + (m + x - 1) * step_a, release_a + m * step_a
+            for n in range(count_b - y + 1):
+                forwards[1], releases[1] = forward_b + (n + y - 1) * step_b, release_b + n * step_b
+                outcome = _one_before_another(releases, forwards, heads, tails, duration, makespan, slack)
+                if outcome < 0:
+                    return -1
+                changed = max(changed, outcome)
+    return changed
+
+
+@njit(cache=True)
+def _one_before_another(releases, forwards, heads, tails, duration, makespan, slack):
+    """One of the releases precedes one of the forwards; where only one pair can, it does. Outcome as of _separate."""
+    possible, before, after = 0, 0, 0
+    for r in releases:
+        for f in forwards:
+            if heads[r] + duration[r] + duration[f] + tails[f] <= makespan + slack:
+                possible += 1
+                before, after = r, f
+        if possible > 1:
+            return 0
+    if possible == 0:
+        return -1
+    changed = 0
+    if heads[after] < heads[before] + duration[before] - slack:
+        heads[after] = heads[before] + duration[before]
+        changed = 1
+    if tails[before] < tails[after] + duration[after] - slack:
+        tails[before] = tails[after] + duration[after]
+        changed = 1
+    return changed
