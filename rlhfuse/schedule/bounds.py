@@ -6,7 +6,7 @@ path of every pipeline, which the paper's text leaves out. Memory: suppose that 
 peak v; then a stage with activation a holds fewer than v / a micro-batches, and where that excludes the
 makespan, v is needed. Only multiples of an activation change what is supposed, so only they are tried.
 
-The rules are stated and proved in windows.py. Knows nothing of schedules. Paper: section 7.3 (LB), Table 3.
+The rules are stated and proved in window_rules.py. Knows nothing of schedules. Paper: section 7.3 (LB), Table 3.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import numpy as np
 from rlhfuse.errors import InputError
 from rlhfuse.schedule.evaluate import TOLERANCE, tidy
 from rlhfuse.schedule.problem import FusionProblem, Number
-from rlhfuse.schedule.windows import SLACK, Windows
+from rlhfuse.schedule.window_rules import SLACK
+from rlhfuse.schedule.windows import Windows
 
 _PRECISION = SLACK * 10  # relative, of a latency bound whose times have no common tick
 
