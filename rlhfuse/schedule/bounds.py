@@ -1,136 +1,106 @@
 """Proved lower bounds: no schedule is faster, no schedule as fast needs less memory.
 
-Latency. Give every action the earliest start that dependencies and the micro-batch order of its own
-stage allow (head), and likewise the least time that must follow its end (tail). On one node, any set
-of actions takes at least
+Both ask `windows` whether a schedule can exist at all. Latency: the largest makespan that is excluded
+under the problem's memory cap; without a cap it contains the paper's per-stage bound and the critical
+path of every pipeline, which the paper's text leaves out. Memory: suppose that every node stays below a
+peak v; then a stage with activation a holds fewer than v / a micro-batches, and where that excludes the
+makespan, v is needed. Only multiples of an activation change what is supposed, so only they are tried.
 
-    min head + sum of durations + min tail
-
-and the largest of these over all sets is the makespan of Jackson's preemptive one-machine schedule,
-found with one heap. The best over nodes is the bound; it contains the paper's per-stage bound and the
-critical path of every pipeline, which the paper's text leaves out.
-
-Memory. If a stage never holds more than K micro-batches of a pipeline, micro-batch m + K starts there
-after m has left, so M micro-batches take at least
-
-    head + floor((M-1)/K) R + ((M-1) mod K) f + (round trip of the last and the tail behind it)
-
-with R the shortest round trip from the start of a forward to the release of its activation. A given
-makespan thus forces a smallest K, and K activations, on every stage.
-
-Knows nothing of schedules. Paper: section 7.3 (LB), Table 3.
+The rules are stated and proved in window_rules.py. Knows nothing of schedules. Paper: section 7.3 (LB), Table 3.
 """
 
 from __future__ import annotations
 
-import heapq
+import itertools
+import math
+from typing import Callable
 
+import numpy as np
+
+from rlhfuse.errors import InputError
 from rlhfuse.schedule.evaluate import TOLERANCE, tidy
-from rlhfuse.schedule.graph import OperationGraph, build_graph
-from rlhfuse.schedule.problem import FusionProblem, Number, Pipeline
+from rlhfuse.schedule.problem import FusionProblem, Number
+from rlhfuse.schedule.window_rules import SLACK
+from rlhfuse.schedule.windows import Windows
+
+_PRECISION = SLACK * 10  # relative, of a latency bound whose times have no common tick
 
 
 def latency_bound(problem: FusionProblem) -> Number:
-    """A time that no schedule of `problem` beats, memory not regarded."""
-    graph = build_graph(problem)
-    heads, tails = heads_and_tails(graph)
-    bound = 0.0
-    for node in range(problem.nodes):
-        here = [o for o in range(graph.size) if graph.node[o] == node]
-        bound = max(bound, _one_machine([(heads[o], float(graph.duration[o]), tails[o]) for o in here]))
-    return tidy(bound)
+    """A time that no schedule of `problem` within its memory cap beats.
 
-
-def heads_and_tails(graph: OperationGraph) -> tuple[list[float], list[float]]:
-    """Earliest start of every operation and least time after its end, nodes without other pipelines."""
-    order = _topological(graph)
-    heads, tails = [0.0] * graph.size, [0.0] * graph.size
-    first = [graph.lanes[lane].first for lane in graph.lane]
-    for o in order:
-        source = graph.upstream[o]
-        if source >= 0:
-            heads[o] = heads[source] + float(graph.duration[source] + graph.lag[o])
-        if o > first[o]:  # the lane's previous micro-batch
-            heads[o] = max(heads[o], heads[o - 1] + float(graph.duration[o - 1]))
-    for o in reversed(order):
-        for target in graph.downstream[o]:
-            if target >= 0:
-                tails[o] = max(tails[o], tails[target] + float(graph.duration[target] + graph.lag[target]))
-        if o + 1 < graph.size and first[o + 1] == first[o]:
-            tails[o] = max(tails[o], tails[o + 1] + float(graph.duration[o + 1]))
-    return heads, tails
+    Raises InputError where the cap leaves no room for one micro-batch.
+    """
+    windows = Windows.of(problem)
+    if problem.memory_cap is not None:
+        windows = _under_cap(problem, windows)
+    tick = _tick(problem)
+    low = _round_up(windows.least_makespan(), tick)
+    if not windows.excludes(low, together=True):
+        return tidy(low)
+    unit, step = (tick, 1) if tick else (low * _PRECISION, 2**20)
+    while windows.excludes(low + step * unit, together=True):
+        low, step = low + step * unit, 2 * step
+    while step > 1:  # excluded at low, not at low + step * unit
+        step //= 2
+        low += step * unit * windows.excludes(low + step * unit, together=True)
+    return tidy(low + unit if tick else low)
 
 
 def memory_bound(problem: FusionProblem, makespan: Number) -> Number:
-    """A peak activation memory that no schedule as fast as `makespan` goes below."""
-    bound = 0.0
+    """A peak activation memory that no schedule as fast as `makespan` goes below (its fullest node's)."""
+    windows = Windows.of(problem)
+
+    def needs(peak: float, together: bool) -> bool:
+        below = windows.within([peak * (1 - TOLERANCE)] * problem.nodes)
+        return below is None or below.excludes(makespan, together)
+
+    single, sums = _peaks(windows)
+    proved = _last(single, lambda peak: needs(peak, together=False))
+    higher = np.concatenate(([proved], sums[sums > proved]))
+    reach = 1  # most often the rule for two pipelines together proves no more, so begin with small steps
+    while reach < len(higher) and needs(higher[reach], together=True):
+        reach *= 2
+    return tidy(_last(higher[:reach], lambda peak: peak == proved or needs(peak, together=True)))
+
+
+def _last(values: np.ndarray, holds: Callable[[float], bool]) -> float:
+    """The last of ascending `values` for which `holds`, sought by bisection; 0 where it holds for none."""
+    low, high = -1, len(values)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(values[middle]) else (low, middle)
+    return values[low] if low >= 0 else 0.0
+
+
+def _peaks(windows: Windows) -> tuple[np.ndarray, np.ndarray]:
+    """Every positive amount that one stage can come to hold, and that two can, ascending."""
+    kinds = {(hold.activation, len(hold.forward)) for hold in windows.holds}
+    multiples = [activation * np.arange(1, count + 1) for activation, count in kinds]
+    single = np.concatenate([[hold.one for hold in windows.holds], *multiples])
+    pairs = [np.add.outer(one, other).ravel() for one, other in itertools.combinations_with_replacement(multiples, 2)]
+    return np.unique(single[single > 0]), np.unique(np.concatenate([single, *pairs]))
+
+
+def _under_cap(problem: FusionProblem, windows: Windows) -> Windows:
+    room = [problem.node_cap(node) for node in range(problem.nodes)]
+    capped = windows.within([cap * (1 + TOLERANCE) for cap in room])
+    if capped is None:
+        hold = next(hold for hold in windows.holds if hold.one > room[hold.node])
+        raise InputError(
+            f"node {hold.node}: the memory cap leaves {room[hold.node]:g} for activations, "
+            f"but one micro-batch needs {hold.one:g}; raise memory_cap"
+        )
+    return capped
+
+
+def _tick(problem: FusionProblem) -> int:
+    """What every makespan is a multiple of when all times are whole numbers, else 0."""
+    times = [problem.transfer]
     for pipeline in problem.pipelines:
-        for stage in range(pipeline.stages):
-            fewest = _fewest_in_flight(problem, pipeline, stage, makespan)
-            bound = max(bound, fewest * pipeline.activation[stage])
-    return tidy(bound)
+        times += [*pipeline.forward, *pipeline.backward, *(pipeline.weight_gradient or ())]
+    return math.gcd(*map(int, times)) if all(float(time).is_integer() for time in times) else 0
 
 
-def _fewest_in_flight(problem: FusionProblem, pipeline: Pipeline, stage: int, makespan: Number) -> int:
-    """The smallest K with which this stage can still be through by `makespan`."""
-    head, forward, leave, finish = _round_trip(problem, pipeline, stage)
-    last = pipeline.microbatches - 1
-    for in_flight in range(1, pipeline.microbatches):
-        rounds, rest = divmod(last, in_flight)
-        if head + rounds * leave + rest * forward + finish <= makespan * (1 + TOLERANCE):
-            return in_flight
-    return pipeline.microbatches
-
-
-def _round_trip(problem: FusionProblem, pipeline: Pipeline, stage: int) -> tuple[float, float, float, float]:
-    """Of one micro-batch at `stage`: arrival, forward time, forward start to release, forward start to its end."""
-    hop = [
-        problem.transfer if a != b else 0 for a, b in zip(pipeline.placement, pipeline.placement[1:])
-    ]
-    arrival = sum(pipeline.forward[:stage]) + sum(hop[:stage])
-    down = sum(pipeline.forward[stage:]) + sum(hop[stage:])
-    up = sum(pipeline.backward[stage:]) + sum(hop[stage:])
-    weight = pipeline.weight_gradient or (0,) * pipeline.stages
-    after, travelled = weight[stage], 0.0
-    for earlier in range(stage - 1, -1, -1):
-        travelled += hop[earlier] + pipeline.backward[earlier]
-        after = max(after, travelled + weight[earlier])
-    return arrival, pipeline.forward[stage], down + up + weight[stage], down + up + after
-
-
-def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
-    """Jackson's preemptive schedule of (head, duration, tail): always run the released job of longest tail."""
-    jobs = sorted(jobs)
-    clock, makespan, following = 0.0, 0.0, 0
-    released: list[list[float]] = []  # [-tail, time left]
-    while released or following < len(jobs):
-        if not released:
-            clock = max(clock, jobs[following][0])
-        while following < len(jobs) and jobs[following][0] <= clock:
-            _, duration, tail = jobs[following]
-            heapq.heappush(released, [-tail, duration])
-            following += 1
-        tail, left = released[0]
-        until = jobs[following][0] if following < len(jobs) else float("inf")
-        if clock + left <= until:
-            clock += left
-            heapq.heappop(released)
-            makespan = max(makespan, clock - tail)
-        else:
-            released[0][1] = left - (until - clock)
-            clock = until
-    return makespan
-
-
-def _topological(graph: OperationGraph) -> list[int]:
-    """Operations so that upstreams and earlier micro-batches of a lane come first."""
-    depth = [0] * graph.size
-    for start in range(graph.size):
-        chain, o = [], start
-        while o >= 0 and not depth[o]:
-            chain.append(o)
-            o = int(graph.upstream[o])
-        base = depth[o] if o >= 0 else 0
-        for steps, o in enumerate(reversed(chain), 1):
-            depth[o] = base + steps
-    return sorted(range(graph.size), key=lambda o: (depth[o], o))
+def _round_up(value: float, tick: int) -> float:
+    return math.ceil(value / tick * (1 - SLACK)) * tick if tick else value

@@ -64,7 +64,15 @@ class Goal:
 
     def memory_bound(self, makespan: Number) -> Number:
         """A peak memory that no schedule as fast as `makespan`, or as fast as is enough, goes below."""
-        return memory_bound(self.problem, max(makespan, self.enough))
+        within = max(makespan, self.enough)
+        if within not in self._proved_memory:
+            self._proved_memory[within] = memory_bound(self.problem, within)
+        return self._proved_memory[within]
+
+    @cached_property
+    def _proved_memory(self) -> dict[Number, Number]:
+        """The memory bounds found so far, by makespan: a search asks for the same ones all the time."""
+        return {}
 
     def reached(self, timeline: Timeline) -> bool:
         """Whether no schedule can be better in what the objective asks for."""

@@ -19,8 +19,8 @@ from rlhfuse.schedule.action import Action, Kind
 from rlhfuse.schedule.bounds import latency_bound, memory_bound
 from rlhfuse.schedule.builders import serial_makespan, serial_peak_memory
 from rlhfuse.schedule.claims import check_claims
-from rlhfuse.schedule.evaluate import TOLERANCE, evaluate
-from rlhfuse.schedule.goal import loosen
+from rlhfuse.schedule.evaluate import evaluate, tidy
+from rlhfuse.schedule.goal import loosen, reaches
 from rlhfuse.schedule.problem import FusionProblem, Number, read_json
 from rlhfuse.schedule.schedule import Schedule
 
@@ -29,16 +29,21 @@ def schedule_dict(schedule: Schedule, search: Mapping[str, Any] | None = None) -
     """The JSON form. `search` says how the schedule was found. Raises ScheduleError on a deadlock."""
     problem, timeline = schedule.problem, evaluate(schedule)
     bound = latency_bound(problem)
+    memory = memory_bound(problem, timeline.makespan)
+    fits = all(peak <= loosen(problem.node_cap(node)) for node, peak in enumerate(timeline.node_peak_memory))
     return {
         "version": 1,
         "problem": problem.to_dict(),
         "makespan": timeline.makespan,
         "lower_bound": bound,
-        "optimal": timeline.makespan <= bound * (1 + TOLERANCE),
+        "latency_gap": _gap(timeline.makespan, bound),
+        "optimal": fits and reaches(timeline.makespan, bound),
         "serial_makespan": serial_makespan(problem),
         "peak_memory": timeline.peak_memory,
         "node_peak_memory": list(timeline.node_peak_memory),
-        "memory_lower_bound": memory_bound(problem, timeline.makespan),
+        "memory_lower_bound": memory,
+        "memory_gap": _gap(timeline.peak_memory, memory),
+        "memory_optimal": reaches(timeline.peak_memory, memory),
         "serial_peak_memory": serial_peak_memory(problem),
         "search": dict(search or {}),
         "tasks": [
@@ -56,6 +61,11 @@ def schedule_dict(schedule: Schedule, search: Mapping[str, Any] | None = None) -
             for order, starts, ends in zip(schedule.orders, timeline.starts, timeline.ends)
         ],
     }
+
+
+def _gap(value: Number, bound: Number) -> Number:
+    """How far `value` lies above `bound`, as a share of the bound; 0 where both are 0."""
+    return tidy(value / bound - 1) if not reaches(value, bound) else 0
 
 
 def save_schedule(path: str | Path, schedule: Schedule, search: Mapping[str, Any] | None = None) -> None:
