@@ -35,10 +35,11 @@ class Found(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What a chain did: how many moves it tried, and the best it found if that beats the incumbent."""
+    """What a chain did: how many moves it tried and accepted, and the best it found if that beats the incumbent."""
 
     tried: int
     found: Found | None
+    accepted: int = 0
 
 
 class Chain:
