@@ -80,7 +80,8 @@ def run_search(task: Task, comm: Any, signals: Signals) -> int:
     live = LiveLine(sys.stderr, arguments.time_limit)
 
     def on_round(report: SearchReport) -> None:
-        result.write(at_once=signals.received > 0)
+        compiling_is_next = report.moves == 0
+        result.write(at_once=compiling_is_next or signals.received > 0)
         live.show(report)
 
     try:
