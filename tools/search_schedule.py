@@ -25,10 +25,11 @@ from rlhfuse.errors import EXIT_BAD_INPUT, InputError, run_program
 from rlhfuse.schedule.goal import OBJECTIVES, Goal
 from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.live_line import LiveLine, describe
+from rlhfuse.schedule.paper_chain import PaperSettings
 from rlhfuse.schedule.problem import FusionProblem, load_problem, read_json
 from rlhfuse.schedule.result_file import ResultFile, Spent
 from rlhfuse.schedule.schedule import Schedule
-from rlhfuse.schedule.search import SearchReport, search, world_communicator
+from rlhfuse.schedule.search import METHODS, SearchReport, search, world_communicator
 from rlhfuse.schedule.signals import Signals
 from rlhfuse.schedule.smallest import check_caps
 
@@ -41,6 +42,13 @@ EXIT_CODES = """exit codes:
        A second Ctrl-C, or a second signal of the same kind, ends the process where it stands."""
 
 
+PAPER_FLAGS = (
+    ("t0", "first temperature, in units of time"),
+    ("alpha", "what the temperature is multiplied by in every iteration"),
+    ("eps", "temperature to stop at"),
+)
+
+
 class Task(NamedTuple):
     """What is to be done, checked: the same on every rank."""
 
@@ -48,6 +56,7 @@ class Task(NamedTuple):
     problem: FusionProblem
     start: Schedule | None
     spent: Spent
+    paper: PaperSettings
 
 
 def main() -> int:
@@ -93,6 +102,8 @@ def run_search(task: Task, comm: Any, signals: Signals) -> int:
             objective=arguments.objective,
             latency=arguments.latency,
             start=task.start,
+            method=arguments.method,
+            paper=task.paper,
             comm=comm,
             stop=lambda: signals.received,
             on_improved=result.improved,
@@ -147,6 +158,11 @@ def parse_arguments() -> argparse.Namespace:
         help="with --objective memory: any makespan up to X is fast enough, least peak memory of those",
     )
     parser.add_argument("--memory-cap", type=float, metavar="X", help="replaces the problem's memory_cap on every node")
+    parser.add_argument(
+        "--method", choices=METHODS, default="default", help="paper: its Algorithms 1-3 as written, the baseline"
+    )
+    for name, meaning in PAPER_FLAGS:
+        parser.add_argument(f"--{name}", type=float, help=f"--method paper: {meaning}; default {getattr(PaperSettings(), name)}")
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument("--force", action="store_true", help="replace an existing output file")
     existing.add_argument(
@@ -167,12 +183,13 @@ def read_task(arguments: argparse.Namespace) -> Task:
         raise InputError(f"{arguments.problem}: {error}") from None
     if arguments.time_limit is None and arguments.iterations is None:
         raise InputError("the search has no end: give --time-limit SECONDS or --iterations N")
+    paper = paper_settings(arguments)
     check_output(Path(arguments.out), arguments)
     if not arguments.resume:
-        return Task(arguments, problem, None, Spent())
+        return Task(arguments, problem, None, Spent(), paper)
     if not Path(arguments.out).exists():
         print(f"{arguments.out} is not there yet: starting afresh", file=sys.stderr)
-        return Task(arguments, problem, None, Spent())
+        return Task(arguments, problem, None, Spent(), paper)
     start = load_schedule(arguments.out, expect=problem)
     spent = Spent.read(read_json(arguments.out), arguments.out)
     print(f"going on from {arguments.out}, after {spent.seconds:.1f} s and {spent.moves:,} moves", file=sys.stderr)
@@ -180,7 +197,15 @@ def read_task(arguments: argparse.Namespace) -> Task:
     if other:
         print(f"{arguments.out} was made for {other}; its order is priced again", file=sys.stderr)
         spent = replace(spent, first_bound_seconds=None)
-    return Task(arguments, problem, start, spent)
+    return Task(arguments, problem, start, spent, paper)
+
+
+def paper_settings(arguments: argparse.Namespace) -> PaperSettings:
+    """Raises InputError on settings of the paper's method without it, and on settings out of range."""
+    given = {name: getattr(arguments, name) for name, _ in PAPER_FLAGS if getattr(arguments, name) is not None}
+    if given and arguments.method != "paper":
+        raise InputError(f"--{next(iter(given))} goes with --method paper; --method is {arguments.method}")
+    return replace(PaperSettings(), **given)
 
 
 def check_output(out: Path, arguments: argparse.Namespace) -> None:

@@ -60,6 +60,7 @@ class Spent:
         return {
             "seed": report.seed,
             "ranks": report.ranks,
+            "method": report.method,
             "objective": report.objective,
             "moves": self.moves + report.moves,
             "accepted": self.accepted + report.accepted,

@@ -25,11 +25,13 @@ from rlhfuse.schedule.chain import Chain, Round, schedule_of
 from rlhfuse.schedule.exchange import Exchange, Say
 from rlhfuse.schedule.goal import Goal, Incumbent, Key, reaches
 from rlhfuse.schedule.graph import build_graph
+from rlhfuse.schedule.paper_chain import PaperChain, PaperSettings, paper_starts
 from rlhfuse.schedule.problem import FusionProblem, Number
 from rlhfuse.schedule.schedule import Schedule
 from rlhfuse.schedule.smallest import check_caps, one_at_a_time
 from rlhfuse.schedule.starts import starting_schedules
 
+METHODS = ("default", "paper")
 ROUND_SECONDS = 0.15  # between two looks at the clock, the other ranks and the signals
 FIRST_ROUND_MOVES = 256  # a pace for the second round; the first is one move and pays for the kernels
 FIXED_ROUND_WORK = 20_000_000  # moves of a round times operations, where the number of moves is the budget
@@ -52,7 +54,8 @@ class SearchReport:
     seed: int
     ranks: int
     objective: str
-    signal: int = 0  # the signal that ended it
+    method: str
+    signal: int  # that ended it; 0 for none
 
     @property
     def optimal(self) -> bool:
@@ -71,6 +74,8 @@ def search(
     memory_cap: float | None = None,
     start: Schedule | None = None,
     comm: Any = None,
+    method: str = "default",
+    paper: PaperSettings = PaperSettings(),
     stop: Callable[[], int] = lambda: 0,
     on_improved: Callable[[Schedule, SearchReport], None] = lambda schedule, report: None,
     on_round: Callable[[SearchReport], None] = lambda report: None,
@@ -78,13 +83,16 @@ def search(
     """Search until a proved optimum, `time_limit` seconds or `iterations` moves per rank.
 
     `objective` and `latency` are those of `goal.Goal`. `memory_cap` replaces the problem's cap (static
-    memory still counts); `start` is a schedule to improve on; `comm` is an mpi4py communicator. `stop`
-    is asked after every round on every rank: a signal's number ends the search on all of them. The
-    other callbacks run on rank 0, `on_round` also while it waits for other ranks. All ranks return the
-    same schedule, never slower than greedy unless greedy breaks the cap. KeyboardInterrupt passes
-    through. Raises InputError on settings out of range and on a cap that no schedule meets.
+    memory still counts); `start` is a schedule to improve on; `comm` is an mpi4py communicator; `method`
+    is the project's own search or the paper's, whose settings are `paper`. `stop` is asked after every
+    round on every rank: a signal's number ends the search on all of them. The other callbacks run on
+    rank 0, `on_round` also while it waits for other ranks. All ranks return the same schedule, never
+    slower than greedy unless greedy breaks the cap. KeyboardInterrupt passes through. Raises InputError
+    on settings out of range and on a cap that no schedule meets.
     """
     _check_settings(time_limit, iterations, seed, memory_cap)
+    if method not in METHODS:
+        raise InputError(f"method={method!r} must be one of {', '.join(METHODS)}")
     clock = _Clock(time_limit, iterations)
     if memory_cap is not None:
         problem = replace(problem, memory_cap=memory_cap)
@@ -93,9 +101,10 @@ def search(
     graph = build_graph(problem)
     clock.fixed_round = max(1000, min(50_000, FIXED_ROUND_WORK // graph.size))
     rank, ranks = (comm.Get_rank(), comm.Get_size()) if comm is not None else (0, 1)
-    standing = _Standing(goal, clock, seed, ranks, on_improved if rank == 0 else lambda schedule, report: None)
+    tell = on_improved if rank == 0 else lambda schedule, report: None
+    standing = _Standing(goal, clock, seed, ranks, method, tell)
     starts: list[Incumbent] = []
-    for entry in _starts(problem, start):
+    for entry in _starts(problem, start, method):
         if entry not in starts:
             starts.append(entry)
             standing.offer(entry)
@@ -103,7 +112,10 @@ def search(
             break
     least, idle = _least(comm), (lambda: on_round(standing.report())) if rank == 0 else (lambda: None)
     exchange = Exchange(graph.size, comm, least, idle)
-    chain = Chain(graph, goal, starts, seed, rank)
+    if method == "paper":
+        chain: Chain | PaperChain = PaperChain(graph, goal, starts, seed, rank, paper)
+    else:
+        chain = Chain(graph, goal, starts, seed, rank)
     done = Round(0, None)
     while True:
         heard = exchange.agree(_say(done, clock.share(), stop()), standing.beats)
@@ -119,8 +131,11 @@ def search(
         done = clock.timed(lambda moves: chain.round(standing.best, moves, heard.share))
 
 
-def _starts(problem: FusionProblem, start: Schedule | None) -> Iterator[Incumbent]:
+def _starts(problem: FusionProblem, start: Schedule | None, method: str) -> Iterator[Incumbent]:
     """The schedules to begin with: one that fits the caps at once, the others when they are made."""
+    if method == "paper":
+        yield from paper_starts(problem, start)
+        return
     first = Incumbent.of(greedy(problem) if start is None else Schedule(problem, start.orders))
     yield first
     if first.fits():
@@ -135,9 +150,16 @@ class _Standing:
     """The best schedule so far, and what is told about it."""
 
     def __init__(
-        self, goal: Goal, clock: "_Clock", seed: int, ranks: int, on_improved: Callable[[Schedule, SearchReport], None]
+        self,
+        goal: Goal,
+        clock: "_Clock",
+        seed: int,
+        ranks: int,
+        method: str,
+        on_improved: Callable[[Schedule, SearchReport], None],
     ) -> None:
-        self.goal, self.clock, self.seed, self.ranks, self.on_improved = goal, clock, seed, ranks, on_improved
+        self.goal, self.clock, self.on_improved = goal, clock, on_improved
+        self.seed, self.ranks, self.method = seed, ranks, method
         self.best: Incumbent | None = None
         self.reached = False  # nothing can be better
         self.moves = self.accepted = self.signal = 0
@@ -177,6 +199,7 @@ class _Standing:
             seed=self.seed,
             ranks=self.ranks,
             objective=self.goal.objective,
+            method=self.method,
             signal=self.signal,
         )
 
