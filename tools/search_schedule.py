@@ -39,7 +39,7 @@ EXIT_CODES = """exit codes:
   2    bad input, said in one line; nothing was computed
   130  ended by Ctrl-C, 143 by SIGTERM, 138 by SIGUSR1: the best so far is in the file, --resume goes on.
        mpirun passes SIGUSR1 on to its ranks; scripts/search_schedule.sh turns the other two into it.
-       A second Ctrl-C, or a second signal of the same kind, ends the process where it stands."""
+       A second Ctrl-C ends the process where it stands."""
 
 
 PAPER_FLAGS = (
@@ -62,7 +62,7 @@ class Task(NamedTuple):
 def main() -> int:
     imported = time.perf_counter()
     with Signals() as signals:
-        comm = world_communicator() if mpi_ranks() > 1 else None
+        comm = communicator()
         ready = time.perf_counter()
         rank = comm.Get_rank() if comm is not None else 0
         try:
@@ -239,12 +239,13 @@ def tidy_number(value: float) -> int | float:
     return int(value) if value.is_integer() else value
 
 
-def mpi_ranks() -> int:
-    """Ranks that the launcher started (Open MPI, MPICH and its kin); 1 without one."""
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
-        if name in os.environ:
-            return int(os.environ[name])
-    return 1
+def communicator() -> Any:
+    """MPI's ranks where a launcher (Open MPI, MPICH and its kin, srun with PMIx) started several; None for one."""
+    launchers = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_SIZE")
+    if not any(name in os.environ for name in launchers):
+        return None
+    comm = world_communicator()
+    return comm if comm.Get_size() > 1 else None
 
 
 def on_rank_zero(comm: Any, read: Callable[[], Any]) -> Any:

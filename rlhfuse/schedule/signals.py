@@ -1,8 +1,9 @@
 """The signals that ask a search to end: Ctrl-C, SIGTERM, and SIGUSR1 as batch systems send it beforehand.
 
 The first one is remembered and nothing is interrupted: whoever works asks `received` between two steps.
-A second one of the same kind acts as it did before. A signal that is ignored (a shell's background job
-ignores Ctrl-C) stays ignored.
+A second Ctrl-C acts as it did before; the others may well come twice, from the batch system and from
+mpirun, and change nothing more. A signal that is ignored (a shell's background job ignores Ctrl-C) stays
+ignored.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number
-        signal.signal(number, self.before[number])
+        if number == signal.SIGINT:
+            signal.signal(number, self.before[number])
 
     @staticmethod
     def name(number: int) -> str:
