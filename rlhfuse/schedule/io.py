@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Mapping
 
@@ -19,7 +18,7 @@ from rlhfuse.schedule.action import Action, Kind
 from rlhfuse.schedule.bounds import latency_bound, memory_bound
 from rlhfuse.schedule.builders import serial_makespan, serial_peak_memory
 from rlhfuse.schedule.evaluate import TOLERANCE, evaluate
-from rlhfuse.schedule.problem import FusionProblem, Number, read_json
+from rlhfuse.schedule.problem import FusionProblem, read_json
 from rlhfuse.schedule.schedule import Schedule
 
 
@@ -33,11 +32,11 @@ def schedule_dict(schedule: Schedule, search: Mapping[str, Any] | None = None) -
         "makespan": timeline.makespan,
         "lower_bound": bound,
         "optimal": timeline.makespan <= bound * (1 + TOLERANCE),
-        "serial_makespan": _serial(problem)[0],
+        "serial_makespan": serial_makespan(problem),
         "peak_memory": timeline.peak_memory,
         "node_peak_memory": list(timeline.node_peak_memory),
         "memory_lower_bound": memory_bound(problem, timeline.makespan),
-        "serial_peak_memory": _serial(problem)[1],
+        "serial_peak_memory": serial_peak_memory(problem),
         "search": dict(search or {}),
         "tasks": [
             [
@@ -54,12 +53,6 @@ def schedule_dict(schedule: Schedule, search: Mapping[str, Any] | None = None) -
             for order, starts, ends in zip(schedule.orders, timeline.starts, timeline.ends)
         ],
     }
-
-
-@lru_cache(maxsize=4)
-def _serial(problem: FusionProblem) -> tuple[Number, Number]:
-    """Makespan and peak memory of serial 1F1B: a search writes many schedules of one problem."""
-    return serial_makespan(problem), serial_peak_memory(problem)
 
 
 def save_schedule(path: str | Path, schedule: Schedule, search: Mapping[str, Any] | None = None) -> None:
