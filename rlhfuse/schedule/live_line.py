@@ -24,16 +24,15 @@ class LiveLine:
         self.shown = float("-inf")
         self.said: tuple | None = None
         self.open = False  # a line stands on the terminal without its end
-        self.started = False
+        self.moving = False
 
     def show(self, report: SearchReport) -> None:
         """Show `report` if it is time."""
-        if report.moves and not self.started:
-            self.started = True
-            self.end()
-            self.stream.write(
-                f"first schedule in {report.first_seconds:.2f} s, kernels ready in {report.kernel_seconds:.2f} s\n"
-            )
+        if self.said is None:
+            self._say(f"first schedule in {report.first_seconds:.2f} s")
+        if report.moves and not self.moving:
+            self.moving = True
+            self._say(f"kernels ready in {report.kernel_seconds:.2f} s")
         now, news = time.monotonic(), (report.makespan, report.peak_memory)
         if self.stream.isatty():
             if now - self.shown < TERMINAL_SECONDS:
@@ -48,6 +47,10 @@ class LiveLine:
         self.stream.flush()
         self.shown, self.said = now, news
 
+    def _say(self, line: str) -> None:
+        self.end()
+        self.stream.write(f"{line}\n")
+
     def end(self) -> None:
         """Leave the line standing."""
         if self.open:
@@ -57,8 +60,8 @@ class LiveLine:
 
 def describe(report: SearchReport, time_limit: float | None = None) -> str:
     """Makespan and memory, each with its bound and gap; seconds, and the speed of a rank."""
-    searching = report.seconds - report.first_seconds - report.kernel_seconds
-    speed = f", {report.moves / searching / report.ranks:,.0f} moves/s per rank" if report.moves and searching > 0.05 else ""
+    moving = report.moving_seconds
+    speed = f", {report.moves / moving / report.ranks:,.0f} moves/s per rank" if moving > 0 else ""
     limit = "" if time_limit is None else f"/{time_limit:g}"
     return (
         f"makespan {report.makespan:g}{' (optimal)' if report.optimal else ''}, bound {report.lower_bound:g}, "

@@ -50,6 +50,7 @@ class SearchReport:
     seconds: float
     first_seconds: float  # when the first schedule was there
     kernel_seconds: float  # compiling the kernels, or loading them compiled
+    moving_seconds: float  # of rank 0, in rounds of moves after that
     first_bound_seconds: float | None  # when the latency bound was reached
     seed: int
     ranks: int
@@ -195,6 +196,7 @@ class _Standing:
             seconds=self.clock.seconds(),
             first_seconds=self.first,
             kernel_seconds=self.clock.first_round_seconds,
+            moving_seconds=self.clock.moving_seconds,
             first_bound_seconds=self.first_bound,
             seed=self.seed,
             ranks=self.ranks,
@@ -213,7 +215,7 @@ class _Clock:
         self.moves = 0
         self.pace = 1  # the first round, so that what compiling costs is seen by itself
         self.fixed_round = 1
-        self.first_round_seconds = 0.0
+        self.first_round_seconds = self.moving_seconds = 0.0
 
     def seconds(self) -> float:
         return time.monotonic() - self.started
@@ -234,6 +236,7 @@ class _Clock:
         if self.pace == 1:
             self.first_round_seconds, self.pace = now - before, FIRST_ROUND_MOVES
         else:
+            self.moving_seconds += now - before
             wanted = ROUND_SECONDS if self.time_limit is None else min(ROUND_SECONDS, self.time_limit - now)
             self.pace = min(8 * self.pace, max(2, int(done.tried * wanted / max(now - before, 1e-6))))
         if self.iterations is not None:
