@@ -162,17 +162,18 @@ def parse_arguments() -> argparse.Namespace:
         "--method", choices=METHODS, default="default", help="paper: its Algorithms 1-3 as written, the baseline"
     )
     for name, meaning in PAPER_FLAGS:
-        parser.add_argument(f"--{name}", type=float, help=f"--method paper: {meaning}; default {getattr(PaperSettings(), name)}")
+        default = getattr(PaperSettings(), name)
+        parser.add_argument(f"--{name}", type=float, help=f"--method paper: {meaning}; default {default}")
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument("--force", action="store_true", help="replace an existing output file")
     existing.add_argument(
-        "--resume", action="store_true", help="go on from the schedule in the output file; start afresh if there is none"
+        "--resume", action="store_true", help="go on from the output file's schedule; start afresh if there is none"
     )
     return parser.parse_args()
 
 
 def read_task(arguments: argparse.Namespace) -> Task:
-    """Check everything that can be wrong before anything is computed. Raises InputError naming the place and the fix."""
+    """Check everything before anything is computed. Raises InputError naming the place and the fix."""
     problem = load_problem(arguments.problem)
     try:
         if arguments.memory_cap is not None:

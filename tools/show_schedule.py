@@ -46,9 +46,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--text", action="store_true", help="print one line per node, tasks in execution order")
     parser.add_argument("--png", metavar="FILE", help="draw timeline and memory as PNG")
     parser.add_argument("--svg", metavar="FILE", help="draw timeline and memory as SVG")
-    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace (one time unit = 1 microsecond), all of it")
+    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of all (time unit = 1 microsecond)")
     parser.add_argument("--nodes", metavar="A-B", help="text and pictures: these nodes only; default all")
-    parser.add_argument("--from", dest="begin", type=float, default=0.0, metavar="T", help="likewise: from this time on")
+    parser.add_argument("--from", dest="begin", type=float, default=0.0, metavar="T", help="likewise: from then on")
     parser.add_argument("--to", dest="end", type=float, metavar="T", help="likewise: up to this time")
     return parser.parse_args()
 

@@ -209,7 +209,8 @@ def _draw_memory(axes: Axes, schedule: Schedule, timeline: Timeline, view: View)
         (lanes.caps, {"color": "black"}),
     ):
         heights = [lanes.height(node, levels[node]) for node in view.nodes if levels]
-        axes.add_collection(LineCollection([[(view.begin, y), (view.end, y)] for y in heights], linewidths=0.8, **style))
+        lines = [[(view.begin, y), (view.end, y)] for y in heights]
+        axes.add_collection(LineCollection(lines, linewidths=0.8, **style))
     bound = memory_bound(problem, timeline.makespan)
     axes.set_title(
         f"activation memory: peak {timeline.peak_memory:g}   lower bound {bound:g} "

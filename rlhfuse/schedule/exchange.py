@@ -21,7 +21,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 import numpy as np
 
 FIRST_NAP_SECONDS = 0.0002
-LONGEST_NAP_SECONDS = 0.01
+LONGEST_NAP_SECONDS = 0.001
 
 
 class Say(NamedTuple):

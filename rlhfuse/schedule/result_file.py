@@ -38,7 +38,7 @@ class Spent:
 
     @staticmethod
     def read(raw: dict[str, Any], where: str) -> "Spent":
-        """From a schedule file's `search`; what is missing there counts as nothing. Raises InputError on a non-number."""
+        """From a schedule file's `search`; what is missing counts as nothing. Raises InputError on a non-number."""
         search = raw.get("search") or {}
         for key in ("seconds", "moves", "accepted", "runs", "first_bound_seconds"):
             value = search.get(key)

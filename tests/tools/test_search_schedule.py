@@ -255,7 +255,7 @@ def started(folder, launch):
     deadline = time.monotonic() + 120
     while not (folder / "schedule.json").exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(2)
+    time.sleep(1)
     return process
 
 
@@ -350,13 +350,14 @@ def test_a_killed_rank_leaves_a_whole_file(folder):
 
 @pytest.mark.mpi
 @needs_mpi
-def test_the_launcher_turns_sigterm_into_a_clean_end(folder):
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_launcher_makes_a_clean_end_of_what_mpirun_would_kill(folder, number, code):
     write(folder, ENDLESS)
     script = str(ROOT / "scripts/search_schedule.sh")
     folders = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     launch = ["env", f"PATH={folders}", "bash", script, "2", *options(folder, "--time-limit", 200)]
     process = started(folder, launch)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     _, stderr = ended(process)
-    assert process.returncode == 143 and stderr.count("go on with --resume") == 1
+    assert process.returncode == code and stderr.count("go on with --resume") == 1
     assert read(folder)["peak_memory"] <= 4

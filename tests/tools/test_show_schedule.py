@@ -100,6 +100,12 @@ def test_the_same_schedule_gives_the_same_picture_with_cap_and_static_memory(sch
     assert pictures[0] == pictures[1] != draw_schedule(schedule, "svg")
 
 
+def test_very_many_tasks_are_an_image_inside_the_svg(schedule, monkeypatch):
+    assert b"<image" not in draw_schedule(schedule, "svg")
+    monkeypatch.setattr("rlhfuse.schedule.draw._MOST_VECTOR_TASKS", 5)
+    assert b"<image" in draw_schedule(schedule, "svg")
+
+
 @pytest.mark.parametrize("text", ["", "{}", '{"version": 1, "problem": {}, "tasks": []}'])
 def test_what_is_no_schedule_exits_2(tmp_path, text):
     (tmp_path / "schedule.json").write_text(text)
