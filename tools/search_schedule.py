@@ -3,60 +3,143 @@
     mpirun -n 16 python tools/search_schedule.py --problem problem.json --out schedule.json --time-limit 60
     python tools/search_schedule.py --problem problem.json --out schedule.json --iterations 2000000 --seed 1
 
-The best schedule so far is in the output file within a second of being found, so that Ctrl-C keeps it.
+The best schedule so far is in the output file within a second of being found. Ctrl-C, SIGTERM and
+SIGUSR1 end the search on every rank with that file complete, and --resume goes on from it.
 """
 
 from __future__ import annotations
 
+import time
+
+BEGUN = time.perf_counter()  # before the imports, which are timed
+
 import argparse
 import os
 import sys
-import time
+import traceback
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple, NoReturn
 
-from rlhfuse.errors import InputError, run_program
-from rlhfuse.schedule.io import load_schedule, save_schedule
-from rlhfuse.schedule.problem import FusionProblem, load_problem
+from rlhfuse.errors import EXIT_BAD_INPUT, InputError, run_program
+from rlhfuse.schedule.goal import OBJECTIVES, Goal
+from rlhfuse.schedule.io import load_schedule
+from rlhfuse.schedule.live_line import LiveLine, describe
+from rlhfuse.schedule.paper_chain import PaperSettings
+from rlhfuse.schedule.problem import FusionProblem, load_problem, read_json
+from rlhfuse.schedule.result_file import ResultFile, Spent
 from rlhfuse.schedule.schedule import Schedule
-from rlhfuse.schedule.goal import OBJECTIVES
-from rlhfuse.schedule.search import SearchReport, search, world_communicator
+from rlhfuse.schedule.search import METHODS, SearchReport, search, world_communicator
+from rlhfuse.schedule.signals import Signals
+from rlhfuse.schedule.smallest import check_caps
 
-WRITE_SECONDS = 1.0  # improvements closer together than this share one write
-LIVE_SECONDS = 0.5
+EXIT_CODES = """exit codes:
+  0    done: proved optimal, or the time limit or the number of moves is reached
+  1    a failure; mpirun also returns 1 when it is ended itself by Ctrl-C or SIGTERM (the file is whole)
+  2    bad input, said in one line; nothing was computed
+  130  ended by Ctrl-C, 143 by SIGTERM, 138 by SIGUSR1: the best so far is in the file, --resume goes on.
+       mpirun passes SIGUSR1 on to its ranks; scripts/search_schedule.sh turns the other two into it.
+       A second Ctrl-C ends the process where it stands."""
 
 
-def main() -> None:
-    arguments = parse_arguments()
-    comm = world_communicator() if mpi_ranks() > 1 else None
-    problem, start = on_rank_zero(comm, lambda: read_input(arguments))
-    writer = Writer(arguments.out)
-    live = LiveLine(sys.stderr)
+PAPER_FLAGS = (
+    ("t0", "first temperature, in units of time"),
+    ("alpha", "what the temperature is multiplied by in every iteration"),
+    ("eps", "temperature to stop at"),
+)
+
+
+class Task(NamedTuple):
+    """What is to be done, checked: the same on every rank."""
+
+    arguments: argparse.Namespace
+    problem: FusionProblem
+    start: Schedule | None
+    spent: Spent
+    paper: PaperSettings
+
+
+def main() -> int:
+    imported = time.perf_counter()
+    with Signals() as signals:
+        comm = communicator()
+        ready = time.perf_counter()
+        rank = comm.Get_rank() if comm is not None else 0
+        try:
+            task = on_rank_zero(comm, lambda: read_task(parse_arguments()))
+            if rank == 0:
+                mpi = f", MPI in {ready - imported:.2f} s ({comm.Get_size()} ranks)" if comm is not None else ""
+                print(f"imports in {imported - BEGUN:.2f} s{mpi}", file=sys.stderr, flush=True)
+            return run_search(task, comm, signals)
+        except InputError:
+            if rank > 0:
+                raise SystemExit(EXIT_BAD_INPUT) from None  # rank 0 says it
+            raise
+        except Exception:
+            if comm is not None:  # the other ranks wait for this one
+                traceback.print_exc()
+                comm.Abort(1)
+            raise
+
+
+def run_search(task: Task, comm: Any, signals: Signals) -> int:
+    """Search and write on rank 0; returns the exit code."""
+    arguments = task.arguments
+    result = ResultFile(arguments.out, task.spent)
+    live = LiveLine(sys.stderr, arguments.time_limit)
+
+    def on_round(report: SearchReport) -> None:
+        compiling_is_next = report.moves == 0
+        result.write(at_once=compiling_is_next or signals.received > 0)
+        live.show(report)
+
     try:
         schedule, report = search(
-            problem,
+            task.problem,
             time_limit=arguments.time_limit,
             iterations=arguments.iterations,
             seed=arguments.seed,
             objective=arguments.objective,
-            memory_cap=arguments.memory_cap,
-            start=start,
+            latency=arguments.latency,
+            start=task.start,
+            method=arguments.method,
+            paper=task.paper,
             comm=comm,
-            on_improved=writer.improved,
-            on_round=live.show,
+            stop=lambda: signals.received,
+            on_improved=result.improved,
+            on_round=on_round,
         )
-        if comm is None or comm.Get_rank() == 0:
-            writer.improved(schedule, report)
     finally:
-        writer.flush()
         live.end()
+        result.write(at_once=True)
     if comm is None or comm.Get_rank() == 0:
-        print(describe(report))
-        print(f"written to {arguments.out}")
+        result.improved(schedule, report)
+        result.write(at_once=True, last=True)
+        print(describe(report), flush=True)
+        if report.signal:
+            print(
+                f"stopped by {Signals.name(report.signal)} after {report.seconds:.1f} s; best so far is in "
+                f"{arguments.out}; go on with --resume",
+                file=sys.stderr,
+            )
+        else:
+            print(f"written to {arguments.out}")
+    return 128 + report.signal if report.signal else 0
+
+
+class Parser(argparse.ArgumentParser):
+    """One line for what cannot be parsed, as for every other bad input."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; see --help")
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Search a fused-pipeline schedule by simulated annealing.")
+    parser = Parser(
+        description="Search a fused-pipeline schedule by simulated annealing.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--problem", required=True, help="problem.json: pipelines, placement, times, memory")
     parser.add_argument("--out", required=True, help="schedule.json to write")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop after this long")
@@ -68,112 +151,120 @@ def parse_arguments() -> argparse.Namespace:
         default="latency",
         help="latency: least makespan, stops at its lower bound; memory: then also least peak memory at that makespan",
     )
+    parser.add_argument(
+        "--latency",
+        type=float,
+        metavar="X",
+        help="with --objective memory: any makespan up to X is fast enough, least peak memory of those",
+    )
     parser.add_argument("--memory-cap", type=float, metavar="X", help="replaces the problem's memory_cap on every node")
+    parser.add_argument(
+        "--method", choices=METHODS, default="default", help="paper: its Algorithms 1-3 as written, the baseline"
+    )
+    for name, meaning in PAPER_FLAGS:
+        default = getattr(PaperSettings(), name)
+        parser.add_argument(f"--{name}", type=float, help=f"--method paper: {meaning}; default {default}")
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument("--force", action="store_true", help="replace an existing output file")
-    existing.add_argument("--resume", action="store_true", help="start from the schedule in the output file")
+    existing.add_argument(
+        "--resume", action="store_true", help="go on from the output file's schedule; start afresh if there is none"
+    )
     return parser.parse_args()
 
 
-def read_input(arguments: argparse.Namespace) -> tuple[FusionProblem, Schedule | None]:
-    """The problem, and the schedule to resume from. Raises InputError naming the file and the fix."""
+def read_task(arguments: argparse.Namespace) -> Task:
+    """Check everything before anything is computed. Raises InputError naming the place and the fix."""
     problem = load_problem(arguments.problem)
-    out = Path(arguments.out)
+    try:
+        if arguments.memory_cap is not None:
+            problem = replace(problem, memory_cap=tidy_number(arguments.memory_cap))
+        check_caps(problem)
+        Goal(problem, arguments.objective, arguments.latency)
+    except InputError as error:
+        raise InputError(f"{arguments.problem}: {error}") from None
     if arguments.time_limit is None and arguments.iterations is None:
         raise InputError("the search has no end: give --time-limit SECONDS or --iterations N")
+    paper = paper_settings(arguments)
+    check_output(Path(arguments.out), arguments)
+    if not arguments.resume:
+        return Task(arguments, problem, None, Spent(), paper)
+    if not Path(arguments.out).exists():
+        print(f"{arguments.out} is not there yet: starting afresh", file=sys.stderr)
+        return Task(arguments, problem, None, Spent(), paper)
+    start = load_schedule(arguments.out, expect=problem)
+    spent = Spent.read(read_json(arguments.out), arguments.out)
+    print(f"going on from {arguments.out}, after {spent.seconds:.1f} s and {spent.moves:,} moves", file=sys.stderr)
+    other = first_difference(start.problem, problem)
+    if other:
+        print(f"{arguments.out} was made for {other}; its order is priced again", file=sys.stderr)
+        spent = replace(spent, first_bound_seconds=None)
+    return Task(arguments, problem, start, spent, paper)
+
+
+def paper_settings(arguments: argparse.Namespace) -> PaperSettings:
+    """Raises InputError on settings of the paper's method without it, and on settings out of range."""
+    given = {name: getattr(arguments, name) for name, _ in PAPER_FLAGS if getattr(arguments, name) is not None}
+    if given and arguments.method != "paper":
+        raise InputError(f"--{next(iter(given))} goes with --method paper; --method is {arguments.method}")
+    return replace(PaperSettings(), **given)
+
+
+def check_output(out: Path, arguments: argparse.Namespace) -> None:
+    """Raise InputError unless a file can be written to `out`, and may be."""
     if not out.parent.is_dir():
         raise InputError(f"--out {out}: folder {out.parent} does not exist; create it first")
     if out.is_dir():
         raise InputError(f"--out {out} is a folder; give a file name")
-    if arguments.resume:
-        return problem, load_schedule(out, expect=problem)
-    if out.exists() and not arguments.force:
+    if out.exists() and out.samefile(arguments.problem):
+        raise InputError(f"--out {out} is the problem itself; give another file name")
+    if out.exists() and not (arguments.force or arguments.resume):
         raise InputError(f"--out {out} exists; --force replaces it, --resume goes on from it")
-    return problem, None
+    ResultFile.check_writable(out)
 
 
-def mpi_ranks() -> int:
-    """Ranks that the launcher started (Open MPI, MPICH and its kin); 1 without one."""
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
-        if name in os.environ:
-            return int(os.environ[name])
-    return 1
+def first_difference(found: FusionProblem, expected: FusionProblem) -> str:
+    """Where two problems of the same pipelines differ in times or memory; empty when they do not."""
+    for key in ("transfer", "memory_cap", "static_memory"):
+        if getattr(found, key) != getattr(expected, key):
+            return f"{key} {getattr(found, key)}, not {getattr(expected, key)}"
+    for pipeline in expected.pipelines:
+        other = found.pipeline(pipeline.name)
+        for key in ("forward", "backward", "weight_gradient", "activation"):
+            if getattr(other, key) != getattr(pipeline, key):
+                return f"pipeline {pipeline.name} with {key} {getattr(other, key)}, not {getattr(pipeline, key)}"
+    return ""
+
+
+def tidy_number(value: float) -> int | float:
+    """12 for 12.0, as a problem file would say it."""
+    return int(value) if value.is_integer() else value
+
+
+def communicator() -> Any:
+    """MPI's ranks where a launcher (Open MPI, MPICH and its kin, srun with PMIx) started several; None for one."""
+    launchers = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_SIZE")
+    if not any(name in os.environ for name in launchers):
+        return None
+    comm = world_communicator()
+    return comm if comm.Get_size() > 1 else None
 
 
 def on_rank_zero(comm: Any, read: Callable[[], Any]) -> Any:
-    """What `read` returns on rank 0, on every rank; its InputError is raised on every rank and printed by one."""
+    """What `read` returns on rank 0, on every rank. Where it ends the program there, the others leave in silence."""
     if comm is None:
         return read()
-    value, message = None, None
     if comm.Get_rank() == 0:
         try:
             value = read()
-        except InputError as error:
-            message = str(error)
-    value, message = comm.bcast((value, message), root=0)
-    os.environ["RANK"] = str(comm.Get_rank())  # run_program prints on rank 0 only
-    if message is not None:
-        raise InputError(message)
+        except (InputError, SystemExit) as error:
+            comm.bcast((None, error.code if isinstance(error, SystemExit) else EXIT_BAD_INPUT))
+            raise
+        comm.bcast((value, None))
+        return value
+    value, code = comm.bcast(None)
+    if code is not None:
+        raise SystemExit(code)  # MPI's end waits for rank 0, which says why
     return value
-
-
-class Writer:
-    """Keeps the output file at the best schedule, without writing more than once a second."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.waiting: tuple[Schedule, SearchReport] | None = None
-        self.written = float("-inf")
-
-    def improved(self, schedule: Schedule, report: SearchReport) -> None:
-        self.waiting = (schedule, report)
-        if time.monotonic() - self.written >= WRITE_SECONDS:
-            self.flush()
-
-    def flush(self) -> None:
-        if self.waiting is None:
-            return
-        schedule, report = self.waiting
-        search_facts = {
-            "seed": report.seed,
-            "ranks": report.ranks,
-            "objective": report.objective,
-            "moves": report.moves,
-            "seconds": round(report.seconds, 3),
-            "first_bound_seconds": report.first_bound_seconds and round(report.first_bound_seconds, 3),
-        }
-        save_schedule(self.path, schedule, search_facts)
-        self.waiting, self.written = None, time.monotonic()
-
-
-class LiveLine:
-    """One line that is rewritten in place on a terminal; silent elsewhere."""
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-        self.shown = float("-inf")
-
-    def show(self, report: SearchReport) -> None:
-        if self.stream.isatty() and time.monotonic() - self.shown >= LIVE_SECONDS:
-            self.shown = time.monotonic()
-            self.stream.write(f"\r\033[K{describe(report)}")
-            self.stream.flush()
-
-    def end(self) -> None:
-        if self.shown > 0:
-            self.stream.write("\n")
-
-
-def describe(report: SearchReport) -> str:
-    """best, bound, gap, memory, speed."""
-    gap = report.makespan / report.lower_bound - 1
-    speed = report.moves / report.seconds if report.seconds > 0 else 0.0
-    proved = " (optimal)" if report.optimal else ""
-    return (
-        f"makespan {report.makespan:g}{proved}, bound {report.lower_bound:g}, gap {gap:.2%}, "
-        f"memory {report.peak_memory:g} (bound {report.memory_lower_bound:g}), "
-        f"{report.moves:,} moves in {report.seconds:.1f} s ({speed:,.0f}/s)"
-    )
 
 
 if __name__ == "__main__":

@@ -1,62 +1,106 @@
 """Show a schedule.json: summary, text grid, picture, Chrome trace.
 
     python tools/show_schedule.py schedule.json --text --png schedule.png --trace schedule.trace.json
+    python tools/show_schedule.py schedule.json --png start.png --nodes 0-7 --from 0 --to 120
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 
-from rlhfuse.errors import run_program
+from rlhfuse.errors import InputError, run_program
 from rlhfuse.schedule.bounds import latency_bound, memory_bound
 from rlhfuse.schedule.builders import serial_makespan, serial_peak_memory
-from rlhfuse.schedule.evaluate import evaluate
+from rlhfuse.schedule.evaluate import Timeline, evaluate
 from rlhfuse.schedule.io import load_schedule, write_bytes, write_text
 from rlhfuse.schedule.schedule import Schedule
 
 
 def main() -> None:
+    arguments = parse_arguments()
+    schedule = load_schedule(arguments.schedule)
+    timeline = evaluate(schedule)
+    first, last = node_range(arguments.nodes, schedule.problem.nodes)
+    begin, end = arguments.begin, timeline.makespan if arguments.end is None else arguments.end
+    if not begin < end:
+        raise InputError(f"nothing lies between times {begin:g} and {end:g}; give --from the earlier one")
+    print(summary(schedule, timeline))
+    if arguments.text:
+        print(text(schedule, timeline, range(first, last + 1), begin, end))
+    if arguments.png or arguments.svg or arguments.trace:
+        # Loading matplotlib takes a second that the text need not wait for.
+        from rlhfuse.schedule.draw import View, chrome_trace, draw_schedule
+
+        view = View(first, last, begin, end)
+        for path, file_format in ((arguments.png, "png"), (arguments.svg, "svg")):
+            if path:
+                write_bytes(path, draw_schedule(schedule, file_format, view))
+        if arguments.trace:
+            write_text(arguments.trace, chrome_trace(schedule))
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Show a fused-pipeline schedule.")
     parser.add_argument("schedule", help="schedule.json, made by tools/search_schedule.py")
     parser.add_argument("--text", action="store_true", help="print one line per node, tasks in execution order")
     parser.add_argument("--png", metavar="FILE", help="draw timeline and memory as PNG")
     parser.add_argument("--svg", metavar="FILE", help="draw timeline and memory as SVG")
-    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace (one time unit = 1 microsecond)")
-    arguments = parser.parse_args()
-    schedule = load_schedule(arguments.schedule)
-    print(summary(schedule))
-    if arguments.text:
-        print(schedule.text())
-    if arguments.png or arguments.svg or arguments.trace:
-        # Loading matplotlib takes a second that the text need not wait for.
-        from rlhfuse.schedule.draw import chrome_trace, draw_schedule
-
-        for path, file_format in ((arguments.png, "png"), (arguments.svg, "svg")):
-            if path:
-                write_bytes(path, draw_schedule(schedule, file_format))
-        if arguments.trace:
-            write_text(arguments.trace, chrome_trace(schedule))
+    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of all (time unit = 1 microsecond)")
+    parser.add_argument("--nodes", metavar="A-B", help="text and pictures: these nodes only; default all")
+    parser.add_argument("--from", dest="begin", type=float, default=0.0, metavar="T", help="likewise: from then on")
+    parser.add_argument("--to", dest="end", type=float, metavar="T", help="likewise: up to this time")
+    return parser.parse_args()
 
 
-def summary(schedule: Schedule) -> str:
+def node_range(given: str | None, nodes: int) -> tuple[int, int]:
+    """First and last node of `A-B` or `A`. Raises InputError on any other text and on nodes that are not there."""
+    if given is None:
+        return 0, nodes - 1
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", given)
+    if not match:
+        raise InputError(f"--nodes {given!r} is not of the form A-B, such as 0-7")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if not first <= last < nodes:
+        raise InputError(f"--nodes {given}: nodes are 0-{nodes - 1}, the smaller number first")
+    return first, last
+
+
+def text(schedule: Schedule, timeline: Timeline, nodes: range, begin: float, end: float) -> str:
+    """One line per node with what runs between two times; with all of it `Schedule.parse` reads it back."""
+    lines = []
+    for node in nodes:
+        row = zip(schedule.orders[node], timeline.starts[node], timeline.ends[node])
+        words = [str(action) for action, started, ended in row if started < end and ended > begin]
+        lines.append(f"node {node}: {' '.join(words)}".rstrip())
+    return "\n".join(lines)
+
+
+def summary(schedule: Schedule, timeline: Timeline) -> str:
     """What the schedule costs beside its bounds and the serial baseline."""
-    problem, timeline = schedule.problem, evaluate(schedule)
+    problem = schedule.problem
     bound, serial = latency_bound(problem), serial_makespan(problem)
+    least = memory_bound(problem, timeline.makespan)
     lines = [
         f"{pipeline.name}: {pipeline.stages} stages on nodes {' '.join(map(str, pipeline.placement))}, "
         f"{pipeline.microbatches} micro-batches"
         for pipeline in problem.pipelines
     ]
     lines.append(
-        f"makespan {timeline.makespan:g} (lower bound {bound:g}, serial 1F1B {serial:g}: "
-        f"{serial / timeline.makespan:.3f} times as fast)"
+        f"makespan {timeline.makespan:g} (lower bound {bound:g}, gap {gap(timeline.makespan, bound)}; "
+        f"serial 1F1B {serial:g}: {serial / timeline.makespan:.3f} times as fast)"
     )
     lines.append(
-        f"peak memory {timeline.peak_memory:g} (lower bound {memory_bound(problem, timeline.makespan):g}, "
+        f"peak memory {timeline.peak_memory:g} (lower bound {least:g}, gap {gap(timeline.peak_memory, least)}; "
         f"serial 1F1B {serial_peak_memory(problem):g}); per node "
         f"{' '.join(f'{peak:g}' for peak in timeline.node_peak_memory)}"
     )
     return "\n".join(lines)
+
+
+def gap(value: float, bound: float) -> str:
+    """How far above its bound, in percent of it."""
+    return f"{value / bound - 1:.2%}" if bound > 0 else "0" if value == bound else "unknown"
 
 
 if __name__ == "__main__":

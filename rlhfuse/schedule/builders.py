@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import replace
+from functools import lru_cache
 from typing import Mapping, Sequence
 
 from rlhfuse.schedule.action import Kind
@@ -63,11 +64,13 @@ def capped_greedy(
     return list_schedule(graph, caps, _ranks(graph, forward_first, model_first))
 
 
+@lru_cache(maxsize=4)  # every schedule of a problem that is written names it
 def serial_makespan(problem: FusionProblem) -> Number:
     """Time of training one model after the other with 1F1B, a barrier (the optimizer step) between them."""
     return tidy(sum(evaluate(serial_1f1b(part)).makespan for part in _parts(problem)))
 
 
+@lru_cache(maxsize=4)
 def serial_peak_memory(problem: FusionProblem) -> Number:
     """Peak activation memory of the same."""
     return tidy(max(evaluate(serial_1f1b(part)).peak_memory for part in _parts(problem)))

@@ -1,10 +1,12 @@
 """Finds a fused schedule: one chain of annealing alone, or one on every rank of an MPI job.
 
-The schedules made by rule stand at once as the first incumbent. Then every MPI rank runs its own chain
-(own random stream, own starts); after every round of moves the ranks exchange improvements in one
-collective, so that all hold the same incumbent and stop together: when nothing can be better, at the
-time limit or at the number of moves. With `iterations` instead of a time limit the result depends on
-the seed and the number of ranks alone.
+The first schedule made by rule stands at once as incumbent, then the best of them. Every MPI rank runs
+its own chain (own random stream, own starts); after every round of moves the ranks agree on the best
+find (exchange.py), so that all hold the same incumbent and stop together: when nothing can be better,
+when the budget is spent, or when a signal asks one of them.
+
+    time_limit   a round lasts as many moves as this rank makes in ROUND_SECONDS, whatever the instance
+    iterations   a round has a fixed number of moves; the result depends on seed and number of ranks alone
 
 Knows nothing of files or layouts. mpi4py is imported by the caller's wish only. Paper: section 5.2,
 Algorithm 1; section 6, MPI.
@@ -15,19 +17,24 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 from rlhfuse.errors import InputError
-from rlhfuse.schedule.chain import Chain, Found, Round, schedule_of
-from rlhfuse.schedule.goal import Goal, Incumbent, reaches
+from rlhfuse.schedule.builders import greedy
+from rlhfuse.schedule.chain import Chain, Round, schedule_of
+from rlhfuse.schedule.exchange import Exchange, Say
+from rlhfuse.schedule.goal import Goal, Incumbent, Key, reaches
 from rlhfuse.schedule.graph import build_graph
 from rlhfuse.schedule.paper_chain import PaperChain, PaperSettings, paper_starts
 from rlhfuse.schedule.problem import FusionProblem, Number
 from rlhfuse.schedule.schedule import Schedule
+from rlhfuse.schedule.smallest import check_caps, one_at_a_time
 from rlhfuse.schedule.starts import starting_schedules
 
 METHODS = ("default", "paper")
-ROUND_MOVES = 200_000  # tried by a chain between two looks at the clock: a few hundredths of a second
+ROUND_SECONDS = 0.15  # between two looks at the clock, the other ranks and the signals
+FIRST_ROUND_MOVES = 256  # a pace for the second round; the first is one move and pays for the kernels
+FIXED_ROUND_WORK = 20_000_000  # moves of a round times operations, where the number of moves is the budget
 
 
 @dataclass(frozen=True)
@@ -41,10 +48,15 @@ class SearchReport:
     moves: int
     accepted: int
     seconds: float
+    first_seconds: float  # when the first schedule was there
+    kernel_seconds: float  # compiling the kernels, or loading them compiled
+    moving_seconds: float  # of rank 0, in rounds of moves after that
     first_bound_seconds: float | None  # when the latency bound was reached
     seed: int
     ranks: int
     objective: str
+    method: str
+    signal: int  # that ended it; 0 for none
 
     @property
     def optimal(self) -> bool:
@@ -65,106 +77,186 @@ def search(
     comm: Any = None,
     method: str = "default",
     paper: PaperSettings = PaperSettings(),
-    on_improved: Callable[[Schedule, SearchReport], None] | None = None,
-    on_round: Callable[[SearchReport], None] | None = None,
+    stop: Callable[[], int] = lambda: 0,
+    on_improved: Callable[[Schedule, SearchReport], None] = lambda schedule, report: None,
+    on_round: Callable[[SearchReport], None] = lambda report: None,
 ) -> tuple[Schedule, SearchReport]:
     """Search until a proved optimum, `time_limit` seconds or `iterations` moves per rank.
 
     `objective` and `latency` are those of `goal.Goal`. `memory_cap` replaces the problem's cap (static
-    memory still counts); `start` is a schedule to improve on; `comm` is an mpi4py communicator; `method` is
-    the project's own search or the paper's, whose settings are `paper`. The callbacks run on rank 0. All
-    ranks return the same schedule, never slower than greedy unless greedy breaks the cap. KeyboardInterrupt
-    passes through. Raises InputError on settings out of range and on a cap that no schedule meets.
+    memory still counts); `start` is a schedule to improve on; `comm` is an mpi4py communicator; `method`
+    is the project's own search or the paper's, whose settings are `paper`. `stop` is asked after every
+    round on every rank: a signal's number ends the search on all of them. The other callbacks run on
+    rank 0, `on_round` also while it waits for other ranks. All ranks return the same schedule, never
+    slower than greedy unless greedy breaks the cap. KeyboardInterrupt passes through. Raises InputError
+    on settings out of range and on a cap that no schedule meets.
     """
     _check_settings(time_limit, iterations, seed, memory_cap)
     if method not in METHODS:
         raise InputError(f"method={method!r} must be one of {', '.join(METHODS)}")
-    started = time.monotonic()
+    clock = _Clock(time_limit, iterations)
     if memory_cap is not None:
         problem = replace(problem, memory_cap=memory_cap)
-    graph, goal = build_graph(problem), Goal(problem, objective, latency)
-    starts = paper_starts(problem, start) if method == "paper" else starting_schedules(problem, start)
-    best = min((entry for entry in starts if entry.fits()), key=lambda entry: goal.key(entry.timeline))
+    check_caps(problem)
+    goal = Goal(problem, objective, latency)
+    graph = build_graph(problem)
+    clock.fixed_round = max(1000, min(50_000, FIXED_ROUND_WORK // graph.size))
     rank, ranks = (comm.Get_rank(), comm.Get_size()) if comm is not None else (0, 1)
-    clock = _Clock(started, time_limit, iterations)
+    tell = on_improved if rank == 0 else lambda schedule, report: None
+    standing = _Standing(goal, clock, seed, ranks, method, tell)
+    starts: list[Incumbent] = []
+    for entry in _starts(problem, start, method):
+        if entry not in starts:
+            starts.append(entry)
+            standing.offer(entry)
+        if standing.reached:
+            break
+    least, idle = _least(comm), (lambda: on_round(standing.report())) if rank == 0 else (lambda: None)
+    exchange = Exchange(graph.size, comm, least, idle)
     if method == "paper":
         chain: Chain | PaperChain = PaperChain(graph, goal, starts, seed, rank, paper)
     else:
         chain = Chain(graph, goal, starts, seed, rank)
-    first_bound: float | None = None
-    moves = accepted = 0
-
-    def report() -> SearchReport:
-        makespan, peak = best.timeline.makespan, best.timeline.peak_memory
-        return SearchReport(
-            makespan,
-            goal.latency_bound,
-            peak,
-            goal.memory_bound(makespan),
-            moves,
-            accepted,
-            time.monotonic() - started,
-            first_bound,
-            seed,
-            ranks,
-            objective,
-        )
-
-    if on_improved and rank == 0:
-        on_improved(best.schedule, report())
+    done = Round(0, None)
     while True:
-        if first_bound is None and reaches(best.timeline.makespan, goal.latency_bound):
-            first_bound = time.monotonic() - started
-        share = _agree(comm, clock.share())  # the clock differs between ranks; what follows from it must not
-        if goal.reached(best.timeline) or share >= 1:
-            break
-        done = chain.round(best, min(ROUND_MOVES, clock.moves_left()), share)
-        clock.moves += done.tried
-        tried, found, kept = _exchange(comm, done)
-        moves += tried
-        accepted += kept
-        if found is not None:
-            candidate = Incumbent.of(schedule_of(graph, found.sequence))
-            if goal.key(candidate.timeline) < goal.key(best.timeline):
-                best = candidate
-                if on_improved and rank == 0:
-                    on_improved(best.schedule, report())
-        if on_round and rank == 0:
-            on_round(report())
-    return best.schedule, report()
+        heard = exchange.agree(_say(done, clock.share(), stop()), standing.beats)
+        standing.moves += heard.tried
+        standing.accepted += heard.accepted
+        standing.signal = heard.signal
+        if heard.sequence is not None:
+            standing.offer(Incumbent.of(schedule_of(graph, heard.sequence)))
+        if rank == 0:
+            on_round(standing.report())
+        if standing.reached or heard.share >= 1 or heard.signal:
+            return standing.best.schedule, standing.report()
+        done = clock.timed(lambda moves: chain.round(standing.best, moves, heard.share))
+
+
+def _starts(problem: FusionProblem, start: Schedule | None, method: str) -> Iterator[Incumbent]:
+    """The schedules to begin with: one that fits the caps at once, the others when they are made."""
+    if method == "paper":
+        yield from paper_starts(problem, start)
+        return
+    first = Incumbent.of(greedy(problem) if start is None else Schedule(problem, start.orders))
+    yield first
+    if first.fits():
+        yield from starting_schedules(problem, start)
+    else:
+        lone = one_at_a_time(problem)
+        yield Incumbent.of(lone)
+        yield from starting_schedules(problem, lone)
+
+
+class _Standing:
+    """The best schedule so far, and what is told about it."""
+
+    def __init__(
+        self,
+        goal: Goal,
+        clock: "_Clock",
+        seed: int,
+        ranks: int,
+        method: str,
+        on_improved: Callable[[Schedule, SearchReport], None],
+    ) -> None:
+        self.goal, self.clock, self.on_improved = goal, clock, on_improved
+        self.seed, self.ranks, self.method = seed, ranks, method
+        self.best: Incumbent | None = None
+        self.reached = False  # nothing can be better
+        self.moves = self.accepted = self.signal = 0
+        self.first: float | None = None
+        self.first_bound: float | None = None
+
+    def beats(self, key: Key) -> bool:
+        """Whether a schedule of this makespan and peak memory would be the new best."""
+        makespan, peak = key
+        return self.best is None or (max(makespan, self.goal.enough), peak) < self.goal.key(self.best.timeline)
+
+    def offer(self, entry: Incumbent) -> None:
+        """Make `entry` the best one if it fits the caps and is better."""
+        timeline = entry.timeline
+        if not self.beats((timeline.makespan, timeline.peak_memory)) or not entry.fits():
+            return
+        self.best, self.reached = entry, self.goal.reached(timeline)
+        self.memory_bound = self.goal.memory_bound(timeline.makespan)
+        if self.first is None:
+            self.first = self.clock.seconds()
+        if self.first_bound is None and reaches(timeline.makespan, self.goal.latency_bound):
+            self.first_bound = self.clock.seconds()
+        self.on_improved(entry.schedule, self.report())
+
+    def report(self) -> SearchReport:
+        return SearchReport(
+            makespan=self.best.timeline.makespan,
+            lower_bound=self.goal.latency_bound,
+            peak_memory=self.best.timeline.peak_memory,
+            memory_lower_bound=self.memory_bound,
+            moves=self.moves,
+            accepted=self.accepted,
+            seconds=self.clock.seconds(),
+            first_seconds=self.first,
+            kernel_seconds=self.clock.first_round_seconds,
+            moving_seconds=self.clock.moving_seconds,
+            first_bound_seconds=self.first_bound,
+            seed=self.seed,
+            ranks=self.ranks,
+            objective=self.goal.objective,
+            method=self.method,
+            signal=self.signal,
+        )
 
 
 class _Clock:
-    """How much of the budget is spent: seconds since the start, or this rank's moves."""
+    """How much of the budget this rank has used, in seconds or moves, and how many moves its next round has."""
 
-    def __init__(self, started: float, time_limit: float | None, iterations: int | None) -> None:
-        self.started, self.time_limit, self.iterations = started, time_limit, iterations
+    def __init__(self, time_limit: float | None, iterations: int | None) -> None:
+        self.started = time.monotonic()
+        self.time_limit, self.iterations = time_limit, iterations
         self.moves = 0
+        self.pace = 1  # the first round, so that what compiling costs is seen by itself
+        self.fixed_round = 1
+        self.first_round_seconds = self.moving_seconds = 0.0
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
 
     def share(self) -> float:
-        spent = (time.monotonic() - self.started) / self.time_limit if self.time_limit else 0.0
-        return max(spent, self.moves / self.iterations if self.iterations else 0.0)
+        spent = self.seconds() / self.time_limit if self.time_limit is not None else 0.0
+        return max(spent, self.moves / self.iterations if self.iterations is not None else 0.0)
 
-    def moves_left(self) -> int:
-        return self.iterations - self.moves if self.iterations is not None else ROUND_MOVES
-
-
-def _exchange(comm: Any, done: Round) -> Round:
-    """Moves of all ranks, and the best of what they found (of equals the lowest rank's): the same on every rank."""
-    if comm is None:
+    def timed(self, play: Callable[[int], Round]) -> Round:
+        """Play one round and set the pace of the next; nothing is played when this rank's moves are used up."""
+        moves = self.pace if self.iterations is None else min(self.pace, self.iterations - self.moves)
+        if moves <= 0:
+            return Round(0, None)
+        before = self.seconds()
+        done = play(moves)
+        now = self.seconds()
+        self.moves += done.tried
+        if self.pace == 1:
+            self.first_round_seconds, self.pace = now - before, FIRST_ROUND_MOVES
+        else:
+            self.moving_seconds += now - before
+            wanted = ROUND_SECONDS if self.time_limit is None else min(ROUND_SECONDS, self.time_limit - now)
+            self.pace = min(8 * self.pace, max(2, int(done.tried * wanted / max(now - before, 1e-6))))
+        if self.iterations is not None:
+            self.pace = self.fixed_round
         return done
-    answers = comm.allgather(done)
-    improvements = [answer.found for answer in answers if answer.found is not None]
-    return Round(
-        sum(answer.tried for answer in answers),
-        min(improvements, key=lambda found: found[:2], default=None),
-        sum(answer.accepted for answer in answers),
-    )
 
 
-def _agree(comm: Any, value: float) -> float:
-    """Rank 0's value on every rank."""
-    return value if comm is None else comm.bcast(value, root=0)
+def _say(done: Round, share: float, signal: int) -> Say:
+    found = done.found
+    key, sequence = (found[:2], found.sequence) if found is not None else (Say().key, None)
+    return Say(key, sequence, share, signal, done.tried, done.accepted)
+
+
+def _least(comm: Any) -> Any:
+    """MPI's MIN, where there is a communicator."""
+    if comm is None:
+        return None
+    from mpi4py import MPI
+
+    return MPI.MIN
 
 
 def _check_settings(time_limit: float | None, iterations: int | None, seed: int, memory_cap: float | None) -> None:

@@ -13,6 +13,7 @@ from rlhfuse.schedule.builders import greedy
 from rlhfuse.schedule.evaluate import evaluate
 from rlhfuse.schedule.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.search import search
+from rlhfuse.schedule.smallest import needed_memory, one_at_a_time
 from schedule_cases import TABLE_3, check, random_problem, table_3_problem
 
 
@@ -112,8 +113,21 @@ def test_memory_cap_is_kept():
     schedule, report = search(problem, iterations=300_000, memory_cap=13)
     assert max(check(problem, schedule.orders)[1]) <= 10
     assert report.makespan > report.lower_bound  # 15.6 is proved to be needed at the latency bound
-    with pytest.raises(InputError, match="memory cap leaves 1 .* needs"):
+    with pytest.raises(InputError, match="memory_cap leaves 1 .* needs 2; the smallest feasible cap is 5"):
         search(problem, iterations=1000, memory_cap=4)
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(st.integers(0, 10**6))
+def test_the_smallest_feasible_cap_is_exact(seed):
+    problem = random_problem(seed)
+    lone = check(problem, one_at_a_time(problem).orders)[1]
+    assert lone == pytest.approx(needed_memory(problem))
+    least = max(needed_memory(problem))
+    schedule, _ = search(problem, iterations=500, memory_cap=least)
+    assert max(check(problem, schedule.orders)[1]) <= least * (1 + 1e-9)
+    with pytest.raises(InputError, match=f"smallest feasible cap is {least}"):
+        search(problem, iterations=500, memory_cap=least * 0.999)
 
 
 def test_caps_may_differ_between_nodes():
@@ -139,6 +153,23 @@ def test_improvements_are_reported_in_order():
     assert keys == sorted(set(keys), reverse=True) and keys[-1][0] == report.makespan
 
 
+def test_a_signal_ends_the_search_with_what_it_has():
+    asked = []
+    problem = replace(table_3_problem(*TABLE_3[2][0]), memory_cap=4)  # never done
+    schedule, report = search(problem, time_limit=60, stop=lambda: asked.append(1) or 15 * (len(asked) == 4))
+    assert report.signal == 15 and report.seconds < 30 and len(asked) == 4
+    assert max(check(problem, schedule.orders)[1]) <= 4
+
+
+def test_every_rank_may_use_up_its_moves():
+    """The first round is one move, for the kernels; the last one is cut to what is left."""
+    problem = replace(table_3_problem(*TABLE_3[2][0]), memory_cap=4)
+    for budget in (1, 2, 30_001):
+        _, report = search(problem, iterations=budget)
+        assert report.moves == budget
+    assert report.kernel_seconds > 0 and report.first_seconds < report.seconds
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
@@ -155,8 +186,11 @@ def test_settings_out_of_range_are_refused(settings, message):
         search(tiny(0), **settings)
 
 
-def test_time_limit_holds():
-    problem = table_3_problem(*TABLE_3[0][0])
+def test_time_limit_holds_and_rounds_are_short():
+    problem = replace(table_3_problem(*TABLE_3[9][0]), memory_cap=12)
     search(problem, iterations=1)  # the kernel is compiled
-    _, report = search(problem, time_limit=1.0, objective="memory")
-    assert report.seconds < 8  # one round is a fraction of a second on a free core
+    rounds = []
+    _, report = search(problem, time_limit=3.0, on_round=lambda report: rounds.append(report.seconds))
+    assert report.seconds < 3.0 + 1.0
+    lengths = sorted(b - a for a, b in zip(rounds[1:], rounds[2:]))
+    assert lengths and lengths[len(lengths) // 2] < 0.5  # a fraction of a second, on a busy core too

@@ -4,11 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlhfuse.schedule.builders import greedy
+from rlhfuse.schedule.draw import chrome_trace, draw_schedule
+from rlhfuse.schedule.evaluate import evaluate
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.schedule import Schedule
@@ -58,6 +61,49 @@ def test_pictures_and_trace(schedule, tmp_path):
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["name"] for event in events if event["ph"] == "X"}
     assert names == {str(action) for order in schedule.orders for action in order}
+
+
+def test_a_window_of_nodes_and_times(schedule, tmp_path):
+    result = show(tmp_path, "--text", "--nodes", "1", "--from", 2, "--to", 5, "--svg", tmp_path / "a.svg")
+    assert result.returncode == 0, result.stderr
+    timeline = evaluate(schedule)
+    row = zip(schedule.orders[1], timeline.starts[1], timeline.ends[1])
+    seen = [str(action) for action, start, end in row if start < 5 and end > 2]
+    grid = [line for line in result.stdout.splitlines() if line.startswith("node ")]
+    assert grid == [f"node 1: {' '.join(seen)}"] and 0 < len(seen) < len(schedule.orders[1])
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--nodes", "1-0"], "nodes are 0-1, the smaller number first"),
+        (["--nodes", "0-2"], "nodes are 0-1"),
+        (["--nodes", "all"], "not of the form A-B"),
+        (["--from", "9", "--to", "3"], "nothing lies between times 9 and 3"),
+    ],
+)
+def test_a_window_that_is_none_exits_2(schedule, tmp_path, arguments, message):
+    result = show(tmp_path, *arguments)
+    assert result.returncode == 2 and message in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_the_trace_counts_memory(schedule):
+    events = json.loads(chrome_trace(schedule))["traceEvents"]
+    for node, peak in enumerate(evaluate(schedule).node_peak_memory):
+        levels = [event["args"]["activations"] for event in events if event["name"] == f"memory {node}"]
+        assert max(levels) == peak and levels[-1] == 0
+
+
+def test_the_same_schedule_gives_the_same_picture_with_cap_and_static_memory(schedule):
+    capped = replace(schedule.problem, memory_cap=(7, 9), static_memory=(1, 2))
+    pictures = [draw_schedule(Schedule(capped, schedule.orders), "svg") for _ in range(2)]
+    assert pictures[0] == pictures[1] != draw_schedule(schedule, "svg")
+
+
+def test_very_many_tasks_are_an_image_inside_the_svg(schedule, monkeypatch):
+    assert b"<image" not in draw_schedule(schedule, "svg")
+    monkeypatch.setattr("rlhfuse.schedule.draw._MOST_VECTOR_TASKS", 5)
+    assert b"<image" in draw_schedule(schedule, "svg")
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"version": 1, "problem": {}, "tasks": []}'])
