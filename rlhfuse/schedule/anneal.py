@@ -1,20 +1,22 @@
 """Simulated annealing over node orders, in numba: the inner loop of the search.
 
 State: the order of every node, and for every operation its head r (start) and tail q (longest path
-after its end), so that r + duration + q is the longest path through it. One move swaps two
-neighbours a, b on a node:
+after its end), so that r + duration + q is the longest path through it. A move takes one operation out
+and puts it back up to LONGEST places further on its node; half of the moves swap two neighbours:
 
-    before  p a b s        r'_b = max(end p, arrival b)      q'_a = max(dur s + q_s, out a)
-    after   p b a s        r'_a = max(r'_b + dur b, arrival a)   q'_b = max(dur a + q'_a, out b)
+    before  p a b c s      heads of b, c, a anew from the end of p and from what feeds them
+    after   p b c a s      tails of a, c, b anew from s and from what they feed
 
-The longest path through the pair after the swap is exact, so a worsening move is priced in O(1) and
-refused without touching the state; only an accepted move updates heads and tails, in order of the old
-ones, as far as they change. Pairs are swapped when both are critical and adjacent in time (only such
-swaps can shorten the schedule; the job-shop N1 neighbourhood), and a small share of others. No swap
-that could close a cycle is made: a tight pair has no other path between them since times are positive,
-and another pair is skipped unless b's upstream starts before everything that a feeds.
+The longest path through the moved segment is then known to be at most the largest of r + duration + q
+over it, and exactly that for two neighbours; so a worsening move is priced in the length of the segment
+and refused without touching the state. Only an accepted move updates heads and tails, as far as they
+change, in an order of all operations that is mended with every move. Operations are moved when they are critical and adjacent in time to the neighbour they pass
+(only such moves can shorten the schedule; the job-shop N1 and N6 neighbourhoods), and a small share of
+others. No move that could close a cycle is made: o may be passed by a only if o's upstream starts before
+everything that a feeds, and two tight neighbours have no other path between them, times being positive.
 
-Memory is a penalty per position whose activations exceed the node's cap; a swap changes one position.
+Memory is a penalty per position whose activations exceed the node's cap; a move changes the positions
+of its segment alone.
 
 Knows nothing of problems, MPI or files: arrays in, arrays out. Paper: section 5.2, Algorithms 1-3.
 """
@@ -25,6 +27,10 @@ from typing import NamedTuple
 
 import numpy as np
 from numba import njit
+
+LONGEST = 12  # places that one move can bridge
+LONG_SHARE = 0.6
+LONGER = 0.7  # of those that bridge k places, this share goes on to k + 1
 
 
 class Tables(NamedTuple):
@@ -48,9 +54,14 @@ class State(NamedTuple):
     head: np.ndarray  # float64[n]
     tail: np.ndarray  # float64[n]
     level: np.ndarray  # float64[n], activation memory after each position
-    heap_key: np.ndarray  # float64[n], scratch
-    heap_item: np.ndarray  # int64[n], scratch
-    queued: np.ndarray  # bool[n], scratch
+    order: np.ndarray  # int64[n], all operations so that each stands after what it needs
+    rank: np.ndarray  # int64[n], its inverse
+    marked: np.ndarray  # bool[n], scratch, False between moves
+    later: np.ndarray  # int64[n], scratch
+    segment: np.ndarray  # int64[LONGEST + 1], scratch: operations of a move in their new order
+    new_head: np.ndarray  # float64[LONGEST + 1], scratch
+    new_tail: np.ndarray  # float64[LONGEST + 1], scratch
+    new_level: np.ndarray  # float64[LONGEST + 1], scratch
     random: np.ndarray  # uint64[1], never 0
 
 
@@ -59,7 +70,7 @@ class Rule(NamedTuple):
 
     cap: np.ndarray
     penalty: float  # time charged per position above the cap
-    free_share: float  # share of tried pairs that need not be critical
+    free_share: float  # share of tried moves that need not be critical
     target: float  # stop at a schedule within the caps that is this fast
     epsilon: float  # times closer than this are equal; below every duration
 
@@ -71,9 +82,13 @@ def new_state(sequence: np.ndarray, seed: int) -> State:
     return State(
         sequence.astype(np.int64),
         np.zeros(n, np.int64),
-        *(np.zeros(n) for _ in range(4)),
+        *(np.zeros(n) for _ in range(3)),
+        np.zeros(n, np.int64),
         np.zeros(n, np.int64),
         np.zeros(n, np.bool_),
+        np.zeros(n, np.int64),
+        np.zeros(LONGEST + 1, np.int64),
+        *(np.zeros(LONGEST + 1) for _ in range(3)),
         np.array([word], np.uint64),
     )
 
@@ -134,7 +149,7 @@ def makespan_of(t: Tables, s: State) -> float:
 
 @njit(cache=True)
 def refresh(t: Tables, s: State) -> bool:
-    """Compute positions, levels, heads and tails from the sequence. False when it holds a cycle."""
+    """Compute positions, levels, order, heads and tails from the sequence. False when it holds a cycle."""
     n = len(s.sequence)
     for i in range(n):
         s.position[s.sequence[i]] = i
@@ -144,16 +159,16 @@ def refresh(t: Tables, s: State) -> bool:
             level += t.memory[s.sequence[i]]
             s.level[i] = level
     waits = np.zeros(n, np.int64)
-    order = np.empty(n, np.int64)
     ready = 0
     for o in range(n):
         waits[o] = (t.upstream[o] >= 0) + (before(t, s, o) >= 0)
         if waits[o] == 0:
-            order[ready] = o
+            s.order[ready] = o
             ready += 1
     done = 0
     while done < ready:
-        o = order[done]
+        o = s.order[done]
+        s.rank[o] = done
         done += 1
         previous = before(t, s, o)
         s.head[o] = arrival(t, s, o)
@@ -164,12 +179,12 @@ def refresh(t: Tables, s: State) -> bool:
             if target >= 0:
                 waits[target] -= 1
                 if waits[target] == 0:
-                    order[ready] = target
+                    s.order[ready] = target
                     ready += 1
     if done < n:
         return False
     for i in range(n - 1, -1, -1):
-        o = order[i]
+        o = s.order[i]
         following = after(t, s, o)
         s.tail[o] = outgoing(t, s, o)
         if following >= 0:
@@ -178,179 +193,258 @@ def refresh(t: Tables, s: State) -> bool:
 
 
 @njit(cache=True)
-def _push(s: State, count: int, key: float, item: int) -> int:
-    """Insert into the heap of `count` entries (smallest key first) unless queued; returns the new count."""
-    if s.queued[item]:
-        return count
-    s.queued[item] = True
-    i = count
-    while i > 0:
-        parent = (i - 1) >> 1
-        if s.heap_key[parent] <= key:
-            break
-        s.heap_key[i], s.heap_item[i] = s.heap_key[parent], s.heap_item[parent]
-        i = parent
-    s.heap_key[i], s.heap_item[i] = key, item
-    return count + 1
+def _reorder(t: Tables, s: State, root: int, low_rank: int, high_rank: int) -> None:
+    """Mend `order` after `root`, which stood first in a segment of these ranks, came to stand behind another.
+
+    Whatever depends on `root` within the ranks moves behind the rest; both parts keep their order.
+    """
+    order, rank, marked, later, sequence, position = s.order, s.rank, s.marked, s.later, s.sequence, s.position
+    upstream, node_of, first = t.upstream, t.node, t.first
+    count, free = 0, low_rank
+    for r in range(low_rank, high_rank + 1):
+        o = order[r]
+        source, i = upstream[o], position[o]
+        if (
+            o == root
+            or (source >= 0 and marked[source])
+            or (i > first[node_of[o]] and marked[sequence[i - 1]])
+        ):
+            marked[o] = True
+            later[count] = o
+            count += 1
+        else:
+            order[free], rank[o] = o, free
+            free += 1
+    for k in range(count):
+        o = later[k]
+        marked[o] = False
+        order[free + k], rank[o] = o, free + k
 
 
 @njit(cache=True)
-def _pop(s: State, count: int) -> int:
-    """Remove the smallest of `count` entries and return its item."""
-    top = s.heap_item[0]
-    last = count - 1
-    key, item = s.heap_key[last], s.heap_item[last]
-    i = 0
-    while True:
-        child = 2 * i + 1
-        if child >= last:
-            break
-        if child + 1 < last and s.heap_key[child + 1] < s.heap_key[child]:
-            child += 1
-        if s.heap_key[child] >= key:
-            break
-        s.heap_key[i], s.heap_item[i] = s.heap_key[child], s.heap_item[child]
-        i = child
-    s.heap_key[i], s.heap_item[i] = key, item
-    s.queued[top] = False
-    return top
-
-
-@njit(cache=True)
-def _spread_heads(t: Tables, s: State, b: int, a: int, head_b: float, head_a: float) -> None:
-    """Heads after b came before a: every changed operation once, in order of its old head."""
-    count = 0
-    s.head[b], s.head[a] = head_b, head_a
-    for o in (b, a):
+def _spread_heads(t: Tables, s: State, low: int, high: int) -> None:
+    """Heads after the operations at positions low..high changed places: every changed one once, in `order`."""
+    order, rank, marked, sequence, position, heads = s.order, s.rank, s.marked, s.sequence, s.position, s.head
+    upstream, downstream, node_of, first = t.upstream, t.downstream, t.node, t.first
+    duration, lag = t.duration, t.lag
+    waiting, r = 0, len(order)
+    for i in range(low, min(high + 2, first[node_of[sequence[low]] + 1])):
+        o = sequence[i]
+        marked[o] = True
+        waiting += 1
+        r = min(r, rank[o])
+    while waiting > 0:
+        o = order[r]
+        r += 1
+        if not marked[o]:
+            continue
+        marked[o] = False
+        waiting -= 1
+        source, i, node, head = upstream[o], position[o], node_of[o], 0.0
+        if source >= 0:
+            head = heads[source] + duration[source] + lag[o]
+        if i > first[node]:
+            previous = sequence[i - 1]
+            head = max(head, heads[previous] + duration[previous])
+        if head == heads[o]:
+            continue
+        heads[o] = head
+        if i + 1 < first[node + 1] and not marked[sequence[i + 1]]:
+            marked[sequence[i + 1]] = True
+            waiting += 1
         for k in range(2):
-            target = t.downstream[o, k]
-            if target >= 0:
-                count = _push(s, count, s.head[target], target)
-    following = after(t, s, a)
-    if following >= 0:
-        count = _push(s, count, s.head[following], following)
-    while count > 0:
-        o = _pop(s, count)
-        count -= 1
-        head = arrival(t, s, o)
-        previous = before(t, s, o)
-        if previous >= 0:
-            head = max(head, s.head[previous] + t.duration[previous])
-        if head == s.head[o]:
-            continue
-        s.head[o] = head
-        for k in range(3):
-            target = t.downstream[o, k] if k < 2 else after(t, s, o)
-            if target >= 0:
-                count = _push(s, count, s.head[target], target)
+            target = downstream[o, k]
+            if target >= 0 and not marked[target]:
+                marked[target] = True
+                waiting += 1
 
 
 @njit(cache=True)
-def _spread_tails(t: Tables, s: State, b: int, a: int, tail_b: float, tail_a: float) -> None:
-    """Tails after b came before a: the mirror of `_spread_heads`."""
-    count = 0
-    s.tail[a], s.tail[b] = tail_a, tail_b
-    for o in (a, b):
-        source = t.upstream[o]
-        if source >= 0:
-            count = _push(s, count, s.tail[source], source)
-    previous = before(t, s, b)
-    if previous >= 0:
-        count = _push(s, count, s.tail[previous], previous)
-    while count > 0:
-        o = _pop(s, count)
-        count -= 1
-        tail = outgoing(t, s, o)
-        following = after(t, s, o)
-        if following >= 0:
-            tail = max(tail, t.duration[following] + s.tail[following])
-        if tail == s.tail[o]:
+def _spread_tails(t: Tables, s: State, low: int, high: int) -> None:
+    """Tails after the operations at positions low..high changed places: the mirror of `_spread_heads`."""
+    order, rank, marked, sequence, position, tails = s.order, s.rank, s.marked, s.sequence, s.position, s.tail
+    upstream, downstream, node_of, first = t.upstream, t.downstream, t.node, t.first
+    duration, lag = t.duration, t.lag
+    waiting, r = 0, -1
+    for i in range(max(low - 1, first[node_of[sequence[low]]]), high + 1):
+        o = sequence[i]
+        marked[o] = True
+        waiting += 1
+        r = max(r, rank[o])
+    while waiting > 0:
+        o = order[r]
+        r -= 1
+        if not marked[o]:
             continue
-        s.tail[o] = tail
-        source, previous = t.upstream[o], before(t, s, o)
-        if source >= 0:
-            count = _push(s, count, s.tail[source], source)
-        if previous >= 0:
-            count = _push(s, count, s.tail[previous], previous)
+        marked[o] = False
+        waiting -= 1
+        i, node, tail = position[o], node_of[o], 0.0
+        for k in range(2):
+            target = downstream[o, k]
+            if target >= 0:
+                tail = max(tail, lag[target] + duration[target] + tails[target])
+        if i + 1 < first[node + 1]:
+            following = sequence[i + 1]
+            tail = max(tail, duration[following] + tails[following])
+        if tail == tails[o]:
+            continue
+        tails[o] = tail
+        if i > first[node] and not marked[sequence[i - 1]]:
+            marked[sequence[i - 1]] = True
+            waiting += 1
+        source = upstream[o]
+        if source >= 0 and not marked[source]:
+            marked[source] = True
+            waiting += 1
 
 
 @njit(cache=True)
-def _may_swap(t: Tables, s: State, rule: Rule, a: int, b: int, makespan: float) -> bool:
-    """Whether a, b (neighbours in `sequence`) may trade places; draws a number when they are not critical."""
-    if t.node[a] != t.node[b] or t.lane[a] == t.lane[b] or t.upstream[b] == a:
-        return False
-    tight = s.head[b] <= s.head[a] + t.duration[a] + rule.epsilon
-    critical = makespan - rule.epsilon
-    if (
-        tight
-        and s.head[a] + t.duration[a] + s.tail[a] >= critical
-        and s.head[b] + t.duration[b] + s.tail[b] >= critical
-    ):
-        return True
-    if uniform(s.random) >= rule.free_share:
-        return False
-    source = t.upstream[b]
-    if tight or source < 0:
-        return True
-    for k in range(2):
-        target = t.downstream[a, k]
-        if target >= 0 and s.head[source] >= s.head[target]:
-            return False
-    return True
+def _place(t: Tables, s: State, low: int, high: int) -> None:
+    """Make the move that was arranged and priced."""
+    root, last = s.sequence[low], s.sequence[high]
+    low_rank, high_rank = s.rank[root], s.rank[last]
+    for k in range(high - low + 1):
+        o = s.segment[k]
+        s.sequence[low + k], s.position[o], s.level[low + k] = o, low + k, s.new_level[k]
+    _reorder(t, s, root, low_rank, high_rank)
+    _spread_heads(t, s, low, high)
+    _spread_tails(t, s, low, high)
 
 
 @njit(cache=True)
 def anneal(t: Tables, s: State, rule: Rule, moves: int, warm: float, cold: float, best: np.ndarray, fastest: float):
-    """Try `moves` swaps while the temperature falls from `warm` to `cold`, geometrically.
+    """Try `moves` moves while the temperature goes from `warm` to `cold`, geometrically.
 
     `best` receives the sequence of any schedule within the caps that is faster than `fastest`. Returns
-    (moves tried, makespan of `best` or `fastest`, positions above the cap now). Stops at `rule.target`.
+    (moves tried, moves accepted, makespan of `best` or `fastest`, positions above the cap now). Stops at
+    `rule.target`.
     """
     refresh(t, s)
-    n = len(s.sequence)
     makespan = makespan_of(t, s)
-    above = 0
-    for i in range(n):
+    above, accepted = 0, 0
+    for i in range(len(s.sequence)):
         above += s.level[i] > rule.cap[t.node[s.sequence[i]]]
-    temperature = warm
-    for move in range(moves):
+    temperature, move = warm, 0
+    while move < moves:
         if above == 0 and makespan < fastest - rule.epsilon:
             fastest = makespan
             best[:] = s.sequence
             if fastest <= rule.target + rule.epsilon:
-                return move, fastest, above
-        if move % 64 == 0:
-            temperature = warm * (cold / warm) ** (move / moves)
-        i = int(uniform(s.random) * (n - 1))
-        a, b = s.sequence[i], s.sequence[i + 1]
-        if not _may_swap(t, s, rule, a, b, makespan):
-            continue
-        # The new heads and tails of the pair, and with them the longest path through it.
-        previous, following = before(t, s, a), after(t, s, b)
-        head_b = arrival(t, s, b)
-        if previous >= 0:
-            head_b = max(head_b, s.head[previous] + t.duration[previous])
-        head_a = max(head_b + t.duration[b], arrival(t, s, a))
-        tail_a = outgoing(t, s, a)
-        if following >= 0:
-            tail_a = max(tail_a, t.duration[following] + s.tail[following])
-        tail_b = max(t.duration[a] + tail_a, outgoing(t, s, b))
-        through = max(head_b + t.duration[b] + tail_b, head_a + t.duration[a] + tail_a)
-        # Memory after the first of the two is all that changes.
-        level = s.level[i] - t.memory[a] + t.memory[b]
-        cap = rule.cap[t.node[a]]
-        more_above = int(level > cap) - int(s.level[i] > cap)
-        cost = max(0.0, through - makespan) + rule.penalty * more_above
-        if cost > 0 and uniform(s.random) >= np.exp(-cost / temperature):
-            continue
-        s.sequence[i], s.sequence[i + 1] = b, a
-        s.position[b], s.position[a] = i, i + 1
-        s.level[i] = level
-        above += more_above
-        _spread_heads(t, s, b, a, head_b, head_a)
-        _spread_tails(t, s, b, a, tail_b, tail_a)
-        makespan = makespan_of(t, s)
+                return move, accepted, fastest, above
+        temperature = warm * (cold / warm) ** (move / moves)
+        # Up to 64 moves at one temperature, or to the first that is accepted.
+        tried, low, high, more = _propose(t, s, rule, makespan, temperature, min(64 - move % 64, moves - move))
+        move += tried
+        if high > low:
+            _place(t, s, low, high)
+            accepted += 1
+            above += more
+            makespan = makespan_of(t, s)
     if above == 0 and makespan < fastest - rule.epsilon:
         fastest = makespan
         best[:] = s.sequence
-    return moves, fastest, above
+    return moves, accepted, fastest, above
+
+
+@njit(cache=True)
+def _propose(t: Tables, s: State, rule: Rule, makespan: float, temperature: float, moves: int):
+    """Draw moves until one is accepted, at most `moves`: its new order, levels and places go into `s`.
+
+    Returns (moves drawn, first and last position of the segment, how many more of its positions are above
+    the cap); the positions are both 0 when none was accepted. Written in one piece over plain arrays: nearly
+    all moves end in here, and every call with the tuples costs as much as such a move.
+    """
+    node_of, lane_of, duration, upstream = t.node, t.lane, t.duration, t.upstream
+    lag, downstream, memory, first = t.lag, t.downstream, t.memory, t.first
+    sequence, head, tail, level, segment = s.sequence, s.head, s.tail, s.level, s.segment
+    new_head, new_tail, new_level, random, caps = s.new_head, s.new_tail, s.new_level, s.random, rule.cap
+    critical, epsilon, free_share = makespan - rule.epsilon, rule.epsilon, rule.free_share
+    n = len(sequence)
+    for move in range(moves):
+        # 1. The operation, and how many places it goes: negative to the left.
+        i = int(uniform(random) * n)
+        reach = 1
+        if uniform(random) < LONG_SHARE:
+            reach = 2
+            while reach < LONGEST and uniform(random) < LONGER:
+                reach += 1
+            if uniform(random) < 0.5:
+                reach = -reach
+        o = sequence[i]
+        node, j = node_of[o], i + reach
+        if j < first[node] or j >= first[node + 1]:
+            continue
+        # 2. Critical and adjacent in time to the neighbour that it passes, or one of the free moves.
+        a, b = (o, sequence[i + 1]) if reach > 0 else (sequence[i - 1], o)
+        tight = head[b] <= head[a] + duration[a] + epsilon
+        wanted = tight and head[a] + duration[a] + tail[a] >= critical and head[b] + duration[b] + tail[b] >= critical
+        if not wanted and uniform(random) >= free_share:
+            continue
+        # 3. The new order of positions low..high, if nothing in it is passed by what it needs.
+        low, high = min(i, j), max(i, j)
+        length = high - low + 1
+        possible = True
+        for k in range(length - 1):
+            x = sequence[i + 1 + k] if reach > 0 else sequence[j + k]
+            segment[k if reach > 0 else k + 1] = x
+            a, b = (o, x) if reach > 0 else (x, o)
+            source = upstream[b]
+            if lane_of[a] == lane_of[b] or source == a:
+                possible = False
+                break
+            if source >= 0 and not (tight and reach == 1):
+                for d in range(2):
+                    target = downstream[a, d]
+                    if target >= 0 and head[source] >= head[target]:
+                        possible = False
+                if not possible:
+                    break
+        if not possible:
+            continue
+        segment[length - 1 if reach > 0 else 0] = o
+        # 4. Memory: what its positions hold now.
+        held = level[low - 1] if low > first[node] else 0.0
+        cap, more = caps[node], 0
+        for k in range(length):
+            held += memory[segment[k]]
+            new_level[k] = held
+            more += int(held > cap) - int(level[low + k] > cap)
+        # 5. Accepted with probability exp(-cost / temperature): drawn first, so that pricing can stop early.
+        afford = -temperature * np.log(1.0 - uniform(random)) - rule.penalty * more
+        if afford < 0:
+            continue
+        limit = makespan + afford
+        # 6. The longest path through the segment.
+        ready, behind = 0.0, 0.0
+        if low > first[node]:
+            a = sequence[low - 1]
+            ready = head[a] + duration[a]
+        for k in range(length):
+            a = segment[k]
+            source = upstream[a]
+            if source >= 0:
+                ready = max(ready, head[source] + duration[source] + lag[a])
+            new_head[k] = ready
+            ready += duration[a]
+            out = 0.0
+            for d in range(2):
+                target = downstream[a, d]
+                if target >= 0:
+                    out = max(out, lag[target] + duration[target] + tail[target])
+            new_tail[k] = out
+            if ready + out > limit:
+                possible = False
+                break
+        if not possible:
+            continue
+        if high + 1 < first[node + 1]:
+            a = sequence[high + 1]
+            behind = duration[a] + tail[a]
+        for k in range(length - 1, -1, -1):
+            behind = max(behind, new_tail[k]) + duration[segment[k]]
+            if new_head[k] + behind > limit:
+                possible = False
+                break
+        if possible:
+            return move + 1, low, high, more
+    return moves, 0, 0, 0

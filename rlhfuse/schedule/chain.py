@@ -1,156 +1,151 @@
-"""One rank's chain of annealing runs: which start, which temperature, which memory cap, run after run.
+"""One rank's part of a search: walks through the problem and through smaller ones of the same kind.
 
-A chain is asked for rounds of a few moves, so that its owner can look at the clock and at what other
-chains have found between two of them. Until the incumbent is fast enough a run aims below its makespan;
-after that a run aims at the same makespan under a lower memory cap, and succeeds when it gets there.
+Where every further unit of micro-batches adds the same time to the latency bound, schedules of half the
+units are walked through too, half of these again, and so on; what is met there is stretched to the next
+level (stretch.py), up to the problem itself. The levels take turns, round by round. A level that has
+nothing left to gain goes on meeting schedules leaner than the best of the next level, since not every
+one has a middle that can be repeated.
 
-Knows nothing of clocks, MPI or files; the same seed and rank give the same runs. Paper: section 5.2,
-"Optimizing memory usage".
+Knows nothing of clocks, MPI or files; the same seed and rank give the same rounds.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from rlhfuse.schedule.builders import serial_1f1b
+from rlhfuse.schedule.dispatch import Dispatcher, tuned_starts
+from rlhfuse.schedule.goal import Goal, Incumbent, loosen, reaches
+from rlhfuse.schedule.graph import OperationGraph, build_graph
+from rlhfuse.schedule.problem import FusionProblem
+from rlhfuse.schedule.sequence import Found, Round, node_peaks, sequence_of, tables_of
+from rlhfuse.schedule.smallest import one_at_a_time
+from rlhfuse.schedule.stretch import Stretcher, coarser, period_of, units_of
+from rlhfuse.schedule.walk import Walk
 
-import numpy as np
-
-from rlhfuse.schedule.action import Kind
-from rlhfuse.schedule.anneal import Rule, Tables, anneal, new_state
-from rlhfuse.schedule.evaluate import TOLERANCE
-from rlhfuse.schedule.goal import Goal, Incumbent, loosen
-from rlhfuse.schedule.graph import OperationGraph
-from rlhfuse.schedule.schedule import Schedule
-
-FIRST_RUN_MOVES_PER_OPERATION = 400  # doubled from run to run, up to the next
-LAST_RUN_MOVES_PER_OPERATION = 25_600
-CAP_STEPS = (0.3, 0.12, 0.04, 0.0)  # how far from the incumbent towards the bound the next cap is; 0: just below it
+STRETCHED_STARTS = 3  # kept by a level to begin its runs with, besides those made by rule
 
 
-class Found(NamedTuple):
-    """A schedule better than the incumbent; `sequence` as in `anneal.State`."""
+class Level:
+    """The problem with some number of units: its walk, the best schedule that is known of it, its starts.
 
-    makespan: float
-    peak_memory: float
-    sequence: np.ndarray
+    Raises ValueError when no schedule of `given` nor any made here fits the caps.
+    """
 
+    def __init__(self, graph: OperationGraph, goal: Goal, given: list[Incumbent], seed: int, rank: int) -> None:
+        self.graph, self.goal = graph, goal
+        self.tables = tables_of(graph)
+        self.starts = [*tuned_starts(Dispatcher(graph, self.tables)), *map(self.found, given)]
+        self.best = min(filter(self._fits, self.starts), key=goal.key)
+        self.stretched: list[Found] = []
+        self.walk = Walk(graph, self.tables, goal, seed, rank)
 
-class Round(NamedTuple):
-    """What a chain did: how many moves it tried and accepted, and the best it found if that beats the incumbent."""
+    def found(self, entry: Incumbent) -> Found:
+        timeline = entry.timeline
+        return Found(float(timeline.makespan), float(timeline.peak_memory), sequence_of(self.graph, entry.schedule))
 
-    tried: int
-    found: Found | None
-    accepted: int = 0
+    def _fits(self, found: Found) -> bool:
+        problem = self.graph.problem
+        peaks = node_peaks(self.tables, found.sequence)
+        return all(peak <= loosen(problem.node_cap(node)) for node, peak in enumerate(peaks))
+
+    def better(self, found: Found) -> bool:
+        """Whether `found` beats the best by more than rounding."""
+        mine, other = self.goal.key(found), self.goal.key(self.best)
+        if reaches(mine[0], other[0]) and reaches(other[0], mine[0]):
+            return not reaches(other[1], mine[1])
+        return mine[0] < other[0]
+
+    @property
+    def fast_enough(self) -> bool:
+        return self.goal.fast_enough(self.best.makespan)
+
+    @property
+    def finished(self) -> bool:
+        """Whether its own walk has nothing left to gain."""
+        if self.goal.objective == "latency":
+            return self.fast_enough
+        proved = self.fast_enough and reaches(self.best.peak_memory, self.goal.memory_bound(self.best.makespan))
+        return proved or self.walk.exhausted
+
+    def advance(self, moves: int, late: bool) -> Round:
+        return self.walk.advance(self.best, self.starts + self.stretched, moves, late)
+
+    def keep_start(self, found: Found) -> None:
+        """Remember a schedule that is not fast enough, in place of the slowest."""
+        self.stretched = sorted([*self.stretched, found], key=lambda f: f.makespan)[:STRETCHED_STARTS]
 
 
 class Chain:
-    """One rank's annealing runs, one after the other; each run is cut into rounds."""
+    """The levels, the smallest problem first, and whose turn it is."""
 
     def __init__(self, graph: OperationGraph, goal: Goal, starts: list[Incumbent], seed: int, rank: int) -> None:
-        self.graph, self.goal = graph, goal
-        self.tables = tables_of(graph)
-        self.starts = starts
-        self.seed, self.rank = seed, rank
-        self.runs = 0
-        self.length, self.left = 0, 0  # moves of the present run, and how many of them are to come
-        self.aim: tuple | None = None  # what the present run is after; a new incumbent ends it
-        self.step = rank % len(CAP_STEPS)
-        self.unit = float(np.mean([graph.duration[lane.first] for lane in graph.lanes if lane.kind is Kind.F]))
+        self.levels = [Level(graph, goal, starts, seed, rank)]
+        self.stretchers: list[Stretcher] = []
+        while (small := coarser(self.levels[0].goal.problem)) is not None:
+            self._put_below(small, seed, rank)
+        self.turn = 0
+        self.incumbent: Incumbent | None = None  # the owner's best when last seen
+
+    def _put_below(self, small: FusionProblem, seed: int, rank: int) -> None:
+        above = self.levels[0]
+        latency = above.goal.latency
+        if latency is not None:  # as much slack as there is above
+            added = (units_of(above.goal.problem) - units_of(small)) * period_of(small)
+            latency = max(latency - added, Goal(small).latency_bound)
+        given = [Incumbent.of(serial_1f1b(small)), Incumbent.of(one_at_a_time(small))]
+        graph = build_graph(small)
+        self.levels.insert(0, Level(graph, Goal(small, above.goal.objective, latency), given, seed, rank))
+        self.stretchers.insert(0, Stretcher(graph, self.levels[0].tables, above.graph, above.tables))
 
     def round(self, best: Incumbent, moves: int, share: float) -> Round:
         """Try at most `moves` moves (at least 1) to beat `best`; `share` of the whole search is over (0 to 1)."""
-        late = share > 0.5 and self.goal.latency is None
-        polish = self.goal.objective == "memory" and (self.goal.fast_enough(best.timeline.makespan) or late)
-        aim = (polish, self.goal.key(best.timeline))
-        if self.left <= 0 or aim != self.aim:
-            if aim == self.aim:  # the run found nothing: ask for less
-                self.step = (self.step + 1) % len(CAP_STEPS)
-            self.aim = aim
-            self._begin(best, polish)
-        moves = min(moves, self.left)
-        done = self.length - self.left
-        found = np.empty(self.graph.size, np.int64)
-        target, fastest = self._ask(best, polish)
-        rule = Rule(
-            cap=self._cap(best, polish),
-            penalty=0.75 * self.unit,
-            free_share=0.15 if self.runs % 3 else 0.04,
-            target=target,
-            epsilon=min(1e-9 * float(best.timeline.makespan), float(self.graph.duration.min()) / 4),
-        )
-        warm, cold = self._temperature(done), self._temperature(done + moves)
-        tried, reached, _ = anneal(self.tables, self.state, rule, moves, warm, cold, found, fastest)
-        tried = max(tried, 1)
-        self.left -= tried
-        return Round(tried, Found(reached, peak_memory(self.tables, found), found) if reached < fastest else None)
+        top = self.levels[-1]
+        if best is not self.incumbent:
+            begin, self.incumbent = self.incumbent is None, best
+            tuned, top.best = top.best, top.found(best)
+            if begin and top.better(tuned):
+                return Round(1, tuned)
+        number = self._whose_turn()
+        level = self.levels[number]
+        if number < len(self.levels) - 1 and level.finished:
+            done = level.walk.meet(level.best, self.levels[number + 1].best, moves)
+        else:
+            done = level.advance(moves, late=share > 0.5 and top.goal.latency is None)
+        found = None
+        if done.found is not None:
+            found = self._lift(number, done.found)
+        return Round(done.tried, found, done.accepted)
 
-    def _begin(self, best: Incumbent, polish: bool) -> None:
-        """Start the next run: in turn from the incumbent and from the schedules made by rule that suit the cap."""
-        turn = self.runs + self.rank
-        self.runs += 1
-        cap = self._cap(best, polish)
-        ranked = sorted(self.starts, key=lambda entry: _promise(entry, cap))
-        entry = ranked[(turn // 2) % min(6, len(ranked))]
-        if turn % 2 and (polish or self.runs > 4):
-            entry = best
-        per_operation = FIRST_RUN_MOVES_PER_OPERATION * 2 ** (self.runs // 4)
-        self.length = self.left = self.graph.size * min(per_operation, LAST_RUN_MOVES_PER_OPERATION)
-        self.warm = self.unit * (0.3, 0.6)[turn % 2]
-        self.state = new_state(sequence_of(self.graph, entry.schedule), hash_seed(self.seed, self.rank, self.runs))
+    def _whose_turn(self) -> int:
+        """The levels that can still help, in turn."""
+        last = len(self.levels) - 1
+        able = [number for number in range(last) if self._helps(number)]
+        self.turn += 1
+        return ([*able, last])[(self.turn - 1) % (len(able) + 1)]
 
-    def _cap(self, best: Incumbent, polish: bool) -> np.ndarray:
-        """Activation memory allowed on each node; when polishing, a step from the incumbent to the bound."""
-        problem = self.graph.problem
-        caps = np.array([loosen(problem.node_cap(node)) for node in range(problem.nodes)])
-        if not polish:
-            return caps
-        makespan, peak = (float(value) for value in self.goal.key(best.timeline))
-        wanted = peak - (peak - float(self.goal.memory_bound(makespan))) * CAP_STEPS[self.step]
-        return np.minimum(caps, min(loosen(wanted), peak * (1 - 2 * TOLERANCE)))
+    def _helps(self, number: int) -> bool:
+        level, above = self.levels[number], self.levels[number + 1]
+        if not level.finished:
+            return True
+        if not above.fast_enough:
+            return level.fast_enough
+        leaner = not reaches(above.best.peak_memory, level.best.peak_memory)
+        return level.goal.objective == "memory" and leaner and level.fast_enough
 
-    def _ask(self, best: Incumbent, polish: bool) -> tuple[float, float]:
-        """(makespan to stop at, makespan to beat)."""
-        makespan = float(self.goal.key(best.timeline)[0])
-        return (makespan, makespan * (1 + 4 * TOLERANCE)) if polish else (float(self.goal.enough), makespan)
-
-    def _temperature(self, done: int) -> float:
-        """From `warm` down to a fifteenth of it over a run."""
-        return self.warm * 15.0 ** (-done / self.length)
-
-
-def _promise(entry: Incumbent, cap: np.ndarray) -> float:
-    """How good a start is under `cap`, smaller is better: its makespan, longer by the share it is above the cap."""
-    above = max(peak / limit - 1 for peak, limit in zip(entry.timeline.node_peak_memory, cap) if limit > 0)
-    return entry.timeline.makespan * (1 + max(0.0, above))
-
-
-def tables_of(graph: OperationGraph) -> Tables:
-    """The graph as the annealer takes it."""
-    counts = np.bincount(graph.node, minlength=graph.problem.nodes)
-    first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    return Tables(
-        graph.node, graph.lane, graph.duration, graph.upstream, graph.lag, graph.downstream, graph.memory, first
-    )
-
-
-def sequence_of(graph: OperationGraph, schedule: Schedule) -> np.ndarray:
-    """Operation numbers node by node; `schedule_of` is the inverse."""
-    return np.array([graph.number[action] for order in schedule.orders for action in order], np.int64)
-
-
-def schedule_of(graph: OperationGraph, sequence: np.ndarray) -> Schedule:
-    """The schedule that a sequence stands for."""
-    rows: list[list] = [[] for _ in range(graph.problem.nodes)]
-    for operation in sequence.tolist():
-        rows[graph.node[operation]].append(graph.actions[operation])
-    return Schedule(graph.problem, tuple(tuple(row) for row in rows))
-
-
-def peak_memory(tables: Tables, sequence: np.ndarray) -> float:
-    """Peak activation memory over all nodes."""
-    rows = zip(tables.first, tables.first[1:])
-    return max(float(np.cumsum(tables.memory[sequence[a:b]]).max(initial=0.0)) for a, b in rows)
-
-
-def hash_seed(*parts: int) -> int:
-    """One 64-bit seed out of several numbers."""
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])
+    def _lift(self, number: int, found: Found) -> Found | None:
+        """Take `found` into its level, and what can be made of it into those above; what is new at the top, if any."""
+        level = self.levels[number]
+        if level.better(found):
+            level.best = found
+        elif number == len(self.levels) - 1:
+            return None
+        if number == len(self.levels) - 1:
+            return found
+        if not level.goal.fast_enough(found.makespan):
+            return None
+        above = self.levels[number + 1]
+        if above.fast_enough and reaches(above.best.peak_memory, found.peak_memory):
+            return None
+        lifted, nearest = self.stretchers[number].best(found, above.better)
+        if not above.fast_enough:
+            above.keep_start(nearest)
+        return self._lift(number + 1, lifted) if lifted is not None else None

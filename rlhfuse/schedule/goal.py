@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 from rlhfuse.errors import InputError
 from rlhfuse.schedule.bounds import latency_bound, memory_bound
@@ -24,6 +25,16 @@ from rlhfuse.schedule.schedule import Schedule
 
 OBJECTIVES = ("latency", "memory")
 Key = tuple[Number, Number]
+
+
+class Priced(Protocol):
+    """What has a makespan and a peak memory: a timeline, or a sequence of the annealers."""
+
+    @property
+    def makespan(self) -> Number: ...
+
+    @property
+    def peak_memory(self) -> Number: ...
 
 
 @dataclass(frozen=True)
@@ -58,9 +69,9 @@ class Goal:
         """Whether only memory is left to improve."""
         return reaches(makespan, self.enough)
 
-    def key(self, timeline: Timeline) -> Key:
+    def key(self, priced: Priced) -> Key:
         """What schedules are compared by, the smaller the better: (makespan that counts, peak memory)."""
-        return max(timeline.makespan, self.enough), timeline.peak_memory
+        return max(priced.makespan, self.enough), priced.peak_memory
 
     def memory_bound(self, makespan: Number) -> Number:
         """A peak memory that no schedule as fast as `makespan`, or as fast as is enough, goes below."""

@@ -31,14 +31,14 @@ from numba import njit
 
 from rlhfuse.errors import InputError
 from rlhfuse.schedule.anneal import Tables, uniform
-from rlhfuse.schedule.chain import Found, Round, hash_seed, peak_memory, sequence_of, tables_of
+from rlhfuse.schedule.sequence import Found, Round, hash_seed, node_peaks, sequence_of, tables_of
 from rlhfuse.schedule.evaluate import TOLERANCE
 from rlhfuse.schedule.goal import Goal, Incumbent, loosen
 from rlhfuse.schedule.graph import OperationGraph
 from rlhfuse.schedule.paper_greedy import paper_greedy
 from rlhfuse.schedule.problem import FusionProblem
 from rlhfuse.schedule.schedule import Schedule
-from rlhfuse.schedule.starts import starting_schedules
+from rlhfuse.schedule.smallest import one_at_a_time
 
 ROUND_OPERATIONS = 20_000_000  # replayed by a chain between two looks at the clock: about a tenth of a second
 
@@ -284,22 +284,19 @@ class PaperChain:
         counts = max(makespan, self.law.enough)
         if counts > at + self.law.tick:
             return None
-        found_peak = peak_memory(self.tables, self.walk.best_sequence)
+        found_peak = max(node_peaks(self.tables, self.walk.best_sequence))
         if counts >= at - self.law.tick and found_peak >= peak - self.law.grain:
             return None
         return Found(makespan, found_peak, self.walk.best_sequence.copy())
 
 
 def paper_starts(problem: FusionProblem, start: Schedule | None = None) -> list[Incumbent]:
-    """`start` if given, and the paper's greedy, as far as they fit the caps.
-
-    When neither does, all schedules made by rule, the fastest first. Raises InputError as
-    `starts.starting_schedules` does.
-    """
+    """`start` if given, and the paper's greedy; where neither fits the caps, a schedule that needs the least."""
     made = [Incumbent.of(Schedule(problem, start.orders))] if start is not None else []
     made.append(Incumbent.of(paper_greedy(problem)))
-    fitting = [entry for entry in made if entry.fits()]
-    return fitting or sorted(starting_schedules(problem, start), key=lambda entry: entry.timeline.makespan)
+    if not any(entry.fits() for entry in made):
+        made.append(Incumbent.of(one_at_a_time(problem)))
+    return sorted(made, key=lambda entry: not entry.fits())
 
 
 def new_walk(sequence: np.ndarray, nodes: int, word: int) -> Walk:

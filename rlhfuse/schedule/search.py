@@ -21,15 +21,15 @@ from typing import Any, Callable, Iterator
 
 from rlhfuse.errors import InputError
 from rlhfuse.schedule.builders import greedy
-from rlhfuse.schedule.chain import Chain, Round, schedule_of
+from rlhfuse.schedule.chain import Chain
 from rlhfuse.schedule.exchange import Exchange, Say
 from rlhfuse.schedule.goal import Goal, Incumbent, Key, reaches
-from rlhfuse.schedule.graph import build_graph
+from rlhfuse.schedule.graph import OperationGraph, build_graph
 from rlhfuse.schedule.paper_chain import PaperChain, PaperSettings, paper_starts
 from rlhfuse.schedule.problem import FusionProblem, Number
 from rlhfuse.schedule.schedule import Schedule
+from rlhfuse.schedule.sequence import Round, schedule_of
 from rlhfuse.schedule.smallest import check_caps, one_at_a_time
-from rlhfuse.schedule.starts import starting_schedules
 
 METHODS = ("default", "paper")
 ROUND_SECONDS = 0.15  # between two looks at the clock, the other ranks and the signals
@@ -105,7 +105,7 @@ def search(
     tell = on_improved if rank == 0 else lambda schedule, report: None
     standing = _Standing(goal, clock, seed, ranks, method, tell)
     starts: list[Incumbent] = []
-    for entry in _starts(problem, start, method):
+    for entry in _starts(graph, start, method):
         if entry not in starts:
             starts.append(entry)
             standing.offer(entry)
@@ -132,19 +132,16 @@ def search(
         done = clock.timed(lambda moves: chain.round(standing.best, moves, heard.share))
 
 
-def _starts(problem: FusionProblem, start: Schedule | None, method: str) -> Iterator[Incumbent]:
-    """The schedules to begin with: one that fits the caps at once, the others when they are made."""
+def _starts(graph: OperationGraph, start: Schedule | None, method: str) -> Iterator[Incumbent]:
+    """The schedules to begin with; one of them fits the caps."""
+    problem = graph.problem
     if method == "paper":
         yield from paper_starts(problem, start)
         return
     first = Incumbent.of(greedy(problem) if start is None else Schedule(problem, start.orders))
     yield first
-    if first.fits():
-        yield from starting_schedules(problem, start)
-    else:
-        lone = one_at_a_time(problem)
-        yield Incumbent.of(lone)
-        yield from starting_schedules(problem, lone)
+    if not first.fits():
+        yield Incumbent.of(one_at_a_time(problem))
 
 
 class _Standing:

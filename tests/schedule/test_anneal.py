@@ -11,7 +11,7 @@ from rlhfuse.schedule.builders import capped_greedy, serial_1f1b
 from rlhfuse.schedule.evaluate import evaluate
 from rlhfuse.schedule.graph import build_graph
 from rlhfuse.schedule.schedule import Schedule
-from rlhfuse.schedule.chain import sequence_of, tables_of
+from rlhfuse.schedule.sequence import sequence_of, tables_of
 from schedule_cases import check, random_problem, table_3_problem
 
 

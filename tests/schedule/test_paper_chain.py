@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from rlhfuse.errors import InputError
 from rlhfuse.schedule.bounds import latency_bound
 from rlhfuse.schedule.builders import serial_1f1b, serial_makespan, serial_peak_memory
-from rlhfuse.schedule.chain import sequence_of, tables_of
+from rlhfuse.schedule.sequence import sequence_of, tables_of
 from rlhfuse.schedule.evaluate import evaluate
 from rlhfuse.schedule.goal import Goal
 from rlhfuse.schedule.graph import build_graph
