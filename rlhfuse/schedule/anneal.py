@@ -71,7 +71,7 @@ class Rule(NamedTuple):
     cap: np.ndarray
     penalty: float  # time charged per position above the cap
     free_share: float  # share of tried moves that need not be critical
-    target: float  # stop at a schedule within the caps that is this fast
+    target: float  # fast enough: stop at such a schedule within the caps; being slower costs only above it
     epsilon: float  # times closer than this are equal; below every duration
 
 
@@ -413,7 +413,7 @@ def _propose(t: Tables, s: State, rule: Rule, makespan: float, temperature: floa
         afford = -temperature * np.log(1.0 - uniform(random)) - rule.penalty * more
         if afford < 0:
             continue
-        limit = makespan + afford
+        limit = max(makespan, rule.target) + afford
         # 6. The longest path through the segment.
         ready, behind = 0.0, 0.0
         if low > first[node]:

@@ -108,7 +108,6 @@ class Walk:
         drift = self.drift > 0
         if drift:
             moves = min(moves, self.drift)
-            rule = rule._replace(target=-math.inf)
         beat = -math.inf if drift else float(self.goal.enough) * (1 + 4 * TOLERANCE)
         tried, accepted, makespan, _ = anneal(self.tables, self.state, rule, moves, self.begin, self.begin, sequence, beat)
         tried = max(1, tried)

@@ -207,7 +207,7 @@ def test_tiny_problems_are_solved(seed):
     schedule, report = search(problem, iterations=400_000, objective="memory", method="paper", paper=QUICK, seed=seed)
     makespan, node_peaks = check(problem, schedule.orders)
     assert (report.makespan, report.peak_memory) == (makespan, max(node_peaks)) == brute_force(problem)
-    assert 0 < report.accepted < report.moves
+    assert 0 < report.accepted < report.moves or report.moves == 0  # the start may be proved the best
 
 
 def test_both_phases_improve_a_row_of_table_3():
