@@ -49,7 +49,7 @@ class SearchReport:
     accepted: int
     seconds: float
     first_seconds: float  # when the first schedule was there
-    kernel_seconds: float  # compiling the kernels, or loading them compiled
+    kernel_seconds: float  # compiling the kernels, or loading them compiled, and the chains' own first schedules
     moving_seconds: float  # of rank 0, in rounds of moves after that
     first_bound_seconds: float | None  # when the latency bound was reached
     seed: int
@@ -113,10 +113,12 @@ def search(
             break
     least, idle = _least(comm), (lambda: on_round(standing.report())) if rank == 0 else (lambda: None)
     exchange = Exchange(graph.size, comm, least, idle)
+    before = clock.seconds()
     if method == "paper":
         chain: Chain | PaperChain = PaperChain(graph, goal, starts, seed, rank, paper)
     else:
         chain = Chain(graph, goal, starts, seed, rank)
+    clock.kernel_seconds = clock.seconds() - before
     done = Round(0, None)
     while True:
         heard = exchange.agree(_say(done, clock.share(), stop()), standing.beats)
@@ -192,7 +194,7 @@ class _Standing:
             accepted=self.accepted,
             seconds=self.clock.seconds(),
             first_seconds=self.first,
-            kernel_seconds=self.clock.first_round_seconds,
+            kernel_seconds=self.clock.kernel_seconds,
             moving_seconds=self.clock.moving_seconds,
             first_bound_seconds=self.first_bound,
             seed=self.seed,
@@ -212,7 +214,7 @@ class _Clock:
         self.moves = 0
         self.pace = 1  # the first round, so that what compiling costs is seen by itself
         self.fixed_round = 1
-        self.first_round_seconds = self.moving_seconds = 0.0
+        self.kernel_seconds = self.moving_seconds = 0.0
 
     def seconds(self) -> float:
         return time.monotonic() - self.started
@@ -231,7 +233,8 @@ class _Clock:
         now = self.seconds()
         self.moves += done.tried
         if self.pace == 1:
-            self.first_round_seconds, self.pace = now - before, FIRST_ROUND_MOVES
+            self.kernel_seconds += now - before
+            self.pace = FIRST_ROUND_MOVES
         else:
             self.moving_seconds += now - before
             wanted = ROUND_SECONDS if self.time_limit is None else min(ROUND_SECONDS, self.time_limit - now)

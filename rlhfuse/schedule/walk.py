@@ -91,6 +91,11 @@ class Walk:
         self.own = True
         return Round(tried, Found(makespan, max(node_peaks(self.tables, sequence)), sequence), accepted)
 
+    def compile(self, start: Found) -> None:
+        """Load the kernels, or compile them where they are not cached: seconds that belong to no move."""
+        state, rule = new_state(start.sequence, 1), self._limits(start.makespan, start.peak_memory)
+        anneal(self.tables, state, rule, 0, self.unit, self.unit, start.sequence.copy(), start.makespan)
+
     def meet(self, best: Found, above: Found, moves: int) -> Round:
         """Try at most `moves` moves to meet a schedule that is fast enough and leaner than `above`, if not than `best`.
 
