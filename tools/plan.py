@@ -1,8 +1,9 @@
 """Print the plan of a run; nothing is launched.
 
-    python tools/plan.py --config run.yaml [key=value ...] [--world-size N] [--json]
+    python tools/plan.py --config run.yaml [key=value ...] [--world-size N] [--json] [--problem problem.json]
 
-Layouts, batch arithmetic, memory per rank and phase, predicted times, the training schedule, R_t, and why. Exits
+Layouts, batch arithmetic, memory per rank and phase, predicted times, the training schedule, R_t, and why.
+--problem writes the training schedule's problem for tools/search_schedule.py: ticks of a microsecond, bytes. Exits
 with 2 and the equation that fails where the config cannot run on so many ranks.
 """
 
@@ -14,8 +15,9 @@ import os
 
 from rlhfuse.config import load_config
 from rlhfuse.errors import InputError, run_program
+from rlhfuse.schedule.io import write_text
 from rlhfuse.simulator.lengths import load_lengths
-from rlhfuse.simulator.planner import make_plan, read_specs
+from rlhfuse.simulator.planner import plan_run, read_specs
 from rlhfuse.spec import ParallelLayout
 
 
@@ -26,11 +28,14 @@ def main() -> int:
     parser.add_argument("--world-size", type=int, help="ranks; default WORLD_SIZE, or the product of actor_train")
     parser.add_argument("--lengths", metavar="FILE[:COLUMN]", help="past lengths, for predictions and R_t")
     parser.add_argument("--json", action="store_true", help="print plan.json instead of text")
+    parser.add_argument("--problem", metavar="FILE", help="also write the problem of one mini-batch's schedule here")
     args = parser.parse_intermixed_args()
     config = load_config(args.config, args.overrides)
     lengths = load_lengths(args.lengths, default_prompt=config.data.max_prompt_tokens).lengths if args.lengths else None
     world_size = args.world_size if args.world_size is not None else _default_world_size(config.parallel.actor_train)
-    plan = make_plan(config, read_specs(config), world_size, lengths=lengths)
+    plan, schedule = plan_run(config, read_specs(config), world_size, lengths=lengths)
+    if args.problem:
+        write_text(args.problem, json.dumps(schedule.problem.to_dict(), indent=1) + "\n")
     print(json.dumps(plan.to_dict(), indent=1) if args.json else plan.render())
     return 0
 

@@ -65,7 +65,7 @@ class PaperSettings:
                 raise InputError(f"{name}={value} must be above eps={self.eps}, or there is nothing to anneal")
 
 
-class Walk(NamedTuple):
+class PaperState(NamedTuple):
     """What annealing changes. `sequence` lists operations by node, then order; a price is (makespan, peak, sum)."""
 
     sequence: np.ndarray  # int64[n]
@@ -96,7 +96,7 @@ class Law(NamedTuple):
 
 
 @njit(cache=True)
-def replay(t: Tables, w: Walk) -> float:
+def replay(t: Tables, w: PaperState) -> float:
     """Algorithm 3: the makespan of `w.sequence`, or -1 when it has a cycle.
 
     Nodes run in turn, each until the input of its next operation is missing; whoever computes that wakes
@@ -145,7 +145,7 @@ def node_peak(t: Tables, sequence: np.ndarray, node: int) -> float:
 
 
 @njit(cache=True)
-def set_price(t: Tables, w: Walk) -> None:
+def set_price(t: Tables, w: PaperState) -> None:
     """Price `w.sequence`, which has no cycle, and make it the best."""
     w.current[0] = replay(t, w)
     for node in range(len(w.peak)):
@@ -155,7 +155,7 @@ def set_price(t: Tables, w: Walk) -> None:
 
 
 @njit(cache=True)
-def cool(t: Tables, w: Walk, law: Law, draws: int, temperature: float):
+def cool(t: Tables, w: PaperState, law: Law, draws: int, temperature: float):
     """Algorithm 1 for at most `draws` draws of Algorithm 2; ends early when frozen or at `law.target`.
 
     Returns (draws made, neighbours accepted, temperature).
@@ -229,7 +229,7 @@ class PaperChain:
         self.first = next(entry for entry in starts if entry.fits())
         self.seed, self.rank = seed, rank
         self.runs = 0
-        self.walk: Walk | None = None
+        self.walk: PaperState | None = None
         self.law: Law | None = None
         self.temperature = 0.0
 
@@ -299,10 +299,10 @@ def paper_starts(problem: FusionProblem, start: Schedule | None = None) -> list[
     return sorted(made, key=lambda entry: not entry.fits())
 
 
-def new_walk(sequence: np.ndarray, nodes: int, word: int) -> Walk:
+def new_walk(sequence: np.ndarray, nodes: int, word: int) -> PaperState:
     """A walk that owns a copy of `sequence`, not yet priced; `word` seeds its random stream."""
     n = len(sequence)
-    return Walk(
+    return PaperState(
         sequence=sequence.astype(np.int64),
         current=np.zeros(3),
         peak=np.zeros(nodes),

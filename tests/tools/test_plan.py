@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rlhfuse.schedule.problem import load_problem
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = dict(
     model_type="llama",
@@ -66,6 +68,17 @@ def test_bad_input_exits_2_with_one_line(run_yaml, args, env, message):
     done = program("--config", run_yaml, *args, **env)
     assert done.returncode == 2 and done.stdout == ""
     assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_problem_of_the_schedule_is_written_for_the_search(run_yaml, tmp_path):
+    path = tmp_path / "problem.json"
+    result = program("--config", run_yaml, "--problem", str(path), "--json")
+    assert result.returncode == 0, result.stderr
+    problem = load_problem(path)
+    assert [pipeline.name for pipeline in problem.pipelines] == ["actor", "critic.0", "critic.1"]
+    assert problem.pipeline("critic.1").placement == (3, 2)
+    refused = program("--config", run_yaml, "--problem", str(tmp_path / "none" / "problem.json"))
+    assert refused.returncode == 2 and "cannot write" in refused.stderr and not refused.stdout
 
 
 def test_help():
