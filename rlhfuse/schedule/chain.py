@@ -11,6 +11,8 @@ Knows nothing of clocks, MPI or files; the same seed and rank give the same roun
 
 from __future__ import annotations
 
+import math
+
 from rlhfuse.schedule.builders import serial_1f1b
 from rlhfuse.schedule.dispatch import Dispatcher, tuned_starts
 from rlhfuse.schedule.goal import Goal, Incumbent, loosen, reaches
@@ -108,7 +110,8 @@ class Chain:
         number = self._whose_turn()
         level = self.levels[number]
         if number < len(self.levels) - 1 and level.finished:
-            done = level.walk.meet(level.best, self.levels[number + 1].best, moves)
+            above = self.levels[number + 1]
+            done = level.walk.meet(level.best, above.best.peak_memory if above.fast_enough else math.inf, moves)
         else:
             done = level.advance(moves, late=share > 0.5 and top.goal.latency is None)
         found = None

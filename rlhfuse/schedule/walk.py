@@ -96,12 +96,12 @@ class Walk:
         state, rule = new_state(start.sequence, 1), self._limits(start.makespan, start.peak_memory)
         anneal(self.tables, state, rule, 0, self.unit, self.unit, start.sequence.copy(), start.makespan)
 
-    def meet(self, best: Found, above: Found, moves: int) -> Round:
-        """Try at most `moves` moves to meet a schedule that is fast enough and leaner than `above`, if not than `best`.
+    def meet(self, best: Found, peak: float, moves: int) -> Round:
+        """Try at most `moves` moves to meet a schedule that is fast enough with less memory than `peak`.
 
-        After each one the walk drifts on for a while, so that the next is another one.
+        Never asks for less than `best` has. After each one that is met the walk drifts on for a while, so
+        that the next is another one.
         """
-        peak = above.peak_memory if self.goal.fast_enough(above.makespan) else math.inf
         aim = ("meet", peak)
         if self.aim != aim:
             self.aim = aim
