@@ -84,7 +84,6 @@ class Chain:
         self.stretchers: list[Stretcher] = []
         while (small := coarser(self.levels[0].goal.problem)) is not None:
             self._put_below(small, seed, rank)
-        self.levels[0].walk.compile(self.levels[0].best)
         self.turn = 0
         self.incumbent: Incumbent | None = None  # the owner's best when last seen
 

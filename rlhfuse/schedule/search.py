@@ -25,6 +25,7 @@ from rlhfuse.schedule.chain import Chain
 from rlhfuse.schedule.exchange import Exchange, Say
 from rlhfuse.schedule.goal import Goal, Incumbent, Key, reaches
 from rlhfuse.schedule.graph import OperationGraph, build_graph
+from rlhfuse.schedule.kernels import in_turn, load_kernels
 from rlhfuse.schedule.paper_chain import PaperChain, PaperSettings, paper_starts
 from rlhfuse.schedule.problem import FusionProblem, Number
 from rlhfuse.schedule.schedule import Schedule
@@ -33,7 +34,7 @@ from rlhfuse.schedule.smallest import check_caps, one_at_a_time
 
 METHODS = ("default", "paper")
 ROUND_SECONDS = 0.15  # between two looks at the clock, the other ranks and the signals
-FIRST_ROUND_MOVES = 256  # a pace for the second round; the first is one move and pays for the kernels
+FIRST_ROUND_MOVES = 256  # of the second round; the first is one move
 FIXED_ROUND_WORK = 20_000_000  # moves of a round times operations, where the number of moves is the budget
 
 
@@ -49,7 +50,7 @@ class SearchReport:
     accepted: int
     seconds: float
     first_seconds: float  # when the first schedule was there
-    kernel_seconds: float  # compiling the kernels, or loading them compiled, and the chains' own first schedules
+    kernel_seconds: float  # compiling the kernels, or loading them compiled
     moving_seconds: float  # of rank 0, in rounds of moves after that
     first_bound_seconds: float | None  # when the latency bound was reached
     seed: int
@@ -97,28 +98,28 @@ def search(
     clock = _Clock(time_limit, iterations)
     if memory_cap is not None:
         problem = replace(problem, memory_cap=memory_cap)
-    check_caps(problem)
-    goal = Goal(problem, objective, latency)
-    graph = build_graph(problem)
-    clock.fixed_round = max(1000, min(50_000, FIXED_ROUND_WORK // graph.size))
     rank, ranks = (comm.Get_rank(), comm.Get_size()) if comm is not None else (0, 1)
     tell = on_improved if rank == 0 else lambda schedule, report: None
-    standing = _Standing(goal, clock, seed, ranks, method, tell)
-    starts: list[Incumbent] = []
-    for entry in _starts(graph, start, method):
-        if entry not in starts:
+    with in_turn(comm, _host(comm)):
+        check_caps(problem)
+        goal = Goal(problem, objective, latency)
+        graph = build_graph(problem)
+        clock.fixed_round = max(1000, min(50_000, FIXED_ROUND_WORK // graph.size))
+        standing = _Standing(goal, clock, seed, ranks, method, tell)
+        starts: list[Incumbent] = []
+        for entry in _starts(graph, start, method):
             starts.append(entry)
             standing.offer(entry)
-        if standing.reached:
-            break
+        before = clock.seconds()
+        if not standing.reached:
+            load_kernels(method)
+        clock.kernel_seconds = clock.seconds() - before
     least, idle = _least(comm), (lambda: on_round(standing.report())) if rank == 0 else (lambda: None)
     exchange = Exchange(graph.size, comm, least, idle)
-    before = clock.seconds()
     if method == "paper":
         chain: Chain | PaperChain = PaperChain(graph, goal, starts, seed, rank, paper)
     else:
         chain = Chain(graph, goal, starts, seed, rank)
-    clock.kernel_seconds = clock.seconds() - before
     done = Round(0, None)
     while True:
         heard = exchange.agree(_say(done, clock.share(), stop()), standing.beats)
@@ -212,7 +213,7 @@ class _Clock:
         self.started = time.monotonic()
         self.time_limit, self.iterations = time_limit, iterations
         self.moves = 0
-        self.pace = 1  # the first round, so that what compiling costs is seen by itself
+        self.pace = 1  # of the first round, which makes the chain's own starts
         self.fixed_round = 1
         self.kernel_seconds = self.moving_seconds = 0.0
 
@@ -233,7 +234,6 @@ class _Clock:
         now = self.seconds()
         self.moves += done.tried
         if self.pace == 1:
-            self.kernel_seconds += now - before
             self.pace = FIRST_ROUND_MOVES
         else:
             self.moving_seconds += now - before
@@ -248,6 +248,15 @@ def _say(done: Round, share: float, signal: int) -> Say:
     found = done.found
     key, sequence = (found[:2], found.sequence) if found is not None else (Say().key, None)
     return Say(key, sequence, share, signal, done.tried, done.accepted)
+
+
+def _host(comm: Any) -> Any:
+    """The communicator of this host's ranks, where there is a communicator."""
+    if comm is None:
+        return None
+    from mpi4py import MPI
+
+    return comm.Split_type(MPI.COMM_TYPE_SHARED)
 
 
 def _least(comm: Any) -> Any:

@@ -35,6 +35,7 @@ from rlhfuse.schedule.problem import FusionProblem
 from rlhfuse.schedule.sequence import Found, node_peaks
 
 TRIED_OPERATIONS = 1_200_000  # over all cuts of one stretch: a few tenths of a second
+MOST_TRIES = 1_000
 WINDOWS = (1, 2, 3, 4, 6, 8)  # units that are repeated together
 FEWEST_CUTS = 8  # for every window
 FEWEST_UNITS = 4
@@ -114,7 +115,7 @@ class Stretcher:
         """The stretched schedule for every cut and window."""
         state = new_state(found.sequence, 1)
         refresh(self.small_tables, state)
-        tries = max(4, TRIED_OPERATIONS // self.size)
+        tries = max(4, min(MOST_TRIES, TRIED_OPERATIONS // self.size))
         windows = WINDOWS if tries >= FEWEST_CUTS * len(WINDOWS) else WINDOWS[:1]
         for window in windows:
             for cut in np.linspace(0.1, 0.9, max(2, tries // len(windows))):

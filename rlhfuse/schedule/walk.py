@@ -8,7 +8,8 @@ and every cap that it meets is the start for the next,
     cap = peak - step (peak - memory bound)          step = 0.3; after fruitless moves 0.12, 0.04, just below
 
 Annealing anew under a given cap ends in schedules that are slower by some ticks; going down from one
-that is fast enough, step by step, does not.
+that is fast enough, step by step, does not. How far a descent gets is luck, so when all steps have
+failed the walk makes another one from some other start, and from the best again after that.
 
 Knows nothing of clocks, MPI or other walks; the same seed gives the same walk. Paper: section 5.2,
 "Optimizing memory usage", where the latency is annealed first and the memory anew after it.
@@ -23,7 +24,7 @@ import numpy as np
 from rlhfuse.schedule.action import Kind
 from rlhfuse.schedule.anneal import Rule, Tables, anneal, new_state
 from rlhfuse.schedule.evaluate import TOLERANCE
-from rlhfuse.schedule.goal import Goal, Key, loosen
+from rlhfuse.schedule.goal import Goal, Key, loosen, reaches
 from rlhfuse.schedule.graph import OperationGraph
 from rlhfuse.schedule.sequence import Found, Round, hash_seed, node_peaks
 
@@ -60,24 +61,33 @@ class Walk:
         self.step = 0
         self.drift = 0  # moves to make before a schedule may be met again
         self.patience = PATIENCE
-        self.rounds_of_steps = 0
+        self.beaten: Found | None = None  # the schedule to beat when last seen
+        self.base: Found | None = None  # the best of a descent of its own, while it is on one
+        self.failures = 0  # times that all steps from the best have failed
 
     @property
     def exhausted(self) -> bool:
-        """Whether all steps have been tried twice since the last success."""
-        return self.rounds_of_steps >= 2
+        """Whether all steps have been tried twice, and another descent between, since the last success."""
+        return self.failures >= 2
 
     def advance(self, best: Found, starts: list[Found], moves: int, late: bool = False) -> Round:
         """Try at most `moves` moves to beat `best`. `starts` are schedules to begin a run for latency with.
 
         With `late`, memory is improved at the makespan there is, fast enough or not.
         """
-        polish = self.goal.objective == "memory" and (late or self.goal.fast_enough(best.makespan))
-        key = self.goal.key(best)
+        if self.beaten is None or self.goal.key(best) != self.goal.key(self.beaten):
+            self.beaten, self.failures, self.patience = best, 0, PATIENCE
+        late = late and not self.goal.fast_enough(best.makespan)
+        if late:
+            self.base = None
+        beaten = best if self.base is None else self.base
+        polish = self.goal.objective == "memory" and (late or self.goal.fast_enough(beaten.makespan))
+        key = self.goal.key(beaten)
         if (polish, key) != self.aim:
-            self._take_aim(polish, key, best, starts)
+            self._take_aim(polish, key, beaten, starts)
         elif self.spent >= self.length:
             self._next(best, starts)
+            return self.advance(best, starts, moves, late)
         moves = max(1, min(moves, self.length - self.spent))
         sequence = np.empty(self.graph.size, np.int64)
         rule = self._rule(key)
@@ -89,12 +99,13 @@ class Walk:
         if makespan >= beat:
             return Round(tried, None, accepted)
         self.own = True
-        return Round(tried, Found(makespan, max(node_peaks(self.tables, sequence)), sequence), accepted)
-
-    def compile(self, start: Found) -> None:
-        """Load the kernels, or compile them where they are not cached: seconds that belong to no move."""
-        state, rule = new_state(start.sequence, 1), self._limits(start.makespan, start.peak_memory)
-        anneal(self.tables, state, rule, 0, self.unit, self.unit, start.sequence.copy(), start.makespan)
+        found = Found(makespan, max(node_peaks(self.tables, sequence)), sequence)
+        if self.base is not None:
+            self.base = found
+            if self.goal.key(found) >= (best_key := self.goal.key(best)) or reaches(best_key[1], found.peak_memory):
+                return Round(tried, None, accepted)
+            self.base = None
+        return Round(tried, found, accepted)
 
     def meet(self, best: Found, peak: float, moves: int) -> Round:
         """Try at most `moves` moves to meet a schedule that is fast enough with less memory than `peak`.
@@ -127,29 +138,42 @@ class Walk:
         was_polish = self.aim is not None and self.aim[0]
         own, self.own = self.own, False
         self.aim = (polish, key)
-        self.rounds_of_steps = 0
         if not polish:
             if self.state is None or not own:
                 self._begin_run(best, starts)
             return
-        self.step, self.spent, self.patience = 0, 0, PATIENCE
+        self.step, self.spent = 0, 0
         self.length = self.patience * self.graph.size
         if self.state is None or not was_polish or (not own and (self.number + self.runs) % 2):
             self._restart(best)
 
     def _next(self, best: Found, starts: list[Found]) -> None:
         """The present run or step has met nothing."""
+        self.spent = 0
         if not self.aim[0]:
-            self._begin_run(best, starts)
+            if self.base is None:
+                self._begin_run(best, starts)
+            else:
+                self._turn_back(best, starts)
             return
         self.step += 1
-        self.spent = 0
         if self.step == len(CAP_STEPS):
             self.step = 0
+            self._turn_back(best, starts)
+        if self.aim is not None:
+            self.length = self.patience * self.graph.size
+
+    def _turn_back(self, best: Found, starts: list[Found]) -> None:
+        """Nothing is left here: from the best, to a descent from another start; from such a descent, to the best."""
+        if self.base is None:
+            self.failures += 1
+            self.base = starts[self.runs % len(starts)] if starts else None
+        else:
+            self.base = None
+        if self.base is None:
             self.patience *= 2
-            self.rounds_of_steps += 1
-            self._restart(best)
-        self.length = self.patience * self.graph.size
+        self._restart(best if self.base is None else self.base)
+        self.aim = None
 
     def _begin_run(self, best: Found, starts: list[Found]) -> None:
         """A run for latency: constant at first, then cooling, in turn from the best and from other starts."""
