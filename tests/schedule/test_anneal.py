@@ -12,21 +12,7 @@ from rlhfuse.schedule.evaluate import evaluate
 from rlhfuse.schedule.graph import build_graph
 from rlhfuse.schedule.schedule import Schedule
 from rlhfuse.schedule.sequence import sequence_of, tables_of
-from schedule_cases import check, random_problem, table_3_problem
-
-
-class Random:
-    """xorshift64* in Python integers."""
-
-    def __init__(self, word):
-        self.x = word
-
-    def __call__(self):
-        mask = 2**64 - 1
-        self.x ^= self.x >> 12
-        self.x ^= (self.x << 25) & mask
-        self.x ^= self.x >> 27
-        return ((self.x * 0x2545F4914F6CDD1D & mask) >> 11) / 2**53
+from schedule_cases import Random, check, random_problem, table_3_problem
 
 
 def longest_paths(graph, rows):

@@ -21,24 +21,10 @@ from rlhfuse.schedule.paper_greedy import paper_greedy
 from rlhfuse.schedule.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.search import search
 from rlhfuse.schedule.table3 import PRINTED, SETTINGS, TRACED, one_f_one_b_plus_makespan
-from schedule_cases import TABLE_3, check, random_problem, table_3_problem
+from schedule_cases import TABLE_3, Random, check, random_problem, table_3_problem
 
 
 QUICK = PaperSettings(t0=5.0, alpha=0.9999, eps=1e-3, memory_t0=5.0)  # frozen after 85,000 iterations
-
-
-class Random:
-    """xorshift64* in Python integers."""
-
-    def __init__(self, word):
-        self.x = word
-
-    def __call__(self):
-        mask = 2**64 - 1
-        self.x ^= self.x >> 12
-        self.x ^= (self.x << 25) & mask
-        self.x ^= self.x >> 27
-        return ((self.x * 0x2545F4914F6CDD1D & mask) >> 11) / 2**53
 
 
 def compute_energy(graph, rows):
