@@ -2,17 +2,19 @@
 
 State: the order of every node, and for every operation its head r (start) and tail q (longest path
 after its end), so that r + duration + q is the longest path through it. A move takes one operation out
-and puts it back up to LONGEST places further on its node; half of the moves swap two neighbours:
+and puts it back up to LONGEST places away on its node; many only swap two neighbours:
 
     before  p a b c s      heads of b, c, a anew from the end of p and from what feeds them
     after   p b c a s      tails of a, c, b anew from s and from what they feed
 
-The longest path through the moved segment is then known to be at most the largest of r + duration + q
-over it, and exactly that for two neighbours; so a worsening move is priced in the length of the segment
-and refused without touching the state. Only an accepted move updates heads and tails, as far as they
-change, in an order of all operations that is mended with every move. Operations are moved when they are critical and adjacent in time to the neighbour they pass
-(only such moves can shorten the schedule; the job-shop N1 and N6 neighbourhoods), and a small share of
-others. No move that could close a cycle is made: o may be passed by a only if o's upstream starts before
+The longest path through the moved segment is at most the largest r + duration + q over it, and exactly
+that for two neighbours. So a worsening move is priced in the length of the segment and refused without
+touching the state; only an accepted move updates heads and tails, as far as they change, in an order of
+all operations that is mended with every move.
+
+Operations are moved when they are critical and adjacent in time to the neighbour that they pass (only
+such moves can shorten the schedule; the job-shop N1 and N6 neighbourhoods), and a small share of others.
+No move that could close a cycle is made: o may be passed by a only if o's upstream starts before
 everything that a feeds, and two tight neighbours have no other path between them, times being positive.
 
 Memory is a penalty per position whose activations exceed the node's cap; a move changes the positions
@@ -29,7 +31,7 @@ import numpy as np
 from numba import njit
 
 LONGEST = 12  # places that one move can bridge
-LONG_SHARE = 0.6
+LONG_SHARE = 0.6  # of the moves bridge two places or more
 LONGER = 0.7  # of those that bridge k places, this share goes on to k + 1
 
 

@@ -100,9 +100,9 @@ class Walk:
             return Round(tried, None, accepted)
         self.own = True
         found = Found(makespan, max(node_peaks(self.tables, sequence)), sequence)
-        if self.base is not None:
+        if self.base is not None:  # on a descent of its own; the best is fast enough, or there would be none
             self.base = found
-            if self.goal.key(found) >= (best_key := self.goal.key(best)) or reaches(best_key[1], found.peak_memory):
+            if not self.goal.fast_enough(makespan) or reaches(best.peak_memory, found.peak_memory):
                 return Round(tried, None, accepted)
             self.base = None
         return Round(tried, found, accepted)
@@ -125,7 +125,9 @@ class Walk:
         if drift:
             moves = min(moves, self.drift)
         beat = -math.inf if drift else float(self.goal.enough) * (1 + 4 * TOLERANCE)
-        tried, accepted, makespan, _ = anneal(self.tables, self.state, rule, moves, self.begin, self.begin, sequence, beat)
+        tried, accepted, makespan, _ = anneal(
+            self.tables, self.state, rule, moves, self.begin, self.begin, sequence, beat
+        )
         tried = max(1, tried)
         self.drift -= tried
         if makespan >= beat:
