@@ -240,9 +240,11 @@ class Watchdog:
         first = counter * peers % count if count > peers else 0
         for rank in (self._peers + self._peers)[first : first + min(peers, count)]:
             self._read(rank)
-        verdict = self._book.verdict(time.monotonic())
-        if verdict:
-            # the dead process may have said good-bye since it was read, or another be the cause: look once more
+        verdict, before = self._book.verdict(time.monotonic()), None
+        while verdict != before:
+            # a peer may have said good-bye between its last reading and its end, or another be the cause: a verdict
+            # counts once the words of all peers, read after it was first found, still give it
+            before = verdict
             for rank in self._peers:
                 self._read(rank)
             verdict = self._book.verdict(time.monotonic())
@@ -291,12 +293,15 @@ class Watchdog:
             return None
 
     def _farewell(self, state: str, because: str) -> None:
-        """Write how this rank ended. Where the store is gone too, nobody is left to read it."""
+        """Write how this rank ended, and return when the store has it. Without a store nobody is left to read it."""
         because = because.partition(" (found by")[0]  # who found it first is not worth a chain
         # a new counter, so that the word counts as heard
         last = replace(self._own, counter=-1, state=state, because=because)
         try:
             self._store.set(_key(self._rank), last.to_json())
+            # a TCPStore's set is not answered: without this question a peer could see the process gone, read the key
+            # before the store has taken the word in, and take this end for the cause
+            self._store.check([_key(self._rank)])
         except Exception:
             return
 

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from rlhfuse.monitor.heartbeat import FAILED, INTERRUPTED, LEFT, TERMINATED, Heartbeat, ProcessName
-from rlhfuse.monitor.watchdog import Limits, PeerBook
+from rlhfuse.monitor.watchdog import Limits, PeerBook, Watchdog
 
 HERE = ProcessName.own()
 FAR = ProcessName("far", "far", 7, "1")
@@ -64,6 +64,28 @@ def test_the_cause_is_named_before_its_consequences():
     peers.note(beat(1, dataclasses.replace(HERE, started="1")), 0)  # gone without a word
     peers.note(beat(3, state=LEFT, because="rank 2 (pid 9 on far) died"), 0)
     assert peers.verdict(0).report == "rank 2 (pid 9 on far) died (found by rank 3)"
+
+
+class ScriptedStore:
+    """Gives the beats of one peer one after another, the last for ever."""
+
+    def __init__(self, *beats):
+        self.beats = list(beats)
+
+    def check(self, keys):
+        return True
+
+    def get(self, key):
+        return (self.beats.pop(0) if len(self.beats) > 1 else self.beats[0]).to_json().encode()
+
+
+def test_a_peer_that_leaves_while_it_is_read_is_not_the_cause():
+    """Rank 1 wrote why it leaves, and ended, after it was read for the second time."""
+    ended = dataclasses.replace(HERE, started="1")
+    store = ScriptedStore(beat(1, HERE), beat(1, ended), beat(1, ended, state=LEFT, because="rank 2 died"))
+    watchdog = Watchdog(store, rank=0, world_size=2)
+    watchdog._book = PeerBook(beat(0, HERE), Limits(watchdog_seconds=-1), now=0.0)
+    assert watchdog._look(1, 0).report == "rank 2 died (found by rank 1)"
 
 
 @pytest.mark.parametrize(
