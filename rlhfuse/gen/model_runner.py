@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhfuse.errors import InputError
+from rlhfuse.gen.cpu_forward import CpuForward
 from rlhfuse.gen.forward_batch import ForwardBatch
 from rlhfuse.gen.kv_cache import KVCache
 from rlhfuse.gen.rotary import rotary_tables, rotate
-from rlhfuse.models import paged_cpu
-from rlhfuse.models.attention import paged_attention, paged_attention_cpu
+from rlhfuse.models.attention import paged_attention
 from rlhfuse.models.invariance import SAFE_ROWS, linear, pad_rows, rms_norm, silu_mul
 from rlhfuse.spec import ModelSpec
 
@@ -64,6 +64,7 @@ class ModelRunner:
                 raise InputError(f"{name}({value}) % tp({self.tp_size}) = {value % self.tp_size}, must be 0")
         self.heads, self.kv_heads = spec.heads // self.tp_size, spec.kv_heads // self.tp_size
         self.cos, self.sin = rotary_tables(spec, device)
+        self._cpu = CpuForward(self) if self.uses_cpu_kernels else None
         self.bind(weights)
 
     @property
@@ -113,6 +114,8 @@ class ModelRunner:
         final_norm = take("decoder.final_layernorm.weight", spec.hidden)
         output = found if spec.tied_embeddings else take("output_layer.weight", rows, spec.hidden)
         self.embedding, self.layers, self.final_norm, self.output = found, layers, final_norm, output
+        if self._cpu is not None:
+            self._cpu.bind()
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
@@ -120,7 +123,9 @@ class ModelRunner:
 
         Rows past R, if any, are padding.
         """
-        step = (_CpuStep if cache.lanes else _DeviceStep)(self, batch, cache)
+        if self._cpu is not None:
+            return self._cpu.forward(batch, cache)
+        step = _DeviceStep(self, batch, cache)
         tokens = batch.tokens if len(batch.tokens) >= SAFE_ROWS else _padded(batch.tokens, SAFE_ROWS)
         x = self._embed(torch.from_numpy(tokens).to(self.device))
         for number, layer in enumerate(self.layers):
@@ -131,7 +136,7 @@ class ModelRunner:
             x = x + self._sum(linear(silu_mul(gate_up), layer.fc2))
         drawing = pad_rows(x[torch.from_numpy(batch.draw_rows).to(self.device)])
         logits = linear(rms_norm(drawing, self.final_norm, self.spec.norm_eps), self.output)
-        return self._gather(logits)[:, : self.spec.vocab].float()
+        return self.gather(logits)[:, : self.spec.vocab].float()
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Rows of the embedding; with tensor parallelism other ranks' rows count as zero and the sum is exact."""
@@ -142,54 +147,27 @@ class ModelRunner:
         return self._sum(F.embedding(local.where(mine, 0), self.embedding) * mine[:, None])
 
     def _sum(self, x: Tensor) -> Tensor:
-        """Sum over the tensor-parallel ranks. On CPU in rank order: an element's bits do not depend on its place."""
-        if self.tp_size == 1:
-            return x
-        if self.device.type != "cpu":
+        if self.tp_size > 1:
             dist.all_reduce(x, group=self.tp_group)
-            return x
-        parts = [torch.empty_like(x) for _ in range(self.tp_size)]
-        dist.all_gather(parts, x.contiguous(), group=self.tp_group)
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
+        return x
 
-    def _gather(self, logits: Tensor) -> Tensor:
+    def sum_in_place(self, x: Tensor) -> None:
+        """Sum over the tensor-parallel ranks in rank order: an element's bits do not depend on its place."""
+        if self.tp_size == 1:
+            return
+        parts = [torch.empty_like(x) for _ in range(self.tp_size)]
+        dist.all_gather(parts, x, group=self.tp_group)
+        x.copy_(parts[0])
+        for part in parts[1:]:
+            x += part
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """This rank's columns -> the columns of all ranks."""
         if self.tp_size == 1:
             return logits
         parts = [torch.empty_like(logits) for _ in range(self.tp_size)]
         dist.all_gather(parts, logits.contiguous(), group=self.tp_group)
         return torch.cat(parts, dim=-1)
-
-
-class _CpuStep:
-    """Attention of one step with the numba kernels; arrays are prepared once for all layers."""
-
-    def __init__(self, runner: ModelRunner, batch: ForwardBatch, cache: KVCache) -> None:
-        self.runner, self.batch = runner, batch
-        stored = torch.uint16 if runner.dtype == torch.bfloat16 else runner.dtype
-        self.keys, self.values = cache.keys.view(stored).numpy(), cache.values.view(stored).numpy()
-        self.cos, self.sin = runner.cos.numpy(), runner.sin.numpy()
-        rows = len(batch.tokens)
-        self.q = np.empty((rows, runner.heads, runner.spec.head_dim), np.float32)
-        self.out = torch.zeros(max(rows, SAFE_ROWS), runner.heads * runner.spec.head_dim)
-        self.out_rows = self.out.numpy()[:rows].reshape(self.q.shape)
-        self.no_norm = np.empty(0, np.float32)
-        self.eps = np.float32(runner.spec.norm_eps)
-
-    def attend(self, number: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
-        """qkv [rows, ...] of one layer -> attention output [rows, H * D]; fills the layer's cache slots."""
-        batch, keys, values = self.batch, self.keys[number], self.values[number]
-        q_norm, k_norm = (self.no_norm if w is None else w.float().numpy() for w in (layer.q_norm, layer.k_norm))
-        paged_cpu.store_qkv(
-            qkv.float().numpy(), batch.positions, batch.slots, self.cos, self.sin,
-            q_norm, k_norm, self.eps, keys, values, self.q,
-        )  # fmt: skip
-        paged_attention_cpu(
-            self.q, keys, values, batch.tables, batch.query_starts, batch.contexts, self.out_rows
-        )
-        return self.out.to(self.runner.dtype)
 
 
 class _DeviceStep:

@@ -4,8 +4,9 @@
     paged_attention    queries against keys and values in cache blocks; no autograd
 
 On CUDA with flash-attn installed both are its kernels. Without it each sequence goes through torch's own
-attention by itself, and so the result of a sequence never depends on its neighbours. On CPU the cached form is the
-numba kernel of paged_cpu.py. This is the only file that imports flash_attn. Knows nothing of models or of scheduling.
+attention by itself, and so the result of a sequence never depends on its neighbours. The engine on CPU uses the
+numba kernel of paged_cpu.py instead of the cached form. This is the only file that imports flash_attn. Knows
+nothing of models or of scheduling.
 
 Letters: T tokens, H query heads, G key/value heads (H % G == 0), D head_dim, S sequences.
 """
@@ -14,12 +15,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from rlhfuse.models import paged_cpu
 
 FLASH_BLOCK = 256  # flash-attn reads a paged cache only in blocks of a multiple of this
 
@@ -53,20 +51,6 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
     return out.squeeze(0).transpose(0, 1)
-
-
-def paged_attention_cpu(
-    q: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    tables: np.ndarray,
-    query_starts: np.ndarray,
-    contexts: np.ndarray,
-    out: np.ndarray,
-) -> None:
-    """Attention over cache blocks on CPU, written to `out`; shapes as in paged_cpu.paged_attention."""
-    scale = np.float32(q.shape[2] ** -0.5)
-    paged_cpu.paged_attention(q, keys, values, tables, query_starts, contexts, scale, out)
 
 
 def paged_attention(
