@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch import Tensor
 from rlhfuse.gen.forward_batch import ForwardBatch
 from rlhfuse.gen.kv_cache import KVCache
 from rlhfuse.models import decoder_cpu, paged_cpu
+from rlhfuse.models.cpu_threads import share_threads
 from rlhfuse.models.tiles import LANES, panel_offsets
 
 if TYPE_CHECKING:
@@ -97,8 +97,7 @@ class CpuForward:
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Run one step, filling the cache. Returns float32 logits [R, vocab], one row per drawing row."""
-        threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-        numba.set_num_threads(threads)
+        threads = share_threads()
         panels = -(-len(batch.tokens) // LANES)
         self.space.reserve(panels)
         keys, values = as_array(cache.keys), as_array(cache.values)

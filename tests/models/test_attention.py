@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from rlhfuse.models import paged_cpu
 from rlhfuse.models.attention import paged_attention, varlen_attention
 from rlhfuse.models.cpu_math import exp32, log32, neg_log_one_minus
+from rlhfuse.models.cpu_threads import share_threads
 from rlhfuse.models.tiles import LANES, lanes_up
 
 
@@ -18,6 +19,7 @@ from rlhfuse.models.tiles import LANES, lanes_up
 def one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
+    share_threads()
     yield
     torch.set_num_threads(before)
 

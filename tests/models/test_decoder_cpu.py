@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from rlhfuse.models import decoder_cpu
+from rlhfuse.models.cpu_threads import share_threads
 from rlhfuse.models.tiles import LANES, lanes_up, panel_offsets
 
 TOKENS, HIDDEN, MLP = 53, 40, 50  # odd on purpose: no tile and no panel is filled exactly
 EPS = np.float32(1e-5)
+
+
+@pytest.fixture(autouse=True)
+def pool():
+    """Starts numba's threads without changing torch's for the tests that follow."""
+    share_threads()
 
 
 def draw(*shape: int, seed: int = 0) -> np.ndarray:
@@ -113,3 +123,15 @@ def test_take_tokens():
     chosen = np.array([52, 0, 17] + [1] * 15)
     decoder_cpu.take_tokens(x, chosen, out)
     assert np.array_equal(from_panels(out, 18), draw(TOKENS, 5)[chosen]) and not out[1, :, 2:].any()
+
+
+def test_kernels_leave_torchs_threads_alone():
+    """numba's pool, when it starts, sets OpenMP's count for the whole process."""
+    code = (
+        "import torch, numba; torch.set_num_threads(1)\n"
+        "from rlhfuse.models.cpu_threads import share_threads\n"
+        "assert share_threads() == 1 == torch.get_num_threads() == numba.get_num_threads()\n"
+        "torch.set_num_threads(64)\n"
+        "assert share_threads() == numba.config.NUMBA_NUM_THREADS and torch.get_num_threads() == 64"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
