@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from rlhfuse.checkpoint import is_finished
 from rlhfuse.config import RunConfig, dump_config
+from rlhfuse.gen.warm_up import compile_kernels
 from rlhfuse.models import invariance
 from rlhfuse.monitor.watchdog import Limits, Watchdog
 from rlhfuse.parallel.collect import all_gather_bytes
@@ -69,6 +70,9 @@ def train(config: RunConfig, name: str) -> int:
     watched = store.clone()  # a connection of its own: the main thread's may be busy
     watched.set_timeout(datetime.timedelta(seconds=config.trainer.watchdog_seconds))
     with Watchdog(watched, rank, world, limits) as watchdog:
+        if not device.is_cuda:
+            watchdog.progress("compiling the engine's kernels")
+            load_kernels(config)
         schedule, plan, run_dir = settle(prepared, name, rank, device)
         trainer = Trainer(prepared, plan, schedule, rank, device, store, watchdog, run_dir)
         trainer.fit()
@@ -77,6 +81,13 @@ def train(config: RunConfig, name: str) -> int:
         print(f"done: {run_dir}", flush=True)
     dist.destroy_process_group()
     return 0
+
+
+def load_kernels(config: RunConfig) -> None:
+    """The first rank of every host compiles the engine's CPU kernels, unless they are cached; then the others load."""
+    if local_rank() == 0:
+        compile_kernels(getattr(torch, config.trainer.dtype))
+    dist.barrier()
 
 
 def name_device(config: RunConfig) -> None:

@@ -27,8 +27,6 @@ from rlhfuse.models.tiles import LANES, panel_offsets
 if TYPE_CHECKING:
     from rlhfuse.gen.model_runner import LayerWeights, ModelRunner
 
-_NONE = np.empty(0, np.float32)
-
 
 @dataclass(frozen=True)
 class _Layer:
@@ -46,7 +44,8 @@ class _Layer:
 
     @staticmethod
     def of(layer: "LayerWeights") -> "_Layer":
-        return _Layer(**{name: as_array(weight) for name, weight in vars(layer).items()})
+        none = as_array(layer.qkv)[0, :0]  # of the same type, so that one compiled kernel serves all models
+        return _Layer(**{name: none if weight is None else as_array(weight) for name, weight in vars(layer).items()})
 
 
 class Workspace:
@@ -159,8 +158,6 @@ class _Step:
         self.forward.runner.sum_in_place(torch.from_numpy(panels))
 
 
-def as_array(weight: Tensor | None) -> np.ndarray:
-    """A tensor as an array over the same memory: float32, or bfloat16 as uint16. None becomes an empty array."""
-    if weight is None:
-        return _NONE
+def as_array(weight: Tensor) -> np.ndarray:
+    """A tensor as an array over the same memory: float32, or bfloat16 as uint16."""
     return (weight.view(torch.uint16) if weight.dtype == torch.bfloat16 else weight).numpy()
