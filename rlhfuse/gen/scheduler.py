@@ -105,15 +105,17 @@ class Scheduler:
 
     def _schedule_running(self, work: list[Work]) -> int:
         """Append the work of running sequences; returns what is left of the token budget."""
-        budget = self.max_batched_tokens
+        budget, block_tokens = self.max_batched_tokens, self.blocks.block_tokens
         while budget and len(work) < len(self.running):
             seq = self.running[len(work)]
             pending = seq.pending_tokens
-            count = min(pending, budget)
-            while not self.blocks.can_grow(seq, seq.computed_tokens + count):
-                if self._preempt() is seq:
-                    return budget
-            self._give_blocks(seq, seq.computed_tokens + count)
+            count = pending if pending < budget else budget
+            context = seq.computed_tokens + count
+            if context >= len(seq.block_table) * block_tokens:  # else it writes into a block that stays unfilled
+                while not self.blocks.can_grow(seq, context):
+                    if self._preempt() is seq:
+                        return budget
+                self._give_blocks(seq, context)
             work.append(Work(seq, count, count == pending))
             budget -= count
         return budget
@@ -137,11 +139,9 @@ class Scheduler:
     def _give_blocks(self, seq: Sequence, context: int) -> None:
         """Room for `context` tokens; blocks that they fill enter the prefix index."""
         held = len(seq.block_table)
-        if context > held * self.blocks.block_tokens:
-            self.blocks.grow(seq, context)
-            self.table.extend(seq, held)
-        if context >= (seq.published_blocks + 1) * self.blocks.block_tokens:
-            self.blocks.publish(seq, context)
+        self.blocks.grow(seq, context)
+        self.table.extend(seq, held)
+        self.blocks.publish(seq, context)
 
     def _preempt(self) -> Sequence:
         """Stop the youngest running sequence; it waits in front of all younger ones."""

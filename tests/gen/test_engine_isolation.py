@@ -51,7 +51,7 @@ def test_draws_depend_on_seed_and_sample_alone(make_engine, prompts):
     """Several seeds in one batch, in any order and company: the same draws; another seed or sample id: others."""
     engine = make_engine()
     params = [SamplingParams(seed=seed, max_tokens=16, ignore_eos=True) for seed in (3, 3, 4, -1, 2**70)]
-    together = engine.generate([prompts[4]] * 5, params, [0, 1, 0 + 2, 3, 4])
+    together = engine.generate([prompts[4]] * 5, params, [0, 1, 2, 3, 4])
     assert len({r.tokens for r in together}) == 5
     order = [3, 1, 4, 0, 2]
     again = engine.generate([prompts[4]] * 5, [params[i] for i in order], order)
