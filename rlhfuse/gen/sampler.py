@@ -26,7 +26,7 @@ from rlhfuse.gen import sampler_cpu
 from rlhfuse.gen.running_table import RunningTable
 from rlhfuse.gen.sequence import Sequence
 
-PARALLEL_ELEMENTS = 2**19  # fewer logits than this are not worth a second thread's start
+PARALLEL_ELEMENTS = 2**20  # fewer logits are drawn sooner than a second thread has started on a busy machine
 _MASK32 = 0xFFFFFFFF
 
 

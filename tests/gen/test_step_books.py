@@ -53,7 +53,7 @@ def batch_twin(work: list[Work], block_tokens: int) -> dict[str, list]:
 @FAST
 @given(st.data())
 def test_batches_say_what_the_sequences_say(data):
-    """Through admission, chunks, growth, preemption and removal, with prompts longer than the table is wide at first."""
+    """Through admission, chunks, growth, preemption and removal; some prompts outgrow the first width of the table."""
     block_tokens = data.draw(st.integers(1, 4))
     scheduler = Scheduler(
         BlockManager(data.draw(st.integers(-(-46 // block_tokens), 90)), block_tokens),
