@@ -27,9 +27,10 @@ from rlhfuse.gen.forward_batch import ForwardBatch
 from rlhfuse.gen.kv_cache import KVCache
 from rlhfuse.gen.migration import KVSnapshot
 from rlhfuse.gen.model_runner import ModelRunner
-from rlhfuse.gen.sampler import Draw, DrawRequest, draw_tokens
+from rlhfuse.gen.sampler import DrawBatch, draw_tokens
 from rlhfuse.gen.scheduler import Scheduler, Work
 from rlhfuse.gen.sequence import GenerationResult, SamplingParams, Sequence
+from rlhfuse.gen.stop_text import completes_stop_text
 from rlhfuse.spec import ModelSpec
 
 __all__ = ["Engine", "EngineOptions", "GenerationResult", "KVSnapshot", "SamplingParams", "SequenceState", "StepStats"]
@@ -58,6 +59,7 @@ class StepStats:
     prefill_tokens: int  # tokens run for sequences that were not decoding
     context_tokens: int  # tokens in the cache of all that ran, after the step
     seconds: float
+    reused_tokens: int = 0  # tokens of sequences that entered, found in known prefixes instead of being run
 
 
 @dataclass(frozen=True)
@@ -154,20 +156,26 @@ class Engine:
         """Run one forward pass and draw; returns the samples that finished. Nothing to do gives []."""
         if self._cache is None:
             raise RuntimeError("the engine is paused; call resume() first")
-        start = time.perf_counter()
+        start, reused_before = time.perf_counter(), self.scheduler.reused_tokens
         work = self.scheduler.schedule()
         if not work:
             return []
-        prefill_tokens = sum(w.count for w in work if not w.seq.is_decoding)
-        context_tokens = sum(w.context for w in work)
+        batch = ForwardBatch.of(work, self.scheduler.table, self.options.block_tokens)
+        decoding = sum(count == 1 and draws and bool(seq.tokens) for seq, count, draws in work)
         try:
-            finished = self._run(work)
+            finished = self._run(work, batch)
         except BaseException:
             self.scheduler.preempt_all()  # blocks may be half written: run their tokens again
             raise
-        if self.device.type == "cuda" and not any(w.draws for w in work):
+        if self.device.type == "cuda" and not len(batch.draw_rows):
             torch.cuda.synchronize(self.device)  # nothing was drawn, so nothing has waited for the forward pass
-        self.last_step = StepStats(len(work), prefill_tokens, context_tokens, time.perf_counter() - start)
+        self.last_step = StepStats(
+            batch=len(work),
+            prefill_tokens=len(batch.tokens) - decoding,
+            context_tokens=int(batch.contexts.sum()),
+            seconds=time.perf_counter() - start,
+            reused_tokens=self.scheduler.reused_tokens - reused_before,
+        )
         return finished
 
     def abort(self, sample_id: int) -> None:
@@ -245,37 +253,33 @@ class Engine:
         """Assert that blocks, tables and queues agree; for tests and after errors."""
         queued = [*self.scheduler.running, *self.scheduler.waiting]
         assert {seq.sample_id: seq for seq in queued} == self._sequences, "queues and samples disagree"
-        self.scheduler.blocks.check_integrity(queued)
+        self.scheduler.check_integrity()
 
-    def _run(self, work: list[Work]) -> list[GenerationResult]:
+    def _run(self, work: list[Work], batch: ForwardBatch) -> list[GenerationResult]:
         assert self._cache is not None
-        drawing = [w.seq for w in work if w.draws]
-        logits = self.runner.forward(ForwardBatch.of(work, self.options.block_tokens), self._cache)
-        draws = draw_tokens(logits, [DrawRequest.of(seq) for seq in drawing])
+        logits = self.runner.forward(batch, self._cache)
+        drawing = [seq for seq, _, draws in work if draws]
+        totals = batch.positions[batch.draw_rows] + 1
+        draws = draw_tokens(logits, DrawBatch.of(drawing, totals, self.scheduler.table))
         self.scheduler.complete(work)
-        for seq, draw in zip(drawing, draws):
-            self._take(seq, draw)
-        finished = [seq for seq in drawing if seq.finish_reason is not None]
-        for seq in finished:
-            self._leave(seq)
-        return [seq.result() for seq in finished]
+        finished = []
+        for seq, token, logprob in zip(drawing, draws.tokens, draws.logprobs):
+            self._take(seq, token, logprob)
+            if seq.finish_reason is not None:
+                self._leave(seq)
+                finished.append(seq.result())
+        return finished
 
-    def _take(self, seq: Sequence, draw: Draw) -> None:
-        if draw.token < 0:
+    def _take(self, seq: Sequence, token: int, logprob: float) -> None:
+        if token < 0:
             seq.finish_reason = "error"
             return
-        seq.append(draw.token, draw.logprob)
-        if seq.params.stop and seq.finish_reason != "stop" and self._ends_with_stop_text(seq):
-            seq.finish_reason = "stop"
-
-    def _ends_with_stop_text(self, seq: Sequence) -> bool:
-        assert self._detokenize is not None, "checked when the sample was added"
-        if len(seq.tokens) < seq.params.min_tokens:
-            return False
-        # A character takes at most four tokens: the new token's match lies within this many.
-        window = 4 * max(map(len, seq.params.stop)) + 8
-        text = self._detokenize(seq.tokens[-window:])
-        return any(stop in text for stop in seq.params.stop)
+        seq.append(token, logprob)
+        params = seq.params
+        if params.stop and seq.finish_reason != "stop" and len(seq.tokens) >= params.min_tokens:
+            assert self._detokenize is not None, "checked when the sample was added"
+            if completes_stop_text(seq.tokens, params.stop, self._detokenize):
+                seq.finish_reason = "stop"
 
     def _sequence(self, sample_id: int, prompt: list[int], params: SamplingParams) -> Sequence:
         """A checked sequence, not yet entered."""
@@ -290,6 +294,13 @@ class Engine:
             raise InputError(f"sample {sample_id}: {len(prompt)} prompt tokens leave no room in {self.spec.context}")
         if params.stop and self._detokenize is None:
             raise InputError("stop texts need a tokenizer; use stop_token_ids, or a model folder with tokenizer.json")
+        ends = () if params.ignore_eos else self.spec.eos_token_ids
+        stop_ids = frozenset(params.stop_token_ids) | frozenset(ends)
+        wrong = next((t for t in params.stop_token_ids if not 0 <= t < self.spec.vocab), None)
+        if wrong is not None:
+            raise InputError(f"sample {sample_id}: stop token {wrong} is not an id in [0, {self.spec.vocab})")
+        if params.min_tokens and len(stop_ids) >= self.spec.vocab:
+            raise InputError(f"sample {sample_id}: every token ends it, but min_tokens={params.min_tokens}; lower it")
         total = min(len(prompt) + params.max_tokens, self.spec.context)
         needed = self.scheduler.blocks.blocks_for(total - 1)  # the last token is never run
         if needed > self.options.num_blocks:
@@ -297,8 +308,7 @@ class Engine:
                 f"sample {sample_id}: {total} tokens need {needed} blocks of {self.options.block_tokens}, the engine "
                 f"has {self.options.num_blocks}; raise num_blocks"
             )
-        ends = () if params.ignore_eos else self.spec.eos_token_ids
-        return Sequence(sample_id, prompt, params, total, frozenset(params.stop_token_ids) | frozenset(ends))
+        return Sequence(sample_id, prompt, params, total, stop_ids)
 
     def _enter(self, seq: Sequence) -> None:
         self._sequences[seq.sample_id] = seq

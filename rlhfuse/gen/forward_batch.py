@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlhfuse.gen.running_table import RunningTable
 from rlhfuse.gen.scheduler import Work
 
 
@@ -29,25 +30,35 @@ class ForwardBatch:
     draw_rows: np.ndarray  # [R] int64: rows whose logits are wanted
 
     @staticmethod
-    def of(work: list[Work], block_tokens: int) -> "ForwardBatch":
-        counts = np.fromiter((w.count for w in work), np.int64, len(work))
-        contexts = np.fromiter((w.context for w in work), np.int64, len(work))
-        query_starts = np.concatenate(([0], np.cumsum(counts)))
-        tables = np.zeros((len(work), max(len(w.seq.block_table) for w in work)), np.int32)
-        tokens: list[int] = []
-        for row, w in enumerate(work):
-            tables[row, : len(w.seq.block_table)] = w.seq.block_table
-            tokens += w.seq.slice(w.seq.computed_tokens, w.context)
-        positions = np.arange(len(tokens)) + np.repeat(contexts - query_starts[1:], counts)
-        sequence = np.repeat(np.arange(len(work)), counts)
-        blocks = tables[sequence, positions // block_tokens].astype(np.int64)
-        draws = np.fromiter((w.draws for w in work), np.bool_, len(work))
+    def of(work: list[Work], table: RunningTable, block_tokens: int) -> "ForwardBatch":
+        counts = np.array([count for _, count, _ in work])
+        contexts = np.array([seq.computed_tokens + count for seq, count, _ in work])  # w.context, in place: hot
+        rows = np.array([seq.row for seq, _, _ in work])
+        draws = np.array([draws for _, _, draws in work])
+        ends = counts.cumsum()
+        if ends[-1] == len(work):  # one token each: the usual step
+            positions, token_rows = contexts - 1, rows
+        else:
+            positions = np.arange(ends[-1]) + np.repeat(contexts - ends, counts)
+            token_rows = np.repeat(rows, counts)
+        numbers, offsets = np.divmod(positions, block_tokens)
         return ForwardBatch(
-            np.array(tokens, np.int64),
-            positions,
-            blocks * block_tokens + positions % block_tokens,
-            query_starts,
-            contexts,
-            tables,
-            query_starts[1:][draws] - 1,
+            tokens=_tokens(work),
+            positions=positions,
+            slots=table.blocks[token_rows, numbers].astype(np.int64) * block_tokens + offsets,
+            query_starts=np.concatenate(([0], ends)),
+            contexts=contexts,
+            tables=table.blocks[rows, : int(numbers.max()) + 1],
+            draw_rows=ends[draws] - 1,
         )
+
+
+def _tokens(work: list[Work]) -> np.ndarray:
+    """The tokens of all sequences one after another."""
+    tokens: list[int] = []
+    for seq, count, draws in work:
+        if count == 1 and draws and seq.tokens:
+            tokens.append(seq.tokens[-1])
+        else:
+            tokens += seq.slice(seq.computed_tokens, seq.computed_tokens + count)
+    return np.array(tokens)

@@ -3,12 +3,13 @@
     token = argmax_i  logits_i / temperature + g_i,     g_i = -log(-log(1 - u_i)),     u_i = hash(key, i) in (0, 1)
 
 has exactly the softmax distribution; `key` is made of (seed, sample id, position) alone. So a draw depends on
-nothing but the logits: not on the batch, not on the instance, not on earlier draws. Temperature 0 is argmax. Top-k
-and top-p become one threshold on the logits (ties at the threshold stay). The log-probability returned
-is of the distribution after temperature and before top-k, top-p and banned tokens (after temperature 1 if greedy).
+nothing but the logits: not on the batch, not on the instance, not on earlier draws. Temperature 0 is argmax. Banned
+tokens are taken out first; of the others top-k and top-p leave those at or above one threshold (ties with it stay).
+The log-probability returned is of the distribution after temperature and before bans, top-k and top-p (after
+temperature 1 if greedy).
 
 On CPU the rows go through the numba kernel of sampler_cpu.py; elsewhere through the same formulas in torch: the same
-hash bits, and noise equal to a few ulp. Knows nothing of sequences.
+hash bits, and noise equal to a few ulp. Knows nothing of how tokens end up in sequences.
 """
 
 from __future__ import annotations
@@ -16,87 +17,121 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlhfuse.gen import sampler_cpu
+from rlhfuse.gen.running_table import RunningTable
 from rlhfuse.gen.sequence import Sequence
 
+PARALLEL_ELEMENTS = 2**20  # fewer logits are drawn sooner than a second thread has started on a busy machine
 _MASK32 = 0xFFFFFFFF
-_GOLDEN64 = 0x9E3779B97F4A7C15
 
 
-class Draw(NamedTuple):
-    """token is -1 where the row holds a number that is not finite; logprob is then NaN."""
+class Draws(NamedTuple):
+    """Per row; a token is -1, its log-probability NaN, where the row holds a number that is not finite."""
 
-    token: int
-    logprob: float
+    tokens: list[int]
+    logprobs: list[float]
 
 
 @dataclass(frozen=True)
-class DrawRequest:
-    """What the draw of one row needs besides the logits."""
+class DrawBatch:
+    """What the draws of R rows need besides the logits."""
 
-    key: tuple[int, int]  # two 32-bit numbers
-    temperature: float
-    top_k: int
-    top_p: float
-    banned: tuple[int, ...]
+    keys: np.ndarray  # [R, 2] uint32: of (seed, sample id, position)
+    temperatures: np.ndarray  # [R] float32, 0 = greedy
+    top_ks: np.ndarray  # [R] int64, 0 = off
+    top_ps: np.ndarray  # [R] float64, 1 = off
+    banned: np.ndarray  # [R, B] int64, unused places -1
 
     @staticmethod
-    def of(seq: Sequence) -> "DrawRequest":
-        p = seq.params
-        key = noise_key(p.seed, seq.sample_id, seq.total_tokens)
-        return DrawRequest(key, p.temperature, p.top_k, p.top_p, seq.banned_tokens)
+    def of(drawing: list[Sequence], totals: np.ndarray, table: RunningTable) -> "DrawBatch":
+        """For the next tokens of running sequences that have `totals` [R] tokens."""
+        rows = np.array([seq.row for seq in drawing], np.int64)
+        return DrawBatch(
+            keys=sampler_cpu.noise_keys(table.streams[rows], totals),
+            temperatures=table.temperatures[rows],
+            top_ks=table.top_ks[rows],
+            top_ps=table.top_ps[rows],
+            banned=_banned(drawing, totals < table.least_totals[rows]),
+        )
 
 
-def noise_key(seed: int, sample_id: int, position: int) -> tuple[int, int]:
-    """Two 32-bit numbers from (seed, sample id, position), by three rounds of splitmix64."""
-    state = 0
-    for word in (seed, sample_id, position):
-        state = (state ^ (word & 0xFFFFFFFFFFFFFFFF)) + _GOLDEN64 & 0xFFFFFFFFFFFFFFFF
-        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 31
-    return state & _MASK32, state >> 32
+def _banned(drawing: list[Sequence], early: np.ndarray) -> np.ndarray:
+    """The end tokens of the sequences that are too short to end, [R, B]."""
+    if not early.any():
+        return np.empty((len(drawing), 0), np.int64)
+    banned = np.full((len(drawing), max(len(seq.stop_ids) for seq in drawing)), -1, np.int64)
+    for row in early.nonzero()[0]:
+        banned[row, : len(drawing[row].stop_ids)] = sorted(drawing[row].stop_ids)
+    return banned
 
 
-def draw_tokens(logits: Tensor, requests: list[DrawRequest]) -> list[Draw]:
-    """One draw per request; logits [R or more, vocab] float32, row r for request r."""
-    if not requests:
-        return []
-    thresholds = [row_threshold(logits[r], request) for r, request in enumerate(requests)]
+def draw_tokens(logits: Tensor, batch: DrawBatch) -> Draws:
+    """One draw per row of `batch`; logits [R or more, vocab] float32."""
+    rows = len(batch.keys)
+    if rows == 0:
+        return Draws([], [])
     if logits.device.type != "cpu":
-        return _draw_torch(logits[: len(requests)], requests, thresholds)
-    banned = np.full((len(requests), max(len(r.banned) for r in requests)), -1, np.int64)
-    for row, request in enumerate(requests):
-        banned[row, : len(request.banned)] = request.banned
-    tokens, logprobs = sampler_cpu.draw_rows(
-        logits.numpy(),
-        np.array([r.key for r in requests], np.uint32),
-        np.array([r.temperature for r in requests], np.float32),
-        np.array(thresholds, np.float32),
-        banned,
-    )
-    return [Draw(t, lp) for t, lp in zip(tokens.tolist(), logprobs.tolist())]
+        return _draw_torch(logits[:rows], batch)
+    draw = sampler_cpu.draw_rows
+    if torch.get_num_threads() > 1 and rows * logits.shape[1] >= PARALLEL_ELEMENTS:
+        numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+        draw = sampler_cpu.draw_rows_parallel
+    # Rows of a wider buffer are copied: the kernel is compiled for rows without gaps, which it reads several times.
+    contiguous = np.ascontiguousarray(logits.numpy())
+    tokens, logprobs = draw(contiguous, batch.keys, batch.temperatures, batch.top_ks, batch.top_ps, batch.banned)
+    return Draws(tokens.tolist(), logprobs.tolist())
 
 
-def row_threshold(row: Tensor, request: DrawRequest) -> float:
-    """Least logit that top-k and top-p leave; minus infinity if both are off.
+def _draw_torch(logits: Tensor, batch: DrawBatch) -> Draws:
+    def here(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(logits.device)
 
-    Computed from one row by itself, so it cannot depend on the others; a logit of the row, so that the comparison
-    with it is exact.
-    """
-    top_k = request.top_k if 0 < request.top_k < row.shape[0] else 0
-    if request.temperature == 0 or not (top_k or request.top_p < 1):
-        return float("-inf")
-    largest = torch.topk(row, top_k or row.shape[0]).values
-    if request.top_p == 1:
-        return float(largest[-1])
-    before = torch.softmax(largest.double() / request.temperature, 0).cumsum(0).roll(1)  # of all more likely tokens
-    before[0] = 0.0
-    return float(largest[max(int((before < request.top_p).sum()), 1) - 1])
+    temperatures = here(batch.temperatures)[:, None]
+    greedy = temperatures == 0
+    scaled = logits / temperatures.masked_fill(greedy, 1.0)
+    allowed = logits
+    if batch.banned.size:
+        rows, places = (batch.banned >= 0).nonzero()
+        allowed = logits.clone()
+        allowed[here(rows), here(batch.banned[rows, places])] = float("-inf")
+    noise = gumbel_noise(here(batch.keys.astype(np.int64)), logits.shape[1])
+    scores = torch.where(greedy, scaled, scaled + noise)
+    out = (allowed < thresholds_torch(allowed, batch)[:, None]) | (allowed == float("-inf"))
+    best, tokens = scores.masked_fill(out, float("-inf")).max(dim=1)
+    logprobs = torch.log_softmax(scaled, dim=1).gather(1, tokens[:, None])[:, 0]
+    broken = ~(torch.isfinite(logits.amax(dim=1)) & torch.isfinite(best))
+    tokens, logprobs = tokens.masked_fill(broken, -1), logprobs.masked_fill(broken, float("nan"))
+    return Draws(tokens.tolist(), logprobs.tolist())
+
+
+def thresholds_torch(logits: Tensor, batch: DrawBatch) -> Tensor:
+    """As `row_threshold` of threshold_cpu.py, for all rows [R, vocab] at once: [R], minus infinity if both are off."""
+    vocab = logits.shape[1]
+    thresholds = torch.full((len(logits),), float("-inf"), device=logits.device)
+    limited = (batch.top_ks > 0) & (batch.top_ks < vocab)
+    rows = ((batch.temperatures > 0) & (limited | (batch.top_ps < 1))).nonzero()[0]
+    if not len(rows):
+        return thresholds
+
+    def here(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array[rows]).to(logits.device)[:, None]
+
+    where = torch.from_numpy(rows).to(logits.device)
+    ranked = logits[where].sort(dim=1, descending=True).values
+    beyond = torch.arange(vocab, device=logits.device) >= here(np.where(limited, batch.top_ks, vocab))
+    shares = torch.softmax((ranked.double() / here(batch.temperatures)).masked_fill(beyond, float("-inf")), dim=1)
+    before = shares.cumsum(1).roll(1, dims=1)  # of all more likely tokens
+    before[:, 0] = 0.0
+    # A running sum may round up to 1 too early: without top-p nothing is cut, whatever it is.
+    least = here(np.where(batch.top_ps < 1, batch.top_ps, 2.0))
+    kept = ((before < least) & ~beyond).sum(dim=1, keepdim=True)
+    thresholds[where] = ranked.gather(1, kept.clamp(min=1) - 1)[:, 0]
+    return thresholds
 
 
 def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
@@ -116,21 +151,3 @@ def _mix(h: Tensor) -> Tensor:
 def _uniform(h: Tensor) -> Tensor:
     """(h + 1/2) / 2**32 in float32, kept below 1."""
     return ((h.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
-
-
-def _draw_torch(logits: Tensor, requests: list[DrawRequest], thresholds: list[float]) -> list[Draw]:
-    device = logits.device
-    temperatures = torch.tensor([r.temperature for r in requests], device=device)[:, None]
-    greedy = temperatures == 0
-    scaled = logits / temperatures.masked_fill(greedy, 1.0)
-    keys = torch.tensor([r.key for r in requests], dtype=torch.int64, device=device)
-    scores = torch.where(greedy, scaled, scaled + gumbel_noise(keys, logits.shape[1]))
-    scores = scores.masked_fill(logits < torch.tensor(thresholds, device=device)[:, None], float("-inf"))
-    for row, request in enumerate(requests):
-        if request.banned:
-            scores[row, list(request.banned)] = float("-inf")
-    tokens = scores.argmax(dim=1)
-    logprobs = torch.log_softmax(scaled, dim=1).gather(1, tokens[:, None])[:, 0]
-    broken = ~torch.isfinite(logits.amax(dim=1))
-    tokens, logprobs = tokens.masked_fill(broken, -1), logprobs.masked_fill(broken, float("nan"))
-    return [Draw(t, lp) for t, lp in zip(tokens.tolist(), logprobs.tolist())]

@@ -17,6 +17,7 @@ from collections import deque
 from typing import NamedTuple
 
 from rlhfuse.gen.block_manager import BlockManager
+from rlhfuse.gen.running_table import RunningTable
 from rlhfuse.gen.sequence import Sequence
 
 
@@ -25,16 +26,12 @@ class Work(NamedTuple):
 
     seq: Sequence
     count: int
+    draws: bool  # these are all: the step ends with the draw of a new token
 
     @property
     def context(self) -> int:
         """Tokens of the sequence in the cache after the step."""
         return self.seq.computed_tokens + self.count
-
-    @property
-    def draws(self) -> bool:
-        """Whether the step ends with the draw of a new token."""
-        return self.count == self.seq.pending_tokens
 
 
 class Scheduler:
@@ -44,6 +41,8 @@ class Scheduler:
         self.max_batched_tokens = max_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
+        self.table = RunningTable(max_sequences)
+        self.reused_tokens = 0  # so many tokens were found in known prefixes instead of being run
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
@@ -53,11 +52,17 @@ class Scheduler:
         return len(self.running) < self.max_sequences and self.blocks.can_grow(seq, tokens)
 
     def adopt(self, seq: Sequence, tokens: int) -> None:
-        """Take such a sequence in; the caller fills its blocks."""
+        """Take such a sequence in; the caller fills its blocks.
+
+        If it decodes it goes in front of those that still prefill, so that it does not wait for their chunks.
+        """
         self.blocks.grow(seq, tokens)
         seq.computed_tokens = tokens
         self.blocks.publish(seq, tokens)
-        self.running.append(seq)
+        self.table.enter(seq)
+        prefilling = (i for i, other in enumerate(self.running) if other.pending_tokens > 1)
+        place = next(prefilling, len(self.running)) if seq.pending_tokens == 1 else len(self.running)
+        self.running.insert(place, seq)
 
     def schedule(self) -> list[Work]:
         """Choose the work of one step and give it blocks; its full blocks enter the prefix index.
@@ -73,13 +78,14 @@ class Scheduler:
 
     def complete(self, work: list[Work]) -> None:
         """Account for work that has been run."""
-        for seq, count in work:
+        for seq, count, _ in work:
             seq.computed_tokens += count
 
     def remove(self, seq: Sequence) -> None:
         """Take a finished, aborted or departing sequence out and give back its blocks."""
         if seq in self.running:
             self.running.remove(seq)
+            self.table.leave(seq)
         else:
             self.waiting.remove(seq)
         self.blocks.release(seq)
@@ -90,16 +96,27 @@ class Scheduler:
             self._preempt()
         self.blocks.forget_prefixes()
 
+    def check_integrity(self) -> None:
+        """Assert that queues, tables and blocks agree, and that no decoding sequence stands behind a prefill."""
+        self.table.check_integrity(self.running, list(self.waiting))
+        prefilling = [seq.pending_tokens > 1 for seq in self.running]
+        assert prefilling == sorted(prefilling), f"a decoding sequence waits for a prefill: {prefilling}"
+        self.blocks.check_integrity([*self.running, *self.waiting])
+
     def _schedule_running(self, work: list[Work]) -> int:
         """Append the work of running sequences; returns what is left of the token budget."""
-        budget = self.max_batched_tokens
+        budget, block_tokens = self.max_batched_tokens, self.blocks.block_tokens
         while budget and len(work) < len(self.running):
             seq = self.running[len(work)]
-            count = min(seq.pending_tokens, budget)
-            while not self.blocks.can_grow(seq, seq.computed_tokens + count):
-                if self._preempt() is seq:
-                    return budget
-            self._take(work, seq, count)
+            pending = seq.pending_tokens
+            count = pending if pending < budget else budget
+            context = seq.computed_tokens + count
+            if context >= len(seq.block_table) * block_tokens:  # else it writes into a block that stays unfilled
+                while not self.blocks.can_grow(seq, context):
+                    if self._preempt() is seq:
+                        return budget
+                self._give_blocks(seq, context)
+            work.append(Work(seq, count, count == pending))
             budget -= count
         return budget
 
@@ -110,20 +127,26 @@ class Scheduler:
             if not self.blocks.can_admit(seq, known, seq.total_tokens):
                 return
             self.blocks.share(seq, known)
-            count = min(seq.pending_tokens, budget)
+            self.reused_tokens += seq.computed_tokens
+            self.table.enter(seq)
             self.running.append(self.waiting.popleft())
-            self._take(work, seq, count)
+            pending = seq.pending_tokens
+            count = min(pending, budget)
+            self._give_blocks(seq, seq.computed_tokens + count)
+            work.append(Work(seq, count, count == pending))
             budget -= count
 
-    def _take(self, work: list[Work], seq: Sequence, count: int) -> None:
-        context = seq.computed_tokens + count
+    def _give_blocks(self, seq: Sequence, context: int) -> None:
+        """Room for `context` tokens; blocks that they fill enter the prefix index."""
+        held = len(seq.block_table)
         self.blocks.grow(seq, context)
+        self.table.extend(seq, held)
         self.blocks.publish(seq, context)
-        work.append(Work(seq, count))
 
     def _preempt(self) -> Sequence:
         """Stop the youngest running sequence; it waits in front of all younger ones."""
         seq = self.running.pop()
+        self.table.leave(seq)
         self.blocks.release(seq)
         self.waiting.appendleft(seq)
         return seq

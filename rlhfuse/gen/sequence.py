@@ -17,11 +17,15 @@ from typing import Literal
 from rlhfuse.errors import InputError
 
 FinishReason = Literal["stop", "length", "error"]
+_MASK64 = 0xFFFFFFFFFFFFFFFF
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one sample are drawn."""
+    """How the tokens of one sample are drawn.
+
+    Temperature 0 takes the most likely token, which top-k and top-p always leave: they may be given and change nothing.
+    """
 
     temperature: float = 1.0  # 0 = greedy
     top_k: int = 0  # draw from the k most likely tokens; 0 = off
@@ -44,6 +48,10 @@ class SamplingParams:
             value = getattr(self, name)
             if not isinstance(value, int) or value < low:
                 raise InputError(f"{name}={value!r} must be an integer of at least {low}")
+        for name, values in (("seed", (self.seed,)), ("stop_token_ids", self.stop_token_ids)):
+            wrong = next((value for value in values if not isinstance(value, int)), None)
+            if wrong is not None:
+                raise InputError(f"{name} holds {wrong!r}; give an integer")
         if self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens={self.min_tokens} > max_tokens={self.max_tokens}; lower min_tokens")
         if any(not text for text in self.stop):
@@ -67,7 +75,7 @@ class GenerationResult:
 
 @dataclass(eq=False)
 class Sequence:
-    """A sample in the making. The scheduler owns `block_table`, `computed_tokens` and the two prefix fields."""
+    """A sample in the making. The scheduler owns `block_table`, `computed_tokens`, `row` and the two prefix fields."""
 
     sample_id: int
     prompt: list[int]
@@ -81,6 +89,7 @@ class Sequence:
     computed_tokens: int = 0
     published_blocks: int = 0  # so many leading blocks are known to the prefix index
     prefix_node: int = 0  # name of the prefix that ends with the last of them
+    row: int = -1  # in the running table; -1 while it does not run
 
     @property
     def total_tokens(self) -> int:
@@ -88,16 +97,16 @@ class Sequence:
 
     @property
     def pending_tokens(self) -> int:
-        return self.total_tokens - self.computed_tokens
+        return len(self.prompt) + len(self.tokens) - self.computed_tokens
 
     @property
     def is_decoding(self) -> bool:
         return bool(self.tokens) and self.pending_tokens == 1
 
     @property
-    def banned_tokens(self) -> tuple[int, ...]:
-        """Tokens that may not be drawn next: the end tokens, until min_tokens is reached."""
-        return tuple(self.stop_ids) if len(self.tokens) < self.params.min_tokens else ()
+    def noise_stream(self) -> int:
+        """Name of the sample's noise, 64 bits: (seed, sample id) through two rounds of splitmix64."""
+        return _splitmix64(_splitmix64(self.params.seed) ^ (self.sample_id & _MASK64))
 
     def slice(self, start: int, end: int) -> list[int]:
         """Tokens start:end of prompt and response together."""
@@ -110,9 +119,10 @@ class Sequence:
         """Take the drawn token in; sets finish_reason when it is the last one."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        if token in self.stop_ids and len(self.tokens) >= self.params.min_tokens:
+        drawn = len(self.tokens)
+        if token in self.stop_ids and drawn >= self.params.min_tokens:
             self.finish_reason = "stop"
-        elif self.total_tokens >= self.max_total_tokens:
+        elif len(self.prompt) + drawn >= self.max_total_tokens:
             self.finish_reason = "length"
 
     def result(self) -> GenerationResult:
@@ -120,3 +130,11 @@ class Sequence:
         return GenerationResult(
             self.sample_id, tuple(self.prompt), tuple(self.tokens), tuple(self.logprobs), self.finish_reason
         )
+
+
+def _splitmix64(word: int) -> int:
+    """One round on a 64-bit number; other integers count modulo 2**64."""
+    state = (word & _MASK64) + 0x9E3779B97F4A7C15 & _MASK64
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK64
+    return state ^ (state >> 31)

@@ -10,17 +10,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfuse.gen import sampler, sampler_cpu
-from rlhfuse.gen.sampler import DrawRequest, draw_tokens, noise_key
+from rlhfuse.gen.running_table import RunningTable
+from rlhfuse.gen.sampler import DrawBatch, draw_tokens
+from rlhfuse.gen.sequence import SamplingParams, Sequence
+from rlhfuse.gen.threshold_cpu import BINS, row_threshold
+
+OFF = dict(temperature=1.0, top_k=0, top_p=1.0, banned=(), seed=0)
 
 
-def request(position: int, temperature=1.0, top_k=0, top_p=1.0, banned=(), seed=0) -> DrawRequest:
-    return DrawRequest(noise_key(seed, 3, position), temperature, top_k, top_p, banned)
+def noise_key(seed: int, sample_id: int, position: int) -> tuple[int, int]:
+    """What a key means: three rounds of splitmix64 over (seed, sample id, position)."""
+    state = 0
+    for word in (seed, sample_id, position):
+        state = (state ^ (word % 2**64)) + 0x9E3779B97F4A7C15
+        state %= 2**64
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+        state ^= state >> 31
+    return state % 2**32, state >> 32
+
+
+def draw_batch(rows: list[dict], first_position: int = 0) -> DrawBatch:
+    """Row r: sample 3 at position first_position + r, with options over OFF."""
+    rows = [OFF | row for row in rows]
+    banned = np.full((len(rows), max(len(row["banned"]) for row in rows)), -1)
+    for number, row in enumerate(rows):
+        banned[number, : len(row["banned"])] = row["banned"]
+    return DrawBatch(
+        np.array([noise_key(row["seed"], 3, first_position + r) for r, row in enumerate(rows)], np.uint32),
+        np.array([row["temperature"] for row in rows], np.float32),
+        np.array([row["top_k"] for row in rows]),
+        np.array([row["top_p"] for row in rows], np.float64),
+        banned,
+    )
 
 
 def counts(probabilities: torch.Tensor, draws: int, **options) -> np.ndarray:
     logits = probabilities.log().float().expand(draws, -1).contiguous()
-    drawn = draw_tokens(logits, [request(i, **options) for i in range(draws)])
-    return np.bincount([d.token for d in drawn], minlength=len(probabilities))
+    return np.bincount(draw_tokens(logits, draw_batch([options] * draws)).tokens, minlength=len(probabilities))
 
 
 def chi_square(observed: np.ndarray, probabilities: np.ndarray) -> float:
@@ -47,7 +74,18 @@ def test_top_k_and_top_p_keep_the_likely_tokens():
     assert abs(chi_square(counts(p, 4000, top_k=2), kept)) < 4
     assert abs(chi_square(counts(p, 4000, top_p=0.6), kept)) < 4
     assert counts(p, 100, top_p=1e-6)[0] == counts(p, 100, top_k=1)[0] == 100
-    assert counts(p, 300, top_k=2, banned=(0,))[1] == 300
+
+
+def test_banned_tokens_are_out_before_top_k_and_top_p():
+    """Else a ban of the one token they leave would leave none."""
+    p = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])
+    assert counts(p, 300, top_k=1, banned=(0,))[1] == 300
+    assert counts(p, 300, top_p=0.3, banned=(0,))[1] == 300
+    assert counts(p, 300, temperature=0.0, banned=(0, 1))[2] == 300
+    kept = np.array([0, 0.3, 0.15, 0.1, 0]) / 0.55
+    assert abs(chi_square(counts(p, 4000, top_k=3, banned=(0,)), kept)) < 4
+    logprob = draw_tokens(p.log()[None], draw_batch([dict(top_k=1, banned=(0,))])).logprobs[0]
+    assert abs(logprob - math.log(0.3)) < 1e-6  # of the policy, not of what was left
 
 
 def test_noise_of_neighbouring_keys_is_uncorrelated():
@@ -61,16 +99,18 @@ def test_noise_of_neighbouring_keys_is_uncorrelated():
 def test_both_implementations_agree():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(40, 1003, generator=generator) * 3
-    options = [{}, {"temperature": 0.0}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.5}, {"banned": (1, 2)}]
-    requests = [request(i, **options[i % 6]) for i in range(40)]
-    ours = draw_tokens(logits, requests)
-    thresholds = [sampler.row_threshold(logits[i], r) for i, r in enumerate(requests)]
-    theirs = sampler._draw_torch(logits, requests, thresholds)
-    assert [d.token for d in ours] == [d.token for d in theirs]
-    assert max(abs(a.logprob - b.logprob) for a, b in zip(ours, theirs)) < 1e-5
-    noise = sampler.gumbel_noise(torch.tensor([requests[0].key]), 1000)[0]
-    k0, k1 = np.array(requests[0].key, np.uint32)
-    assert max(abs(-math.log(sampler_cpu.exponential(k0, k1, i)) - float(noise[i])) for i in range(1000)) < 1e-5
+    options = [
+        {}, {"temperature": 0.0}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.5}, {"banned": (1, 2)},
+        {"top_k": 9, "top_p": 0.7, "temperature": 1.5}, {"top_k": 2, "banned": (3,)},
+    ]  # fmt: skip
+    batch = draw_batch([options[i % 8] for i in range(40)])
+    ours, theirs = draw_tokens(logits, batch), sampler._draw_torch(logits, batch)
+    assert ours.tokens == theirs.tokens
+    assert max(abs(a - b) for a, b in zip(ours.logprobs, theirs.logprobs)) < 1e-5
+    noise = sampler.gumbel_noise(torch.from_numpy(batch.keys[:1].astype(np.int64)), 1000)[0]
+    k0, k1 = batch.keys[0]
+    hashes = [sampler_cpu.noise_hash(k0, k1, i) for i in range(1000)]
+    assert max(abs(-math.log(sampler_cpu.exponential(h)) - float(g)) for h, g in zip(hashes, noise)) < 1e-5
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
@@ -78,19 +118,93 @@ def test_both_implementations_agree():
 def test_a_row_does_not_depend_on_the_others(seed, vocab, rows):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, vocab, generator=generator) * 4
-    requests = [request(i, (0.0, 1.0, 0.7)[i % 3], i % 4, (1.0, 0.8)[i % 2], seed=seed) for i in range(rows)]
-    together = draw_tokens(logits, requests)
-    assert together == [draw_tokens(logits[i : i + 1], [requests[i]])[0] for i in range(rows)]
+    options = [
+        dict(temperature=(0.0, 1.0, 0.7)[i % 3], top_k=i % 4, top_p=(1.0, 0.8)[i % 2], seed=seed) for i in range(rows)
+    ]
+    together = draw_tokens(logits, draw_batch(options))
+    for i in range(rows):
+        alone = draw_tokens(logits[i : i + 1], draw_batch([options[i]], first_position=i))
+        assert alone == ([together.tokens[i]], [together.logprobs[i]])
+
+
+def test_several_threads_give_the_same_bits(monkeypatch):
+    logits = torch.randn(9, 700, generator=torch.Generator().manual_seed(0)) * 4
+    batch = draw_batch([dict(top_k=i % 3, top_p=(1.0, 0.8)[i % 2]) for i in range(9)])
+    one = draw_tokens(logits, batch)
+    monkeypatch.setattr(sampler, "PARALLEL_ELEMENTS", 1)
+    torch.set_num_threads(2)  # put back by one_thread
+    assert draw_tokens(logits, batch) == one
+
+
+def test_logits_in_a_wider_buffer():
+    logits = torch.randn(5, 100, generator=torch.Generator().manual_seed(0))
+    batch = draw_batch([{}] * 5)
+    assert draw_tokens(logits[:, :77], batch) == draw_tokens(logits[:, :77].contiguous(), batch)
 
 
 def test_rows_that_are_not_finite():
-    for draw in (draw_tokens, lambda x, r: sampler._draw_torch(x, r, [-math.inf] * len(r))):
+    for draw in (draw_tokens, sampler._draw_torch):
         for bad in (math.nan, math.inf):
-            logits = torch.zeros(2, 70)
-            logits[0, 66] = bad
-            broken, good = draw(logits, [request(0), request(1)])
-            assert broken.token == -1 and math.isnan(broken.logprob)
-            assert good.token >= 0 and abs(good.logprob + math.log(70)) < 1e-5
+            for place in (0, 66):
+                logits = torch.zeros(2, 70)
+                logits[0, place] = bad
+                draws = draw(logits, draw_batch([{}, {}]))
+                assert draws.tokens[0] == -1 and math.isnan(draws.logprobs[0])
+                assert draws.tokens[1] >= 0 and abs(draws.logprobs[1] + math.log(70)) < 1e-5
+        assert draw(torch.full((1, 70), -math.inf), draw_batch([{}])).tokens == [-1]
+
+
+def threshold_twin(row: np.ndarray, temperature: float, top_k: int, top_p: float) -> float:
+    """What the threshold means, in float64 and by a full sort."""
+    ranked = np.sort(row)[::-1][: top_k if 0 < top_k < len(row) else len(row)]
+    if top_p >= 1:
+        return ranked[-1]
+    shares = np.exp((ranked.astype(np.float64) - ranked[0]) / temperature)
+    before = np.concatenate(([0.0], shares.cumsum()[:-1])) / shares.sum()
+    return ranked[max(int((before < top_p).sum()), 1) - 1]
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(
+    st.integers(0, 2**31), st.integers(1, 2000), st.sampled_from([1e-3, 0.1, 3, 40, 1000]), st.booleans(),
+    st.floats(0.05, 5), st.integers(0, 2100), st.floats(0.01, 1),
+)  # fmt: skip
+def test_threshold_is_exact(seed, vocab, spread, ties, temperature, top_k, top_p):
+    """Within float32 exponentials of top_p two thresholds are right; elsewhere there is one."""
+    generator = np.random.default_rng(seed)
+    row = (generator.normal(size=vocab) * spread).astype(np.float32)
+    if ties:
+        row = np.round(row / spread).astype(np.float32) * np.float32(spread)
+    row[generator.random(vocab) < 0.1] = -np.inf
+    row[seed % vocab] = 1.0
+    found = row_threshold(row, np.float32(temperature), top_k, top_p)
+    twins = {threshold_twin(row, np.float32(temperature), top_k, p) for p in (top_p - 1e-5, top_p, top_p + 1e-5)}
+    assert found in (twins if top_p < 1 else {threshold_twin(row, 1.0, top_k, 1.0)})
+    batch = draw_batch([dict(temperature=temperature, top_k=top_k, top_p=top_p)])
+    in_torch = float(sampler.thresholds_torch(torch.from_numpy(row)[None], batch)[0])
+    assert in_torch in twins or in_torch == -math.inf  # minus infinity where both are off
+
+
+def test_threshold_of_equal_logits_and_of_one_token():
+    assert row_threshold(np.zeros(4 * BINS, np.float32), np.float32(1), 7, 0.5) == 0
+    assert row_threshold(np.full(1, -3, np.float32), np.float32(1), 0, 0.5) == -3
+    peaked = np.full(100, -1e30, np.float32)
+    peaked[40] = 5
+    assert row_threshold(peaked, np.float32(1), 0, 0.999) == 5
+    assert row_threshold(peaked, np.float32(1), 2, 1.0) == np.float32(-1e30)
+
+
+def test_keys_are_of_seed_sample_and_position():
+    """Rows of one table with several seeds and samples; seeds beyond 64 bits and below 0 count modulo 2**64."""
+    table, cases = RunningTable(6), [(0, 0), (0, 1), (1, 0), (-1, 3), (2**64 + 5, 2), (7, 2**62)]
+    sequences = [Sequence(i, [1, 2], SamplingParams(seed=s, min_tokens=3), 9, frozenset({4})) for s, i in cases]
+    for seq in sequences:
+        table.enter(seq)
+    totals = np.array([2, 2, 2, 4, 5, 100])
+    batch = DrawBatch.of(sequences, totals, table)
+    assert batch.keys.tolist() == [list(noise_key(*case, total)) for case, total in zip(cases, totals.tolist())]
+    assert batch.banned.tolist() == [[4], [4], [4], [4], [-1], [-1]]
+    assert DrawBatch.of(sequences[::-1], totals[::-1], table).keys.tolist() == batch.keys[::-1].tolist()
 
 
 def test_largest_and_smallest_hash_give_finite_noise():

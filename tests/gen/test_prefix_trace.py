@@ -1,0 +1,82 @@
+"""Real prefix structure: requests of a chat service share as many prompt tokens as their block hashes say.
+
+A hash id of the trace names 512 tokens and all before them; here it stands for 16, so that lengths shrink by 32.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from gen_models import random_weights, tiny_spec
+
+from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+
+TRACE = Path(__file__).resolve().parents[2] / "../shared/data/traces/mooncake_conversation.jsonl"
+BLOCK = 16
+REQUESTS, LONGEST = 200, 480
+
+
+def read_requests() -> list[tuple[list[int], int]]:
+    """(hash ids, prompt tokens) of the first requests that are not longer than LONGEST tokens."""
+    requests = []
+    with TRACE.open() as lines:
+        for line in lines:
+            facts = json.loads(line)
+            tokens = max(facts["input_length"] * BLOCK // 512, 1)
+            if tokens <= LONGEST:
+                requests.append((facts["hash_ids"], tokens))
+            if len(requests) == REQUESTS:
+                return requests
+    return requests
+
+
+def spell(hash_ids: list[int], tokens: int, vocab: int) -> list[int]:
+    def block(hash_id: int) -> list[int]:
+        return torch.randint(8, vocab, (BLOCK,), generator=torch.Generator().manual_seed(hash_id)).tolist()
+
+    return [token for hash_id in hash_ids for token in block(hash_id)][:tokens]
+
+
+def expected_reuse(requests: list[tuple[list[int], int]]) -> list[int]:
+    """Tokens of each request that earlier ones have: whole blocks, and at least one token is left to run."""
+    seen: set[int] = set()
+    reuse = []
+    for hash_ids, tokens in requests:
+        known = 0
+        while known < (tokens - 1) // BLOCK and hash_ids[known] in seen:
+            known += 1
+        seen.update(hash_ids[: tokens // BLOCK])
+        reuse.append(known * BLOCK)
+    return reuse
+
+
+def test_reuse_equals_the_reference_and_changes_nothing():
+    if not TRACE.exists():
+        pytest.skip(f"{TRACE} is not here")
+    requests = read_requests()
+    spec = tiny_spec(layers=1, hidden=32, heads=2, kv_heads=1, head_dim=16, mlp=32, context=512)
+    prompts = [spell(*request, spec.vocab) for request in requests]
+    blocks = sum(len(prompt) // BLOCK + 2 for prompt in prompts)  # no block is ever taken from a known prefix
+    engine = Engine(spec, random_weights(spec), EngineOptions(num_blocks=blocks, max_batched_tokens=600))
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    for i, prompt in enumerate(prompts):
+        engine.add(i, prompt, params)
+    reused, run, results = 0, 0, {}
+    while engine.has_unfinished():
+        results |= {result.sample_id: result for result in engine.step()}
+        reused += engine.last_step.reused_tokens
+        run += engine.last_step.prefill_tokens
+        engine.check_integrity()
+    expected = sum(expected_reuse(requests))
+    total = sum(map(len, prompts))
+    assert reused == expected > 0.05 * total
+    assert run == total - expected
+
+    for i, prompt in enumerate(prompts):
+        engine.pause()  # forgets all prefixes
+        engine.resume()
+        assert engine.generate([prompt], params, [i])[0] == results[i]
+        assert engine.last_step.reused_tokens == 0

@@ -1,0 +1,152 @@
+"""Host-side books of a step: the flat batch, the running table, the order in which sequences get their tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfuse.gen.block_manager import BlockManager
+from rlhfuse.gen.forward_batch import ForwardBatch
+from rlhfuse.gen.scheduler import Scheduler, Work
+from rlhfuse.gen.sequence import SamplingParams, Sequence
+
+FAST = settings(derandomize=True, deadline=None, max_examples=100)
+
+
+def sequence(sample_id: int, prompt: int, response: int = 6) -> Sequence:
+    tokens = [sample_id * 1000 + i for i in range(prompt)]  # no shared prefixes
+    return Sequence(sample_id, tokens, SamplingParams(max_tokens=response), prompt + response, frozenset())
+
+
+def run(scheduler: Scheduler, work: list[Work]) -> list[Sequence]:
+    """Stand in for the model: every sequence that draws gets token 7. Returns the finished."""
+    scheduler.complete(work)
+    for seq in (w.seq for w in work if w.draws):
+        seq.append(7, 0.0)
+        if seq.finish_reason:
+            scheduler.remove(seq)
+    return [w.seq for w in work if w.seq.finish_reason]
+
+
+def batch_twin(work: list[Work], block_tokens: int) -> dict[str, list]:
+    """What each field of a ForwardBatch means, token by token."""
+    twin = {name: [] for name in ("tokens", "positions", "slots", "contexts", "tables", "draw_rows")}
+    twin["query_starts"] = [0]
+    for seq, count, _ in work:
+        everything = seq.prompt + seq.tokens
+        for position in range(seq.computed_tokens, seq.computed_tokens + count):
+            twin["tokens"].append(everything[position])
+            twin["positions"].append(position)
+            twin["slots"].append(seq.block_table[position // block_tokens] * block_tokens + position % block_tokens)
+        twin["query_starts"].append(len(twin["tokens"]))
+        twin["contexts"].append(seq.computed_tokens + count)
+        twin["tables"].append(seq.block_table)
+        if seq.computed_tokens + count == len(everything):
+            twin["draw_rows"].append(len(twin["tokens"]) - 1)
+    most = max(map(len, twin["tables"]))
+    twin["tables"] = [table + [0] * (most - len(table)) for table in twin["tables"]]
+    return twin
+
+
+@FAST
+@given(st.data())
+def test_batches_say_what_the_sequences_say(data):
+    """Through admission, chunks, growth, preemption and removal; some prompts outgrow the first width of the table."""
+    block_tokens = data.draw(st.integers(1, 4))
+    scheduler = Scheduler(
+        BlockManager(data.draw(st.integers(-(-46 // block_tokens), 90)), block_tokens),
+        data.draw(st.integers(1, 5)),
+        data.draw(st.integers(1, 30)),
+    )
+    alive = [sequence(i, data.draw(st.integers(1, 40))) for i in range(data.draw(st.integers(1, 7)))]
+    for seq in alive:
+        scheduler.add(seq)
+    for step in range(2000):
+        if not alive:
+            break
+        event = data.draw(st.integers(0, 25)) if step < 40 else 25
+        if event == 0:
+            scheduler.preempt_all()
+        elif event == 1:
+            scheduler.remove(alive.pop())
+            continue
+        work = scheduler.schedule()
+        batch = ForwardBatch.of(work, scheduler.table, block_tokens)
+        assert {name: getattr(batch, name).tolist() for name in vars(batch)} == batch_twin(work, block_tokens)
+        finished = run(scheduler, work)
+        alive = [seq for seq in alive if seq not in finished]
+        scheduler.check_integrity()
+    assert not alive and not scheduler.running
+
+
+def test_integrity_names_a_row_that_disagrees():
+    scheduler = Scheduler(BlockManager(20, 4), 4, 100)
+    for i in range(3):
+        scheduler.add(sequence(i, 9))
+    run(scheduler, scheduler.schedule())
+    scheduler.check_integrity()
+    row = scheduler.running[1].row
+    scheduler.table.blocks[row, 2] += 1
+    with pytest.raises(AssertionError, match="sample 1: row holds"):
+        scheduler.check_integrity()
+    scheduler.table.blocks[row, 2] -= 1
+    scheduler.table.streams[row] += np.uint64(1)
+    with pytest.raises(AssertionError, match="another's row"):
+        scheduler.check_integrity()
+
+
+@FAST
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(4, 12),
+    st.lists(st.tuples(st.integers(0, 20), st.integers(2, 9), st.booleans()), max_size=3),
+)  # fmt: skip
+def test_decoding_never_waits_for_a_prefill(prompts, budget, arrivals):
+    """However long the prompts, each decoding sequence gets its token in every step; new ones are admitted in order.
+
+    Sequences that arrive with their keys and values, in the middle of another's chunks, decode at once too.
+    """
+    scheduler = Scheduler(BlockManager(1000, 4), 20, budget)
+    for i, prompt in enumerate(prompts):
+        scheduler.add(sequence(i, prompt))
+    started: list[int] = []
+    for step in range(1000):
+        for number, (when, tokens, whole) in enumerate(arrivals):
+            if when == step:
+                arrived = sequence(100 + number, tokens)
+                arrived.append(7, 0.0)
+                scheduler.adopt(arrived, arrived.total_tokens - (1 if whole else 2))
+        decoding = [seq for seq in scheduler.running if seq.is_decoding]
+        work = scheduler.schedule()
+        if not work:
+            break
+        served = {w.seq.sample_id for w in work}
+        waited = [seq.sample_id for seq in decoding if seq.sample_id not in served]
+        assert not waited or len(decoding) > budget, f"step {step}: {waited} waited"
+        assert sum(w.count for w in work) <= budget
+        started += [w.seq.sample_id for w in work if w.seq.sample_id < 100 and w.seq.sample_id not in started]
+        run(scheduler, work)
+        scheduler.check_integrity()
+    assert started == list(range(len(prompts)))
+    assert not scheduler.running and not scheduler.waiting
+
+
+def test_a_prompt_longer_than_the_budget_is_chunked_beside_decoding():
+    """Exact trace: budget 8, one sequence decodes, a prompt of 20 tokens comes in over three steps, 7 + 7 + 6."""
+    scheduler = Scheduler(BlockManager(100, 4), 4, 8)
+    first, second = sequence(0, 3, 20), sequence(1, 20)
+    scheduler.add(first)
+    run(scheduler, scheduler.schedule())
+    scheduler.add(second)
+    trace = []
+    for _ in range(4):
+        work = scheduler.schedule()
+        trace.append([(w.seq.sample_id, w.count, w.draws) for w in work])
+        run(scheduler, work)
+    assert trace == [
+        [(0, 1, True), (1, 7, False)],
+        [(0, 1, True), (1, 7, False)],
+        [(0, 1, True), (1, 6, True)],
+        [(0, 1, True), (1, 1, True)],
+    ]

@@ -1,0 +1,88 @@
+"""A stop text ends a response with the token that completes it: neither earlier, nor later, nor from the prompt."""
+
+from __future__ import annotations
+
+import pytest
+from gen_models import random_weights, tiny_spec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+from rlhfuse.gen.stop_text import completes_stop_text
+
+PIECES = [b"", b"a", b"b", b" ", b"ab", b"aab", "é".encode(), "é".encode()[:1], "é".encode()[1:], "漢".encode()[:1]]
+PIECES += ["漢".encode()[1:2], "漢".encode()[2:], "漢b a".encode()]
+
+
+def spell(tokens: list[int]) -> str:
+    return b"".join(PIECES[t % len(PIECES)] for t in tokens).decode(errors="replace")
+
+
+def first_stop(tokens: list[int], stops: tuple[str, ...]) -> list[int]:
+    """Lengths at which a stop text is complete that was not so one token before, by the whole text."""
+    found = []
+    for end in range(1, len(tokens) + 1):
+        before, text = spell(tokens[: end - 1]), spell(tokens[:end])
+        same = next((i for i, (a, b) in enumerate(zip(before, text)) if a != b), min(len(before), len(text)))
+        if any(text.startswith(stop, i) and i + len(stop) > same for stop in stops for i in range(len(text))):
+            found.append(end)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "ends"),
+    [
+        ([b"a", b"b", b" ", b"a"], "b a", [4]),  # spans tokens
+        ([b"a", b"aab", b"b"], "aa", [2]),  # inside a token
+        (["漢".encode()[:1], "漢".encode()[1:2], "漢".encode()[2:], b"a"], "漢", [3]),  # bytes split over tokens
+        ([b"a", "é".encode()[:1], "é".encode()[1:], b"b"], "aéb", [4]),
+        ([b"ab", b"b", b"ab"], "ab", [1, 3]),  # the second is new
+        ([b"a", b"", b"", b"b"] + [b""] * 40 + [b"a"], "ba", [45]),  # tokens without text in between
+    ],
+)
+def test_examples(pieces, stop, ends):
+    tokens = [PIECES.index(piece) for piece in pieces]
+    assert first_stop(tokens, (stop,)) == ends
+    assert [n for n in range(1, len(tokens) + 1) if completes_stop_text(tokens[:n], (stop,), spell)] == ends
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(
+    st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=60),
+    st.lists(st.text("ab é漢", min_size=1, max_size=5), min_size=1, max_size=3),
+)
+def test_the_window_finds_what_the_whole_text_holds(tokens, stops):
+    ends = [n for n in range(1, len(tokens) + 1) if completes_stop_text(tokens[:n], tuple(stops), spell)]
+    assert ends == first_stop(tokens, tuple(stops))
+
+
+@pytest.fixture
+def engine() -> Engine:
+    spec = tiny_spec()
+    return Engine(spec, random_weights(spec), EngineOptions(num_blocks=30), detokenize=spell)
+
+
+def test_engine_ends_at_the_stop_text_and_min_tokens_passes_it_over(engine):
+    free = engine.generate([[9]], SamplingParams(max_tokens=60, ignore_eos=True))[0].tokens
+    stops = ("b ", "aa", "漢b")
+    ends = first_stop(list(free), stops)
+    assert len(ends) >= 3, "the example must hold several"
+    for number, end in enumerate(ends[:3]):
+        least = ends[number - 1] + 1 if number else 0
+        params = SamplingParams(max_tokens=60, min_tokens=least, ignore_eos=True, stop=stops)
+        result = engine.generate([[9]], params)[0]
+        assert result.tokens == free[:end] and result.finish_reason == "stop"
+
+
+def test_a_stop_text_in_the_prompt_or_across_its_end_is_not_one(engine):
+    free = engine.generate([[9, 14, 15]], SamplingParams(max_tokens=12, ignore_eos=True))[0].tokens
+    text = spell([9, 14, 15])
+    stop = next(text[-1] + c for c in "ab é漢" if text[-1] + c not in spell(list(free)))
+    for stop in (stop, text):
+        if stop in spell(list(free)):
+            continue
+        params = SamplingParams(max_tokens=12, ignore_eos=True, stop=(stop,))
+        assert engine.generate([[9, 14, 15]], params)[0].finish_reason == "length"
+    crossing = text[-1] + spell(list(free))[:1]
+    result = engine.generate([[9, 14, 15]], SamplingParams(max_tokens=12, ignore_eos=True, stop=(crossing,)))[0]
+    assert result.tokens == free[: (first_stop(list(free), (crossing,)) or [12])[0]]
