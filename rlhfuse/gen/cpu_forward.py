@@ -92,6 +92,8 @@ class CpuForward:
         runner = self.runner
         self.layers = [_Layer.of(layer) for layer in runner.layers]
         self.embedding, self.output = as_array(runner.embedding), as_array(runner.output)
+        if runner.tp_size == 1:
+            self.output = self.output[: runner.spec.vocab]  # without the rows that only fill up
         self.final_norm = as_array(runner.final_norm)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:

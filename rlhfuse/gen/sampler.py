@@ -17,7 +17,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,8 +24,8 @@ from torch import Tensor
 from rlhfuse.gen import sampler_cpu
 from rlhfuse.gen.running_table import RunningTable
 from rlhfuse.gen.sequence import Sequence
+from rlhfuse.models.cpu_threads import share_threads
 
-PARALLEL_ELEMENTS = 2**20  # fewer logits are drawn sooner than a second thread has started on a busy machine
 _MASK32 = 0xFFFFFFFF
 
 
@@ -77,13 +76,12 @@ def draw_tokens(logits: Tensor, batch: DrawBatch) -> Draws:
         return Draws([], [])
     if logits.device.type != "cpu":
         return _draw_torch(logits[:rows], batch)
-    draw = sampler_cpu.draw_rows
-    if torch.get_num_threads() > 1 and rows * logits.shape[1] >= PARALLEL_ELEMENTS:
-        numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
-        draw = sampler_cpu.draw_rows_parallel
+    share_threads()
     # Rows of a wider buffer are copied: the kernel is compiled for rows without gaps, which it reads several times.
     contiguous = np.ascontiguousarray(logits.numpy())
-    tokens, logprobs = draw(contiguous, batch.keys, batch.temperatures, batch.top_ks, batch.top_ps, batch.banned)
+    tokens, logprobs = sampler_cpu.draw_rows(
+        contiguous, batch.keys, batch.temperatures, batch.top_ks, batch.top_ps, batch.banned
+    )
     return Draws(tokens.tolist(), logprobs.tolist())
 
 

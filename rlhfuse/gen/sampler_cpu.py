@@ -140,25 +140,13 @@ def _draw_row(row, key0, key1, temperature, top_k, top_p, banned):
     return token, F32(np.float64(row[token] / unit - highest) - log_total)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, parallel=True)
 def draw_rows(logits, keys, temperatures, top_ks, top_ps, banned):
     """Tokens [R] int64 (-1: not finite) and their log-probabilities [R] float32.
 
     logits [R or more, vocab] float32; keys [R, 2] uint32; temperatures [R] float32; top_ks [R] int64, 0 = off;
-    top_ps [R] float64, 1 = off; banned [R, B] int64, unused places -1.
+    top_ps [R] float64, 1 = off; banned [R, B] int64, unused places -1. The rows are shared out among threads.
     """
-    rows = keys.shape[0]
-    tokens, logprobs = np.empty(rows, np.int64), np.empty(rows, np.float32)
-    for r in range(rows):
-        tokens[r], logprobs[r] = _draw_row(
-            logits[r], keys[r, 0], keys[r, 1], temperatures[r], top_ks[r], top_ps[r], banned[r]
-        )
-    return tokens, logprobs
-
-
-@njit(cache=True, nogil=True, parallel=True)
-def draw_rows_parallel(logits, keys, temperatures, top_ks, top_ps, banned):
-    """As `draw_rows`, the rows shared out among numba's threads."""
     rows = keys.shape[0]
     tokens, logprobs = np.empty(rows, np.int64), np.empty(rows, np.float32)
     for r in prange(rows):
