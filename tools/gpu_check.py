@@ -35,7 +35,7 @@ import torch.distributed as dist
 from rlhfuse.config import OptimizerConfig
 from rlhfuse.errors import run_program
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.models.attention import paged_attention, varlen_attention
+from rlhfuse.models.attention import PagedQueries, paged_attention, varlen_attention
 from rlhfuse.models.build import build_model, fill
 from rlhfuse.models.heads import token_logprobs
 from rlhfuse.models.hf import expected_tensors, load_weights
@@ -223,7 +223,8 @@ def check_paged(device: torch.device, dtype: torch.dtype, block_tokens: int) -> 
         tables[s, :count] = torch.tensor(order[used : used + count], dtype=torch.int32)
         used += count
     starts = [0, *torch.tensor(queries).cumsum(0).tolist()]
-    found = paged_attention(q.to(device), keys.to(device), values.to(device), tables.to(device), starts, contexts)
+    queries = PagedQueries.of(tables.to(device), starts, contexts)
+    found = paged_attention(q.to(device), keys.to(device), values.to(device), queries)
     wanted = []
     for s, context in enumerate(contexts):
         k, v = (x[tables[s].long()].flatten(0, 1)[:context] for x in (keys, values))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfuse.models.attention import paged_attention, paged_attention_cpu, varlen_attention
+from rlhfuse.models.attention import PagedQueries, paged_attention, paged_attention_cpu, varlen_attention
 from rlhfuse.models.cpu_math import exp32, log32, neg_log_one_minus
 
 
@@ -60,9 +60,9 @@ class Case:
         return out
 
     def device(self) -> torch.Tensor:
-        keys, values = torch.from_numpy(np.nan_to_num(self.rows))
-        tables = torch.from_numpy(self.tables)
-        return paged_attention(torch.from_numpy(self.q), keys, values, tables, self.starts.tolist(), self.contexts)
+        keys, values = torch.from_numpy(self.rows)
+        queries = PagedQueries.of(torch.from_numpy(self.tables), self.starts.tolist(), list(self.contexts))
+        return paged_attention(torch.from_numpy(self.q), keys, values, queries)
 
     def expected(self) -> torch.Tensor:
         parts = []
