@@ -223,8 +223,8 @@ def check_paged(device: torch.device, dtype: torch.dtype, block_tokens: int) -> 
         tables[s, :count] = torch.tensor(order[used : used + count], dtype=torch.int32)
         used += count
     starts = [0, *torch.tensor(queries).cumsum(0).tolist()]
-    queries = PagedQueries.of(tables.to(device), starts, contexts)
-    found = paged_attention(q.to(device), keys.to(device), values.to(device), queries)
+    paged = PagedQueries.of(tables.to(device), starts, contexts)
+    found = paged_attention(q.to(device), keys.to(device), values.to(device), paged)
     wanted = []
     for s, context in enumerate(contexts):
         k, v = (x[tables[s].long()].flatten(0, 1)[:context] for x in (keys, values))

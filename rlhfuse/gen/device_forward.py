@@ -158,8 +158,8 @@ class DeviceForward:
         grouped = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), self.kv_heads, per_group + 2, self.spec.head_dim)
         turning, v = grouped[:, :, : per_group + 1], grouped[:, :, per_group + 1]  # a group's queries, then its key
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._norm(turning[:, :, :per_group], layer.q_norm), self._norm(turning[:, :, per_group:], layer.k_norm)
-            turning = torch.cat((q, k), dim=2)
+            q, k = turning.split((per_group, 1), dim=2)
+            turning = torch.cat((self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)), dim=2)
         turned = rotate(turning, cos, sin)
         q, k = turned[:, :, :per_group].to(x.dtype), turned[:, :, per_group].to(x.dtype)
         return q.reshape(len(x), self.heads, self.spec.head_dim), k, v
