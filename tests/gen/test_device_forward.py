@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Callable
 
 import numpy as np
@@ -12,10 +13,14 @@ import torch.multiprocessing as mp
 from gen_models import random_weights, tiny_spec
 
 from rlhfuse.errors import InputError
+from rlhfuse.gen import device_forward
 from rlhfuse.gen.decode_graphs import DecodeGraphs
 from rlhfuse.gen.decode_inputs import DecodeInputs, DecodeShape, Staging, padded_arrays
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.gen.forward_batch import ForwardBatch
+from rlhfuse.gen.kv_cache import KVCache
+from rlhfuse.gen.model_runner import ModelRunner
+from rlhfuse.models import attention
 
 CPU = torch.device("cpu")
 WIDE = dict(context=1024, qk_norm=True, qkv_bias=True)
@@ -251,3 +256,79 @@ def test_graphs_give_what_eager_gives(prompts, dtype):
             assert max(abs(x - y) for x, y in zip(a.logprobs, b.logprobs)) < 1e-3
         graphs.pause()
         graphs.resume()
+
+
+class FlashDouble:
+    """flash-attn's two functions as far as shapes and types go; nothing is computed."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def flash_attn_with_kvcache(self, q, k_cache, v_cache, *, cache_seqlens, block_table, causal):
+        self._check(q, k_cache, v_cache, cache_seqlens, block_table)
+        assert q.shape[0] == block_table.shape[0] == cache_seqlens.shape[0] and q.shape[1] == 1 and causal
+        self.calls.append("decode")
+        return torch.empty_like(q)
+
+    def flash_attn_varlen_func(self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, *, causal, block_table):
+        self._check(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
+        assert cu_seqlens_q.shape == cu_seqlens_k.shape == (block_table.shape[0] + 1,) and causal
+        assert (max_q, max_k) == (3, 300)
+        self.calls.append("mixed")
+        return torch.empty_like(q)
+
+    def _check(self, q, keys, values, *integers) -> None:
+        assert q.dtype == keys.dtype == values.dtype == torch.bfloat16 and q.is_contiguous()
+        assert keys.shape == values.shape and keys.shape[1] % 256 == 0 and keys.shape[-1] == q.shape[-1]
+        assert all(x.dtype == torch.int32 and x.is_meta and x.stride(-1) == 1 for x in integers)
+
+
+@pytest.mark.parametrize("flash", [True, False])
+def test_tensors_without_numbers_pass_through_so_nothing_is_read_back(monkeypatch, flash):
+    """On the meta device there are only shapes and types: reading a number back, or mixing devices, would raise."""
+    double, meta, spec = FlashDouble(), torch.device("meta"), tiny_spec(**WIDE)
+    monkeypatch.setattr(attention, "flash_attention", lambda: double)
+    monkeypatch.setattr(attention, "flash_obstacle", lambda *_: None if flash else "it is to be so")
+    weights = {name: w.to(meta, torch.bfloat16) for name, w in random_weights(spec).items()}
+    runner = ModelRunner(spec, weights, device=meta, dtype=torch.bfloat16, max_sequences=8)
+    cache = KVCache(spec.layers, 9, 256, spec.kv_heads, spec.head_dim, lanes=False, dtype=torch.bfloat16, device=meta)
+    with torch.inference_mode():
+        logits = runner._device_forward.decode(DecodeInputs.empty(DecodeShape(4, 8), meta), cache)
+    assert logits.shape == (4, 304) and logits.dtype == torch.bfloat16 and logits.is_meta
+    three = np.arange(3)
+    batch = ForwardBatch(three, three, three, np.array([0, 3]), np.array([300]), np.zeros((1, 2), np.int32), three[2:])
+    logits = runner.forward(batch, cache)
+    assert logits.shape == (1, spec.vocab) and logits.dtype == torch.float32 and logits.is_meta
+    assert double.calls == (["decode"] * spec.layers + ["mixed"] * spec.layers if flash else [])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "head_dim", "block_tokens", "installed", "reason"),
+    [
+        (torch.bfloat16, "cuda", 64, 256, True, None),
+        (torch.bfloat16, "cuda", 128, 512, True, None),
+        (torch.bfloat16, "cpu", 64, 256, True, "CUDA alone"),
+        (torch.bfloat16, "cuda", 64, 256, False, "not installed"),
+        (torch.float32, "cuda", 64, 256, True, "float32"),
+        (torch.bfloat16, "cuda", 64, 16, True, "multiple of 256 tokens, not 16"),
+        (torch.bfloat16, "cuda", 68, 256, True, "not 68"),
+        (torch.bfloat16, "cuda", 512, 256, True, "not 512"),
+    ],
+)
+def test_why_flash_attention_is_not_used(monkeypatch, dtype, device, head_dim, block_tokens, installed, reason):
+    monkeypatch.setattr(attention, "flash_attention", lambda: FlashDouble() if installed else None)
+    found = attention.flash_obstacle(dtype, torch.device(device), head_dim, block_tokens)
+    assert found is None if reason is None else reason in found
+
+
+def test_slow_attention_is_explained_once(monkeypatch):
+    engine = torch_engine(tiny_spec(**WIDE))
+    forward = engine.runner._device_forward
+    monkeypatch.setattr(attention, "flash_attention", FlashDouble)
+    monkeypatch.setattr(device_forward, "flash_attention", FlashDouble)
+    monkeypatch.setattr(forward, "device", torch.device("cuda"))
+    with pytest.warns(UserWarning, match="flash-attn computes in 16 bits"):
+        forward._explain_slow_attention(engine._cache)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        forward._explain_slow_attention(engine._cache)
