@@ -5,13 +5,15 @@ Two layouts, one per kind of kernel; `read` and `write` speak a third, layout-fr
     lanes   keys [layers, blocks, G, D, block_tokens], values [layers, blocks, G, block_tokens, D]   CPU kernel
     rows    both [layers, blocks, block_tokens, G, D]                                               CUDA kernels
 
-Knows which block holds what only from the tables it is given. G is the number of KV heads on this rank.
+The last dimension of `lanes` is padded to whole panels of 16, which costs memory only for odd sizes. Knows which block holds what only from the tables it is given. G is the number of KV heads on this rank.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from rlhfuse.models.tiles import lanes_up
 
 
 class KVCache:
@@ -28,24 +30,25 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.lanes = lanes
-        self.block_tokens = block_tokens
+        self.block_tokens, self.head_dim = block_tokens, head_dim
         rows = (layers, num_blocks, block_tokens, kv_heads, head_dim)
-        keys = (layers, num_blocks, kv_heads, head_dim, block_tokens) if self.lanes else rows
-        values = (layers, num_blocks, kv_heads, block_tokens, head_dim) if self.lanes else rows
+        keys = (layers, num_blocks, kv_heads, head_dim, lanes_up(block_tokens)) if self.lanes else rows
+        values = (layers, num_blocks, kv_heads, block_tokens, lanes_up(head_dim)) if self.lanes else rows
         # Zeros, not whatever the memory held: a masked NaN times a zero weight is still NaN in CUDA kernels.
         self.keys = torch.zeros(keys, dtype=dtype, device=device)
         self.values = torch.zeros(values, dtype=dtype, device=device)
 
     @property
     def bytes(self) -> int:
-        return 2 * self.keys.numel() * self.keys.element_size()
+        return self.keys.nbytes + self.values.nbytes
 
     def read(self, table: list[int], tokens: int) -> Tensor:
         """A copy of the first `tokens` tokens of a block table: [2, layers, tokens, G, D]."""
         used = torch.tensor(table[: -(-tokens // self.block_tokens)], device=self.keys.device)
         keys, values = self.keys[:, used], self.values[:, used]
         if self.lanes:
-            keys, values = keys.permute(0, 1, 4, 2, 3), values.permute(0, 1, 3, 2, 4)
+            keys = keys[..., : self.block_tokens].permute(0, 1, 4, 2, 3)
+            values = values[..., : self.head_dim].permute(0, 1, 3, 2, 4)
         return torch.stack((keys.flatten(1, 2)[:, :tokens], values.flatten(1, 2)[:, :tokens]))
 
     def write(self, table: list[int], kv: Tensor) -> None:
@@ -58,7 +61,7 @@ class KVCache:
         if self.lanes:
             # Indexed dimensions apart from each other come first in the indexed view: [tokens, layers, G, D].
             self.keys[:, blocks, :, :, offsets] = kv[0].transpose(0, 1)
-            self.values[:, blocks, :, offsets] = kv[1].transpose(0, 1)
+            self.values[:, blocks, :, offsets, : self.head_dim] = kv[1].transpose(0, 1)
         else:
             self.keys[:, blocks, offsets] = kv[0]
             self.values[:, blocks, offsets] = kv[1]

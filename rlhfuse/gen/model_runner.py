@@ -1,36 +1,32 @@
-"""The model's forward pass for generation: weights are read in place, under their Megatron-core names.
+"""The model as generation sees it: weights are read in place, under their Megatron-core names.
 
-Binds and checks the weights, and chooses who computes: the kernels for CPU, or device_forward.py.
+Binds and checks the weights, and chooses who computes: the kernels for CPU (cpu_forward.py) or device_forward.py.
 
     x = embedding[token]
     per layer:  x += proj(attention(rope(qkv(norm(x))), cache));  x += fc2(silu(gate) * up),  [gate, up] = fc1(norm(x))
     logits = output(norm(x)), at the rows that draw
 
 With a tensor-parallel group each rank holds a share of heads, MLP columns and vocabulary rows; the outputs of proj
-and fc2 are summed over the ranks and the logits are gathered, so that all ranks see the same numbers. Every
-matrix product goes over at least SAFE_ROWS rows (models/invariance.py), so a token's bits do not depend on the
-batch. Knows nothing of sequences, scheduling or sampling.
+and fc2 are summed over the ranks and the logits are gathered, so that all ranks see the same numbers. Knows nothing
+of sequences, scheduling or sampling.
 """
 
 from __future__ import annotations
 
 from typing import Literal, Mapping
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlhfuse.errors import InputError
+from rlhfuse.gen.cpu_forward import CpuForward
 from rlhfuse.gen.device_forward import DeviceForward
 from rlhfuse.gen.forward_batch import ForwardBatch
 from rlhfuse.gen.kv_cache import KVCache
 from rlhfuse.gen.rotary import rotary_tables
 from rlhfuse.gen.tensor_parallel import TensorParallel
 from rlhfuse.gen.weights import LayerWeights, ModelWeights
-from rlhfuse.models import paged_cpu
-from rlhfuse.models.attention import paged_attention_cpu
-from rlhfuse.models.invariance import SAFE_ROWS, linear, pad_rows, rms_norm, silu_mul
 from rlhfuse.spec import ModelSpec
 
 Kernels = Literal["auto", "torch"]
@@ -50,7 +46,7 @@ class ModelRunner:
         cuda_graphs: bool = True,
     ) -> None:
         """`max_sequences`, `kernels`, `cuda_graphs`: as in EngineOptions."""
-        self.spec, self.device, self.dtype = spec, device, dtype
+        self.spec, self.device, self.dtype, self.tp_group = spec, device, dtype, tp_group
         self.parallel = TensorParallel(tp_group)
         self.tp_size = self.parallel.size
         for name, value in (("heads", spec.heads), ("kv_heads", spec.kv_heads), ("mlp", spec.mlp)):
@@ -59,8 +55,11 @@ class ModelRunner:
         self.heads, self.kv_heads = spec.heads // self.tp_size, spec.kv_heads // self.tp_size
         self.cos, self.sin = rotary_tables(spec, device)
         self.uses_cpu_kernels = device.type == "cpu" and kernels == "auto"
+        self._cpu_forward: CpuForward | None = None
         self._device_forward: DeviceForward | None = None
-        if not self.uses_cpu_kernels:
+        if self.uses_cpu_kernels:
+            self._cpu_forward = CpuForward(self)
+        else:
             recorder = DeviceForward.recorder_for(device, cuda_graphs)
             self._device_forward = DeviceForward(
                 spec, self.parallel, device=device, max_sequences=max_sequences, recorder=recorder
@@ -125,8 +124,9 @@ class ModelRunner:
         final_norm = take("decoder.final_layernorm.weight", spec.hidden)
         output = found if spec.tied_embeddings else take("output_layer.weight", rows, spec.hidden)
         self.weights = ModelWeights(found, tuple(layers), final_norm, output)
-        if self._device_forward is not None:
-            self._device_forward.bind(self.weights)
+        for forward in (self._cpu_forward, self._device_forward):
+            if forward is not None:
+                forward.bind(self.weights)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
@@ -136,49 +136,5 @@ class ModelRunner:
         """
         if self._device_forward is not None:
             return self._device_forward.forward(batch, cache)
-        step, weights = _CpuStep(self, batch, cache), self.weights
-        tokens = batch.tokens if len(batch.tokens) >= SAFE_ROWS else _padded(batch.tokens, SAFE_ROWS)
-        x = self.parallel.embed(torch.from_numpy(tokens), weights.embedding)
-        for number, layer in enumerate(weights.layers):
-            qkv = linear(rms_norm(x, layer.input_norm, self.spec.norm_eps), layer.qkv, layer.qkv_bias)
-            attention = step.attend(number, layer, qkv)
-            x = x + self.parallel.sum(linear(attention, layer.proj))
-            gate_up = linear(rms_norm(x, layer.mlp_norm, self.spec.norm_eps), layer.fc1)
-            x = x + self.parallel.sum(linear(silu_mul(gate_up), layer.fc2))
-        drawing = pad_rows(x[torch.from_numpy(batch.draw_rows)])
-        logits = linear(rms_norm(drawing, weights.final_norm, self.spec.norm_eps), weights.output)
-        return self.parallel.gather(logits)[:, : self.spec.vocab].float()
-
-
-class _CpuStep:
-    """Attention of one step with the numba kernels; arrays are prepared once for all layers."""
-
-    def __init__(self, runner: ModelRunner, batch: ForwardBatch, cache: KVCache) -> None:
-        self.runner, self.batch = runner, batch
-        stored = torch.uint16 if runner.dtype == torch.bfloat16 else runner.dtype
-        self.keys, self.values = cache.keys.view(stored).numpy(), cache.values.view(stored).numpy()
-        self.cos, self.sin = runner.cos.numpy(), runner.sin.numpy()
-        rows = len(batch.tokens)
-        self.q = np.empty((rows, runner.heads, runner.spec.head_dim), np.float32)
-        self.out = torch.zeros(max(rows, SAFE_ROWS), runner.heads * runner.spec.head_dim)
-        self.out_rows = self.out.numpy()[:rows].reshape(self.q.shape)
-        self.no_norm = np.empty(0, np.float32)
-        self.eps = np.float32(runner.spec.norm_eps)
-
-    def attend(self, number: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
-        """qkv [rows, ...] of one layer -> attention output [rows, H * D]; fills the layer's cache slots."""
-        batch, keys, values = self.batch, self.keys[number], self.values[number]
-        q_norm, k_norm = (self.no_norm if w is None else w.float().numpy() for w in (layer.q_norm, layer.k_norm))
-        paged_cpu.store_qkv(
-            qkv.float().numpy(), batch.positions, batch.slots, self.cos, self.sin,
-            q_norm, k_norm, self.eps, keys, values, self.q,
-        )  # fmt: skip
-        paged_attention_cpu(
-            self.q, keys, values, batch.tables, batch.query_starts, batch.contexts, self.out_rows
-        )
-        return self.out.to(self.runner.dtype)
-
-
-def _padded(tokens: np.ndarray, rows: int) -> np.ndarray:
-    """Token 0 in the rows added: they are computed and never looked at."""
-    return np.concatenate((tokens, np.zeros(rows - len(tokens), tokens.dtype)))
+        assert self._cpu_forward is not None
+        return self._cpu_forward.forward(batch, cache)

@@ -20,17 +20,17 @@ class TensorParallel:
         self.rank = dist.get_rank(group) if group is not None else 0
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum of all ranks' x; on CUDA written over x."""
+        """x, which all ranks' sum is written over."""
         if self.size == 1:
             return x
         if x.is_cuda:
             dist.all_reduce(x, group=self.group)
             return x
         parts = self._parts(x)
-        total = parts[0]
+        x.copy_(parts[0])
         for part in parts[1:]:
-            total = total + part
-        return total
+            x += part
+        return x
 
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' columns side by side: x [R, C] -> [R, size * C]."""

@@ -18,12 +18,9 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from rlhfuse.models import paged_cpu
 
 FLASH_BLOCK = 256  # flash-attn reads a paged cache only in blocks of a multiple of this
 
@@ -58,20 +55,6 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
     return out.squeeze(0).transpose(0, 1)
-
-
-def paged_attention_cpu(
-    q: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    tables: np.ndarray,
-    query_starts: np.ndarray,
-    contexts: np.ndarray,
-    out: np.ndarray,
-) -> None:
-    """Attention over cache blocks on CPU, written to `out`; shapes as in paged_cpu.paged_attention."""
-    scale = np.float32(q.shape[2] ** -0.5)
-    paged_cpu.paged_attention(q, keys, values, tables, query_starts, contexts, scale, out)
 
 
 @dataclass(frozen=True, eq=False)

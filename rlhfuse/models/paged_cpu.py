@@ -1,160 +1,214 @@
-"""Attention over a block-wise KV cache on CPU: two numba kernels, the same for prefill and decode.
+"""Attention over a block-wise KV cache on CPU, the same kernel for prefill and decode.
 
 The value of one (query token, head) is computed by itself, over the blocks of its sequence in absolute order:
 
-    scores[j] = scale * q . k_j           token j at lane j % block_tokens, dimensions added in order
-    weights   = exp(scores - max)         lanes summed block after block, then lane after lane
-    out       = sum_j weights[j] * v_j    tokens added in order
+    scores[j] = scale * q . k_j           one chain over the dimensions; token j at lane j % LANES of its piece
+    weights   = exp(scores - max)         lanes summed piece after piece, then lane after lane
+    out       = sum_j weights[j] * v_j    one chain over the tokens
 
 so its bits depend on nothing but the query and the first `context` tokens: not on the other sequences, on how
-the prompt was cut into chunks, or on which blocks hold it. Keys lie as [block, kv_head, head_dim, block_tokens]
-so that the score loop runs over tokens, values as [block, kv_head, block_tokens, head_dim]: both inner loops
-vectorise without fast-math, which would break the fixed order.
+the prompt was cut into chunks, on which blocks hold it, or on the rows computed beside it. Keys lie as [block, G, D, lanes], values as
+[block, G, block_tokens, padded D], so that both products run over tiles (tiles.py); a *piece* is LANES tokens of a
+block. The heads of a group, or neighbouring queries of a prompt, share the loads of keys and values.
 
 Letters: T query tokens, H query heads, G key/value heads, D head_dim, S sequences. Knows nothing of torch.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
-from numba import njit
+from numba import njit, prange
 
-from rlhfuse.models.cpu_math import F32, exp32, store, widen
+from rlhfuse.models.cpu_math import F32, exp32
+from rlhfuse.models.tiles import LANES, WIDE, make_tile
 
+PIECES = 4 if WIDE else 2  # of keys at once: so many chains of additions run side by side
+RUN = 4  # queries of one sequence that share the loads of keys and values
 
-@njit(forceinline=True)
-def _normalise(x, weight, eps):
-    """RMS norm of one head, in place; an empty weight means no norm (only Qwen3 has one)."""
-    if weight.shape[0]:
-        total = F32(0.0)
-        for d in range(x.shape[0]):
-            total += x[d] * x[d]
-        inverse = F32(1.0) / np.sqrt(total / F32(x.shape[0]) + eps)
-        for d in range(x.shape[0]):
-            x[d] = x[d] * inverse * weight[d]
-
-
-@njit(forceinline=True)
-def _rotate(x, cos, sin):
-    """Rotary embedding of one head, in place, halves rotated against each other."""
-    half = x.shape[0] // 2
-    for d in range(half):
-        a, b = x[d], x[d + half]
-        x[d] = a * cos[d] - b * sin[d]
-        x[d + half] = b * cos[d] + a * sin[d]
-
-
-@njit(cache=True, nogil=True)
-def store_qkv(qkv, positions, slots, cos, sin, q_norm, k_norm, eps, keys, values, q_out):
-    """Norm and rotate queries and keys, write keys and values into their slots and queries to `q_out`.
-
-    qkv [T, G * (H/G + 2) * D] float32, per KV group its queries, key, value; positions, slots [T];
-    cos, sin [context, D/2]; keys, values: one layer of the cache (float32, or bfloat16 as uint16);
-    q_out [at least T, H, D] float32.
-    """
-    groups, block_tokens, dim = values.shape[1], values.shape[2], values.shape[3]
-    per_group = q_out.shape[1] // groups
-    for t in range(positions.shape[0]):
-        block, offset = slots[t] // block_tokens, slots[t] % block_tokens
-        row_cos, row_sin = cos[positions[t]], sin[positions[t]]
-        for g in range(groups):
-            start = g * (per_group + 2) * dim
-            for h in range(per_group):
-                q = q_out[t, g * per_group + h]
-                for d in range(dim):
-                    q[d] = qkv[t, start + h * dim + d]
-                _normalise(q, q_norm, eps)
-                _rotate(q, row_cos, row_sin)
-            k = qkv[t, start + per_group * dim : start + (per_group + 1) * dim]
-            _normalise(k, k_norm, eps)
-            _rotate(k, row_cos, row_sin)
-            for d in range(dim):
-                store(keys, (block, g, d, offset), k[d])
-                store(values, (block, g, offset, d), qkv[t, start + (per_group + 1) * dim + d])
+_score_4 = make_tile(4, PIECES)
+_score_2 = make_tile(2, PIECES)
+_score_1 = make_tile(1, PIECES)
+_value_4 = make_tile(4, 4, add=True)
+_value_2 = make_tile(2, 4, add=True)
+_value_1 = make_tile(1, 4, add=True)
+_value_4_narrow = make_tile(4, 1, add=True)
+_value_2_narrow = make_tile(2, 1, add=True)
+_value_1_narrow = make_tile(1, 1, add=True)
 
 
 @njit(forceinline=True)
-def _score_block(q, key, row, scale):
-    """row[j] = scale * q . key[:, j], the dimensions added in order."""
-    for j in range(row.shape[0]):
-        row[j] = F32(0.0)
-    dim = q.shape[0]
-    for d in range(0, dim - dim % 4, 4):
-        q0, q1, q2, q3 = q[d], q[d + 1], q[d + 2], q[d + 3]
-        k0, k1, k2, k3 = key[d], key[d + 1], key[d + 2], key[d + 3]
-        for j in range(row.shape[0]):
-            row[j] = row[j] + q0 * widen(k0[j]) + q1 * widen(k1[j]) + q2 * widen(k2[j]) + q3 * widen(k3[j])
-    for d in range(dim - dim % 4, dim):
-        for j in range(row.shape[0]):
-            row[j] = row[j] + q[d] * widen(key[d, j])
-    for j in range(row.shape[0]):
+def _list_pieces(table, context, group, keys, values, key_at, value_at):
+    """Where each piece of a sequence of `context` tokens begins in keys and values; returns their number."""
+    groups, dim, key_lanes = keys.shape[1], keys.shape[2], keys.shape[3]
+    block_tokens, value_dim = values.shape[2], values.shape[3]
+    pieces = 0
+    for b in range((context + block_tokens - 1) // block_tokens):
+        block = np.int64(table[b]) * groups + group
+        for start in range(0, min(block_tokens, context - b * block_tokens), LANES):
+            key_at[pieces] = block * dim * key_lanes + start
+            value_at[pieces] = (block * block_tokens + start) * value_dim
+            pieces += 1
+    for spare in range(pieces, (pieces + PIECES - 1) // PIECES * PIECES):
+        key_at[spare] = key_at[pieces - 1]  # whole groups are computed: the spare scores are never looked at
+    return pieces
+
+
+@njit(forceinline=True)
+def _count(piece, context, block_tokens):
+    """Tokens of a piece that lie before `context`; negative if it begins later."""
+    per_block = (block_tokens + LANES - 1) // LANES
+    block, start = piece // per_block, piece % per_block * LANES
+    return min(LANES, min(block_tokens, context - block * block_tokens) - start)
+
+
+@njit(forceinline=True)
+def _softmax(row, pieces, context, block_tokens, scale, lanes):
+    """Scores of the first `context` tokens to weights, in place, the others to zero; returns the sum of the weights."""
+    length = pieces * LANES  # short loops over one array each: those LLVM turns into vector code
+    for i in range(pieces):
+        for j in range(max(_count(i, context, block_tokens), 0), LANES):
+            row[i * LANES + j] = F32(-np.inf)  # past the end: whatever the block holds there
+    for j in range(length):
         row[j] = row[j] * scale
-
-
-@njit(forceinline=True)
-def _add_values(weights, value, count, out):
-    """out += sum over the first `count` tokens of a block, in order."""
-    for j in range(0, count - count % 4, 4):
-        w0, w1, w2, w3 = weights[j], weights[j + 1], weights[j + 2], weights[j + 3]
-        v0, v1, v2, v3 = value[j], value[j + 1], value[j + 2], value[j + 3]
-        for d in range(out.shape[0]):
-            out[d] = out[d] + w0 * widen(v0[d]) + w1 * widen(v1[d]) + w2 * widen(v2[d]) + w3 * widen(v3[d])
-    for j in range(count - count % 4, count):
-        for d in range(out.shape[0]):
-            out[d] = out[d] + weights[j] * widen(value[j, d])
-
-
-@njit(forceinline=True)
-def _attend(q, keys, values, table, context, group, scale, scores, lanes, out):
-    """Attention of one query head over the first `context` tokens of one sequence."""
-    block_tokens = values.shape[2]
-    blocks = (context + block_tokens - 1) // block_tokens
-    for j in range(block_tokens):
+    for j in range(LANES):
         lanes[j] = F32(-np.inf)
-    for b in range(blocks):
-        row = scores[b]
-        _score_block(q, keys[table[b], group], row, scale)
-        for j in range(context - b * block_tokens, block_tokens):
-            row[j] = F32(-np.inf)  # past the end of the sequence: whatever the block holds there
-        for j in range(block_tokens):
-            lanes[j] = row[j] if row[j] > lanes[j] or row[j] != row[j] else lanes[j]
+    for start in range(0, length, LANES):
+        for j in range(LANES):
+            score = row[start + j]
+            lanes[j] = score if score > lanes[j] or score != score else lanes[j]
     highest = lanes[0]
-    for j in range(1, block_tokens):
+    for j in range(1, LANES):
         highest = lanes[j] if lanes[j] > highest or lanes[j] != lanes[j] else highest
-    for j in range(block_tokens):
+    for j in range(length):
+        row[j] = exp32(row[j] - highest)
+    for j in range(LANES):
         lanes[j] = F32(0.0)
-    for d in range(out.shape[0]):
-        out[d] = F32(0.0)
-    for b in range(blocks):
-        row = scores[b]
-        for j in range(block_tokens):
-            row[j] = exp32(row[j] - highest)
-            lanes[j] = lanes[j] + row[j]
-        _add_values(row, values[table[b], group], min(block_tokens, context - b * block_tokens), out)
+    for start in range(0, length, LANES):
+        for j in range(LANES):
+            lanes[j] += row[start + j]
     total = F32(0.0)
-    for j in range(block_tokens):
+    for j in range(LANES):
         total += lanes[j]
-    for d in range(out.shape[0]):
-        out[d] = out[d] / total
+    return total
 
 
-@njit(cache=True, nogil=True)
-def paged_attention(q, keys, values, tables, query_starts, contexts, scale, out):
-    """out[t] = attention of query t over its sequence up to itself.
+@njit(forceinline=True)
+def _score(rows, q, q_at, q_row, keys, key_at, pieces, scores, row):
+    """scores[r, :] = q_r . keys, all pieces; q_r begins at q_at + r * q_row."""
+    dim, step = keys.shape[2], keys.shape[3]
+    for first in range(0, pieces, PIECES):
+        at = first * LANES
+        if rows == 4:
+            _score_4(q, q_at, q_row, keys, key_at, first, step, dim, scores, at, row, LANES)
+        elif rows == 2:
+            _score_2(q, q_at, q_row, keys, key_at, first, step, dim, scores, at, row, LANES)
+        else:
+            _score_1(q, q_at, q_row, keys, key_at, first, step, dim, scores, at, row, LANES)
 
-    q, out [T, H, D] float32; keys [blocks, G, D, block_tokens], values [blocks, G, block_tokens, D];
-    tables [S, most blocks]; sequence s owns queries query_starts[s]:query_starts[s + 1], the last of them at
-    position contexts[s] - 1.
+
+@njit(forceinline=True)
+def _add_values(first, rows, weights, row, values, value_at, piece, count, offsets, sums):
+    """sums[r, :] += weights[r, :] @ values of the first `count` tokens of a piece, for rows first:first + rows."""
+    width = values.shape[3]
+    for c in range(width // LANES):
+        offsets[c] = value_at[piece] + c * LANES
+    at, c = first * row + piece * LANES, 0
+    while c < width // LANES:
+        to = first * width + c * LANES
+        if c + 4 <= width // LANES:
+            if rows == 4:
+                _value_4(weights, at, row, values, offsets, c, width, count, sums, to, width, LANES)
+            elif rows == 2:
+                _value_2(weights, at, row, values, offsets, c, width, count, sums, to, width, LANES)
+            else:
+                _value_1(weights, at, row, values, offsets, c, width, count, sums, to, width, LANES)
+            c += 4
+        else:
+            if rows == 4:
+                _value_4_narrow(weights, at, row, values, offsets, c, width, count, sums, to, width, LANES)
+            elif rows == 2:
+                _value_2_narrow(weights, at, row, values, offsets, c, width, count, sums, to, width, LANES)
+            else:
+                _value_1_narrow(weights, at, row, values, offsets, c, width, count, sums, to, width, LANES)
+            c += 1
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def paged_attention(q, keys, values, tables, sequences, positions, runs, bounds, scale, out):
+    """out = attention of every query over its sequence up to itself, in panels [P, H * D, LANES].
+
+    q [T, H, D] float32; keys [blocks, G, D, lanes], values [blocks, G, block_tokens, padded D]: one layer of the
+    cache; tables [S, most blocks]; sequences, positions, runs, bounds: see Queries. A pair is numbered
+    run * G + group.
     """
-    per_group = q.shape[1] // values.shape[1]
-    block_tokens = values.shape[2]
-    scores = np.empty((tables.shape[1], block_tokens), np.float32)
-    lanes = np.empty(block_tokens, np.float32)
-    for s in range(contexts.shape[0]):
-        end = query_starts[s + 1]
-        for t in range(query_starts[s], end):
-            context = contexts[s] - (end - 1 - t)
-            for h in range(q.shape[1]):
-                _attend(
-                    q[t, h], keys, values, tables[s], context, h // per_group, scale, scores, lanes, out[t, h]
-                )
+    groups, dim, width = keys.shape[1], q.shape[2], values.shape[3]
+    heads, per_group, block_tokens = q.shape[1], q.shape[1] // groups, values.shape[2]
+    per_block = (block_tokens + LANES - 1) // LANES
+    most = (tables.shape[1] * per_block + PIECES - 1) // PIECES * PIECES
+    row = most * LANES
+    for part in prange(bounds.shape[0] - 1):
+        key_at, value_at, offsets = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(width, np.int64)
+        scores, sums = np.empty((RUN, row), np.float32), np.empty((RUN, width), np.float32)
+        lanes, totals = np.empty(LANES, np.float32), np.empty(RUN, np.float32)
+        for pair in range(bounds[part], bounds[part + 1]):
+            t, g = runs[pair // groups], pair % groups
+            tokens = runs[pair // groups + 1] - t
+            # the rows that share loads: the neighbours of one head, or, where there is one token, the heads
+            across = tokens == 1
+            last = positions[t] + tokens
+            pieces = _list_pieces(tables[sequences[t]], last, g, keys, values, key_at, value_at)
+            shared = pieces if across else (positions[t] + 1) // block_tokens * per_block
+            done = 0
+            while done < tokens * per_group:
+                head = g * per_group + (done if across else done // tokens)
+                token = t if across else t + done % tokens
+                left = (per_group if across else tokens) - (done if across else done % tokens)
+                rows = 4 if left >= 4 else 2 if left >= 2 else 1
+                q_row = dim if across else heads * dim
+                _score(rows, q, (token * heads + head) * dim, q_row, keys, key_at, pieces, scores, row)
+                for r in range(rows):
+                    context = positions[token] + 1 + (0 if across else r)
+                    totals[r] = _softmax(scores[r], pieces, context, block_tokens, scale, lanes)
+                    for d in range(width):
+                        sums[r, d] = F32(0.0)
+                # a token never touches values past its context, not even with weight zero: they may be NaN
+                for i in range(shared):
+                    count = _count(i, last, block_tokens)
+                    _add_values(0, rows, scores, row, values, value_at, i, count, offsets, sums)
+                for i in range(shared, pieces):
+                    for r in range(rows):
+                        count = _count(i, positions[token] + 1 + r, block_tokens)
+                        if count > 0:
+                            _add_values(r, 1, scores, row, values, value_at, i, count, offsets, sums)
+                for r in range(rows):
+                    at = token + (0 if across else r)
+                    to = (head + (r if across else 0)) * dim
+                    for d in range(dim):
+                        out[at // LANES, to + d, at % LANES] = sums[r, d] / totals[r]
+                done += rows
+
+
+class Queries(NamedTuple):
+    """The queries of one step, ready for `paged_attention`."""
+
+    sequences: np.ndarray  # [T] which sequence
+    positions: np.ndarray  # [T] place in the sequence
+    runs: np.ndarray  # [runs + 1] where runs of up to RUN neighbours begin, and T
+    bounds: np.ndarray  # [threads + 1] the (run, group) pairs of each thread, with about equally many keys to read
+
+    @staticmethod
+    def of(query_starts: np.ndarray, contexts: np.ndarray, groups: int, threads: int) -> "Queries":
+        """Sequence s owns queries query_starts[s]:query_starts[s + 1], the last of them at contexts[s] - 1."""
+        counts, total = np.diff(query_starts), int(query_starts[-1])
+        sequences = np.repeat(np.arange(len(counts)), counts)
+        positions = np.arange(total) + np.repeat(contexts - query_starts[1:], counts)
+        runs = query_starts  # of decoding sequences: one query each
+        if total > len(counts):
+            parts = -(-counts // RUN)
+            place = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+            runs = np.append(np.repeat(query_starts[:-1], parts) + RUN * place, total)
+        cost = np.cumsum(np.repeat((positions[runs[:-1]] + LANES) * np.diff(runs), groups))
+        inner = np.searchsorted(cost, cost[-1] * np.arange(1, threads) / threads)
+        return Queries(sequences, positions, runs, np.concatenate(([0], inner, [len(cost)])))

@@ -8,8 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfuse.models.attention import PagedQueries, paged_attention, paged_attention_cpu, varlen_attention
+from rlhfuse.models import paged_cpu
+from rlhfuse.models.attention import PagedQueries, paged_attention, varlen_attention
 from rlhfuse.models.cpu_math import exp32, log32, neg_log_one_minus
+from rlhfuse.models.tiles import LANES, lanes_up
 
 
 @pytest.fixture(autouse=True)
@@ -49,19 +51,24 @@ class Case:
             for position in range(n):
                 self.rows[:, table[position // bt], position % bt] = self.kv[s][:, position]
 
-    def cpu(self, sequences: slice = slice(None)) -> np.ndarray:
-        keys, values = self.rows[0].transpose(0, 2, 3, 1).copy(), self.rows[1].transpose(0, 2, 1, 3).copy()
+    def cpu(self, sequences: slice = slice(None), threads: int = 1) -> np.ndarray:
+        blocks, bt, groups, dim = self.rows.shape[1:]
+        keys = np.full((blocks, groups, dim, lanes_up(bt)), np.nan, np.float32)
+        values = np.full((blocks, groups, bt, lanes_up(dim)), np.nan, np.float32)
+        keys[..., :bt], values[..., :dim] = self.rows[0].transpose(0, 2, 3, 1), self.rows[1].transpose(0, 2, 1, 3)
         chosen = range(len(self.contexts))[sequences]
         q = np.concatenate([self.q[self.starts[s] : self.starts[s + 1]] for s in chosen])
         starts = np.concatenate(([0], np.cumsum([self.queries[s] for s in chosen])))
-        out = np.full_like(q, np.nan)
-        contexts = np.array([self.contexts[s] for s in chosen])
-        paged_attention_cpu(q, keys, values, self.tables[sequences], starts, contexts, out)
-        return out
+        queries = paged_cpu.Queries.of(starts, np.array([self.contexts[s] for s in chosen]), groups, threads)
+        out = np.full((lanes_up(len(q)) // LANES, q.shape[1] * dim, LANES), np.nan, np.float32)
+        tables, scale = self.tables[sequences], np.float32(dim**-0.5)
+        paged_cpu.paged_attention(q, keys, values, tables, *queries, scale, out)
+        return out.transpose(0, 2, 1).reshape(-1, *q.shape[1:])[: len(q)]
 
     def device(self) -> torch.Tensor:
         keys, values = torch.from_numpy(self.rows)
-        queries = PagedQueries.of(torch.from_numpy(self.tables), self.starts.tolist(), list(self.contexts))
+        tables = torch.from_numpy(self.tables)
+        queries = PagedQueries.of(tables, self.starts.tolist(), list(self.contexts))
         return paged_attention(torch.from_numpy(self.q), keys, values, queries)
 
     def expected(self) -> torch.Tensor:
@@ -78,12 +85,13 @@ def test_paged_attention(data):
     contexts = data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=4))
     queries = [data.draw(st.sampled_from([1, n, (n + 1) // 2])) for n in contexts]
     groups = data.draw(st.integers(1, 3))
-    heads = groups * data.draw(st.integers(1, 3))
-    shape = (heads, groups, data.draw(st.sampled_from([6, 8, 32])), data.draw(st.sampled_from([1, 5, 16])))
+    heads = groups * data.draw(st.integers(1, 7))
+    shape = (heads, groups, data.draw(st.sampled_from([6, 8, 32, 64, 80])), data.draw(st.sampled_from([1, 5, 16, 40])))
     case = Case(data.draw(st.integers(0, 99)), queries, contexts, *shape)
     ours, expected = case.cpu(), case.expected()
     assert (torch.from_numpy(ours) - expected).abs().max() < 5e-6
     assert (case.device() - expected).abs().max() < 5e-6
+    assert np.array_equal(case.cpu(threads=3), ours)
     for s in range(len(contexts)):  # bit for bit the same alone
         assert np.array_equal(case.cpu(slice(s, s + 1)), ours[case.starts[s] : case.starts[s + 1]])
 
