@@ -84,6 +84,7 @@ class DeviceForward:
         The logits are valid until the next call. Rows past R, if any, are padding.
         """
         self._explain_slow_attention(cache)
+        assert cache.keys.shape[1] * cache.block_tokens < 2**31, "slots travel as int32"
         if len(batch.tokens) == len(batch.contexts):
             logits = self._decode_step(batch, cache)
             if len(batch.draw_rows) == len(batch.tokens):
