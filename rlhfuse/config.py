@@ -67,6 +67,7 @@ class RolloutConfig:
     kv_blocks_per_instance: int = 0  # 0 = room for every sample of the instance at full length
     max_sequences_per_instance: int = 256  # decoded at the same time
     max_batched_tokens: int = 2048  # tokens in one engine step, prefill included
+    cuda_graphs: bool = True  # replay decode steps as CUDA graphs; without effect on CPU
 
 
 @dataclass

@@ -113,6 +113,7 @@ class Trainer:
                 num_blocks=kv_blocks(config, self.plan.batch.instances),
                 max_sequences=rollout.max_sequences_per_instance,
                 max_batched_tokens=rollout.max_batched_tokens,
+                cuda_graphs=rollout.cuda_graphs,
             ),
             device=self.device.torch_device,
             dtype=next(self.roles.generation.parameters()).dtype,

@@ -18,9 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Callable
 
@@ -31,11 +30,11 @@ warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecat
 
 import torch
 import torch.distributed as dist
+from gpu_checks import generation, speed
+from gpu_checks.result import TOLERANCE, relative, require, run_check
 
 from rlhfuse.config import OptimizerConfig
 from rlhfuse.errors import run_program
-from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.models.attention import paged_attention, varlen_attention
 from rlhfuse.models.build import build_model, fill
 from rlhfuse.models.heads import token_logprobs
 from rlhfuse.models.hf import expected_tensors, load_weights
@@ -53,44 +52,6 @@ TINY = dict(
     rms_norm_eps=1e-5, rope_theta=10000.0, hidden_act="silu", bos_token_id=1, eos_token_id=2,
     tie_word_embeddings=False, torch_dtype="float32",
 )  # fmt: skip
-BILLION = dict(
-    TINY, hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
-    intermediate_size=8192, vocab_size=128256, max_position_embeddings=2048, tie_word_embeddings=True,
-)  # fmt: skip
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-
-
-@dataclass(frozen=True)
-class Result:
-    """One check's outcome; `detail` holds what was measured, or the error."""
-
-    name: str
-    ok: bool
-    seconds: float
-    detail: Any
-
-
-class CheckFailed(Exception):
-    """A comparison outside its bound; the message says what was compared."""
-
-
-def require(good: bool, detail: Any) -> Any:
-    """`detail`, or CheckFailed showing it."""
-    if not good:
-        raise CheckFailed(json.dumps(detail))
-    return detail
-
-
-def run_check(name: str, check: Callable[[], Any]) -> Result:
-    """Run one check; whatever it raises is its result."""
-    start = time.perf_counter()
-    try:
-        ok, detail = True, check()
-    except Exception as error:  # recorded, so that the other checks still run
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        ok, detail = False, f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
-    print(f"{'ok  ' if ok else 'FAIL'} {name}: {json.dumps(detail)}", file=sys.stderr, flush=True)
-    return Result(name, ok, round(time.perf_counter() - start, 3), detail)
 
 
 # random models ------------------------------------------------------------------------------------------------
@@ -124,112 +85,7 @@ def write_model(folder: Path, shape: dict, *, scalar_head: bool = False, seed: i
     return folder
 
 
-def random_weights(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Weights of one whole model under Megatron-core names, made on the device."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def draw(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator, device=device, dtype=dtype) * columns**-0.5
-
-    ones = torch.ones(spec.hidden, device=device, dtype=dtype)
-    qkv = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
-    weights = {"embedding.word_embeddings.weight": draw(spec.vocab, spec.hidden)}
-    weights["decoder.final_layernorm.weight"] = ones
-    for number in range(spec.layers):
-        prefix = f"decoder.layers.{number}."
-        weights |= {
-            f"{prefix}input_layernorm.weight": ones,
-            f"{prefix}pre_mlp_layernorm.weight": ones,
-            f"{prefix}self_attention.linear_qkv.weight": draw(qkv, spec.hidden),
-            f"{prefix}self_attention.linear_proj.weight": draw(spec.hidden, spec.heads * spec.head_dim),
-            f"{prefix}mlp.linear_fc1.weight": draw(2 * spec.mlp, spec.hidden),
-            f"{prefix}mlp.linear_fc2.weight": draw(spec.hidden, spec.mlp),
-        }
-    if not spec.tied_embeddings:
-        weights["output_layer.weight"] = draw(spec.vocab, spec.hidden)
-    return weights
-
-
 # the checks ---------------------------------------------------------------------------------------------------
-
-
-def check_engine(model: Path, device: torch.device, dtype: torch.dtype, block_tokens: int) -> dict:
-    """Greedy tokens on the CPU and on the device. float32: equal. bfloat16: log-probabilities close where equal."""
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(3, 200, (n,), generator=generator).tolist() for n in (1, 3, 7, 17, 30, 64, 5, 5)]
-    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
-    options = EngineOptions(num_blocks=1024 * 16 // block_tokens, block_tokens=block_tokens)
-    ours, theirs = (
-        Engine.from_pretrained(model, options, device=where, dtype=dtype).generate(prompts, params)
-        for where in ("cpu", device)
-    )
-    equal, total, difference = 0, 0, 0.0
-    for a, b in zip(ours, theirs):
-        total += len(a.tokens)
-        same = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens)) if x != y), len(a.tokens))
-        equal += same
-        difference = max([difference, *(abs(x - y) for x, y in zip(a.logprobs[:same], b.logprobs[:same]))])
-    detail = {"tokens": total, "equal_tokens": equal, "max_logprob_difference": difference}
-    detail["block_tokens"] = block_tokens
-    enough = equal == total if dtype == torch.float32 else equal >= total // 4  # after a near tie all differ
-    return require(enough and difference < 2 * TOLERANCE[dtype], detail)
-
-
-def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset: int) -> torch.Tensor:
-    """Causal attention of one sequence by its formula in float64; query i stands at position offset + i."""
-    q, k, v = q.double(), k.double(), v.double()
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
-    ahead = torch.arange(k.shape[0])[None] > torch.arange(q.shape[0])[:, None] + offset
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(ahead, -torch.inf).softmax(-1), v)
-
-
-def check_varlen(device: torch.device, dtype: torch.dtype) -> dict:
-    """Packed attention and its gradients against the formula, sequence by sequence."""
-    generator = torch.Generator().manual_seed(2)
-    lengths, heads, kv_heads, dim = (5, 1, 64, 130), 8, 2, 64
-    borders = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    plain = [torch.randn(sum(lengths), h, dim, generator=generator).to(dtype) for h in (heads, kv_heads, kv_heads)]
-    weight = torch.randn(sum(lengths), heads, dim, generator=generator)
-    there = [x.to(device).detach().clone().requires_grad_(True) for x in plain]
-    out = varlen_attention(*there, borders.to(device), max(lengths))
-    (out.float() * weight.to(device)).sum().backward()
-    here = [x.detach().double().clone().requires_grad_(True) for x in plain]
-    ends = borders.tolist()
-    wanted = torch.cat([reference_attention(*(x[a:b] for x in here), 0) for a, b in zip(ends, ends[1:])])
-    (wanted * weight).sum().backward()
-    found = {"forward": relative(out, wanted)}
-    found |= {name: relative(a.grad, b.grad) for name, a, b in zip(("dq", "dk", "dv"), there, here)}
-    return require(max(found.values()) < TOLERANCE[dtype], found)
-
-
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Largest difference, as a part of the largest number wanted."""
-    wanted = wanted.detach().double().cpu()
-    return float((found.detach().double().cpu() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12))
-
-
-def check_paged(device: torch.device, dtype: torch.dtype, block_tokens: int) -> dict:
-    """Attention over cache blocks in any order against the formula: decode, prefill, and a chunk after a prefix."""
-    generator = torch.Generator().manual_seed(3)
-    heads, kv_heads, dim, blocks = 8, 2, 64, 40
-    queries, contexts = [1, 12, 1, 5, 1], [1, 12, 300, 77, 64]
-    keys, values = (torch.randn(blocks, block_tokens, kv_heads, dim, generator=generator).to(dtype) for _ in range(2))
-    q = torch.randn(sum(queries), heads, dim, generator=generator).to(dtype)
-    order, most, used = torch.randperm(blocks, generator=generator).tolist(), 300 // block_tokens + 1, 0
-    tables = torch.zeros(len(queries), most, dtype=torch.int32)
-    for s, context in enumerate(contexts):
-        count = -(-context // block_tokens)
-        tables[s, :count] = torch.tensor(order[used : used + count], dtype=torch.int32)
-        used += count
-    starts = [0, *torch.tensor(queries).cumsum(0).tolist()]
-    found = paged_attention(q.to(device), keys.to(device), values.to(device), tables.to(device), starts, contexts)
-    wanted = []
-    for s, context in enumerate(contexts):
-        k, v = (x[tables[s].long()].flatten(0, 1)[:context] for x in (keys, values))
-        wanted.append(reference_attention(q[starts[s] : starts[s + 1]], k, v, context - queries[s]))
-    error = relative(found, torch.cat(wanted))
-    return require(error < TOLERANCE[dtype], {"block_tokens": block_tokens, "relative_error": error})
 
 
 def train_once(model: Path, where: Device, dtype: torch.dtype) -> dict[str, Any]:
@@ -346,60 +202,6 @@ def check_ppo(folder: Path, device: torch.device) -> dict:
     return require(len(lines) == 2 and difference < 1e-4, detail)
 
 
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written per second by a large copy: what the memory can do, on this machine."""
-    size = 1 << (30 if device.type == "cuda" else 26)
-    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
-    best = float("inf")
-    for _ in range(5):
-        synchronize(device)
-        start = time.perf_counter()
-        target.copy_(source)
-        synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * size / best
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def measure_decode(shape: dict, folder: Path, device: torch.device, block_tokens: int) -> dict:
-    """Decode steps of a random bfloat16 model: tokens per second, and bytes it must read over the copy bandwidth."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(shape))
-    spec, prompt, steps = ModelSpec.from_config(folder), 128, 24
-    element, longest = 2, 128 + 32
-    weights = random_weights(spec, device, torch.bfloat16)
-    weight_bytes = sum(w.numel() for w in {w.data_ptr(): w for w in weights.values()}.values()) * element
-    bandwidth, rows = copy_bandwidth(device), {}
-    for batch in (1, 16, 64):
-        blocks = batch * -(-longest // block_tokens)
-        options = EngineOptions(num_blocks=blocks, block_tokens=block_tokens, max_batched_tokens=batch * prompt)
-        engine = Engine(spec, weights, options, device=device, dtype=torch.bfloat16)
-        params = SamplingParams(max_tokens=32, ignore_eos=True)
-        for sample in range(batch):
-            engine.add(sample, [3 + (sample + i) % 100 for i in range(prompt)], params)
-        seconds, tokens, context = [], 0, 0
-        while engine.has_unfinished() and len(seconds) < steps:
-            engine.step()
-            stats = engine.last_step
-            if stats.prefill_tokens == 0:
-                seconds.append(stats.seconds)
-                tokens, context = stats.batch, stats.context_tokens
-        median = sorted(seconds)[len(seconds) // 2]
-        read = weight_bytes + context * spec.kv_bytes_per_token(element)
-        rows[str(batch)] = {
-            "tokens_per_second": round(tokens / median, 1),
-            "step_seconds": median,
-            "bandwidth_fraction": round(read / median / bandwidth, 4),
-        }
-        del engine
-    return {"parameters": spec.parameters(), "block_tokens": block_tokens,
-            "copy_bytes_per_second": bandwidth, "batch": rows}  # fmt: skip
-
-
 # the whole ----------------------------------------------------------------------------------------------------
 
 
@@ -422,25 +224,26 @@ def environment(device: torch.device) -> dict:
 def all_checks(device: Device, folder: Path) -> list[tuple[str, Callable[[], Any]]]:
     """Names and checks, cheap ones first."""
     where, tiny = device.torch_device, write_model(folder / "tiny", TINY)
-    roomy = device.is_cuda and torch.cuda.mem_get_info(where)[0] > 8 << 30
     checks: list[tuple[str, Callable[[], Any]]] = []
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
-        checks.append((f"varlen_attention_{name}", lambda dtype=dtype: check_varlen(where, dtype)))
+        checks.append((f"varlen_attention_{name}", lambda dtype=dtype: generation.check_varlen(where, dtype)))
         for block in (16, 256):  # flash-attn takes over at 256
-            checks.append(
-                (f"paged_attention_{name}_{block}", lambda dtype=dtype, block=block: check_paged(where, dtype, block))
-            )
-            checks.append(
-                (f"engine_{name}_{block}", lambda dtype=dtype, block=block: check_engine(tiny, where, dtype, block))
-            )
+            at, sizes = f"{name}_{block}", (where, dtype, block)
+            checks += [
+                (f"paged_attention_{at}", lambda sizes=sizes: generation.check_paged(*sizes)),
+                (f"decode_attention_{at}", lambda sizes=sizes: generation.check_decode_attention(*sizes)),
+                (f"engine_{at}", lambda sizes=sizes: generation.check_engine(tiny, *sizes)),
+            ]
+        checks.append((f"graphs_{name}", lambda dtype=dtype: generation.check_graphs(tiny, where, dtype)))
         checks.append((f"training_{name}", lambda dtype=dtype: check_training(tiny, device, dtype)))
     checks.append(("reshard", lambda: check_reshard(tiny, device)))
     checks.append(("parked_weights", lambda: check_parked(device)))
     checks.append(("ppo_one_rank", lambda: check_ppo(folder, where)))
-    shape = BILLION if roomy else TINY
-    for block in (16, 256):
-        checks.append((f"decode_{block}", lambda block=block: measure_decode(shape, folder / "big", where, block)))
+    for size, block in (("1b", 16), ("1b", 256), ("8b", 256)):
+        shape, batches = (speed.SHAPES[size], speed.BATCHES) if device.is_cuda else (TINY, (1, 4))
+        measured = (shape, folder / size, where, block, batches)
+        checks.append((f"speed_{size}_{block}", lambda measured=measured: speed.measure(*measured)))
     return checks
 
 

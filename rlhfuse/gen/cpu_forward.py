@@ -25,7 +25,8 @@ from rlhfuse.models.cpu_threads import share_threads
 from rlhfuse.models.tiles import LANES, panel_offsets
 
 if TYPE_CHECKING:
-    from rlhfuse.gen.model_runner import LayerWeights, ModelRunner
+    from rlhfuse.gen.model_runner import ModelRunner
+    from rlhfuse.gen.weights import LayerWeights, ModelWeights
 
 
 @dataclass(frozen=True)
@@ -87,14 +88,13 @@ class CpuForward:
             )
         )  # fmt: skip
 
-    def bind(self) -> None:
-        """Read the runner's weights from now on."""
-        runner = self.runner
-        self.layers = [_Layer.of(layer) for layer in runner.layers]
-        self.embedding, self.output = as_array(runner.embedding), as_array(runner.output)
-        if runner.tp_size == 1:
-            self.output = self.output[: runner.spec.vocab]  # without the rows that only fill up
-        self.final_norm = as_array(runner.final_norm)
+    def bind(self, weights: "ModelWeights") -> None:
+        """Read from these tensors from now on."""
+        self.layers = [_Layer.of(layer) for layer in weights.layers]
+        self.embedding, self.output = as_array(weights.embedding), as_array(weights.output)
+        if self.runner.tp_size == 1:
+            self.output = self.output[: self.runner.spec.vocab]  # without the rows that only fill up
+        self.final_norm = as_array(weights.final_norm)
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Run one step, filling the cache. Returns float32 logits [R, vocab], one row per drawing row."""
@@ -121,7 +121,7 @@ class _Step:
         self.hidden_at, self.attention_at, self.mlp_at = (space.offsets(n) for n in ("x", "attention", "mlp"))
         self.q = np.empty((len(batch.tokens), runner.heads, runner.spec.head_dim), np.float32)
         self.queries = paged_cpu.Queries.of(batch.query_starts, batch.contexts, runner.kv_heads, threads)
-        first_row = runner.tp_rank * forward.embedding.shape[0]
+        first_row = runner.parallel.rank * forward.embedding.shape[0]
         decoder_cpu.embed(batch.tokens, forward.embedding, first_row, self.x)
         self._sum(self.x)
         self.delta[...] = 0
@@ -154,10 +154,10 @@ class _Step:
         decoder_cpu.take_tokens(self.normed, rows, drawn)
         out = np.empty((len(rows), forward.output.shape[0]), np.float32)
         decoder_cpu.multiply_to_rows(forward.output, drawn, self.hidden_at, out, self.threads)
-        return forward.runner.gather(torch.from_numpy(out))[:, : forward.runner.spec.vocab]
+        return forward.runner.parallel.gather(torch.from_numpy(out))[:, : forward.runner.spec.vocab]
 
     def _sum(self, panels: np.ndarray) -> None:
-        self.forward.runner.sum_in_place(torch.from_numpy(panels))
+        self.forward.runner.parallel.sum(torch.from_numpy(panels))
 
 
 def as_array(weight: Tensor) -> np.ndarray:

@@ -26,7 +26,7 @@ from rlhfuse.gen.block_manager import BlockManager
 from rlhfuse.gen.forward_batch import ForwardBatch
 from rlhfuse.gen.kv_cache import KVCache
 from rlhfuse.gen.migration import KVSnapshot
-from rlhfuse.gen.model_runner import ModelRunner
+from rlhfuse.gen.model_runner import Kernels, ModelRunner
 from rlhfuse.gen.sampler import DrawBatch, draw_tokens
 from rlhfuse.gen.scheduler import Scheduler, Work
 from rlhfuse.gen.sequence import GenerationResult, SamplingParams, Sequence
@@ -44,11 +44,15 @@ class EngineOptions:
     block_tokens: int = 16  # tokens in one block
     max_sequences: int = 256  # running at the same time
     max_batched_tokens: int = 2048  # tokens in one step, prefill included
+    cuda_graphs: bool = True  # replay decode steps as CUDA graphs; without effect on CPU
+    kernels: Kernels = "auto"  # torch: torch's attention and GEMMs on CPU too, which promise no bits
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_tokens", "max_sequences", "max_batched_tokens"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.kernels not in ("auto", "torch"):
+            raise InputError(f"kernels={self.kernels!r} is unknown; use 'auto' or 'torch'")
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class StepStats:
     batch: int  # sequences that ran
     prefill_tokens: int  # tokens run for sequences that were not decoding
     context_tokens: int  # tokens in the cache of all that ran, after the step
-    seconds: float
+    seconds: float  # without the capture of a CUDA graph, which happens once for a shape
     reused_tokens: int = 0  # tokens of sequences that entered, found in known prefixes instead of being run
 
 
@@ -93,7 +97,10 @@ class Engine:
             raise InputError(f"dtype={dtype} is not supported; use float32 or bfloat16")
         self.spec, self.options, self.dtype = spec, options, dtype
         self.device = torch.device(device)
-        self.runner = ModelRunner(spec, weights, device=self.device, dtype=dtype, tp_group=tp_group)
+        self.runner = ModelRunner(
+            spec, weights, device=self.device, dtype=dtype, tp_group=tp_group, max_sequences=options.max_sequences,
+            kernels=options.kernels, cuda_graphs=options.cuda_graphs,
+        )  # fmt: skip
         self.scheduler = Scheduler(
             BlockManager(options.num_blocks, options.block_tokens), options.max_sequences, options.max_batched_tokens
         )
@@ -156,7 +163,7 @@ class Engine:
         """Run one forward pass and draw; returns the samples that finished. Nothing to do gives []."""
         if self._cache is None:
             raise RuntimeError("the engine is paused; call resume() first")
-        start, reused_before = time.perf_counter(), self.scheduler.reused_tokens
+        start, reused_before = time.perf_counter() - self.runner.recording_seconds, self.scheduler.reused_tokens
         work = self.scheduler.schedule()
         if not work:
             return []
@@ -173,7 +180,7 @@ class Engine:
             batch=len(work),
             prefill_tokens=len(batch.tokens) - decoding,
             context_tokens=int(batch.contexts.sum()),
-            seconds=time.perf_counter() - start,
+            seconds=time.perf_counter() - self.runner.recording_seconds - start,
             reused_tokens=self.scheduler.reused_tokens - reused_before,
         )
         return finished
@@ -234,6 +241,7 @@ class Engine:
     def pause(self) -> None:
         """Drop the KV cache memory. Unfinished samples keep their tokens and are run again after `resume`."""
         self.scheduler.preempt_all()
+        self.runner.release()
         self._cache = None
 
     def resume(self) -> None:
@@ -355,7 +363,7 @@ class Engine:
     def _new_cache(self) -> KVCache:
         return KVCache(
             self.spec.layers,
-            self.options.num_blocks,
+            self.options.num_blocks + self.runner.spare_blocks,
             self.options.block_tokens,
             self.runner.kv_heads,
             self.spec.head_dim,

@@ -19,8 +19,12 @@ def rotary_tables(spec: ModelSpec, device: torch.device) -> tuple[Tensor, Tensor
     return angles.cos().to(device), angles.sin().to(device)
 
 
+def signed_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin for `rotate`, each [context, D]: both halves side by side, the first half of sin negative."""
+    return torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, D] turned by the rows cos, sin [T, D/2] of its positions; computed in float32."""
-    a, b = x.float().chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    """x [..., D] turned by rows of `signed_tables` that broadcast to it; float32, in three kernels."""
+    swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    return torch.addcmul(x * cos, swapped, sin)

@@ -2,17 +2,20 @@
 
     varlen_attention   q, k, v of whole sequences lie one after another; with autograd
     paged_attention    queries against keys and values in cache blocks; no autograd
+    decode_attention   the same for one query per sequence, in fixed shapes that a CUDA graph can hold
 
-On CUDA with flash-attn installed both are its kernels. Without it each sequence goes through torch's own
-attention by itself, and so the result of a sequence never depends on its neighbours. The engine on CPU uses the
-numba kernel of paged_cpu.py instead of the cached form. This is the only file that imports flash_attn. Knows
-nothing of models or of scheduling.
+On CUDA with flash-attn installed all are its kernels, where `flash_obstacle` names nothing against it. Elsewhere
+torch's own attention takes each sequence of several queries by itself, and those of one query together. The numba
+kernel of paged_cpu.py serves generation on CPU. This is the only file that imports flash_attn. Knows nothing of
+models or of scheduling.
 
-Letters: T tokens, H query heads, G key/value heads (H % G == 0), D head_dim, S sequences.
+Letters: T tokens, H query heads, G key/value heads (H % G == 0), D head_dim, S sequences, R rows, W columns.
 """
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from torch import Tensor
 FLASH_BLOCK = 256  # flash-attn reads a paged cache only in blocks of a multiple of this
 
 
+@functools.cache  # a failed import is searched for again each time
 def flash_attention() -> Any | None:
     """The flash_attn module, or None where it is not installed."""
     try:
@@ -53,50 +57,98 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return out.squeeze(0).transpose(0, 1)
 
 
-def paged_attention(
-    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, query_starts: list[int], contexts: list[int]
-) -> Tensor:
-    """Attention over cache blocks with torch or flash-attn. q [T, H, D]; keys, values [blocks, block_tokens, G, D].
+@dataclass(frozen=True, eq=False)
+class PagedQueries:
+    """Which queries read which cache blocks. Sequence s owns queries starts[s]:starts[s + 1], its last tokens."""
 
-    tables [S, most blocks] int32 on q's device; sequence s owns queries query_starts[s]:query_starts[s + 1], the
-    last of them at position contexts[s] - 1. Returns [T, H, D].
+    tables: Tensor  # [S, most blocks] int32
+    query_starts: Tensor  # [S + 1] int32
+    key_starts: Tensor  # [S + 1] int32: running sum of the contexts
+    starts: list[int]  # query_starts, on the host
+    contexts: list[int]  # [S] tokens up to the last query
+
+    @staticmethod
+    def of(tables: Tensor, starts: list[int], contexts: list[int]) -> "PagedQueries":
+        """The same from the host's lists, copied to the device of `tables`."""
+        query_starts = torch.tensor(starts, dtype=torch.int32, device=tables.device)
+        key_starts = torch.tensor([0, *contexts], device=tables.device).cumsum(0).int()
+        return PagedQueries(tables, query_starts, key_starts, starts, contexts)
+
+
+def flash_obstacle(dtype: torch.dtype, device: torch.device, head_dim: int, block_tokens: int) -> str | None:
+    """Why flash-attn cannot read such a cache; None if it can."""
+    if device.type != "cuda" or flash_attention() is None:
+        return "flash-attn runs on CUDA alone" if device.type != "cuda" else "flash-attn is not installed"
+    if dtype == torch.float32:
+        return "flash-attn computes in 16 bits, not in float32"
+    if head_dim % 8 or head_dim > 256:
+        return f"flash-attn takes a head_dim of multiples of 8 up to 256, not {head_dim}"
+    if block_tokens % FLASH_BLOCK:
+        return f"flash-attn reads blocks of a multiple of {FLASH_BLOCK} tokens, not {block_tokens}"
+    return None
+
+
+def _flash_for(q: Tensor, keys: Tensor) -> Any | None:
+    return flash_attention() if flash_obstacle(q.dtype, q.device, q.shape[-1], keys.shape[1]) is None else None
+
+
+def paged_attention(q: Tensor, keys: Tensor, values: Tensor, queries: PagedQueries) -> Tensor:
+    """Attention over cache blocks with flash-attn or torch, of any mix of prefill and decode.
+
+    q [T, H, D]; keys, values [blocks, block_tokens, G, D]; returns [T, H, D]. With torch each sequence that has
+    several queries waits for the host; what a block holds past the end of its sequence has no influence.
     """
-    flash = flash_attention() if q.is_cuda and q.dtype != torch.float32 else None
-    if flash is not None and keys.shape[1] % FLASH_BLOCK == 0:
-        return _flash_paged(flash, q, keys, values, tables, query_starts, contexts)
-    lengths = [b - a for a, b in zip(query_starts, query_starts[1:])]
+    flash = _flash_for(q, keys)
+    starts, contexts = queries.starts, queries.contexts
+    lengths = [b - a for a, b in zip(starts, starts[1:])]
+    if flash is not None:
+        return flash.flash_attn_varlen_func(
+            q, keys, values, queries.query_starts, queries.key_starts, max(lengths), max(contexts), causal=True,
+            block_table=queries.tables,
+        )  # fmt: skip
     out = torch.empty_like(q)
-    decode = [s for s, length in enumerate(lengths) if length == 1]
-    if decode:
-        rows = torch.tensor([query_starts[s] for s in decode], device=q.device)
-        out[rows] = _decode(q[rows], keys, values, tables[decode], [contexts[s] for s in decode])
+    single = [s for s, length in enumerate(lengths) if length == 1]
+    if single:
+        rows = torch.tensor([starts[s] for s in single], device=q.device)
+        width = -(-max(contexts[s] for s in single) // keys.shape[1])
+        ends = torch.tensor([contexts[s] for s in single], device=q.device)
+        out[rows] = _gathered_decode(q[rows], keys, values, queries.tables[single, :width], ends)
     for s, length in enumerate(lengths):
         if length > 1:
-            start, end = query_starts[s], query_starts[s + 1]
-            out[start:end] = _prefill(q[start:end], keys, values, tables[s], contexts[s])
+            start, end = starts[s], starts[s + 1]
+            out[start:end] = _prefill(q[start:end], keys, values, queries.tables[s], contexts[s])
     return out
 
 
-def _flash_paged(flash, q, keys, values, tables, query_starts, contexts) -> Tensor:
-    starts = torch.tensor(query_starts, dtype=torch.int32, device=q.device)
-    ends = torch.tensor([0] + contexts, dtype=torch.int32, device=q.device).cumsum(0, dtype=torch.int32)
-    longest = max(b - a for a, b in zip(query_starts, query_starts[1:]))
-    return flash.flash_attn_varlen_func(
-        q, keys, values, starts, ends, longest, max(contexts), causal=True, block_table=tables
+def decode_attention(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, contexts: Tensor) -> Tensor:
+    """One query for each of R sequences, with shapes and work that depend on shapes alone.
+
+    Nothing is read back to the host, so a CUDA graph can hold it. q [R, H, D]; keys, values [blocks, block_tokens, G,
+    D]; tables [R, W] and contexts [R] int32; returns [R, H, D]. Without flash-attn all W blocks are gathered.
+    """
+    flash = _flash_for(q, keys)
+    if flash is None:
+        return _gathered_decode(q, keys, values, tables, contexts)
+    out = flash.flash_attn_with_kvcache(
+        q.unsqueeze(1), keys, values, cache_seqlens=contexts, block_table=tables, causal=True
     )
+    return out.squeeze(1)
 
 
-def _decode(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, contexts: list[int]) -> Tensor:
-    """One query per sequence: gather the blocks, mask what lies past each end. q [S, H, D]."""
-    sequences, heads, dim = q.shape
-    blocks = -(-max(contexts) // keys.shape[1])
-    k, v = (x[tables[:, :blocks].long()].flatten(1, 2).transpose(1, 2) for x in (keys, values))  # [S, G, tokens, D]
-    ends = torch.tensor(contexts, device=q.device)
-    mask = torch.arange(k.shape[2], device=q.device)[None] < ends[:, None]
+def _gathered_decode(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, contexts: Tensor) -> Tensor:
+    rows, heads, dim = q.shape
+    tokens = tables.shape[1] * keys.shape[1]
+    inside = torch.arange(tokens, device=q.device)[None] < contexts[:, None]
+    beyond = ~inside[:, :, None, None]
+    # What lies past an end is set to zero besides being masked: a stale NaN times a weight of zero is still NaN.
+    k, v = (
+        x.index_select(0, tables.flatten()).view(rows, tokens, -1, dim).masked_fill_(beyond, 0).transpose(1, 2)
+        for x in (keys, values)
+    )
     out = F.scaled_dot_product_attention(
-        q.unsqueeze(2), k, v, attn_mask=mask[:, None, None], enable_gqa=heads != k.shape[1]
+        q.unsqueeze(2), k, v, attn_mask=inside[:, None, None], enable_gqa=heads != k.shape[1]
     )
-    return out.reshape(sequences, heads, dim)
+    return out.reshape(rows, heads, dim)
 
 
 def _prefill(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, context: int) -> Tensor:

@@ -113,7 +113,7 @@ def test_pause_resume_and_same_weights(make_engine, prompts, alone):
         engine.step()
     engine.resume()
     results += [r for _ in range(9) for r in engine.step()]
-    weights = dict(zip(["decoder.final_layernorm.weight"], [engine.runner.final_norm]))
+    weights = dict(zip(["decoder.final_layernorm.weight"], [engine.runner.weights.final_norm]))
     with pytest.raises(ValueError, match="embedding.word_embeddings.weight"):
         engine.load_weights(weights)
     while engine.has_unfinished():

@@ -8,7 +8,6 @@ from gen_models import random_weights, tiny_spec
 
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.gen.kv_cache import KVCache
-from rlhfuse.gen.model_runner import ModelRunner
 
 
 @pytest.mark.parametrize("lanes", [True, False])
@@ -26,7 +25,7 @@ def test_read_returns_what_was_written(lanes, tokens):
 
 
 @pytest.mark.parametrize("changes", [dict(), dict(qk_norm=True, qkv_bias=True)])
-def test_torch_path_equals_cpu_kernels(monkeypatch, prompts, changes):
+def test_torch_path_equals_cpu_kernels(prompts, changes):
     """The path that CUDA takes, run here on CPU: same tokens, close log-probabilities, and KV that can move over."""
     spec = tiny_spec(**changes)
     params = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -35,9 +34,8 @@ def test_torch_path_equals_cpu_kernels(monkeypatch, prompts, changes):
     for i, prompt in enumerate(prompts):
         ours.add(i, prompt, params)
     moved = [r for _ in range(9) for r in ours.step()]
-    with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, "uses_cpu_kernels", False)
-        torch_engine = Engine(spec, random_weights(spec), EngineOptions(num_blocks=60, max_batched_tokens=50))
+    options = EngineOptions(num_blocks=60, max_batched_tokens=50, kernels="torch")
+    torch_engine = Engine(spec, random_weights(spec), options)
     assert not torch_engine._cache.lanes
     results = torch_engine.generate(prompts, params)
     assert torch_engine.import_sequences(ours.export_sequences([s.sample_id for s in ours.unfinished()])) == []

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfuse.models import paged_cpu
-from rlhfuse.models.attention import paged_attention, varlen_attention
+from rlhfuse.models.attention import PagedQueries, paged_attention, varlen_attention
 from rlhfuse.models.cpu_math import exp32, log32, neg_log_one_minus
 from rlhfuse.models.cpu_threads import share_threads
 from rlhfuse.models.tiles import LANES, lanes_up
@@ -68,9 +68,10 @@ class Case:
         return out.transpose(0, 2, 1).reshape(-1, *q.shape[1:])[: len(q)]
 
     def device(self) -> torch.Tensor:
-        keys, values = torch.from_numpy(np.nan_to_num(self.rows))
+        keys, values = torch.from_numpy(self.rows)
         tables = torch.from_numpy(self.tables)
-        return paged_attention(torch.from_numpy(self.q), keys, values, tables, self.starts.tolist(), self.contexts)
+        queries = PagedQueries.of(tables, self.starts.tolist(), list(self.contexts))
+        return paged_attention(torch.from_numpy(self.q), keys, values, queries)
 
     def expected(self) -> torch.Tensor:
         parts = []

@@ -1,0 +1,135 @@
+"""Attention in all its forms against its formula, and the engine on the device against the CPU and itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from gpu_checks.result import TOLERANCE, relative, require
+
+from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+from rlhfuse.models.attention import PagedQueries, decode_attention, paged_attention, varlen_attention
+
+
+def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset: int) -> torch.Tensor:
+    """Causal attention of one sequence by its formula in float64; query i stands at position offset + i."""
+    q, k, v = q.double(), k.double(), v.double()
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
+    ahead = torch.arange(k.shape[0])[None] > torch.arange(q.shape[0])[:, None] + offset
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(ahead, -torch.inf).softmax(-1), v)
+
+
+def check_varlen(device: torch.device, dtype: torch.dtype) -> dict:
+    """Packed attention and its gradients against the formula, sequence by sequence."""
+    generator = torch.Generator().manual_seed(2)
+    lengths, heads, kv_heads, dim = (5, 1, 64, 130), 8, 2, 64
+    borders = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    plain = [torch.randn(sum(lengths), h, dim, generator=generator).to(dtype) for h in (heads, kv_heads, kv_heads)]
+    weight = torch.randn(sum(lengths), heads, dim, generator=generator)
+    there = [x.to(device).detach().clone().requires_grad_(True) for x in plain]
+    out = varlen_attention(*there, borders.to(device), max(lengths))
+    (out.float() * weight.to(device)).sum().backward()
+    here = [x.detach().double().clone().requires_grad_(True) for x in plain]
+    ends = borders.tolist()
+    wanted = torch.cat([reference_attention(*(x[a:b] for x in here), 0) for a, b in zip(ends, ends[1:])])
+    (wanted * weight).sum().backward()
+    found = {"forward": relative(out, wanted)}
+    found |= {name: relative(a.grad, b.grad) for name, a, b in zip(("dq", "dk", "dv"), there, here)}
+    return require(max(found.values()) < TOLERANCE[dtype], found)
+
+
+def check_paged(device: torch.device, dtype: torch.dtype, block_tokens: int) -> dict:
+    """Attention over cache blocks in any order against the formula: decode, prefill, and a chunk after a prefix."""
+    generator = torch.Generator().manual_seed(3)
+    heads, kv_heads, dim, blocks = 8, 2, 64, 40
+    queries, contexts = [1, 12, 1, 5, 1], [1, 12, 300, 77, 64]
+    keys, values = (torch.randn(blocks, block_tokens, kv_heads, dim, generator=generator).to(dtype) for _ in range(2))
+    q = torch.randn(sum(queries), heads, dim, generator=generator).to(dtype)
+    order, most, used = torch.randperm(blocks, generator=generator).tolist(), 300 // block_tokens + 1, 0
+    tables = torch.zeros(len(queries), most, dtype=torch.int32)
+    for s, context in enumerate(contexts):
+        count = -(-context // block_tokens)
+        tables[s, :count] = torch.tensor(order[used : used + count], dtype=torch.int32)
+        used += count
+    starts = [0, *torch.tensor(queries).cumsum(0).tolist()]
+    paged = PagedQueries.of(tables.to(device), starts, contexts)
+    found = paged_attention(q.to(device), keys.to(device), values.to(device), paged)
+    wanted = []
+    for s, context in enumerate(contexts):
+        k, v = (x[tables[s].long()].flatten(0, 1)[:context] for x in (keys, values))
+        wanted.append(reference_attention(q[starts[s] : starts[s + 1]], k, v, context - queries[s]))
+    error = relative(found, torch.cat(wanted))
+    return require(error < TOLERANCE[dtype], {"block_tokens": block_tokens, "relative_error": error})
+
+
+def check_decode_attention(device: torch.device, dtype: torch.dtype, block_tokens: int) -> dict:
+    """One query per sequence in fixed shapes, with padding rows and columns, against the formula."""
+    generator = torch.Generator().manual_seed(6)
+    heads, kv_heads, dim, contexts = 8, 2, 64, [1, 12, 300, 77, 64]
+    width = -(-300 // block_tokens) + 3
+    rows, spare = 8, len(contexts) * width
+    keys, values = (
+        torch.randn(spare + 1, block_tokens, kv_heads, dim, generator=generator).to(dtype) for _ in range(2)
+    )
+    q = torch.randn(rows, heads, dim, generator=generator).to(dtype)
+    tables = torch.full((rows, width), spare, dtype=torch.int32)
+    tables[: len(contexts)] = torch.randperm(spare, generator=generator).view(len(contexts), width)
+    padded = torch.tensor(contexts + [1] * (rows - len(contexts)), dtype=torch.int32)
+    found = decode_attention(*(x.to(device) for x in (q, keys, values, tables, padded)))
+    wanted = []
+    for s, context in enumerate(contexts):
+        k, v = (x[tables[s].long()].flatten(0, 1)[:context] for x in (keys, values))
+        wanted.append(reference_attention(q[s : s + 1], k, v, context - 1))
+    error = relative(found[: len(contexts)], torch.cat(wanted))
+    return require(error < TOLERANCE[dtype], {"block_tokens": block_tokens, "relative_error": error})
+
+
+def check_engine(model: Path, device: torch.device, dtype: torch.dtype, block_tokens: int) -> dict:
+    """Greedy tokens on the CPU and on the device. float32: equal. bfloat16: log-probabilities close where equal."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 200, (n,), generator=generator).tolist() for n in (1, 3, 7, 17, 30, 64, 5, 5)]
+    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+    blocks = 1024 * 16 // block_tokens
+    options = EngineOptions(num_blocks=blocks, block_tokens=block_tokens)
+    ours, theirs = (
+        Engine.from_pretrained(model, chosen, device=where, dtype=dtype).generate(prompts, params)
+        for where, chosen in (("cpu", options), (device, replace(options, kernels="torch")))
+    )
+    equal, total, difference = 0, 0, 0.0
+    for a, b in zip(ours, theirs):
+        total += len(a.tokens)
+        same = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens)) if x != y), len(a.tokens))
+        equal += same
+        difference = max([difference, *(abs(x - y) for x, y in zip(a.logprobs[:same], b.logprobs[:same]))])
+    detail = {"tokens": total, "equal_tokens": equal, "max_logprob_difference": difference}
+    detail["block_tokens"] = block_tokens
+    enough = equal == total if dtype == torch.float32 else equal >= total // 4  # after a near tie all differ
+    return require(enough and difference < 2 * TOLERANCE[dtype], detail)
+
+
+def check_graphs(model: Path, device: torch.device, dtype: torch.dtype) -> dict:
+    """Samples with CUDA graphs against the same without, before and after the cache was given back."""
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, 200, (n,), generator=generator).tolist() for n in (1, 9, 30, 5, 64, 3, 3, 8, 2)]
+    params = [SamplingParams(max_tokens=10 + 4 * i, ignore_eos=True) for i in range(len(prompts))]  # batches shrink
+    graphs, eager = (
+        Engine.from_pretrained(
+            model, EngineOptions(num_blocks=64, block_tokens=256, kernels="torch", cuda_graphs=on),
+            device=device, dtype=dtype,
+        )
+        for on in (True, False)
+    )  # fmt: skip
+    wanted, difference, equal = eager.generate(prompts, params), 0.0, 0
+    total = 2 * sum(len(a.tokens) for a in wanted)
+    for _ in range(2):
+        for a, b in zip(wanted, graphs.generate(prompts, params)):
+            same = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens)) if x != y), len(a.tokens))
+            equal += same
+            difference = max([difference, *(abs(x - y) for x, y in zip(a.logprobs[:same], b.logprobs[:same]))])
+        graphs.pause()
+        graphs.resume()
+    detail = {"tokens": total, "equal_tokens": equal, "max_logprob_difference": difference,
+              "capture_seconds": graphs.runner.recording_seconds}  # fmt: skip
+    return require(equal >= total * 0.9 and difference < TOLERANCE[dtype], detail)
