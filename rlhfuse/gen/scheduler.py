@@ -48,15 +48,8 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
 
-    def can_adopt(self, seq: Sequence, tokens: int) -> bool:
-        """Whether a sequence whose KV of `tokens` tokens comes from elsewhere can run at once."""
-        return len(self.running) < self.max_sequences and self.blocks.can_grow(seq, tokens)
-
-    def adopt(self, seq: Sequence, tokens: int) -> None:
-        """Take such a sequence in; the caller fills its blocks."""
-        self.blocks.grow(seq, tokens)
-        seq.computed_tokens = tokens
-        self.blocks.publish(seq, tokens)
+    def adopt(self, seq: Sequence) -> None:
+        """Let a sequence run whose blocks were filled elsewhere; the caller has seen to max_sequences."""
         self.running.append(seq)
 
     def schedule(self) -> list[Work]:
