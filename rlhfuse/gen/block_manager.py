@@ -49,8 +49,9 @@ class BlockManager:
 
     def append_free(self, seq: Sequence) -> int:
         """Extend the block table by a free block, and return it."""
-        block, _ = self._free.popitem(last=False)
+        block = next(iter(self._free))
         self._forget(block)
+        del self._free[block]
         self._users[block] = 1
         seq.block_table.append(block)
         return block

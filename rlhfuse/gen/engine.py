@@ -253,7 +253,8 @@ class Engine:
         with self.receive_sequences(shipment.manifest) as arrival:
             for numbers in buckets(arrival.wanted, block_bytes, BUCKET_BYTES):
                 arrival.write(numbers, shipment.read(numbers, slice(None)))
-        return arrival.recomputed
+            recomputed = arrival.recomputed
+        return recomputed  # nothing may fail once the samples have entered: the source still holds them
 
     @contextmanager
     def receive_sequences(self, manifest: Manifest) -> Iterator[Arrival]:
@@ -368,10 +369,8 @@ class Engine:
         return self._sequences[sample_id]
 
     def _state(self, seq: Sequence, waiting: bool) -> SequenceState:
-        shared = tuple(self.scheduler.blocks.shared(seq))
-        return SequenceState(
-            seq.sample_id, seq.computed_tokens, seq.total_tokens, len(seq.block_table), shared, waiting
-        )
+        table, shared = seq.block_table, self.scheduler.blocks.shared(seq)
+        return SequenceState(seq.sample_id, seq.computed_tokens, seq.total_tokens, len(table), tuple(shared), waiting)
 
     def _check_settled(self) -> None:
         if self._departing:
