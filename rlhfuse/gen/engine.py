@@ -265,7 +265,7 @@ class Engine:
         self._check_settled()
         sequences = [self._restore(traveller) for traveller in manifest.travellers]
         if manifest.num_blocks and manifest.shape != self._block_shape:
-            raise InputError(f"the shipment's {manifest.shape} is not this engine's {self._block_shape}; move as tokens")
+            raise InputError(f"blocks of {manifest.shape} do not fit this engine's {self._block_shape}; move as tokens")
         arrival = Arrival(self.scheduler, self._cache)
         try:
             for seq, traveller in zip(sequences, manifest.travellers):

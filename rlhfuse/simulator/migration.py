@@ -223,7 +223,8 @@ def plan_migration(
 
     `states`: all unfinished samples, in any order. `free_blocks[i]`: free KV blocks of instance i; only those of
     destinations matter. A sample for which no destination has room moves as tokens and waits. Room is counted for
-    its cache and the next token; blocks shared with a sample that moves the same way take room once. Every sample is in exactly one of `moves` and `stays`.
+    its cache and the next token; blocks shared with a sample that moves the same way take room once. Every sample
+    is in exactly one of `moves` and `stays`.
     """
     _check_states(states, instances, destinations, free_blocks)
     held = [0] * instances

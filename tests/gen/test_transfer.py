@@ -139,7 +139,8 @@ def workers():
 
 @pytest.fixture(scope="module")
 def whole():
-    return Engine(SPEC, random_weights(SPEC), EngineOptions(num_blocks=120, block_tokens=BLOCK)).generate(PROMPTS, PARAMS)
+    engine = Engine(SPEC, random_weights(SPEC), EngineOptions(num_blocks=120, block_tokens=BLOCK))
+    return engine.generate(PROMPTS, PARAMS)
 
 
 def run(workers, layout, dtype="float32", bucket_bytes=64 << 20, refuse=False, already=0):
