@@ -174,6 +174,8 @@ def test_a_failing_read_or_write_leaves_both_engines_as_they_were(siblings, monk
         destination.check_integrity()
         assert destination.free_blocks == destination.options.num_blocks and not destination.has_unfinished()
         assert finish(source) == siblings
+        # Blocks that were never filled must not serve as a known prefix.
+        assert dict(enumerate(destination.generate([PROMPT] * 16, PARAMS))) == siblings
 
 
 def test_while_samples_are_offered_their_engine_does_not_step(siblings):
