@@ -103,6 +103,9 @@ class Engine:
         )
         self._cache: KVCache | None = self._new_cache()
         self._sequences: dict[int, Sequence] = {}  # unfinished, by sample id
+        self._block_shape = BlockShape(
+            spec.layers, options.block_tokens, spec.kv_heads, spec.head_dim, str(dtype).removeprefix("torch.")
+        )
         self._departing: list[int] = []  # sample ids offered to another engine, not yet gone
         self._prefill_rate = PrefillRate()
         self._detokenize = detokenize
@@ -210,7 +213,9 @@ class Engine:
         The speed of prefill is learned from the steps so far; raises InputError if none has prefilled and none is
         given. With tensor parallelism a collective: all ranks get the first one's numbers, and so decide alike.
         """
-        seconds = prefill_seconds_per_token or self._prefill_rate.agreed_seconds_per_token(self.runner.tp_group)
+        seconds = prefill_seconds_per_token
+        if seconds is None:
+            seconds = self._prefill_rate.agreed_seconds_per_token(self.runner.tp_group)
         if not bytes_per_second > 0:
             raise InputError(f"bytes_per_second={bytes_per_second} must be above 0")
         return MoveCost(self._block_shape.bytes_per_token, latency_seconds, 1 / bytes_per_second, seconds)
@@ -382,11 +387,6 @@ class Engine:
         if seq.total_tokens >= seq.max_total_tokens:
             raise InputError(f"sample {seq.sample_id} is finished: it has {seq.total_tokens} tokens")
         return seq
-
-    @property
-    def _block_shape(self) -> BlockShape:
-        spec, name = self.spec, str(self.dtype).removeprefix("torch.")
-        return BlockShape(spec.layers, self.options.block_tokens, spec.kv_heads, spec.head_dim, name)
 
     def _new_cache(self) -> KVCache:
         return KVCache(
