@@ -210,8 +210,8 @@ class Engine:
     ) -> MoveCost:
         """What moving a sample over such a link costs, with its keys and values or run again.
 
-        The speed of prefill is learned from the steps so far; raises InputError if none has prefilled and none is
-        given. With tensor parallelism a collective: all ranks get the first one's numbers, and so decide alike.
+        A speed of prefill not given is learned from the steps so far, with tensor parallelism those of the first rank
+        (a collective), so that all decide alike. Raises InputError if none has prefilled.
         """
         seconds = prefill_seconds_per_token
         if seconds is None:
@@ -223,10 +223,8 @@ class Engine:
     def move_modes(self, sample_ids: Iterable[int], cost: MoveCost) -> dict[int, MoveMode]:
         """The quicker way to move each of these samples together; a prefix that they share is counted once."""
         together, blocks = Together(self.options.block_tokens), self.scheduler.blocks
-        return {
-            seq.sample_id: together.add(cost, seq.computed_tokens, blocks.shared(seq))
-            for seq in map(self._find, sample_ids)
-        }
+        found = [self._find(sample_id) for sample_id in sample_ids]
+        return {seq.sample_id: together.add(cost, seq.computed_tokens, blocks.shared(seq)) for seq in found}
 
     @contextmanager
     def export_sequences(

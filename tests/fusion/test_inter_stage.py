@@ -101,7 +101,8 @@ def generate_and_score(
     maker.close()
     return {
         "digest": sha, "count": len(report.rollouts), "migrated": report.migrated_samples,
-        "bytes": report.migrated_bytes, "recomputed": report.recomputed_samples, "block_bytes": specs["actor"].kv_bytes_per_token(4) * 8,
+        "bytes": report.migrated_bytes, "recomputed": report.recomputed_samples,
+        "block_bytes": specs["actor"].kv_bytes_per_token(4) * 8,
         "early": report.scored_before_generation_end, "lengths": [len(r.response_tokens) for r in report.rollouts],
         "plan": str(report.plan) if report.plan else None,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Samples change engines: a shared prefix travels once, a failure loses and doubles nothing, the cheaper way is taken."""
+"""Samples change engines: a shared prefix travels once, a failure loses nothing, the quicker way is taken."""
 
 from __future__ import annotations
 
