@@ -95,6 +95,7 @@ class FusionConfig:
     schedule: str = ""  # schedule.json made by tools/search_schedule.py; empty = search at start
     search_seconds: float = 5.0  # time of the search at start
     actor_microbatches: int = 4  # per actor pipeline and mini-batch (M1)
+    bucket_mib: int = 64  # most memory of a rank, beside its caches, that keys and values on their way take, in MiB
     profile: str = ""  # costs.json of a past run on this machine; empty = analytic costs
     threshold_file: str = ""  # threshold.json made by tools/calibrate_threshold.py
 
@@ -228,6 +229,7 @@ def _resolve(config: RunConfig, file: Path) -> RunConfig:
         ("algorithm.minibatches", 1),
         ("fusion.actor_microbatches", 1),
         ("fusion.bs_max", 0),
+        ("fusion.bucket_mib", 1),
         ("trainer.iterations", 1),
         ("trainer.save_every", 0),
         ("trainer.keep_checkpoints", 1),

@@ -99,6 +99,7 @@ class Trainer:
             rank, self.roles.placement, self.engine, self.scorer, store,
             instance_group=self.roles.generation_tp, worker_group=self.roles.reference.tp_group,
             timeout_seconds=config.trainer.hang_seconds, progress=watchdog.progress,
+            bucket_bytes=config.fusion.bucket_mib << 20,
         )  # fmt: skip
         self.sampler = PromptSampler(len(prepared.prompts), config.trainer.seed)
 

@@ -29,8 +29,9 @@ from rlhfuse.fusion.board import Board
 from rlhfuse.fusion.inference import Scorer, pack_by_tokens
 from rlhfuse.fusion.placement import Placement
 from rlhfuse.gen.engine import Engine
-from rlhfuse.gen.migration import KVSnapshot, decode_header, encode_header, pack_kv, unpack_kv
+from rlhfuse.gen.migration import BUCKET_BYTES
 from rlhfuse.gen.sequence import GenerationResult, SamplingParams
+from rlhfuse.gen.transfer import HeadPlan, receive_shipment, send_shipment
 from rlhfuse.parallel.collect import all_gather_bytes
 from rlhfuse.ppo.balance import partition
 from rlhfuse.ppo.rollout import Rollout, pack_rollouts, unpack_rollouts
@@ -97,8 +98,9 @@ class InterStage:
     def __init__(
         self, rank: int, placement: Placement, engine: Engine, scorer: Scorer, store: dist.Store, *,
         instance_group: dist.ProcessGroup, worker_group: dist.ProcessGroup,
-        timeout_seconds: float, progress: Callable[[str], None],
+        timeout_seconds: float, progress: Callable[[str], None], bucket_bytes: int = BUCKET_BYTES,
     ) -> None:  # fmt: skip
+        """`bucket_bytes`: most memory that moving keys and values takes on a rank beside the caches."""
         self._rank = rank
         self._placement = placement
         self._engine = engine
@@ -108,6 +110,7 @@ class InterStage:
         self._worker_group = worker_group
         self._timeout = timeout_seconds
         self._progress = progress
+        self._bucket_bytes = bucket_bytes
         self._instance = placement.instance_of(rank)
         self._worker = placement.worker_of(rank)
         self._leads_instance = placement.instances[self._instance][0] == rank
@@ -197,7 +200,9 @@ class InterStage:
         self._progress("inter-stage: meeting of all instances")
         header, body = b"", b""
         if self._leads_instance:
-            states = [[s.sample_id, s.total_tokens, s.kv_tokens] for s in self._engine.unfinished()]
+            states = [
+                [s.sample_id, s.total_tokens, s.kv_tokens, list(s.shared_blocks)] for s in self._engine.unfinished()
+            ]
             header = json.dumps({"states": states, "free": self._engine.free_blocks}).encode()
             body = pack_rollouts(done)
         headers, bodies = all_gather_bytes(header), all_gather_bytes(body)
@@ -205,7 +210,10 @@ class InterStage:
         for instance, ranks in enumerate(self._placement.instances):
             told = json.loads(headers[ranks[0]])
             free.append(told["free"])
-            states += [SequenceState(sample, instance, tokens, kv) for sample, tokens, kv in told["states"]]
+            states += [
+                SequenceState(sample, instance, tokens, kv, tuple(shared))
+                for sample, tokens, kv, shared in told["states"]
+            ]
         known = [rollout for data in bodies for rollout in unpack_rollouts(data)]
         report.spans.append(PhaseSpan("meet", start, time.time()))
         return sorted(known, key=lambda r: r.sample_id), states, free
@@ -223,49 +231,23 @@ class InterStage:
         self._progress("inter-stage: migration")
         report.migrated_samples = len(plan.moves)
         report.recomputed_samples = sum(move.mode == "tokens" for move in plan.moves)
-        pairs = sorted({(move.source, move.destination) for move in plan.moves})
-        mine = self._placement.instances[self._instance]
-        place = mine.index(self._rank)
-        pending, sent = [], 0
-        for source, destination in pairs:
-            moves = [m for m in plan.moves if (m.source, m.destination) == (source, destination)]
-            if source == self._instance:
-                snapshots = self._export(moves)
-                works, size = self._send(snapshots, self._placement.instances[destination][place])
-                pending += works
-                sent += size
-            elif destination == self._instance:
-                self._engine.import_sequences(self._receive(self._placement.instances[source][place]))
-        for work, _ in pending:
-            work.wait()
+        for source, destination in transfer_order(plan):
+            if self._instance in (source, destination):
+                report.migrated_bytes += self._hand_over(plan, source, destination)
         if self._instance in plan.freed:
             self._engine.pause()
-        report.migrated_bytes = sent
         report.spans.append(PhaseSpan("migrate", start, time.time()))
 
-    def _export(self, moves: Sequence) -> list[KVSnapshot]:
-        snapshots = {s.sample_id: s for s in self._engine.export_sequences([m.sample_id for m in moves])}
-        return [snapshots[m.sample_id] if m.mode == "kv" else snapshots[m.sample_id].without_kv() for m in moves]
-
-    def _send(self, snapshots: list[KVSnapshot], to: int) -> tuple[list, int]:
-        """Start sending header size, header and keys and values; tensors stay referenced until waited for."""
-        header = torch.frombuffer(bytearray(encode_header(snapshots)), dtype=torch.uint8)
-        parts = [torch.tensor([len(header)]), header]
-        kv = pack_kv(snapshots)
-        if kv.numel():
-            parts.append(kv)
-        return [(dist.isend(part, to), part) for part in parts], kv.numel() * kv.element_size()
-
-    def _receive(self, source: int) -> list[KVSnapshot]:
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.recv(size, source)
-        header = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(header, source)
-        headers = decode_header(header.numpy().tobytes())
-        flat = torch.empty(sum(h.kv_elements for h in headers), dtype=self._engine.dtype, device=self._engine.device)
-        if flat.numel():
-            dist.recv(flat, source)
-        return unpack_kv(headers, flat)
+    def _hand_over(self, plan: MigrationPlan, source: int, destination: int) -> int:
+        """This rank's part of what moves from one instance to another. Returns bytes of keys and values sent."""
+        sides = self._placement.instances[source], self._placement.instances[destination]
+        heads = HeadPlan.between(*sides, self._engine.spec.kv_heads)
+        if self._instance == destination:
+            receive_shipment(self._engine, heads, self._rank, bucket_bytes=self._bucket_bytes)
+            return 0
+        modes = {move.sample_id: move.mode for move in plan.moves_from(source) if move.destination == destination}
+        with self._engine.export_sequences(modes, modes) as shipment:
+            return send_shipment(shipment, heads, self._rank, bucket_bytes=self._bucket_bytes)
 
     def _decode_tail(self, board: Board, report: GenInferReport) -> None:
         """A destination decodes what is left and publishes each sample as it ends."""
@@ -370,6 +352,22 @@ class InterStage:
             for kind, rows in one["observed"].items():
                 report.observations.setdefault(kind, []).extend(rows)
         report.total_seconds = time.time() - begin
+
+
+def transfer_order(plan: MigrationPlan) -> list[tuple[int, int]]:
+    """Pairs (source, destination) with samples to move, in the order in which every instance goes through its own.
+
+    One order for all cannot deadlock: the first pair that is not done has nobody else to wait for. In each round
+    different sources talk to different destinations, as far as there are any:  0>4 1>5 2>6, 0>5 1>6 2>4, ...
+    """
+    pairs = {(move.source, move.destination) for move in plan.moves}
+    rounds = max(len(plan.freed), len(plan.destinations))
+
+    def place(pair: tuple[int, int]) -> tuple[int, int]:
+        source, destination = plan.freed.index(pair[0]), plan.destinations.index(pair[1])
+        return (destination - source) % rounds, source
+
+    return sorted(pairs, key=place)
 
 
 def as_rollout(result: GenerationResult) -> Rollout:

@@ -45,15 +45,34 @@ class BlockManager:
     def grow(self, seq: Sequence, tokens: int) -> None:
         """Extend the block table to room for `tokens` tokens."""
         while len(seq.block_table) < self.blocks_for(tokens):
-            block, _ = self._free.popitem(last=False)
-            self._forget(block)
-            self._users[block] = 1
-            seq.block_table.append(block)
+            self.append_free(seq)
+
+    def append_free(self, seq: Sequence) -> int:
+        """Extend the block table by a free block, and return it."""
+        block = next(iter(self._free))
+        self._forget(block)
+        del self._free[block]
+        self._users[block] = 1
+        seq.block_table.append(block)
+        return block
+
+    def append_shared(self, seq: Sequence, block: int) -> None:
+        """Extend the block table by a block that is in use elsewhere."""
+        assert self._users[block], f"block {block} has no user to share it with"
+        self._users[block] += 1
+        seq.block_table.append(block)
+
+    def shared(self, seq: Sequence) -> list[int]:
+        """Blocks of `seq` that others use too."""
+        return [block for block in seq.block_table if self._users[block] > 1]
 
     def can_admit(self, seq: Sequence, known: list[int], tokens: int) -> bool:
         """Whether there is room for `tokens` tokens of `seq` after sharing the blocks `known`."""
-        revived = sum(self._users[block] == 0 for block in known)
-        return self.blocks_for(tokens) - len(known) + revived <= len(self._free)
+        return self.can_place(known, self.blocks_for(tokens) - len(known))
+
+    def can_place(self, known: list[int], fresh: int) -> bool:
+        """Whether `fresh` free blocks are left once the blocks `known` are in use."""
+        return fresh + sum(self._users[block] == 0 for block in known) <= len(self._free)
 
     def known_prefix(self, seq: Sequence) -> list[int]:
         """Blocks that hold the longest known beginning of `seq`, leaving at least one token to compute."""

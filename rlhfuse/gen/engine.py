@@ -13,7 +13,8 @@ given a `detokenize`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,18 +23,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhfuse.errors import InputError
+from rlhfuse.gen.admission import new_sequence
+from rlhfuse.gen.arrival import Arrival
 from rlhfuse.gen.block_manager import BlockManager
 from rlhfuse.gen.forward_batch import ForwardBatch
 from rlhfuse.gen.kv_cache import KVCache
-from rlhfuse.gen.migration import KVSnapshot
+from rlhfuse.gen.migration import BUCKET_BYTES, BlockShape, Manifest, MoveMode, Shipment, Traveller, buckets, pack
 from rlhfuse.gen.model_runner import Kernels, ModelRunner
+from rlhfuse.gen.prefill_rate import PrefillRate
 from rlhfuse.gen.sampler import DrawBatch, draw_tokens
 from rlhfuse.gen.scheduler import Scheduler, Work
 from rlhfuse.gen.sequence import GenerationResult, SamplingParams, Sequence
 from rlhfuse.gen.stop_text import completes_stop_text
+from rlhfuse.gen.tokenizer import read_tokenizer
+from rlhfuse.simulator.migration import MoveCost, Together
 from rlhfuse.spec import ModelSpec
 
-__all__ = ["Engine", "EngineOptions", "GenerationResult", "KVSnapshot", "SamplingParams", "SequenceState", "StepStats"]
+__all__ = ["Engine", "EngineOptions", "GenerationResult", "SamplingParams", "SequenceState", "StepStats"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ class SequenceState:
     kv_tokens: int  # tokens in the cache
     total_tokens: int  # prompt and response so far
     blocks: int  # KV blocks held (a shared block counts for each sequence)
+    shared_blocks: tuple[int, ...]  # those of them that others use too
     waiting: bool  # not running: never started, or preempted
 
 
@@ -106,6 +113,11 @@ class Engine:
         )
         self._cache: KVCache | None = self._new_cache()
         self._sequences: dict[int, Sequence] = {}  # unfinished, by sample id
+        self._block_shape = BlockShape(
+            spec.layers, options.block_tokens, spec.kv_heads, spec.head_dim, str(dtype).removeprefix("torch.")
+        )
+        self._departing: list[int] = []  # sample ids offered to another engine, not yet gone
+        self._prefill_rate = PrefillRate()
         self._detokenize = detokenize
         self.last_step = StepStats(0, 0, 0, 0.0)
 
@@ -122,7 +134,7 @@ class Engine:
 
         spec = ModelSpec.from_config(path)
         weights = {name: w.to(device) for name, w in load_weights(path, spec, dtype=dtype).items()}
-        return Engine(spec, weights, options, device=device, dtype=dtype, detokenize=_read_tokenizer(Path(path)))
+        return Engine(spec, weights, options, device=device, dtype=dtype, detokenize=read_tokenizer(Path(path)))
 
     def generate(
         self,
@@ -152,10 +164,10 @@ class Engine:
         return [finished[sample_id] for sample_id in ids]
 
     def add(self, sample_id: int, prompt: Iterable[int], params: SamplingParams) -> None:
-        """Queue a sample. The response ends with the model's context even if max_tokens is larger.
+        """Queue a sample.
 
-        Raises InputError, and changes nothing, for an id in use, an empty prompt, a token outside the vocabulary, a
-        prompt that fills the context, or one that all KV blocks together could not hold with its response.
+        Raises InputError, and changes nothing, for an id in use, an empty prompt, a token outside the vocabulary, or
+        a prompt that with `max_tokens` is longer than the context or than all KV blocks together can hold.
         """
         self._enter(self._sequence(sample_id, list(prompt), params))
 
@@ -163,6 +175,7 @@ class Engine:
         """Run one forward pass and draw; returns the samples that finished. Nothing to do gives []."""
         if self._cache is None:
             raise RuntimeError("the engine is paused; call resume() first")
+        self._check_settled()
         start, reused_before = time.perf_counter() - self.runner.recording_seconds, self.scheduler.reused_tokens
         work = self.scheduler.schedule()
         if not work:
@@ -176,17 +189,19 @@ class Engine:
             raise
         if self.device.type == "cuda" and not len(batch.draw_rows):
             torch.cuda.synchronize(self.device)  # nothing was drawn, so nothing has waited for the forward pass
-        self.last_step = StepStats(
+        self.last_step = done = StepStats(
             batch=len(work),
             prefill_tokens=len(batch.tokens) - decoding,
             context_tokens=int(batch.contexts.sum()),
             seconds=time.perf_counter() - self.runner.recording_seconds - start,
             reused_tokens=self.scheduler.reused_tokens - reused_before,
         )
+        self._prefill_rate.observe(done.prefill_tokens, done.batch, done.seconds)
         return finished
 
     def abort(self, sample_id: int) -> None:
         """Drop a sample. Raises InputError if it is not unfinished here."""
+        self._check_settled()
         self._leave(self._find(sample_id))
 
     def has_unfinished(self) -> bool:
@@ -194,11 +209,8 @@ class Engine:
 
     def unfinished(self) -> list[SequenceState]:
         """All unfinished samples: running, oldest first, then waiting."""
-        running = [(seq, False) for seq in self.scheduler.running]
-        return [
-            SequenceState(seq.sample_id, seq.computed_tokens, seq.total_tokens, len(seq.block_table), waiting)
-            for seq, waiting in running + [(seq, True) for seq in self.scheduler.waiting]
-        ]
+        queues = ((self.scheduler.running, False), (self.scheduler.waiting, True))
+        return [self._state(seq, waiting) for queue, waiting in queues for seq in queue]
 
     @property
     def free_blocks(self) -> int:
@@ -209,37 +221,83 @@ class Engine:
         """Bytes of the KV cache on this rank; 0 when paused."""
         return self._cache.bytes if self._cache is not None else 0
 
-    def export_sequences(self, sample_ids: Iterable[int], *, with_kv: bool = True) -> list[KVSnapshot]:
-        """Take unfinished samples out, with copies of their keys and values if they have any."""
+    def move_cost(
+        self, bytes_per_second: float, latency_seconds: float = 0.0, prefill_seconds_per_token: float | None = None
+    ) -> MoveCost:
+        """What moving a sample over such a link costs, with its keys and values or run again.
+
+        A speed of prefill not given is learned from the steps so far, with tensor parallelism those of the first rank
+        (a collective), so that all decide alike. Raises InputError if none has prefilled.
+        """
+        seconds = prefill_seconds_per_token
+        if seconds is None:
+            seconds = self._prefill_rate.agreed_seconds_per_token(self.runner.tp_group)
+        if not bytes_per_second > 0:
+            raise InputError(f"bytes_per_second={bytes_per_second} must be above 0")
+        return MoveCost(self._block_shape.bytes_per_token, latency_seconds, 1 / bytes_per_second, seconds)
+
+    def move_modes(self, sample_ids: Iterable[int], cost: MoveCost) -> dict[int, MoveMode]:
+        """The quicker way to move each of these samples together; a prefix that they share is counted once."""
+        together, blocks = Together(self.options.block_tokens), self.scheduler.blocks
+        found = [self._find(sample_id) for sample_id in sample_ids]
+        return {seq.sample_id: together.add(cost, seq.computed_tokens, blocks.shared(seq)) for seq in found}
+
+    @contextmanager
+    def export_sequences(
+        self, sample_ids: Iterable[int], modes: MoveMode | Mapping[int, MoveMode] = "kv"
+    ) -> Iterator[Shipment]:
+        """Offer unfinished samples to another engine: they leave at the end of the `with`, or stay if it raises.
+
+        `modes`: "kv" or "tokens", for all or by sample id, as from `move_modes`; a sample that has not run yet
+        travels as tokens. Until the end of the `with` this engine does not step, and after it the shipment is of no
+        use. Raises InputError for an id that is not unfinished here or is given twice.
+        """
+        self._check_settled()
         sequences = [self._find(sample_id) for sample_id in sample_ids]
-        snapshots = [self._snapshot(seq, with_kv) for seq in sequences]
+        shipment = pack(sequences, modes, self._block_shape, self._cache)
+        self._departing = [seq.sample_id for seq in sequences]
+        try:
+            yield shipment
+        finally:
+            self._departing = []
         for seq in sequences:
             self._leave(seq)
-        return snapshots
 
-    def import_sequences(self, snapshots: Iterable[KVSnapshot]) -> list[int]:
-        """Take samples in. Returns the ids of those whose tokens must be run again: without KV, or without room.
+    def import_sequences(self, shipment: Shipment) -> list[int]:
+        """Take samples in, all or none. Returns ids whose tokens must be run again: without KV, or without room.
 
-        Raises InputError, and takes none, for an id in use or a sequence of another model's shape.
+        Raises InputError for an id in use, a finished sequence, or blocks of another shape.
         """
-        snapshots = list(snapshots)
-        sequences = [self._restore(snapshot) for snapshot in snapshots]
-        if len({seq.sample_id for seq in sequences}) < len(sequences):
-            raise InputError("import_sequences was given one sample id twice; ids must differ")
-        recomputed = []
-        for seq, snapshot in zip(sequences, snapshots):
-            tokens = snapshot.computed_tokens
-            self._sequences[seq.sample_id] = seq
-            if snapshot.kv is not None and self._cache is not None and self.scheduler.can_adopt(seq, tokens):
-                self.scheduler.adopt(seq, tokens)
-                self._cache.write(seq.block_table, snapshot.kv)
-            else:
-                self.scheduler.add(seq)
-                recomputed.append(seq.sample_id)
-        return recomputed
+        block_bytes = self._block_shape.bytes_per_head * self.runner.kv_heads
+        with self.receive_sequences(shipment.manifest) as arrival:
+            for numbers in buckets(arrival.wanted, block_bytes, BUCKET_BYTES):
+                arrival.write(numbers, shipment.read(numbers, slice(None)))
+            recomputed = arrival.recomputed
+        return recomputed  # nothing may fail once the samples have entered: the source still holds them
+
+    @contextmanager
+    def receive_sequences(self, manifest: Manifest) -> Iterator[Arrival]:
+        """Hold room for samples whose blocks the caller then writes, those that the arrival wants.
+
+        At the end of the `with` all samples enter; if it raises, none. Raises as `import_sequences`.
+        """
+        self._check_settled()
+        sequences = [self._restore(traveller) for traveller in manifest.travellers]
+        if manifest.num_blocks and manifest.shape != self._block_shape:
+            raise InputError(f"blocks of {manifest.shape} do not fit this engine's {self._block_shape}; move as tokens")
+        arrival = Arrival(self.scheduler, self._cache)
+        try:
+            for seq, traveller in zip(sequences, manifest.travellers):
+                arrival.hold(seq, traveller)
+            yield arrival
+            arrival.enter(self._sequences)
+        except BaseException:
+            arrival.give_back(self._sequences)
+            raise
 
     def pause(self) -> None:
         """Drop the KV cache memory. Unfinished samples keep their tokens and are run again after `resume`."""
+        self._check_settled()
         self.scheduler.preempt_all()
         self.runner.release()
         self._cache = None
@@ -254,6 +312,7 @@ class Engine:
 
         Everything computed with the old values is forgotten: unfinished samples are run again from their tokens.
         """
+        self._check_settled()
         self.runner.bind(weights)
         self.scheduler.preempt_all()
 
@@ -293,30 +352,10 @@ class Engine:
         """A checked sequence, not yet entered."""
         if sample_id in self._sequences:
             raise InputError(f"sample {sample_id} is already in the engine; use another id")
-        if not prompt:
-            raise InputError(f"sample {sample_id} has an empty prompt; give at least one token")
-        wrong = next((t for t in prompt if not (isinstance(t, int) and 0 <= t < self.spec.vocab)), None)
-        if wrong is not None:
-            raise InputError(f"sample {sample_id}: token {wrong!r} is not an id in [0, {self.spec.vocab})")
-        if len(prompt) >= self.spec.context:
-            raise InputError(f"sample {sample_id}: {len(prompt)} prompt tokens leave no room in {self.spec.context}")
-        if params.stop and self._detokenize is None:
-            raise InputError("stop texts need a tokenizer; use stop_token_ids, or a model folder with tokenizer.json")
-        ends = () if params.ignore_eos else self.spec.eos_token_ids
-        stop_ids = frozenset(params.stop_token_ids) | frozenset(ends)
-        wrong = next((t for t in params.stop_token_ids if not 0 <= t < self.spec.vocab), None)
-        if wrong is not None:
-            raise InputError(f"sample {sample_id}: stop token {wrong} is not an id in [0, {self.spec.vocab})")
-        if params.min_tokens and len(stop_ids) >= self.spec.vocab:
-            raise InputError(f"sample {sample_id}: every token ends it, but min_tokens={params.min_tokens}; lower it")
-        total = min(len(prompt) + params.max_tokens, self.spec.context)
-        needed = self.scheduler.blocks.blocks_for(total - 1)  # the last token is never run
-        if needed > self.options.num_blocks:
-            raise InputError(
-                f"sample {sample_id}: {total} tokens need {needed} blocks of {self.options.block_tokens}, the engine "
-                f"has {self.options.num_blocks}; raise num_blocks"
-            )
-        return Sequence(sample_id, prompt, params, total, stop_ids)
+        return new_sequence(
+            sample_id, prompt, params, self.spec, self.options.block_tokens * self.options.num_blocks,
+            can_detokenize=self._detokenize is not None,
+        )  # fmt: skip
 
     def _enter(self, seq: Sequence) -> None:
         self._sequences[seq.sample_id] = seq
@@ -331,33 +370,19 @@ class Engine:
             raise InputError(f"sample {sample_id} is not unfinished in this engine")
         return self._sequences[sample_id]
 
-    def _snapshot(self, seq: Sequence, with_kv: bool) -> KVSnapshot:
-        kv = None
-        if with_kv and seq.computed_tokens and self._cache is not None:
-            kv = self._cache.read(seq.block_table, seq.computed_tokens)
-        return KVSnapshot(
-            seq.sample_id,
-            tuple(seq.prompt),
-            tuple(seq.tokens),
-            tuple(seq.logprobs),
-            seq.params,
-            tuple(kv.shape) if kv is not None else (),
-            kv,
-        )
+    def _state(self, seq: Sequence, waiting: bool) -> SequenceState:
+        table, shared = seq.block_table, self.scheduler.blocks.shared(seq)
+        return SequenceState(seq.sample_id, seq.computed_tokens, seq.total_tokens, len(table), tuple(shared), waiting)
 
-    def _restore(self, snapshot: KVSnapshot) -> Sequence:
-        seq = self._sequence(snapshot.sample_id, list(snapshot.prompt), snapshot.params)
-        seq.tokens, seq.logprobs = list(snapshot.tokens), list(snapshot.logprobs)
+    def _check_settled(self) -> None:
+        if self._departing:
+            raise RuntimeError(f"samples {self._departing[:8]} are being exported; end the `with` of the export first")
+
+    def _restore(self, traveller: Traveller) -> Sequence:
+        seq = self._sequence(traveller.sample_id, list(traveller.prompt), traveller.params)
+        seq.tokens, seq.logprobs = list(traveller.tokens), list(traveller.logprobs)
         if seq.total_tokens >= seq.max_total_tokens:
             raise InputError(f"sample {seq.sample_id} is finished: it has {seq.total_tokens} tokens")
-        if snapshot.kv is not None:
-            most = seq.total_tokens - 1
-            spec, runner = self.spec, self.runner
-            expected = (2, spec.layers, snapshot.computed_tokens, runner.kv_heads, spec.head_dim)
-            if snapshot.kv_shape != expected or not 0 < snapshot.computed_tokens <= most:
-                raise InputError(
-                    f"sample {seq.sample_id}: kv is {snapshot.kv_shape}, needed {expected} of at most {most} tokens"
-                )
         return seq
 
     def _new_cache(self) -> KVCache:
@@ -371,14 +396,3 @@ class Engine:
             dtype=self.dtype,
             device=self.device,
         )
-
-
-def _read_tokenizer(path: Path) -> Callable[[list[int]], str] | None:
-    """Token ids to text with the folder's tokenizer.json; None where there is no such file."""
-    file = path / "tokenizer.json"
-    if not file.exists():
-        return None
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(file))
-    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False)

@@ -1,14 +1,18 @@
 """The memory that holds keys and values, cut into blocks.
 
-Two layouts, one per kind of kernel; `read` and `write` speak a third, layout-free one, [2, layers, tokens, G, D]:
+Two layouts, one per kind of kernel; `read_blocks` and `write_blocks` speak a third one, the same for both, in which
+a block is contiguous: [2, layers, block_tokens, G, D].
 
     lanes   keys [layers, blocks, G, D, block_tokens], values [layers, blocks, G, block_tokens, D]   CPU kernel
     rows    both [layers, blocks, block_tokens, G, D]                                               CUDA kernels
 
-The last dimension of `lanes` is padded to whole panels of 16, which costs memory only for odd sizes. Knows which block holds what only from the tables it is given. G is the number of KV heads on this rank.
+The last dimension of `lanes` is padded to whole panels of 16, which costs memory only for odd sizes. Knows which
+block holds what only from the tables it is given. G is the number of KV heads on this rank.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +34,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.lanes = lanes
-        self.block_tokens, self.head_dim = block_tokens, head_dim
+        self.block_tokens, self.kv_heads, self.head_dim = block_tokens, kv_heads, head_dim
         rows = (layers, num_blocks, block_tokens, kv_heads, head_dim)
         keys = (layers, num_blocks, kv_heads, head_dim, lanes_up(block_tokens)) if self.lanes else rows
         values = (layers, num_blocks, kv_heads, block_tokens, lanes_up(head_dim)) if self.lanes else rows
@@ -42,26 +46,28 @@ class KVCache:
     def bytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
 
-    def read(self, table: list[int], tokens: int) -> Tensor:
-        """A copy of the first `tokens` tokens of a block table: [2, layers, tokens, G, D]."""
-        used = torch.tensor(table[: -(-tokens // self.block_tokens)], device=self.keys.device)
-        keys, values = self.keys[:, used], self.values[:, used]
-        if self.lanes:
-            keys = keys[..., : self.block_tokens].permute(0, 1, 4, 2, 3)
-            values = values[..., : self.head_dim].permute(0, 1, 3, 2, 4)
-        return torch.stack((keys.flatten(1, 2)[:, :tokens], values.flatten(1, 2)[:, :tokens]))
+    def read_blocks(self, blocks: Sequence[int], heads: slice = slice(None)) -> Tensor:
+        """A copy of whole blocks, of these KV heads: [blocks, 2, layers, block_tokens, heads, D]."""
+        chosen = torch.tensor(list(blocks), dtype=torch.int64, device=self.keys.device)
+        sides = [side[:, :, :, heads] for side in self._rows()]
+        layers, _, tokens, count, dim = sides[0].shape
+        out = torch.empty((len(blocks), 2, layers, tokens, count, dim), dtype=self.keys.dtype, device=chosen.device)
+        for number, side in enumerate(sides):
+            for layer in range(layers):  # layer by layer, so that no second copy of everything is made on the way
+                out[:, number, layer] = side[layer][chosen]
+        return out
 
-    def write(self, table: list[int], kv: Tensor) -> None:
-        """Inverse of `read`: fill the blocks of a table with kv [2, layers, tokens, G, D]."""
-        tokens, device = kv.shape[2], self.keys.device
-        positions = torch.arange(tokens, device=device)
-        blocks = torch.tensor(table, device=device)[positions // self.block_tokens]
-        offsets = positions % self.block_tokens
-        kv = kv.to(device)
+    def write_blocks(self, blocks: Sequence[int], kv: Tensor, heads: slice = slice(None)) -> None:
+        """Inverse of `read_blocks`: fill these heads of these blocks."""
+        chosen = torch.tensor(list(blocks), dtype=torch.int64, device=self.keys.device)
+        kv = kv.to(self.keys.device)
+        for number, side in enumerate(self._rows()):
+            for layer in range(side.shape[0]):
+                side[layer, :, :, heads][chosen] = kv[:, number, layer]
+
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        """Views of keys and values as [layers, blocks, block_tokens, G, D]."""
         if self.lanes:
-            # Indexed dimensions apart from each other come first in the indexed view: [tokens, layers, G, D].
-            self.keys[:, blocks, :, :, offsets] = kv[0].transpose(0, 1)
-            self.values[:, blocks, :, offsets, : self.head_dim] = kv[1].transpose(0, 1)
-        else:
-            self.keys[:, blocks, offsets] = kv[0]
-            self.values[:, blocks, offsets] = kv[1]
+            keys, values = self.keys[..., : self.block_tokens], self.values[..., : self.head_dim]
+            return keys.permute(0, 1, 4, 2, 3), values.permute(0, 1, 3, 2, 4)
+        return self.keys, self.values

@@ -30,26 +30,29 @@ class RunningTable:
         self._free = list(range(rows - 1, -1, -1))
 
     def enter(self, seq: Sequence) -> None:
-        """Give `seq` a row, with the blocks it has."""
+        """Give `seq` a row, with the blocks it has; last of all, so that a failure before leaves the table as it was."""
         assert seq.row == NO_ROW, f"sample {seq.sample_id} already has row {seq.row}"
-        seq.row = row = self._free.pop()
-        params = seq.params
+        row, params = self._free[-1], seq.params
         self.streams[row] = seq.noise_stream
         self.temperatures[row] = params.temperature
         self.top_ks[row] = params.top_k
         self.top_ps[row] = params.top_p
         self.least_totals[row] = len(seq.prompt) + params.min_tokens
         self.blocks[row] = 0
-        self.extend(seq, 0)
+        self._copy_blocks(row, seq.block_table, 0)
+        seq.row = self._free.pop()
 
     def extend(self, seq: Sequence, start: int) -> None:
         """Copy the blocks of `seq` from number `start` on."""
-        most = len(seq.block_table)
+        self._copy_blocks(seq.row, seq.block_table, start)
+
+    def _copy_blocks(self, row: int, block_table: list[int], start: int) -> None:
+        most = len(block_table)
         if most > self.blocks.shape[1]:
             wider = np.zeros((self.blocks.shape[0], max(most, 2 * self.blocks.shape[1])), np.int32)
             wider[:, : self.blocks.shape[1]] = self.blocks
             self.blocks = wider
-        self.blocks[seq.row, start:most] = seq.block_table[start:]
+        self.blocks[row, start:most] = block_table[start:]
 
     def leave(self, seq: Sequence) -> None:
         self._free.append(seq.row)

@@ -47,21 +47,14 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
 
-    def can_adopt(self, seq: Sequence, tokens: int) -> bool:
-        """Whether a sequence whose KV of `tokens` tokens comes from elsewhere can run at once."""
-        return len(self.running) < self.max_sequences and self.blocks.can_grow(seq, tokens)
-
-    def adopt(self, seq: Sequence, tokens: int) -> None:
-        """Take such a sequence in; the caller fills its blocks.
+    def adopt(self, seq: Sequence) -> None:
+        """Let a sequence run whose blocks were filled elsewhere; the caller has seen to max_sequences.
 
         If it decodes it goes in front of those that still prefill, so that it does not wait for their chunks.
         """
-        self.blocks.grow(seq, tokens)
-        seq.computed_tokens = tokens
-        self.blocks.publish(seq, tokens)
-        self.table.enter(seq)
         prefilling = (i for i, other in enumerate(self.running) if other.pending_tokens > 1)
         place = next(prefilling, len(self.running)) if seq.pending_tokens == 1 else len(self.running)
+        self.table.enter(seq)
         self.running.insert(place, seq)
 
     def schedule(self) -> list[Work]:

@@ -18,10 +18,13 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import defaultdict
 from dataclasses import dataclass
-from typing import Sequence
+from typing import Iterable, Literal, Sequence
 
 from rlhfuse.errors import InputError
+
+MoveMode = Literal["kv", "tokens"]
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,14 @@ class SequenceState:
     """An unfinished sample as its instance sees it.
 
     `tokens`: prompt and response so far; `kv_tokens`: those whose keys and values are in the cache, 0 if it waits
-    (never started, or preempted).
+    (never started, or preempted); `shared_blocks`: names, on its instance, of full KV blocks that others use too.
     """
 
     sample_id: int
     instance: int
     tokens: int
     kv_tokens: int
+    shared_blocks: tuple[int, ...] = ()
 
     @property
     def waiting(self) -> bool:
@@ -55,12 +59,54 @@ class MoveCost:
     prefill_seconds_per_token: float
     prefill_latency_seconds: float = 0.0
 
-    def mode(self, kv_tokens: int) -> str:
-        """ "kv" or "tokens", whichever is quicker; equal goes with the cache."""
-        transfer = self.transfer_latency_seconds
-        transfer += kv_tokens * self.kv_bytes_per_token * self.transfer_seconds_per_byte
-        prefill = self.prefill_latency_seconds + kv_tokens * self.prefill_seconds_per_token
-        return "kv" if transfer <= prefill else "tokens"
+    def transfer_seconds(self, tokens: int) -> float:
+        """Seconds to send the keys and values of so many tokens; nothing to send takes no time."""
+        volume = tokens * self.kv_bytes_per_token
+        return self.transfer_latency_seconds + volume * self.transfer_seconds_per_byte if tokens else 0.0
+
+    def prefill_seconds(self, tokens: int) -> float:
+        """Seconds to run so many tokens again."""
+        return self.prefill_latency_seconds + tokens * self.prefill_seconds_per_token if tokens else 0.0
+
+    def mode(self, sent_tokens: int, run_tokens: int) -> MoveMode:
+        """The quicker of sending the cache of `sent_tokens` and running `run_tokens`; equal goes with the cache."""
+        return "kv" if self.transfer_seconds(sent_tokens) <= self.prefill_seconds(run_tokens) else "tokens"
+
+
+class Together:
+    """Samples of one instance that move to the same place: what they share is sent, or run again, once."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._sent: set[int] = set()  # shared blocks that travel
+        self._present: set[int] = set()  # shared blocks that will be there, sent or run again
+
+    def blocks_there(self, shared_blocks: Iterable[int]) -> int:
+        """How many of a further sample's blocks travel with those before it."""
+        return len(self._sent.intersection(shared_blocks))
+
+    def mode(self, cost: MoveCost, kv_tokens: int, shared_blocks: Sequence[int]) -> MoveMode:
+        """The quicker way for a further sample, given what is sent or run again for those before it.
+
+        A sample that waits has nothing to send: "tokens".
+        """
+        if not kv_tokens:
+            return "tokens"
+        sent = kv_tokens - self._block_tokens * self.blocks_there(shared_blocks)
+        run = kv_tokens - self._block_tokens * len(self._present.intersection(shared_blocks))
+        return cost.mode(sent, run)
+
+    def take(self, mode: MoveMode, shared_blocks: Iterable[int]) -> None:
+        """Count a sample in that moves this way."""
+        self._present.update(shared_blocks)
+        if mode == "kv":
+            self._sent.update(shared_blocks)
+
+    def add(self, cost: MoveCost, kv_tokens: int, shared_blocks: Sequence[int]) -> MoveMode:
+        """Choose the quicker way for a further sample and count it in."""
+        mode = self.mode(cost, kv_tokens, shared_blocks)
+        self.take(mode, shared_blocks)
+        return mode
 
 
 _MOVE = re.compile(r"(\d+):(\d+)>(\d+) (kv|tokens) (\d+)")
@@ -76,7 +122,7 @@ class Move:
     sample_id: int
     source: int
     destination: int
-    mode: str  # "kv" or "tokens"
+    mode: MoveMode
     kv_tokens: int
 
     def __str__(self) -> str:
@@ -177,7 +223,8 @@ def plan_migration(
 
     `states`: all unfinished samples, in any order. `free_blocks[i]`: free KV blocks of instance i; only those of
     destinations matter. A sample for which no destination has room moves as tokens and waits. Room is counted for
-    its cache and the next token. Every sample is in exactly one of `moves` and `stays`.
+    its cache and the next token; blocks shared with a sample that moves the same way take room once. Every sample
+    is in exactly one of `moves` and `stays`.
     """
     _check_states(states, instances, destinations, free_blocks)
     held = [0] * instances
@@ -191,16 +238,20 @@ def plan_migration(
             used[state.instance] += _blocks(state.tokens, block_tokens)
 
     room = {i: free_blocks[i] for i in chosen}
+    together = defaultdict(lambda: Together(block_tokens))  # (source, destination) -> what moves between them
     moves = []
     travellers = [state for state in states if state.instance not in used]
     for state in sorted(travellers, key=lambda s: (-s.tokens, s.sample_id)):
         by_load = sorted(chosen, key=lambda i: (used[i], i))
-        need = _blocks(state.kv_tokens + 1, block_tokens)
-        roomy = [i for i in by_load if need <= room[i]]
-        mode = "tokens" if state.waiting or not roomy else cost.mode(state.kv_tokens)
+        along = {i: together[state.instance, i] for i in chosen}
+        whole = _blocks(state.kv_tokens + 1, block_tokens)
+        need = {i: whole - along[i].blocks_there(state.shared_blocks) for i in chosen}
+        roomy = [i for i in by_load if need[i] <= room[i]]
+        mode = along[roomy[0]].mode(cost, state.kv_tokens, state.shared_blocks) if roomy else "tokens"
         destination = roomy[0] if mode == "kv" else by_load[0]
         if mode == "kv":
-            room[destination] -= need
+            room[destination] -= need[destination]
+        along[destination].take(mode, state.shared_blocks)
         kv_tokens = state.kv_tokens if mode == "kv" else 0
         moves.append(Move(state.sample_id, state.instance, destination, mode, kv_tokens))
         used[destination] += _blocks(state.tokens, block_tokens)

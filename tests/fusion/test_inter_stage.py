@@ -9,9 +9,9 @@ import torch
 from tiny import write_checkpoint
 
 from rlhfuse.fusion.inference import pack_by_tokens
-from rlhfuse.fusion.inter_stage import FusionLimits, Request
+from rlhfuse.fusion.inter_stage import FusionLimits, Request, transfer_order
 from rlhfuse.gen.sequence import SamplingParams
-from rlhfuse.simulator.migration import MoveCost
+from rlhfuse.simulator.migration import MigrationPlan, Move, MoveCost
 from rlhfuse.spec import ModelSpec
 
 BY_KV = MoveCost(1, 0.0, 0.0, 1.0, 1.0)
@@ -26,9 +26,13 @@ LENGTHS = {
 }
 
 
-def requests_of(lengths: list[int]) -> list[Request]:
+def requests_of(lengths: list[int], one_prompt: bool) -> list[Request]:
     return [
-        Request(1000 + i, tuple(range(3, 6 + i % 4)), SamplingParams(max_tokens=n, seed=7, ignore_eos=True))
+        Request(
+            1000 + i,
+            tuple(range(3, 23 if one_prompt else 6 + i % 4)),
+            SamplingParams(max_tokens=n, seed=7, ignore_eos=True),
+        )
         for i, n in enumerate(lengths)
     ]
 
@@ -39,7 +43,9 @@ def limits(move_cost: MoveCost) -> FusionLimits:
     )
 
 
-def generate_and_score(rank, folders, layout, inference, lengths, threshold, by, number, blocks=80) -> dict:
+def generate_and_score(
+    rank, folders, layout, inference, lengths, threshold, by, number, blocks=80, bucket_bytes=64 << 20, one_prompt=False
+) -> dict:
     """One iteration on this rank; returns the digest of everything that came out, and what happened."""
     import torch.distributed as dist
 
@@ -87,15 +93,16 @@ def generate_and_score(rank, folders, layout, inference, lengths, threshold, by,
     store = dist.PrefixStore(f"test{number}", dist.distributed_c10d._get_default_store())
     stage = InterStage(
         rank, placement, engine, scorer, store, instance_group=tp_group, worker_group=reference.tp_group,
-        timeout_seconds=30, progress=lambda _: None,
+        timeout_seconds=30, progress=lambda _: None, bucket_bytes=bucket_bytes,
     )  # fmt: skip
-    report = stage.run(0, requests_of(lengths), threshold, limits(BY_KV if by == "kv" else BY_TOKENS))
+    report = stage.run(0, requests_of(lengths, one_prompt), threshold, limits(BY_KV if by == "kv" else BY_TOKENS))
     sha = hashlib.sha256(b"".join(rollout.to_bytes() for rollout in report.rollouts)).hexdigest()
     assert engine.kv_bytes == 0 and not reference.parked.loaded
     maker.close()
     return {
         "digest": sha, "count": len(report.rollouts), "migrated": report.migrated_samples,
         "bytes": report.migrated_bytes, "recomputed": report.recomputed_samples,
+        "block_bytes": specs["actor"].kv_bytes_per_token(4) * 8,
         "early": report.scored_before_generation_end, "lengths": [len(r.response_tokens) for r in report.rollouts],
         "plan": str(report.plan) if report.plan else None,
     }  # fmt: skip
@@ -150,6 +157,25 @@ def test_a_destination_without_room_loses_nothing(run):
     serial = run("long tail", 0)
     fused = run("long tail", 16, blocks=9)  # one sequence at full length needs all but one of the blocks
     assert fused[0]["digest"] == serial[0]["digest"]
+
+
+def test_samples_of_one_prompt_move_in_small_buckets_and_send_it_once(run):
+    """Twenty prompt tokens are two full blocks; the four samples of an instance have them in common."""
+    serial = run("all the same", 0, blocks=80, bucket_bytes=1, one_prompt=True)[0]
+    fused = run("all the same", 16, blocks=80, bucket_bytes=1, one_prompt=True)[0]
+    assert fused["digest"] == serial["digest"] and fused["recomputed"] == 0
+    moves = [line.split() for line in fused["plan"].splitlines() if line.startswith("move")]
+    pairs = {move[1].partition(":")[2] for move in moves}
+    blocks = sum(-(-int(move[3]) // 8) for move in moves)
+    assert len(moves) > len(pairs) and fused["bytes"] < blocks * fused["block_bytes"]
+    known = sum(-(-int(move[3]) // 8) - 2 for move in moves)
+    assert fused["bytes"] == known * fused["block_bytes"], "each destination has decoded the same prompt itself"
+
+
+def test_pairs_are_ordered_in_rounds_of_different_partners():
+    moves = tuple(Move(10 * s + d, s, d, "kv", 8) for d in (4, 5, 6) for s in (0, 1, 2))
+    order = [f"{s}>{d}" for s, d in transfer_order(MigrationPlan((4, 5, 6), (0, 1, 2), moves, ()))]
+    assert order == ["0>4", "1>5", "2>6", "0>5", "1>6", "2>4", "0>6", "1>4", "2>5"]
 
 
 def test_tensor_parallel_instances_act_on_the_trigger_together(run):

@@ -14,12 +14,10 @@ from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-def test_max_tokens_and_context_end_with_length(make_engine, spec):
-    engine = make_engine()
-    result = engine.generate([[9, 10]], GREEDY)[0]
-    assert result.finish_reason == "length" and len(result.tokens) == len(result.logprobs) == 12
-    result = engine.generate([[9] * (spec.context - 3)], GREEDY)[0]
-    assert result.finish_reason == "length" and len(result.tokens) == 3
+def test_max_tokens_end_with_length_up_to_the_whole_context(make_engine, spec):
+    for prompt in ([9, 10], [9] * (spec.context - 12)):
+        result = make_engine().generate([prompt], GREEDY)[0]
+        assert result.finish_reason == "length" and len(result.tokens) == len(result.logprobs) == 12
 
 
 def test_stop_token_is_kept_and_min_tokens_delays_it(make_engine):
@@ -64,7 +62,7 @@ def test_stop_text():
         ([301], GREEDY, r"token 301 is not an id in \[0, 301\)"),
         ([-1], GREEDY, "token -1"),
         ([1.5], GREEDY, "token 1.5"),
-        ([1] * 256, GREEDY, "leave no room in 256"),
+        ([1] * 245, GREEDY, "245 prompt tokens and max_tokens=12 leave the context of 256"),
         ([1] * 100, GREEDY, "raise num_blocks"),
         ([1], SamplingParams(stop=("x",)), "tokenizer"),
     ],

@@ -6,7 +6,7 @@ import pytest
 from gen_models import random_weights, tiny_spec
 
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.gen.migration import decode_header, encode_header, pack_kv, unpack_kv
+from rlhfuse.gen.migration import Manifest, Shipment, move_sequences
 
 PARAMS = [
     SamplingParams(temperature=t, top_k=k, top_p=p, seed=s, max_tokens=40, ignore_eos=True)
@@ -71,17 +71,19 @@ def test_samples_of_one_prompt_share_blocks(make_engine, prompts, alone):
 @pytest.mark.parametrize("with_kv", [True, False])
 @pytest.mark.parametrize("steps", range(0, 44, 3))
 def test_migrated_equals_alone(make_engine, prompts, alone, steps, with_kv):
-    """After any number of steps, half of the samples move, through bytes and a flat tensor, into a busy engine."""
+    """After any number of steps, half of the samples move, through bytes and one tensor, into a busy engine."""
     source, destination = make_engine(max_batched_tokens=64), make_engine(max_batched_tokens=50)
     for i in range(8):
         (source if i < 6 else destination).add(i, prompts[i], PARAMS[i])
     results = [r for _ in range(steps) for r in source.step()]
     moving = [s.sample_id for s in source.unfinished()][::2]
-    snapshots = source.export_sequences(moving, with_kv=with_kv)
-    received = unpack_kv(decode_header(encode_header(snapshots)), pack_kv(snapshots))
-    destination.step()
-    recomputed = destination.import_sequences(received)
-    assert with_kv is False or set(recomputed) == {s.sample_id for s in snapshots if not s.kv_shape}
+    with source.export_sequences(moving, "kv" if with_kv else "tokens") as shipment:
+        manifest = Manifest.decode(shipment.manifest.encode())
+        assert manifest == shipment.manifest
+        received = Shipment.of(manifest, shipment.read(range(manifest.num_blocks), slice(None)))
+        destination.step()
+        recomputed = destination.import_sequences(received)
+    assert set(recomputed) == {one.sample_id for one in manifest.travellers if not (with_kv and one.blocks)}
     for engine in (source, destination):
         while engine.has_unfinished():
             engine.check_integrity()
@@ -94,7 +96,7 @@ def test_import_without_room_recomputes(make_engine, prompts, alone):
     for i in range(8):
         source.add(i, prompts[i], PARAMS[i])
     results = [r for _ in range(10) for r in source.step()]
-    recomputed = destination.import_sequences(source.export_sequences(range(8)))
+    recomputed = move_sequences(source, destination, range(8))
     assert 0 < len(recomputed) < 8
     while destination.has_unfinished():
         results += destination.step()

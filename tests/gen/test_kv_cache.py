@@ -8,20 +8,22 @@ from gen_models import random_weights, tiny_spec
 
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.gen.kv_cache import KVCache
+from rlhfuse.gen.migration import move_sequences
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lanes", [True, False])
-@pytest.mark.parametrize("tokens", [1, 4, 11])
-def test_read_returns_what_was_written(lanes, tokens):
-    cache = KVCache(3, 7, 4, 2, 6, lanes=lanes, dtype=torch.float32, device=torch.device("cpu"))
-    kv = torch.randn(2, 3, tokens, 2, 6)
-    table = [5, 0, 3]
-    cache.write(table, kv)
-    assert torch.equal(cache.read(table, tokens), kv)
-    head = 6 * 16 + 4 * 16 if lanes else 2 * 4 * 6  # numbers of one block and group; lanes are padded to 16
-    assert cache.bytes == 3 * 7 * 2 * head * 4
-    written = [b for b in range(7) if cache.keys[:, b].any()]
-    assert sorted(written) == sorted(table[: -(-tokens // 4)])
+@pytest.mark.parametrize("heads", [slice(None), slice(1, 2), slice(0, 3)], ids=str)
+def test_blocks_are_read_as_they_were_written(lanes, heads, dtype):
+    cache = KVCache(3, 7, 4, 3, 6, lanes=lanes, dtype=dtype, device=torch.device("cpu"))
+    kv = torch.randn(2, 2, 3, 4, 3, 6).to(dtype)[..., heads, :]
+    cache.write_blocks([5, 0], kv, heads)
+    assert torch.equal(cache.read_blocks([5, 0], heads), kv)
+    whole = cache.read_blocks(range(7))
+    assert torch.equal(whole[[5, 0]][..., heads, :], kv)
+    assert whole.count_nonzero() == kv.count_nonzero(), "something else was written"
+    head = 6 * 16 + 4 * 16 if lanes else 2 * 4 * 6  # numbers of one block and head; lanes are padded to 16
+    assert cache.bytes == 3 * 7 * 3 * head * kv.element_size()
 
 
 @pytest.mark.parametrize("changes", [dict(), dict(qk_norm=True, qkv_bias=True)])
@@ -38,7 +40,7 @@ def test_torch_path_equals_cpu_kernels(prompts, changes):
     torch_engine = Engine(spec, random_weights(spec), options)
     assert not torch_engine._cache.lanes
     results = torch_engine.generate(prompts, params)
-    assert torch_engine.import_sequences(ours.export_sequences([s.sample_id for s in ours.unfinished()])) == []
+    assert move_sequences(ours, torch_engine, [s.sample_id for s in ours.unfinished()]) == []
     while torch_engine.has_unfinished():
         moved += torch_engine.step()
     for other in (results, sorted(moved, key=lambda r: r.sample_id)):

@@ -116,7 +116,9 @@ def test_decoding_never_waits_for_a_prefill(prompts, budget, arrivals):
             if when == step:
                 arrived = sequence(100 + number, tokens)
                 arrived.append(7, 0.0)
-                scheduler.adopt(arrived, arrived.total_tokens - (1 if whole else 2))
+                arrived.computed_tokens = arrived.total_tokens - (1 if whole else 2)
+                scheduler.blocks.grow(arrived, arrived.computed_tokens)
+                scheduler.adopt(arrived)
         decoding = [seq for seq in scheduler.running if seq.is_decoding]
         work = scheduler.schedule()
         if not work:

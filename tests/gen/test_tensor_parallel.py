@@ -8,6 +8,7 @@ import torch.multiprocessing as mp
 from gen_models import random_weights, tiny_spec
 
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+from rlhfuse.gen.migration import move_sequences
 
 SPEC = tiny_spec(qkv_bias=True, qk_norm=True, head_dim=16)
 PROMPTS = [[9, 10, 11], [12], list(range(20, 60)), [300, 299]]
@@ -29,7 +30,7 @@ def run_rank(rank: int, folder: str) -> None:
     for i, prompt in enumerate(PROMPTS):
         engine.add(i, prompt, PARAMS)
     moved = [r for _ in range(7) for r in engine.step()]
-    other.import_sequences(engine.export_sequences([s.sample_id for s in engine.unfinished()]))
+    move_sequences(engine, other, [s.sample_id for s in engine.unfinished()])
     while other.has_unfinished():
         moved += other.step()
     moved.sort(key=lambda r: r.sample_id)

@@ -92,6 +92,23 @@ def test_the_quicker_way_is_taken():
     assert plan_migration(states, 2, 1, [9, 9], BLOCK, FAST_LINK).moves[0].mode == "kv"
 
 
+def test_shared_blocks_are_sent_and_stored_once():
+    """Four samples of one prompt, 3 blocks of it shared: 4 + 1 + 1 + 1 blocks are room for all, one less is not."""
+    states = [SequenceState(i, 0, 60, 59, (7, 8, 9)) for i in range(4)]
+    states += [SequenceState(10 + i, 1, 16, 16) for i in range(5)]
+    for free, modes in ((7, ["kv"] * 4), (6, ["kv"] * 3 + ["tokens"])):
+        assert [m.mode for m in plan_migration(states, 2, 1, [0, free], BLOCK, FAST_LINK).moves] == modes
+    # 0.1 s before the first byte: worth it for 59 tokens of 5 ms, not for the 11 that the others have to themselves.
+    slow_start = MoveCost(100.0, 0.1, 1e-9, 5e-3)
+    modes = [m.mode for m in plan_migration(states, 2, 1, [0, 99], BLOCK, slow_start).moves]
+    assert modes == ["kv", "tokens", "tokens", "tokens"]
+    # Two that go to different places share nothing on the way.
+    apart = [SequenceState(i, 0, 60, 59, (7, 8, 9)) for i in range(2)]
+    apart += [SequenceState(10 + i, 1 + i % 2, 16, 16) for i in range(6)]
+    moves = plan_migration(apart, 3, 2, [0, 99, 99], BLOCK, slow_start).moves
+    assert [str(m) for m in moves] == ["0:0>1 kv 59", "1:0>2 kv 59"]
+
+
 @st.composite
 def problems(draw):
     instances = draw(st.integers(2, 8))
