@@ -279,6 +279,8 @@ class Engine:
 
     def _sequence(self, sample_id: int, prompt: list[int], params: SamplingParams) -> Sequence:
         """A checked sequence, not yet entered."""
+        if not isinstance(sample_id, int):
+            raise InputError(f"sample id {sample_id!r} must be an integer")
         if sample_id in self._sequences:
             raise InputError(f"sample {sample_id} is already in the engine; use another id")
         if not prompt:
@@ -288,6 +290,9 @@ class Engine:
             raise InputError(f"sample {sample_id}: token {wrong!r} is not an id in [0, {self.spec.vocab})")
         if len(prompt) >= self.spec.context:
             raise InputError(f"sample {sample_id}: {len(prompt)} prompt tokens leave no room in {self.spec.context}")
+        never = next((t for t in params.stop_token_ids if not 0 <= t < self.spec.vocab), None)
+        if never is not None:
+            raise InputError(f"sample {sample_id}: stop token {never} is not an id in [0, {self.spec.vocab})")
         if params.stop and self._detokenize is None:
             raise InputError("stop texts need a tokenizer; use stop_token_ids, or a model folder with tokenizer.json")
         total = min(len(prompt) + params.max_tokens, self.spec.context)

@@ -91,6 +91,8 @@ def row_threshold(row: Tensor, request: DrawRequest) -> float:
     top_k = request.top_k if 0 < request.top_k < row.shape[0] else 0
     if request.temperature == 0 or not (top_k or request.top_p < 1):
         return float("-inf")
+    if request.banned:  # what may not be drawn takes no place among the k, and no probability
+        row = row.index_fill(0, torch.tensor(request.banned, device=row.device), float("-inf"))
     largest = torch.topk(row, top_k or row.shape[0]).values
     if request.top_p == 1:
         return float(largest[-1])
