@@ -83,6 +83,7 @@ class TwoEngines(RuleBasedStateMachine):
             assert self.pair.finished | self.pair.aborted == entered
 
 
+@pytest.mark.timeout(1200)  # a failure takes minutes to shrink
 def test_any_order_keeps_the_books():
     plan = settings(derandomize=True, deadline=None, max_examples=150, stateful_step_count=30)
     run_state_machine_as_test(TwoEngines, settings=plan)

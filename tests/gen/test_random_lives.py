@@ -2,7 +2,7 @@
 
 A case draws sizes of both engines (blocks, sequences, tokens of a step), samples that share prefixes, and what
 happens to them between the steps: arrivals, aborts, preemption, moves with keys and values or as tokens, pauses,
-loading of weights. A tenth of the cases has 32 samples that end with more than four blocks each.
+loading of weights. A tenth of the cases has 32 samples that end with more than four blocks each. Four shapes of model.
 """
 
 from __future__ import annotations
@@ -11,15 +11,23 @@ import random
 from collections import Counter
 
 import pytest
-from lives import Pair, World, draw_requests
+from gen_models import tiny_spec
+from lives import SPEC, Pair, World, draw_requests
 
 ORDINARY, LONG = 2000, 20_000
 WIDE = 32
+SMALL = dict(hidden=32, mlp=40, vocab=SPEC.vocab, context=SPEC.context, eos_token_ids=(7, 11))
+SPECS = {
+    "llama": SPEC,
+    "qwen2": tiny_spec(**SMALL, head_dim=8, qkv_bias=True, tied_embeddings=True),
+    "qwen3": tiny_spec(**SMALL, head_dim=16, heads=6, qk_norm=True),
+    "llama-one-kv-head": tiny_spec(**(SMALL | dict(hidden=64)), layers=1, heads=3, kv_heads=1, head_dim=64),
+}
 
 
-@pytest.fixture(scope="module")
-def world() -> World:
-    return World(draw_requests(96, seed=11, longest_stem=24, most_tokens=10))
+@pytest.fixture(params=SPECS)
+def world(request) -> World:
+    return World(draw_requests(96, seed=11, longest_stem=24, most_tokens=10), SPECS[request.param])
 
 
 def draw_pair(world: World, rng: random.Random, wide: bool) -> tuple[Pair, list[int]]:
@@ -105,12 +113,13 @@ def check_seen(seen: Counter[str], cases: int) -> None:
         assert seen[event] > cases // 10, f"{event} happened {seen[event]} times in {cases} cases"
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_thousands_of_random_lives_equal_alone(world, part):
-    check_seen(run_cases(world, part * ORDINARY // 4, ORDINARY // 4), ORDINARY // 4)
+def test_thousands_of_random_lives_equal_alone(world):
+    count, number = ORDINARY // len(SPECS), list(SPECS.values()).index(world.spec)
+    check_seen(run_cases(world, number * count, count), count)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_many_more_random_lives_equal_alone(world):
-    check_seen(run_cases(world, 1_000_000, LONG), LONG)
+    count = LONG // len(SPECS)
+    check_seen(run_cases(world, 1_000_000, count), count)
