@@ -34,7 +34,9 @@ def workers():
     pool.close()
 
 
-def sample_and_score(rank: int, folder: Path, layout: str, lengths: tuple[int, ...], temperature: float) -> torch.Tensor:
+def sample_and_score(
+    rank: int, folder: Path, layout: str, lengths: tuple[int, ...], temperature: float
+) -> torch.Tensor:
     """Difference of each response token's log-probability between engine and training model, on this rank."""
     from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
     from rlhfuse.models.build import build_model
@@ -92,5 +94,6 @@ def test_stories(workers, capsys):
     differences = workers.run(sample_and_score, STORIES, "d2t1p1", lengths, 1.0)[0]
     beyond = float((differences >= BOUND).double().mean())
     with capsys.disabled():
-        print(f"\nstories: {len(differences)} log-probabilities within {differences.max():.1e}, {beyond:.2%} over {BOUND}")
+        count, largest = len(differences), float(differences.max())
+        print(f"\nstories: {count} log-probabilities within {largest:.1e}, {beyond:.2%} over {BOUND}")
     assert beyond < 0.01 and differences.max() < ROUNDING

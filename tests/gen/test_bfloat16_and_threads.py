@@ -77,7 +77,7 @@ def test_bfloat16_is_near_float32_of_the_same_weights(folder, tmp_path, capsys):
     same = [abs(a.logprobs[0] - b.logprobs[0]) for a, b in pairs if a.tokens == b.tokens]
     with capsys.disabled():
         mean = sum(same) / len(same)
-        print(f"\nbfloat16: {len(same)} of {len(pairs)} greedy tokens equal; within {max(same):.3f}, on average {mean:.4f}")
+        print(f"\nbfloat16: {len(same)} of {len(pairs)} greedy tokens equal; within {max(same):.3f}, mean {mean:.4f}")
     assert len(same) > 0.9 * len(pairs)
     assert mean < 0.02 and max(same) < 0.1
 

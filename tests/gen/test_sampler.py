@@ -47,7 +47,10 @@ def test_top_k_and_top_p_keep_the_likely_tokens():
     assert abs(chi_square(counts(p, 4000, top_k=2), kept)) < 4
     assert abs(chi_square(counts(p, 4000, top_p=0.6), kept)) < 4
     assert counts(p, 100, top_p=1e-6)[0] == counts(p, 100, top_k=1)[0] == 100
-    assert counts(p, 300, top_k=2, banned=(0,))[1] == 300
+    # A banned token takes no place among the k: with top_k=1 nothing would be left to draw.
+    others = np.array([0, 0.3, 0.15, 0, 0]) / 0.45
+    assert abs(chi_square(counts(p, 4000, top_k=2, banned=(0,)), others)) < 4
+    assert counts(p, 300, top_k=1, banned=(0,))[1] == counts(p, 300, top_p=0.1, banned=(0,))[1] == 300
 
 
 def test_noise_of_neighbouring_keys_is_uncorrelated():
