@@ -350,6 +350,8 @@ class Engine:
 
     def _sequence(self, sample_id: int, prompt: list[int], params: SamplingParams) -> Sequence:
         """A checked sequence, not yet entered."""
+        if not isinstance(sample_id, int):
+            raise InputError(f"sample id {sample_id!r} must be an integer")
         if sample_id in self._sequences:
             raise InputError(f"sample {sample_id} is already in the engine; use another id")
         return new_sequence(

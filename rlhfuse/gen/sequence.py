@@ -38,20 +38,22 @@ class SamplingParams:
     ignore_eos: bool = False  # the model's own end tokens do not end the response
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stop_ids = (self.stop_token_ids,) if isinstance(self.stop_token_ids, int) else tuple(self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", stop_ids)
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        for name in ("temperature", "top_p"):
+            if not isinstance(getattr(self, name), int | float):
+                raise InputError(f"{name}={getattr(self, name)!r} must be a number")
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise InputError(f"temperature={self.temperature} must be 0 (greedy) or above")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p={self.top_p} must be in (0, 1]; 1 turns it off")
-        for name, low in (("top_k", 0), ("max_tokens", 1), ("min_tokens", 0)):
+        for name, low in (("top_k", 0), ("max_tokens", 1), ("min_tokens", 0), ("seed", -math.inf)):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < low:
-                raise InputError(f"{name}={value!r} must be an integer of at least {low}")
-        for name, values in (("seed", (self.seed,)), ("stop_token_ids", self.stop_token_ids)):
-            wrong = next((value for value in values if not isinstance(value, int)), None)
-            if wrong is not None:
-                raise InputError(f"{name} holds {wrong!r}; give an integer")
+            if type(value) is not int or value < low:
+                raise InputError(f"{name}={value!r} must be an integer" + (f" of at least {low}" if low >= 0 else ""))
+        if any(type(token) is not int for token in stop_ids):
+            raise InputError(f"stop_token_ids={stop_ids} must hold integers")
         if self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens={self.min_tokens} > max_tokens={self.max_tokens}; lower min_tokens")
         if any(not text for text in self.stop):

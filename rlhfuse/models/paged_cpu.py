@@ -2,12 +2,12 @@
 
 The value of one (query token, head) is computed by itself, over the blocks of its sequence in absolute order:
 
-    scores[j] = scale * q . k_j           one chain over the dimensions; token j at lane j % LANES of its piece
-    weights   = exp(scores - max)         lanes summed piece after piece, then lane after lane
+    scores[j] = scale * q . k_j           one chain over the dimensions
+    weights   = exp(scores - max)         summed in LANES sums, the position modulo LANES, then these in order
     out       = sum_j weights[j] * v_j    one chain over the tokens
 
 so its bits depend on nothing but the query and the first `context` tokens: not on the other sequences, on how
-the prompt was cut into chunks, on which blocks hold it, or on the rows computed beside it. Keys lie as [block, G, D, lanes], values as
+the prompt was cut into chunks, on which blocks of which size hold it, or on the rows computed beside it. Keys lie as [block, G, D, lanes], values as
 [block, G, block_tokens, padded D], so that both products run over tiles (tiles.py); a *piece* is LANES tokens of a
 block. The heads of a group, or neighbouring queries of a prompt, share the loads of keys and values.
 
@@ -56,11 +56,18 @@ def _list_pieces(table, context, group, keys, values, key_at, value_at):
 
 
 @njit(forceinline=True)
+def _place(piece, block_tokens):
+    """Position in the sequence of a piece's first token."""
+    per_block = (block_tokens + LANES - 1) // LANES
+    return piece // per_block * block_tokens + piece % per_block * LANES
+
+
+@njit(forceinline=True)
 def _count(piece, context, block_tokens):
     """Tokens of a piece that lie before `context`; negative if it begins later."""
-    per_block = (block_tokens + LANES - 1) // LANES
-    block, start = piece // per_block, piece % per_block * LANES
-    return min(LANES, min(block_tokens, context - block * block_tokens) - start)
+    start = _place(piece, block_tokens)
+    block_end = (start // block_tokens + 1) * block_tokens
+    return min(LANES, min(block_end, context) - start)
 
 
 @njit(forceinline=True)
@@ -85,9 +92,14 @@ def _softmax(row, pieces, context, block_tokens, scale, lanes):
         row[j] = exp32(row[j] - highest)
     for j in range(LANES):
         lanes[j] = F32(0.0)
-    for start in range(0, length, LANES):
-        for j in range(LANES):
-            lanes[j] += row[start + j]
+    if block_tokens % LANES == 0:
+        for start in range(0, length, LANES):
+            for j in range(LANES):
+                lanes[j] += row[start + j]
+    else:  # the same sums, whatever the size of blocks
+        for i in range(pieces):
+            for j in range(_count(i, context, block_tokens)):
+                lanes[(_place(i, block_tokens) + j) % LANES] += row[i * LANES + j]
     total = F32(0.0)
     for j in range(LANES):
         total += lanes[j]

@@ -1,0 +1,99 @@
+"""The engine's log-probabilities against the training model's forward: the same weights, the same tokens, packed.
+
+The engine reads the Megatron model's parameters in place, as in a run; then its samples, prompt and response, go
+packed through that very model. One tensor rank and two.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from gloo import Workers
+from tiny import write_checkpoint
+
+from rlhfuse.spec import ModelSpec
+
+STORIES = Path(__file__).resolve().parents[2] / "../shared/data/stories260K-hf"
+BOUND = 1e-5
+ROUNDING = 3e-5  # of a trained model, whose logits are large: transformers' float32 is 2.6e-5 from its own float64
+LENGTHS = (1, 3, 15, 16, 17, 40, 63, 64, 90, 5, 2, 33)
+SHAPES = {
+    "llama": dict(model_type="llama", head_dim=64),
+    "mistral": dict(model_type="mistral", head_dim=16, sliding_window=None),
+    "qwen2": dict(model_type="qwen2", tie_word_embeddings=True),
+    "qwen3": dict(model_type="qwen3", head_dim=64),
+}
+
+
+@pytest.fixture(scope="module")
+def workers():
+    pool = Workers(2)
+    yield pool
+    pool.close()
+
+
+def sample_and_score(
+    rank: int, folder: Path, layout: str, lengths: tuple[int, ...], temperature: float
+) -> torch.Tensor:
+    """Difference of each response token's log-probability between engine and training model, on this rank."""
+    from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+    from rlhfuse.models.build import build_model
+    from rlhfuse.models.heads import token_logprobs
+    from rlhfuse.models.stage import PackedTokens, PipelineStage
+    from rlhfuse.parallel.device import choose_device
+    from rlhfuse.parallel.groups import GroupMaker, plain_grid
+    from rlhfuse.roles import load_part
+    from rlhfuse.spec import ParallelLayout
+
+    device, maker, spec = choose_device("cpu", 0, 1), GroupMaker(60), ModelSpec.from_config(folder)
+    grid = plain_grid(ParallelLayout.parse(layout))
+    groups = maker.for_model("actor", grid, rank)
+    model = build_model(spec, grid, groups, rank, scalar_head=False, dtype=torch.float32, device=device)
+    load_part(model, folder, spec, grid, rank, False)
+    group = groups.tp if grid.tp > 1 else None
+    options = EngineOptions(num_blocks=200, block_tokens=8, max_batched_tokens=100)
+    engine = Engine(spec, dict(model.named_parameters()), options, tp_group=group)
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(3, spec.vocab, (n,), generator=generator).tolist() for n in lengths]
+    params = SamplingParams(temperature=temperature, max_tokens=24, seed=9, ignore_eos=True)
+    results = engine.generate(prompts, params)
+    stage, differences = PipelineStage(model, first=True, last=True, scalar_head=False), []
+    for start in range(0, len(results), 5):
+        pack = [[*r.prompt_tokens, *r.tokens] for r in results[start : start + 5]]
+        batch = PackedTokens.pack(pack, device.torch_device)
+        logits = stage.forward(batch, None)
+        wanted, targets, drawn, at = [], [], [], 0
+        for result, text in zip(results[start:], pack):
+            wanted += range(at + len(result.prompt_tokens) - 1, at + len(text) - 1)
+            targets += result.tokens
+            drawn += result.logprobs
+            at += len(text)
+        trained, _ = token_logprobs(logits[wanted], torch.tensor(targets), spec.vocab, temperature, groups.tp)
+        differences.append((trained.detach().double() - torch.tensor(drawn).double()).abs())
+    maker.close()
+    return torch.cat(differences)
+
+
+@pytest.mark.parametrize(("layout", "temperature"), [("d2t1p1", 1.0), ("d1t2p1", 0.7)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_random_model(workers, tmp_path, shape, layout, temperature, capsys):
+    folder = write_checkpoint(tmp_path / "model", seed=3, **SHAPES[shape])
+    differences, same = workers.run(sample_and_score, folder, layout, LENGTHS, temperature)
+    assert torch.equal(differences, same), "ranks disagree"
+    with capsys.disabled():
+        print(f"\n{shape} {layout}: {len(differences)} log-probabilities within {differences.max():.1e}")
+    assert differences.max() < BOUND
+
+
+def test_stories(workers, capsys):
+    if not STORIES.exists():
+        pytest.skip(f"{STORIES} is not here")
+    lengths = tuple(range(1, 121))
+    differences = workers.run(sample_and_score, STORIES, "d2t1p1", lengths, 1.0)[0]
+    beyond = float((differences >= BOUND).double().mean())
+    with capsys.disabled():
+        count, largest = len(differences), float(differences.max())
+        print(f"\nstories: {count} log-probabilities within {largest:.1e}, {beyond:.2%} over {BOUND}")
+    assert beyond < 0.01 and differences.max() < ROUNDING

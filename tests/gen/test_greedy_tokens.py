@@ -1,0 +1,133 @@
+"""Greedy tokens of 200 prompts against Hugging Face transformers, position by position.
+
+The engine's own responses go through the other model in one padded forward per group of prompts. Wherever the two
+best logits are more than NEAR apart the token must be the best one; the positions that are nearer are counted
+and printed, must be few, and must hold one of the best.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+from rlhfuse.spec import ModelSpec
+
+STORIES = Path(__file__).resolve().parents[2] / "../shared/data/stories260K-hf"
+PROMPTS_FOLDER = Path(__file__).resolve().parents[2] / "../shared/data/prompts"
+PROMPTS = 200
+NEAR = 1e-4  # float32 sums in another order move a logit by about 1e-6
+FEW = 0.005  # of all positions
+ROUNDING = 3e-5  # of a log-probability; on random prompts transformers' own float32 is 1.5e-5 from its float64
+
+SHAPE = dict(
+    vocab_size=397, hidden_size=128, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=64, max_position_embeddings=256, initializer_range=0.1,
+)  # fmt: skip
+LLAMA3 = dict(
+    rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=32, rope_theta=1e4,
+)  # fmt: skip
+CASES = {
+    "llama": ("LlamaConfig", dict()),
+    "llama-tied-llama3-rope": ("LlamaConfig", dict(tie_word_embeddings=True, rope_parameters=LLAMA3)),
+    "llama-linear-rope-one-kv-head": (
+        "LlamaConfig",
+        dict(num_key_value_heads=1, rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e4)),
+    ),
+    "llama-3-layers-no-gqa": (
+        "LlamaConfig",
+        dict(hidden_size=192, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=3),
+    ),
+    "mistral": ("MistralConfig", dict(sliding_window=None)),
+    "mistral-window": ("MistralConfig", dict(sliding_window=80)),
+    "qwen2": ("Qwen2Config", dict()),
+    "qwen2-tied-rope-theta": (
+        "Qwen2Config",
+        dict(tie_word_embeddings=True, rope_parameters=dict(rope_type="default", rope_theta=1e6)),
+    ),
+    "qwen3": ("Qwen3Config", dict()),
+    "qwen3-tied-8-heads": ("Qwen3Config", dict(tie_word_embeddings=True, num_attention_heads=8)),
+}
+
+
+def random_prompts(count: int, vocab: int, longest: int, seed: int) -> list[list[int]]:
+    """Prompts of 1 to `longest` tokens; a third begins like another one."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts: list[list[int]] = []
+    for i in range(count):
+        length = 1 + int(torch.randint(longest, (1,), generator=generator))
+        tokens = torch.randint(vocab, (length,), generator=generator).tolist()
+        prompts.append((prompts[i // 2][: length // 2] + tokens)[:length] if i % 3 == 2 else tokens)
+    return prompts
+
+
+def best_logits(model: torch.nn.Module, texts: list[list[int]]) -> list[torch.Tensor]:
+    """Logits [tokens, vocab] in float64 of each text; padding on the right is behind everything that is read."""
+    width = max(map(len, texts))
+    with torch.no_grad():
+        logits = model(torch.tensor([text + [0] * (width - len(text)) for text in texts])).logits
+    return [row[: len(text)].double() for row, text in zip(logits, texts)]
+
+
+def check(path: Path, prompts: list[list[int]], tokens: int, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    results = Engine.from_pretrained(path, EngineOptions(max_sequences=64)).generate(prompts, greedy)
+    positions = near = 0
+    worst = 0.0
+    by_length = sorted(zip(prompts, results), key=lambda pair: len(pair[0]))
+    for start in range(0, len(by_length), 25):
+        group = by_length[start : start + 25]
+        logits = best_logits(model, [[*prompt, *result.tokens] for prompt, result in group])
+        for (prompt, result), rows in zip(group, logits):
+            assert len(result.tokens) == tokens and result.finish_reason == "length"
+            rows, drawn = rows[len(prompt) - 1 : -1], torch.tensor(result.tokens)
+            best = rows.topk(2).values
+            behind = best[:, 0] - rows[range(tokens), drawn]
+            assert (behind[best[:, 0] - best[:, 1] > NEAR] == 0).all(), f"other tokens after {prompt}"
+            assert behind.max() <= NEAR
+            positions += tokens
+            near += int((best[:, 0] - best[:, 1] <= NEAR).sum())
+            expected = torch.log_softmax(rows, -1)[range(tokens), drawn]
+            worst = max(worst, float((expected - torch.tensor(result.logprobs)).abs().max()))
+    with capsys.disabled():
+        print(f"\n{len(prompts)} prompts, {positions} tokens: {near} near ties, log-probabilities within {worst:.1e}")
+    assert near <= FEW * positions and worst < ROUNDING
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_random_model(tmp_path, case, capsys):
+    import transformers
+
+    name, changes = CASES[case]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**(SHAPE | changes)))
+    for parameter in model.parameters():  # biases and norms start as constants: make them count
+        if parameter.ndim == 1:
+            parameter.data += torch.randn_like(parameter) * 0.2
+    model.save_pretrained(tmp_path)
+    spec = ModelSpec.from_config(tmp_path)
+    assert spec.head_dim == 64 and spec.context == (80 if "window" in case else 256)
+    check(tmp_path, random_prompts(PROMPTS, spec.vocab, 60, seed=2), 16, capsys)
+
+
+def real_prompts(count: int) -> list[list[int]]:
+    """Instructions that people wrote, through the model's tokenizer, which begins each text with token 1."""
+    from tokenizers import Tokenizer
+
+    lines = (PROMPTS_FOLDER / "self_instruct_user_oriented.jsonl").read_text().splitlines()
+    tokenizer = Tokenizer.from_file(str(STORIES / "tokenizer.json"))
+    return [tokenizer.encode(json.loads(line)["instruction"]).ids[:300] for line in lines[:count]]
+
+
+def test_stories(capsys):
+    for folder in (STORIES, PROMPTS_FOLDER):
+        if not folder.exists():
+            pytest.skip(f"{folder} is not here")
+    check(STORIES, real_prompts(PROMPTS // 2) + random_prompts(PROMPTS // 2, 512, 300, seed=3), 48, capsys)

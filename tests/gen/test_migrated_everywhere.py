@@ -1,0 +1,123 @@
+"""Twenty samples, each moved to another engine at every position it can stand at: not one bit changes.
+
+Positions are numbers of steps done, from none (nothing computed, nothing drawn) through every chunk of the prompt to
+the step before the last token. With a budget of one token a step, the source stands at every single token of the
+prompt; with larger ones at the edges of chunks, which meet the edges of blocks in every way. The destination cuts
+the prompt into other chunks again.
+"""
+
+from __future__ import annotations
+
+import pytest
+from lives import SPEC, Request, World, move
+
+from rlhfuse.gen.engine import SamplingParams
+
+BLOCK = 4
+LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 15, 16, 17, 19, 20, 21, 24)
+BUDGETS = (1, 3, 4, 5, 100)
+TOKENS = 7
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World(
+        [
+            Request(
+                i,
+                tuple((7 * i + 5 * j) % SPEC.vocab for j in range(length)),
+                SamplingParams(temperature=(1.0, 0.0, 0.7)[i % 3], top_k=(0, 9)[i % 2], max_tokens=TOKENS, seed=i),
+            )
+            for i, length in enumerate(LENGTHS)
+        ]
+    )
+
+
+def computed_tokens_before_each_step(prompt: int, budget: int) -> list[int]:
+    """Chunks of the prompt, then one token after the other; the last token drawn is never run."""
+    return [*range(0, prompt, budget), *range(prompt, prompt + TOKENS - 1)]
+
+
+@pytest.mark.parametrize("with_kv", [True, False])
+@pytest.mark.parametrize("budget", [1, 3, 4])
+def test_moved_at_every_position(world, budget, with_kv):
+    moves = 0
+    for i, length in enumerate(LENGTHS):
+        expected, request = world.alone(i, BLOCK), world.requests[i]
+        for steps, computed in enumerate(computed_tokens_before_each_step(length, budget)):
+            source = world.engine(num_blocks=9, block_tokens=BLOCK, max_batched_tokens=budget)
+            destination = world.engine(num_blocks=9, block_tokens=BLOCK, max_batched_tokens=BUDGETS[(i + steps) % 5])
+            source.add(i, request.prompt, request.params)
+            for _ in range(steps):
+                assert source.step() == []
+            assert source.unfinished()[0].kv_tokens == computed
+            recomputed = move(source, destination, [i], with_kv=with_kv, as_bytes=steps % 2 == 0)
+            assert recomputed == ([] if with_kv and computed else [i])
+            assert not source.has_unfinished() and source.free_blocks == 9
+            source.check_integrity()
+            results = []
+            while destination.has_unfinished():
+                destination.check_integrity()
+                results += destination.step()
+            assert results == [expected], f"sample {i} moved after {steps} steps, {computed} tokens computed"
+            assert destination.free_blocks == 9
+            moves += 1
+    assert moves == sum(-(-length // budget) + TOKENS - 1 for length in LENGTHS)
+
+
+def test_moved_back_and_forth_after_every_step(world):
+    """All twenty at once, every step in the other engine, by turns with keys and values and as tokens."""
+    for every in (1, 2):  # budgets that hold all tokens: moved as tokens, a chunked prompt would begin again for ever
+        engines = [world.engine(num_blocks=160, block_tokens=BLOCK, max_batched_tokens=b) for b in (400, 500)]
+        for request in world.requests.values():
+            engines[0].add(request.sample_id, request.prompt, request.params)
+        results, steps = [], 0
+        while engines[0].has_unfinished():
+            results += engines[0].step()
+            steps += 1
+            running = [state.sample_id for state in engines[0].unfinished()]
+            move(engines[0], engines[1], running, with_kv=bool(steps % every), as_bytes=False)
+            engines.reverse()
+            engines[0].check_integrity()
+            engines[1].check_integrity()
+        assert sorted(results, key=lambda r: r.sample_id) == [world.alone(i, BLOCK) for i in range(len(LENGTHS))]
+        assert not engines[1].has_unfinished() and engines[0].free_blocks == engines[1].free_blocks == 160
+
+
+def test_moved_among_samples_that_share_its_prefix(world):
+    """The destination holds the same prompt already; the source's other samples keep their shared blocks."""
+    prompt, params = world.requests[19].prompt, SamplingParams(max_tokens=9, seed=3)
+    together = world.engine(num_blocks=80, block_tokens=BLOCK).generate([prompt] * 8, params)
+    for steps in range(1, 9):
+        source, destination = (world.engine(num_blocks=80, block_tokens=BLOCK) for _ in range(2))
+        for sample_id in range(8):
+            (source if sample_id < 6 else destination).add(sample_id, prompt, params)
+        for _ in range(steps):
+            assert source.step() == destination.step() == []
+        assert move(source, destination, [0, 2, 4], with_kv=steps % 4 != 0, as_bytes=True) in ([], [0, 2, 4])
+        results = []
+        for engine in (source, destination):
+            while engine.has_unfinished():
+                engine.check_integrity()
+                results += engine.step()
+            assert engine.free_blocks == 80
+        assert sorted(results, key=lambda r: r.sample_id) == together
+
+
+def test_moved_to_an_engine_with_other_blocks(world):
+    """Blocks are lanes of the CPU kernel's sums, so only the tokens are promised to be the same, and 1e-5."""
+    for request in world.requests.values():
+        expected = world.alone(request.sample_id, BLOCK)
+        for blocks in (1, 5, 16):
+            source = world.engine(num_blocks=9, block_tokens=BLOCK)
+            destination = world.engine(num_blocks=40, block_tokens=blocks)
+            source.add(request.sample_id, request.prompt, request.params)
+            for _ in range(1 + request.sample_id % (TOKENS - 1)):
+                source.step()
+            assert move(source, destination, [request.sample_id], with_kv=True, as_bytes=True) == []
+            results = []
+            while destination.has_unfinished():
+                destination.check_integrity()
+                results += destination.step()
+            assert [r.tokens for r in results] == [expected.tokens]
+            assert max(abs(a - b) for a, b in zip(results[0].logprobs, expected.logprobs)) < 1e-5

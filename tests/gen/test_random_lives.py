@@ -1,0 +1,125 @@
+"""Thousands of random lives of samples in two engines: not one bit differs from the sample alone.
+
+A case draws sizes of both engines (blocks, sequences, tokens of a step), samples that share prefixes, and what
+happens to them between the steps: arrivals, aborts, preemption, moves with keys and values or as tokens, pauses,
+loading of weights. A tenth of the cases has 32 samples that end with more than four blocks each. Four shapes of model.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from gen_models import tiny_spec
+from lives import SPEC, Pair, World, draw_requests
+
+ORDINARY, LONG = 2000, 20_000
+WIDE = 32
+SMALL = dict(hidden=32, mlp=40, vocab=SPEC.vocab, context=SPEC.context, eos_token_ids=(7, 11))
+SPECS = {
+    "llama": SPEC,
+    "qwen2": tiny_spec(**SMALL, head_dim=8, qkv_bias=True, tied_embeddings=True),
+    "qwen3": tiny_spec(**SMALL, head_dim=16, heads=6, qk_norm=True),
+    "llama-one-kv-head": tiny_spec(**(SMALL | dict(hidden=64)), layers=1, heads=3, kv_heads=1, head_dim=64),
+}
+
+
+@pytest.fixture(params=SPECS)
+def world(request) -> World:
+    return World(draw_requests(96, seed=11, longest_stem=24, most_tokens=10), SPECS[request.param])
+
+
+def draw_pair(world: World, rng: random.Random, wide: bool) -> tuple[Pair, list[int]]:
+    """Two engines of random size and the samples that will live in them."""
+    block_tokens = rng.choice((1, 2, 3, 4)) if wide else rng.choice((1, 2, 3, 4, 5, 8, 16))
+    fitting = [
+        sample_id for sample_id, request in world.requests.items()
+        if not wide or len(request.prompt) + len(world.alone(sample_id, block_tokens).tokens) - 1 > 4 * block_tokens
+    ]  # fmt: skip
+    samples = rng.sample(fitting, WIDE if wide else rng.randint(1, 9))
+    fewest = world.fewest_blocks(samples, block_tokens)
+    options = [
+        dict(
+            block_tokens=block_tokens,
+            num_blocks=fewest + int(rng.choice((0, 1, 6)) * rng.random() * fewest),
+            max_sequences=rng.randint(8, 40) if wide else rng.randint(2, 12),
+            max_batched_tokens=rng.choice((16, 48, 200)) if wide else rng.choice((2, 5, 7, 16, 40, 200)),
+        )
+        for _ in range(2)
+    ]
+    return Pair(world, options), samples
+
+
+def live(pair: Pair, samples: list[int], rng: random.Random) -> None:
+    """Samples arrive one after another while things happen; then both engines run to the end."""
+    coming = list(samples)
+    for _ in range(rng.randint(0, 8) + len(coming) // 8):
+        for _ in range(rng.randint(0, max(1, len(coming) // 2))):
+            if coming:
+                pair.add(rng.randrange(2), coming.pop())
+        which = rng.randrange(2)
+        here = pair.unfinished(which)
+        event = rng.randrange(12)
+        if event == 0 and here:
+            sample_id = rng.choice(here)
+            pair.abort(which, sample_id)
+            coming.insert(0, sample_id)  # and asks again later
+        elif event == 1:
+            pair.preempt(which)
+        elif event == 2:
+            pair.reload(which)
+        elif event == 3 and not pair.paused[which]:
+            pair.pause(which)
+        elif event in (4, 5) and pair.paused[which]:
+            pair.resume(which)
+        elif event >= 6 and here:
+            running = [s.sample_id for s in pair.engines[which].unfinished() if s.kv_tokens]
+            movable = running if running and rng.random() < 0.8 else here
+            pair.move(which, rng.sample(movable, rng.randint(1, len(movable))), rng.random() < 0.8, rng.random() < 0.5)
+        for which in (0, 1):
+            for _ in range(rng.randint(0, 4)):
+                pair.step(which)
+    for sample_id in coming:
+        pair.add(rng.randrange(2), sample_id)
+    pair.drain()
+    assert pair.finished == set(samples) and not pair.aborted
+
+
+def run_cases(world: World, first: int, count: int) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    for case in range(first, first + count):
+        rng, wide = random.Random(case), case % 10 == 0
+        pair, samples = draw_pair(world, rng, wide)
+        try:
+            live(pair, samples, rng)
+        except AssertionError as error:
+            error.add_note(f"case {case}: {[engine.options for engine in pair.engines]}")
+            raise
+        seen += pair.seen
+        seen["cases"] += 1
+        seen["wide cases"] += wide
+        seen["samples compared"] += len(pair.finished)
+    return seen
+
+
+def check_seen(seen: Counter[str], cases: int) -> None:
+    """The cases were as many as said, and everything that can happen happened often."""
+    print(dict(seen))
+    assert seen["cases"] == cases and seen["wide cases"] * 10 >= cases
+    assert seen["samples compared"] > 5 * cases
+    for event in ("aborted", "preempted by hand", "preempted for lack of blocks", "weights loaded", "paused",
+                  "moved with KV", "moved as tokens", "chunked", "prefix shared"):  # fmt: skip
+        assert seen[event] > cases // 10, f"{event} happened {seen[event]} times in {cases} cases"
+
+
+def test_thousands_of_random_lives_equal_alone(world):
+    count, number = ORDINARY // len(SPECS), list(SPECS.values()).index(world.spec)
+    check_seen(run_cases(world, number * count, count), count)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_more_random_lives_equal_alone(world):
+    count = LONG // len(SPECS)
+    check_seen(run_cases(world, 1_000_000, count), count)
