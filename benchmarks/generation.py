@@ -7,7 +7,7 @@
 All engines run the same random Llama in float32 from the same files, on the same threads, with the same prompts,
 forced response lengths and sampling (temperature 1 over the whole vocabulary; this project's engine also returns the
 log-probability of every token). Each is a process of its own, and all are alive while they are asked in turns, a
-different one first in each round; `idle_cpu_share` says how much of a core an idle one took at most. Before that, a
+different one first in each round; `idle_cpu_share` says how much of a core each one took while another was measured. Before that, a
 short trial finds each engine's best configuration for many sequences (A), for few (C) and for both (B, E, F); all
 that was tried and what was chosen is printed. Prompts are new in each round, so no prefix cache answers for a model.
 Figures are medians over rounds; a ratio is another engine's seconds over this one's, with the least and the most of
@@ -37,7 +37,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from generation_cases import CASES, DECODE_STEPS, FULL, QUICK, TRACE, Bench, Sizes, trace_lengths
+from generation_cases import CASES, FULL, QUICK, TRACE, Bench, Sizes, trace_lengths
 from generation_peers import OWN, Fleet, Model, choose, known_peers
 from generation_plot import draw
 from generation_worker import SPARE
@@ -110,13 +110,14 @@ def main() -> None:
                 "left_out": left_out,
                 "configurations": configurations,
                 "tried": tried,
-                "idle_cpu_share": fleet.idle_share,
+                "idle_cpu_share": fleet.idle_shares(),
                 "ratios": {case: found["ratios"] for case, found in results.items() if "ratios" in found},
                 "goals": [] if arguments.quick else goals(results),
                 "cases": results,
             }
-    if fleet.idle_share > IDLE_LIMIT:
-        screen.print(f"an idle engine took {fleet.idle_share:.0%} of a core: the figures are not to be trusted")
+    for peer, share in result["idle_cpu_share"].items():
+        if share > IDLE_LIMIT:
+            screen.print(f"{peer} took {share:.0%} of a core while idle: the figures are not to be trusted")
     if arguments.plot:
         write_bytes(arguments.plot, draw(results["F"]))
     finish(result, arguments.out)
@@ -154,7 +155,7 @@ def chosen_cases(text: str) -> list[str]:
 
 def write_models(folder: Path, sizes: Sizes, quick: bool, seed: int) -> dict[str, Model]:
     """Random checkpoints in Hugging Face layout: small for A-D, large for E, and small with a long context for F."""
-    room = DECODE_STEPS + SPARE
+    room = sizes.decode_steps + SPARE
     limit = sizes.limit_context + room
     longest = max(sizes.contexts) + room
     long_tokens = max(sizes.context_batch * longest, max(sizes.batches) * (sizes.batch_context + room))

@@ -21,7 +21,6 @@ from rlhfuse.errors import InputError
 from rlhfuse.spec import ModelSpec
 
 TRACE = Path(__file__).resolve().parents[1] / "../shared/data/traces/arxiv_llama2tok.csv"
-DECODE_STEPS = 32  # timed, at each point of a curve
 PROFILE_ROWS = 12
 
 Rows = dict[str, Any]
@@ -37,6 +36,7 @@ class Sizes:
     requests: int = 256  # of the long-tailed lengths
     context: int = 1024
     small_batches: tuple[int, ...] = (1, 2, 4, 8)
+    decode_steps: int = 32  # timed, at each point of E and F
     limit_batches: tuple[int, ...] = (1, 16, 64)
     limit_context: int = 128
     contexts: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096, 8192)
@@ -49,8 +49,8 @@ class Sizes:
 
 FULL = Sizes()
 QUICK = Sizes(
-    sequences=16, response_tokens=16, requests=32, context=256, small_batches=(1, 2), limit_batches=(1, 4),
-    limit_context=32, contexts=(32, 128), context_batch=2, batches=(1, 8), batch_context=16,
+    sequences=16, response_tokens=16, requests=32, context=96, small_batches=(1, 2), decode_steps=8,
+    limit_batches=(1, 4), limit_context=32, contexts=(32, 128), context_batch=2, batches=(1, 8), batch_context=16,
     bandwidth_bytes=2**26, gemm_size=512,
 )  # fmt: skip
 
@@ -79,7 +79,7 @@ class Bench:
     def decode(self, batch: int, context: int, number: int) -> dict[str, Any]:
         """The request of decode steps that begin at a context."""
         prompts = self.prompts(batch, context, number)
-        return {"do": "decode", "prompts": prompts, "steps": DECODE_STEPS, "seed": self.seed + number + 1}
+        return {"do": "decode", "prompts": prompts, "steps": self.sizes.decode_steps, "seed": self.seed + number + 1}
 
     def trial(self, kind: str, number: int) -> dict[str, Any]:
         """The request by which configurations are compared: half of the throughput case, or of a small batch."""
@@ -95,7 +95,7 @@ def throughput(bench: Bench) -> Rows:
 
     def request(peer: str, number: int) -> dict[str, Any]:
         if peer == LIMITS:
-            return {**products, "repeats": 4 * DECODE_STEPS, "seed": bench.seed}
+            return {**products, "repeats": 4 * sizes.decode_steps, "seed": bench.seed}
         return bench.generate(lengths, number)
 
     workers = {peer: bench.fleet.worker(peer, model, "many") for peer in bench.fleet.pythons}
@@ -148,7 +148,7 @@ def overhead(bench: Bench) -> Rows:
     rows = []
     for batch, kind in ((sizes.sequences, "many"), (1, "few")):
         worker = {OWN: bench.fleet.worker(OWN, model, kind)}
-        asked = {"do": "share", "steps": 2 * DECODE_STEPS, "seed": bench.seed}
+        asked = {"do": "share", "steps": 2 * sizes.decode_steps, "seed": bench.seed}
         answers = bench.fleet.rounds(
             worker, lambda _, number: {**asked, "prompts": bench.prompts(batch, sizes.prompt_tokens, number)}
         )[OWN]
@@ -182,7 +182,7 @@ def machine_limit(bench: Bench) -> Rows:
         answers = bench.fleet.rounds(
             _engines(bench, "large", "any"), lambda _, number: bench.decode(batch, sizes.limit_context, number)
         )
-        context = sizes.limit_context + DECODE_STEPS // 2
+        context = sizes.limit_context + sizes.decode_steps // 2
         moved, operations = step_bytes(spec, batch, context), step_flops(spec, batch, context)
         limit = max(moved / bandwidth, operations / rate)
         shapes = product_shapes(spec)

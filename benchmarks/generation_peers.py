@@ -166,7 +166,7 @@ class Fleet:
         self.pythons, self.threads, self.count, self.screen = pythons, threads, rounds, screen
         self.chosen: dict[str, dict[str, Configuration]] = {}  # peer -> kind of work -> configuration
         self.versions: dict[str, str] = {}
-        self.idle_share = 0.0  # the largest seen of an idle process, in cores
+        self._idle: dict[str, list[float]] = {}  # peer -> [CPU seconds, seconds] while another one was measured
         self._folder = folder
         self._workers: dict[tuple[str, str, Path], Worker] = {}
 
@@ -179,6 +179,10 @@ class Fleet:
     @property
     def engines(self) -> list[str]:
         return [peer for peer in self.pythons if peer != LIMITS]
+
+    def idle_shares(self) -> dict[str, float]:
+        """Of a core, on average, while the engine was alive and another one was measured."""
+        return {peer: cpu / max(seconds, 1e-9) for peer, (cpu, seconds) in self._idle.items()}
 
     def worker(self, peer: str, model: Model, kind: str = "any") -> Worker:
         """The process of a peer in its best configuration for a kind of work: "many", "few" or "any"."""
@@ -230,13 +234,14 @@ class Fleet:
         return answers
 
     def _watched(self, worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
-        others = [other for other in self._workers.values() if other is not worker]
-        before, start = [other.cpu_seconds() for other in others], time.perf_counter()
+        others = [(key[0], other, other.cpu_seconds()) for key, other in self._workers.items() if other is not worker]
+        start = time.perf_counter()
         answer = worker.ask(**request)
         seconds = time.perf_counter() - start
-        if seconds > 0.2:  # the clock ticks every 10 ms
-            shares = [(other.cpu_seconds() - cpu) / seconds for other, cpu in zip(others, before)]
-            self.idle_share = max([self.idle_share, *shares])
+        for peer, other, before in others:
+            idle = self._idle.setdefault(peer, [0.0, 0.0])
+            idle[0] += other.cpu_seconds() - before
+            idle[1] += seconds
         return answer
 
     def _environment(self, model: Model) -> dict[str, str]:
