@@ -1,17 +1,17 @@
 """Speed of the generation engine beside vLLM and transformers on one CPU machine, in one run.
 
     benchmarks/setup_peers.sh .venv-vllm                     makes vLLM's environment, apart from this one
-    python benchmarks/generation.py --vllm-python .venv-vllm/bin/python --plot generation.png --out generation.json
+    python benchmarks/generation.py --vllm-python .venv-vllm/bin/python --plot speed.png --out speed.json
     python benchmarks/generation.py --quick                  the same in small, to see that it runs: no measurement
 
 All engines run the same random Llama in float32 from the same files, on the same threads, with the same prompts,
-forced response lengths and sampling (temperature 1 over the whole vocabulary; this project's engine also returns the
-log-probability of every token). Each is a process of its own, and all are alive while they are asked in turns, a
-different one first in each round; `idle_cpu_share` says how much of a core each one took while another was measured. Before that, a
-short trial finds each engine's best configuration for many sequences (A), for few (C) and for both (B, E, F); all
-that was tried and what was chosen is printed. Prompts are new in each round, so no prefix cache answers for a model.
-Figures are medians over rounds; a ratio is another engine's seconds over this one's, with the least and the most of
-a single round.
+forced response lengths and sampling: temperature 1 over the whole vocabulary (this project's engine also returns the
+log-probability of every token). Each is a process of its own, and all are alive while they are asked in turns, another
+one first in each round; `idle_cpu_share` says how much of a core each one took while another was measured. Before
+that, a short trial finds each engine's best configuration for many sequences (A), for few (C) and for both (B, E, F);
+all that was tried and what was chosen is printed. Prompts are new in each round, so no prefix cache answers for a
+model. Figures are medians over rounds; a ratio is another engine's seconds over this one's, with the least and the
+most of a single round.
 
     A   64 sequences x 128 tokens of a 4.5M-parameter model, and the matrix products of these steps alone
     B   256 requests, 64 at a time, with real long-tailed lengths; transformers in static batches of 64
@@ -129,7 +129,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--cases", default=",".join(CASES), help="such as A,C")
     parser.add_argument("--peers", default="vllm,transformers", help="engines to compare with")
-    parser.add_argument("--vllm-python", metavar="FILE", help="Python of vLLM's environment; without it vLLM is left out")
+    parser.add_argument("--vllm-python", metavar="FILE", help="Python of vLLM's environment; none leaves vLLM out")
     parser.add_argument("--threads", type=counting, default=os.cpu_count(), help="of each engine")
     parser.add_argument("--rounds", type=counting, default=5, help="in which the engines are asked in turns")
     parser.add_argument("--seed", type=counting, default=1)

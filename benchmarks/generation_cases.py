@@ -22,6 +22,7 @@ from rlhfuse.spec import ModelSpec
 
 TRACE = Path(__file__).resolve().parents[1] / "../shared/data/traces/arxiv_llama2tok.csv"
 PROFILE_ROWS = 12
+DEAR_TOKENS = 2**14  # in the prompts of a point of F
 
 Rows = dict[str, Any]
 
@@ -114,7 +115,8 @@ def throughput(bench: Bench) -> Rows:
 
 def long_tail(bench: Bench) -> Rows:
     """B: many requests with real lengths, so many at a time."""
-    lengths = trace_lengths(bench.trace, bench.sizes.requests, bench.sizes.context - bench.sizes.prompt_tokens, bench.seed)
+    sizes = bench.sizes
+    lengths = trace_lengths(bench.trace, sizes.requests, sizes.context - sizes.prompt_tokens, bench.seed)
     answers = bench.fleet.rounds(_engines(bench, "small", "any"), lambda _, number: bench.generate(lengths, number))
     ordered = sorted(lengths)
     facts = {
@@ -170,46 +172,54 @@ def overhead(bench: Bench) -> Rows:
 def machine_limit(bench: Bench) -> Rows:
     """E: decode steps of a larger model against max(bytes / bandwidth, operations / GEMM rate)."""
     model, sizes = bench.models["large"], bench.sizes
-    spec, limits = model.spec, bench.fleet.worker(LIMITS, model)
-    weights = step_bytes(spec, 0, 0)
-    read = {size: limits.ask("bandwidth", buffer_bytes=size, repeats=10) for size in (sizes.bandwidth_bytes, weights)}
-    bandwidths = {size: answer["bytes_per_second"] for size, answer in read.items()}
-    bandwidth = max(bandwidths.values())  # a buffer as large as the weights may lie in a cache: so may the weights
-    rate = limits.ask("gemm_rate", size=sizes.gemm_size, repeats=20)["flops_per_second"]
-    bench.screen.print(f"  {bandwidth / 1e9:.1f} GB/s, {rate / 1e9:.0f} GFLOP/s", highlight=False)
-    rows = []
+    spec, context = model.spec, sizes.limit_context + sizes.decode_steps // 2
+    # A buffer as large as the weights may lie in a cache: so may the weights, and the higher bandwidth counts.
+    buffers = [sizes.bandwidth_bytes, step_bytes(spec, 0, 0)]
+    machine = {"do": "machine", "buffers": buffers, "gemm_size": sizes.gemm_size, "repeats": 5}
+    workers = {**_engines(bench, "large", "any"), LIMITS: bench.fleet.worker(LIMITS, model)}
+    seen, rows = [], []
     for batch in sizes.limit_batches:
         answers = bench.fleet.rounds(
-            _engines(bench, "large", "any"), lambda _, number: bench.decode(batch, sizes.limit_context, number)
+            workers,
+            lambda peer, number: machine if peer == LIMITS else bench.decode(batch, sizes.limit_context, number),
         )
-        context = sizes.limit_context + sizes.decode_steps // 2
-        moved, operations = step_bytes(spec, batch, context), step_flops(spec, batch, context)
-        limit = max(moved / bandwidth, operations / rate)
-        shapes = product_shapes(spec)
-        gemm = limits.ask("products", shapes=shapes, rows=batch, repeats=10, seed=bench.seed)["step_seconds"]
-        found = medians(answers, "step_seconds")
-        row = {
-            "batch": batch,
-            "context": context,
-            "bytes": moved,
-            "operations": operations,
-            "bound": "memory" if moved / bandwidth >= operations / rate else "arithmetic",
-            "limit_seconds": limit,
-            "gemm_only_seconds": gemm,
-            "step_seconds": found,
-            "fraction_of_limit": {peer: limit / seconds for peer, seconds in found.items()},
-            "ratios": ratios(answers, "step_seconds"),
-        }
-        rows.append(row)
+        seen += answers.pop(LIMITS)
+        products = {"do": "products", "shapes": product_shapes(spec), "rows": batch, "repeats": 10, "seed": bench.seed}
+        rows.append(
+            {
+                "batch": batch,
+                "context": context,
+                "bytes": step_bytes(spec, batch, context),
+                "operations": step_flops(spec, batch, context),
+                "gemm_only_seconds": workers[LIMITS].ask(**products)["step_seconds"],
+                "step_seconds": medians(answers, "step_seconds"),
+                "ratios": ratios(answers, "step_seconds"),
+            }
+        )
+    bandwidths = [max(rates) for rates in zip(*(answer["bytes_per_second"] for answer in seen))]
+    rate = max(answer["flops_per_second"] for answer in seen)
+    bench.screen.print(f"  {max(bandwidths) / 1e9:.1f} GB/s, {rate / 1e9:.0f} GFLOP/s", highlight=False)
+    for row in rows:
+        row |= _against(row, max(bandwidths), rate)
         reached = ", ".join(f"{peer} {part:.0%}" for peer, part in row["fraction_of_limit"].items())
-        said = f"  batch {batch}: limit {1e3 * limit:.2f} ms ({row['bound']}), reached: {reached}"
+        said = f"  batch {row['batch']}: limit {1e3 * row['limit_seconds']:.2f} ms ({row['bound']}), reached: {reached}"
         bench.screen.print(said, highlight=False)
     return {
         "parameters": spec.parameters(),
-        "bandwidth_bytes_per_second": {f"buffer of {size} bytes": found for size, found in bandwidths.items()},
-        "gemm_flops_per_second": rate,
-        "gemm_size": sizes.gemm_size,
+        "bandwidth": [{"buffer_bytes": size, "bytes_per_second": found} for size, found in zip(buffers, bandwidths)],
+        "gemm": {"size": sizes.gemm_size, "flops_per_second": rate},
         "rows": rows,
+    }
+
+
+def _against(row: Rows, bandwidth: float, rate: float) -> Rows:
+    """A step beside the machine's limit, in bytes per second and operations per second."""
+    memory, arithmetic = row["bytes"] / bandwidth, row["operations"] / rate
+    limit = max(memory, arithmetic)
+    return {
+        "bound": "memory" if memory >= arithmetic else "arithmetic",
+        "limit_seconds": limit,
+        "fraction_of_limit": {peer: limit / seconds for peer, seconds in row["step_seconds"].items()},
     }
 
 
@@ -291,16 +301,18 @@ def _generated(bench: Bench, answers: dict[str, list[dict[str, Any]]], tokens: i
 
 
 def _point(bench: Bench, batch: int, context: int) -> Rows:
-    """One point of a curve: long prompts make it dear, so at most three rounds."""
+    """One point of a curve. Long prompts make it dear: then one round, which they themselves warm up for."""
+    dear = batch * context > DEAR_TOKENS
+    count = 1 if dear else min(bench.fleet.count, 3)
     answers = bench.fleet.rounds(
         _engines(bench, "long", "any"),
         lambda _, number: bench.decode(batch, context, number),
-        count=min(bench.fleet.count, 3),
-        warm_up=context * batch <= 2**15,  # beyond that the prompt itself warms up enough
+        count=count,
+        warm_up=not dear,
     )
     found = {peer: 1e3 * seconds for peer, seconds in medians(answers, "step_seconds").items()}
     bench.screen.print(f"  batch {batch}, context {context}: {_listed(found, 'ms/step')}", highlight=False)
-    return {"batch": batch, "context": context, "step_milliseconds": found}
+    return {"batch": batch, "context": context, "rounds": count, "step_milliseconds": found}
 
 
 def _listed(figures: dict[str, float], unit: str) -> str:

@@ -53,7 +53,7 @@ class Model:
         return ModelSpec.from_config(self.folder)
 
 
-def candidates(peer: str, python: str) -> list[Configuration]:
+def candidates(peer: str, python: str, threads: int) -> list[Configuration]:
     """The configurations that are tried for an engine; the first is a good one without trial."""
     if peer == OWN:
         return [
@@ -69,11 +69,11 @@ def candidates(peer: str, python: str) -> list[Configuration]:
             Configuration("sdpa, static cache, compiled", {"attn_implementation": "sdpa", **compiled}),
         ]
     if peer == "vllm":
-        return _vllm_candidates(Path(python).parent.parent / "lib" / "libiomp5.so")
+        return _vllm_candidates(Path(python).parent.parent / "lib" / "libiomp5.so", threads)
     return [Configuration("torch", {})]
 
 
-def _vllm_candidates(intel_openmp: Path) -> list[Configuration]:
+def _vllm_candidates(intel_openmp: Path, threads: int) -> list[Configuration]:
     eager = {"enforce_eager": True}
     within = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     found = [
@@ -84,7 +84,7 @@ def _vllm_candidates(intel_openmp: Path) -> list[Configuration]:
     ]
     if intel_openmp.exists():
         preload = {"LD_PRELOAD": str(intel_openmp)}
-        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
         apart = {"VLLM_CPU_OMP_THREADS_BIND": cores, **preload}
         found += [
             Configuration("eager, Intel OpenMP", eager, {**within, **preload}),
@@ -266,7 +266,7 @@ def choose(fleet: Fleet, model: Model, trial: Callable[[str, int], dict[str, Any
     """
     tried: dict[str, Any] = {}
     for peer in fleet.pythons:
-        found = candidates(peer, fleet.pythons[peer])
+        found = candidates(peer, fleet.pythons[peer], fleet.threads)
         if trial is None or peer == LIMITS:
             fleet.chosen[peer] = dict.fromkeys(("many", "few", "any"), found[0])
             tried[peer] = []

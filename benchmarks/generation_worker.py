@@ -20,6 +20,7 @@ import sys
 import time
 from typing import Any
 
+ROW = 4096  # elements, of the matrix read to measure the memory
 SPARE = 200  # tokens that the first sequence may draw while others of `decode` are still in their prompts
 
 Prompts = list[list[int]]
@@ -269,19 +270,23 @@ class Limits:
                 times.append(time.perf_counter() - start)
         return {"step_seconds": statistics.median(times)}
 
-    def gemm_rate(self, size: int, repeats: int) -> dict[str, Any]:
-        """Operations per second of one large square product: the best of several."""
-        torch = self._torch
-        a, b, out = torch.rand(size, size), torch.rand(size, size), torch.empty(size, size)
-        seconds = min(self._timed(lambda: torch.mm(a, b, out=out)) for _ in range(repeats))
-        return {"flops_per_second": 2 * size**3 / seconds}
+    def machine(self, buffers: list[int], gemm_size: int, repeats: int) -> dict[str, Any]:
+        """Bytes per second of reading buffers of these sizes, and operations per second of one large square product.
 
-    def bandwidth(self, buffer_bytes: int, repeats: int) -> dict[str, Any]:
-        """Bytes per second of reading a buffer with all threads: the best of several."""
+        The best of several, with all threads. A buffer is read by its sum and by a matrix-vector product.
+        """
         torch = self._torch
-        buffer = torch.ones(buffer_bytes // 4)
-        seconds = min(self._timed(buffer.sum) for _ in range(repeats))
-        return {"bytes_per_second": 4 * buffer.numel() / seconds}
+        rates = []
+        for size in buffers:
+            matrix = torch.ones(size // 4 // ROW, ROW)
+            vector, out = torch.ones(ROW), torch.empty(len(matrix))
+            reads = (matrix.sum, lambda: torch.mv(matrix, vector, out=out))
+            seconds = min(self._timed(read) for read in reads for _ in range(repeats))
+            rates.append(4 * matrix.numel() / seconds)
+        a, b = torch.rand(2, gemm_size, gemm_size)
+        out = torch.empty(gemm_size, gemm_size)
+        seconds = min(self._timed(lambda: torch.mm(a, b, out=out)) for _ in range(repeats))
+        return {"bytes_per_second": rates, "flops_per_second": 2 * gemm_size**3 / seconds}
 
     @staticmethod
     def _timed(call: Any) -> float:

@@ -77,7 +77,7 @@ def test_idle_engines_take_no_cpu_and_turns_change(tmp_path, model):
 
         def request(peer, number):
             order.append((number, peer))
-            return {"do": "gemm_rate", "size": 64, "repeats": 1} if peer == "limits" else SHORT
+            return PRODUCTS if peer == "limits" else SHORT
 
         answers = engines.rounds(workers, request, count=2)
         busy = workers[OWN].cpu_seconds()
@@ -92,13 +92,14 @@ def test_idle_engines_take_no_cpu_and_turns_change(tmp_path, model):
     assert time.perf_counter() - start < 120
 
 
+PRODUCTS = {"do": "products", "shapes": [[8, 4]], "rows": 2, "repeats": 1, "seed": 1}
 SHORT = {"do": "generate", "prompts": [[9, 10, 11]], "lengths": [4], "at_once": 1, "seed": 1}
 
 
 def test_trial_chooses_what_runs_and_says_what_does_not(tmp_path, model, monkeypatch):
     bad = Configuration("broken", {"block_tokens": 0, "max_batched_tokens": 64})
     good = Configuration("good", {"block_tokens": 16, "max_batched_tokens": 64})
-    monkeypatch.setattr("generation_peers.candidates", lambda peer, python: [bad, good])
+    monkeypatch.setattr("generation_peers.candidates", lambda *_: [bad, good])
     with fleet(tmp_path, OWN) as engines:
         tried = choose(engines, model, lambda kind, number: SHORT)
         assert engines.chosen[OWN] == {"many": good, "few": good, "any": good}
