@@ -36,6 +36,7 @@ class Vllm:
         import vllm
 
         self.version = vllm.__version__
+        self._asked = 0
         self._params = vllm.SamplingParams
         self._delta = vllm.sampling_params.RequestOutputKind.DELTA
         self._llm = vllm.LLM(
@@ -56,7 +57,8 @@ class Vllm:
 
     def decode(self, prompts: Prompts, steps: int, seed: int) -> dict[str, Any]:
         engine = self._llm.llm_engine
-        ids = [f"{seed}-{i}" for i in range(len(prompts))]
+        self._asked += 1  # part of the ids: an engine process of its own may still answer for aborted requests
+        ids = [f"{self._asked}-{i}" for i in range(len(prompts))]
         for name, prompt in zip(ids, prompts):
             engine.add_request(name, {"prompt_token_ids": prompt}, self._param(steps + SPARE, output_kind=self._delta))
         decoding: set[str] = set()
