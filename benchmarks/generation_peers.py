@@ -2,7 +2,7 @@
 
 Each engine runs in a process of its own (generation_worker.py), with the Python of its own environment, and all are
 alive at the same time, so that a round can go from one to the next. One that is not asked must not take the
-machine's cores: `Fleet.rounds` notes the CPU time of the idle ones. Knows nothing of what is measured.
+machine's cores: `Fleet.rounds` waits until the others are quiet, and notes the CPU time that they take even so. Knows nothing of what is measured.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from rlhfuse.spec import ModelSpec
 OWN = "rlhfuse"
 LIMITS = "limits"  # not an engine: what the machine allows
 END_SECONDS = 20.0  # what a process gets to end after its pipe was closed
+QUIET_SECONDS, QUIET_WINDOW = 5.0, 0.1
 LOG_LINES = 15  # shown of a process that failed
 
 
@@ -234,13 +235,14 @@ class Fleet:
         return answers
 
     def _watched(self, worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
-        others = [(key[0], other, other.cpu_seconds()) for key, other in self._workers.items() if other is not worker]
-        start = time.perf_counter()
+        others = [(key[0], other) for key, other in self._workers.items() if other is not worker]
+        wait_until_quiet([other for _, other in others])
+        before, start = [other.cpu_seconds() for _, other in others], time.perf_counter()
         answer = worker.ask(**request)
         seconds = time.perf_counter() - start
-        for peer, other, before in others:
+        for (peer, other), cpu in zip(others, before):
             idle = self._idle.setdefault(peer, [0.0, 0.0])
-            idle[0] += other.cpu_seconds() - before
+            idle[0] += other.cpu_seconds() - cpu
             idle[1] += seconds
         return answer
 
@@ -256,6 +258,18 @@ class Fleet:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(cache_bytes / 2**30)),
         }
+
+
+def wait_until_quiet(workers: list[Worker]) -> None:
+    """Return when none of them takes CPU, or after QUIET_SECONDS: some engines spin on for a second after an answer."""
+    end = time.monotonic() + QUIET_SECONDS
+    before = [worker.cpu_seconds() for worker in workers]
+    while workers and time.monotonic() < end:
+        time.sleep(QUIET_WINDOW)
+        now = [worker.cpu_seconds() for worker in workers]
+        if all(after - cpu < 0.2 * QUIET_WINDOW for after, cpu in zip(now, before)):
+            return
+        before = now
 
 
 def choose(fleet: Fleet, model: Model, trial: Callable[[str, int], dict[str, Any]] | None) -> dict[str, Any]:
