@@ -2,7 +2,8 @@
 
 Each engine runs in a process of its own (generation_worker.py), with the Python of its own environment, and all are
 alive at the same time, so that a round can go from one to the next. One that is not asked must not take the
-machine's cores: `Fleet.rounds` waits until the others are quiet, and notes the CPU time that they take even so. Knows nothing of what is measured.
+machine's cores: `Fleet.rounds` waits until the others are quiet, and notes the CPU time that they take even so.
+Knows nothing of what is measured.
 """
 
 from __future__ import annotations
