@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from typing import SupportsIndex
+
 from rlhfuse.errors import InputError
 from rlhfuse.gen.sequence import SamplingParams, Sequence
 from rlhfuse.spec import ModelSpec
@@ -20,9 +23,7 @@ def new_sequence(
     name = f"sample {sample_id}"
     if not prompt:
         raise InputError(f"{name} has an empty prompt; give at least one token")
-    wrong = next((t for t in prompt if not (isinstance(t, int) and 0 <= t < spec.vocab)), None)
-    if wrong is not None:
-        raise InputError(f"{name}: token {wrong!r} is not an id in [0, {spec.vocab})")
+    prompt = [_token(name, token, spec.vocab) for token in prompt]
     if params.stop and not can_detokenize:
         raise InputError("stop texts need a tokenizer; use stop_token_ids, or a model folder with tokenizer.json")
     stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else spec.eos_token_ids)
@@ -38,3 +39,14 @@ def new_sequence(
     if total - 1 > cache_tokens:  # the last token is never run
         raise InputError(f"{name}: {sizes} leave the KV cache of {cache_tokens} tokens; raise num_blocks")
     return Sequence(sample_id, prompt, params, total, stop_ids)
+
+
+def _token(name: str, token: SupportsIndex, vocab: int) -> int:
+    """An element of a list, an array or a tensor as a number."""
+    try:
+        number = operator.index(token)
+    except TypeError:
+        number = -1
+    if not 0 <= number < vocab:
+        raise InputError(f"{name}: token {token!r} is not an id in [0, {vocab})")
+    return number

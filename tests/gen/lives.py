@@ -82,10 +82,10 @@ class World:
 
 
 def move(source: Engine, destination: Engine, sample_ids: list[int], *, with_kv: bool, as_bytes: bool) -> list[int]:
-    """Samples leave one engine and enter the other, as values or through what travels between processes."""
+    """Samples leave one engine and enter the other, as they are or through what travels between processes."""
     mode = "kv" if with_kv else "tokens"
     with source.export_sequences(sample_ids, mode) as shipment:
-        if as_bytes:
+        if as_bytes and shipment.manifest.num_blocks:
             manifest = Manifest.decode(shipment.manifest.encode())
             shipment = Shipment.of(manifest, shipment.read(range(manifest.num_blocks), slice(None)))
         return destination.import_sequences(shipment)

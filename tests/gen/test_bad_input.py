@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from gen_models import random_weights, tiny_spec
@@ -48,10 +49,10 @@ BAD_PROMPTS = {
     "negative": ([-1, 5], GREEDY, "token -1"),
     "a float": ([1.0], GREEDY, "token 1.0"),
     "a text": (["a"], GREEDY, "token 'a'"),
-    "fills the context": ([1] * 128, GREEDY, "128 prompt tokens leave no room in 128"),
-    "beyond the context": ([1] * 500, GREEDY, "500 prompt tokens leave no room in 128"),
-    "beyond the cache": ([1] * 106, GREEDY, "114 tokens need 8 blocks of 16, the engine has 7; raise num_blocks"),
-    "response beyond the cache": ([1], SamplingParams(max_tokens=127), "128 tokens need 8 blocks"),
+    "fills the context": ([1] * 128, GREEDY, "128 prompt tokens and max_tokens=8 leave the context of 128"),
+    "beyond the context": ([1] * 500, GREEDY, "500 prompt tokens and max_tokens=8 leave the context of 128"),
+    "beyond the cache": ([1] * 106, GREEDY, "106 prompt .* leave the KV cache of 112 tokens; raise num_blocks"),
+    "response beyond the cache": ([1], SamplingParams(max_tokens=127), "max_tokens=127 leave the KV cache of 112"),
     "stop token past the vocabulary": ([1], SamplingParams(stop_token_ids=(3, 301)), "sample 77: stop token 301"),
     "stop text without tokenizer": ([1], SamplingParams(stop="x"), "stop texts need a tokenizer"),
 }
@@ -78,8 +79,14 @@ def test_prompt_is_refused(friends, case):
 def test_the_largest_that_fits_is_served():
     engine = make()
     assert len(engine.generate([[1] * 105], GREEDY)[0].tokens) == 8  # 112 tokens are run: seven blocks exactly
-    roomy = make(num_blocks=8)
-    assert len(roomy.generate([[1] * 127], GREEDY)[0].tokens) == 1
+    assert len(make(num_blocks=8).generate([[1] * 120], GREEDY)[0].tokens) == 8  # the whole context
+
+
+def test_prompts_may_be_arrays_and_tensors():
+    prompt = [5, 6, 7]
+    results = make().generate([prompt, np.array(prompt), torch.tensor(prompt)], GREEDY)
+    assert results[0].tokens == results[1].tokens == results[2].tokens
+    assert all(type(token) is int for result in results for token in result.prompt_tokens)
 
 
 def test_max_tokens_may_not_leave_the_context():

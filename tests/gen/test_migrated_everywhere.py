@@ -105,19 +105,18 @@ def test_moved_among_samples_that_share_its_prefix(world):
 
 
 def test_moved_to_an_engine_with_other_blocks(world):
-    """Blocks are lanes of the CPU kernel's sums, so only the tokens are promised to be the same, and 1e-5."""
+    """Blocks of another size don't fit, but the tokens move; the size of blocks changes no bit."""
     for request in world.requests.values():
         expected = world.alone(request.sample_id, BLOCK)
-        for blocks in (1, 5, 16):
+        for blocks in (1, 5, 16, 48):
             source = world.engine(num_blocks=9, block_tokens=BLOCK)
-            destination = world.engine(num_blocks=40, block_tokens=blocks)
+            destination = world.engine(num_blocks=-(-80 // blocks), block_tokens=blocks)
             source.add(request.sample_id, request.prompt, request.params)
             for _ in range(1 + request.sample_id % (TOKENS - 1)):
                 source.step()
-            assert move(source, destination, [request.sample_id], with_kv=True, as_bytes=True) == []
+            move(source, destination, [request.sample_id], with_kv=False, as_bytes=True)
             results = []
             while destination.has_unfinished():
                 destination.check_integrity()
                 results += destination.step()
-            assert [r.tokens for r in results] == [expected.tokens]
-            assert max(abs(a - b) for a, b in zip(results[0].logprobs, expected.logprobs)) < 1e-5
+            assert results == [expected]
