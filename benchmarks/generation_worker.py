@@ -219,7 +219,8 @@ class Rlhfuse:
         """Seconds of `steps` steps in which all prompts decode."""
         engine = self._engine
         for sample_id, prompt in enumerate(prompts):
-            engine.add(sample_id, prompt, self._params(max_tokens=steps + SPARE, ignore_eos=True, seed=seed))
+            most = min(steps + SPARE, engine.spec.context - len(prompt))
+            engine.add(sample_id, prompt, self._params(max_tokens=most, ignore_eos=True, seed=seed))
         while True:
             finished = engine.step()
             assert not finished, f"{len(prompts)} prompts did not decode together within {SPARE} tokens"
