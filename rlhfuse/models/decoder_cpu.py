@@ -20,8 +20,8 @@ from rlhfuse.models.tiles import GEMM_PANELS, GEMM_ROWS, LANES, make_tile
 
 GROUP = 8  # tiles that read one pair of panels, while it is near, before the next pair
 
-_tile = make_tile(GEMM_ROWS, GEMM_PANELS)
-_tile_narrow = make_tile(GEMM_ROWS, 1)
+_tile = make_tile(GEMM_ROWS, GEMM_PANELS, ahead="rows")
+_tile_narrow = make_tile(GEMM_ROWS, 1, ahead="rows")
 _row = make_tile(1, GEMM_PANELS)
 _row_narrow = make_tile(1, 1)
 

@@ -27,12 +27,12 @@ from rlhfuse.models.tiles import LANES, WIDE, make_tile
 PIECES = 4 if WIDE else 2  # of keys at once: so many chains of additions run side by side
 RUN = 4  # queries of one sequence that share the loads of keys and values
 
-_score_4 = make_tile(4, PIECES)
-_score_2 = make_tile(2, PIECES)
-_score_1 = make_tile(1, PIECES)
-_value_4 = make_tile(4, 4, add=True)
-_value_2 = make_tile(2, 4, add=True)
-_value_1 = make_tile(1, 4, add=True)
+_score_4 = make_tile(4, PIECES, ahead="panels")
+_score_2 = make_tile(2, PIECES, ahead="panels")
+_score_1 = make_tile(1, PIECES, ahead="panels")
+_value_4 = make_tile(4, 4, add=True, ahead="panels")
+_value_2 = make_tile(2, 4, add=True, ahead="panels")
+_value_1 = make_tile(1, 4, add=True, ahead="panels")
 _value_4_narrow = make_tile(4, 1, add=True)
 _value_2_narrow = make_tile(2, 1, add=True)
 _value_1_narrow = make_tile(1, 1, add=True)
@@ -40,7 +40,10 @@ _value_1_narrow = make_tile(1, 1, add=True)
 
 @njit(forceinline=True)
 def _list_pieces(table, context, group, keys, values, key_at, value_at):
-    """Where each piece of a sequence of `context` tokens begins in keys and values; returns their number."""
+    """Where each piece of a sequence of `context` tokens begins in keys and values; returns their number.
+
+    key_at goes on with the places of the values, counted from the keys' first element: what will be read next.
+    """
     groups, dim, key_lanes = keys.shape[1], keys.shape[2], keys.shape[3]
     block_tokens, value_dim = values.shape[2], values.shape[3]
     pieces = 0
@@ -52,7 +55,27 @@ def _list_pieces(table, context, group, keys, values, key_at, value_at):
             pieces += 1
     for spare in range(pieces, (pieces + PIECES - 1) // PIECES * PIECES):
         key_at[spare] = key_at[pieces - 1]  # whole groups are computed: the spare scores are never looked at
+    rounded, between = (pieces + PIECES - 1) // PIECES * PIECES, _between(keys, values)
+    for i in range(pieces):
+        key_at[rounded + i] = between + value_at[i]
     return pieces
+
+
+@njit(forceinline=True)
+def _between(keys, values):
+    """Elements from the first key to the first value."""
+    return (values.ctypes.data - keys.ctypes.data) // keys.itemsize
+
+
+@njit(forceinline=True)
+def _list_next(table, context, group, keys, block_tokens, key_at, end):
+    """Write to key_at[end:] where the first pieces of the next (sequence, group) begin, its last one repeated."""
+    groups, dim, key_lanes = keys.shape[1], keys.shape[2], keys.shape[3]
+    per_block = (block_tokens + LANES - 1) // LANES
+    blocks = (context + block_tokens - 1) // block_tokens
+    for i in range(PIECES):
+        b = min(i // per_block, blocks - 1)
+        key_at[end + i] = (np.int64(table[b]) * groups + group) * dim * key_lanes + i % per_block * LANES
 
 
 @njit(forceinline=True)
@@ -113,29 +136,34 @@ def _score(rows, q, q_at, q_row, keys, key_at, pieces, scores, row):
     for first in range(0, pieces, PIECES):
         at = first * LANES
         if rows == 4:
-            _score_4(q, q_at, q_row, keys, key_at, first, step, dim, scores, at, row, LANES)
+            _score_4(q, q_at, q_row, keys, key_at, first, step, dim, scores, at, row, LANES, PIECES)
         elif rows == 2:
-            _score_2(q, q_at, q_row, keys, key_at, first, step, dim, scores, at, row, LANES)
+            _score_2(q, q_at, q_row, keys, key_at, first, step, dim, scores, at, row, LANES, PIECES)
         else:
-            _score_1(q, q_at, q_row, keys, key_at, first, step, dim, scores, at, row, LANES)
+            _score_1(q, q_at, q_row, keys, key_at, first, step, dim, scores, at, row, LANES, PIECES)
 
 
 @njit(forceinline=True)
-def _add_values(first, rows, weights, row, values, value_at, piece, count, offsets, sums):
-    """sums[r, :] += weights[r, :] @ values of the first `count` tokens of a piece, for rows first:first + rows."""
+def _add_values(first, rows, weights, row, values, value_at, piece, following, count, offsets, sums):
+    """sums[r, :] += weights[r, :] @ values of the first `count` tokens of a piece, for rows first:first + rows.
+
+    `following`: a place, counted from the first value, that will be read later.
+    """
     width = values.shape[3]
-    for c in range(width // LANES):
+    chunks = width // LANES
+    for c in range(chunks):
         offsets[c] = value_at[piece] + c * LANES
+        offsets[chunks + c] = following + c * LANES
     at, c = first * row + piece * LANES, 0
-    while c < width // LANES:
+    while c < chunks:
         to = first * width + c * LANES
-        if c + 4 <= width // LANES:
+        if c + 4 <= chunks:
             if rows == 4:
-                _value_4(weights, at, row, values, offsets, c, width, count, sums, to, width, LANES)
+                _value_4(weights, at, row, values, offsets, c, width, count, sums, to, width, LANES, chunks)
             elif rows == 2:
-                _value_2(weights, at, row, values, offsets, c, width, count, sums, to, width, LANES)
+                _value_2(weights, at, row, values, offsets, c, width, count, sums, to, width, LANES, chunks)
             else:
-                _value_1(weights, at, row, values, offsets, c, width, count, sums, to, width, LANES)
+                _value_1(weights, at, row, values, offsets, c, width, count, sums, to, width, LANES, chunks)
             c += 4
         else:
             if rows == 4:
@@ -159,9 +187,10 @@ def paged_attention(q, keys, values, tables, sequences, positions, runs, bounds,
     heads, per_group, block_tokens = q.shape[1], q.shape[1] // groups, values.shape[2]
     per_block = (block_tokens + LANES - 1) // LANES
     most = (tables.shape[1] * per_block + PIECES - 1) // PIECES * PIECES
-    row = most * LANES
+    row, between = most * LANES, _between(keys, values)
     for part in prange(bounds.shape[0] - 1):
-        key_at, value_at, offsets = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(width, np.int64)
+        key_at, value_at = np.empty(2 * most + PIECES, np.int64), np.empty(most, np.int64)
+        offsets = np.empty(2 * (width // LANES), np.int64)
         scores, sums = np.empty((RUN, row), np.float32), np.empty((RUN, width), np.float32)
         lanes, totals = np.empty(LANES, np.float32), np.empty(RUN, np.float32)
         for pair in range(bounds[part], bounds[part + 1]):
@@ -171,6 +200,13 @@ def paged_attention(q, keys, values, tables, sequences, positions, runs, bounds,
             across = tokens == 1
             last = positions[t] + tokens
             pieces = _list_pieces(tables[sequences[t]], last, g, keys, values, key_at, value_at)
+            ahead = (pieces + PIECES - 1) // PIECES * PIECES + PIECES  # values fetch what comes so many pieces later
+            following = min(pair + 1, bounds[part + 1] - 1)
+            t_next = runs[following // groups]
+            _list_next(
+                tables[sequences[t_next]], positions[t_next] + 1, following % groups, keys, block_tokens, key_at,
+                ahead - PIECES + pieces,
+            )  # fmt: skip
             shared = pieces if across else (positions[t] + 1) // block_tokens * per_block
             done = 0
             while done < tokens * per_group:
@@ -188,12 +224,14 @@ def paged_attention(q, keys, values, tables, sequences, positions, runs, bounds,
                 # a token never touches values past its context, not even with weight zero: they may be NaN
                 for i in range(shared):
                     count = _count(i, last, block_tokens)
-                    _add_values(0, rows, scores, row, values, value_at, i, count, offsets, sums)
+                    later = key_at[ahead + i] - between
+                    _add_values(0, rows, scores, row, values, value_at, i, later, count, offsets, sums)
                 for i in range(shared, pieces):
                     for r in range(rows):
                         count = _count(i, positions[token] + 1 + r, block_tokens)
                         if count > 0:
-                            _add_values(r, 1, scores, row, values, value_at, i, count, offsets, sums)
+                            later = key_at[ahead + i] - between
+                            _add_values(r, 1, scores, row, values, value_at, i, later, count, offsets, sums)
                 for r in range(rows):
                     at = token + (0 if across else r)
                     to = (head + (r if across else 0)) * dim

@@ -35,64 +35,70 @@ def lanes_up(count: int) -> int:
     return -(-count // LANES) * LANES
 
 
-def make_tile(rows: int, panels: int, add: bool = False) -> Callable:
+def make_tile(rows: int, panels: int, add: bool = False, ahead: str = "") -> Callable:
     """A function for numba code, tile(w, w_at, w_row, x, offsets, first, x_step, k, out, out_at, out_row, out_panel).
 
     w[w_at + r * w_row + i] is w[r, i]; x[offsets[first + p] + i * x_step + lane] is x[p, i, lane]; the result goes to
     out[out_at + r * out_row + p * out_panel + lane], added to what is there if `add`. All are positions in the flat
     memory of contiguous arrays: w and x float32 or uint16 (bfloat16), out float32, offsets int64.
+
+    Meanwhile the tile may fetch what comes next into the cache: with ahead="rows" the rows of w behind its own
+    (w contiguous); with ahead="panels" the panels at offsets[first + skip + p], where `skip` is one more argument.
+    Only memory of the process is named, and fetching changes nothing that is computed.
     """
+
+    def typed(w: Any, x: Any, offsets: Any, out: Any, more: int) -> Any:
+        one = types.int64
+        return types.void(w, one, one, x, offsets, one, one, one, out, one, one, one, *[one] * more)
+
+    def generate(target: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        w, w_at, w_row, x, offsets, first, x_step, k, out, out_at, out_row, out_panel, *skip = args
+        kinds = signature.args
+
+        def pointer(kind: Any, array: Any, at: Any) -> Any:
+            return builder.gep(target.make_array(kind)(target, builder, array).data, [at])
+
+        def panels_from(start: Any) -> list:
+            places = [builder.load(pointer(kinds[4], offsets, builder.add(start, _INDEX(p)))) for p in range(panels)]
+            return [pointer(kinds[3], x, place) for place in places]
+
+        w_base = pointer(kinds[0], w, w_at)
+        out_base = pointer(kinds[8], out, out_at)
+        w_rows = [builder.gep(w_base, [builder.mul(w_row, _INDEX(r))]) for r in range(rows)]
+        x_panels = panels_from(first)
+        next_panels = panels_from(builder.add(first, skip[0])) if ahead == "panels" else []
+        next_rows = [builder.gep(w_base, [builder.mul(w_row, _INDEX(rows))])] if ahead == "rows" else []
+        places = [
+            builder.bitcast(
+                builder.gep(out_base, [builder.add(builder.mul(out_row, _INDEX(r)), builder.mul(out_panel, _INDEX(p)))]),
+                _VECTOR.as_pointer(),
+            )
+            for r in range(rows)
+            for p in range(panels)
+        ]  # fmt: skip
+
+        def body(i: Any, sums: list) -> list:
+            for row in next_rows:  # k steps pass over the next rows * k weights
+                _fetch(builder, builder.gep(row, [builder.mul(i, _INDEX(rows))]))
+            for panel in next_panels:
+                _fetch(builder, builder.gep(panel, [builder.mul(i, x_step)]))
+            return _multiply(builder, kinds, w_rows, x_panels, x_step, i, sums)
+
+        zero = ir.Constant(_VECTOR, [0.0] * LANES)
+        start = [builder.load(place, align=4) if add else zero for place in places]
+        for place, total in zip(places, _loop(builder, k, start, body)):
+            builder.store(total, place, align=4)
+        return target.get_dummy_value()
 
     @intrinsic
     def tile(context, w, w_at, w_row, x, offsets, first, x_step, k, out, out_at, out_row, out_panel):
-        integer = types.int64
-        signature = types.void(
-            w, integer, integer, x, offsets, integer, integer, integer, out, integer, integer, integer
-        )
+        return typed(w, x, offsets, out, 0), generate
 
-        def generate(target: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-            w, w_at, w_row, x, offsets, first, x_step, k, out, out_at, out_row, out_panel = args
-            kinds = signature.args
+    @intrinsic
+    def tile_and_next(context, w, w_at, w_row, x, offsets, first, x_step, k, out, out_at, out_row, out_panel, skip):
+        return typed(w, x, offsets, out, 1), generate
 
-            def pointer(kind: Any, array: Any, at: Any) -> Any:
-                return builder.gep(target.make_array(kind)(target, builder, array).data, [at])
-
-            w_base = pointer(kinds[0], w, w_at)
-            out_base = pointer(kinds[8], out, out_at)
-            w_rows = [builder.gep(w_base, [builder.mul(w_row, _INDEX(r))]) for r in range(rows)]
-            x_panels = []
-            for p in range(panels):
-                offset = builder.load(pointer(kinds[4], offsets, builder.add(first, _INDEX(p))))
-                x_panels.append(pointer(kinds[3], x, offset))
-            places = [
-                builder.bitcast(
-                    builder.gep(out_base, [builder.add(builder.mul(out_row, _INDEX(r)), builder.mul(out_panel, _INDEX(p)))]),
-                    _VECTOR.as_pointer(),
-                )
-                for r in range(rows)
-                for p in range(panels)
-            ]  # fmt: skip
-            zero = ir.Constant(_VECTOR, [0.0] * LANES)
-            start = [builder.load(place, align=4) if add else zero for place in places]
-            sums = _loop(builder, k, start, lambda i, sums: _multiply(builder, kinds, w_rows, x_panels, x_step, i, sums))
-            for place, total in zip(places, sums):
-                builder.store(total, place, align=4)
-            return target.get_dummy_value()
-
-        return signature, generate
-
-    return tile
-
-
-@intrinsic
-def pointer_to(context, address, like):
-    """An address as a pointer to elements of the array `like`, for numba.carray."""
-    kind = types.CPointer(like.dtype)
-
-    def generate(target: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], target.get_value_type(kind))
-
-    return kind(types.int64, like), generate
+    return tile_and_next if ahead == "panels" else tile
 
 
 def _loop(builder: ir.IRBuilder, k: Any, start: list, body: Callable[[Any, list], list]) -> list:
@@ -137,6 +143,15 @@ def _multiply(builder: ir.IRBuilder, kinds: Any, w_rows: list, x_panels: list, x
         )
         new += [builder.call(fma, [spread, x[p], sums[r * len(x) + p]]) for p in range(len(x))]
     return new
+
+
+def _fetch(builder: ir.IRBuilder, place: Any) -> None:
+    """Ask for a cache line, into the second level: a tile's own data is in the first."""
+    byte = ir.IntType(8).as_pointer()
+    fetch = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(ir.VoidType(), [byte, _WORD, _WORD, _WORD]), "llvm.prefetch.p0i8"
+    )
+    builder.call(fetch, [builder.bitcast(place, byte), _WORD(0), _WORD(1), _WORD(1)])  # to read; locality 1; data
 
 
 def _load_panel(builder: ir.IRBuilder, dtype: Any, place: Any) -> Any:

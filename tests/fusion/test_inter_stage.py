@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ LENGTHS = {
     "one instance works alone": [2] * 12 + [40] * 4,
     "all the same": [20] * 16,
     "one sample": [30],
+    "two very long": [3, 5, 2, 4, 6, 3, 220, 4, 5, 2, 3, 7, 4, 180, 3, 5],
     "one very long": [3, 5, 2, 4, 6, 3, 2, 4, 5, 2, 3, 7, 4, 44, 3, 220],
     "two samples on four instances": [12, 31],
 }
@@ -44,9 +46,16 @@ def limits(move_cost: MoveCost) -> FusionLimits:
 
 
 def generate_and_score(
-    rank, folders, layout, inference, lengths, threshold, by, number, blocks=80, bucket_bytes=64 << 20, one_prompt=False
+    rank, folders, layout, inference, lengths, threshold, by, number, blocks=80, bucket_bytes=64 << 20,
+    one_prompt=False, step_seconds=0.0,
 ) -> dict:
-    """One iteration on this rank; returns the digest of everything that came out, and what happened."""
+    """One iteration on this rank; returns the digest of everything that came out, and what happened.
+
+    With `step_seconds` a decode step takes at least so long and all ranks begin together, so that a rank that the
+    machine keeps waiting for a moment has not missed the trigger when it comes back.
+    """  # fmt: skip
+    import time
+
     import torch.distributed as dist
 
     from rlhfuse.fusion.inference import FrozenModel, Scorer
@@ -95,6 +104,10 @@ def generate_and_score(
         rank, placement, engine, scorer, store, instance_group=tp_group, worker_group=reference.tp_group,
         timeout_seconds=30, progress=lambda _: None, bucket_bytes=bucket_bytes,
     )  # fmt: skip
+    if step_seconds:
+        step = engine.step
+        engine.step = lambda: (time.sleep(step_seconds), step())[1]
+        dist.barrier()
     report = stage.run(0, requests_of(lengths, one_prompt), threshold, limits(BY_KV if by == "kv" else BY_TOKENS))
     sha = hashlib.sha256(b"".join(rollout.to_bytes() for rollout in report.rollouts)).hexdigest()
     assert engine.kv_bytes == 0 and not reference.parked.loaded
@@ -121,9 +134,8 @@ def run(workers, folders):
     numbers = iter(range(10_000))
 
     def call(lengths, threshold, by="kv", layout="d4t1p1", inference="d4t1p1", **more):
-        return workers.run(
-            generate_and_score, folders, layout, inference, LENGTHS[lengths], threshold, by, next(numbers), *more.values()
-        )
+        one = partial(generate_and_score, **more)
+        return workers.run(one, folders, layout, inference, LENGTHS[lengths], threshold, by, next(numbers))
 
     return call
 
@@ -147,9 +159,9 @@ def test_the_long_tail_moves_with_its_cache_and_others_score_meanwhile(run):
     assert fused["bytes"] > 0 or fused["migrated"] == 0  # both may happen to sit on one instance by then
     assert fused["recomputed"] == 0
     assert fused["early"] >= 1  # 220 steps are time enough to score a pack, however busy the machine is
-    fused = run("long tail", 2)[0]
+    fused = run("two very long", 2, step_seconds=0.005)[0]
     assert fused["migrated"] >= 1 and fused["bytes"] > 0 and fused["recomputed"] == 0
-    moved = run("long tail", 2, "tokens")[0]
+    moved = run("two very long", 2, "tokens", step_seconds=0.005)[0]
     assert moved["recomputed"] == moved["migrated"] >= 1 and moved["bytes"] == 0
 
 
@@ -179,14 +191,14 @@ def test_pairs_are_ordered_in_rounds_of_different_partners():
 
 
 def test_tensor_parallel_instances_act_on_the_trigger_together(run):
-    serial = run("long tail", 0, layout="d2t2p1", inference="d4t1p1")
+    serial = run("two very long", 0, layout="d2t2p1", inference="d4t1p1")
     for inference in ("d4t1p1", "d2t2p1"):
-        fused = run("long tail", 4, layout="d2t2p1", inference=inference)
+        fused = run("two very long", 4, layout="d2t2p1", inference=inference, step_seconds=0.005)
         assert fused[0]["migrated"] >= 1
         if inference == "d4t1p1":
             assert fused[0]["digest"] == serial[0]["digest"]
         else:
-            assert fused[0]["digest"] == run("long tail", 0, layout="d2t2p1", inference="d2t2p1")[0]["digest"]
+            assert fused[0]["digest"] == run("two very long", 0, layout="d2t2p1", inference="d2t2p1")[0]["digest"]
 
 
 def test_packs_keep_the_budget_and_lose_nobody():
