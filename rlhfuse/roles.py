@@ -21,7 +21,7 @@ from rlhfuse.fusion.inference import FrozenModel
 from rlhfuse.fusion.p2p import Channels
 from rlhfuse.fusion.pair_step import TrainedModel
 from rlhfuse.fusion.placement import Placement
-from rlhfuse.models.build import build_model, fill
+from rlhfuse.models.build import Activations, build_model, fill, stage_layers
 from rlhfuse.models.hf import load_weights
 from rlhfuse.models.stage import PipelineStage, TrainingStage
 from rlhfuse.parallel.device import Device
@@ -63,12 +63,15 @@ def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, 
     maker = GroupMaker(config.trainer.hang_seconds)
     dtype = DTYPES[config.trainer.dtype]
     specs, paths = checkpoints.specs, checkpoints.paths
+    activations = Activations(config.parallel.sequence_parallel, config.trainer.recompute == "full")
 
     def trained(role: str, optim: OptimizerConfig) -> TrainedModel:
         grid = ModelGrid(ranks.pipelines(role))
         groups = maker.for_model(role, grid, rank)
         head = role == "critic"
-        model = build_model(specs[role], grid, groups, rank, scalar_head=head, dtype=dtype, device=device)
+        model = build_model(
+            specs[role], grid, groups, rank, scalar_head=head, dtype=dtype, device=device, activations=activations
+        )
         load_part(model, paths[role], specs[role], grid, rank, head)
         optimizer = ModelOptimizer(model, optim, groups, device)
         _, stage, _ = grid.position(rank)
@@ -123,13 +126,16 @@ def whole_copy(
     return build_model(spec, grid, groups, rank, scalar_head=head, dtype=dtype, device=device)
 
 
-def load_part(model: torch.nn.Module, path: Path, spec: ModelSpec, grid: ModelGrid, rank: int, head: bool) -> None:
-    """Fill this rank's part of the model from a Hugging Face folder."""
-    _, stage, tp_rank = grid.position(rank)
-    layers = ParallelLayout(grid.dp, grid.tp, grid.pp).stage_layers(spec.layers)[stage]
+def load_part(
+    model: torch.nn.Module, path: Path, spec: ModelSpec, grid: ModelGrid, rank: int, head: bool,
+    stage: int | None = None,
+) -> None:  # fmt: skip
+    """Fill this rank's part of the model, or its given `stage`, from a Hugging Face folder."""
+    _, lowest, tp_rank = grid.position(rank)
+    stage = lowest if stage is None else stage
     weights = load_weights(
-        path, spec, tp_rank=tp_rank, tp_size=grid.tp, layers=layers, first=stage == 0, last=stage == grid.pp - 1,
-        scalar_head=head,
+        path, spec, tp_rank=tp_rank, tp_size=grid.tp, layers=stage_layers(spec, grid)[stage], first=stage == 0,
+        last=stage == grid.stages - 1, scalar_head=head,
     )  # fmt: skip
     fill(model, weights)
 

@@ -130,7 +130,7 @@ class ProgramExecutor:
         while self._unposted[peer] and len(self._posted[peer]) < RECEIVES_AHEAD:
             name, _, _, mb = self._unposted[peer].popleft().action
             work = self._pipelines[name]
-            shape = (len(work.batches[mb]), 1, work.hidden)
+            shape = work.stage.stage.hidden_shape(work.batches[mb])
             self._posted[peer].append(self._channels.post_receive(shape, work.dtype, peer))
 
     def _marked(self, position: int) -> str:

@@ -107,7 +107,8 @@ class PairStep:
         packed = []
         for cut in cuts:
             tokens, borders = cut.tokens.tolist(), cut.cu_seqlens.tolist()
-            packed.append(PackedTokens.pack([tokens[a:b] for a, b in zip(borders, borders[1:])], self._device))
+            rows = [tokens[a:b] for a, b in zip(borders, borders[1:])]
+            packed.append(PackedTokens.pack(rows, self._device, model.stage.stage.shards))
         losses = {"actor": self._actor_loss, "critic": self._critic_loss}
         loss = losses[model.role](model, cuts, batch.response_tokens, stats, counts=tp_rank == 0)
         return PipelineWork(model.stage, tuple(packed), loss, model.spec.hidden, model.dtype)

@@ -18,6 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from rlhfuse.config import OptimizerConfig
 from rlhfuse.parallel.device import Device, cpu_stands_in
+from rlhfuse.parallel.partial_gradients import sum_partial_gradients
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class ModelOptimizer:
     def finish_gradients(self) -> None:
         """Sum gradients of tied embeddings over first and last stage, then over data-parallel ranks."""
         core = self.module.module
+        sum_partial_gradients(core, self._groups.tp)
         if core.share_embeddings_and_output_weights and self._groups.embd is not None:
             weight = core.shared_embedding_or_output_weight()
             dist.all_reduce(weight.main_grad, group=self._groups.embd)
