@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rlhfuse.config import OptimizerConfig, RunConfig
 from rlhfuse.fusion.inference import FrozenModel
 from rlhfuse.fusion.p2p import Channels
-from rlhfuse.fusion.pair_step import TrainedModel
+from rlhfuse.fusion.training_step import TrainedModel
 from rlhfuse.fusion.placement import Placement
 from rlhfuse.models.build import Activations, build_model, fill, stage_layers
 from rlhfuse.models.hf import load_weights
@@ -69,14 +69,21 @@ def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, 
         grid = ModelGrid(ranks.pipelines(role))
         groups = maker.for_model(role, grid, rank)
         head = role == "critic"
-        model = build_model(
-            specs[role], grid, groups, rank, scalar_head=head, dtype=dtype, device=device, activations=activations
-        )
-        load_part(model, paths[role], specs[role], grid, rank, head)
-        optimizer = ModelOptimizer(model, optim, groups, device)
-        _, stage, _ = grid.position(rank)
-        part = PipelineStage(optimizer.module, first=stage == 0, last=stage == grid.pp - 1, scalar_head=head)
-        return TrainedModel(role, specs[role], grid, TrainingStage(part), optimizer, groups.tp, dtype)
+        chunks = {}
+        for stage in grid.stages_of(rank):
+            chunks[stage] = build_model(
+                specs[role], grid, groups, rank, scalar_head=head, dtype=dtype, device=device, stage=stage,
+                activations=activations,
+            )  # fmt: skip
+            load_part(chunks[stage], paths[role], specs[role], grid, rank, head, stage)
+        optimizer = ModelOptimizer(chunks, optim, groups, device)
+        stages = {
+            stage: TrainingStage(
+                PipelineStage(module, first=stage == 0, last=stage == grid.stages - 1, scalar_head=head)
+            )
+            for stage, module in optimizer.modules.items()
+        }
+        return TrainedModel(role, specs[role], grid, head, stages, optimizer, groups.tp, dtype)
 
     def whole(task: str, role: str, head: bool, load: bool) -> tuple[torch.nn.Module, dist.ProcessGroup, ModelGrid]:
         grid = plain_grid(ParallelLayout.parse(getattr(config.parallel, task)))

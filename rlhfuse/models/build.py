@@ -35,7 +35,6 @@ from rlhfuse.models.hf import padded_vocab
 from rlhfuse.models.rotary import rotary_frequencies
 from rlhfuse.parallel.device import Device, cpu_stands_in
 from rlhfuse.parallel.groups import ModelGrid
-from rlhfuse.parallel.partial_gradients import mark_partial
 from rlhfuse.spec import ModelSpec, ParallelLayout
 
 
@@ -57,6 +56,8 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Megatron sums the gradients of such weights over tensor ranks: each sees the tokens of its own part only
+        self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         return invariance.rms_norm(x, self.weight, self.eps)
@@ -208,7 +209,6 @@ def build_model(
             pg_collection=groups,
         )
     _mark_tensor_parallel(model)
-    _mark_partial(model, config)
     for offset, layer in enumerate(model.decoder.layers):
         layer.layer_number = layers[stage][offset] + 1  # the resharder names layers by this
     model.rotary_pos_emb.__class__ = _Rotary
@@ -222,7 +222,7 @@ def build_model(
 
 def stage_layers(spec: ModelSpec, grid: ModelGrid) -> tuple[range, ...]:
     """Global layer numbers of each stage of `grid`, chunks included."""
-    return ParallelLayout(grid.dp, grid.tp, grid.stages).stage_layers(spec.layers)
+    return ParallelLayout(grid.dp, grid.tp, grid.pp, chunks=grid.chunks).stage_layers(spec.layers)
 
 
 def _stage_on(grid: ModelGrid, rank: int, stage: int | None) -> int:
@@ -242,18 +242,6 @@ def _prepare_sequence_parallel() -> None:
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
-
-
-def _mark_partial(model: GPTModel, config: TransformerConfig) -> None:
-    """Say which whole weights see only a part of the work on a tensor rank, so that their gradients must be summed.
-
-    Norms over queries and keys see the rank's own heads; under sequence parallelism all norms see its own tokens.
-    """
-    if config.tensor_model_parallel_size == 1:
-        return
-    for name, module in model.named_modules():
-        if isinstance(module, RMSNorm) and (config.sequence_parallel or "self_attention" in name):
-            mark_partial(module.weight)
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:

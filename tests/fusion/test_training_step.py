@@ -53,7 +53,7 @@ def microbatches(ranks, actor_count: int) -> dict[str, int]:
 
 def train(rank: int, folders: dict, actor: str, critic: str, kind: str, steps: int) -> dict:
     """Build the pair on this rank, run `steps` mini-batches, return digests, gradients and statistics."""
-    from rlhfuse.fusion.pair_step import PairStep
+    from rlhfuse.fusion.training_step import PairStep
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.roles import Checkpoints, build_roles
 
