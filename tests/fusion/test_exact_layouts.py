@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from training_case import Case, Recording, distance, run_case, write_model
+from training_case import Case, Recording, distance, make_batch, run_case, write_model
 from whole_model import ADAM, SGD, ReferenceStep, train_whole
 
 PAIRS = [
@@ -42,7 +42,8 @@ def references(folders):
         key = case.folders[model], case.recipe, case.steps, dtype
         if key not in known:
             head = model == "critic"
-            known[key] = train_whole(key[0], case.batches, case.recipe, scalar_head=head, dtype=dtype)
+            batches = [make_batch(number, case.samples) for number in range(case.steps)]
+            known[key] = train_whole(key[0], batches, case.recipe, scalar_head=head, dtype=dtype)
         return known[key]
 
     return get

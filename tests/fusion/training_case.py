@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Mapping
 
@@ -16,26 +17,38 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import write_checkpoint
 from torch import Tensor
-from whole_model import ADAM, BETAS, EPS, SGD, Recipe
+from whole_model import BETAS, EPS, SGD, Recipe
 
 from rlhfuse.config import AlgorithmConfig, OptimizerConfig
 from rlhfuse.ppo.balance import cut_microbatches
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
-from rlhfuse.schedule.builders import greedy, gpipe, serial_1f1b
+from rlhfuse.schedule.builders import capped_greedy, gpipe, greedy, serial_1f1b
 from rlhfuse.schedule.evaluate import evaluate
+from rlhfuse.schedule.interleaved import interleaved_1f1b
 from rlhfuse.schedule.lowering import lower
 from rlhfuse.schedule.problem import FusionProblem, StageCosts, fused_problem
 from rlhfuse.schedule.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.schedule import Schedule
+from rlhfuse.schedule.time_sharing import time_sharing
 from rlhfuse.spec import ModelSpec, ParallelLayout
 
-BUILDERS = {"fused": greedy, "gpipe": gpipe, "serial": serial_1f1b}
+BUILDERS = {
+    "fused": greedy,
+    "capped": capped_greedy,
+    "gpipe": gpipe,
+    "serial": serial_1f1b,
+    "time-shared": time_sharing,
+    "interleaved": interleaved_1f1b,
+}
 SAMPLES, VOCAB = 24, 56
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained. The first model's pipelines run `microbatches` micro-batches each, the others as many in all."""
+    """What is trained. The first model's pipelines run `microbatches` micro-batches each, the others as many in all.
+
+    A model whose name begins with "critic" has a scalar head. Time-sharing runs all models in one direction.
+    """
 
     layouts: Mapping[str, str]
     folders: Mapping[str, Path]
@@ -44,50 +57,57 @@ class Case:
     steps: int = 3
     recipe: Recipe = SGD
     samples: int = SAMPLES
+    sequence_parallel: bool = False
+    recompute: bool = False
+    reduce: str = "early"
 
     def but(self, **changes: Any) -> "Case":
         return replace(self, **changes)
 
-    def with_layouts(self, *layouts: str) -> "Case":
-        return replace(self, layouts=dict(zip(self.layouts, layouts)))
-
-    @property
+    @cached_property
     def parsed(self) -> dict[str, ParallelLayout]:
         return {model: ParallelLayout.parse(text) for model, text in self.layouts.items()}
 
     @property
-    def world(self) -> int:
-        return next(iter(self.parsed.values())).size
+    def alternate(self) -> bool:
+        return self.schedule != "time-shared"
 
-    @property
+    @cached_property
     def ranks(self) -> FusedRanks:
-        return rank_map(*self.parsed.values())
+        return rank_map(self.parsed, self.alternate)
 
     @property
     def counts(self) -> dict[str, int]:
         """Micro-batches per pipeline of each model."""
-        shares = self.ranks.shape.shares
-        total = shares[0].pipelines * self.microbatches
-        return {share.model: total // share.pipelines for share in shares}
+        return {share.model: self._total // share.pipelines for share in self.ranks.shape.shares}
 
     @property
+    def _total(self) -> int:
+        """Micro-batches of one model in one fused group."""
+        return self.ranks.shape.shares[0].pipelines * self.microbatches
+
+    @cached_property
     def problem(self) -> FusionProblem:
-        costs = [StageCosts((1,) * p.pp, (2,) * p.pp, (1,) * p.pp) for p in self.parsed.values()]
-        return fused_problem(*self.parsed.values(), self.microbatches, *costs)
+        costs = {m: StageCosts((1,) * p.stages, (2,) * p.stages, (1,) * p.stages) for m, p in self.parsed.items()}
+        return fused_problem(self.parsed, self.microbatches, costs, alternate=self.alternate)
 
-    @property
+    @cached_property
     def planned(self) -> Schedule:
         return BUILDERS[self.schedule](self.problem)
 
     @property
-    def batches(self) -> list[RolloutBatch]:
-        return [make_batch(step, self.samples) for step in range(self.steps)]
+    def tied(self) -> frozenset[str]:
+        specs = {model: ModelSpec.from_config(folder) for model, folder in self.folders.items()}
+        return frozenset(m for m, spec in specs.items() if spec.tied_embeddings and not scalar_head(m))
 
     def parts(self, step: int) -> list[list[int]]:
-        """Samples of every micro-batch of a mini-batch: all pipelines' of one model in a row, whichever model."""
-        first = next(iter(self.layouts))
-        count = len(self.ranks.pipelines(first)) * self.microbatches
-        return cut_microbatches(make_batch(step, self.samples).lengths.tolist(), count)
+        """Samples of every micro-batch of a mini-batch: those of all pipelines in a row, the same for all models."""
+        lengths = make_batch(step, self.samples).lengths.tolist()
+        return cut_microbatches(lengths, self._total * self.ranks.shape.replicas)
+
+
+def scalar_head(model: str) -> bool:
+    return model.startswith("critic")
 
 
 def write_model(folder: Path, *, scalar_head: bool = False, seed: int, **shape: Any) -> Path:
@@ -127,34 +147,45 @@ def make_batch(seed: int, samples: int = SAMPLES) -> RolloutBatch:
 
 @dataclass
 class RankRecord:
-    """What one rank saw, ready to be sent: arrays, not tensors."""
+    """What one rank saw, ready to be sent: arrays, not tensors. Parameters are keyed by (stage, name)."""
 
     losses: dict[tuple[str, int, int], float] = field(default_factory=dict)  # (model, step, micro-batch of all) -> loss
     norms: list[dict[str, float]] = field(default_factory=list)
-    pieces: dict[str, dict[str, Any]] = field(default_factory=dict)  # model -> see `pieces_of`
+    gradients: dict[str, dict] = field(default_factory=dict)  # model -> (stage, name) -> (first element, flat array)
+    weights: dict[str, dict] = field(default_factory=dict)  # model -> (stage, name) -> array
     digests: dict[str, str] = field(default_factory=dict)  # model -> of losses, gradients, weights, optimizer state
-    peak_live: dict[str, int] = field(default_factory=dict)
-    peak_live_of_all: int = 0
+    peak_live: int = 0  # micro-batches kept at once, over all models
 
 
 def train_rank(rank: int, case: Case) -> RankRecord:
     """Build this rank's parts, run the steps, record."""
-    from rlhfuse.fusion.pair_step import PairStep
+    from rlhfuse.fusion.training_step import TrainingStep
     from rlhfuse.parallel.device import choose_device
 
     device = choose_device("cpu", 0, 1)
-    record = RankRecord()
     models, channels, maker = build_models(rank, case, device)
-    watch = Watch(case, rank, models, record)
-    program = lower(case.planned, case.ranks)[rank]
-    step = PairStep(
-        rank, case.ranks, program, models, channels, AlgorithmConfig(), 1.0, device.torch_device, lambda _: None
-    )
-    for number, batch in enumerate(case.batches):
-        watch.step = number
-        result = step.run(batch, case.counts, dict.fromkeys(models, case.recipe.lr))
+    programs = lower(case.planned, case.ranks, tied=case.tied, reduce=case.reduce)
+    step = TrainingStep(
+        rank, case.ranks, case.planned, programs, models, channels, AlgorithmConfig(), 1.0, device.torch_device,
+        lambda _: None,
+    )  # fmt: skip
+    record, hashes = RankRecord(), {name: hashlib.sha256() for name in models}
+    for name, model in models.items():
+        watch_gradients(model.optimizer, hashes[name], record.gradients.setdefault(name, {}))
+    for number in range(case.steps):
+        result = step.run(make_batch(number, case.samples), case.counts, dict.fromkeys(models, case.recipe.lr))
         record.norms.append({model: s.grad_norm for model, s in result.steps.items()})
-    watch.finish()
+        record.peak_live = max(record.peak_live, result.report.peak_live)
+        for action, loss in result.report.losses.items():
+            name = action.pipeline.partition(".")[0]
+            first = models[name].grid.position(rank)[0] * case.counts[name]
+            record.losses[name, number, first + action.microbatch] = loss
+            hashes[name].update(f"{action} {loss.hex()}".encode())
+    for name, model in models.items():
+        record.weights[name] = {key: p.detach().clone().numpy() for key, p in parameters(model.optimizer)}
+        for array in [*record.weights[name].values(), *state_arrays(model.optimizer)]:
+            hashes[name].update(array.tobytes())
+        record.digests[name] = hashes[name].hexdigest()
     maker.close()
     return record
 
@@ -162,106 +193,93 @@ def train_rank(rank: int, case: Case) -> RankRecord:
 def build_models(rank: int, case: Case, device: Any) -> tuple[dict[str, Any], Any, Any]:
     """Trained models on their ranks, the channels between stages, and the maker that owns all groups."""
     from rlhfuse.fusion.p2p import Channels
-    from rlhfuse.fusion.pair_step import TrainedModel
-    from rlhfuse.models.build import build_model
+    from rlhfuse.fusion.training_step import TrainedModel
+    from rlhfuse.models.build import Activations, build_model
     from rlhfuse.models.stage import PipelineStage, TrainingStage
     from rlhfuse.parallel.groups import GroupMaker, ModelGrid, connect
     from rlhfuse.parallel.optimizer import ModelOptimizer
     from rlhfuse.roles import load_part, neighbour_pairs
 
-    maker, models, recipe = GroupMaker(60.0), {}, case.recipe
-    config = OptimizerConfig(recipe.lr, 0, recipe.weight_decay, *BETAS, EPS, recipe.clip_grad)
+    maker, models, pairs, recipe = GroupMaker(60.0), {}, [], case.recipe
+    config = OptimizerConfig(
+        name=recipe.optimizer, lr=recipe.lr, weight_decay=recipe.weight_decay, clip_grad=recipe.clip_grad,
+        beta1=BETAS[0], beta2=BETAS[1], eps=EPS,
+    )  # fmt: skip
+    activations = Activations(case.sequence_parallel, case.recompute)
     for name, folder in case.folders.items():
-        spec, grid, head = ModelSpec.from_config(folder), ModelGrid(case.ranks.pipelines(name)), name == "critic"
-        groups = maker.for_model(name, grid, rank)
-        model = build_model(spec, grid, groups, rank, scalar_head=head, dtype=torch.float32, device=device)
-        load_part(model, folder, spec, grid, rank, head)
-        optimizer = ModelOptimizer(model, config, groups, device)
-        if recipe.optimizer == "sgd":
-            use_sgd(optimizer)
-        stage = grid.position(rank)[1]
-        part = PipelineStage(optimizer.module, first=stage == 0, last=stage == grid.pp - 1, scalar_head=head)
-        models[name] = TrainedModel(name, spec, grid, TrainingStage(part), optimizer, groups.tp, torch.float32)
-    pairs = [pair for model in models.values() for pair in neighbour_pairs(model.grid)]
+        spec, grid, head = ModelSpec.from_config(folder), ModelGrid(case.ranks.pipelines(name)), scalar_head(name)
+        full = ModelGrid(tuple(case.ranks.stages(r, n) for r in range(len(case.ranks.replicas))
+                               for n in case.ranks.shape.share(name).names))  # fmt: skip
+        grid = full if case.parsed[name].chunks > 1 else grid
+        groups, chunks = maker.for_model(name, grid, rank), {}
+        for stage in grid.stages_of(rank):
+            chunks[stage] = build_model(
+                spec, grid, groups, rank, scalar_head=head, dtype=torch.float32, device=device, stage=stage,
+                activations=activations,
+            )  # fmt: skip
+            load_part(chunks[stage], folder, spec, grid, rank, head, stage)
+        optimizer = ModelOptimizer(chunks, config, groups, device)
+        stages = {
+            stage: TrainingStage(
+                PipelineStage(module, first=stage == 0, last=stage == grid.stages - 1, scalar_head=head)
+            )
+            for stage, module in optimizer.modules.items()
+        }
+        models[name] = TrainedModel(name, spec, grid, head, stages, optimizer, groups.tp, torch.float32)
+        pairs += neighbour_pairs(grid)
     channels = Channels(rank, maker.channels("pipeline", pairs), device.torch_device)
     connect([model.tp_group for model in models.values()], device.torch_device)
     channels.connect()
     return models, channels, maker
 
 
-def use_sgd(optimizer: Any) -> None:
-    """Put torch's SGD in place of Adam, over the same shards: reduction, norm, clipping and gather stay."""
-    zero = inner(optimizer)
-    sgd = torch.optim.SGD([torch.zeros(1)])
-    sgd.param_groups = [sgd.defaults | group for group in zero.optimizer.param_groups]
-    zero.optimizer = sgd
+def parameters(optimizer: Any) -> list[tuple[tuple[int, str], Tensor]]:
+    """((stage, name), weights) of all stages on this rank."""
+    return [
+        ((stage, name), parameter)
+        for stage, module in optimizer.modules.items()
+        for name, parameter in module.module.named_parameters()
+    ]
 
 
-def inner(optimizer: Any) -> Any:
-    (zero,) = optimizer.optimizer.chained_optimizers
-    return zero
+def watch_gradients(optimizer: Any, sha: Any, kept: dict) -> None:
+    """Hash the gradients that every optimizer step takes, reduced and clipped, and keep those of the first step."""
+
+    def note(*_: Any) -> None:
+        first = not kept
+        for key, start, weight in updated_here(optimizer):
+            sha.update(weight.grad.numpy().tobytes())
+            if first:
+                kept[key] = start, weight.grad.detach().flatten().clone().numpy()
+
+    for part in optimizer._parts()[:1]:
+        part.optimizer.register_step_pre_hook(note)
 
 
-class Watch:
-    """Notes losses, live activations and gradients while a rank trains, without changing what it computes."""
-
-    def __init__(self, case: Case, rank: int, models: Mapping[str, Any], record: RankRecord) -> None:
-        self.case, self.rank, self.models, self.record = case, rank, models, record
-        self.step = 0
-        self.hashes = {name: hashlib.sha256() for name in models}
-        for name, model in models.items():
-            self._watch_stage(name, model)
-            inner(model.optimizer).optimizer.register_step_pre_hook(lambda *_, n=name: self._note_gradients(n))
-
-    def _watch_stage(self, name: str, model: Any) -> None:
-        forward, first = model.stage.forward, model.grid.position(self.rank)[0] * self.case.counts[name]
-
-        def watched(microbatch: int, batch: Any, hidden: Tensor | None, loss: Any) -> Any:
-            def noted(out: Tensor, number: int) -> Tensor:
-                value = loss(out, number)
-                self.record.losses[name, self.step, first + number] = float(value.detach())
-                self.hashes[name].update(value.detach().numpy().tobytes())
-                return value
-
-            out = forward(microbatch, batch, hidden, noted)
-            live = sum(other.stage.live for other in self.models.values())
-            self.record.peak_live_of_all = max(self.record.peak_live_of_all, live)
-            return out
-
-        model.stage.forward = watched
-
-    def _note_gradients(self, name: str) -> None:
-        pieces = self.record.pieces.setdefault(name, {"gradients": {}, "ranges": {}, "weights": {}})
-        for parameter, (start, end), main in shards(self.models[name].optimizer):
-            self.hashes[name].update(main.grad.numpy().tobytes())
-            if self.step == 0:
-                pieces["gradients"][parameter] = main.grad.flatten().clone().numpy()
-                pieces["ranges"][parameter] = (start, end)
-
-    def finish(self) -> None:
-        from rlhfuse.parallel.optimizer_state import export_state
-
-        for name, model in self.models.items():
-            if self.case.recipe.optimizer == "adam":
-                for key, value in sorted(export_state(model.optimizer).items()):
-                    self.hashes[name].update(key.encode() + value.numpy().tobytes())
-            for key, parameter in model.optimizer.module.module.named_parameters():
-                array = parameter.detach().clone().numpy()
-                self.hashes[name].update(array.tobytes())
-                self.record.pieces[name]["weights"][key] = array
-            self.record.digests[name] = self.hashes[name].hexdigest()
-            self.record.peak_live[name] = model.stage.peak_live
-
-
-def shards(optimizer: Any) -> list[tuple[str, tuple[int, int], Tensor]]:
-    """(parameter, its elements that this rank updates, their flat main weights)."""
-    zero, found = inner(optimizer), []
-    for name, parameter in optimizer.module.module.named_parameters():
-        if parameter in zero.model_param_group_index_map:
-            group, place = zero.model_param_group_index_map[parameter]
-            piece = zero._get_model_param_range_map(parameter)["param"]
-            found.append((name, (piece.start, piece.end), zero.optimizer.param_groups[group]["params"][place]))
+def updated_here(optimizer: Any) -> list[tuple[tuple[int, str], int, Tensor]]:
+    """((stage, name), first element, main weights) of what this rank updates: with ZeRO-1 shards, else all."""
+    found = []
+    for key, parameter in parameters(optimizer):
+        for part in optimizer._parts():
+            if not hasattr(part, "model_param_group_index_map"):
+                found.append((key, 0, parameter))
+            elif parameter in part.model_param_group_index_map:
+                group, place = part.model_param_group_index_map[parameter]
+                start = part._get_model_param_range_map(parameter)["param"].start
+                found.append((key, start, part.optimizer.param_groups[group]["params"][place]))
     return found
+
+
+def state_arrays(optimizer: Any) -> list[Any]:
+    """Everything that torch's optimizers remember here, in the order of their weights."""
+    return [
+        value.numpy()
+        for part in optimizer._parts()
+        for group in part.optimizer.param_groups
+        for weight in group["params"]
+        for _, value in sorted(part.optimizer.state.get(weight, {}).items())
+        if isinstance(value, Tensor)
+    ]
 
 
 # all ranks together ---------------------------------------------------------------------------------------------
@@ -277,8 +295,7 @@ class Recording:
     gradients: dict[str, dict[str, Tensor]]  # of the first step
     weights: dict[str, dict[str, Tensor]]  # after the last step
     digests: dict[str, tuple[str, ...]]  # model -> one per rank
-    peak_live: list[dict[str, int]]
-    peak_live_of_all: list[int]
+    peak_live: list[int]  # per rank
 
 
 def run_case(workers: Any, case: Case) -> Recording:
@@ -296,7 +313,6 @@ def run_case(workers: Any, case: Case) -> Recording:
         {model: whole(case, model, records, "weights") for model in case.layouts},
         {model: tuple(record.digests[model] for record in records) for model in case.layouts},
         [record.peak_live for record in records],
-        [record.peak_live_of_all for record in records],
     )
 
 
@@ -304,38 +320,35 @@ def whole(case: Case, model: str, records: list[RankRecord], kind: str) -> dict[
     """Whole tensors of a model from the ranks' pieces; all copies of the same numbers must be equal."""
     from rlhfuse.models.hf import to_hf
 
-    spec = ModelSpec.from_config(case.folders[model])
-    layers = case.parsed[model].stage_layers(spec.layers)
+    spec, layout = ModelSpec.from_config(case.folders[model]), case.parsed[model]
+    layers = layout.stage_layers(spec.layers)
     found: dict[str, Tensor] = {}
-    for stage, groups in enumerate(case.ranks.dp_groups(model)):
-        cells = [[records[rank].pieces[model] for rank in ranks] for ranks in groups]
-        for name in cells[0][0]["weights"]:
-            parts = [one_copy([piece for piece in cell], name, kind) for cell in cells]
-            key = global_name(name, layers[stage])
-            tensor = join(name, parts, model == "critic")
-            if key in found:
-                assert torch.equal(found[key], tensor), f"{model}: copies of {key} differ"
-            found[key] = tensor
-    if spec.tied_embeddings and "output_layer.weight" in found and model != "critic":
+    for place, cells in enumerate(case.ranks.dp_groups(model)):
+        for key in records[cells[0][0]].weights[model]:
+            stage, name = key
+            assert stage % layout.pp == place
+            parts = [one_copy([records[rank] for rank in ranks], model, key, kind) for ranks in cells]
+            found[global_name(name, layers[stage])] = join(name, parts, scalar_head(model))
+    if model in case.tied and layout.stages > 1:
         pair = found["output_layer.weight"], found["embedding.word_embeddings.weight"]
         assert torch.equal(*pair), f"{model}: tied {kind} differ by {(pair[0] - pair[1]).abs().max()}"
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         assert name not in found or not found[name][spec.vocab :].any(), f"{name}: padding has {kind}"
-    return to_hf(found, spec, model == "critic")
+    return to_hf(found, spec, scalar_head(model))
 
 
-def one_copy(replicas: list[dict[str, Any]], name: str, kind: str) -> Tensor:
+def one_copy(replicas: list[RankRecord], model: str, key: tuple[int, str], kind: str) -> Tensor:
     """A tensor rank's parameter: equal on all replicas, or made of the shards that each of them updates."""
-    weights = [torch.from_numpy(replica["weights"][name]) for replica in replicas]
+    weights = [torch.from_numpy(replica.weights[model][key]) for replica in replicas]
     if kind == "weights":
-        assert all(torch.equal(weights[0], other) for other in weights), f"replicas differ in {name}"
+        assert all(torch.equal(weights[0], other) for other in weights), f"{model}: replicas differ in {key}"
         return weights[0]
     flat = torch.full((weights[0].numel(),), torch.nan)
-    for replica in replicas:
-        if name in replica["ranges"]:
-            start, end = replica["ranges"][name]
-            flat[start:end] = torch.from_numpy(replica["gradients"][name])
-    assert not flat.isnan().any(), f"nobody updates a part of {name}"
+    for start, array in (replica.gradients[model][key] for replica in replicas if key in replica.gradients[model]):
+        piece = flat[start : start + len(array)]
+        assert bool((piece.isnan() | (piece == torch.from_numpy(array))).all()), f"{model}: replicas differ in {key}"
+        piece.copy_(torch.from_numpy(array))
+    assert not flat.isnan().any(), f"{model}: nobody updates a part of {key}"
     return flat.view_as(weights[0])
 
 
@@ -374,4 +387,4 @@ def distance(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], relative
 def predicted_peaks(case: Case) -> list[int]:
     """Micro-batches of all models kept at once on every rank, by the schedule (an activation counts as 1)."""
     nodes = evaluate(case.planned).node_peak_memory
-    return [int(nodes[rank // case.ranks.shape.node_ranks % len(nodes)]) for rank in range(case.world)]
+    return [int(nodes[case.ranks.node_of(rank)]) for rank in range(case.ranks.size)]
