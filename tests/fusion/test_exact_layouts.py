@@ -1,83 +1,81 @@
-"""Every pair of layouts trains as one process would: losses, gradients and weights against the whole models.
-
-The reference is in float64, so what is measured is the rounding of the distributed run alone; a float32 run in one
-process is as far away (`test_float32_in_one_process_is_no_closer`).
-"""
+"""Every pair of layouts trains as one process would: losses, gradients and weights against the whole models."""
 
 from __future__ import annotations
 
 import pytest
-import torch
-from training_case import Case, Recording, distance, make_batch, run_case, write_model
-from whole_model import ADAM, SGD, ReferenceStep, train_whole
+from against_whole import GRADIENTS, References, distance, write_models
+from training_case import Case, run_case
+from whole_model import ADAM
 
 PAIRS = [
     ("d1t1p4", "d2t1p2"),
     ("d2t1p2", "d1t1p4"),
     ("d4t1p1", "d2t1p2"),
-    ("d1t2p2", "d2t1p2"),
+    ("d1t2p2", "d2t1p2"),  # the critic's two stages are merged on one node
     ("d1t1p4", "d1t2p2"),
-    ("d2t1p2", "d2t1p2"),
+    ("d2t1p2", "d2t1p2"),  # two replicas of one fused group
+    ("d2t2p1", "d1t2p2"),
 ]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    base = tmp_path_factory.mktemp("models")
-    return {
-        "actor": write_model(base / "actor", seed=1),
-        "critic": write_model(base / "critic", scalar_head=True, seed=2),
-        "five": write_model(base / "five", seed=3, num_hidden_layers=5),
-        "tied": write_model(base / "tied", seed=5, num_hidden_layers=5, tie_word_embeddings=True),
-        "five critic": write_model(base / "five-critic", scalar_head=True, seed=4, num_hidden_layers=5),
-    }
+def models(tmp_path_factory):
+    return write_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
-def references(folders):
-    """The whole model trained once per (folder, recipe) of this file."""
-    known: dict = {}
-
-    def get(case: Case, model: str, dtype=torch.float64) -> list[ReferenceStep]:
-        key = case.folders[model], case.recipe, case.steps, dtype
-        if key not in known:
-            head = model == "critic"
-            batches = [make_batch(number, case.samples) for number in range(case.steps)]
-            known[key] = train_whole(key[0], batches, case.recipe, scalar_head=head, dtype=dtype)
-        return known[key]
-
-    return get
+def references():
+    return References()
 
 
-def check(run: Recording, references) -> dict[str, float]:
-    """Hold a recording against the reference; returns the measured distances."""
-    case, found = run.case, {}
-    for model in case.layouts:
-        steps = references(case, model)
-        parts = [case.parts(number) for number in range(case.steps)]
-        wanted = {
-            (model, number, k): float(steps[number].losses[part].sum())
-            for number in range(case.steps)
-            for k, part in enumerate(parts[number])
-        }
-        mine = {key: loss for key, loss in run.losses.items() if key[0] == model}
-        assert mine.keys() == wanted.keys()
-        largest = max(map(abs, wanted.values()))
-        found[f"{model} losses"] = max(abs(mine[key] - wanted[key]) for key in wanted) / largest
-        found[f"{model} gradients"] = distance(run.gradients[model], steps[0].gradients, relative=True)
-        found[f"{model} weights"] = distance(run.weights[model], steps[-1].weights, relative=False)
-        norms = [abs(run.norms[number][model] / step.norm - 1) for number, step in enumerate(steps)]
-        found[f"{model} norms"] = max(norms)
-    bounds = {"losses": 1e-6, "gradients": 1e-6, "norms": 1e-6}
-    bounds["weights"] = 1e-6 if case.recipe.optimizer == "sgd" else 5e-5
-    far = {what: value for what, value in found.items() if value > bounds[what.split()[-1]]}
-    assert not far, f"{case.layouts}: {far} of {found}"
-    print(case.layouts, {what: f"{value:.1e}" for what, value in found.items()})
-    return found
+def pair(models, actor: str, critic: str, **changes) -> Case:
+    folders = {"actor": models[changes.pop("a", "actor")], "critic": models[changes.pop("c", "critic")]}
+    return Case({"actor": actor, "critic": critic}, folders, **changes)
 
 
 @pytest.mark.parametrize("actor,critic", PAIRS)
-def test_pair_of_layouts_equals_whole_models(workers, folders, references, actor, critic):
-    models = {"actor": folders["actor"], "critic": folders["critic"]}
-    case = Case({"actor": actor, "critic": critic}, models, recipe=SGD)
-    check(run_case(workers, case), references)
+def test_a_pair_of_layouts_trains_as_whole_models(workers, models, references, actor, critic):
+    references.check(run_case(workers, pair(models, actor, critic)))
+
+
+@pytest.mark.parametrize("actor,critic", [("d1t1p4", "d2t1p2"), ("d1t2p2", "d2t1p2")])
+def test_adam_with_weight_decay_and_sharded_state(workers, models, references, actor, critic):
+    references.check(run_case(workers, pair(models, actor, critic, recipe=ADAM)))
+
+
+@pytest.mark.parametrize("actor,critic", [("d1t1p4", "d2t1p2"), ("d1t2p2", "d1t1p4"), ("d2t1p2v2", "d1t1p4")])
+def test_tied_embeddings_and_stages_of_unequal_depth(workers, models, references, actor, critic):
+    references.check(run_case(workers, pair(models, actor, critic, a="tied", c="five")))
+
+
+@pytest.mark.parametrize("actor,critic", [("d2t2p1", "d1t2p2"), ("d1t2p2", "d1t2p2")])
+def test_sequence_parallelism(workers, models, references, actor, critic):
+    references.check(run_case(workers, pair(models, actor, critic, sequence_parallel=True, steps=2)))
+
+
+def test_three_models_at_once(workers, models, references):
+    folders = {name: models[name] for name in ("actor", "critic", "second")}
+    case = Case({"actor": "d1t1p4", "critic": "d2t1p2", "second": "d1t2p2"}, folders)
+    fused, serial = (run_case(workers, case.but(schedule=name)) for name in ("fused", "serial"))
+    assert fused.digests == serial.digests
+    references.check(fused)
+
+
+VARIANTS = {
+    "8 micro-batches": dict(microbatches=8),
+    "2 micro-batches": dict(microbatches=2),
+    "one sample each": dict(microbatches=24),
+    "dp 4": dict(layouts={"actor": "d4t1p1", "critic": "d4t1p1"}, microbatches=1),
+    "tp 2, dp 2": dict(layouts={"actor": "d2t2p1", "critic": "d2t2p1"}),
+    "pp 2, tp 2": dict(layouts={"actor": "d1t2p2", "critic": "d1t2p2"}),
+    "pp 2, dp 2": dict(layouts={"actor": "d2t1p2", "critic": "d2t1p2"}),
+}
+
+
+def test_gradients_do_not_depend_on_microbatches_packing_or_layout(workers, models, references):
+    base = run_case(workers, pair(models, "d1t1p4", "d1t1p4", steps=1))
+    for name, changes in VARIANTS.items():
+        other = run_case(workers, base.case.but(**changes))
+        for model in base.gradients:
+            assert distance(other.gradients[model], base.gradients[model], relative=True) <= GRADIENTS, (name, model)
+        references.check(other)

@@ -371,19 +371,6 @@ def global_name(name: str, layers: range) -> str:
     return f"decoder.layers.{layers[int(local)]}.{rest}"
 
 
-# comparisons ----------------------------------------------------------------------------------------------------
-
-
-def distance(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], relative: bool) -> float:
-    """Largest difference over all tensors; `relative`: to each tensor's own largest element."""
-    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
-    worst = 0.0
-    for name, tensor in wanted.items():
-        difference = float((found[name].double() - tensor.double()).abs().max())
-        worst = max(worst, difference / float(tensor.abs().max()) if relative else difference)
-    return worst
-
-
 def predicted_peaks(case: Case) -> list[int]:
     """Micro-batches of all models kept at once on every rank, by the schedule (an activation counts as 1)."""
     nodes = evaluate(case.planned).node_peak_memory
