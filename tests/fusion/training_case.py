@@ -207,10 +207,8 @@ def build_models(rank: int, case: Case, device: Any) -> tuple[dict[str, Any], An
     )  # fmt: skip
     activations = Activations(case.sequence_parallel, case.recompute)
     for name, folder in case.folders.items():
-        spec, grid, head = ModelSpec.from_config(folder), ModelGrid(case.ranks.pipelines(name)), scalar_head(name)
-        full = ModelGrid(tuple(case.ranks.stages(r, n) for r in range(len(case.ranks.replicas))
-                               for n in case.ranks.shape.share(name).names))  # fmt: skip
-        grid = full if case.parsed[name].chunks > 1 else grid
+        spec, head, chunked = ModelSpec.from_config(folder), scalar_head(name), case.parsed[name].chunks
+        grid = ModelGrid(case.ranks.pipelines(name), *([chunked] if chunked > 1 else []))
         groups, chunks = maker.for_model(name, grid, rank), {}
         for stage in grid.stages_of(rank):
             chunks[stage] = build_model(
