@@ -18,6 +18,7 @@ from rlhfuse.errors import InputError
 
 @dataclass
 class OptimizerConfig:
+    name: str = "adam"  # adam, or sgd: without momentum, unsharded, not for checkpoints
     lr: float = 1e-6  # peak learning rate
     warmup_iterations: int = 0  # linear warm-up, counted in PPO iterations
     weight_decay: float = 0.0
@@ -247,6 +248,8 @@ def _resolve(config: RunConfig, file: Path) -> RunConfig:
             raise InputError(f"algorithm.{key}={getattr(config.algorithm, key)} must be in [0, 1]")
     for key, value, known in (
         ("algorithm.kl_estimator", config.algorithm.kl_estimator, ("k1", "k2", "k3")),
+        ("actor.optim.name", config.actor.optim.name, ("adam", "sgd")),
+        ("critic.optim.name", config.critic.optim.name, ("adam", "sgd")),
         ("trainer.dtype", config.trainer.dtype, ("float32", "bfloat16")),
         ("trainer.device", config.trainer.device, ("auto", "cpu", "cuda")),
     ):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rlhfuse.config import OptimizerConfig, RunConfig
 from rlhfuse.fusion.inference import FrozenModel
 from rlhfuse.fusion.p2p import Channels
-from rlhfuse.fusion.pair_step import TrainedModel
+from rlhfuse.fusion.training_step import TrainedModel
 from rlhfuse.fusion.placement import Placement
 from rlhfuse.models.build import build_model, fill
 from rlhfuse.models.hf import load_weights
@@ -70,10 +70,11 @@ def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, 
         head = role == "critic"
         model = build_model(specs[role], grid, groups, rank, scalar_head=head, dtype=dtype, device=device)
         load_part(model, paths[role], specs[role], grid, rank, head)
-        optimizer = ModelOptimizer(model, optim, groups, device)
         _, stage, _ = grid.position(rank)
+        optimizer = ModelOptimizer({stage: model}, optim, groups, device)
         part = PipelineStage(optimizer.module, first=stage == 0, last=stage == grid.pp - 1, scalar_head=head)
-        return TrainedModel(role, specs[role], grid, TrainingStage(part), optimizer, groups.tp, dtype)
+        stages = {stage: TrainingStage(part)}
+        return TrainedModel(role, specs[role], grid, head, stages, optimizer, groups.tp, dtype)
 
     def whole(task: str, role: str, head: bool, load: bool) -> tuple[torch.nn.Module, dist.ProcessGroup, ModelGrid]:
         grid = plain_grid(ParallelLayout.parse(getattr(config.parallel, task)))
