@@ -50,7 +50,6 @@ class PipelineParts:
 
     stages: Mapping[int, TrainingStage]
     optimizer: ModelOptimizer
-    hidden: int
     dtype: torch.dtype
 
 
@@ -252,8 +251,8 @@ class ProgramExecutor:
         unposted, posted = self._unposted[peer], self._posted[peer]
         while unposted and len(posted) < RECEIVES_AHEAD:
             step = unposted.popleft()
-            batch = self._work[step.pipeline].batches[step.microbatch]
-            posted.append(self._channels.post_receive((len(batch), 1, step.parts.hidden), step.parts.dtype, peer))
+            shape = step.stage.stage.hidden_shape(self._work[step.pipeline].batches[step.microbatch])
+            posted.append(self._channels.post_receive(shape, step.parts.dtype, peer))
 
     # gradients and weights ------------------------------------------------------------------------------------
 

@@ -100,7 +100,7 @@ class TrainingStep:
         self._device = device
         self._pipelines = {role: ranks.pipeline_of(role, rank) for role in needed}
         parts = {
-            self._pipelines[role]: PipelineParts(model.stages, model.optimizer, model.spec.hidden, model.dtype)
+            self._pipelines[role]: PipelineParts(model.stages, model.optimizer, model.dtype)
             for role, model in models.items()
         }
         self._executor = ProgramExecutor(programs[rank], parts, channels, progress)
@@ -155,11 +155,13 @@ class TrainingStep:
         stats: dict[str, Stats],
     ) -> PipelineWork:  # fmt: skip
         pipeline, _, tp_rank = model.grid.position(self._rank)
+        shards = next(iter(model.stages.values())).stage.shards
         cuts = [batch.select(part).to(self._device) for part in parts[pipeline * count : (pipeline + 1) * count]]
         packed = []
         for cut in cuts:
             tokens, borders = cut.tokens.tolist(), cut.cu_seqlens.tolist()
-            packed.append(PackedTokens.pack([tokens[a:b] for a, b in zip(borders, borders[1:])], self._device))
+            rows = [tokens[a:b] for a, b in zip(borders, borders[1:])]
+            packed.append(PackedTokens.pack(rows, self._device, shards))
         make_loss = self._value_loss if model.scalar_head else self._policy_loss
         loss = make_loss(model, cuts, batch.response_tokens, stats, counts=tp_rank == 0)
         return PipelineWork(tuple(packed), loss, lr)
