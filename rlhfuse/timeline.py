@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Iterable, Sequence
 
-from rlhfuse.fusion.pair_step import MinibatchResult
+from rlhfuse.fusion.training_step import MinibatchResult
 from rlhfuse.fusion.placement import Placement
 from rlhfuse.monitor.trace import Span
 from rlhfuse.schedule.evaluate import evaluate

@@ -159,6 +159,11 @@ def _check_inference(layouts: Mapping[str, ParallelLayout]) -> None:
 
 def _check_training(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> FusedShape:
     actor, critic = layouts["actor_train"], layouts["critic_train"]
+    if config.parallel.sequence_parallel and max(actor.tp, critic.tp) == 1:
+        raise InputError(
+            f"parallel.sequence_parallel=true cuts tokens over tensor ranks, but parallel.actor_train={actor} and "
+            f"parallel.critic_train={critic} have tp(1); set it to false or use t2"
+        )
     try:
         shape = fused_shape({"actor": actor, "critic": critic})
     except InputError as error:
