@@ -117,9 +117,9 @@ def write_model(folder: Path, *, scalar_head: bool = False, seed: int, **shape: 
     matrices of norm 1 the same arithmetic is 3e-6 away, because the residual stream amplifies every rounding.
     """
     write_checkpoint(folder, scalar_head=scalar_head, seed=seed, vocab_size=VOCAB, **shape)
-    file = folder / "model.safetensors"
+    file, tied = folder / "model.safetensors", shape.get("tie_word_embeddings")
     tensors = {
-        name: tensor * 0.3 if tensor.ndim > 1 and "embed" not in name else tensor
+        name: tensor * 0.3 if (tensor.ndim > 1 and "embed" not in name) or (tied and name == "model.norm.weight") else tensor
         for name, tensor in load_file(file).items()
     }
     save_file(tensors, file, metadata={"format": "pt"})
