@@ -62,8 +62,11 @@ class PipelineStage:
 
     def forward(self, batch: PackedTokens, hidden_T1H: Tensor | None) -> Tensor:
         """Run this stage. `hidden_T1H` is the stage before's output, None on the first stage."""
-        core = getattr(self.model, "module", self.model)
-        core.set_input_tensor(hidden_T1H)
+        getattr(self.model, "module", self.model).set_input_tensor(hidden_T1H)
+        return self.compute(batch)
+
+    def compute(self, batch: PackedTokens) -> Tensor:
+        """The same with the input already set, as Megatron's own schedules do it."""
         packed = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=batch.cu_seqlens,
