@@ -32,7 +32,6 @@ from typing import Any
 from intra_stage_cases import (
     FULL,
     FUSED,
-    MEGATRON,
     MICROBATCHES,
     NO_BARRIER,
     QUICK,
@@ -44,8 +43,8 @@ from intra_stage_cases import (
     problem_of,
     rank_layout,
 )
-from intra_stage_figures import Action, Round, case_figures, goals, markdown, trace_spans
-from intra_stage_worker import Ranks
+from intra_stage_figures import case_figures, goals, markdown, trace_spans
+from intra_stage_ranks import Ranks, Round
 from search_runs import console, counting, finish, machine
 
 from rlhfuse.errors import InputError, run_program
@@ -149,7 +148,7 @@ def measure(
     for number in range(rounds):
         turn = SIDES if number % 2 == 0 else tuple(reversed(SIDES))
         for side in turn:
-            runs[side].append(round_of(ranks.ask("run", side)))
+            runs[side].append(Round.of(ranks.ask("run", side)))
     figures = case_figures(case, schedules, times, runs)
     figures["same_gradients_as_fused"] = {side: digests[side] == digests[FUSED] for side in SIDES}
     figures["transfer"] = ranks.ask("transfer")[0]
@@ -175,19 +174,6 @@ def side_programs(schedules: Schedules) -> dict[str, tuple[tuple[str, ...], ...]
 def only(program: Program, model: str) -> Program:
     """The instructions of one model."""
     return Program(program.rank, tuple(i for i in program.instructions if i.action.pipeline == model))
-
-
-def round_of(answers: list[Any]) -> Round:
-    start = min(answer.start for answer in answers)
-    actions = tuple(
-        Action(
-            rank, str(span.action), (span.action.pipeline, span.action.stage, str(span.action.kind)),
-            span.start_seconds - start, span.end_seconds - start,
-        )  # fmt: skip
-        for rank, answer in enumerate(answers)
-        for span in answer.spans
-    )
-    return Round(max(answer.end for answer in answers) - start, actions)
 
 
 def line(figures: dict[str, Any]) -> str:

@@ -29,7 +29,7 @@ MEGATRON = "megatron_1f1b"  # Megatron's own loop, actor then critic
 SERIAL = "serial"  # our executor, 1F1B, a barrier between the models as their optimizer steps are
 NO_BARRIER = "serial_no_barrier"  # the same without the barrier
 FUSED = "fused"
-SIDES = (SERIAL, NO_BARRIER, FUSED)
+SIDES = (MEGATRON, SERIAL, NO_BARRIER, FUSED)
 BASELINES = (MEGATRON, SERIAL)  # the headline is against the faster of them
 
 

@@ -7,10 +7,10 @@ nothing of how runs were made.
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
 from typing import Any, Iterable, Mapping, Sequence
 
 from intra_stage_cases import BASELINES, FUSED, MEGATRON, MICROSECONDS, NO_BARRIER, SERIAL, Case, Schedules, Times
+from intra_stage_ranks import Round
 
 from rlhfuse.monitor.trace import Span
 from rlhfuse.schedule.evaluate import evaluate
@@ -18,25 +18,6 @@ from rlhfuse.schedule.schedule import Schedule
 
 GAP_SECONDS = 0.05  # between two runs in the trace
 NEEDED = 0.95  # of the predicted speedup
-
-
-@dataclass(frozen=True)
-class Action:
-    """A computing action of one run, in seconds since the run's start."""
-
-    rank: int
-    text: str  # actor:0F1
-    key: tuple[str, int, str]  # model, stage, kind
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Round:
-    """One run of a side over all ranks; `waits` are the seconds each rank waited for data."""
-
-    seconds: float
-    actions: tuple[Action, ...]
 
 
 Rounds = Mapping[str, Sequence[Round]]  # by side

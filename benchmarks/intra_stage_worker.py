@@ -1,7 +1,6 @@
 """One rank of the intra-stage benchmark: the models' stages on it, and every way of training them.
 
-Processes are started by `Ranks`, keep their models from case to case, and are told over a pipe what to run; between
-two requests they wait in a read and take no CPU. All sides of a case train the same stages on the same micro-batches.
+intra_stage_ranks.py starts it and calls `TrainingRank`'s methods over a pipe. All sides of a case train the same stages on the same micro-batches.
 The weights do not change (a run ends with the gradients), so that every run of a case must leave the same bits in the
 gradient buffers: `digest` is how the benchmark checks it.
 
@@ -12,17 +11,19 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import os
-import socket
 import time
-import traceback
+import warnings
 from dataclasses import dataclass
-from typing import Any, Callable, Mapping
+from typing import Callable, Mapping
+
+warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from intra_stage_cases import MEGATRON, MODELS, RANKS, Case, Sizes, rank_layout
+from intra_stage_ranks import TIMEOUT_SECONDS, Action, Run
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron_1f1b import megatron_1f1b
 from torch import Tensor
 
 from rlhfuse.config import AlgorithmConfig, OptimizerConfig
@@ -41,18 +42,8 @@ from rlhfuse.schedule.action import Kind
 from rlhfuse.schedule.lowering import Program
 from rlhfuse.spec import ModelSpec
 
-TIMEOUT_SECONDS = 300.0
 WARM_CYCLES = 2  # of the profile, not counted
 ECHOES = 30  # of the transfer measurement
-
-
-@dataclass(frozen=True)
-class Run:
-    """What one rank did in one run of a side."""
-
-    start: float
-    end: float
-    spans: tuple[ActionSpan, ...]
 
 
 @dataclass(frozen=True)
@@ -63,7 +54,7 @@ class Part:
     grid: ModelGrid
     stage: TrainingStage
     optimizer: ModelOptimizer
-    tp_group: dist.ProcessGroup
+    groups: ProcessGroupCollection
 
     def number(self, rank: int) -> int:
         """Its stage."""
@@ -95,7 +86,7 @@ class TrainingRank:
         draw_weights(built, self.seed + 100 * MODELS.index(model) + stage)
         optimizer = ModelOptimizer(built, OptimizerConfig(), groups, self.device)
         ends = PipelineStage(optimizer.module, first=stage == 0, last=stage == grid.pp - 1, scalar_head=head)
-        return Part(spec, grid, TrainingStage(ends), optimizer, groups.tp)
+        return Part(spec, grid, TrainingStage(ends), optimizer, groups)
 
     def load(self, case: Case, programs: Mapping[str, tuple[tuple[str, ...], ...]]) -> None:
         """Take a case: `programs[side][phase][rank]` is the text of what a rank runs, phases parted by a barrier."""
@@ -111,10 +102,20 @@ class TrainingRank:
             side: [self._phase(Program.parse(texts[self.rank])) for texts in phases]
             for side, phases in programs.items()
         }
+        self.sides[MEGATRON] = [self._megatron(model) for model in MODELS]
 
     def _phase(self, program: Program) -> Callable[[], list[ActionSpan]]:
         def phase() -> list[ActionSpan]:
             return ProgramExecutor(program, self.work, self.channels, lambda _: None).run()
+
+        return phase
+
+    def _megatron(self, model: str) -> Callable[[], list[ActionSpan]]:
+        part, work = self.parts[model], self.work[model]
+
+        def phase() -> list[ActionSpan]:
+            megatron_1f1b(part.stage.stage, work.batches, work.loss, part.groups, self.device)
+            return []
 
         return phase
 
@@ -135,7 +136,11 @@ class TrainingRank:
             end = time.perf_counter()
         finally:
             gc.enable()
-        return Run(start, end, tuple(spans))
+        return Run(start, end, tuple(self._action(span) for span in spans))
+
+    def _action(self, span: ActionSpan) -> Action:
+        name, stage, kind, _ = span.action
+        return Action(self.rank, str(span.action), (name, stage, str(kind)), span.start_seconds, span.end_seconds)
 
     def digest(self) -> str:
         """Of all gradients on this rank."""
@@ -239,7 +244,7 @@ def actor_loss(part: Part, cuts: list[RolloutBatch], tokens: int) -> LossFunctio
     def loss(logits_TV: Tensor, microbatch: int) -> Tensor:
         cut = cuts[microbatch]
         logprobs, _ = token_logprobs(
-            logits_TV[cut.prediction_index], cut.tokens[cut.response_index], part.spec.vocab, 1.0, part.tp_group
+            logits_TV[cut.prediction_index], cut.tokens[cut.response_index], part.spec.vocab, 1.0, part.groups.tp
         )
         return policy_loss_sum(logprobs, cut.old_logprobs, cut.advantages, AlgorithmConfig().clip_eps)[0] / tokens
 
@@ -259,65 +264,7 @@ def barrier() -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-class Ranks:
-    """The processes of all ranks; `ask` runs a method of TrainingRank on each and returns their answers."""
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        os.environ.update(environment)  # inherited, and read by the allocator when a process starts
-        context = mp.get_context("spawn")
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
-        self._pipes, self._processes = [], []
-        for rank in range(RANKS):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, port, theirs), daemon=True)
-            process.start()
-            self._pipes.append(ours)
-            self._processes.append(process)
-
-    def __enter__(self) -> "Ranks":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-
-    def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """Raises RuntimeError with a rank's traceback, or when one does not answer."""
-        for pipe in self._pipes:
-            pipe.send((method, arguments))
-        answers: list[Any] = [None] * RANKS
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(TIMEOUT_SECONDS):
-                raise RuntimeError(f"rank {rank} did not answer {method!r} within {TIMEOUT_SECONDS:g} s")
-            try:
-                good, answers[rank] = pipe.recv()
-            except EOFError:
-                raise RuntimeError(f"rank {rank} ended in {method!r}") from None
-            if not good:
-                raise RuntimeError(f"rank {rank} failed in {method!r}:\n{answers[rank]}")
-        return answers
-
-
-def serve(rank: int, port: int, pipe: Any) -> None:
-    """The program of a rank: "build" makes its models, anything else is a method of them."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def begin(rank: int) -> None:
+    """Join the other ranks, with one thread each."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    models: TrainingRank | None = None
-    while True:
-        method, arguments = pipe.recv()
-        try:
-            if method == "build":
-                if models is not None:
-                    models.close()
-                models = None
-                gc.collect()
-                models = TrainingRank(rank, *arguments)
-                pipe.send((True, None))
-            else:
-                pipe.send((True, getattr(models, method)(*arguments)))
-        except BaseException:
-            pipe.send((False, traceback.format_exc()))
