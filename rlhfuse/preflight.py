@@ -60,7 +60,7 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
         config.data.filter_long_prompts,
     )  # fmt: skip
     layouts = {task.name: task.layout for task in tasks}
-    ranks = rank_map(layouts["actor_train"], layouts["critic_train"])
+    ranks = rank_map({"actor": layouts["actor_train"], "critic": layouts["critic_train"]})
     hardware = hardware_by_name(config.trainer.hardware, config.trainer.device)
     costs = task_costs(config, specs, tasks, hardware)
     tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens / 2

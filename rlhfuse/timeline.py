@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Iterable, Sequence
 
-from rlhfuse.fusion.pair_step import MinibatchResult
+from rlhfuse.fusion.training_step import MinibatchResult
 from rlhfuse.fusion.placement import Placement
 from rlhfuse.monitor.trace import Span
 from rlhfuse.schedule.evaluate import evaluate
@@ -54,21 +54,19 @@ class StageTimes:
 
     def priced(self, schedule: Schedule, tasks: Sequence[Task], actor_microbatches: int) -> Schedule:
         """The schedule's order with these times, in seconds."""
-        layouts = {task.name: task.layout for task in tasks}
+        layouts = {task.role: task.layout for task in tasks if task.training}
 
         def costs(role: str) -> StageCosts:
             def mean(stage: int, kind: str) -> float:
                 seconds, count = self.sums[role, stage, kind]
                 return seconds / count
 
-            stages = range(layouts[f"{role}_train"].pp)
+            stages = range(layouts[role].stages)
             return StageCosts(
                 tuple(mean(s, "F") for s in stages), tuple(mean(s, "B") for s in stages), tuple(1 for _ in stages)
             )
 
-        problem = fused_problem(
-            layouts["actor_train"], layouts["critic_train"], actor_microbatches, costs("actor"), costs("critic")
-        )
+        problem = fused_problem(layouts, actor_microbatches, {role: costs(role) for role in layouts})
         return Schedule(problem, schedule.orders)
 
     def makespan(self, schedule: Schedule, tasks: Sequence[Task], actor_microbatches: int) -> float:

@@ -25,7 +25,7 @@ from rlhfuse.checkpoint import TRAINED, mark_finished, rewind, save_checkpoint
 from rlhfuse.data.sampler import PromptSampler, sample_id
 from rlhfuse.fusion.inference import Scorer
 from rlhfuse.fusion.inter_stage import GenInferReport, InterStage, Request
-from rlhfuse.fusion.pair_step import MinibatchResult, PairStep
+from rlhfuse.fusion.training_step import MinibatchResult, TrainingStep
 from rlhfuse.gen.engine import Engine, EngineOptions
 from rlhfuse.gen.sequence import SamplingParams
 from rlhfuse.models.hf import export_checkpoint
@@ -84,10 +84,11 @@ class Trainer:
             vocab=prepared.checkpoints.specs["reference"].vocab, temperature=config.rollout.temperature,
             device=device.torch_device,
         )  # fmt: skip
-        self.pair = PairStep(
-            rank, prepared.ranks, lower(schedule, prepared.ranks)[rank],
-            {"actor": self.roles.actor, "critic": self.roles.critic}, self.roles.channels, config.algorithm,
-            config.rollout.temperature, device.torch_device, watchdog.progress,
+        models = {"actor": self.roles.actor, "critic": self.roles.critic}
+        tied = frozenset(role for role, model in models.items() if model.tied)
+        self.training = TrainingStep(
+            rank, prepared.ranks, schedule, lower(schedule, prepared.ranks, tied=tied), models, self.roles.channels,
+            config.algorithm, config.rollout.temperature, device.torch_device, watchdog.progress,
         )  # fmt: skip
         self.microbatches = {"actor": plan.batch.actor_microbatches, "critic": plan.batch.critic_microbatches}
         hardware = hardware_by_name(config.trainer.hardware, device.torch_device.type)
@@ -223,7 +224,7 @@ class Trainer:
         ):
             self.watchdog.progress(f"iteration {iteration}: training mini-batch {number}")
             lr = {role: self._lr(role, iteration) for role in ("actor", "critic")}
-            results.append(self.pair.run(batch.select(indices), self.microbatches, lr))
+            results.append(self.training.run(batch.select(indices), self.microbatches, lr))
             for span in results[-1].spans:
                 kind = f"{span.action.pipeline.split('.')[0]} {span.action.kind}"
                 phases.note(str(span.action), kind, wall + span.start_seconds, wall + span.end_seconds)

@@ -54,6 +54,12 @@ class Channels:
         buffer = torch.empty(shape, dtype=dtype, device=self._device)
         return dist.irecv(buffer, source, group=self._groups[source, self._rank]), buffer
 
+    def finish_receive(self, work: dist.Work, buffer: Tensor) -> None:
+        """Wait for a posted receive; its buffer may then be read on the current stream."""
+        work.wait()
+        if buffer.is_cuda:  # the stream that reads may be another than the one that the buffer was made on
+            buffer.record_stream(torch.cuda.current_stream(buffer.device))
+
     def drain(self) -> None:
         """Wait until every send is done."""
         while self._sent:

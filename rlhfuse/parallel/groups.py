@@ -23,7 +23,10 @@ from rlhfuse.spec import ParallelLayout
 
 @dataclass(frozen=True)
 class ModelGrid:
-    """`cells[pipeline][stage]` = ranks of one tensor-parallel group, in tensor order."""
+    """`cells[pipeline][stage]` = ranks of one tensor-parallel group, in tensor order.
+
+    With `chunks` v > 1 a pipeline has pp * v stages, and stage s lies on the ranks of stage s - pp.
+    """
 
     cells: tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -32,8 +35,19 @@ class ModelGrid:
         return len(self.cells[0][0])
 
     @property
-    def pp(self) -> int:
+    def stages(self) -> int:
+        """Stages of one pipeline, pp * chunks."""
         return len(self.cells[0])
+
+    @property
+    def pp(self) -> int:
+        """Ranks of one pipeline, tensor ranks apart."""
+        return len(set(self.cells[0]))
+
+    @property
+    def chunks(self) -> int:
+        """Stages that one rank holds."""
+        return self.stages // self.pp
 
     @property
     def dp(self) -> int:
@@ -44,12 +58,17 @@ class ModelGrid:
         return tuple(sorted(rank for pipeline in self.cells for cell in pipeline for rank in cell))
 
     def position(self, rank: int) -> tuple[int, int, int]:
-        """(pipeline, stage, tensor rank) of a global rank."""
+        """(pipeline, stage, tensor rank) of a global rank; of several stages the lowest."""
         for pipeline, stages in enumerate(self.cells):
             for stage, cell in enumerate(stages):
                 if rank in cell:
                     return pipeline, stage, cell.index(rank)
         raise KeyError(f"rank {rank} is not in this grid of {len(self.ranks)} ranks")
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a global rank holds, one for each chunk, in order."""
+        _, first, _ = self.position(rank)
+        return tuple(range(first, self.stages, self.pp))
 
     def last_stage_ranks(self) -> tuple[int, ...]:
         """Tensor rank 0 of the last stage of every pipeline."""
@@ -106,7 +125,7 @@ class GroupMaker:
                     found = group
             return found
 
-        cells = grid.cells
+        cells = [stages[: grid.pp] for stages in grid.cells]  # chunks lie on the same ranks again
         tp = mine("tp", [cell for stages in cells for cell in stages])
         pp = mine("pp", [tuple(cell[t] for cell in stages) for stages in cells for t in range(grid.tp)])
         mp = mine("mp", [tuple(r for cell in stages for r in cell) for stages in cells])

@@ -105,7 +105,7 @@ class AnalyticCost:
         pairs = _causal_pairs(tokens, sequences)
         forward, activation = [], []
         for stage, layers in enumerate(self.layout.stage_layers(self.spec.layers)):
-            last = stage == self.layout.pp - 1
+            last = stage == self.layout.stages - 1
             seconds = len(layers) * self.layer_seconds(tokens, pairs, tokens)
             seconds += self.head_seconds(tokens) if last else 0.0
             forward.append(max(1, round(seconds / tick_seconds)))
@@ -128,11 +128,11 @@ class AnalyticCost:
 
     def rank_parameters(self) -> int:
         """Parameters on one rank of the fullest pipeline stage."""
-        spec, pp = self.spec, self.layout.pp
+        spec, last_stage = self.spec, self.layout.stages - 1
         stages = []
         for stage, layers in enumerate(self.layout.stage_layers(spec.layers)):
             count = len(layers) * spec.layer_parameters
-            first, last = stage == 0, stage == pp - 1
+            first, last = stage == 0, stage == last_stage
             count += spec.embedding_parameters if first else 0
             if last:
                 count += spec.hidden

@@ -212,10 +212,13 @@ def training_problem(
     costs: Mapping[str, AnalyticCost], batch: BatchArithmetic, tokens_per_sample: float
 ) -> FusionProblem:
     """The scheduling problem of one mini-batch on one fused group, in ticks of TICK_SECONDS and bytes."""
-    actor, critic = costs["actor_train"], costs["critic_train"]
     sequences = batch.samples_per_microbatch
-    stage_costs = [cost.stage_costs(tokens_per_sample * sequences, sequences, TICK_SECONDS) for cost in (actor, critic)]
-    return fused_problem(actor.layout, critic.layout, batch.actor_microbatches, *stage_costs)
+    trained = {"actor": costs["actor_train"], "critic": costs["critic_train"]}
+    stage_costs = {
+        model: cost.stage_costs(tokens_per_sample * sequences, sequences, TICK_SECONDS)
+        for model, cost in trained.items()
+    }
+    return fused_problem({model: cost.layout for model, cost in trained.items()}, batch.actor_microbatches, stage_costs)
 
 
 def choose_schedule(config: RunConfig, problem: FusionProblem) -> tuple[Schedule, str]:

@@ -53,21 +53,20 @@ def microbatches(ranks, actor_count: int) -> dict[str, int]:
 
 def train(rank: int, folders: dict, actor: str, critic: str, kind: str, steps: int) -> dict:
     """Build the pair on this rank, run `steps` mini-batches, return digests, gradients and statistics."""
-    from rlhfuse.fusion.pair_step import PairStep
+    from rlhfuse.fusion.training_step import PairStep
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.roles import Checkpoints, build_roles
 
     device = choose_device("cpu", 0, 1)
     config = make_config(actor, critic)
-    ranks = rank_map(ParallelLayout.parse(actor), ParallelLayout.parse(critic))
+    layouts = {"actor": ParallelLayout.parse(actor), "critic": ParallelLayout.parse(critic)}
+    ranks = rank_map(layouts)
     specs = {role: ModelSpec.from_config(path) for role, path in folders.items()}
     roles = build_roles(config, Checkpoints(folders, specs), ranks, rank, device)
     counts = microbatches(ranks, 4)
     costs = {role: StageCosts((1,) * layout.pp, (2,) * layout.pp, (1,) * layout.pp)
-             for role, layout in (("actor", ParallelLayout.parse(actor)), ("critic", ParallelLayout.parse(critic)))}  # fmt: skip
-    problem = fused_problem(
-        ParallelLayout.parse(actor), ParallelLayout.parse(critic), 4, costs["actor"], costs["critic"]
-    )
+             for role, layout in layouts.items()}  # fmt: skip
+    problem = fused_problem(layouts, 4, costs)
     program = lower(BUILDERS[kind](problem), ranks)[rank]
     models = {"actor": roles.actor, "critic": roles.critic}
     step = PairStep(
