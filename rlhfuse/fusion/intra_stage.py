@@ -50,7 +50,6 @@ class PipelineParts:
 
     stages: Mapping[int, TrainingStage]
     optimizer: ModelOptimizer
-    hidden: int
     dtype: torch.dtype
 
 

@@ -100,7 +100,7 @@ class TrainingStep:
         self._device = device
         self._pipelines = {role: ranks.pipeline_of(role, rank) for role in needed}
         parts = {
-            self._pipelines[role]: PipelineParts(model.stages, model.optimizer, model.spec.hidden, model.dtype)
+            self._pipelines[role]: PipelineParts(model.stages, model.optimizer, model.dtype)
             for role, model in models.items()
         }
         self._executor = ProgramExecutor(programs[rank], parts, channels, progress)
