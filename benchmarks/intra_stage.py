@@ -4,18 +4,25 @@
     python benchmarks/intra_stage.py --quick             the same in small, to see that it runs: no measurement
 
 Two processes with one thread each train two random Llamas with Megatron-core stages over gloo: the actor's two stages
-on ranks 0 and 1, the critic's on ranks 1 and 0. What is timed is one mini-batch from a barrier to the last gradient,
-all forwards, backwards and transfers. The sides take turns in one run, in another order each round:
+on ranks 0 and 1, the critic's on ranks 1 and 0. The sides take turns in one run, in the opposite order every other
+round:
 
     megatron_1f1b      Megatron's forward_backward_pipelining_without_interleaving, actor, barrier, critic
     serial             this project's executor with the 1F1B schedule of the actor, barrier, of the critic
     serial_no_barrier  the same without the barrier
     fused              the executor with a searched schedule
+    serial_step        serial and fused with the optimizer steps in it: reduction, norm, clipping, update; the first
+    fused_step         model of a fused step keeps an undo copy
 
-The barrier stands for the optimizer steps. The headline is fused against the faster of the first two. Before each
-case every action is timed while both ranks are busy; the schedules are made of these times, and what they promise
-(serial makespan / fused makespan) stands beside what is measured. `bound` is that ratio for the best schedule that
-could exist. Every side must leave the same gradients, bit for bit, except that Megatron's may differ and says so.
+Of the first four one mini-batch is timed from a barrier to the last gradient; the barrier between models stands for the
+optimizer step. The headline is fused against the faster of the first two. Before each case every action is timed while
+both ranks are busy; the schedules are made of these times, and what they promise (serial makespan / fused makespan)
+stands beside what is measured. `bound` is that ratio for the best schedule that could exist. All sides must leave the
+same gradients, bit for bit, Megatron's own loop included.
+
+`cpu_share` is the processor time that the computing thread got of the time its actions took: below 1 something else
+ran on the machine, and the figures are not to be trusted. `executor` is the time between the return of one instruction
+and the start of the next, without the calls that send and receive, which stand beside it.
 
 Nothing else should run meanwhile. Progress goes to stderr, one JSON object to stdout.
 """
@@ -27,15 +34,19 @@ import os
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Sequence
 
 from intra_stage_cases import (
     FULL,
     FUSED,
+    FUSED_STEP,
     MICROBATCHES,
+    MODELS,
     NO_BARRIER,
     QUICK,
+    SAME_GRADIENTS,
     SERIAL,
+    SERIAL_STEP,
     SIDES,
     Case,
     Schedules,
@@ -50,7 +61,8 @@ from search_runs import console, counting, finish, machine
 from rlhfuse.errors import InputError, run_program
 from rlhfuse.monitor.trace import save_trace
 from rlhfuse.schedule.io import write_text
-from rlhfuse.schedule.lowering import Program, lower
+from rlhfuse.schedule.lowering import lower
+from rlhfuse.schedule.program import Program, Programs
 
 PLENTY = str(1 << 30)
 ALLOCATOR = {  # glibc gives memory back to the system and faults it in again in every step unless told to keep it
@@ -150,7 +162,7 @@ def measure(
         for side in turn:
             runs[side].append(Round.of(ranks.ask("run", side)))
     figures = case_figures(case, schedules, times, runs)
-    figures["same_gradients_as_fused"] = {side: digests[side] == digests[FUSED] for side in SIDES}
+    figures["same_gradients"] = all(digests[side] == digests[sides[0]] for sides in SAME_GRADIENTS for side in sides)
     figures["transfer"] = ranks.ask("transfer")[0]
     begin = max((span.end_seconds for span in spans), default=0.0)
     return figures, spans + trace_spans(case, schedules, runs, begin)
@@ -164,16 +176,27 @@ def side_programs(schedules: Schedules) -> dict[str, tuple[tuple[str, ...], ...]
     """What each rank runs in each phase of each side that our executor runs."""
     layout = rank_layout()
     serial, fused = lower(schedules.serial, layout), lower(schedules.fused, layout)
+
+    def texts(programs: Programs, models: Sequence[str], weights: bool) -> tuple[str, ...]:
+        return tuple(part_of(programs[rank], models, weights).text() for rank in programs)
+
     return {
-        SERIAL: tuple(tuple(only(serial[rank], model).text() for rank in serial) for model in ("actor", "critic")),
-        NO_BARRIER: (tuple(serial[rank].text() for rank in serial),),
-        FUSED: (tuple(fused[rank].text() for rank in fused),),
+        SERIAL: tuple(texts(serial, [model], False) for model in MODELS),
+        NO_BARRIER: (texts(serial, MODELS, False),),
+        FUSED: (texts(fused, MODELS, False),),
+        SERIAL_STEP: tuple(texts(serial, [model], True) for model in MODELS),
+        FUSED_STEP: (texts(fused, MODELS, True),),
     }
 
 
-def only(program: Program, model: str) -> Program:
-    """The instructions of one model."""
-    return Program(program.rank, tuple(i for i in program.instructions if i.action.pipeline == model))
+def part_of(program: Program, models: Sequence[str], weights: bool) -> Program:
+    """The instructions of `models`; without `weights` only what has a micro-batch."""
+    chosen = [
+        instruction
+        for instruction in program.instructions
+        if instruction.action.pipeline in models and (weights or instruction.action.microbatch is not None)
+    ]
+    return Program(program.rank, tuple(chosen))
 
 
 def line(figures: dict[str, Any]) -> str:

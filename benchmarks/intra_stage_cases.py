@@ -29,7 +29,10 @@ MEGATRON = "megatron_1f1b"  # Megatron's own loop, actor then critic
 SERIAL = "serial"  # our executor, 1F1B, a barrier between the models as their optimizer steps are
 NO_BARRIER = "serial_no_barrier"  # the same without the barrier
 FUSED = "fused"
-SIDES = (MEGATRON, SERIAL, NO_BARRIER, FUSED)
+SERIAL_STEP = "serial_step"  # as SERIAL, and each model's optimizer step
+FUSED_STEP = "fused_step"  # as FUSED, and both models' optimizer steps
+SIDES = (MEGATRON, SERIAL, NO_BARRIER, FUSED, SERIAL_STEP, FUSED_STEP)
+SAME_GRADIENTS = (SIDES[:4], SIDES[4:])  # an optimizer step clips the gradients that it leaves
 BASELINES = (MEGATRON, SERIAL)  # the headline is against the faster of them
 
 
@@ -71,8 +74,8 @@ class Case:
 
 
 FULL = (
-    Sizes("1:1", (4, 4), 640, 1760, 512, 4, 16, 80),
-    Sizes("2.5:1", (10, 4), 512, 1376, 512, 4, 16, 80),
+    Sizes("1:1", (8, 8), 512, 1376, 512, 3, 16, 80),
+    Sizes("2.5:1", (10, 4), 512, 1376, 512, 3, 16, 80),
 )
 QUICK = (Sizes("1:1", (2, 2), 128, 352, 256, 2, 8, 24), Sizes("2.5:1", (5, 2), 128, 352, 256, 2, 8, 24))
 MICROBATCHES = (2, 4, 8)
@@ -103,25 +106,29 @@ class Schedules:
     no_barrier_time: float
     fused_time: float
     bound: float  # no schedule is faster than this
+    peak_live: tuple[int, ...]  # most micro-batches that the fused schedule keeps on each rank
 
     @staticmethod
     def of(problem: FusionProblem, seed: int) -> "Schedules":
         serial = serial_1f1b(problem)
         fused, _ = search(problem, time_limit=SEARCH_SECONDS, seed=seed)
+        timeline = evaluate(fused)
         return Schedules(
             serial,
             fused,
             float(serial_makespan(problem)),
             float(evaluate(serial).makespan),
-            float(evaluate(fused).makespan),
+            float(timeline.makespan),
             float(latency_bound(problem)),
+            tuple(map(int, timeline.node_peak_memory)),  # an activation counts 1
         )
 
 
 def rank_layout() -> FusedRanks:
     """Actor stages on ranks 0, 1; critic stages on ranks 1, 0."""
-    return rank_map(LAYOUT, LAYOUT)
+    return rank_map(dict.fromkeys(MODELS, LAYOUT))
 
 
 def problem_of(case: Case, times: Times) -> FusionProblem:
-    return fused_problem(LAYOUT, LAYOUT, case.microbatches, times.costs("actor"), times.costs("critic"))
+    costs = {model: times.costs(model) for model in MODELS}
+    return fused_problem(dict.fromkeys(MODELS, LAYOUT), case.microbatches, costs)

@@ -31,12 +31,35 @@ class Action:
 
 
 @dataclass(frozen=True)
+class Spent:
+    """Where a rank's executor spent the time of instructions of one kind, in seconds."""
+
+    count: int
+    transport: float  # in the calls that start sends and receives
+    waiting: float  # for inputs and reductions
+    overhead: float  # in the executor itself
+
+
+@dataclass(frozen=True)
 class Run:
-    """What one rank did in one run of a side."""
+    """What one rank did in one run of a side; of Megatron's own loop only the times of the whole are known."""
 
     start: float
     end: float
-    actions: tuple[Action, ...]
+    cpu_seconds: float  # of the thread that computes
+    page_faults: int
+    actions: tuple[Action, ...] = ()
+    spent: tuple[tuple[str, Spent], ...] = ()  # by kind of instruction; a kind may come once for each phase
+    drain_seconds: float = 0.0  # waited at the end until the last sends were received
+    peak_live: int = 0  # most micro-batches kept for their backward
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    @property
+    def busy_seconds(self) -> float:
+        return sum(action.end - action.start for action in self.actions)
 
 
 @dataclass(frozen=True)
@@ -45,6 +68,7 @@ class Round:
 
     seconds: float
     actions: tuple[Action, ...]
+    runs: tuple[Run, ...]  # by rank
 
     @staticmethod
     def of(runs: Sequence[Run]) -> "Round":
@@ -54,7 +78,7 @@ class Round:
             for run in runs
             for action in run.actions
         )
-        return Round(max(run.end for run in runs) - start, actions)
+        return Round(max(run.end for run in runs) - start, actions, tuple(runs))
 
 
 class Ranks:

@@ -1,8 +1,8 @@
 """One rank of the intra-stage benchmark: the models' stages on it, and every way of training them.
 
 intra_stage_ranks.py starts it and calls `TrainingRank`'s methods over a pipe. All sides of a case train the same stages on the same micro-batches.
-The weights do not change (a run ends with the gradients), so that every run of a case must leave the same bits in the
-gradient buffers: `digest` is how the benchmark checks it.
+The weights do not change, so that every run of a case must leave the same bits in the gradient buffers: `digest` is
+how the benchmark checks it.
 
 Times are of CLOCK_MONOTONIC (`time.perf_counter`), which all processes of one machine share.
 """
@@ -11,24 +11,27 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import resource
 import time
 import warnings
 from dataclasses import dataclass
 from typing import Callable, Mapping
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
+warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated", module="torch.distributed")
 
 import torch
 import torch.distributed as dist
 from intra_stage_cases import MEGATRON, MODELS, RANKS, Case, Sizes, rank_layout
-from intra_stage_ranks import TIMEOUT_SECONDS, Action, Run
+from intra_stage_ranks import TIMEOUT_SECONDS, Action, Run, Spent
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_1f1b import megatron_1f1b
 from torch import Tensor
 
 from rlhfuse.config import AlgorithmConfig, OptimizerConfig
-from rlhfuse.fusion.intra_stage import ActionSpan, PipelineWork, ProgramExecutor
+from rlhfuse.fusion.intra_stage import PipelineParts, PipelineWork, ProgramExecutor
 from rlhfuse.fusion.p2p import Channels
+from rlhfuse.fusion.step_report import StepReport
 from rlhfuse.models.build import build_model
 from rlhfuse.models.heads import token_logprobs
 from rlhfuse.models.stage import LossFunction, PackedTokens, PipelineStage, TrainingStage
@@ -39,9 +42,10 @@ from rlhfuse.ppo.losses import policy_loss_sum, value_loss_sum
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.roles import neighbour_pairs
 from rlhfuse.schedule.action import Kind
-from rlhfuse.schedule.lowering import Program
+from rlhfuse.schedule.program import Program
 from rlhfuse.spec import ModelSpec
 
+Phase = Callable[[], "StepReport | None"]
 WARM_CYCLES = 2  # of the profile, not counted
 ECHOES = 30  # of the transfer measurement
 
@@ -84,7 +88,7 @@ class TrainingRank:
         )  # fmt: skip
         stage = grid.position(self.rank)[1]
         draw_weights(built, self.seed + 100 * MODELS.index(model) + stage)
-        optimizer = ModelOptimizer(built, OptimizerConfig(), groups, self.device)
+        optimizer = ModelOptimizer({stage: built}, OptimizerConfig(), groups, self.device)
         ends = PipelineStage(optimizer.module, first=stage == 0, last=stage == grid.pp - 1, scalar_head=head)
         return Part(spec, grid, TrainingStage(ends), optimizer, groups)
 
@@ -95,8 +99,9 @@ class TrainingRank:
         tokens = sum(cut.response_tokens for cut in cuts)
         losses = {"actor": actor_loss(self.parts["actor"], cuts, tokens), "critic": critic_loss(cuts, tokens)}
         self.work = {
-            model: PipelineWork(part.stage, packed, losses[model], part.spec.hidden, torch.float32)
-            for model, part in self.parts.items()
+            # at a learning rate of 0 an optimizer step costs the same and leaves the weights for the next side
+            model: PipelineWork(packed, losses[model], lr=0.0)
+            for model in MODELS
         }
         self.sides = {
             side: [self._phase(Program.parse(texts[self.rank])) for texts in phases]
@@ -104,43 +109,43 @@ class TrainingRank:
         }
         self.sides[MEGATRON] = [self._megatron(model) for model in MODELS]
 
-    def _phase(self, program: Program) -> Callable[[], list[ActionSpan]]:
-        def phase() -> list[ActionSpan]:
-            return ProgramExecutor(program, self.work, self.channels, lambda _: None).run()
+    def _phase(self, program: Program) -> Phase:
+        parts = {
+            model: PipelineParts({part.number(self.rank): part.stage}, part.optimizer, torch.float32)
+            for model, part in self.parts.items()
+        }
+        executor = ProgramExecutor(program, parts, self.channels, lambda _: None)
+        return lambda: executor.run(self.work)
 
-        return phase
-
-    def _megatron(self, model: str) -> Callable[[], list[ActionSpan]]:
+    def _megatron(self, model: str) -> Phase:
         part, work = self.parts[model], self.work[model]
 
-        def phase() -> list[ActionSpan]:
+        def phase() -> None:
             megatron_1f1b(part.stage.stage, work.batches, work.loss, part.groups, self.device)
-            return []
 
         return phase
 
     def run(self, side: str) -> Run:
-        """Train one mini-batch up to its gradients, from a barrier on."""
+        """Train one mini-batch as `side` does, from a barrier on."""
         for part in self.parts.values():
             part.optimizer.zero_grad()
         gc.collect()
         gc.disable()
+        reports: list[StepReport] = []
         try:
             barrier()
-            start = time.perf_counter()
-            spans: list[ActionSpan] = []
+            faults = page_faults()
+            start, cpu = time.perf_counter(), time.thread_time()
             for number, phase in enumerate(self.sides[side]):
                 if number:
                     barrier()
-                spans += phase()
-            end = time.perf_counter()
+                if report := phase():
+                    reports.append(report)
+            end, cpu = time.perf_counter(), time.thread_time() - cpu
+            faults = page_faults() - faults
         finally:
             gc.enable()
-        return Run(start, end, tuple(self._action(span) for span in spans))
-
-    def _action(self, span: ActionSpan) -> Action:
-        name, stage, kind, _ = span.action
-        return Action(self.rank, str(span.action), (name, stage, str(kind)), span.start_seconds, span.end_seconds)
+        return run_of(self.rank, start, end, cpu, faults, reports)
 
     def digest(self) -> str:
         """Of all gradients on this rank."""
@@ -201,6 +206,32 @@ class TrainingRank:
 
     def close(self) -> None:
         self.maker.close()
+
+
+def page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def run_of(
+    rank: int, start: float, end: float, cpu_seconds: float, faults: int, reports: list[StepReport]
+) -> Run:  # fmt: skip
+    """In words that need no torch to be read."""
+    actions = tuple(
+        Action(
+            rank, str(span.action), (span.action.pipeline, span.action.stage, str(span.action.kind)),
+            span.start_seconds, span.end_seconds,
+        )  # fmt: skip
+        for report in reports
+        for span in report.spans
+    )
+    spent = tuple(
+        (str(kind), Spent(times.count, times.transport_seconds, times.waiting_seconds, times.overhead_seconds))
+        for report in reports
+        for kind, times in report.times.items()
+    )
+    drain = sum(report.drain_seconds for report in reports)
+    live = max((report.peak_live for report in reports), default=0)
+    return Run(start, end, cpu_seconds, faults, actions, spent, drain, live)
 
 
 def draw_weights(model: torch.nn.Module, seed: int) -> None:
