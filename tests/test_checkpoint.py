@@ -37,7 +37,7 @@ def build(rank: int, folders: dict, actor: str, critic: str, dtype: str) -> dict
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.roles import Checkpoints, build_roles
 
-    config = RunConfig(parallel=ParallelConfig(actor, critic, "d4t1p1", "d4t1p1", "d4t1p1", "d4t1p1", "d4t1p1"))
+    config = RunConfig(parallel=ParallelConfig(actor, critic, False, *["d4t1p1"] * 5))
     config.trainer.dtype = dtype
     config.actor.optim = OptimizerConfig(lr=1e-3, weight_decay=0.1)
     ranks = rank_map({"actor": ParallelLayout.parse(actor), "critic": ParallelLayout.parse(critic)})

@@ -73,7 +73,7 @@ class Pair:
         sha = hashlib.sha256()
         for model in self.models.values():
             for name, value in sorted(export_state(model.optimizer).items()):
-                sha.update(name.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
+                sha.update(name.encode() + value.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
         return sha.hexdigest()
 
     def close(self) -> None:
@@ -90,7 +90,8 @@ def build_pair(
     from rlhfuse.roles import Checkpoints, build_roles
 
     device = choose_device("cpu", 0, 1)
-    config = RunConfig(parallel=ParallelConfig(actor, critic, "d4t1p1", "d4t1p1", "d4t1p1", "d4t1p1", "d4t1p1"))
+    inference = {task: "d4t1p1" for task in ("inference", "reference_inference", "reward_inference", "critic_inference")}
+    config = RunConfig(parallel=ParallelConfig(actor_train=actor, critic_train=critic, generation="d4t1p1", **inference))
     config.trainer.dtype = dtype
     config.actor.optim = OptimizerConfig(name=optimizer, lr=LR["actor"], clip_grad=1.0)
     config.critic.optim = OptimizerConfig(name=optimizer, lr=LR["critic"], clip_grad=1.0)
