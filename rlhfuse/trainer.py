@@ -87,9 +87,9 @@ class Trainer:
         )  # fmt: skip
         models = {"actor": self.roles.actor, "critic": self.roles.critic}
         tied = frozenset(role for role, model in models.items() if model.tied)
+        self.programs = lower(schedule, prepared.ranks, tied=tied)
         self.training = TrainingStep(
-            rank, prepared.ranks, schedule, lower(schedule, prepared.ranks, tied=tied), models, self.roles.channels,
-            config.algorithm, config.rollout.temperature, device.torch_device, watchdog.progress,
+            rank, prepared.ranks, schedule, self.programs, models, self.roles.channels, config.algorithm, config.rollout.temperature, device.torch_device, watchdog.progress,
         )  # fmt: skip
         self.microbatches = {"actor": plan.batch.actor_microbatches, "critic": plan.batch.critic_microbatches}
         hardware = hardware_by_name(config.trainer.hardware, device.torch_device.type)
@@ -300,13 +300,13 @@ class Trainer:
         timeline = self.threshold.simulate(used)
         spans = gen_infer_spans(timeline, self.roles.placement, report.begin_seconds)
         begin = report.begin_seconds + timeline.total_seconds
-        times = self.stage_times.step_times(self.training.programs, self.prepared.ranks)
-        starts = [result.start_seconds for result in results]
+        times = self.stage_times.step_times(self.programs, self.prepared.ranks)
+        starts = [result.spans[0].start_seconds for result in results]
         return spans + training_spans(times, begin, starts)
 
     def _predicted_makespan(self, minibatches: int) -> float:
         """Of this iteration's mini-batches, from the times its actions took, each on its own core or GPU."""
-        return minibatches * makespan(self.stage_times.step_times(self.training.programs, self.prepared.ranks))
+        return minibatches * makespan(self.stage_times.step_times(self.programs, self.prepared.ranks))
 
     def _tensorboard(self, first_iteration: int):
         from rlhfuse.monitor.loggers import TensorBoardLogger
