@@ -66,7 +66,7 @@ def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, 
     activations = Activations(config.parallel.sequence_parallel, config.trainer.recompute == "full")
 
     def trained(role: str, optim: OptimizerConfig) -> TrainedModel:
-        grid = ModelGrid(ranks.pipelines(role))
+        grid = ModelGrid(ranks.pipelines(role), ranks.shape.share(role).layout.chunks)
         groups = maker.for_model(role, grid, rank)
         head = role == "critic"
         chunks = {}
@@ -150,8 +150,8 @@ def load_part(
 def neighbour_pairs(grid: ModelGrid) -> list[tuple[int, int]]:
     """(sender, receiver) of every transfer between neighbouring stages, both directions."""
     pairs = []
-    for stages in grid.cells:
-        for here, there in zip(stages, stages[1:]):
-            for a, b in zip(here, there):
+    for places in grid.cells:
+        for stage in range(grid.stages - 1):
+            for a, b in zip(places[stage % grid.pp], places[(stage + 1) % grid.pp]):
                 pairs += [(a, b), (b, a)]
     return pairs

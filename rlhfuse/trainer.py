@@ -205,10 +205,10 @@ class Trainer:
     def _move_weights(self, phases: Phases) -> None:
         """Actor into the generation layout; critic into the inference layout and parked in host memory."""
         start = time.time()
-        self.resharder.move(self.roles.actor.optimizer.module, self.roles.generation)
+        self.resharder.move(self.roles.actor.optimizer.modules.values(), self.roles.generation)
         parked = self.roles.critic_frozen.parked
         parked.allocate()
-        self.resharder.move(self.roles.critic.optimizer.module, parked.module)
+        self.resharder.move(self.roles.critic.optimizer.modules.values(), parked.module)
         parked.park()
         self.engine.load_weights(dict(self.roles.generation.named_parameters()))
         self.engine.resume()
@@ -352,7 +352,7 @@ class Trainer:
         for role, head in (("actor", False), ("critic", True)):
             trained = getattr(self.roles, role)
             copy = whole_copy(self.config, self.prepared.checkpoints, role, self.rank, self.device)
-            self.resharder.move(trained.optimizer.module, copy)
+            self.resharder.move(trained.optimizer.modules.values(), copy)
             if self.rank == 0:
                 paths, specs = self.prepared.checkpoints.paths, self.prepared.checkpoints.specs
                 weights = dict(copy.named_parameters())

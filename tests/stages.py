@@ -46,7 +46,7 @@ def loss_of(batches, kept: dict[int, float], tp_group):
                 logprobs, _ = token_logprobs(out[a : b - 1], batch.tokens[a + 1 : b], VOCAB, 1.0, tp_group)
                 total = total - logprobs.sum()
         value = total * (0.3 + microbatch)
-        kept[microbatch] = float(value)
+        kept[microbatch] = float(value.detach())
         return value
 
     return loss
@@ -80,7 +80,7 @@ def write_reference_gradients(folder: Path, out: Path, head: bool, rows) -> dict
                 total = total - logprobs.gather(1, tokens[1:, None]).sum()
         total = total * (0.3 + microbatch)
         total.backward()
-        losses[microbatch] = float(total)
+        losses[microbatch] = float(total.detach())
     out.mkdir()
     shutil.copyfile(folder / "config.json", out / "config.json")
     named = {name: p.grad.float() for name, p in model.named_parameters()}
@@ -119,7 +119,8 @@ def build(rank: int, maker, ranks: FusedRanks, model: str, folder: Path, activat
     from rlhfuse.roles import load_part
 
     device = choose_device("cpu", 0, 1)
-    spec, grid, head = ModelSpec.from_config(folder), ModelGrid(ranks.pipelines(model)), model == "critic"
+    spec, head = ModelSpec.from_config(folder), model == "critic"
+    grid = ModelGrid(ranks.pipelines(model), ranks.shape.share(model).layout.chunks)
     groups = maker.for_model(model, grid, rank)
     chunks = {}
     for stage in grid.stages_of(rank):
@@ -171,7 +172,7 @@ def one_step(rank: int, maker, ranks: FusedRanks, models: Mapping[str, Built], r
         name, kept = ranks.pipeline_of(model, rank), losses.setdefault(model, {})
         pipeline, _, _ = built.grid.position(rank)
         batches = packed_for(built, rows[model][pipeline])
-        parts[name] = PipelineParts(built.stages, built.optimizer, built.spec.hidden, torch.float32)
+        parts[name] = PipelineParts(built.stages, built.optimizer, torch.float32)
         work[name] = PipelineWork(batches, loss_of(batches, kept, built.groups.tp), 0.0)
     ProgramExecutor(program, parts, channels, lambda _: None).run(work)
     return losses

@@ -138,7 +138,7 @@ def check_reshard(model: Path, device: Device) -> dict:
     grid = plain_grid(ParallelLayout(1, 1, 1))
     groups = GroupMaker(60.0).for_model("copy", grid, 0)
     copy = build_model(trained["spec"], grid, groups, 0, scalar_head=False, dtype=torch.float32, device=device)
-    Resharder(device).move(trained["model"], copy)
+    Resharder(device).move([trained["model"]], copy)
     source = dict(trained["model"].named_parameters())
     different = [name for name, p in copy.named_parameters() if not torch.equal(p, source[name])]
     return require(not different, {"weights": len(source), "different": different[:3]})
