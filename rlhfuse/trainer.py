@@ -89,7 +89,8 @@ class Trainer:
         tied = frozenset(role for role, model in models.items() if model.tied)
         self.programs = lower(schedule, prepared.ranks, tied=tied)
         self.training = TrainingStep(
-            rank, prepared.ranks, schedule, self.programs, models, self.roles.channels, config.algorithm, config.rollout.temperature, device.torch_device, watchdog.progress,
+            rank, prepared.ranks, schedule, self.programs, models, self.roles.channels, config.algorithm,
+            config.rollout.temperature, device.torch_device, watchdog.progress,
         )  # fmt: skip
         self.microbatches = {"actor": plan.batch.actor_microbatches, "critic": plan.batch.critic_microbatches}
         hardware = hardware_by_name(config.trainer.hardware, device.torch_device.type)

@@ -57,15 +57,9 @@ class _Clock:
         self._place = dict.fromkeys(programs, 0)
         self._now = dict.fromkeys(programs, 0.0)
         self._ends: dict[tuple[int, Action], float] = {}
-        self._sources = {
-            (rank, i.action): i.peer for rank, program in programs.items() for i in program.instructions if i.peer is not None
-        }
-        self._sizes = Counter(
-            self._meeting(rank, i.action)
-            for rank, program in programs.items()
-            for i in program.instructions
-            if i.action.kind in MEETINGS
-        )
+        every = [(rank, instruction) for rank, program in programs.items() for instruction in program.instructions]
+        self._sources = {(rank, i.action): i.peer for rank, i in every}
+        self._sizes = Counter(self._meeting(rank, i.action) for rank, i in every if i.action.kind in MEETINGS)
         self._there: dict[Hashable, dict[tuple[int, Action], float]] = {}
 
     def _meeting(self, rank: int, action: Action) -> Hashable:
@@ -97,10 +91,12 @@ class _Clock:
             there = self._there.setdefault(meeting, {})
             there[rank, action] = self._now[rank]
             return max(there.values()) if len(there) == self._sizes[meeting] else None
-        source = self._sources.get((rank, action._replace(kind=RECEIVE_OF[action.kind]))) if action.kind in RECEIVE_OF else None
-        if source is None:  # the input was computed on this rank, before
+        receive = action._replace(kind=RECEIVE_OF[action.kind]) if action.kind in RECEIVE_OF else None
+        source = self._sources.get((rank, receive))
+        if source is None:  # whatever is needed was computed on this rank, before
             return 0.0
-        return self._ends.get((source, action._replace(stage=action.stage + (-1 if action.kind is Kind.F else 1))))
+        step = -1 if action.kind is Kind.F else 1
+        return self._ends.get((source, action._replace(stage=action.stage + step)))
 
     def check_finished(self) -> None:
         for rank, place in self._place.items():
