@@ -41,7 +41,8 @@ MANIFEST = "manifest.json"
 TRAINED = ("actor", "critic")
 # what a run may change when it continues: where, how long and how watched it runs, and what moves work in time only
 FREE_GROUPS = ("fusion", "trainer", "parallel")  # layouts are compared as layouts, with their defaults filled
-FIXED_KEYS = ("fusion.actor_microbatches", "trainer.seed", "trainer.dtype")  # of those groups, yet change numbers
+# of those groups, yet change numbers
+FIXED_KEYS = ("fusion.actor_microbatches", "parallel.sequence_parallel", "trainer.seed", "trainer.dtype")
 
 
 @dataclass(frozen=True)

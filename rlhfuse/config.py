@@ -18,6 +18,7 @@ from rlhfuse.errors import InputError
 
 @dataclass
 class OptimizerConfig:
+    name: str = "adam"  # adam, or sgd: without momentum, unsharded, not for checkpoints
     lr: float = 1e-6  # peak learning rate
     warmup_iterations: int = 0  # linear warm-up, counted in PPO iterations
     weight_decay: float = 0.0
@@ -104,6 +105,7 @@ class FusionConfig:
 class ParallelConfig:
     actor_train: str = "d1t1p1"
     critic_train: str = "d1t1p1"
+    sequence_parallel: bool = False  # in training: cut tokens, not only weights, over the tensor ranks
     generation: str = "d1t1p1"
     inference: str = ""  # default of the three below; empty = the generation layout
     reference_inference: str = ""
@@ -120,6 +122,7 @@ class TrainerConfig:
     resume: str = "never"  # auto, never, or the path of a checkpoint
     seed: int = 1
     dtype: str = "float32"  # float32 or bfloat16
+    recompute: str = "none"  # none, or full: training keeps each layer's input alone and runs the layer again
     device: str = "auto"  # auto, cpu or cuda
     hardware: str = "auto"  # auto, cpu, a100, h100, h800, h200: used by the planner
     threads_per_rank: int = 1  # torch threads of one rank on CPU
@@ -247,7 +250,10 @@ def _resolve(config: RunConfig, file: Path) -> RunConfig:
             raise InputError(f"algorithm.{key}={getattr(config.algorithm, key)} must be in [0, 1]")
     for key, value, known in (
         ("algorithm.kl_estimator", config.algorithm.kl_estimator, ("k1", "k2", "k3")),
+        ("actor.optim.name", config.actor.optim.name, ("adam", "sgd")),
+        ("critic.optim.name", config.critic.optim.name, ("adam", "sgd")),
         ("trainer.dtype", config.trainer.dtype, ("float32", "bfloat16")),
+        ("trainer.recompute", config.trainer.recompute, ("none", "full")),
         ("trainer.device", config.trainer.device, ("auto", "cpu", "cuda")),
     ):
         if value not in known:

@@ -44,6 +44,11 @@ class Prepared:
     facts: RunFacts
     resume: Checkpoint | None  # None: a fresh start
 
+    @property
+    def tied(self) -> frozenset[str]:
+        """Trained models whose output layer is their embedding; the critic has a head of its own."""
+        return frozenset({"actor"} if self.checkpoints.specs["actor"].tied_embeddings else ())
+
 
 def prepare(config: RunConfig, world_size: int) -> Prepared:
     """Check everything. Raises InputError with one line that names the value and the fix."""
@@ -60,7 +65,7 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
         config.data.filter_long_prompts,
     )  # fmt: skip
     layouts = {task.name: task.layout for task in tasks}
-    ranks = rank_map(layouts["actor_train"], layouts["critic_train"])
+    ranks = rank_map({"actor": layouts["actor_train"], "critic": layouts["critic_train"]})
     hardware = hardware_by_name(config.trainer.hardware, config.trainer.device)
     costs = task_costs(config, specs, tasks, hardware)
     tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens / 2

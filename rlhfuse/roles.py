@@ -19,9 +19,9 @@ import torch.distributed as dist
 from rlhfuse.config import OptimizerConfig, RunConfig
 from rlhfuse.fusion.inference import FrozenModel
 from rlhfuse.fusion.p2p import Channels
-from rlhfuse.fusion.pair_step import TrainedModel
+from rlhfuse.fusion.training_step import TrainedModel
 from rlhfuse.fusion.placement import Placement
-from rlhfuse.models.build import build_model, fill
+from rlhfuse.models.build import Activations, build_model, fill, stage_layers
 from rlhfuse.models.hf import load_weights
 from rlhfuse.models.stage import PipelineStage, TrainingStage
 from rlhfuse.parallel.device import Device
@@ -63,17 +63,27 @@ def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, 
     maker = GroupMaker(config.trainer.hang_seconds)
     dtype = DTYPES[config.trainer.dtype]
     specs, paths = checkpoints.specs, checkpoints.paths
+    activations = Activations(config.parallel.sequence_parallel, config.trainer.recompute == "full")
 
     def trained(role: str, optim: OptimizerConfig) -> TrainedModel:
-        grid = ModelGrid(ranks.pipelines(role))
+        grid = ModelGrid(ranks.pipelines(role), ranks.shape.share(role).layout.chunks)
         groups = maker.for_model(role, grid, rank)
         head = role == "critic"
-        model = build_model(specs[role], grid, groups, rank, scalar_head=head, dtype=dtype, device=device)
-        load_part(model, paths[role], specs[role], grid, rank, head)
-        optimizer = ModelOptimizer(model, optim, groups, device)
-        _, stage, _ = grid.position(rank)
-        part = PipelineStage(optimizer.module, first=stage == 0, last=stage == grid.pp - 1, scalar_head=head)
-        return TrainedModel(role, specs[role], grid, TrainingStage(part), optimizer, groups.tp, dtype)
+        chunks = {}
+        for stage in grid.stages_of(rank):
+            chunks[stage] = build_model(
+                specs[role], grid, groups, rank, scalar_head=head, dtype=dtype, device=device, stage=stage,
+                activations=activations,
+            )  # fmt: skip
+            load_part(chunks[stage], paths[role], specs[role], grid, rank, head, stage)
+        optimizer = ModelOptimizer(chunks, optim, groups, device)
+        stages = {
+            stage: TrainingStage(
+                PipelineStage(module, first=stage == 0, last=stage == grid.stages - 1, scalar_head=head)
+            )
+            for stage, module in optimizer.modules.items()
+        }
+        return TrainedModel(role, specs[role], grid, head, stages, optimizer, groups.tp, dtype)
 
     def whole(task: str, role: str, head: bool, load: bool) -> tuple[torch.nn.Module, dist.ProcessGroup, ModelGrid]:
         grid = plain_grid(ParallelLayout.parse(getattr(config.parallel, task)))
@@ -123,13 +133,16 @@ def whole_copy(
     return build_model(spec, grid, groups, rank, scalar_head=head, dtype=dtype, device=device)
 
 
-def load_part(model: torch.nn.Module, path: Path, spec: ModelSpec, grid: ModelGrid, rank: int, head: bool) -> None:
-    """Fill this rank's part of the model from a Hugging Face folder."""
-    _, stage, tp_rank = grid.position(rank)
-    layers = ParallelLayout(grid.dp, grid.tp, grid.pp).stage_layers(spec.layers)[stage]
+def load_part(
+    model: torch.nn.Module, path: Path, spec: ModelSpec, grid: ModelGrid, rank: int, head: bool,
+    stage: int | None = None,
+) -> None:  # fmt: skip
+    """Fill this rank's part of the model, or its given `stage`, from a Hugging Face folder."""
+    _, lowest, tp_rank = grid.position(rank)
+    stage = lowest if stage is None else stage
     weights = load_weights(
-        path, spec, tp_rank=tp_rank, tp_size=grid.tp, layers=layers, first=stage == 0, last=stage == grid.pp - 1,
-        scalar_head=head,
+        path, spec, tp_rank=tp_rank, tp_size=grid.tp, layers=stage_layers(spec, grid)[stage], first=stage == 0,
+        last=stage == grid.stages - 1, scalar_head=head,
     )  # fmt: skip
     fill(model, weights)
 
@@ -137,8 +150,8 @@ def load_part(model: torch.nn.Module, path: Path, spec: ModelSpec, grid: ModelGr
 def neighbour_pairs(grid: ModelGrid) -> list[tuple[int, int]]:
     """(sender, receiver) of every transfer between neighbouring stages, both directions."""
     pairs = []
-    for stages in grid.cells:
-        for here, there in zip(stages, stages[1:]):
-            for a, b in zip(here, there):
+    for places in grid.cells:
+        for stage in range(grid.stages - 1):
+            for a, b in zip(places[stage % grid.pp], places[(stage + 1) % grid.pp]):
                 pairs += [(a, b), (b, a)]
     return pairs

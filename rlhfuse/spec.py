@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rlhfuse.errors import InputError
@@ -144,52 +144,74 @@ def _rope_scaling(raw: dict, where: str) -> RopeScaling | None:
     raise InputError(f"{where}: rope scaling {kind!r} is not supported; default, linear and llama3 are")
 
 
-_LAYOUT = re.compile(r"d([1-9]\d*)t([1-9]\d*)p([1-9]\d*)(?:@(\d+)-(\d+))?")
+_LAYOUT = re.compile(r"d([1-9]\d*)t([1-9]\d*)p([1-9]\d*)(?:v([1-9]\d*))?(?:@(\d+)-(\d+))?")
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Data, tensor and pipeline degrees of one task, and the ranks it runs on (None: all)."""
+    """Data, tensor and pipeline degrees of one task, the ranks it runs on (None: all), and its chunks.
+
+    With `chunks` v > 1 the pipeline is interleaved: it has pp * v stages and runs v times over its pp groups
+    of ranks, stage s on group s % pp, so that a rank holds v stages. Raises InputError on chunks without a pipeline.
+    """
 
     dp: int
     tp: int
     pp: int
     ranks: tuple[int, int] | None = None  # first and last rank, both included
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.chunks > 1 and self.pp == 1:
+            raise InputError(f"layout {self}: chunks({self.chunks}) cut a pipeline, but pp is 1; drop v{self.chunks}")
 
     @staticmethod
     def parse(text: str) -> "ParallelLayout":
-        """Inverse of `str`. Raises InputError on anything but `dDtTpP[@FIRST-LAST]`."""
+        """Inverse of `str`. Raises InputError on anything but `dDtTpP[vV][@FIRST-LAST]`."""
         match = _LAYOUT.fullmatch(str(text).strip())
         if not match:
-            raise InputError(f"layout {text!r} is not of the form d1t2p4 or d1t2p4@0-7")
-        dp, tp, pp = (int(match[i]) for i in (1, 2, 3))
-        ranks = (int(match[4]), int(match[5])) if match[4] else None
+            raise InputError(f"layout {text!r} is not of the form d1t2p4, d1t2p4v2 or d1t2p4@0-7")
+        dp, tp, pp, chunks = (int(match[i] or 1) for i in (1, 2, 3, 4))
+        ranks = (int(match[5]), int(match[6])) if match[5] else None
         if ranks and dp * tp * pp != ranks[1] - ranks[0] + 1:
             raise InputError(
                 f"layout {text}: dp({dp}) * tp({tp}) * pp({pp}) = {dp * tp * pp} != {ranks[1] - ranks[0] + 1} ranks"
             )
-        return ParallelLayout(dp, tp, pp, ranks)
+        return ParallelLayout(dp, tp, pp, ranks, chunks)
 
     def __str__(self) -> str:
         place = f"@{self.ranks[0]}-{self.ranks[1]}" if self.ranks else ""
-        return f"d{self.dp}t{self.tp}p{self.pp}{place}"
+        chunks = f"v{self.chunks}" if self.chunks > 1 else ""
+        return f"d{self.dp}t{self.tp}p{self.pp}{chunks}{place}"
 
     @property
     def size(self) -> int:
         return self.dp * self.tp * self.pp
+
+    @property
+    def stages(self) -> int:
+        """Stages of one pipeline: pp, or pp * chunks when it is interleaved."""
+        return self.pp * self.chunks
+
+    def halved(self) -> "ParallelLayout":
+        """The same ranks with half the depth and twice the pipelines (1F1B+). Raises InputError when pp is odd."""
+        if self.pp % 2:
+            raise InputError(f"layout {self}: pp({self.pp}) % 2 = 1, must be 0 to halve the pipeline")
+        return replace(self, dp=2 * self.dp, pp=self.pp // 2)
 
     def check_model(self, spec: ModelSpec, task: str) -> None:
         """Raise InputError with the division that fails when `spec` cannot be cut this way."""
         for name, value in (("heads", spec.heads), ("kv_heads", spec.kv_heads), ("mlp", spec.mlp)):
             if value % self.tp:
                 raise InputError(f"{task}={self}: {name}({value}) % tp({self.tp}) = {value % self.tp}, must be 0")
-        if self.pp > spec.layers:
-            raise InputError(f"{task}={self}: pp({self.pp}) > layers({spec.layers}); use a smaller pp")
+        if self.stages > spec.layers:
+            stages = f"pp({self.pp})" + (f" * chunks({self.chunks}) = {self.stages}" if self.chunks > 1 else "")
+            raise InputError(f"{task}={self}: {stages} > layers({spec.layers}); use a smaller pp")
 
     def stage_layers(self, layers: int) -> tuple[range, ...]:
         """Global layer numbers of each pipeline stage; earlier stages take the remainder."""
-        base, extra = divmod(layers, self.pp)
-        starts = [stage * base + min(stage, extra) for stage in range(self.pp + 1)]
+        base, extra = divmod(layers, self.stages)
+        starts = [stage * base + min(stage, extra) for stage in range(self.stages + 1)]
         return tuple(range(a, b) for a, b in zip(starts, starts[1:]))
 
 

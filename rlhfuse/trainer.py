@@ -25,7 +25,7 @@ from rlhfuse.checkpoint import TRAINED, mark_finished, rewind, save_checkpoint
 from rlhfuse.data.sampler import PromptSampler, sample_id
 from rlhfuse.fusion.inference import Scorer
 from rlhfuse.fusion.inter_stage import GenInferReport, InterStage, Request
-from rlhfuse.fusion.pair_step import MinibatchResult, PairStep
+from rlhfuse.fusion.training_step import MinibatchResult, TrainingStep
 from rlhfuse.gen.engine import Engine, EngineOptions
 from rlhfuse.gen.sequence import SamplingParams
 from rlhfuse.models.hf import export_checkpoint
@@ -45,6 +45,7 @@ from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.preflight import Prepared
 from rlhfuse.roles import Roles, build_roles, whole_copy
 from rlhfuse.schedule.lowering import lower
+from rlhfuse.schedule.program_times import makespan
 from rlhfuse.schedule.schedule import Schedule
 from rlhfuse.simulator.hardware import hardware_by_name
 from rlhfuse.simulator.planner import Plan, job_cost, kv_blocks, task_costs
@@ -84,9 +85,11 @@ class Trainer:
             vocab=prepared.checkpoints.specs["reference"].vocab, temperature=config.rollout.temperature,
             device=device.torch_device,
         )  # fmt: skip
-        self.pair = PairStep(
-            rank, prepared.ranks, lower(schedule, prepared.ranks)[rank],
-            {"actor": self.roles.actor, "critic": self.roles.critic}, self.roles.channels, config.algorithm,
+        models = {"actor": self.roles.actor, "critic": self.roles.critic}
+        tied = frozenset(role for role, model in models.items() if model.tied)
+        self.programs = lower(schedule, prepared.ranks, tied=tied)
+        self.training = TrainingStep(
+            rank, prepared.ranks, schedule, self.programs, models, self.roles.channels, config.algorithm,
             config.rollout.temperature, device.torch_device, watchdog.progress,
         )  # fmt: skip
         self.microbatches = {"actor": plan.batch.actor_microbatches, "critic": plan.batch.critic_microbatches}
@@ -183,7 +186,7 @@ class Trainer:
             print(message, flush=True)
         spans = [Span(**span) for one in everyone for span in one["spans"]]
         if self.rank == 0:
-            spans += self._predicted(report, used)
+            spans += self._predicted(report, used, results)
         return metrics, spans
 
     def _requests(self, iteration: int) -> list[Request]:
@@ -203,10 +206,10 @@ class Trainer:
     def _move_weights(self, phases: Phases) -> None:
         """Actor into the generation layout; critic into the inference layout and parked in host memory."""
         start = time.time()
-        self.resharder.move(self.roles.actor.optimizer.module, self.roles.generation)
+        self.resharder.move(self.roles.actor.optimizer.modules.values(), self.roles.generation)
         parked = self.roles.critic_frozen.parked
         parked.allocate()
-        self.resharder.move(self.roles.critic.optimizer.module, parked.module)
+        self.resharder.move(self.roles.critic.optimizer.modules.values(), parked.module)
         parked.park()
         self.engine.load_weights(dict(self.roles.generation.named_parameters()))
         self.engine.resume()
@@ -223,7 +226,7 @@ class Trainer:
         ):
             self.watchdog.progress(f"iteration {iteration}: training mini-batch {number}")
             lr = {role: self._lr(role, iteration) for role in ("actor", "critic")}
-            results.append(self.pair.run(batch.select(indices), self.microbatches, lr))
+            results.append(self.training.run(batch.select(indices), self.microbatches, lr))
             for span in results[-1].spans:
                 kind = f"{span.action.pipeline.split('.')[0]} {span.action.kind}"
                 phases.note(str(span.action), kind, wall + span.start_seconds, wall + span.end_seconds)
@@ -293,17 +296,18 @@ class Trainer:
             metrics["perf/max_memory_allocated_gb"] = max(one["memory_bytes"] for one in everyone) / 1e9
         return metrics
 
-    def _predicted(self, report: GenInferReport, used: int) -> list[Span]:
+    def _predicted(self, report: GenInferReport, used: int, results: list[MinibatchResult]) -> list[Span]:
         """What the simulator and the schedule say this iteration should have looked like, from its own costs."""
         timeline = self.threshold.simulate(used)
         spans = gen_infer_spans(timeline, self.roles.placement, report.begin_seconds)
         begin = report.begin_seconds + timeline.total_seconds
-        priced = self.stage_times.priced(self.schedule, self.prepared.tasks, self.microbatches["actor"])
-        return spans + training_spans(priced, self.prepared.ranks, begin, self.config.algorithm.minibatches)
+        times = self.stage_times.step_times(self.programs, self.prepared.ranks)
+        starts = [result.spans[0].start_seconds for result in results]
+        return spans + training_spans(times, begin, starts)
 
     def _predicted_makespan(self, minibatches: int) -> float:
         """Of this iteration's mini-batches, from the times its actions took, each on its own core or GPU."""
-        return minibatches * self.stage_times.makespan(self.schedule, self.prepared.tasks, self.microbatches["actor"])
+        return minibatches * makespan(self.stage_times.step_times(self.programs, self.prepared.ranks))
 
     def _tensorboard(self, first_iteration: int):
         from rlhfuse.monitor.loggers import TensorBoardLogger
@@ -349,7 +353,7 @@ class Trainer:
         for role, head in (("actor", False), ("critic", True)):
             trained = getattr(self.roles, role)
             copy = whole_copy(self.config, self.prepared.checkpoints, role, self.rank, self.device)
-            self.resharder.move(trained.optimizer.module, copy)
+            self.resharder.move(trained.optimizer.modules.values(), copy)
             if self.rank == 0:
                 paths, specs = self.prepared.checkpoints.paths, self.prepared.checkpoints.specs
                 weights = dict(copy.named_parameters())

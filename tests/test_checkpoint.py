@@ -37,10 +37,10 @@ def build(rank: int, folders: dict, actor: str, critic: str, dtype: str) -> dict
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.roles import Checkpoints, build_roles
 
-    config = RunConfig(parallel=ParallelConfig(actor, critic, "d4t1p1", "d4t1p1", "d4t1p1", "d4t1p1", "d4t1p1"))
+    config = RunConfig(parallel=ParallelConfig(actor, critic, False, *["d4t1p1"] * 5))
     config.trainer.dtype = dtype
     config.actor.optim = OptimizerConfig(lr=1e-3, weight_decay=0.1)
-    ranks = rank_map(ParallelLayout.parse(actor), ParallelLayout.parse(critic))
+    ranks = rank_map({"actor": ParallelLayout.parse(actor), "critic": ParallelLayout.parse(critic)})
     specs = {role: ModelSpec.from_config(path) for role, path in folders.items()}
     roles = build_roles(config, Checkpoints(folders, specs), ranks, rank, choose_device("cpu", 0, 1))
     return {"actor": roles.actor.optimizer, "critic": roles.critic.optimizer}

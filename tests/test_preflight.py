@@ -121,7 +121,8 @@ def test_a_schedule_for_other_layouts(good, tmp_path):
     from rlhfuse.spec import ParallelLayout
 
     four, two = StageCosts((1,) * 4, (2,) * 4, (1,) * 4), StageCosts((1, 1), (2, 2), (1, 1))
-    problem = fused_problem(ParallelLayout(1, 1, 4), ParallelLayout(2, 1, 2), 4, four, two)
+    layouts = {"actor": ParallelLayout(1, 1, 4), "critic": ParallelLayout(2, 1, 2)}
+    problem = fused_problem(layouts, 4, {"actor": four, "critic": two})
     save_schedule(tmp_path / "other.json", serial_1f1b(problem))
     assert "other.json" in refused(good.parent, f"fusion.schedule={tmp_path / 'other.json'}")
 

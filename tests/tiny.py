@@ -29,8 +29,10 @@ SHAPE = dict(
 )
 
 
-def write_checkpoint(folder: Path, *, scalar_head: bool = False, seed: int = 0, model_type: str = "llama", **shape) -> Path:
-    """Write a random model; `shape` overrides SHAPE's fields."""
+def write_checkpoint(
+    folder: Path, *, scalar_head: bool = False, seed: int = 0, model_type: str = "llama", scale: float = 1.0, **shape
+) -> Path:
+    """Write a random model; `shape` overrides SHAPE's fields, `scale` multiplies its matrices."""
     folder.mkdir(parents=True, exist_ok=True)
     name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[model_type]
     task = "ForSequenceClassification" if scalar_head else "ForCausalLM"
@@ -45,7 +47,8 @@ def write_checkpoint(folder: Path, *, scalar_head: bool = False, seed: int = 0, 
         if key.endswith("norm.weight") and len(size) == 1:
             tensors[key] = 1 + 0.1 * torch.randn(size, generator=generator)
         else:
-            tensors[key] = torch.randn(size, generator=generator) * (0.5 if len(size) == 1 else size[-1] ** -0.5)
+            size_of_one = 0.5 if len(size) == 1 else scale * size[-1] ** -0.5
+            tensors[key] = torch.randn(size, generator=generator) * size_of_one
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
     return folder
 

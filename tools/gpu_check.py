@@ -94,7 +94,7 @@ def train_once(model: Path, where: Device, dtype: torch.dtype) -> dict[str, Any]
     groups = GroupMaker(60.0).for_model("check", grid, 0)
     built = build_model(spec, grid, groups, 0, scalar_head=False, dtype=dtype, device=where)
     fill(built, load_weights(model, spec))
-    optimizer = ModelOptimizer(built, OptimizerConfig(lr=1e-3), groups, where)
+    optimizer = ModelOptimizer({0: built}, OptimizerConfig(lr=1e-3), groups, where)
     stage = TrainingStage(PipelineStage(optimizer.module, first=True, last=True, scalar_head=False))
     generator = torch.Generator().manual_seed(4)
     rows = [torch.randint(3, spec.vocab, (n,), generator=generator).tolist() for n in (9, 30, 17)]
@@ -138,7 +138,7 @@ def check_reshard(model: Path, device: Device) -> dict:
     grid = plain_grid(ParallelLayout(1, 1, 1))
     groups = GroupMaker(60.0).for_model("copy", grid, 0)
     copy = build_model(trained["spec"], grid, groups, 0, scalar_head=False, dtype=torch.float32, device=device)
-    Resharder(device).move(trained["model"], copy)
+    Resharder(device).move([trained["model"]], copy)
     source = dict(trained["model"].named_parameters())
     different = [name for name, p in copy.named_parameters() if not torch.equal(p, source[name])]
     return require(not different, {"weights": len(source), "different": different[:3]})

@@ -2,15 +2,17 @@
 
 The layer specification uses Megatron's own attention block, MLP and parallel linear layers, with this
 project's RMSNorm and core attention in their slots, so that packed sequences (`thd`) work with torch and with
-flash-attn. Nothing here reads global parallel state. Dropout is 0. Weights are random until they are loaded.
+flash-attn. Nothing here reads global parallel state, except that Megatron keeps the gather buffer of sequence
+parallelism there. Dropout is 0. Weights are random until they are loaded.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -24,6 +26,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from rlhfuse.models import invariance
 from rlhfuse.models.attention import varlen_attention
@@ -35,6 +38,17 @@ from rlhfuse.parallel.groups import ModelGrid
 from rlhfuse.spec import ModelSpec, ParallelLayout
 
 
+@dataclass(frozen=True)
+class Activations:
+    """How a training model keeps what its backward needs."""
+
+    sequence_parallel: bool = False  # between the matrix products each tensor rank holds its part of the tokens
+    recompute: bool = False  # keep the input of each layer alone, and run the layer again before its backward
+
+
+WHOLE = Activations()
+
+
 class RMSNorm(torch.nn.Module):
     """Megatron's norm slot: root-mean-square norm over the last dimension, in float32."""
 
@@ -42,6 +56,8 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Megatron sums the gradients of such weights over tensor ranks: each sees the tokens of its own part only
+        self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         return invariance.rms_norm(x, self.weight, self.eps)
@@ -62,6 +78,19 @@ class PackedCoreAttention(torch.nn.Module):
         return out.flatten(1)
 
 
+class RecomputedLayer(TransformerLayer):
+    """Keeps its input alone for the backward, which runs the layer again: the same operations, the same bits.
+
+    Megatron's own recomputation saves random-number states of CUDA; nothing here is random.
+    """
+
+    def forward(self, hidden_states: Tensor, **inputs: Any) -> tuple[Tensor, Any]:
+        """[T, 1, H] -> ([T, 1, H], None)."""
+        if not torch.is_grad_enabled():
+            return super().forward(hidden_states, **inputs)
+        return checkpoint(super().forward, hidden_states, use_reentrant=False, preserve_rng_state=False, **inputs)
+
+
 class _Rotary(RotaryEmbedding):
     """Megatron's rotary module, its frequencies on the device of the model and not always on CUDA."""
 
@@ -70,7 +99,9 @@ class _Rotary(RotaryEmbedding):
         return torch.cat((freqs, freqs), dim=-1)[:, None, None, :]
 
 
-def transformer_config(spec: ModelSpec, tp: int, pp: int, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    spec: ModelSpec, tp: int, pp: int, dtype: torch.dtype, sequence_parallel: bool = False
+) -> TransformerConfig:
     """Megatron's configuration of this shape. Gradients are summed, not averaged, over data-parallel ranks."""
     return TransformerConfig(
         # Megatron wants a multiple of pp; each stage's true layers are given to build_model's GPTModel.
@@ -82,6 +113,7 @@ def transformer_config(spec: ModelSpec, tp: int, pp: int, dtype: torch.dtype) ->
         kv_channels=spec.head_dim,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
+        sequence_parallel=sequence_parallel,
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -106,10 +138,10 @@ def transformer_config(spec: ModelSpec, tp: int, pp: int, dtype: torch.dtype) ->
     )
 
 
-def layer_spec(spec: ModelSpec) -> ModuleSpec:
+def layer_spec(spec: ModelSpec, recompute: bool = False) -> ModuleSpec:
     norm = RMSNorm if spec.qk_norm else IdentityOp
     return ModuleSpec(
-        module=TransformerLayer,
+        module=RecomputedLayer if recompute else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=ModuleSpec(
@@ -145,12 +177,21 @@ def build_model(
     scalar_head: bool,
     dtype: torch.dtype,
     device: Device,
+    stage: int | None = None,
+    activations: Activations = WHOLE,
 ) -> GPTModel:
-    """The part of the model that `rank` holds in `grid`, on the device, with unset weights."""
-    _, stage, _ = grid.position(rank)
-    layers = ParallelLayout(grid.dp, grid.tp, grid.pp).stage_layers(spec.layers)
-    config = transformer_config(spec, grid.tp, grid.pp, dtype)
-    one = layer_spec(spec)
+    """One pipeline stage of the model that `rank` holds in `grid`, on the device, with unset weights.
+
+    `stage` may be left out where a rank holds one. Of a model cut into chunks every rank builds its stages in order:
+    first and last stage of tied embeddings meet in a collective.
+    """
+    stage = _stage_on(grid, rank, stage)
+    layers = stage_layers(spec, grid)
+    shards = activations.sequence_parallel and grid.tp > 1
+    config = transformer_config(spec, grid.tp, grid.pp, dtype, shards)
+    one = layer_spec(spec, activations.recompute)
+    if shards:
+        _prepare_sequence_parallel()
     with cpu_stands_in(device):
         model = GPTModel(
             config=config,
@@ -160,7 +201,7 @@ def build_model(
             vocab_size=padded_vocab(spec),
             max_sequence_length=spec.context,
             pre_process=stage == 0,
-            post_process=stage == grid.pp - 1,
+            post_process=stage == grid.stages - 1,
             parallel_output=True,
             share_embeddings_and_output_weights=spec.tied_embeddings and not scalar_head,
             position_embedding_type="rope",
@@ -172,11 +213,35 @@ def build_model(
         layer.layer_number = layers[stage][offset] + 1  # the resharder names layers by this
     model.rotary_pos_emb.__class__ = _Rotary
     model.rotary_pos_emb.inv_freq = rotary_frequencies(spec)
-    if scalar_head and stage == grid.pp - 1:
-        model.output_layer = ScalarHead(spec.hidden, dtype, device.torch_device)
+    if scalar_head and stage == grid.stages - 1:
+        model.output_layer = ScalarHead(spec.hidden, dtype, device.torch_device, groups.tp if shards else None)
     model.to(device.torch_device)
     model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq.to(device.torch_device)
     return model
+
+
+def stage_layers(spec: ModelSpec, grid: ModelGrid) -> tuple[range, ...]:
+    """Global layer numbers of each stage of `grid`, chunks included."""
+    return ParallelLayout(grid.dp, grid.tp, grid.pp, chunks=grid.chunks).stage_layers(spec.layers)
+
+
+def _stage_on(grid: ModelGrid, rank: int, stage: int | None) -> int:
+    held = grid.stages_of(rank)
+    if stage is None and len(held) > 1:
+        raise ValueError(f"rank {rank} holds the stages {held}: say which of them")
+    if stage is not None and stage not in held:
+        raise ValueError(f"stage {stage} is not on rank {rank}, which holds {held}")
+    return held[0] if stage is None else stage
+
+
+def _prepare_sequence_parallel() -> None:
+    """Make what Megatron keeps per process: a buffer to gather into, and a tracker of random numbers.
+
+    The tracker is the one that tracks nothing: dropout is 0.
+    """
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
 from torch import Tensor
@@ -18,16 +19,25 @@ from rlhfuse.models.invariance import linear
 
 
 class ScalarHead(torch.nn.Module):
-    """One number per token from the final hidden state; whole on every tensor rank, no bias."""
+    """One number per token from the final hidden state; whole on every tensor rank, no bias.
 
-    def __init__(self, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+    Under sequence parallelism each tensor rank of `shards` brings its own rows. They are gathered first, so that every
+    rank computes all values and the whole gradient of the weight; each takes the gradient of its own rows back.
+    """
+
+    def __init__(
+        self, hidden: int, dtype: torch.dtype, device: torch.device, shards: dist.ProcessGroup | None = None
+    ) -> None:
         super().__init__()
+        self._shards = shards
         self.weight = torch.nn.Parameter(torch.empty(1, hidden, dtype=dtype, device=device))
 
     def forward(
         self, x_T1H: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
         """[T, 1, H] -> ([T, 1, 1] in float32, None); the signature is that of Megatron's output layer."""
+        if self._shards is not None:
+            x_T1H = gather_from_sequence_parallel_region(x_T1H, tensor_parallel_output_grad=False, group=self._shards)
         return linear(x_T1H.float(), self.weight.float()), None
 
 

@@ -4,6 +4,7 @@
     middle stage: hidden [T, 1, H]    -> hidden [T, 1, H]
     last stage:   hidden [T, 1, H]    -> logits [T, V of this tensor rank], or values [T] with a scalar head
 
+Under sequence parallelism each of tp tensor ranks holds T/tp rows of a hidden state; tokens and outputs stay whole.
 `PipelineStage` is a forward pass. `TrainingStage` remembers each micro-batch between its forward and its
 backward, and knows what its own last stage computes as loss; which micro-batch comes when is the caller's
 business. On CPU a short packed batch is filled up with a dummy sequence, because the bits of a GEMM's row
@@ -12,6 +13,7 @@ depend on the number of rows below that count (models/invariance.py).
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Callable, Sequence
 
@@ -20,6 +22,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from rlhfuse.models.invariance import SAFE_ROWS
+from rlhfuse.parallel.device import current_device_is_cpu
 
 LossFunction = Callable[[Tensor, int], Tensor]  # (last stage's output, micro-batch) -> scalar loss
 
@@ -37,10 +40,14 @@ class PackedTokens:
     padding: int = 0
 
     @staticmethod
-    def pack(sequences: Sequence[Sequence[int]], device: torch.device) -> "PackedTokens":
-        """Pack `sequences` (at least one, none empty), filled up to SAFE_ROWS tokens."""
+    def pack(sequences: Sequence[Sequence[int]], device: torch.device, shards: int = 1) -> "PackedTokens":
+        """Pack `sequences` (at least one, none empty), filled up to equal parts of `shards` tensor ranks.
+
+        No part is shorter than SAFE_ROWS tokens. `shards` is that of the stage that will run them.
+        """
         lengths = [len(s) for s in sequences]
-        padding = max(SAFE_ROWS - sum(lengths), 0)
+        total = max(-(-sum(lengths) // shards), SAFE_ROWS) * shards
+        padding = total - sum(lengths)
         flat = [token for s in sequences for token in s] + [0] * padding
         if padding:
             lengths = [*lengths, padding]
@@ -52,18 +59,34 @@ class PackedTokens:
 
 
 class PipelineStage:
-    """A built model part and its two ends."""
+    """A built model part and its two ends. `shards`: tensor ranks that a hidden state is cut over, 1 if it is whole."""
 
     def __init__(self, model: torch.nn.Module, *, first: bool, last: bool, scalar_head: bool) -> None:
         self.model = model
         self.first = first
         self.last = last
         self.scalar_head = scalar_head
+        core = getattr(model, "module", model)
+        self.shards = core.config.tensor_model_parallel_size if core.config.sequence_parallel else 1
+        self._hidden = core.config.hidden_size
+        self._asks_for_cuda = self.shards > 1 and not next(model.parameters()).is_cuda
+
+    def hidden_shape(self, batch: PackedTokens) -> tuple[int, int, int]:
+        """Of the hidden state of `batch` between two stages, and of its gradient, on one rank."""
+        return len(batch) // self.shards, 1, self._hidden
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """To be open while this stage runs, forward or backward."""
+        return current_device_is_cpu() if self._asks_for_cuda else contextlib.nullcontext()
 
     def forward(self, batch: PackedTokens, hidden_T1H: Tensor | None) -> Tensor:
         """Run this stage. `hidden_T1H` is the stage before's output, None on the first stage."""
-        core = getattr(self.model, "module", self.model)
-        core.set_input_tensor(hidden_T1H)
+        getattr(self.model, "module", self.model).set_input_tensor(hidden_T1H)
+        with self.running():
+            return self.compute(batch)
+
+    def compute(self, batch: PackedTokens) -> Tensor:
+        """The same with the input already set, as Megatron's own schedules do it."""
         packed = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=batch.cu_seqlens,
@@ -110,5 +133,6 @@ class TrainingStage:
     def backward(self, microbatch: int, gradient_T1H: Tensor | None) -> Tensor | None:
         """Backward one micro-batch; returns the gradient of its input to send, None on the first stage."""
         hidden, out = self._kept.pop(microbatch)
-        torch.autograd.backward(out, grad_tensors=gradient_T1H)
+        with self.stage.running():
+            torch.autograd.backward(out, grad_tensors=gradient_T1H)
         return None if hidden is None else hidden.grad

@@ -82,18 +82,24 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 @contextlib.contextmanager
+def current_device_is_cpu() -> Iterator[None]:
+    """Answer `torch.cuda.current_device` with the CPU: all that sequence parallelism asks while a model runs."""
+    saved = torch.cuda.current_device
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.cuda.current_device = saved
+
+
+@contextlib.contextmanager
 def cpu_stands_in(device: Device) -> Iterator[None]:
     """Answer Megatron's questions about CUDA with the CPU while the context is open."""
     if device.is_cuda:
         yield
         return
-    saved = torch.cuda.current_device
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
-    try:
-        with _CudaMeansCpu():
-            yield
-    finally:
-        torch.cuda.current_device = saved
+    with current_device_is_cpu(), _CudaMeansCpu():
+        yield
 
 
 def allow_many_files() -> None:

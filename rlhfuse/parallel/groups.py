@@ -1,6 +1,6 @@
 """From a parallel layout to process groups: first who does what as plain numbers, then the groups.
 
-A `ModelGrid` says which ranks hold which stage: `cells[pipeline][stage]` is the tuple of tensor ranks. Data
+A `ModelGrid` says which ranks hold which stage: `cells[pipeline][place]` is the tuple of tensor ranks. Data
 parallelism is having several pipelines. Ranks of a training pair come from the schedule's rank map, whose
 second model runs backwards over the first one's ranks; generation and inference use `plain_grid`.
 
@@ -23,9 +23,13 @@ from rlhfuse.spec import ParallelLayout
 
 @dataclass(frozen=True)
 class ModelGrid:
-    """`cells[pipeline][stage]` = ranks of one tensor-parallel group, in tensor order."""
+    """`cells[pipeline][place]` = ranks of one tensor-parallel group, in tensor order; stage s is at place s % pp.
+
+    Without `chunks` a place is a stage; with v of them a pipeline has pp * v stages, of which a rank holds v.
+    """
 
     cells: tuple[tuple[tuple[int, ...], ...], ...]
+    chunks: int = 1
 
     @property
     def tp(self) -> int:
@@ -36,6 +40,11 @@ class ModelGrid:
         return len(self.cells[0])
 
     @property
+    def stages(self) -> int:
+        """Stages of one pipeline."""
+        return self.pp * self.chunks
+
+    @property
     def dp(self) -> int:
         return len(self.cells)
 
@@ -44,12 +53,17 @@ class ModelGrid:
         return tuple(sorted(rank for pipeline in self.cells for cell in pipeline for rank in cell))
 
     def position(self, rank: int) -> tuple[int, int, int]:
-        """(pipeline, stage, tensor rank) of a global rank."""
-        for pipeline, stages in enumerate(self.cells):
-            for stage, cell in enumerate(stages):
+        """(pipeline, place, tensor rank) of a global rank; its place is its lowest stage."""
+        for pipeline, places in enumerate(self.cells):
+            for place, cell in enumerate(places):
                 if rank in cell:
-                    return pipeline, stage, cell.index(rank)
+                    return pipeline, place, cell.index(rank)
         raise KeyError(f"rank {rank} is not in this grid of {len(self.ranks)} ranks")
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a global rank holds, one for each chunk, in order."""
+        _, place, _ = self.position(rank)
+        return tuple(range(place, self.stages, self.pp))
 
     def last_stage_ranks(self) -> tuple[int, ...]:
         """Tensor rank 0 of the last stage of every pipeline."""

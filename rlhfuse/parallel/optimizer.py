@@ -1,28 +1,41 @@
-"""Megatron-core's DistributedDataParallel and DistributedOptimizer (ZeRO-1) for one model's stage.
+"""Megatron-core's DistributedDataParallel and optimizer for one model's stages on this rank.
 
-Gradients accumulate in Megatron's buffers and are summed over data-parallel ranks (losses are already
-divided by the mini-batch's token count). Adam in float32 main weights; clipping by the norm over all ranks of
-the model. The context of device.py is open only around construction and the step.
+Gradients accumulate in Megatron's buffers and are summed over data-parallel ranks (losses are already divided by
+the mini-batch's token count). A step has three parts, which the caller's program puts in their places:
+
+    sum_tied_gradients      tied embeddings, over first and last stage; blocks
+    start_reduction(stage)  after the stage's last backward: the data-parallel sum starts and the call returns
+    finish_reduction, step  waits for the sums; gradient norm over all ranks of the model, clipping, update, gathering
+
+Adam runs on float32 main weights sharded over data-parallel ranks (ZeRO-1). SGD is not sharded: Megatron's
+DistributedOptimizer takes no other base than Adam. A step whose norm is not finite changes nothing, and one that
+was asked to remember can be undone bit for bit. The context of device.py is open only around construction and steps.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Mapping
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
 
 from rlhfuse.config import OptimizerConfig
 from rlhfuse.parallel.device import Device, cpu_stands_in
+from rlhfuse.parallel.undo import UndoCopy
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did. `grad_norm` is before clipping."""
+    """What one optimizer step did. `grad_norm` is before clipping; not `finite` means: nothing was changed."""
 
     grad_norm: float
     finite: bool
@@ -30,61 +43,149 @@ class StepResult:
 
 
 class ModelOptimizer:
-    """Owns the gradient buffers and the optimizer of one model on this rank; `module` is what computes."""
+    """Owns the gradient buffers and the optimizer of one model on this rank; `modules` are what computes.
+
+    `chunks` maps each pipeline stage of the model that this rank holds to its part, ascending.
+    """
 
     def __init__(
-        self, model: torch.nn.Module, config: OptimizerConfig, groups: ProcessGroupCollection, device: Device
-    ) -> None:
+        self, chunks: Mapping[int, torch.nn.Module], config: OptimizerConfig, groups: ProcessGroupCollection,
+        device: Device,
+    ) -> None:  # fmt: skip
         self._config = config
         self._groups = groups
         self._device = device
-        bf16 = next(model.parameters()).dtype == torch.bfloat16
+        self._zero = config.name == "adam"
+        first = next(iter(chunks.values()))
+        bf16 = next(first.parameters()).dtype == torch.bfloat16
         with cpu_stands_in(device):
-            self.module = DistributedDataParallel(
-                config=model.config,
-                ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
-                module=model,
-                pg_collection=groups,
-            )
+            self.modules = {
+                stage: DistributedDataParallel(
+                    config=model.config,
+                    ddp_config=DistributedDataParallelConfig(
+                        use_distributed_optimizer=self._zero, grad_reduce_in_fp32=True, overlap_grad_reduce=True
+                    ),
+                    module=model,
+                    pg_collection=groups,
+                )
+                for stage, model in chunks.items()
+            }
             self.optimizer = get_megatron_optimizer(
                 MegatronOptimizerConfig(
-                    optimizer="adam",
+                    optimizer=config.name,
                     lr=config.lr,
                     min_lr=0.0,
                     weight_decay=config.weight_decay,
                     adam_beta1=config.beta1,
                     adam_beta2=config.beta2,
                     adam_eps=config.eps,
+                    sgd_momentum=0.0,
                     clip_grad=config.clip_grad,
                     bf16=bf16,
                     params_dtype=torch.bfloat16 if bf16 else torch.float32,
-                    use_distributed_optimizer=True,
+                    use_distributed_optimizer=self._zero,
                 ),
-                [self.module],
+                list(self.modules.values()),
                 use_gloo_process_groups=False,
                 pg_collection=groups,
             )
+        for group in self.optimizer.param_groups:  # Megatron leaves this to its scheduler: vectors do not decay
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+        self._undo = UndoCopy([part.optimizer for part in self._parts()])
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The only module of a model that has one stage on this rank."""
+        (module,) = self.modules.values()
+        return module
 
     def zero_grad(self) -> None:
-        self.module.zero_grad_buffer()
+        for module in self.modules.values():
+            module.zero_grad_buffer()
+            for group in module.bucket_groups:
+                group.is_last_microbatch = False  # no hook starts a reduction: `start_reduction` does
         self.optimizer.zero_grad()
 
     def reload_main_weights(self) -> None:
-        """Take over weights that were written into the module after construction."""
+        """Take over weights that were written into the modules after construction."""
         self.optimizer.reload_model_params()
 
-    def finish_gradients(self) -> None:
-        """Sum gradients of tied embeddings over first and last stage, then over data-parallel ranks."""
-        core = self.module.module
-        if core.share_embeddings_and_output_weights and self._groups.embd is not None:
-            weight = core.shared_embedding_or_output_weight()
-            dist.all_reduce(weight.main_grad, group=self._groups.embd)
-        self.module.finish_grad_sync()  # without overlap this starts the reduction too
+    def sum_tied_gradients(self) -> None:
+        """Sum gradients of tied embeddings over first and last stage; a collective of the ranks that hold them."""
+        cores = [module.module for module in self.modules.values()]
+        held = [
+            core.shared_embedding_or_output_weight()
+            for core in cores
+            if core.share_embeddings_and_output_weights and (core.pre_process or core.post_process)
+        ]
+        if len(held) == 2:  # both ends of the pipeline are on this rank
+            total = held[0].main_grad + held[1].main_grad
+            for weight in held:
+                weight.main_grad.copy_(total)
+        elif held and self._groups.embd is not None:
+            dist.all_reduce(held[0].main_grad, group=self._groups.embd)
 
-    def step(self, lr: float) -> StepResult:
-        """One optimizer step at learning rate `lr`; skipped by Megatron when a gradient is not finite."""
+    def start_reduction(self, stage: int, finite: Tensor | None = None) -> None:
+        """Start summing a stage's gradients over data-parallel ranks, once its last backward is done.
+
+        Weights that tensor ranks hold whole but use in part are summed over these first, which blocks. With
+        `finite` (a boolean) false, the gradient is made NaN, so that no rank of the model can step.
+        """
+        module = self.modules[stage]
+        if finite is not None and (finite.is_cuda or not finite):  # asking a CUDA tensor would stop the queue
+            for buffer in module.buffers:
+                buffer.grad_data.masked_fill_(~finite, math.nan)
+        _allreduce_non_tensor_model_parallel_grads([module], module.config, self._groups.tp)
+        module.start_grad_sync()
+
+    def reduction_done(self, stage: int) -> bool:
+        """Whether the sum that `start_reduction` started is known to be there; gloo never says so before the wait."""
+        handles = [group.grad_reduce_handle for group in self.modules[stage].bucket_groups]
+        return all(handle is not None and all(work.is_completed() for work in handle.works) for handle in handles)
+
+    def finish_reduction(self, stage: int) -> None:
+        """Wait for the sum that `start_reduction` started."""
+        self.modules[stage].finish_grad_sync()
+
+    def finish_gradients(self) -> None:
+        """All of the above in one go, for a caller that has no program."""
+        self.sum_tied_gradients()
+        for stage in self.modules:
+            self.start_reduction(stage)
+        for stage in self.modules:
+            self.finish_reduction(stage)
+
+    def step(self, lr: float, *, remember: bool = False) -> StepResult:
+        """One optimizer step at learning rate `lr`, of reduced gradients; a collective of all ranks of the model.
+
+        With `remember` the state before it is kept until the next such step, for `undo`.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         with cpu_stands_in(self._device):
-            succeeded, norm, _ = self.optimizer.step()
-        return StepResult(float(norm or 0.0), bool(succeeded), lr)
+            self.optimizer.prepare_grads()
+            norm = float(self.optimizer.get_grad_norm() or 0.0)
+            if not math.isfinite(norm):
+                return StepResult(norm, False, lr)
+            if remember:
+                self._undo.take()
+            if self._config.clip_grad > 0:
+                for part in self._parts():
+                    clip_grad_by_total_norm_fp32(part.get_parameters(), self._config.clip_grad, norm)
+            self.optimizer.step_with_ready_grads()
+        return StepResult(norm, True, lr)
+
+    def undo(self) -> None:
+        """Take back the last step, which must have been told to `remember`; a collective like `step`."""
+        self._undo.restore()
+        with cpu_stands_in(self._device):
+            for part in self._parts():
+                if hasattr(part, "_copy_main_params_to_model_params"):  # Megatron's float32 optimizer has no copies
+                    part._copy_main_params_to_model_params()
+            if self._zero:
+                for module in self.modules.values():
+                    module.start_param_sync()
+
+    def _parts(self) -> list:
+        """Megatron's optimizers that hold weights here; a rank whose shard is empty has a stub."""
+        return [part for part in self.optimizer.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]

@@ -5,6 +5,8 @@
                              and are left out
     step|exp_avg|exp_avg_sq.<parameter>      Adam's state of the shard; absent before the first step
 
+A model with several stages on this rank has stage<number>.<parameter> for each of them.
+
 The only file that knows how Megatron's DistributedOptimizer (0.16.1) finds a parameter's shard. Every rank
 exports and imports alone: there is no collective here. Knows nothing of files.
 """
@@ -22,8 +24,12 @@ from rlhfuse.parallel.optimizer import ModelOptimizer
 
 
 def check_exportable(optimizer: ModelOptimizer) -> None:
-    """Raise InputError where Adam is not torch's: fused Adams keep their step elsewhere."""
+    """Raise InputError where the optimizer is not torch's Adam: fused Adams keep their step elsewhere."""
     adam = _zero(optimizer).optimizer
+    if "SGD" in type(adam).__name__:
+        raise InputError(
+            "optim.name=sgd has no checkpoints; set trainer.save_every=0 and trainer.resume=never, or use adam"
+        )
     if not isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
         raise InputError(
             f"the state of {type(adam).__module__}.{type(adam).__name__} cannot be saved or resumed; remove Apex and "
@@ -82,7 +88,12 @@ def _zero(optimizer: ModelOptimizer) -> DistributedOptimizer:
 
 
 def _parameters(optimizer: ModelOptimizer) -> dict[str, torch.nn.Parameter]:
-    return dict(optimizer.module.module.named_parameters())
+    stages = optimizer.modules
+    return {
+        f"stage{stage}.{name}" if len(stages) > 1 else name: parameter
+        for stage, module in stages.items()
+        for name, parameter in module.module.named_parameters()
+    }
 
 
 def _shards(optimizer: ModelOptimizer) -> Iterator[tuple[str, torch.nn.Parameter, Tensor]]:

@@ -6,6 +6,8 @@ here: gloo on CPU, NCCL on CUDA. Values are copied bit for bit.
 
 from __future__ import annotations
 
+from typing import Iterable, Sequence
+
 import torch
 import torch.distributed as dist
 from megatron.core.resharding.copy_services.base import CopyService
@@ -43,6 +45,28 @@ class Resharder:
         self._service: CopyService = _NcclTransport() if device.is_cuda else _GlooTransport()
 
     @torch.no_grad()
-    def move(self, source: torch.nn.Module, destination: torch.nn.Module) -> None:
-        """Copy `source`'s weights into `destination`'s parameters, whatever their layouts."""
-        reshard_model_weights(source, destination, self._service)
+    def move(self, source: Iterable[torch.nn.Module], destination: torch.nn.Module) -> None:
+        """Copy a model's weights into `destination`'s parameters, whatever the layouts.
+
+        `source`: this rank's chunks of the model, one where it is not interleaved.
+        """
+        chunks = [getattr(chunk, "module", chunk) for chunk in source]
+        reshard_model_weights(chunks[0] if len(chunks) == 1 else _Joined(chunks), destination, self._service)
+
+
+class _Joined(torch.nn.Module):
+    """All chunks of a rank under the names of one part that has all their layers; Megatron's planner takes one module.
+
+    Each layer keeps its global number, by which the planner knows it.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        super().__init__()
+        self.config, self.pg_collection = chunks[0].config, chunks[0].pg_collection
+        self.decoder = torch.nn.Module()
+        self.decoder.layers = torch.nn.ModuleList(layer for chunk in chunks for layer in chunk.decoder.layers)
+        for chunk in chunks:
+            if chunk.pre_process:
+                self.embedding = chunk.embedding
+            if chunk.post_process:
+                self.decoder.final_layernorm, self.output_layer = chunk.decoder.final_layernorm, chunk.output_layer

@@ -1,141 +1,118 @@
-"""From a schedule of nodes to one program per rank: merged stages expanded, sends and receives added.
+"""From a schedule of nodes to one program per rank: merged stages expanded, communication added.
 
-An instruction prints as `actor:0F3`, `actor:0SF3>1` (send to rank 1) or `actor:1RF3<0` (receive from
-rank 0) and parses back. Stage numbers are the model's real pipeline stages; tensor rank t of a stage
-talks to tensor rank t of the next one. Neighbouring stages on one rank need no transfer.
+All programs are projections of ONE total order of events. Actions come by their end in the evaluated schedule,
+dependencies first. A computing action is one event of the tensor ranks of its stage, followed at once by its
+transfers, each an event of two ranks: a send on one, the matching receive on the other (as in torch's
+`_add_send_recv`, the sender puts the receive in place). Neighbouring stages on one rank need no transfer. The sums
+of tied embeddings (TE), gradient reductions (RG) and optimizer steps (ST) have their place in the same order
+(reductions.py says where).
 
-Why it cannot deadlock. The actor's and the critic's transfers share rank pairs, in both directions,
-so the order of posting matters. All programs are projections of ONE total order: actions by their end
-in the evaluated schedule, each followed at once by its send and, in the same breath, by the matching
-receive on the peer (as in torch's `_add_send_recv`, the sender puts the receive in place). Ends grow
-along every dependency and along every node's order, because times are positive; sub-stages of one
-merged action follow in data order. So take, at any moment, the first event of that total order that
-has not happened: everything before it on its ranks has happened, hence it is at the head of its
-programs (of both programs, for a transfer) and can happen. This holds even when sends and receives
-both block and every communicator, of a rank or of a pair, runs in issue order; an executor that sends
-asynchronously and posts receives ahead only has more room. For the same reason the receives of a
-directed pair are in the order of its sends.
+Why it cannot deadlock. *One queue*: every rank does strictly one instruction after the other, and a transfer or
+collective happens when all its ranks stand at it. Take, at any moment, the first event of the total order that has
+not happened. All events before it have happened, so it is the next instruction of every one of its ranks, and it
+can happen. Inputs are there, for the order respects dependencies. This is the proof for `reduce="joint"`.
+
+*Per communicator*: computing, TE and ST block, while sends, receives and reductions are only issued, each into the
+queue of its communicator, which runs in issue order; a rank waits where it needs a value. Take the first blocking
+event that has not happened. No rank of it is held up by an earlier event of the order, so all arrive. The transfers
+it needs come earlier in the order, hence were issued on both sides, as was all before them in their channel's queue;
+both ends of a channel issue in the same order, so the heads always match. An ST needs its model's RGs: all of them
+stand before it on every rank, and their queue (one for each group of data-parallel ranks) holds nothing else, in the
+same order on all members. So neither "early" nor "joint" programs can deadlock. Under one queue an early RG may hang:
+a rank would stand in it while the other members still need that rank's transfers.
 
 Knows nothing of tensors, shapes or process groups: fusion/intra_stage.py runs the programs.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+import math
+from typing import Mapping
 
 from rlhfuse.errors import InputError, ScheduleError
-from rlhfuse.schedule.action import COMPUTE, RECEIVE_OF, SEND_OF, Action, Kind
-from rlhfuse.schedule.evaluate import evaluate
+from rlhfuse.schedule.action import RECEIVE_OF, SEND_OF, Action, Kind
+from rlhfuse.schedule.graph import kinds_of
+from rlhfuse.schedule.program import Instruction, Program, Programs, fingerprint_of
 from rlhfuse.schedule.ranks import FusedRanks
+from rlhfuse.schedule.reductions import Reductions
 from rlhfuse.schedule.schedule import Schedule
+from rlhfuse.schedule.timetable import Timetable
 
-_TEXT = re.compile(r"([^<>]+)(?:([<>])(\d+))?")
-_SENDS = (Kind.SF, Kind.SB)
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One action of a rank. `peer` is the other global rank of a send or receive, None when computing."""
-
-    action: Action
-    peer: int | None = None
-
-    def __str__(self) -> str:
-        if self.peer is None:
-            return str(self.action)
-        return f"{self.action}{'>' if self.action.kind in _SENDS else '<'}{self.peer}"
-
-    @staticmethod
-    def parse(text: str) -> "Instruction":
-        """Inverse of `str`. Raises InputError on any other text."""
-        match = _TEXT.fullmatch(text.strip())
-        if not match:
-            raise InputError(f"instruction {text!r} is not of the form actor:0F3, actor:0SF3>1 or actor:1RF3<0")
-        action = Action.parse(match[1])
-        mark = None if action.kind in COMPUTE else ">" if action.kind in _SENDS else "<"
-        if match[2] != mark:
-            raise InputError(f"instruction {text!r}: kind {action.kind} takes {mark + 'RANK' if mark else 'no peer'}")
-        return Instruction(action, int(match[3]) if mark else None)
+REDUCE = ("early", "joint")
 
 
-@dataclass(frozen=True)
-class Program:
-    """What one global rank does in one fused training step, in order."""
+def lower(
+    schedule: Schedule,
+    ranks: FusedRanks,
+    *,
+    tied: frozenset[str] = frozenset(),
+    reduce: str = "early",
+    buffers: Mapping[str, int | None] | None = None,
+) -> Programs:
+    """One program for every rank of every replica.
 
-    rank: int
-    instructions: tuple[Instruction, ...]
-
-    def text(self) -> str:
-        """One line; `parse` is the inverse."""
-        return f"rank {self.rank}: {' '.join(map(str, self.instructions))}".rstrip()
-
-    @staticmethod
-    def parse(text: str) -> "Program":
-        """Read what `text` wrote. Raises InputError on a malformed line."""
-        match = re.fullmatch(r"rank (\d+):(.*)", text.strip())
-        if not match:
-            raise InputError(f"program {text!r} must begin with 'rank N:'")
-        return Program(int(match[1]), tuple(Instruction.parse(word) for word in match[2].split()))
-
-
-def lower(schedule: Schedule, ranks: FusedRanks) -> dict[int, Program]:
-    """One program for every rank of every replica, keyed by global rank.
-
-    Raises ScheduleError when the schedule's placement is not that of `ranks`, or when it deadlocks.
+    `tied` names the models whose embedding and output layer share weights; `buffers` the most tokens of a
+    micro-batch per model. "early" reductions satisfy the model of one queue per communicator, "joint" ones that of
+    one queue per rank too. Raises ScheduleError when the schedule's placement is not that of `ranks`, or when it
+    deadlocks, InputError on unknown models and reductions.
     """
+    if reduce not in REDUCE:
+        raise InputError(f"reduce={reduce!r} is unknown; use {' or '.join(REDUCE)}")
+    layouts, buffers = ranks.shape.layouts, buffers or {}
+    for model in (*tied, *buffers):
+        ranks.shape.share(model)
     check_placement(schedule, ranks)
-    programs: dict[int, list[Instruction]] = {}
-    order = _by_end(schedule)
-    for replica, pipelines in enumerate(ranks.replicas):
-        for name in pipelines:
-            for stage in ranks.stages(replica, name):
-                programs.update({rank: [] for rank in stage if rank not in programs})
-        for action in order:
-            _expand(action, ranks, replica, programs)
-    return {rank: Program(rank, tuple(programs[rank])) for rank in sorted(programs)}
+    lists: dict[int, list[Instruction]] = {rank: [] for rank in range(ranks.size)}
+    timetable = Timetable(schedule)
+    reductions = Reductions(ranks, timetable, tied, reduce == "joint", lists)
+    pipelines = {pipeline.name: pipeline for pipeline in schedule.problem.pipelines}
+    for end, action in timetable.actions():
+        reductions.tick(end)
+        pipeline = pipelines[action.pipeline]
+        last = action.kind is kinds_of(pipeline)[-1] and action.microbatch == pipeline.microbatches - 1
+        for replica in range(ranks.shape.replicas):
+            stages = _expand(action, ranks, replica, lists)
+            if last:
+                reductions.finish(end, pipeline.model, [(replica, pipeline.name, stage) for stage in stages])
+    reductions.tick(math.inf)
+    return Programs(
+        fingerprint=fingerprint_of(schedule, ranks),
+        layouts={model: str(layout) for model, layout in layouts.items()},
+        buffers={model: buffers.get(model) for model in layouts},
+        by_rank={rank: Program(rank, tuple(instructions)) for rank, instructions in lists.items()},
+    )
 
 
-def _by_end(schedule: Schedule) -> list[Action]:
-    """All actions by (end, node): a total order that every dependency and every node's order respects."""
-    ends = evaluate(schedule).ends
-    stamped = [
-        (end, node, position)
-        for node, row in enumerate(ends)
-        for position, end in enumerate(row)
-    ]
-    return [schedule.orders[node][position] for _, node, position in sorted(stamped)]
-
-
-def _expand(action: Action, ranks: FusedRanks, replica: int, programs: dict[int, list[Instruction]]) -> None:
-    """Append a node's action to its ranks: each sub-stage in data order, with its transfer."""
+def _expand(action: Action, ranks: FusedRanks, replica: int, lists: dict[int, list[Instruction]]) -> list[int]:
+    """Append a node's action to its ranks, each sub-stage in data order with its transfers; returns the sub-stages."""
     merge = ranks.merge(action.pipeline)
     stages = ranks.stages(replica, action.pipeline)
-    first = action.stage * merge
-    substages = range(first, first + merge)
-    for stage in substages if action.kind is Kind.F else reversed(substages):
+    substages = list(range(action.stage * merge, (action.stage + 1) * merge))
+    if action.kind is not Kind.F:
+        substages.reverse()
+    for stage in substages:
         target = stage + 1 if action.kind is Kind.F else stage - 1
-        for t, rank in enumerate(stages[stage]):
-            programs[rank].append(Instruction(action._replace(stage=stage)))
-            if action.kind is Kind.W or not 0 <= target < len(stages) or stages[target][t] == rank:
-                continue
-            peer = stages[target][t]
-            send = action._replace(stage=stage, kind=SEND_OF[action.kind])
-            receive = action._replace(stage=target, kind=RECEIVE_OF[action.kind])
-            programs[rank].append(Instruction(send, peer))
-            programs[peer].append(Instruction(receive, rank))
+        compute = Instruction(action._replace(stage=stage))
+        for rank in stages[stage]:
+            lists[rank].append(compute)
+        if action.kind is Kind.W or not 0 <= target < len(stages):
+            continue
+        send = action._replace(stage=stage, kind=SEND_OF[action.kind])
+        receive = action._replace(stage=target, kind=RECEIVE_OF[action.kind])
+        for rank, peer in zip(stages[stage], stages[target]):
+            if rank != peer:
+                lists[rank].append(Instruction(send, peer))
+                lists[peer].append(Instruction(receive, rank))
+    return substages
 
 
 def check_placement(schedule: Schedule, ranks: FusedRanks) -> None:
     """Raise ScheduleError unless the schedule's pipelines sit on the nodes where `ranks` puts them."""
-    wanted = {
-        name: share.placement(k) for share in ranks.shape.shares for k, name in enumerate(share.names)
-    }
+    wanted = {name: share.placement(k) for share in ranks.shape.shares for k, name in enumerate(share.names)}
     found = {pipeline.name: pipeline.placement for pipeline in schedule.problem.pipelines}
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
-            actor, critic = (share.layout for share in ranks.shape.shares)
             raise ScheduleError(
                 f"pipeline {name} is on nodes {found.get(name)} in the schedule but on {wanted.get(name)} with "
-                f"actor {actor} and critic {critic}; search a schedule for these layouts"
+                f"{ranks.shape}; search a schedule for these layouts"
             )

@@ -17,7 +17,7 @@ import math
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable, Mapping
 
 from rlhfuse.errors import InputError
 from rlhfuse.schedule.ranks import ModelShare, fused_shape
@@ -244,69 +244,77 @@ def _as_list(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What one micro-batch costs on each real pipeline stage of a model: times in one unit, activation in another."""
+    """What one micro-batch costs on each real pipeline stage of a model: times in one unit, activation in another.
+
+    With `weight_gradient` the backward is split.
+    """
 
     forward: tuple[Number, ...]
     backward: tuple[Number, ...]
     activation: tuple[Number, ...]
+    weight_gradient: tuple[Number, ...] | None = None
 
 
 def fused_problem(
-    actor_layout: ParallelLayout,
-    critic_layout: ParallelLayout,
-    actor_microbatches: int,
-    actor_costs: StageCosts,
-    critic_costs: StageCosts,
-    critic_microbatches: int | None = None,
+    layouts: Mapping[str, ParallelLayout],
+    microbatches: int,
+    costs: Mapping[str, StageCosts],
+    others: Mapping[str, int] | None = None,
+    alternate: bool = True,
 ) -> FusionProblem:
     """The problem of one fused group; every replica runs its schedule. `transfer` is 0 and there is no cap.
 
-    The critic's micro-batches per pipeline follow from K1*M1 = K2*M2; given, they are checked against it. A
-    merged stage costs the sum of its sub-stages in time; in memory it counts its fullest sub-stage, since
-    each lives on ranks of its own. Raises InputError with the arithmetic that fails.
+    `microbatches` are per pipeline of the first model; the other models' follow from K1*M1 = Kn*Mn, and those given
+    in `others` are checked against it. A merged stage costs the sum of its sub-stages in time; in memory it counts
+    its fullest sub-stage, since each lives on ranks of its own. Raises InputError with the arithmetic that fails.
     """
-    shape = fused_shape(actor_layout, critic_layout)
-    actor, critic = shape.shares
-    _check_integer("actor_microbatches", actor_microbatches, 1)
-    total = actor.pipelines * actor_microbatches
-    if critic_microbatches is not None:
-        _check_integer("critic_microbatches", critic_microbatches, 1)
-        if total != critic.pipelines * critic_microbatches:
-            raise InputError(
-                f"K1*M1 = {actor.pipelines}*{actor_microbatches} = {total} but K2*M2 = {critic.pipelines}*"
-                f"{critic_microbatches} = {critic.pipelines * critic_microbatches} ({actor_layout} with "
-                f"{critic_layout}); both models train on the same micro-batches, make the products equal"
-            )
-    if total % critic.pipelines:
-        raise InputError(
-            f"K1*M1 = {actor.pipelines}*{actor_microbatches} = {total} micro-batches do not divide over "
-            f"K2 = {critic.pipelines} critic pipelines ({actor_layout} with {critic_layout}); "
-            f"make actor_microbatches a multiple of {critic.pipelines}"
-        )
-    pipelines = _pipelines(actor, actor_microbatches, actor_costs)
-    pipelines += _pipelines(critic, total // critic.pipelines, critic_costs)
+    shape = fused_shape(layouts, alternate)
+    first = shape.shares[0]
+    _check_integer(f"{first.model}_microbatches", microbatches, 1)
+    pipelines: tuple[Pipeline, ...] = ()
+    for number, share in enumerate(shape.shares, start=1):
+        count = _microbatches(first, microbatches, share, number, (others or {}).get(share.model))
+        pipelines += _pipelines(share, count, costs[share.model])
     return FusionProblem(nodes=shape.nodes, pipelines=pipelines)
 
 
-def _pipelines(share: ModelShare, microbatches: int, costs: StageCosts) -> tuple[Pipeline, ...]:
-    for key in ("forward", "backward", "activation"):
-        if len(getattr(costs, key)) != share.layout.pp:
+def _microbatches(first: ModelShare, microbatches: int, share: ModelShare, number: int, given: int | None) -> int:
+    """Micro-batches per pipeline of the `number`-th model."""
+    total = first.pipelines * microbatches
+    product = f"K1*M1 = {first.pipelines}*{microbatches} = {total}"
+    layouts = f"({first.layout} with {share.layout})"
+    if given is not None:
+        _check_integer(f"{share.model}_microbatches", given, 1)
+        if total != share.pipelines * given:
             raise InputError(
-                f"{share.model} costs: {key} has {len(getattr(costs, key))} entries for pp({share.layout.pp}) stages"
+                f"{product} but K{number}*M{number} = {share.pipelines}*{given} = {share.pipelines * given} {layouts}; "
+                "all models train on the same micro-batches, make the products equal"
             )
+    if total % share.pipelines:
+        raise InputError(
+            f"{product} micro-batches do not divide over K{number} = {share.pipelines} {share.model} pipelines "
+            f"{layouts}; make {first.model}_microbatches a multiple of {share.pipelines}"
+        )
+    return total // share.pipelines
 
-    def merged(values: tuple[Number, ...], join: Any) -> tuple[Number, ...]:
+
+def _pipelines(share: ModelShare, microbatches: int, costs: StageCosts) -> tuple[Pipeline, ...]:
+    layout = share.layout
+
+    def merged(key: str, join: Callable[[tuple[Number, ...]], Number]) -> tuple[Number, ...]:
+        values = getattr(costs, key)
+        if len(values) != layout.stages:
+            chunks = f" * v({layout.chunks})" if layout.chunks > 1 else ""
+            raise InputError(f"{share.model} costs: {key} has {len(values)} entries for pp({layout.pp}){chunks} stages")
         return tuple(join(values[i : i + share.merge]) for i in range(0, len(values), share.merge))
 
+    stages = {
+        "forward": merged("forward", sum),
+        "backward": merged("backward", sum),
+        "activation": merged("activation", max),
+        "weight_gradient": None if costs.weight_gradient is None else merged("weight_gradient", sum),
+    }
     return tuple(
-        Pipeline(
-            name=name,
-            model=share.model,
-            placement=share.placement(k),
-            microbatches=microbatches,
-            forward=merged(costs.forward, sum),
-            backward=merged(costs.backward, sum),
-            activation=merged(costs.activation, max),
-        )
+        Pipeline(name=name, model=share.model, placement=share.placement(k), microbatches=microbatches, **stages)
         for k, name in enumerate(share.names)
     )

@@ -1,220 +1,234 @@
-"""Runs lowered programs symbolically and refuses any that could hang, starve or compute the wrong thing.
+"""Refuses programs that could hang, starve or compute the wrong thing, before the first byte is sent.
 
-Semantics are the strictest that a backend may have: a transfer happens only when the sender stands at
-its send and the receiver stands at the matching receive (rendezvous), and every rank does its
-instructions strictly in order, so each communicator sees them in issue order. Programs that pass
-here run under any looser semantics (asynchronous sends, receives posted ahead).
+First each rank by itself: its program holds exactly its duties (duties.py), each once, with the right peer and after
+what it depends on; it computes in the order of its node; and the activations alive never pass the memory cap. Then
+all ranks together, under rendezvous semantics (rendezvous.py) in two models. *Per communicator* is what NCCL
+promises, and must hold: computing and blocking collectives in program order, sends, receives and reductions in the
+issue order of their communicator. *One queue* is stricter: all transfers and collectives of a rank in program order.
+Programs that pass here run under any looser semantics (buffered sends, receives posted ahead).
 
-It shares no code with lowering.py but the instruction type: what must be true is derived from the
-rank map alone. Knows nothing of times.
+Both ends of a transfer are one event, of one micro-batch of one pipeline at one border between stages, so their
+shapes are equal as soon as all ranks know the same token counts; `shapes` holds these against the buffers.
+
+It shares no code with lowering.py but the instruction type. Knows nothing of times.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Mapping
+import gc
+import math
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Hashable, Iterator, Mapping, Sequence
 
-from rlhfuse.errors import ScheduleError
-from rlhfuse.schedule.action import Action, Kind
-from rlhfuse.schedule.lowering import Instruction, Program
+from rlhfuse.errors import InputError, ScheduleError
+from rlhfuse.schedule.action import COMPUTE, SENDS, Action, Kind
+from rlhfuse.schedule.duties import Duty, Event, duties_of
+from rlhfuse.schedule.evaluate import tidy
+from rlhfuse.schedule.goal import loosen
+from rlhfuse.schedule.graph import kinds_of
+from rlhfuse.schedule.program import Programs
 from rlhfuse.schedule.ranks import FusedRanks
+from rlhfuse.schedule.rendezvous import NONE, Halt, Issue, Step, queues_agree, run
 from rlhfuse.schedule.schedule import Schedule
 
-_SENDS = (Kind.SF, Kind.SB)
-_RECEIVES = (Kind.RF, Kind.RB)
+Shapes = Mapping[str, Sequence[Sequence[int]]]  # model -> [dp rank][micro-batch] -> tokens
 
 
-@dataclass
-class _Rank:
-    """A rank on its way through its program, and what it holds."""
+@dataclass(frozen=True)
+class Verified:
+    """What programs do and which of the two models they satisfy. A collective counts once for its group.
 
-    program: Program
-    replica: int
-    position: int = 0
-    done: set[Action] = field(default_factory=set)
-
-    @property
-    def head(self) -> Instruction | None:
-        instructions = self.program.instructions
-        return instructions[self.position] if self.position < len(instructions) else None
-
-    def finish(self) -> None:
-        self.done.add(self.head.action)
-        self.position += 1
-
-
-def verify(programs: Mapping[int, Program], schedule: Schedule, ranks: FusedRanks) -> int:
-    """Execute `programs` to the end; returns the number of transfers.
-
-    Raises ScheduleError naming rank, position and instruction, with the grid, on: a rank without its
-    program, compute that differs from its node's order, an input used before it is there, a transfer
-    missing, repeated or with the wrong peer, a pair that disagrees on what is next, and a deadlock.
+    `hang` says, where `one_queue` is False, how the programs would hang if every rank had one queue.
     """
-    owners = _owners(ranks)
-    if set(programs) != {rank for rank, _ in owners}:
-        raise ScheduleError(f"programs are for ranks {sorted(programs)}, the layout has {[rank for rank, _ in owners]}")
-    _check_compute(programs, schedule, ranks)
-    states = {rank: _Rank(programs[rank], replica) for rank, replica in owners}
-    transfers = 0
-    ready = sorted(states)
-    while ready:
-        rank = ready.pop()
-        state = states[rank]
-        while state.head is not None:
-            peer = _step(state, states, ranks, programs)
-            if peer is None:
-                break
-            if peer != rank:
-                transfers += 1
-                ready.append(peer)
-    _check_finished(states, programs)
-    _check_nothing_unsent(states, ranks, programs)
-    return transfers
+
+    transfers: int
+    collectives: int
+    channels: bool
+    one_queue: bool
+    hang: str = ""
 
 
-def _step(state: _Rank, states: Mapping[int, _Rank], ranks: FusedRanks, programs: Mapping[int, Program]) -> int | None:
-    """Do the head of `state` if it can be done: its own rank when computing, the peer of a transfer, else None."""
-    instruction = state.head
-    rank, kind = state.program.rank, instruction.action.kind
-    if instruction.action in state.done:
-        raise _error(programs, rank, state.position, "is done twice")
-    if kind in _SENDS or kind in _RECEIVES:
-        _check_transfer(state, ranks, programs)
-        other = states[instruction.peer]
-        if other.head is None or other.head.peer != rank or (other.head.action.kind in _SENDS) == (kind in _SENDS):
-            return None
-        if other.head.action != _mirror(instruction.action):
-            raise _error(programs, rank, state.position, f"meets {other.head} on rank {instruction.peer}")
-        state.finish()
-        other.finish()
-        return instruction.peer
-    needed = _input_of(state, ranks)
-    if needed is not None and needed not in state.done:
-        raise _error(programs, rank, state.position, f"runs before {needed}")
-    state.finish()
-    return rank
+def verify(
+    programs: Programs,
+    schedule: Schedule,
+    ranks: FusedRanks,
+    *,
+    tied: frozenset[str] = frozenset(),
+    shapes: Shapes | None = None,
+) -> Verified:
+    """Check `programs` against their schedule and run them symbolically in both models.
+
+    `tied` names the models with tied embeddings; `shapes` gives the tokens of every micro-batch. Raises ScheduleError
+    naming rank, position and instruction, with the grid, unless they are for this schedule and these ranks, every
+    rank does its duties, and the model of one queue per communicator holds; InputError on shapes that do not fit.
+    """
+    programs.refuse_unless_for(schedule, ranks)
+    if shapes is not None:
+        check_shapes(programs, schedule, ranks, shapes)
+    with _collector_paused():
+        book = _check_ranks(programs, schedule, ranks, tied)
+        clash = queues_agree(book.issues)
+        if clash:
+            one, two = clash
+            there = programs[two.rank].instructions[two.position]
+            where = f"meets {there} at position {two.position} of rank {two.rank}"
+            raise _error(programs, one.rank, one.position, where)
+        halts = run(book.channels, book.sizes)
+        if halts:
+            hang = _error(programs, halts[0].rank, halts[0].position, _never(programs, halts))
+            raise ScheduleError(f"deadlock: {hang}", hang.grid)
+        stricter = run(book.one_queue, book.sizes)
+    transfers = sum(i.action.kind in SENDS for program in programs.values() for i in program.instructions)
+    return Verified(transfers, book.collectives, True, not stricter, _never(programs, stricter))
 
 
-def _input_of(state: _Rank, ranks: FusedRanks) -> Action | None:
-    """What must have happened on this rank before its head can compute."""
-    action, rank = state.head.action, state.program.rank
-    stages = ranks.stages(state.replica, action.pipeline)
-    if action.kind is Kind.W:
-        return action._replace(kind=Kind.B)
-    if action.kind is Kind.F:
-        if action.stage == 0:
-            return None
-        local = rank in stages[action.stage - 1]
-        return action._replace(stage=action.stage - 1) if local else action._replace(kind=Kind.RF)
-    if action.stage == len(stages) - 1:
-        return action._replace(kind=Kind.F)
-    local = rank in stages[action.stage + 1]
-    return action._replace(stage=action.stage + 1) if local else action._replace(kind=Kind.RB)
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Verification makes millions of small tuples, none in a cycle; walking them would be two thirds of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
-def _mirror(action: Action) -> Action:
-    """The other end of a transfer."""
-    step = {Kind.SF: 1, Kind.RF: -1, Kind.SB: -1, Kind.RB: 1}[action.kind]
-    kind = {Kind.SF: Kind.RF, Kind.RF: Kind.SF, Kind.SB: Kind.RB, Kind.RB: Kind.SB}[action.kind]
-    return action._replace(stage=action.stage + step, kind=kind)
+def _check_ranks(programs: Programs, schedule: Schedule, ranks: FusedRanks, tied: frozenset[str]) -> "_Book":
+    """Check every rank by itself; returns the steps of all."""
+    rows = _rows(schedule, ranks)
+    book = _Book()
+    for rank, program in sorted(programs.by_rank.items()):
+        duties = duties_of(rank, schedule, ranks, tied)
+        actions = [instruction.action for instruction in program.instructions]
+        _check_duties(programs, rank, actions, duties)
+        _check_row(programs, rank, actions, rows[rank])
+        _check_memory(programs, rank, actions, schedule, ranks)
+        book.add(rank, [duties[action] for action in actions])
+    return book
 
 
-def _check_transfer(state: _Rank, ranks: FusedRanks, programs: Mapping[int, Program]) -> None:
-    """The peer must hold the other end, and a send must have something to send."""
-    instruction, rank = state.head, state.program.rank
-    action, other = instruction.action, _mirror(instruction.action)
-    stages = ranks.stages(state.replica, action.pipeline)
-    if not (0 <= other.stage < len(stages) and 0 <= action.stage < len(stages)) or rank not in stages[action.stage]:
-        raise _error(programs, rank, state.position, "has no stage to talk to")
-    peer = stages[other.stage][stages[action.stage].index(rank)]
-    if instruction.peer != peer:
-        raise _error(programs, rank, state.position, f"has the wrong peer: stage {other.stage} is on rank {peer}")
-    if action.kind in _SENDS:
-        computed = action._replace(kind=Kind.F if action.kind is Kind.SF else Kind.B)
-        if computed not in state.done:
-            raise _error(programs, rank, state.position, f"sends before {computed}")
+class _Book:
+    """Numbers the events and writes every rank's steps for both machines."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.issues: list[Issue] = []
+        self.channels: dict[int, list[Step]] = {}
+        self.one_queue: dict[int, list[Step]] = {}
+        self.collectives = 0
+        self._numbers: dict[Hashable, int] = {}
+
+    def add(self, rank: int, duties: Sequence[Duty]) -> None:
+        """One step in each machine for every duty, in program order."""
+        loose, strict = [], []
+        for position, duty in enumerate(duties):
+            meets = () if duty.meets is None else (self._number(duty.meets),)
+            issues = NONE if duty.issues is None else self._number(duty.issues)
+            if issues != NONE:
+                self.issues.append(Issue(duty.issues.queue, issues, rank, position))
+            loose.append(Step(tuple(map(self._number, duty.needs)), meets, issues))
+            strict.append(Step(meets=meets if issues == NONE else (*meets, issues)))
+        self.channels[rank], self.one_queue[rank] = loose, strict
+
+    def _number(self, event: Event) -> int:
+        number = self._numbers.setdefault(event.name, len(self.sizes))
+        if number == len(self.sizes):
+            self.sizes.append(event.size)
+            self.collectives += event.collective
+        return number
 
 
-def _check_compute(programs: Mapping[int, Program], schedule: Schedule, ranks: FusedRanks) -> None:
-    """A rank computes exactly its node's order, each action on the sub-stages that it holds."""
-    for replica, pipelines in enumerate(ranks.replicas):
-        wanted: dict[int, list[Action]] = {rank: [] for rank in programs}
-        for order in schedule.orders:
-            for action in order:
-                for i, group in _in_data_order(pipelines[action.pipeline][action.stage], action.kind):
-                    for rank in group:
-                        wanted[rank].append(
-                            action._replace(stage=action.stage * ranks.merge(action.pipeline) + i)
-                        )
-        for rank, actions in wanted.items():
-            if not actions:
-                continue
-            found = [(p, i.action) for p, i in enumerate(programs[rank].instructions) if i.peer is None]
-            for (position, action), expected in zip(found, actions):
-                if action != expected:
-                    raise _error(programs, rank, position, f"stands where the schedule has {expected}")
-            if len(found) != len(actions):
-                raise ScheduleError(
-                    f"rank {rank} computes {len(found)} actions, its node's order has {len(actions)}",
-                    _grid(programs),
+def check_shapes(programs: Programs, schedule: Schedule, ranks: FusedRanks, shapes: Shapes) -> None:
+    """Raise InputError unless `shapes` has the tokens of every micro-batch, and each fits its model's buffer."""
+    for model, layout in ranks.shape.layouts.items():
+        table = shapes.get(model, ())
+        if len(table) != layout.dp:
+            raise InputError(f"shapes of {model} are for {len(table)} pipelines, {layout} has dp({layout.dp})")
+        wanted = next(p.microbatches for p in schedule.problem.pipelines if p.model == model)
+        for pipeline, tokens in enumerate(table):
+            if len(tokens) != wanted:
+                raise InputError(
+                    f"shapes of {model}: pipeline {pipeline} has {len(tokens)} micro-batches, the schedule has {wanted}"
                 )
+            programs.refuse_tokens(model, tokens)
 
 
-def _in_data_order(substages: tuple[tuple[int, ...], ...], kind: Kind) -> list[tuple[int, tuple[int, ...]]]:
-    numbered = list(enumerate(substages))
-    return numbered if kind is Kind.F else numbered[::-1]
+def _check_duties(programs: Programs, rank: int, actions: Sequence[Action], duties: Mapping[Action, Duty]) -> None:
+    """The program holds every duty once, with its peer and after what it depends on, and nothing else."""
+    at: dict[Action, int] = {}
+    for position, action in enumerate(actions):
+        if at.setdefault(action, position) != position:
+            raise _error(programs, rank, position, f"is done twice, first at position {at[action]}")
+    for position, (instruction, action) in enumerate(zip(programs[rank].instructions, actions)):
+        duty = duties.get(action)
+        if duty is None:
+            raise _error(programs, rank, position, "has no place here: this rank holds no such stage or micro-batch")
+        if instruction.peer != duty.peer:
+            raise _error(programs, rank, position, f"has the wrong peer: the other end is on rank {duty.peer}")
+        for needed in duty.after:
+            if at.get(needed, position) >= position:
+                raise _error(programs, rank, position, f"runs before {needed}")
+    for action in duties:
+        if action not in at:
+            raise ScheduleError(
+                f"rank {rank}, position {len(actions)}: the program ends and {action} is missing",
+                programs.grid(rank, len(actions)),
+            )
 
 
-def _check_finished(states: Mapping[int, _Rank], programs: Mapping[int, Program]) -> None:
-    stuck = [state for state in states.values() if state.head is not None]
-    if not stuck:
+def _rows(schedule: Schedule, ranks: FusedRanks) -> dict[int, list[Action]]:
+    """What every rank computes, in the order of its node, each action on the sub-stages that it holds."""
+    rows: dict[int, list[Action]] = {rank: [] for rank in range(ranks.size)}
+    for order in schedule.orders:
+        for action in order:
+            merge = ranks.merge(action.pipeline)
+            for pipelines in ranks.replicas:
+                for i, cell in enumerate(pipelines[action.pipeline][action.stage]):
+                    real = action._replace(stage=action.stage * merge + i)
+                    for rank in cell:
+                        rows[rank].append(real)
+    return rows
+
+
+def _check_row(programs: Programs, rank: int, actions: Sequence[Action], row: Sequence[Action]) -> None:
+    computed = [(position, action) for position, action in enumerate(actions) if action.kind in COMPUTE]
+    for (position, action), wanted in zip(computed, row):
+        if action != wanted:
+            raise _error(programs, rank, position, f"stands where the schedule has {wanted}")
+
+
+def _check_memory(
+    programs: Programs, rank: int, actions: Sequence[Action], schedule: Schedule, ranks: FusedRanks
+) -> None:
+    """Activations from a forward to its last backward stay under the cap of the rank's node."""
+    cap = schedule.problem.node_cap(ranks.node_of(rank))
+    if cap == math.inf:
         return
-    waits = [f"rank {s.program.rank} at {s.position} waits in {s.head}" for s in stuck]
-    error = _error(programs, stuck[0].program.rank, stuck[0].position, f"never happens: {'; '.join(waits[:8])}")
-    raise ScheduleError(f"deadlock: {error}", error.grid)
+    pipelines = {pipeline.name: pipeline for pipeline in schedule.problem.pipelines}
+    held: Counter[tuple[str, int]] = Counter()
+    for position, action in enumerate(actions):
+        if action.kind not in COMPUTE:
+            continue
+        pipeline, merged = pipelines[action.pipeline], action.stage // ranks.merge(action.pipeline)
+        if action.kind is not Kind.F:
+            held[action.pipeline, merged] -= action.kind is kinds_of(pipeline)[-1]
+            continue
+        held[action.pipeline, merged] += 1
+        total = tidy(sum(count * pipelines[name].activation[stage] for (name, stage), count in held.items()))
+        if total > loosen(cap):
+            raise _error(programs, rank, position, f"brings the activations to {total:g}, over the memory cap {cap:g}")
 
 
-def _check_nothing_unsent(states: Mapping[int, _Rank], ranks: FusedRanks, programs: Mapping[int, Program]) -> None:
-    """Every forward but the last stage's and every backward but the first's reaches the neighbour stage.
-
-    A consumer that lacks its input was caught on the way; this catches an output that nobody consumes.
-    """
-    for rank, state in states.items():
-        for action in state.done:
-            step = {Kind.F: 1, Kind.B: -1}.get(action.kind)
-            if step is None:
-                continue
-            stages = ranks.stages(state.replica, action.pipeline)
-            target = action.stage + step
-            if not 0 <= target < len(stages) or rank in stages[target]:
-                continue
-            sent = action._replace(kind=Kind.SF if action.kind is Kind.F else Kind.SB)
-            if sent not in state.done:
-                raise ScheduleError(f"rank {rank}: {action} is never sent", _grid(programs))
+def _never(programs: Programs, halts: Sequence[Halt]) -> str:
+    """Where ranks wait for ever; empty when none does."""
+    waits = [f"rank {h.rank} at {h.position} waits in {programs[h.rank].instructions[h.position]}" for h in halts]
+    more = f"; and {len(waits) - 8} more ranks" if len(waits) > 8 else ""
+    return f"never happens: {'; '.join(waits[:8])}{more}" if waits else ""
 
 
-def _owners(ranks: FusedRanks) -> list[tuple[int, int]]:
-    """(rank, replica) of every rank, each once."""
-    owners = {
-        (rank, replica)
-        for replica, pipelines in enumerate(ranks.replicas)
-        for name in pipelines
-        for stage in ranks.stages(replica, name)
-        for rank in stage
-    }
-    return sorted(owners)
-
-
-def _error(programs: Mapping[int, Program], rank: int, position: int, what: str) -> ScheduleError:
+def _error(programs: Programs, rank: int, position: int, what: str) -> ScheduleError:
     instruction = programs[rank].instructions[position]
-    return ScheduleError(f"rank {rank}, position {position}: {instruction} {what}", _grid(programs, rank, position))
-
-
-def _grid(programs: Mapping[int, Program], rank: int | None = None, position: int = 0) -> str:
-    lines = []
-    for number, program in sorted(programs.items()):
-        words = [str(instruction) for instruction in program.instructions]
-        if number == rank:
-            words.insert(position + 1, "<-- ERROR HERE")
-        lines.append(f"rank {number}: {' '.join(words)}")
-    return "\n".join(lines)
+    return ScheduleError(f"rank {rank}, position {position}: {instruction} {what}", programs.grid(rank, position))

@@ -105,7 +105,7 @@ class AnalyticCost:
         pairs = _causal_pairs(tokens, sequences)
         forward, activation = [], []
         for stage, layers in enumerate(self.layout.stage_layers(self.spec.layers)):
-            last = stage == self.layout.pp - 1
+            last = stage == self.layout.stages - 1
             seconds = len(layers) * self.layer_seconds(tokens, pairs, tokens)
             seconds += self.head_seconds(tokens) if last else 0.0
             forward.append(max(1, round(seconds / tick_seconds)))
@@ -127,19 +127,20 @@ class AnalyticCost:
     # ---- bytes of one rank; of the fullest stage where stages differ
 
     def rank_parameters(self) -> int:
-        """Parameters on one rank of the fullest pipeline stage."""
-        spec, pp = self.spec, self.layout.pp
+        """Parameters on the fullest rank, over all stages that it holds."""
+        spec, last_stage = self.spec, self.layout.stages - 1
         stages = []
         for stage, layers in enumerate(self.layout.stage_layers(spec.layers)):
             count = len(layers) * spec.layer_parameters
-            first, last = stage == 0, stage == pp - 1
+            first, last = stage == 0, stage == last_stage
             count += spec.embedding_parameters if first else 0
             if last:
                 count += spec.hidden
                 tied_here = spec.tied_embeddings and first
                 count += spec.hidden if self.scalar_head else (0 if tied_here else spec.embedding_parameters)
             stages.append(count)
-        return -(-max(stages) // self.layout.tp)
+        held = [sum(stages[place :: self.layout.pp]) for place in range(self.layout.pp)]
+        return -(-max(held) // self.layout.tp)
 
     def weights_bytes(self) -> int:
         return self.rank_parameters() * self.element_bytes

@@ -8,7 +8,7 @@ Knows nothing of time or memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Mapping
 
 from rlhfuse.config import RunConfig
@@ -100,7 +100,7 @@ def task_table(config: RunConfig, world_size: int) -> tuple[Task, ...]:
                 f"{where}: dp({layout.dp}) * tp({layout.tp}) * pp({layout.pp}) = {layout.size} "
                 f"!= world_size({world_size})"
             )
-        rows.append(Task(name, role, ParallelLayout(layout.dp, layout.tp, layout.pp), (0, world_size - 1)))
+        rows.append(Task(name, role, replace(layout, ranks=None), (0, world_size - 1)))
     return tuple(rows)
 
 
@@ -159,8 +159,13 @@ def _check_inference(layouts: Mapping[str, ParallelLayout]) -> None:
 
 def _check_training(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> FusedShape:
     actor, critic = layouts["actor_train"], layouts["critic_train"]
+    if config.parallel.sequence_parallel and max(actor.tp, critic.tp) == 1:
+        raise InputError(
+            f"parallel.sequence_parallel=true cuts tokens over tensor ranks, but parallel.actor_train={actor} and "
+            f"parallel.critic_train={critic} have tp(1); set it to false or use t2"
+        )
     try:
-        shape = fused_shape(actor, critic)
+        shape = fused_shape({"actor": actor, "critic": critic})
     except InputError as error:
         raise InputError(f"parallel.actor_train={actor} with parallel.critic_train={critic}: {error}") from None
     k1, k2 = (share.pipelines for share in shape.shares)

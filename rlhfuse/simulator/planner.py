@@ -21,6 +21,7 @@ from rlhfuse.errors import InputError
 from rlhfuse.schedule.bounds import latency_bound
 from rlhfuse.schedule.builders import serial_1f1b, serial_makespan
 from rlhfuse.schedule.evaluate import evaluate
+from rlhfuse.schedule.interleaved import interleaved_1f1b
 from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.problem import FusionProblem, fused_problem
 from rlhfuse.schedule.schedule import Schedule
@@ -212,18 +213,23 @@ def training_problem(
     costs: Mapping[str, AnalyticCost], batch: BatchArithmetic, tokens_per_sample: float
 ) -> FusionProblem:
     """The scheduling problem of one mini-batch on one fused group, in ticks of TICK_SECONDS and bytes."""
-    actor, critic = costs["actor_train"], costs["critic_train"]
     sequences = batch.samples_per_microbatch
-    stage_costs = [cost.stage_costs(tokens_per_sample * sequences, sequences, TICK_SECONDS) for cost in (actor, critic)]
-    return fused_problem(actor.layout, critic.layout, batch.actor_microbatches, *stage_costs)
+    trained = {"actor": costs["actor_train"], "critic": costs["critic_train"]}
+    stage_costs = {
+        model: cost.stage_costs(tokens_per_sample * sequences, sequences, TICK_SECONDS)
+        for model, cost in trained.items()
+    }
+    return fused_problem({model: cost.layout for model, cost in trained.items()}, batch.actor_microbatches, stage_costs)
 
 
 def choose_schedule(config: RunConfig, problem: FusionProblem) -> tuple[Schedule, str]:
-    """The training schedule and where it is from: the config's file, serial 1F1B, or a search at start.
+    """The training schedule and where it is from: the config's file, (interleaved) serial 1F1B, or a search at start.
 
     A file's order is taken and priced with this run's times. Raises InputError for a file made for other layouts.
     """
     if not config.fusion.intra_stage:
+        if all(len(set(pipeline.placement)) < pipeline.stages for pipeline in problem.pipelines):
+            return interleaved_1f1b(problem), "interleaved 1F1B: fusion.intra_stage is false"
         return serial_1f1b(problem), "serial 1F1B: fusion.intra_stage is false"
     if config.fusion.schedule:
         loaded = load_schedule(config.fusion.schedule, expect=problem)

@@ -295,8 +295,9 @@ LAYOUTS = [
 @pytest.mark.parametrize("actor, critic, m1, nodes, k1, k2, m2, stages, replicas", LAYOUTS)
 def test_layouts_become_problems(actor, critic, m1, nodes, k1, k2, m2, stages, replicas):
     actor, critic = ParallelLayout.parse(actor), ParallelLayout.parse(critic)
-    problem = fused_problem(actor, critic, m1, costs(actor, 1), costs(critic, 2), m2)
-    assert problem == fused_problem(actor, critic, m1, costs(actor, 1), costs(critic, 2))
+    layouts, prices = {"actor": actor, "critic": critic}, {"actor": costs(actor, 1), "critic": costs(critic, 2)}
+    problem = fused_problem(layouts, m1, prices, {"critic": m2})
+    assert problem == fused_problem(layouts, m1, prices)
     assert problem.nodes == nodes and gcd(k1, k2) == 1 and k1 * m1 == k2 * m2
     for model, k, m, depth in (("actor", k1, m1, stages[0]), ("critic", k2, m2, stages[1])):
         mine = [p for p in problem.pipelines if p.model == model]
@@ -307,7 +308,7 @@ def test_layouts_become_problems(actor, critic, m1, nodes, k1, k2, m2, stages, r
         assert pipeline.forward[0] == sum(first + s for s in range(merge))
         assert sum(pipeline.forward) == sum(costs(layout, first).forward)
         assert pipeline.activation[0] == 1 + (merge - 1) / 8  # the fullest sub-stage
-    assert len(rank_map(actor, critic).replicas) == replicas
+    assert len(rank_map(layouts).replicas) == replicas
     for build in (serial_1f1b, gpipe, greedy, capped_greedy):
         assert makespan(build(problem)) >= latency_bound(problem)
     assert FusionProblem.from_dict(json.loads(json.dumps(problem.to_dict()))) == problem
@@ -328,7 +329,8 @@ def test_layouts_become_problems(actor, critic, m1, nodes, k1, k2, m2, stages, r
 def test_unequal_microbatches_are_refused_with_their_arithmetic(actor, critic, m1, m2, message):
     actor, critic = ParallelLayout.parse(actor), ParallelLayout.parse(critic)
     with pytest.raises(InputError, match=message):
-        fused_problem(actor, critic, m1, costs(actor, 1), costs(critic, 2), m2)
+        prices = {"actor": costs(actor, 1), "critic": costs(critic, 2)}
+        fused_problem({"actor": actor, "critic": critic}, m1, prices, None if m2 is None else {"critic": m2})
 
 
 def test_large_problems_take_no_more_than_seconds():

@@ -2,109 +2,52 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import pytest
 import torch
 from tiny import write_checkpoint
+from training_pair import build_pair, make_batch
 
-from rlhfuse.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, RunConfig
-from rlhfuse.ppo.rollout import Rollout, RolloutBatch
-from rlhfuse.schedule.builders import greedy, gpipe, serial_1f1b
-from rlhfuse.schedule.lowering import lower
-from rlhfuse.schedule.problem import StageCosts, fused_problem
-from rlhfuse.schedule.ranks import rank_map
-from rlhfuse.spec import ModelSpec, ParallelLayout
+from rlhfuse.config import AlgorithmConfig
+from rlhfuse.schedule.evaluate import evaluate
 
-BUILDERS = {"fused": greedy, "gpipe": gpipe, "serial": serial_1f1b}
+KINDS = ("fused", "gpipe", "serial")
 LAYOUTS = [("d1t1p4", "d2t1p2"), ("d2t1p2", "d1t1p4"), ("d4t1p1", "d2t1p2"), ("d1t2p2", "d2t1p2"), ("d1t1p4", "d1t2p2")]
 
 
-def make_batch(seed: int, samples: int = 20) -> RolloutBatch:
-    generator = torch.Generator().manual_seed(seed)
-    rollouts = []
-    for i in range(samples):
-        prompt = torch.randint(3, 200, (int(torch.randint(2, 9, (1,), generator=generator)),), generator=generator)
-        length = int(torch.randint(1, 30, (1,), generator=generator))
-        response = torch.randint(3, 200, (length,), generator=generator)
-        noise = torch.randn(3, length, generator=generator)
-        rollouts.append(
-            Rollout(i, tuple(prompt.tolist()), tuple(response.tolist()), -5 + 0.1 * noise[0], "stop", -5 + 0.1 * noise[1],
-                    noise[2], 0.5)  # fmt: skip
-        )
-    batch = RolloutBatch.from_rollouts(rollouts)
-    count = batch.response_tokens
-    return batch.with_fields(
-        advantages=torch.randn(count, generator=generator), returns=torch.randn(count, generator=generator)
-    )
-
-
-def make_config(actor: str, critic: str) -> RunConfig:
-    config = RunConfig(parallel=ParallelConfig(actor, critic, "d4t1p1", "d4t1p1", "d4t1p1", "d4t1p1", "d4t1p1"))
-    config.actor.optim = OptimizerConfig(lr=1e-3, clip_grad=1.0)
-    config.critic.optim = OptimizerConfig(lr=2e-3, clip_grad=1.0)
-    return config
-
-
-def microbatches(ranks, actor_count: int) -> dict[str, int]:
-    actor, critic = ranks.shape.shares
-    return {"actor": actor_count, "critic": actor.pipelines * actor_count // critic.pipelines}
-
-
-def train(rank: int, folders: dict, actor: str, critic: str, kind: str, steps: int) -> dict:
+def train(rank: int, folders: dict, actor: str, critic: str, kind: str, steps: int, optimizer: str = "adam") -> dict:
     """Build the pair on this rank, run `steps` mini-batches, return digests, gradients and statistics."""
-    from rlhfuse.fusion.pair_step import PairStep
-    from rlhfuse.parallel.device import choose_device
-    from rlhfuse.roles import Checkpoints, build_roles
-
-    device = choose_device("cpu", 0, 1)
-    config = make_config(actor, critic)
-    ranks = rank_map(ParallelLayout.parse(actor), ParallelLayout.parse(critic))
-    specs = {role: ModelSpec.from_config(path) for role, path in folders.items()}
-    roles = build_roles(config, Checkpoints(folders, specs), ranks, rank, device)
-    counts = microbatches(ranks, 4)
-    costs = {role: StageCosts((1,) * layout.pp, (2,) * layout.pp, (1,) * layout.pp)
-             for role, layout in (("actor", ParallelLayout.parse(actor)), ("critic", ParallelLayout.parse(critic)))}  # fmt: skip
-    problem = fused_problem(
-        ParallelLayout.parse(actor), ParallelLayout.parse(critic), 4, costs["actor"], costs["critic"]
-    )
-    program = lower(BUILDERS[kind](problem), ranks)[rank]
-    models = {"actor": roles.actor, "critic": roles.critic}
-    step = PairStep(
-        rank, ranks, program, models, roles.channels, AlgorithmConfig(), 1.0, device.torch_device, lambda _: None
-    )
-    out: dict = {"stats": [], "gradients": {}, "norms": []}
+    pair = build_pair(rank, folders, actor, critic, kind, optimizer=optimizer)
+    out: dict = {"stats": [], "gradients": {}, "norms": [], "losses": [], "peak": []}
     for number in range(steps):
         captured: dict[str, torch.Tensor] = {}
-        for role, model in models.items():
+        for role, model in pair.models.items():
             original = model.optimizer.step
 
-            def spy(lr, model=model, role=role, original=original):
-                for name, parameter in model.optimizer.module.module.named_parameters():
-                    captured[f"{role}.{name}"] = parameter.main_grad.clone()
-                return original(lr)
+            def spy(lr, remember, model=model, role=role, original=original):
+                for stage, module in model.optimizer.modules.items():
+                    for name, parameter in module.module.named_parameters():
+                        captured[f"{role}.{stage}.{name}"] = parameter.main_grad.clone()
+                return original(lr, remember=remember)
 
             model.optimizer.step = spy
-        result = step.run(make_batch(number), counts, {"actor": 1e-3, "critic": 2e-3})
-        for model in models.values():
+        result = pair.train(number)
+        for model in pair.models.values():
             del model.optimizer.step
         out["stats"].append({r: {k: float(v) for k, v in s.items()} for r, s in result.stats.items()})
         out["norms"].append({role: s.grad_norm for role, s in result.steps.items()})
+        out["losses"].append({str(action): loss for action, loss in result.report.losses.items()})
+        out["peak"].append(result.report.peak_live)
         if number == 0:
             out["gradients"] = captured
-    sha = hashlib.sha256()
-    for model in models.values():
-        for parameter in model.optimizer.module.parameters():
-            sha.update(parameter.detach().numpy().tobytes())
-    out["digest"] = sha.hexdigest()
-    named = dict(roles.actor.optimizer.module.module.named_parameters())
+    out["digest"] = pair.digest()
+    named = {k: v for m in pair.models["actor"].optimizer.modules.values() for k, v in m.module.named_parameters()}
     out["vocabulary weights"] = [
         named[name].detach().clone()
         for name in ("embedding.word_embeddings.weight", "output_layer.weight")
         if name in named
     ]
-    roles.groups.close()
-    out["peak_live"] = {role: model.stage.peak_live for role, model in models.items()}
+    pair.close()
+    out["node"], out["predicted peak"] = pair.ranks.node_of(rank), evaluate(pair.schedule).node_peak_memory
     return out
 
 
@@ -154,10 +97,13 @@ def reference(workers, folders):
 
 @pytest.mark.parametrize("actor,critic", LAYOUTS)
 def test_every_schedule_gives_the_same_bits_and_the_reference_gradients(workers, folders, reference, actor, critic):
-    runs = {kind: workers.run(train, folders, actor, critic, kind, 2) for kind in BUILDERS}
+    runs = {kind: workers.run(train, folders, actor, critic, kind, 2) for kind in KINDS}
     for rank in range(4):
-        assert len({runs[kind][rank]["digest"] for kind in BUILDERS}) == 1
+        assert len({runs[kind][rank]["digest"] for kind in KINDS}) == 1
         assert runs["fused"][rank]["stats"] == runs["serial"][rank]["stats"]
+        assert runs["fused"][rank]["losses"] == runs["serial"][rank]["losses"] == runs["gpipe"][rank]["losses"]
+        for run in runs.values():  # live micro-batches, counted while it ran, are those of the schedule
+            assert set(run[rank]["peak"]) == {run[rank]["predicted peak"][run[rank]["node"]]}
         assert runs["fused"][rank]["norms"] == runs["serial"][rank]["norms"]
     for role in ("actor", "critic"):
         norm, loss = reference[role]
@@ -169,7 +115,7 @@ def test_every_schedule_gives_the_same_bits_and_the_reference_gradients(workers,
 
 def test_gradient_of_the_first_stage_equals_the_reference_element_by_element(workers, folders, reference):
     run = workers.run(train, folders, "d1t1p4", "d2t1p2", "fused", 1)
-    got = run[0]["gradients"]["actor.embedding.word_embeddings.weight"][:200]
+    got = run[0]["gradients"]["actor.0.embedding.word_embeddings.weight"][:200]
     want = reference["embedding"]
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 

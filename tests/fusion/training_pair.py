@@ -1,0 +1,113 @@
+"""Actor and critic on gloo ranks for the tests of training: a made-up mini-batch, the built pair, its digest."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Callable
+
+import torch
+
+from rlhfuse.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, RunConfig
+from rlhfuse.ppo.rollout import Rollout, RolloutBatch
+from rlhfuse.schedule.builders import gpipe, greedy, serial_1f1b
+from rlhfuse.schedule.interleaved import interleaved_1f1b
+from rlhfuse.schedule.lowering import lower
+from rlhfuse.schedule.program import Programs
+from rlhfuse.schedule.problem import StageCosts, fused_problem
+from rlhfuse.schedule.ranks import FusedRanks, rank_map
+from rlhfuse.schedule.schedule import Schedule
+from rlhfuse.spec import ModelSpec, ParallelLayout
+
+BUILDERS = {"fused": greedy, "gpipe": gpipe, "serial": serial_1f1b, "interleaved": interleaved_1f1b}
+LR = {"actor": 1e-3, "critic": 2e-3}
+
+
+def make_batch(seed: int, samples: int = 20) -> RolloutBatch:
+    """Prompts of 2-8 tokens, responses of 1-29, random advantages and returns."""
+    generator = torch.Generator().manual_seed(seed)
+    rollouts = []
+    for i in range(samples):
+        prompt = torch.randint(3, 200, (int(torch.randint(2, 9, (1,), generator=generator)),), generator=generator)
+        length = int(torch.randint(1, 30, (1,), generator=generator))
+        response = torch.randint(3, 200, (length,), generator=generator)
+        noise = torch.randn(3, length, generator=generator)
+        rollouts.append(
+            Rollout(i, tuple(prompt.tolist()), tuple(response.tolist()), -5 + 0.1 * noise[0], "stop", -5 + 0.1 * noise[1],
+                    noise[2], 0.5)  # fmt: skip
+        )
+    batch = RolloutBatch.from_rollouts(rollouts)
+    count = batch.response_tokens
+    return batch.with_fields(
+        advantages=torch.randn(count, generator=generator), returns=torch.randn(count, generator=generator)
+    )
+
+
+def make_schedule(layouts: dict[str, ParallelLayout], kind: str, microbatches: int = 4) -> Schedule:
+    """A schedule of unit forwards and backwards twice as long."""
+    costs = {role: StageCosts((1,) * layout.stages, (2,) * layout.stages, (1,) * layout.stages)
+             for role, layout in layouts.items()}  # fmt: skip
+    return BUILDERS[kind](fused_problem(layouts, microbatches, costs))
+
+
+@dataclass
+class Pair:
+    """A built pair on one rank."""
+
+    step: object  # TrainingStep
+    roles: object  # Roles
+    ranks: FusedRanks
+    schedule: Schedule
+    counts: dict[str, int]
+
+    @property
+    def models(self) -> dict:
+        return {"actor": self.roles.actor, "critic": self.roles.critic}
+
+    def train(self, seed: int, samples: int = 20):
+        return self.step.run(make_batch(seed, samples), self.counts, LR)
+
+    def digest(self) -> str:
+        """Of all weights and optimizer state of this rank."""
+        from rlhfuse.parallel.optimizer_state import export_state
+
+        sha = hashlib.sha256()
+        for model in self.models.values():
+            for name, value in sorted(export_state(model.optimizer).items()):
+                sha.update(name.encode() + value.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+        return sha.hexdigest()
+
+    def close(self) -> None:
+        self.roles.groups.close()
+
+
+def build_pair(
+    rank: int, folders: dict, actor: str, critic: str, kind: str = "fused", *, microbatches: int = 4,
+    optimizer: str = "adam", dtype: str = "float32", progress: Callable[[str], None] = lambda _: None,
+    edit: Callable[[Programs], Programs] = lambda programs: programs,
+) -> Pair:  # fmt: skip
+    """Build models and TrainingStep on this rank; a collective."""
+    from rlhfuse.fusion.training_step import TrainingStep
+    from rlhfuse.parallel.device import choose_device
+    from rlhfuse.roles import Checkpoints, build_roles
+
+    device = choose_device("cpu", 0, 1)
+    inference = {task: "d4t1p1" for task in ("inference", "reference_inference", "reward_inference", "critic_inference")}
+    config = RunConfig(parallel=ParallelConfig(actor_train=actor, critic_train=critic, generation="d4t1p1", **inference))
+    config.trainer.dtype = dtype
+    config.actor.optim = OptimizerConfig(name=optimizer, lr=LR["actor"], clip_grad=1.0)
+    config.critic.optim = OptimizerConfig(name=optimizer, lr=LR["critic"], clip_grad=1.0)
+    layouts = {"actor": ParallelLayout.parse(actor), "critic": ParallelLayout.parse(critic)}
+    ranks = rank_map(layouts)
+    specs = {role: ModelSpec.from_config(path) for role, path in folders.items()}
+    roles = build_roles(config, Checkpoints(folders, specs), ranks, rank, device)
+    schedule = make_schedule(layouts, kind, microbatches)
+    models = {"actor": roles.actor, "critic": roles.critic}
+    tied = frozenset(role for role, model in models.items() if model.tied)
+    step = TrainingStep(
+        rank, ranks, schedule, edit(lower(schedule, ranks, tied=tied)), models, roles.channels, AlgorithmConfig(), 1.0,
+        device.torch_device, progress,
+    )  # fmt: skip
+    actor_share, critic_share = ranks.shape.shares
+    counts = {"actor": microbatches, "critic": actor_share.pipelines * microbatches // critic_share.pipelines}
+    return Pair(step, roles, ranks, schedule, counts)

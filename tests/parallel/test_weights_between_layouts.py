@@ -1,0 +1,99 @@
+"""Weights come from a checkpoint into any training layout, from there into the generation layout, and back to a
+checkpoint, bit for bit: unequal layers per stage, chunks, tensor ranks, tied embeddings, sequence parallelism."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gloo import Workers
+from safetensors.torch import load_file
+from stages import build, ranks_of
+from tiny import write_checkpoint
+
+from rlhfuse.spec import ModelSpec, ParallelLayout
+
+
+@pytest.fixture(scope="module")
+def workers():
+    pool = Workers(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    base = tmp_path_factory.mktemp("models")
+    return {
+        "actor": write_checkpoint(base / "actor", seed=1, num_hidden_layers=5, model_type="qwen2"),
+        "tied": write_checkpoint(base / "tied", seed=2, num_hidden_layers=5, tie_word_embeddings=True),
+        "critic": write_checkpoint(base / "critic", seed=3, num_hidden_layers=5, scalar_head=True),
+    }
+
+
+def there_and_back(rank: int, role: str, folder, layout: str, generation: str, sequence_parallel: bool, out) -> dict:
+    """Layers on this rank, and what arrived in the `generation` layout beside what a checkpoint puts there.
+
+    Rank 0 writes the checkpoint `out` when `generation` is d4t1p1.
+    """
+    from rlhfuse.models.build import Activations, build_model, stage_layers
+    from rlhfuse.models.hf import export_checkpoint
+    from rlhfuse.parallel.device import choose_device
+    from rlhfuse.parallel.groups import GroupMaker, plain_grid
+    from rlhfuse.parallel.reshard import Resharder
+    from rlhfuse.roles import load_part
+
+    ranks, maker, device = ranks_of(**{role: layout}), GroupMaker(60), choose_device("cpu", 0, 1)
+    built = build(rank, maker, ranks, role, folder, Activations(sequence_parallel))
+    grid, spec = plain_grid(ParallelLayout.parse(generation)), ModelSpec.from_config(folder)
+    groups = maker.for_model("generation", grid, rank)
+    arrived, wanted = (
+        build_model(spec, grid, groups, rank, scalar_head=built.head, dtype=torch.float32, device=device) for _ in range(2)
+    )
+    with torch.no_grad():
+        for parameter in arrived.parameters():
+            parameter.fill_(torch.nan)
+    load_part(wanted, folder, spec, grid, rank, built.head)
+    resharder = Resharder(device)
+    resharder.move(built.optimizer.modules.values(), arrived)
+    resharder.move(built.optimizer.modules.values(), arrived)  # by the plan of the first time
+    if rank == 0 and grid.tp == 1:
+        export_checkpoint(dict(arrived.named_parameters()), spec, built.head, folder, out)
+    layers = stage_layers(spec, built.grid)
+    result = {
+        "layers": [layers[stage] for stage in built.stages],
+        "numbers": [[layer.layer_number - 1 for layer in m.module.decoder.layers] for m in built.optimizer.modules.values()],
+        "pairs": {
+            name: (arrived.get_parameter(name).detach(), parameter.detach())
+            for name, parameter in wanted.named_parameters()
+        },
+    }
+    maker.close()
+    return result
+
+
+@pytest.mark.parametrize(
+    "name, layout, generation, sequence_parallel",
+    [
+        ("actor", "d2t1p2", "d2t2p1", False),
+        ("actor", "d1t1p4", "d4t1p1", False),
+        ("tied", "d1t1p4", "d2t2p1", False),
+        ("tied", "d1t2p2v2", "d4t1p1", True),
+        ("actor", "d2t1p2v2", "d2t2p1", False),
+        ("critic", "d1t2p2", "d4t1p1", True),
+        ("critic", "d2t1p2v2", "d4t1p1", False),
+    ],
+)
+def test_weights_arrive_bit_for_bit(workers, folders, tmp_path, name, layout, generation, sequence_parallel):
+    role, out = ("critic" if name == "critic" else "actor"), tmp_path / "exported"
+    results = workers.run(there_and_back, role, folders[name], layout, generation, sequence_parallel, out)
+    held = [layer for result in results for layers in result["layers"] for layer in layers]
+    assert set(held) == set(range(5)) and len({held.count(layer) for layer in range(5)}) == 1
+    for result in results:
+        assert result["numbers"] == [list(layers) for layers in result["layers"]]
+        for parameter, (arrived, wanted) in result["pairs"].items():
+            assert torch.equal(arrived, wanted), f"{parameter} is not what the checkpoint holds"
+    if out.exists():
+        before, after = (load_file(folder / "model.safetensors") for folder in (folders[name], out))
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)
+    assert out.exists() == (generation == "d4t1p1")

@@ -1,0 +1,394 @@
+"""Random schedules, damaged programs, and a judge of programs that shares no code with lowering or verification."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from itertools import product
+
+from rlhfuse.schedule.graph import build_graph
+from rlhfuse.schedule.problem import StageCosts, fused_problem
+from rlhfuse.schedule.program import Program
+from rlhfuse.schedule.ranks import rank_map
+from rlhfuse.schedule.schedule import Schedule
+from rlhfuse.spec import ParallelLayout
+
+L = ParallelLayout.parse
+
+# Layouts of the models.
+GROUPS = [
+    ("d1t1p2", "d1t1p2"),
+    ("d1t1p4", "d2t1p2"),  # K 1:2
+    ("d2t1p3", "d3t1p2"),  # coprime, K 2:3 on six ranks
+    ("d1t2p2", "d1t1p4"),  # critic merged by 2
+    ("d1t1p4", "d1t2p2"),  # actor merged by 2
+    ("d1t4p2", "d2t1p4"),  # merged by 4, the critic's pipeline on one node
+    ("d2t2p2", "d2t1p4"),  # two replicas, merged
+    ("d2t1p1", "d1t1p2"),  # no pipeline beside one
+    ("d2t2p1", "d2t2p1"),  # tensor and data parallel only
+    ("d1t1p2v2", "d1t1p2v3"),  # interleaved
+    ("d2t1p2v2", "d1t1p4v2"),
+    ("d1t1p4v2", "d1t2p2v2"),  # interleaved and merged
+    ("d1t1p3", "d1t1p3", "d1t1p3"),  # three models
+    ("d1t1p4", "d2t1p2", "d4t1p1"),
+    ("d1t1p4", "d1t2p2", "d2t1p2v2"),
+    ("d1t1p3",),
+]
+MODELS = ("actor", "critic", "other")
+
+
+def random_case(seed, groups=GROUPS, most=3):
+    """(schedule, ranks, tied) with random costs and a random order of all that may run next."""
+    rng = random.Random(seed)
+    layouts = dict(zip(MODELS, map(L, groups[seed % len(groups)])))
+    k1, *others = (share.pipelines for share in rank_map(layouts).shape.shares)
+    multiple = math.lcm(k1, *others) // k1  # K1*M1 = Kn*Mn
+
+    def times(layout):
+        return tuple(rng.choice((rng.randint(1, 9), rng.uniform(0.1, 5))) for _ in range(layout.stages))
+
+    costs = {
+        model: StageCosts(times(layout), times(layout), times(layout), times(layout) if rng.random() < 0.3 else None)
+        for model, layout in layouts.items()
+    }
+    alternate = rng.random() < 0.8
+    problem = fused_problem(layouts, multiple * rng.randint(1, most), costs, alternate=alternate)
+    problem = replace(problem, transfer=rng.choice((0, 0, 1.5)))
+    tied = frozenset(model for model in layouts if rng.random() < 0.4)
+    return random_schedule(problem, rng), rank_map(layouts, alternate), tied
+
+
+def random_schedule(problem, rng):
+    """A random topological order of the problem's actions, cut by node."""
+    graph = build_graph(problem)
+    done, finished, orders = [0] * len(graph.lanes), set(), [[] for _ in range(problem.nodes)]
+    weight = [rng.random() ** 2 for _ in graph.lanes]  # some lanes are eager, others late
+    while len(finished) < graph.size:
+        ready = [
+            (number, lane.first + done[number])
+            for number, lane in enumerate(graph.lanes)
+            if done[number] < lane.microbatches
+            and (graph.upstream[lane.first + done[number]] < 0 or graph.upstream[lane.first + done[number]] in finished)
+        ]
+        number, operation = rng.choices(ready, [weight[number] for number, _ in ready])[0]
+        done[number] += 1
+        finished.add(operation)
+        orders[graph.lanes[number].node].append(graph.actions[operation])
+    return Schedule(problem, tuple(map(tuple, orders)))
+
+
+# ---- damage
+
+
+def changed(programs, rank, instructions):
+    return replace(programs, by_rank={**programs.by_rank, rank: Program(rank, tuple(instructions))})
+
+
+def dropped(programs):
+    """Every instruction left out once."""
+    for rank, program in programs.items():
+        for i, instruction in enumerate(program.instructions):
+            yield f"{rank}.{i} {instruction} dropped", changed(
+                programs, rank, program.instructions[:i] + program.instructions[i + 1 :]
+            )
+
+
+def doubled(programs):
+    for rank, program in programs.items():
+        for i, instruction in enumerate(program.instructions):
+            yield f"{rank}.{i} {instruction} doubled", changed(
+                programs, rank, program.instructions[: i + 1] + program.instructions[i:]
+            )
+
+
+def readdressed(programs):
+    """Every transfer sent to, or received from, each other rank, and to none."""
+    for rank, program in programs.items():
+        for i, instruction in enumerate(program.instructions):
+            if instruction.peer is None:
+                continue
+            for peer in [None, *(set(programs) - {instruction.peer})]:
+                wrong = (replace(instruction, peer=peer),)
+                yield f"{rank}.{i} {instruction} to {peer}", changed(
+                    programs, rank, program.instructions[:i] + wrong + program.instructions[i + 1 :]
+                )
+
+
+def renumbered(programs):
+    """Every transfer of another micro-batch; every reduction and step of another stage."""
+    for rank, program in programs.items():
+        for i, instruction in enumerate(program.instructions):
+            action = instruction.action
+            other = (
+                action._replace(stage=action.stage + 1)
+                if action.microbatch is None
+                else action._replace(microbatch=action.microbatch + 1)
+            )
+            wrong = (replace(instruction, action=other),)
+            yield f"{rank}.{i} {instruction} as {other}", changed(
+                programs, rank, program.instructions[:i] + wrong + program.instructions[i + 1 :]
+            )
+
+
+def swapped(programs, distance=1):
+    """Every two instructions of a rank that stand `distance` apart, exchanged."""
+    for rank, program in programs.items():
+        seq = list(program.instructions)
+        for i in range(len(seq) - distance):
+            other = list(seq)
+            other[i], other[i + distance] = seq[i + distance], seq[i]
+            yield f"{rank}.{i} {seq[i]} swapped with {seq[i + distance]}", changed(programs, rank, other)
+
+
+def swapped_on_channel(programs):
+    """At one end of a channel, two transfers exchanged that follow each other there."""
+    for rank, program in programs.items():
+        seq = list(program.instructions)
+        by_channel = {}
+        for i, instruction in enumerate(seq):
+            if instruction.peer is not None:
+                key = (instruction.peer, str(instruction.action.kind)[0])
+                if key in by_channel:
+                    j = by_channel[key]
+                    other = list(seq)
+                    other[i], other[j] = seq[j], seq[i]
+                    yield f"{rank}.{j} {seq[j]} swapped with {instruction}", changed(programs, rank, other)
+                by_channel[key] = i
+
+
+def early_reductions(programs):
+    """Every reduction moved before the last backward (or weight gradient) of its stage."""
+    for rank, program in programs.items():
+        seq = list(program.instructions)
+        for i, instruction in enumerate(seq):
+            if str(instruction.action.kind) != "RG":
+                continue
+            last = max(
+                j
+                for j, one in enumerate(seq)
+                if one.action[:2] == instruction.action[:2] and str(one.action.kind) in ("B", "W")
+            )
+            other = seq[:last] + [instruction] + seq[last:i] + seq[i + 1 :]
+            yield f"{rank}.{i} {instruction} before {seq[last]}", changed(programs, rank, other)
+
+
+def opposite_steps(programs):
+    """The optimizer steps of two models in the other order on one rank."""
+    for rank, program in programs.items():
+        seq = list(program.instructions)
+        steps = [i for i, one in enumerate(seq) if str(one.action.kind) == "ST"]
+        for a, b in zip(steps, steps[1:]):
+            other = seq[:a] + seq[a + 1 : b + 1] + [seq[a]] + seq[b + 1 :]
+            yield f"{rank}: {seq[b]} before {seq[a]}", changed(programs, rank, other)
+
+
+# ---- the judge: walks through every interleaving of tiny programs
+
+
+class Judge:
+    """Explores all states of programs. `layouts` and `ranks` say who holds what; nothing else is trusted."""
+
+    def __init__(self, programs, ranks, problem, tied):
+        self.ranks, self.tied = ranks, tied
+        self.order = sorted(programs)
+        self.seq = {r: programs[r].instructions for r in self.order}
+        self.microbatches = {p.name: p.microbatches for p in problem.pipelines}
+        self.model = {p.name: p.model for p in problem.pipelines}
+        self.split = {p.name: p.split for p in problem.pipelines}
+
+    def stages(self, rank, name):
+        return self.ranks.stages(self.ranks.replica_of(rank), name)
+
+    def sound(self):
+        """What every rank does, walked through by itself: right values in, all of the work done once, in order."""
+        wanted = {r: set() for r in self.order}
+        for replica, pipelines in enumerate(self.ranks.replicas):
+            for name in pipelines:
+                stages = self.ranks.stages(replica, name)
+                kinds = ("F", "B", "W") if self.split[name] else ("F", "B")
+                for s, cell in enumerate(stages):
+                    wanted_here = {(name, s, k, m) for k in kinds for m in range(self.microbatches[name])}
+                    wanted_here |= {(name, s, "RG", None)}
+                    if self.model[name] in self.tied and s in (0, len(stages) - 1) and stages[0] != stages[-1]:
+                        wanted_here |= {(name, s, "TE", None)}
+                    for rank in cell:
+                        wanted[rank] |= wanted_here
+                        if s == min(i for i, c in enumerate(stages) if rank in c):
+                            wanted[rank] |= {(name, s, "ST", None)}
+        return all(self._sound(rank, wanted[rank]) for rank in self.order)
+
+    def _sound(self, rank, wanted):
+        have, done, latest = set(), set(), {}
+        for instruction in self.seq[rank]:
+            name, s, kind, m = instruction.action
+            kind = str(kind)
+            if name not in self.microbatches:
+                return False
+            stages = self.stages(rank, name)
+            key = (name, s, kind, m)
+            if key in done:
+                return False
+            if kind in ("F", "B", "W"):
+                if latest.get(key[:3], -1) != m - 1:  # micro-batches in order: the bits of the gradient
+                    return False
+                latest[key[:3]] = m
+            last = {(name, s, "W" if self.split[name] else "B", mb) for mb in range(self.microbatches[name])}
+            summed = {(name, s, "TE", None)} & wanted
+            needs = {
+                "F": {(name, s - 1, "F", m)} if s else set(),
+                "B": {(name, s, "F", m)} | ({(name, s + 1, "B", m)} if s + 1 < len(stages) else set()),
+                "W": {(name, s, "B", m)},
+                "SF": {(name, s, "F", m)},
+                "SB": {(name, s, "B", m)},
+                "TE": last,
+                "RG": last | summed,
+                "ST": {key for key in wanted if key[0] == name and key[2] == "RG"},
+            }.get(kind, set())
+            if not needs <= have:
+                return False
+            if kind in ("RF", "RB"):
+                have.add((name, s - 1, "F", m) if kind == "RF" else (name, s + 1, "B", m))
+            have.add(key)
+            done.add(key)
+        return {key for key in done if not key[2].startswith("S") or key[2] == "ST"} - {
+            key for key in done if key[2] in ("RF", "RB")
+        } == wanted
+
+    def channel(self, rank, i):
+        """(sender, receiver, what) of a transfer."""
+        instruction = self.seq[rank][i]
+        name, s, kind, m = instruction.action
+        kind = str(kind)
+        sends = kind[0] == "S"
+        stage = s if sends else s - 1 if kind == "RF" else s + 1
+        ends = (rank, instruction.peer) if sends else (instruction.peer, rank)
+        return *ends, (name, stage, kind[1], m)
+
+    def issued(self, rank, upto, sender, receiver):
+        """Contents of the transfers of a channel that `rank` has issued."""
+        out = []
+        for i in range(upto):
+            kind = str(self.seq[rank][i].action.kind)
+            if kind in ("SF", "SB", "RF", "RB"):
+                a, b, what = self.channel(rank, i)
+                if (a, b) == (sender, receiver) and (kind[0] == "S") == (rank == sender):
+                    out.append(what)
+        return out
+
+    def members(self, rank, action):
+        """Ranks of the data-parallel reduction of an RG."""
+        model = self.model[action.pipeline]
+        for place in self.ranks.dp_groups(model):
+            for members in place:
+                if rank in members:
+                    return members
+        raise AssertionError
+
+    def cell(self, rank, action):
+        return self.stages(rank, action.pipeline)[action.stage]
+
+    def moves(self, state, one_queue):
+        """Sets of ranks that can go on together; None when something goes wrong in `state`."""
+        at = dict(zip(self.order, state))
+        moves = []
+        for rank in self.order:
+            if at[rank] == len(self.seq[rank]):
+                continue
+            instruction = self.seq[rank][at[rank]]
+            action, kind = instruction.action, str(instruction.action.kind)
+            if kind in ("SF", "SB", "RF", "RB"):
+                if not one_queue:
+                    moves.append((rank,))
+                elif instruction.peer in at and at[instruction.peer] < len(self.seq[instruction.peer]):
+                    there = self.seq[instruction.peer][at[instruction.peer]]
+                    if there.peer == rank and self.channel(rank, at[rank]) == self.channel(
+                        instruction.peer, at[instruction.peer]
+                    ):
+                        moves.append((rank, instruction.peer))
+                continue
+            t, stages = self.cell(rank, action).index(rank), self.stages(rank, action.pipeline)
+            joint = {
+                "ST": tuple(self.order),
+                "TE": tuple({stages[end][t] for end in (0, -1)}),
+            }.get(kind, self.cell(rank, action))
+            if kind == "RG" and one_queue:
+                joint = tuple({r for one in joint for r in self.members(one, action)})
+            if not one_queue and kind in ("F", "B") and not self._arrived(rank, action, kind, at):
+                continue
+            if kind == "ST" and not one_queue and not self._reduced(action, at):
+                continue
+            if all(self._same(one, at, action, kind) for one in joint):
+                moves.append(joint)
+        return moves
+
+    def _same(self, rank, at, action, kind):
+        """Whether `rank` stands in the same collective."""
+        if at[rank] == len(self.seq[rank]):
+            return False
+        there = self.seq[rank][at[rank]].action
+        same_model = self.model[there.pipeline] == self.model[action.pipeline]
+        if str(there.kind) != kind or there.microbatch != action.microbatch or not same_model:
+            return False
+        return kind in ("ST", "TE") or there.stage == action.stage
+
+    def _arrived(self, rank, action, kind, at):
+        stages = self.stages(rank, action.pipeline)
+        source = action.stage - 1 if kind == "F" else action.stage + 1
+        if not 0 <= source < len(stages):
+            return True
+        t = self.cell(rank, action).index(rank)
+        sender = stages[source][t]
+        if sender == rank:
+            return True
+        sent = self.issued(sender, at[sender], sender, rank)
+        received = self.issued(rank, at[rank], sender, rank)
+        what = (action.pipeline, source, kind, action.microbatch)
+        return what in [a for a, b in zip(sent, received) if a == b]
+
+    def _reduced(self, action, at):
+        """All members of all reductions of the model have issued the same stages."""
+        model = self.model[action.pipeline]
+        for place in self.ranks.dp_groups(model):
+            for members in place:
+                queues = [
+                    [
+                        one.action.stage
+                        for one in self.seq[r][: at[r]]
+                        if str(one.action.kind) == "RG" and self.model[one.action.pipeline] == model
+                    ]
+                    for r in members
+                ]
+                if any(queue != queues[0] for queue in queues):
+                    return False
+        return True
+
+    def crossed(self):
+        """Whether both ends of some channel disagree on the order of their transfers."""
+        for a, b in product(self.order, repeat=2):
+            one = self.issued(a, len(self.seq[a]), a, b)
+            two = self.issued(b, len(self.seq[b]), a, b)
+            if one != two:
+                return True
+        return False
+
+    def finishes(self, one_queue):
+        """Whether every interleaving comes to the end."""
+        start = tuple(0 for _ in self.order)
+        end = tuple(len(self.seq[r]) for r in self.order)
+        seen, todo = {start}, [start]
+        while todo:
+            state = todo.pop()
+            moves = self.moves(state, one_queue)
+            if not moves and state != end:
+                return False
+            for move in moves:
+                following = tuple(p + (r in move) for r, p in zip(self.order, state))
+                if following not in seen:
+                    seen.add(following)
+                    todo.append(following)
+        return True
+
+    def harmless(self):
+        """In the model of one queue per communicator: right values, right order, and no interleaving hangs."""
+        return self.sound() and not self.crossed() and self.finishes(one_queue=False)

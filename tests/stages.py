@@ -1,0 +1,182 @@
+"""Models on their training layouts, and one step of them by a program, for tests that look below TrainingStep.
+
+Micro-batches are random sequences, and losses are sums that any code can compute: next-token losses of logits,
+squared errors of values, each micro-batch with a weight of its own. Optimizers do nothing (a rate of 0, no clipping),
+so that gradients can be read after a step; SGD is not sharded, so that every rank has all of its parameters' gradients.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Mapping
+
+import torch
+
+from rlhfuse.config import OptimizerConfig
+from rlhfuse.schedule.builders import serial_1f1b
+from rlhfuse.schedule.lowering import lower
+from rlhfuse.schedule.problem import StageCosts, fused_problem
+from rlhfuse.schedule.ranks import FusedRanks, rank_map
+from rlhfuse.spec import ModelSpec, ParallelLayout
+
+LENGTHS = ((7, 12, 3), (40,), (2, 2, 5), (19, 30))  # of the sequences of each micro-batch
+VOCAB = 200
+
+
+def random_rows(lengths, seed: int) -> list[list[list[int]]]:
+    """Token ids [micro-batch][sequence]."""
+    generator = torch.Generator().manual_seed(seed)
+    return [[torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in row] for row in lengths]
+
+
+def loss_of(batches, kept: dict[int, float], tp_group):
+    """The loss function of a pipeline's last stage; `kept` receives its values."""
+    from rlhfuse.models.heads import token_logprobs
+
+    def loss(out, microbatch: int):
+        batch = batches[microbatch]
+        total = 0.0
+        for a, b in real_borders(batch):
+            if out.dim() == 1:
+                total = total + (out[a:b] - batch.tokens[a:b] / VOCAB).square().sum()
+            else:
+                logprobs, _ = token_logprobs(out[a : b - 1], batch.tokens[a + 1 : b], VOCAB, 1.0, tp_group)
+                total = total - logprobs.sum()
+        value = total * (0.3 + microbatch)
+        kept[microbatch] = float(value.detach())
+        return value
+
+    return loss
+
+
+def real_borders(batch) -> list[tuple[int, int]]:
+    """First and end of every sequence but the dummy one."""
+    borders = batch.cu_seqlens.tolist()
+    pairs = list(zip(borders, borders[1:]))
+    return pairs[:-1] if batch.padding else pairs
+
+
+def write_reference_gradients(folder: Path, out: Path, head: bool, rows) -> dict[int, float]:
+    """Gradients of the whole model in float64 by transformers, one sequence at a time, written like a checkpoint.
+
+    Reading that checkpoint cuts them as it cuts weights. Returns the losses.
+    """
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    kind = AutoModelForSequenceClassification if head else AutoModelForCausalLM
+    model, losses = kind.from_pretrained(folder, dtype=torch.float64), {}
+    for microbatch, sequences in enumerate(rows):
+        total = 0.0
+        for tokens in map(torch.tensor, sequences):
+            if head:
+                values = model.score(model.model(tokens[None]).last_hidden_state[0])[:, 0]
+                total = total + (values - tokens / VOCAB).square().sum()
+            else:
+                logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+                total = total - logprobs.gather(1, tokens[1:, None]).sum()
+        total = total * (0.3 + microbatch)
+        total.backward()
+        losses[microbatch] = float(total.detach())
+    out.mkdir()
+    shutil.copyfile(folder / "config.json", out / "config.json")
+    named = {name: p.grad.float() for name, p in model.named_parameters()}
+    save_file(named, str(out / "model.safetensors"), metadata={"format": "pt"})
+    assert json.loads((out / "config.json").read_text())
+    return losses
+
+
+@dataclass(frozen=True)
+class Built:
+    """One model on one rank."""
+
+    spec: ModelSpec
+    grid: Any
+    groups: Any
+    stages: Mapping[int, Any]  # TrainingStage by number
+    optimizer: Any
+    head: bool
+
+    def gradients(self) -> dict[tuple[int, str], torch.Tensor]:
+        """(stage, parameter) -> gradient."""
+        return {
+            (stage, name): parameter.main_grad.clone()
+            for stage, module in self.optimizer.modules.items()
+            for name, parameter in module.module.named_parameters()
+        }
+
+
+def build(rank: int, maker, ranks: FusedRanks, model: str, folder: Path, activations, optimizer="sgd") -> Built:
+    """The parts of `model` on this rank, loaded; a collective. Critics have a scalar head."""
+    from rlhfuse.models.build import build_model
+    from rlhfuse.models.stage import PipelineStage, TrainingStage
+    from rlhfuse.parallel.device import choose_device
+    from rlhfuse.parallel.groups import ModelGrid
+    from rlhfuse.parallel.optimizer import ModelOptimizer
+    from rlhfuse.roles import load_part
+
+    device = choose_device("cpu", 0, 1)
+    spec, head = ModelSpec.from_config(folder), model == "critic"
+    grid = ModelGrid(ranks.pipelines(model), ranks.shape.share(model).layout.chunks)
+    groups = maker.for_model(model, grid, rank)
+    chunks = {}
+    for stage in grid.stages_of(rank):
+        chunks[stage] = build_model(
+            spec, grid, groups, rank, scalar_head=head, dtype=torch.float32, device=device, stage=stage,
+            activations=activations,
+        )  # fmt: skip
+        load_part(chunks[stage], folder, spec, grid, rank, head, stage)
+    owner = ModelOptimizer(chunks, OptimizerConfig(name=optimizer, lr=0.0, clip_grad=0.0), groups, device)
+    stages = {
+        stage: TrainingStage(PipelineStage(module, first=stage == 0, last=stage == grid.stages - 1, scalar_head=head))
+        for stage, module in owner.modules.items()
+    }
+    return Built(spec, grid, groups, stages, owner, head)
+
+
+def packed_for(built: Built, rows):
+    """PackedTokens of each micro-batch, as the model's stages want them."""
+    from rlhfuse.models.stage import PackedTokens
+
+    shards = next(iter(built.stages.values())).stage.shards
+    return tuple(PackedTokens.pack(row, torch.device("cpu"), shards) for row in rows)
+
+
+def one_step(rank: int, maker, ranks: FusedRanks, models: Mapping[str, Built], rows, builder=serial_1f1b) -> dict:
+    """Run one step of `builder`'s schedule on the models' micro-batches; returns losses by model and micro-batch.
+
+    `rows[model][pipeline]` are the micro-batches of a pipeline, as many in each of them.
+    """
+    from rlhfuse.fusion.intra_stage import PipelineParts, PipelineWork, ProgramExecutor
+    from rlhfuse.fusion.p2p import Channels
+    from rlhfuse.roles import neighbour_pairs
+
+    layouts = ranks.shape.layouts
+    costs = {
+        model: StageCosts((1,) * layout.stages, (2,) * layout.stages, (1,) * layout.stages)
+        for model, layout in layouts.items()
+    }
+    first = next(iter(layouts))
+    schedule = builder(fused_problem(layouts, len(rows[first][0]), costs))
+    tied = frozenset(name for name, built in models.items() if built.spec.tied_embeddings and not built.head)
+    program = lower(schedule, ranks, tied=tied)[rank]
+    pairs = [pair for built in models.values() for pair in neighbour_pairs(built.grid)]
+    channels = Channels(rank, maker.channels("pipeline", pairs), torch.device("cpu"))
+    channels.connect()
+    parts, work, losses = {}, {}, {}
+    for model, built in models.items():
+        built.optimizer.zero_grad()
+        name, kept = ranks.pipeline_of(model, rank), losses.setdefault(model, {})
+        pipeline, _, _ = built.grid.position(rank)
+        batches = packed_for(built, rows[model][pipeline])
+        parts[name] = PipelineParts(built.stages, built.optimizer, torch.float32)
+        work[name] = PipelineWork(batches, loss_of(batches, kept, built.groups.tp), 0.0)
+    ProgramExecutor(program, parts, channels, lambda _: None).run(work)
+    return losses
+
+
+def ranks_of(**layouts: str) -> FusedRanks:
+    return rank_map({model: ParallelLayout.parse(text) for model, text in layouts.items()})
