@@ -30,14 +30,28 @@ def spec_of(folder, **changes):
 
 
 @settings(derandomize=True, deadline=None)
-@given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 16), st.none() | st.integers(0, 1000))
-def test_layout_prints_and_parses_back(dp, tp, pp, first):
+@given(
+    st.integers(1, 64), st.integers(1, 16), st.integers(1, 16), st.none() | st.integers(0, 1000), st.integers(1, 4)
+)
+def test_layout_prints_and_parses_back(dp, tp, pp, first, chunks):
     ranks = None if first is None else (first, first + dp * tp * pp - 1)
-    layout = ParallelLayout(dp, tp, pp, ranks)
+    layout = ParallelLayout(dp, tp, pp, ranks, chunks if pp > 1 else 1)
     assert ParallelLayout.parse(str(layout)) == layout
+    assert layout.stages == layout.pp * layout.chunks and layout.size == dp * tp * pp
 
 
-@pytest.mark.parametrize("text", ["", "d1t1", "d0t1p1", "t1d1p1", "d1t1p1@3", "d1t1p1 x", "d01t1p1", "d1t1p1@0-0-0"])
+def test_chunks_cut_a_pipeline():
+    assert str(ParallelLayout.parse("d1t2p4v2@0-7")) == "d1t2p4v2@0-7" and str(ParallelLayout(1, 1, 2)) == "d1t1p2"
+    stages = ParallelLayout.parse("d1t1p2v2").stage_layers(5)
+    assert [list(layers) for layers in stages] == [[0, 1], [2], [3], [4]]
+    with pytest.raises(InputError, match="layout d2t1p1v2: chunks\\(2\\) cut a pipeline, but pp is 1; drop v2"):
+        ParallelLayout.parse("d2t1p1v2")
+    with pytest.raises(InputError, match=r"pp\(3\) % 2 = 1"):
+        ParallelLayout.parse("d1t1p3").halved()
+    assert str(ParallelLayout.parse("d1t1p4v2").halved()) == "d2t1p2v2"
+
+
+@pytest.mark.parametrize("text", ["", "d1t1", "d0t1p1", "t1d1p1", "d1t1p1@3", "d1t1p1 x", "d01t1p1", "d1t1p1@0-0-0", "d1t1p2v0", "d1t1p2@0-1v2"])
 def test_layout_refuses_other_text(text):
     with pytest.raises(InputError, match="is not of the form"):
         ParallelLayout.parse(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,8 +23,10 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def launch(config: Path, *overrides: str) -> subprocess.Popen:
-    command = [*TORCHRUN, str(ROOT / "tools/train_ppo.py"), "--config", str(config), *overrides]
+def launch(config: Path, *overrides: str, under: Path | None = None) -> subprocess.Popen:
+    """Start the job; `under` is a program that is given the training program to run."""
+    programs = [str(path) for path in (under, ROOT / "tools/train_ppo.py") if path]
+    command = [*TORCHRUN, *programs, "--config", str(config), *overrides]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), start_new_session=True
     )
@@ -135,6 +138,39 @@ def test_a_killed_rank_ends_the_job_and_is_named(config):
     assert job.returncode != 0
     assert f"rank 1 (pid {victim}" in out and "died" in out
     assert not ranks_of(job.pid)
+
+
+KILLER = """
+import os, runpy, signal, sys
+from rlhfuse.monitor.watchdog import Watchdog
+
+told = Watchdog.progress
+
+def progress(self, doing):
+    told(self, doing)
+    if os.environ["RANK"] == "1" and doing.startswith("training instruction") and ":0B1" in doing:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Watchdog.progress = progress
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_rank_killed_in_training_leaves_the_others_instructions_in_the_report(config, tmp_path):
+    """Rank 1 dies in the critic's second backward; rank 0 waits for something of it, by name."""
+    (tmp_path / "killer.py").write_text(KILLER)
+    job = launch(config, f"trainer.output_dir={tmp_path / 'run'}", under=tmp_path / "killer.py")
+    out = finish(job)
+    assert job.returncode != 0
+    line = next((line for line in out.splitlines() if line.startswith("watchdog: ")), out)
+    instruction = r"training instruction \d+: (\S+)(?: waits for (.+))?"
+    found = re.fullmatch(
+        rf"watchdog: rank 1 \(pid \d+ on \S+\) died; last seen in: .*; this is rank 0, which was in: {instruction}", line
+    )
+    assert found, out
+    assert found[1].endswith(">1") or "<1" in (found[2] or "") or found[1].endswith("ST"), out  # its peer
+    assert "  rank 1 (pid" in out and not ranks_of(job.pid)
 
 
 def ranks_of(session: int) -> dict[int, int]:

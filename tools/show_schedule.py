@@ -1,7 +1,8 @@
-"""Show a schedule.json: summary, text grid, picture, Chrome trace.
+"""Show a schedule.json: summary, text grid, picture, Chrome trace, the programs of all ranks.
 
     python tools/show_schedule.py schedule.json --text --png schedule.png --trace schedule.trace.json
     python tools/show_schedule.py schedule.json --png start.png --nodes 0-7 --from 0 --to 120
+    python tools/show_schedule.py schedule.json --programs actor=d1t1p8,critic=d2t1p4
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from rlhfuse.schedule.bounds import latency_bound, memory_bound
 from rlhfuse.schedule.builders import serial_makespan, serial_peak_memory
 from rlhfuse.schedule.evaluate import Timeline, evaluate
 from rlhfuse.schedule.io import load_schedule, write_bytes, write_text
+from rlhfuse.schedule.lowering import lower
+from rlhfuse.schedule.ranks import rank_map
 from rlhfuse.schedule.schedule import Schedule
+from rlhfuse.schedule.verify import verify
+from rlhfuse.spec import ParallelLayout
 
 
 def main() -> None:
@@ -28,6 +33,8 @@ def main() -> None:
     print(summary(schedule, timeline))
     if arguments.text:
         print(text(schedule, timeline, range(first, last + 1), begin, end))
+    if arguments.programs:
+        print(programs_text(schedule, arguments.programs))
     if arguments.png or arguments.svg or arguments.trace:
         # Loading matplotlib takes a second that the text need not wait for.
         from rlhfuse.schedule.draw import View, chrome_trace, draw_schedule
@@ -44,6 +51,11 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Show a fused-pipeline schedule.")
     parser.add_argument("schedule", help="schedule.json, made by tools/search_schedule.py")
     parser.add_argument("--text", action="store_true", help="print one line per node, tasks in execution order")
+    parser.add_argument(
+        "--programs",
+        metavar="MODEL=LAYOUT,...",
+        help="lower for these layouts, verify, and print one line per rank; such as actor=d1t1p8,critic=d2t1p4",
+    )
     parser.add_argument("--png", metavar="FILE", help="draw timeline and memory as PNG")
     parser.add_argument("--svg", metavar="FILE", help="draw timeline and memory as SVG")
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of all (time unit = 1 microsecond)")
@@ -74,6 +86,25 @@ def text(schedule: Schedule, timeline: Timeline, nodes: range, begin: float, end
         words = [str(action) for action, started, ended in row if started < end and ended > begin]
         lines.append(f"node {node}: {' '.join(words)}".rstrip())
     return "\n".join(lines)
+
+
+def programs_text(schedule: Schedule, given: str) -> str:
+    """The verified programs for the layouts in `given`, and what verification found.
+
+    Raises InputError on text that is no MODEL=LAYOUT,... and on layouts that are not the schedule's.
+    """
+    layouts = {}
+    for word in given.split(","):
+        model, equals, layout = word.partition("=")
+        if not equals or not model or model in layouts:
+            raise InputError(f"--programs {given!r} is not of the form MODEL=LAYOUT,..., each model once")
+        layouts[model] = ParallelLayout.parse(layout)
+    backwards = any(pipeline.placement[0] > pipeline.placement[-1] for pipeline in schedule.problem.pipelines)
+    ranks = rank_map(layouts, alternate=backwards)
+    programs = lower(schedule, ranks)
+    found = verify(programs, schedule, ranks)
+    queues = "one queue per rank" if found.one_queue else "one queue per communicator"
+    return f"{programs.text()}\nverified: {found.transfers} transfers, {found.collectives} collectives, {queues}"
 
 
 def summary(schedule: Schedule, timeline: Timeline) -> str:

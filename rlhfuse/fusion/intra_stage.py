@@ -37,7 +37,7 @@ from rlhfuse.fusion.step_report import ActionSpan, Meter, StepReport
 from rlhfuse.fusion.stopwatch import Stopwatch
 from rlhfuse.models.stage import LossFunction, PackedTokens, TrainingStage
 from rlhfuse.parallel.optimizer import ModelOptimizer, StepResult
-from rlhfuse.schedule.action import Action, Kind
+from rlhfuse.schedule.action import SENDS, Action, Kind
 from rlhfuse.schedule.program import Program
 
 RECEIVES_AHEAD = 3  # per channel; enough to hide the posting, few enough to bound the buffers
@@ -99,6 +99,7 @@ class ProgramExecutor:
         self._by_action = {instruction.action: instruction for instruction in program.instructions}
         self._last_step = max((i.action.kind is Kind.ST) * n for n, i in enumerate(program.instructions, 1))
         self._steps = [self._prepare(place, execute) for place in range(len(program.instructions))]
+        self._sends = [step for step in self._steps if step.action.kind in SENDS]
         self._receives: dict[int, list[_Step]] = {}
         for step in self._steps:
             if step.action.kind in (Kind.RF, Kind.RB):
@@ -151,9 +152,8 @@ class ProgramExecutor:
         for peer in self._receives:
             self._post_ahead(peer)
         self._loop()
-        self._progress("training: waits until its last sends are received")
         drained = clock()
-        self._channels.drain()
+        self._channels.drain(lambda number: self._progress(f"{self._sends[-number].text} waits until it is received"))
         self._watch.stop()
         return self._report(begin, drained, clock())
 

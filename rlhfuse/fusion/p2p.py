@@ -8,7 +8,7 @@ buffer belongs to the transfer until `drain` or until its work is done.
 from __future__ import annotations
 
 from collections import deque
-from typing import Mapping
+from typing import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -60,9 +60,13 @@ class Channels:
         if buffer.is_cuda:  # the stream that reads may be another than the one that the buffer was made on
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
 
-    def drain(self) -> None:
-        """Wait until every send is done."""
+    def drain(self, tell: Callable[[int], None] = lambda number: None) -> None:
+        """Wait until every send is done; `tell` gets the number, from the end, of the send that is waited for.
+
+        The last send that was started has the number 1.
+        """
         while self._sent:
+            tell(len(self._sent))
             self._finish(*self._sent.popleft())
 
     def _finish(self, work: dist.Work, tensor: Tensor) -> None:

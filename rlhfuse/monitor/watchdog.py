@@ -8,8 +8,10 @@ writes a heartbeat into the job's store and reads those of its peers. It leaves 
     no rank reports progress                                                          after hang_seconds
     the store is unreachable (the launcher died), or SIGTERM arrives                  at once
 
-and it leaves by `os._exit`, because the main thread cannot be asked. Who leaves writes why, so that its own end is
-not taken for the cause. SIGTERM (torchrun sends it to the survivors) is read from Python's wake-up descriptor,
+and it leaves by `os._exit`, because the main thread cannot be asked. Who leaves writes why and in what it was, so
+that its own end is not taken for the cause; the lowest rank left waits for these words and prints the places of all.
+A main thread that fails (gloo raises as soon as a peer's sockets close, which is before the peer counts as gone) waits
+for a sign of life of every peer before the error counts as its own. SIGTERM (torchrun sends it to the survivors) is read from Python's wake-up descriptor,
 which the C-level handler fills whatever the main thread is doing. Ctrl-C stays with the main thread.
 
 Each tick reads at most PEERS_PER_TICK peers, in turns, so the store's load grows linearly with the ranks. Knows
@@ -41,7 +43,9 @@ from rlhfuse.monitor.heartbeat import (
 )
 
 PEERS_PER_TICK = 16
-TERMINATION_GRACE_SECONDS = 3.0  # how long peers on other machines may take to show that they live
+GRACE_SECONDS = 3.0  # how long peers may take to show that they live, or to say where they were
+ERROR_CHARACTERS = 400  # of an error that the other ranks are told
+PLACES_AT_MOST = 64  # ranks in the list of places; every rank prints its own place besides
 EXIT_DEAD_PEER, EXIT_TERMINATED, EXIT_INTERRUPTED = 1, 143, 130
 
 
@@ -123,30 +127,55 @@ class PeerBook:
 
     def _dead(self, now: float) -> Verdict | None:
         for beat in self.heartbeats:
-            if beat.state == RUNNING and beat.process.is_gone(self._machine):
+            if self._is_gone(beat):
                 return Verdict(f"{beat} died; last seen in: {beat.doing}")
         for beat in self.heartbeats:
-            silence = now - self._changed[beat.rank]
-            if beat.state == RUNNING and silence > self._limits.watchdog_seconds:
+            if self._is_silent(beat, now):
+                silence = now - self._changed[beat.rank]
                 return Verdict(f"{beat} died: silent for {silence:.0f} s; last seen in: {beat.doing}")
         return None
+
+    def _is_gone(self, beat: Heartbeat) -> bool:
+        return beat.state == RUNNING and beat.process.is_gone(self._machine)
+
+    def _is_silent(self, beat: Heartbeat, now: float) -> bool:
+        return beat.state == RUNNING and now - self._changed[beat.rank] > self._limits.watchdog_seconds
 
     def _hang(self, now: float) -> Verdict | None:
         stuck = now - self._progressed
         if stuck <= self._limits.hang_seconds:
             return None
-        # with its own place: a peer that is told passes the whole list on
-        ranks = sorted([self._own, *self.heartbeats], key=lambda beat: beat.rank)
-        places = "".join(f"\n  {beat} is in: {beat.doing}" for beat in ranks)
-        return Verdict(f"no rank made progress for {stuck:.0f} s{places}")
+        return Verdict(f"no rank made progress for {stuck:.0f} s")
 
-    def silent_since(self, moment: float) -> list[Heartbeat]:
-        """Running peers on other machines that have not been heard since `moment`."""
+    def unheard_since(self, moment: float) -> list[Heartbeat]:
+        """Running peers that have shown no sign of life since `moment`."""
+        return [beat for beat in self.heartbeats if beat.state == RUNNING and self._changed[beat.rank] <= moment]
+
+    def elsewhere(self, beats: list[Heartbeat]) -> list[Heartbeat]:
+        """Those on other machines, where a process cannot be looked up."""
+        return [beat for beat in beats if beat.process.machine != self._machine]
+
+    def still_to_speak(self, now: float) -> list[Heartbeat]:
+        """Live peers that have not said yet where they were when they left."""
         return [
             beat
             for beat in self.heartbeats
-            if beat.state == RUNNING and beat.process.machine != self._machine and self._changed[beat.rank] <= moment
+            if beat.state == RUNNING and not self._is_gone(beat) and not self._is_silent(beat, now)
         ]
+
+    def reporter(self, now: float) -> int:
+        """The lowest rank that can still print: neither dead nor ended by an error of its own."""
+        left = {beat.rank for beat in self.heartbeats if beat.state in (LEFT, TERMINATED)}
+        return min({self._own.rank} | left | {beat.rank for beat in self.still_to_speak(now)})
+
+    def places(self) -> str:
+        """A line for each peer, in order of rank: what it does, or was last seen in."""
+        lines = []
+        for beat in self.heartbeats[:PLACES_AT_MOST]:
+            seen = "was last seen in" if self._is_gone(beat) else "is in" if beat.state == RUNNING else "was in"
+            lines.append(f"  {beat} {seen}: {beat.doing}")
+        more = len(self._latest) - len(lines)
+        return "\n".join(lines + ([f"  and {more} more ranks, each of which prints its own place"] if more else []))
 
 
 class Watchdog:
@@ -174,6 +203,7 @@ class Watchdog:
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_write.setblocking(False)
         self._stopping = threading.Event()
+        self._counter = 0  # of heartbeats; the thread's, and the main thread's once that has ended
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def progress(self, doing: str) -> None:
@@ -194,6 +224,7 @@ class Watchdog:
         """End watching and write how this rank ended."""
         self._end_thread()
         self._farewell(state, because)
+        self._release_signals()
 
     def __enter__(self) -> "Watchdog":
         return self.start()
@@ -206,28 +237,23 @@ class Watchdog:
         else:
             # a collective that raises because its peer died is not the cause: name the peer if it is known
             self._end_thread()
-            verdict = self._last_look()
-            if verdict:
-                self._print(verdict)
-                self._farewell(LEFT, verdict.report)
-            else:
-                self._farewell(FAILED, f"{kind.__name__}: {' '.join(str(error).split())[:200]}")
+            self._leave_by_error(f"{kind.__name__}: {' '.join(str(error).split())[:ERROR_CHARACTERS]}")
+            self._release_signals()  # last: a SIGTERM meanwhile would end this rank without a word
 
     # ---- the thread
 
     def _run(self) -> None:
-        counter = 0
         while not self._stopping.is_set():
-            counter += 1
+            self._counter += 1
             try:
-                self._beat(counter)
-                verdict = self._look(PEERS_PER_TICK, counter)
+                self._beat(self._counter)
+                verdict = self._look(PEERS_PER_TICK, self._counter)
             except Exception as error:  # whatever a store raises, it cannot be reached
                 verdict = Verdict(f"the job's store is unreachable, so its launcher has died ({type(error).__name__})")
             if verdict and not self._stopping.is_set():
                 self._leave(verdict)
             if self._wait_for_sigterm(self._limits.interval_seconds):
-                self._leave(self._terminated(counter))
+                self._leave(self._terminated(self._counter))
 
     def _beat(self, counter: int) -> None:
         beat = replace(self._own, counter=counter)
@@ -263,34 +289,56 @@ class Watchdog:
         """The dead peer that made the launcher send SIGTERM, if there is one."""
         self._farewell(TERMINATED, "")  # first, so that no peer takes this end for the cause
         try:
-            verdict = self._look(len(self._peers), counter)
-            arrived = time.monotonic()  # after a reading of all: what is heard from now on is news
-            while not verdict:
-                verdict = self._look(len(self._peers), counter)
-                silent = self._book.silent_since(arrived)
-                if verdict or not silent:
-                    break
-                if time.monotonic() - arrived > TERMINATION_GRACE_SECONDS:
-                    verdict = Verdict(f"{silent[0]} died; last seen in: {silent[0].doing}")
-                    break
-                time.sleep(0.1)
+            verdict, unheard = self._news(counter, tell=False)
+            silent = self._book.elsewhere(unheard)
+            if not verdict and silent:
+                verdict = Verdict(f"{silent[0]} died; last seen in: {silent[0].doing}")
         except Exception as error:
             verdict = Verdict(f"the job's store is gone ({type(error).__name__})", EXIT_TERMINATED)
         return verdict or Verdict("terminated by SIGTERM", EXIT_TERMINATED)
 
+    def _news(self, counter: int, tell: bool) -> tuple[Verdict | None, list[Heartbeat]]:
+        """Read all peers until one gives a reason to leave, or all that run were heard anew, or the grace is over.
+
+        Returns the reason, and the peers that were not heard. `tell` gives them signs of life meanwhile.
+        """
+        verdict = self._look(len(self._peers), counter)
+        arrived = time.monotonic()  # after a reading of all: what is heard from now on is news
+        unheard = self._book.unheard_since(arrived)
+        while not verdict and unheard and time.monotonic() - arrived < GRACE_SECONDS:
+            counter += 1
+            if tell:
+                self._beat(counter)
+            time.sleep(0.1)
+            verdict = self._look(len(self._peers), counter)
+            unheard = self._book.unheard_since(arrived)
+        return verdict, unheard
+
     def _leave(self, verdict: Verdict) -> None:
         self._farewell(LEFT if verdict.exit_code == EXIT_DEAD_PEER else TERMINATED, verdict.report)
         self._print(verdict)
+        if verdict.exit_code == EXIT_DEAD_PEER:
+            self._print_places()
         self._exit(verdict.exit_code)
 
     # ---- the end of this rank
 
-    def _last_look(self) -> Verdict | None:
-        """One more reading of every peer by the failing main thread. An unreachable store has no news."""
+    def _leave_by_error(self, error: str) -> None:
+        verdict, unheard = self._cause_of_error()
+        if verdict:
+            self._farewell(LEFT, verdict.report)
+            self._print(verdict)
+            self._print_places()
+        else:
+            silent = [f"; not heard since: {beat}, last seen in: {beat.doing}" for beat in unheard]
+            self._farewell(FAILED, error + "".join(silent[:PLACES_AT_MOST]))
+
+    def _cause_of_error(self) -> tuple[Verdict | None, list[Heartbeat]]:
+        """Why the main thread failed, if a peer is the reason. An unreachable store has no news."""
         try:
-            return self._look(len(self._peers), 0)
+            return self._news(self._counter, tell=True)
         except Exception:
-            return None
+            return None, []
 
     def _farewell(self, state: str, because: str) -> None:
         """Write how this rank ended, and return when the store has it. Without a store nobody is left to read it."""
@@ -309,15 +357,35 @@ class Watchdog:
         self._stopping.set()
         self._wake_write.send(b"\0")
         self._thread.join()
+
+    def _release_signals(self) -> None:
         signal.set_wakeup_fd(self._old_wakeup)
         signal.signal(signal.SIGTERM, self._old_handler)
         self._wake_read.close(), self._wake_write.close()
 
     def _print(self, verdict: Verdict) -> None:
         # os.write: the main thread may be blocked while it holds the lock of sys.stderr
-        first, newline, rest = verdict.report.partition("\n")
-        text = f"watchdog: {first}; this is rank {self._rank}, which was in: {self._own.doing}{newline}{rest}\n"
+        text = f"watchdog: {verdict.report}; this is rank {self._rank}, which was in: {self._own.doing}\n"
         os.write(2, text.encode())
+
+    def _print_places(self) -> None:
+        """Where every other rank was, once they have said so; on the lowest rank left, so that it is printed once."""
+        start = now = time.monotonic()
+        if self._book.reporter(now) != self._rank:
+            return
+        try:
+            waiting = True
+            while waiting:
+                # judged before the reading: who has ended by then had said its word before, and is read once more
+                waiting = self._book.still_to_speak(now) and now - start < GRACE_SECONDS
+                time.sleep(0.05)
+                for beat in self._book.heartbeats:
+                    if beat.state == RUNNING:
+                        self._read(beat.rank)
+                now = time.monotonic()
+        except Exception:  # the store went with the launcher: what was read before must do
+            pass
+        os.write(2, f"watchdog: the other ranks:\n{self._book.places()}\n".encode())
 
 
 def _key(rank: int) -> str:

@@ -89,6 +89,8 @@ class ModelOptimizer:
                 use_gloo_process_groups=False,
                 pg_collection=groups,
             )
+        for group in self.optimizer.param_groups:  # Megatron leaves this to its scheduler: vectors do not decay
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
         self._undo = UndoCopy([part.optimizer for part in self._parts()])
 
     @property

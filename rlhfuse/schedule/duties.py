@@ -67,17 +67,18 @@ def _forward(
     """Forward of one micro-batch on a stage, with its receive and send."""
     action = Action(name, stage, Kind.F, microbatch)
     rank, after, needs = way[stage], (), ()
+    source = Action(name, stage - 1, Kind.F, microbatch)
     if stage and way[stage - 1] == rank:
-        after = (action._replace(stage=stage - 1),)
+        after = (source,)
     elif stage:
-        receive = action._replace(kind=Kind.RF)
-        event = _transfer(way[stage - 1], rank, action._replace(stage=stage - 1))
+        receive = Action(name, stage, Kind.RF, microbatch)
+        event = _transfer(way[stage - 1], rank, source)
         after, needs = (receive,), (event,)
         yield receive, Duty(way[stage - 1], issues=event)
     yield action, Duty(after=after, needs=needs, meets=_together(cell, action))
     if stage + 1 < len(way) and way[stage + 1] != rank:
         event = _transfer(rank, way[stage + 1], action)
-        yield action._replace(kind=Kind.SF), Duty(way[stage + 1], (action,), issues=event)
+        yield Action(name, stage, Kind.SF, microbatch), Duty(way[stage + 1], (action,), issues=event)
 
 
 def _backward(
@@ -85,18 +86,19 @@ def _backward(
 ) -> Iterator[tuple[Action, Duty]]:
     """Backward of one micro-batch on a stage, with its receive and send."""
     action = Action(name, stage, Kind.B, microbatch)
-    rank, after, needs = way[stage], (action._replace(kind=Kind.F),), ()
+    rank, after, needs = way[stage], (Action(name, stage, Kind.F, microbatch),), ()
+    source = Action(name, stage + 1, Kind.B, microbatch)
     if stage + 1 < len(way) and way[stage + 1] == rank:
-        after += (action._replace(stage=stage + 1),)
+        after += (source,)
     elif stage + 1 < len(way):
-        receive = action._replace(kind=Kind.RB)
-        event = _transfer(way[stage + 1], rank, action._replace(stage=stage + 1))
+        receive = Action(name, stage, Kind.RB, microbatch)
+        event = _transfer(way[stage + 1], rank, source)
         after, needs = after + (receive,), (event,)
         yield receive, Duty(way[stage + 1], issues=event)
     yield action, Duty(after=after, needs=needs, meets=_together(cell, action))
     if stage and way[stage - 1] != rank:
         event = _transfer(rank, way[stage - 1], action)
-        yield action._replace(kind=Kind.SB), Duty(way[stage - 1], (action,), issues=event)
+        yield Action(name, stage, Kind.SB, microbatch), Duty(way[stage - 1], (action,), issues=event)
 
 
 def _weights(

@@ -158,7 +158,7 @@ class FusedRanks:
 
     def stages(self, replica: int, pipeline: str) -> tuple[tuple[int, ...], ...]:
         """Ranks (tensor order) of each real pipeline stage of one pipeline; interleaved ones name a rank v times."""
-        return tuple(ranks for merged in self.replicas[replica][pipeline] for ranks in merged)
+        return self._stages[replica][pipeline]
 
     def pipelines(self, model: str) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """All pipelines of `model` in data-parallel order: [dp rank][position][tp rank]; stage s is at s % pp."""
@@ -199,6 +199,13 @@ class FusedRanks:
         """Name of the pipeline of `model` that a global rank belongs to, as schedules spell it."""
         names = self.shape.share(model).names
         return names[self.locate(model, rank)[0] % len(names)]
+
+    @cached_property
+    def _stages(self) -> tuple[dict[str, tuple[tuple[int, ...], ...]], ...]:
+        return tuple(
+            {name: tuple(ranks for merged in stages for ranks in merged) for name, stages in pipelines.items()}
+            for pipelines in self.replicas
+        )
 
     @cached_property
     def _places(self) -> dict[str, dict[int, tuple[int, int, int]]]:

@@ -110,19 +110,74 @@ def test_hang_needs_every_rank_to_stand_still():
         peers.note(beat(1, counter=now, progress=min(now, 150)), now)
         verdict = peers.verdict(now)
         assert (verdict is None) == (now <= 250)
-    assert "no rank made progress" in verdict.report and "is in: generation step 3" in verdict.report
+    assert "no rank made progress" in verdict.report and "is in: generation step 3" in peers.places()
     peers.note_own(beat(0, HERE, progress=1), 300)
     peers.note(beat(1, counter=300, progress=150), 300)
     assert peers.verdict(300) is None
 
 
-def test_silent_since_counts_only_running_ranks_elsewhere():
+def test_unheard_since_counts_only_running_ranks():
     peers = book()
     peers.note(beat(1), 0)
     peers.note(beat(2, HERE), 0)
     peers.note(beat(3, state=TERMINATED), 0)
     peers.note(beat(4, counter=1), 5)
-    assert [b.rank for b in peers.silent_since(2)] == [1]
+    assert [b.rank for b in peers.unheard_since(2)] == [1, 2]
+    assert [b.rank for b in peers.elsewhere(peers.unheard_since(2))] == [1]
+
+
+def test_the_lowest_rank_left_reports_the_places():
+    peers = PeerBook(beat(3, HERE), LIMITS, now=0.0)
+    peers.note(beat(0, dataclasses.replace(HERE, started="1"), doing="step 0"), 0)  # gone
+    peers.note(beat(1, state=FAILED, doing="step 1"), 0)
+    assert peers.reporter(0) == 3
+    peers.note(beat(2, doing="step 2"), 0)
+    assert peers.reporter(0) == 2 and [b.rank for b in peers.still_to_speak(0)] == [2]
+    assert peers.reporter(20) == 3  # silent too long
+    peers.note(beat(2, state=LEFT, doing="step 2b"), 20)
+    assert peers.reporter(40) == 2 and not peers.still_to_speak(40)
+    places = peers.places().splitlines()
+    assert [line.split(") ")[1] for line in places] == ["was last seen in: step 0", "was in: step 1", "was in: step 2b"]
+
+
+def test_places_are_bounded_in_a_large_world():
+    peers = book()
+    for rank in range(1, 256):
+        peers.note(beat(rank), 0)
+    lines = peers.places().splitlines()
+    assert len(lines) == 65 and lines[-1] == "  and 191 more ranks, each of which prints its own place"
+
+
+class SlowDeathStore(ScriptedStore):
+    """Rank 1's sockets are closed, so the main thread has failed; its process is gone a few readings later."""
+
+    def set(self, key, text):
+        self.said = Heartbeat.from_json(text)
+
+
+def failing(*beats):
+    store = SlowDeathStore(*beats)
+    watchdog = Watchdog(store, rank=0, world_size=2)
+    watchdog._book = PeerBook(beat(0, HERE), LIMITS, now=0.0)
+    watchdog._leave_by_error("RuntimeError: Connection closed by peer")
+    return store.said
+
+
+def test_an_error_because_of_a_peer_that_is_still_dying_is_not_the_own_one(capfd):
+    said = failing(beat(1, HERE), beat(1, HERE), beat(1, dataclasses.replace(HERE, started="1"), doing="training 7"))
+    assert said.state == LEFT and said.because.endswith("died; last seen in: training 7")
+    assert "rank 1" in capfd.readouterr().err
+
+
+def test_an_error_counts_as_own_once_every_peer_has_shown_life():
+    said = failing(beat(1, HERE), beat(1, HERE), beat(1, HERE, counter=1))
+    assert said.state == FAILED and said.because == "RuntimeError: Connection closed by peer"
+
+
+def test_an_error_beside_a_silent_peer_names_it(monkeypatch):
+    monkeypatch.setattr("rlhfuse.monitor.watchdog.GRACE_SECONDS", 0.3)
+    said = failing(beat(1, FAR))
+    assert said.state == FAILED and "closed by peer; not heard since: rank 1 (pid 7 on far), last seen in" in said.because
 
 
 # ---- real processes over a real store
@@ -225,6 +280,7 @@ def test_killed_rank_is_named_by_ranks_blocked_in_gloo(job):
         assert f"rank 2 (pid {running.ranks[2].pid} on {socket.gethostname()}) died" in text
         assert "last seen in: generation step 12" in text
         assert f"this is rank {rank}, which was in: generation step {10 + rank}" in text
+    assert ") was in: generation step 11" in running.stderr(0) and "the other ranks" not in running.stderr(1)
 
 
 def test_rank_that_raises_is_named_with_its_error(job):
@@ -265,10 +321,11 @@ def test_sigterm_after_a_death_names_the_dead(job):
 def test_hang_prints_where_every_rank_is(job):
     running = job("blocked", limits=Limits(hang_seconds=3, interval_seconds=0.2))
     assert running.exit_codes([0, 1, 2]) == [1, 1, 1]
-    for rank in range(3):  # who is told by another rank prints the same list
-        text = running.stderr(rank)
-        assert "no rank made progress for" in text
-        assert all(f"is in: generation step {10 + other}" in text for other in range(3)), text
+    assert all("no rank made progress for" in running.stderr(rank) for rank in range(3))
+    assert all(f"this is rank {rank}, which was in: generation step {10 + rank}" in running.stderr(rank) for rank in range(3))
+    text = running.stderr(0)
+    assert all(f"was in: generation step {10 + other}" in text for other in (1, 2)), text
+    assert sum("the other ranks:" in running.stderr(rank) for rank in range(3)) == 1
 
 
 def test_lost_store_ends_the_job(job):

@@ -1,7 +1,7 @@
 """Verification in both models: random schedules pass, damaged programs are refused, and brute force agrees."""
 
+import time
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from program_cases import (
@@ -18,11 +18,14 @@ from program_cases import (
     swapped_on_channel,
 )
 
-from rlhfuse.errors import InputError, ScheduleError
-from rlhfuse.schedule.evaluate import evaluate
+from rlhfuse.errors import ScheduleError
+from rlhfuse.schedule.builders import greedy
 from rlhfuse.schedule.lowering import lower
+from rlhfuse.schedule.problem import StageCosts, fused_problem
 from rlhfuse.schedule.program import Programs
+from rlhfuse.schedule.ranks import rank_map
 from rlhfuse.schedule.verify import verify
+from rlhfuse.spec import ParallelLayout
 
 TINY = [
     ("d1t1p2", "d1t1p2"),
@@ -122,3 +125,18 @@ def test_brute_force_over_all_interleavings_agrees():
 def test_brute_force_over_more_exchanges_agrees():
     count = check_brute_force(range(100, 100 + 4 * len(TINY)), (1, 2, 3))
     assert min(count["passed", True], count["passed", False], count["refused", False]) > 100
+
+
+@pytest.mark.parametrize("texts, microbatches", [(("d1t8p32", "d4t8p8"), 64), (("d8t4p8", "d8t8p4"), 64)])
+def test_256_ranks_take_seconds(texts, microbatches):
+    layouts = dict(zip(("actor", "critic"), map(ParallelLayout.parse, texts)))
+    costs = {
+        model: StageCosts((2,) * layout.stages, (4,) * layout.stages, (1,) * layout.stages)
+        for model, layout in layouts.items()
+    }
+    schedule, ranks = greedy(fused_problem(layouts, microbatches, costs)), rank_map(layouts)
+    assert ranks.size == 256
+    began = time.process_time()
+    programs = lower(schedule, ranks)
+    assert verify(programs, schedule, ranks).channels
+    assert time.process_time() - began < 12  # about two on a free core

@@ -13,8 +13,12 @@ from rlhfuse.schedule.builders import greedy
 from rlhfuse.schedule.draw import chrome_trace, draw_schedule
 from rlhfuse.schedule.evaluate import evaluate
 from rlhfuse.schedule.io import save_schedule
+from rlhfuse.schedule.lowering import lower
 from rlhfuse.schedule.problem import FusionProblem, Pipeline
+from rlhfuse.schedule.program import Programs
+from rlhfuse.schedule.ranks import rank_map
 from rlhfuse.schedule.schedule import Schedule
+from rlhfuse.spec import ParallelLayout
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -116,3 +120,18 @@ def test_what_is_no_schedule_exits_2(tmp_path, text):
 def test_missing_folder_for_the_picture_exits_2(schedule, tmp_path):
     result = show(tmp_path, "--png", tmp_path / "missing" / "a.png")
     assert result.returncode == 2 and "cannot write" in result.stderr
+
+
+def test_programs_are_lowered_verified_and_printed(schedule, tmp_path):
+    shown = show(tmp_path, "--programs", "actor=d1t1p2,critic=d1t1p2")
+    assert shown.returncode == 0, shown.stderr
+    assert "\nmodel critic layout d1t1p2 buffer any\nrank 0: " in shown.stdout
+    assert "verified: 12 transfers, 6 collectives, one queue per " in shown.stdout
+    text = shown.stdout[shown.stdout.index("programs ") : shown.stdout.index("\nverified")]
+    assert Programs.parse(text) == lower(schedule, rank_map(dict.fromkeys(("actor", "critic"), ParallelLayout(1, 1, 2))))
+
+
+@pytest.mark.parametrize("given, part", [("actor", "MODEL=LAYOUT"), ("actor=d1t1p2", "critic"), ("actor=p2", "form d1t2p4")])
+def test_programs_for_other_layouts_are_refused(schedule, tmp_path, given, part):
+    shown = show(tmp_path, "--programs", given)
+    assert shown.returncode == 2 and part in shown.stderr and shown.stderr.count("\n") == 1

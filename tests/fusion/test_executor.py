@@ -1,0 +1,377 @@
+"""The executor's manners: faults stop all ranks and change nothing, no model waits for another, refusals, reports."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import write_checkpoint
+from training_pair import LR, build_pair, make_batch, make_schedule
+
+from rlhfuse.errors import InputError, ScheduleError
+from rlhfuse.ppo.balance import cut_microbatches
+from rlhfuse.schedule.action import Kind
+from rlhfuse.schedule.lowering import lower
+
+CHUNKED = ("d2t1p2v2", "d2t1p2")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    base = tmp_path_factory.mktemp("models")
+    actor, critic = write_checkpoint(base / "actor", seed=1), write_checkpoint(base / "critic", scalar_head=True, seed=2)
+    return {"actor": actor, "reference": actor, "critic": critic, "reward": critic}
+
+
+# NaN and infinity -------------------------------------------------------------------------------------------------
+
+
+def spoiled(field: str, sample: int):
+    """The mini-batch of seed 5 with a NaN in one sample's `field`."""
+    batch = make_batch(5)
+    first = int(batch.response_lengths[:sample].sum())
+    values = getattr(batch, field).clone()
+    values[first] = float("nan")
+    return batch.with_fields(**{field: values})
+
+
+def infinite_gradient(pair, rank: int) -> None:
+    """The actor's stage 2 makes an infinite gradient of micro-batch 1."""
+    stage = pair.models["actor"].stages.get(2)
+    if stage is not None:
+        original = stage.backward
+
+        def backward(microbatch, gradient):
+            out = original(microbatch, gradient)
+            if microbatch == 1:
+                out[3, 0, 5] = float("inf")
+            return out
+
+        stage.backward = backward
+
+
+def infinite_hidden(pair, rank: int) -> None:
+    """The critic's stage 0 gives out an infinite hidden state of micro-batch 0."""
+    stage = pair.models["critic"].stages.get(0)
+    if stage is not None:
+        original = stage.forward
+
+        def forward(microbatch, batch, hidden, loss):
+            out = original(microbatch, batch, hidden, loss)
+            if microbatch == 0:
+                out[0, 0, 0] = float("-inf")
+            return out
+
+        stage.forward = forward
+
+
+def overflowing_norm(pair, rank: int) -> None:
+    """Gradients of 1e30 on rank 1: each finite, but not their squares."""
+    optimizer = pair.models["critic"].optimizer
+    original = optimizer.start_reduction
+
+    def start(stage, finite=None):
+        if rank == 1:
+            next(iter(optimizer.module.parameters())).main_grad.fill_(1e30)
+        original(stage, finite)
+
+    optimizer.start_reduction = start
+
+
+FAULTS = {
+    "advantages": (lambda pair, rank: None, lambda: spoiled("advantages", 3)),
+    "returns": (lambda pair, rank: None, lambda: spoiled("returns", 7)),
+    "gradient": (infinite_gradient, lambda: make_batch(5)),
+    "hidden": (infinite_hidden, lambda: make_batch(5)),
+    "norm": (overflowing_norm, lambda: make_batch(5)),
+}
+
+
+def faults(rank: int, folders: dict, kinds: list[str], dtype: str, optimizer: str) -> dict:
+    """Each bad step as the first, and again between two good ones: what it raised, and whether anything changed."""
+    out: dict = {"errors": {kind: [] for kind in kinds}, "equal": []}
+
+    def fail(pair, kind: str) -> None:
+        before = state(pair)
+        breaks, batch = FAULTS[kind]
+        breaks(pair, rank)
+        try:
+            pair.step.run(batch(), pair.counts, LR)
+        except FloatingPointError as error:
+            out["errors"][kind].append(str(error))
+        for model in pair.models.values():  # whole again
+            for stage in model.stages.values():
+                stage.__dict__.pop("forward", None), stage.__dict__.pop("backward", None)
+            model.optimizer.__dict__.pop("start_reduction", None)
+        out["equal"].append(before == state(pair))
+
+    def state(pair):
+        return pair.digest() if optimizer == "adam" else weights(pair)
+
+    pair = build_pair(rank, folders, "d1t1p4", "d2t1p2", dtype=dtype, optimizer=optimizer)
+    for kind in kinds:
+        fail(pair, kind)
+    pair.train(0)
+    for kind in kinds:
+        fail(pair, kind)
+    pair.train(1)
+    out["after"] = weights(pair)
+    pair.close()
+    untouched = build_pair(rank, folders, "d1t1p4", "d2t1p2", dtype=dtype, optimizer=optimizer)
+    untouched.train(0), untouched.train(1)
+    out["reference"] = weights(untouched)
+    untouched.close()
+    return out
+
+
+def weights(pair) -> list[bytes]:
+    return [
+        parameter.detach().view(torch.uint8).numpy().tobytes()
+        for model in pair.models.values()
+        for module in model.optimizer.modules.values()
+        for parameter in module.parameters()
+    ]
+
+
+def place_of(sample: int, pipelines: int) -> int:
+    """The micro-batch, within its pipeline, that a sample of seed 5 is cut into."""
+    parts = cut_microbatches(make_batch(5).lengths.tolist(), 4)
+    return next(n for n, part in enumerate(parts) if sample in part) % (4 // pipelines)
+
+
+@pytest.mark.parametrize(
+    "dtype,optimizer,kinds",
+    [
+        ("float32", "adam", ["advantages", "returns", "gradient", "hidden", "norm"]),
+        ("bfloat16", "adam", ["returns", "gradient"]),
+        ("float32", "sgd", ["returns"]),
+    ],
+)
+def test_a_fault_is_named_on_all_ranks_and_changes_nothing(workers, folders, dtype, optimizer, kinds):
+    named = {
+        "advantages": f"actor, stage 3, micro-batch {place_of(3, 1)}: the loss",
+        "returns": f"critic, stage 1, micro-batch {place_of(7, 2)}: the loss",
+        "gradient": "actor, stage 2, micro-batch 1: the gradient",
+        "hidden": "critic, stage 0, micro-batch 0: the loss or hidden state",
+        "norm": "the gradient norm of critic",
+    }
+    runs = workers.run(faults, folders, kinds, dtype, optimizer)
+    for run in runs:
+        assert run["errors"] == runs[0]["errors"]
+        for kind in kinds:
+            assert len(run["errors"][kind]) == 2
+            for error in run["errors"][kind]:
+                assert error.startswith(named[kind]) and "no weights were changed" in error, error
+        assert all(run["equal"])  # weights, main weights, Adam's moments and counters
+        assert run["after"] == run["reference"]
+
+
+# no model waits for another ---------------------------------------------------------------------------------------
+
+
+def held_back(rank: int, folders: dict) -> dict:
+    """Rank 3 keeps its reduction of the model that steps last to itself until that model's step."""
+    pair = build_pair(rank, folders, "d2t1p2", "d2t1p2")
+    order = [i.action.pipeline.partition(".")[0] for i in pair.step._programs[rank].instructions if i.action.kind is Kind.ST]
+    first, last = (pair.models[name].optimizer for name in order)
+    (stage,) = last.modules
+    start, finish, step = last.start_reduction, last.finish_reduction, first.step
+    seen, store = {}, dist.distributed_c10d._get_default_store()
+
+    def stepped(lr, remember):
+        result = step(lr, remember=remember)
+        seen["the other reduction was done"] = last.reduction_done(stage)
+        store.set(f"held back/{rank}", "looked")
+        return result
+
+    def finish_late(stage):
+        store.wait([f"held back/{other}" for other in range(4)])
+        start(stage)
+        finish(stage)
+
+    first.step = stepped
+    if rank == 3:
+        last.start_reduction, last.finish_reduction = lambda stage, finite: None, finish_late
+    pair.train(0)
+    seen["ranks that meet"] = dist.get_process_group_ranks(last._groups.dp)  # before the groups are closed
+    pair.close()
+    return seen
+
+
+def test_one_model_steps_while_the_reduction_of_the_other_stands_still(workers, folders):
+    runs = workers.run(held_back, folders)
+    met = [run for rank, run in enumerate(runs) if rank != 3 and 3 in run["ranks that meet"]]
+    assert len(met) == 1
+    assert not met[0]["the other reduction was done"]
+
+
+def under_way(rank: int, folders: dict) -> dict:
+    """On ranks with work after a model's reduction began: whether it ends before their last backward begins."""
+    pair = build_pair(rank, folders, "d2t1p2", "d2t1p2")
+    instructions = [i.action for i in pair.step._programs[rank].instructions]
+    last = max(n for n, action in enumerate(instructions) if action.kind is Kind.B)
+    early = next((a for a in instructions[:last] if a.kind is Kind.RG), None)
+    seen = {"early": early is not None, "done": None}
+    if early is not None:
+        optimizer = pair.models[early.pipeline.partition(".")[0]].optimizer
+        action = instructions[last]
+        stage = pair.models[action.pipeline.partition(".")[0]].stages[action.stage]
+        backward = stage.backward
+
+        def watched(microbatch, gradient):
+            if microbatch == action.microbatch:
+                deadline = time.monotonic() + 30
+                while not optimizer.reduction_done(early.stage) and time.monotonic() < deadline:
+                    time.sleep(0.001)
+                seen["done"] = optimizer.reduction_done(early.stage)
+            return backward(microbatch, gradient)
+
+        stage.backward = watched
+    pair.train(0)
+    pair.close()
+    return seen
+
+
+def test_a_reduction_is_done_inside_the_bubble_before_the_last_backward(workers, folders):
+    runs = workers.run(under_way, folders)
+    assert any(run["early"] for run in runs)
+    assert all(run["done"] for run in runs if run["early"])
+
+
+# what is said -----------------------------------------------------------------------------------------------------
+
+
+def watched(rank: int, folders: dict) -> dict:
+    texts: list[str] = []
+    pair = build_pair(rank, folders, "d1t1p4", "d2t1p2", progress=texts.append)
+    reports = [pair.train(seed).report for seed in range(6)]
+    program = pair.step._programs[rank]
+    pair.close()
+    own = min(report.overhead_seconds / report.instructions for report in reports)
+    calls = [t for r in reports for k, t in r.times.items() if k in (Kind.SF, Kind.SB, Kind.RF, Kind.RB)]
+    return {
+        "texts": texts[: len(texts) // 6], "program": [str(i) for i in program.instructions], "overhead": own,
+        "spans": [str(span.action) for span in reports[0].spans], "waits": {str(a) for a in reports[0].waits},
+        "counts": {str(kind): times.count for kind, times in reports[0].times.items()},
+        "transport": sum(t.transport_seconds for t in calls) / max(sum(t.count for t in calls), 1),
+        "negative": [t for r in reports for t in r.times.values() if t.overhead_seconds < 0],
+    }  # fmt: skip
+
+
+def test_progress_names_instruction_peer_and_microbatch_and_the_report_adds_up(workers, folders):
+    runs = workers.run(watched, folders)
+    for run in runs:
+        program = run["program"]
+        begun = [text for text in run["texts"] if "waits" not in text]
+        distinct = [text for n, text in enumerate(begun) if n == 0 or begun[n - 1] != text]
+        assert distinct == [f"training instruction {n}: {text}" for n, text in enumerate(program)]
+        received = [text for text in program if "RF" in text or "RB" in text]
+        waited = [text.partition(" waits for ")[2] for text in run["texts"] if "waits for" in text]
+        assert set(received) <= set(waited)
+        place = next(n for n, text in enumerate(program) if "RB" in text)
+        compute = program[place].split("<")[0].replace("RB", "B")
+        assert f"training instruction {program.index(compute)}: {compute} waits for {program[place]}" in run["texts"]
+        computing = [text for text in program if "<" not in text and ">" not in text]
+        assert run["spans"] == computing
+        assert {t for t in run["waits"]} >= {text.split("<")[0].replace("R", "", 1) for text in received}
+        assert sum(run["counts"].values()) == len(program)
+        assert not run["negative"]
+        # the executor's own time; generous for a machine that runs other things too
+        assert run["overhead"] < 200e-6, run["overhead"]
+    print({key: [round(run[key] * 1e6, 1) for run in runs] for key in ("overhead", "transport")})
+
+
+# refusals ---------------------------------------------------------------------------------------------------------
+
+
+def refusals(rank: int, folders: dict) -> dict:
+    from dataclasses import replace
+
+    from rlhfuse.fusion.training_step import TrainingStep
+
+    pair = build_pair(rank, folders, "d1t1p4", "d2t1p2")
+    sent: list[int] = []
+    channels = pair.roles.channels
+    channels.send = lambda tensor, to: sent.append(to)
+    channels.post_receive = lambda shape, dtype, source: sent.append(source)
+    layouts = pair.ranks.shape.layouts
+    good = lower(pair.schedule, pair.ranks)
+    said = []
+
+    def attempt(programs, models=pair.models) -> None:
+        try:
+            step = TrainingStep(
+                rank, pair.ranks, pair.schedule, programs, models, channels, pair.step._algorithm, 1.0,
+                torch.device("cpu"), lambda _: None,
+            )  # fmt: skip
+            step.run(make_batch(0), pair.counts, LR)
+            said.append("nothing")
+        except (InputError, ScheduleError) as error:
+            said.append(str(error).splitlines()[0])
+
+    attempt(lower(make_schedule(layouts, "serial"), pair.ranks))
+    attempt(replace(good, layouts={"actor": "d2t1p2", "critic": "d1t1p4"}))
+    attempt(replace(good, buffers={"actor": 60, "critic": 1000}))
+    attempt(good, {"actor": pair.models["actor"]})
+    attempt(replace(good, by_rank={r: replace(good[(r + 1) % 4], rank=r) for r in range(4)}))
+    del channels.send, channels.post_receive
+    pair.close()
+    return {"said": said, "sent": len(sent)}
+
+
+def test_what_cannot_work_is_refused_before_anything_is_sent(workers, folders):
+    for run in workers.run(refusals, folders):
+        assert run["sent"] == 0
+        schedule, layout, buffer, model, program = run["said"]
+        assert "another schedule" in schedule and "actor d2t1p2" in layout
+        assert "actor: micro-batch" in buffer and "buffer holds 60" in buffer
+        assert "critic is not built" in model
+        assert "but this rank holds" in program
+
+
+# chunks and sgd ---------------------------------------------------------------------------------------------------
+
+
+def losses_and_weights(rank: int, folders: dict, layouts: tuple[str, str], kind: str, optimizer: str = "adam") -> dict:
+    pair = build_pair(rank, folders, *layouts, kind, optimizer=optimizer)
+    results = [pair.train(seed) for seed in range(2)]
+    out = {
+        "losses": [loss for result in results for _, loss in sorted(result.report.losses.items())],
+        "norms": [step.grad_norm for result in results for step in result.steps.values()],
+        "weights": weights(pair),
+        "instructions": results[0].report.instructions,
+    }
+    pair.close()
+    return out
+
+
+def test_chunks_give_the_same_bits_in_any_schedule_and_the_losses_of_one_stage_each(workers, folders):
+    runs = {kind: workers.run(losses_and_weights, folders, CHUNKED, kind) for kind in ("fused", "serial", "interleaved")}
+    plain = workers.run(losses_and_weights, folders, ("d2t1p2", "d2t1p2"), "serial")
+    for rank in range(4):
+        assert runs["fused"][rank] == runs["serial"][rank] == runs["interleaved"][rank]
+        assert runs["fused"][rank]["instructions"] > plain[rank]["instructions"]
+        assert runs["fused"][rank]["norms"] == pytest.approx(plain[rank]["norms"], rel=1e-5)
+    total = [sum(sum(run["losses"]) for run in some) for some in (runs["fused"], plain)]
+    assert total[0] == pytest.approx(total[1], rel=1e-5)
+
+
+def plain_sgd(rank: int, folders: dict) -> float:
+    """Largest difference between the weights after a step and weights - lr * clipped gradient."""
+    pair = build_pair(rank, folders, "d2t1p2", "d1t1p4", optimizer="sgd")
+    before = {p: p.detach().clone() for m in pair.models.values() for p in m.optimizer.module.parameters()}
+    pair.train(0)
+    worst = 0.0
+    for role, model in pair.models.items():
+        for parameter in model.optimizer.module.parameters():
+            # main_grad holds the summed gradient, clipped in place
+            wanted = before[parameter] - LR[role] * parameter.main_grad
+            worst = max(worst, float((parameter - wanted).detach().abs().max()))
+    pair.close()
+    return worst
+
+
+def test_sgd_subtracts_the_clipped_gradient(workers, folders):
+    assert max(workers.run(plain_sgd, folders)) < 1e-8
