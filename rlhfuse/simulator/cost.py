@@ -119,7 +119,9 @@ class AnalyticCost:
 
     def kept_layer_bytes(self, tokens: float) -> float:
         """What one layer keeps from its forward to its backward on one rank: its input alone where it is run again."""
-        return tokens * self._whole_hidden * self.element_bytes if self.recompute else self.layer_activation_bytes(tokens)
+        if self.recompute:
+            return tokens * self._whole_hidden * self.element_bytes
+        return self.layer_activation_bytes(tokens)
 
     def rerun_bytes(self, tokens: float) -> float:
         """What a backward holds beside what was kept: one layer that has been run again, or nothing."""

@@ -60,8 +60,9 @@ def step(rank: int, role: str, folder, gradients, layout: str, sequence_parallel
     errors, found = {}, built.gradients()
     for stage in built.stages:
         wanted = load_weights(
-            gradients, built.spec, tp_rank=tp_rank, tp_size=built.grid.tp, layers=stage_layers(built.spec, built.grid)[stage],
-            first=stage == 0, last=stage == built.grid.stages - 1, scalar_head=built.head,
+            gradients, built.spec, tp_rank=tp_rank, tp_size=built.grid.tp, first=stage == 0,
+            last=stage == built.grid.stages - 1, layers=stage_layers(built.spec, built.grid)[stage],
+            scalar_head=built.head,
         )  # fmt: skip
         assert {name for number, name in found if number == stage} == wanted.keys()
         for name, want in wanted.items():
@@ -116,7 +117,7 @@ def test_recomputation_gives_the_same_bits(workers, references, name, layout, se
 
 
 def kept_bytes(rank: int, folder, layout: str, sequence_parallel: bool, recompute: bool) -> int:
-    """Bytes that one layer of a middle stage keeps for its backward on this rank, weights apart; 0 without such a stage.
+    """Bytes that one layer of a middle stage keeps for its backward, weights apart; 0 on ranks without such a stage.
 
     Recomputation keeps a layer's input outside of autograd, so it is counted where it enters.
     """
@@ -139,7 +140,9 @@ def kept_bytes(rank: int, folder, layout: str, sequence_parallel: bool, recomput
 
         (layer,) = stage.model.module.decoder.layers
         if recompute:
-            layer.register_forward_pre_hook(lambda _, __, inputs: keep(inputs["hidden_states"]).numel() and None, with_kwargs=True)
+            layer.register_forward_pre_hook(
+                lambda _, __, inputs: keep(inputs["hidden_states"]).numel() and None, with_kwargs=True
+            )
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             stage.forward(batch, hidden)
     maker.close()
