@@ -52,6 +52,8 @@ class AnalyticCost:
     hardware: HardwareSpec
     element_bytes: int
     scalar_head: bool = False
+    sequence_parallel: bool = False  # in training
+    recompute: bool = False  # in training: each layer runs again before its backward
 
     # ---- seconds
 
@@ -103,33 +105,49 @@ class AnalyticCost:
         Times are whole ticks of `tick_seconds`, at least one; activations are bytes per rank.
         """
         pairs = _causal_pairs(tokens, sequences)
-        forward, activation = [], []
+        forward, backward, activation = [], [], []
         for stage, layers in enumerate(self.layout.stage_layers(self.spec.layers)):
             last = stage == self.layout.stages - 1
-            seconds = len(layers) * self.layer_seconds(tokens, pairs, tokens)
-            seconds += self.head_seconds(tokens) if last else 0.0
-            forward.append(max(1, round(seconds / tick_seconds)))
+            body = len(layers) * self.layer_seconds(tokens, pairs, tokens)
+            ticks = max(1, round((body + (self.head_seconds(tokens) if last else 0.0)) / tick_seconds))
+            forward.append(ticks)
+            again = max(1, round(body / tick_seconds)) if self.recompute else 0
+            backward.append(BACKWARD_OVER_FORWARD * ticks + again)
             logits = tokens * self.spec.vocab * 4 / self.layout.tp if last and not self.scalar_head else 0
-            activation.append(int(len(layers) * self.layer_activation_bytes(tokens) + logits))
-        backward = tuple(BACKWARD_OVER_FORWARD * ticks for ticks in forward)
-        return StageCosts(tuple(forward), backward, tuple(activation))
+            activation.append(int(len(layers) * self.kept_layer_bytes(tokens) + logits))
+        return StageCosts(tuple(forward), tuple(backward), tuple(activation))
+
+    def kept_layer_bytes(self, tokens: float) -> float:
+        """What one layer keeps from its forward to its backward on one rank: its input alone where it is run again."""
+        if self.recompute:
+            return tokens * self._whole_hidden * self.element_bytes
+        return self.layer_activation_bytes(tokens)
+
+    def rerun_bytes(self, tokens: float) -> float:
+        """What a backward holds beside what was kept: one layer that has been run again, or nothing."""
+        return self.layer_activation_bytes(tokens) if self.recompute else 0.0
 
     def layer_activation_bytes(self, tokens: float) -> float:
-        """What one layer keeps for its backward on one rank, without recomputation.
+        """What the backward of one layer needs on one rank.
 
-        Kept whole on every tensor rank: the inputs and outputs of the two norms. Cut by tp: query, key, value,
-        the attention's output, and gate, up and their product in the MLP.
+        Kept whole on every tensor rank, but cut under sequence parallelism: the inputs and outputs of the two norms.
+        Always cut by tp: query, key, value, the attention's output, and gate, up and their product in the MLP.
         """
         spec = self.spec
         cut = (2 * spec.heads + 2 * spec.kv_heads) * spec.head_dim + 3 * spec.mlp
-        return tokens * (4 * spec.hidden + cut / self.layout.tp) * self.element_bytes
+        return tokens * (4 * self._whole_hidden + cut / self.layout.tp) * self.element_bytes
+
+    @property
+    def _whole_hidden(self) -> float:
+        """Elements per token of one hidden state between the matrix products, on one rank."""
+        return self.spec.hidden / (self.layout.tp if self.sequence_parallel else 1)
 
     # ---- bytes of one rank; of the fullest stage where stages differ
 
     def rank_parameters(self) -> int:
-        """Parameters on the fullest rank, over all stages that it holds."""
-        spec, last_stage = self.spec, self.layout.stages - 1
-        stages = []
+        """Parameters on the fullest rank; of an interleaved pipeline a rank holds several stages."""
+        spec, pp, last_stage = self.spec, self.layout.pp, self.layout.stages - 1
+        places = [0] * pp
         for stage, layers in enumerate(self.layout.stage_layers(spec.layers)):
             count = len(layers) * spec.layer_parameters
             first, last = stage == 0, stage == last_stage
@@ -138,9 +156,8 @@ class AnalyticCost:
                 count += spec.hidden
                 tied_here = spec.tied_embeddings and first
                 count += spec.hidden if self.scalar_head else (0 if tied_here else spec.embedding_parameters)
-            stages.append(count)
-        held = [sum(stages[place :: self.layout.pp]) for place in range(self.layout.pp)]
-        return -(-max(held) // self.layout.tp)
+            places[stage % pp] += count
+        return -(-max(places) // self.layout.tp)
 
     def weights_bytes(self) -> int:
         return self.rank_parameters() * self.element_bytes

@@ -33,7 +33,7 @@ from rlhfuse.simulator.iteration import IterationSeconds, move_cost, simulate_it
 from rlhfuse.simulator.layouts import TASK_ROLES, BatchArithmetic, Task, batch_arithmetic, check_layouts
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.measured import load_measured_cost
-from rlhfuse.simulator.memory import SCORERS, PhaseMemory, memory_by_phase, readable_bytes
+from rlhfuse.simulator.memory import SCORERS, TRAINED, PhaseMemory, memory_by_phase, readable_bytes
 from rlhfuse.simulator.migration import MoveCost
 from rlhfuse.simulator.threshold import Threshold, load_threshold, sweep_threshold
 from rlhfuse.spec import HardwareSpec, ModelSpec, ParallelLayout
@@ -152,11 +152,15 @@ def task_costs(
     config: RunConfig, specs: Mapping[str, ModelSpec], tasks: tuple[Task, ...], hardware: HardwareSpec
 ) -> dict[str, AnalyticCost]:
     """One roofline per task."""
-    size = element_bytes(config)
+    size, recompute = element_bytes(config), config.trainer.recompute == "full"
     return {
-        task.name: AnalyticCost(specs[task.role], task.layout, hardware, size, task.role in SCALAR_HEADS)
+        task.name: AnalyticCost(
+            specs[task.role], task.layout, hardware, size, task.role in SCALAR_HEADS,
+            sequence_parallel=task.training and config.parallel.sequence_parallel,
+            recompute=task.training and recompute,
+        )
         for task in tasks
-    }
+    }  # fmt: skip
 
 
 def job_cost(costs: Mapping[str, AnalyticCost], world_size: int) -> JobCost:
@@ -278,7 +282,9 @@ def plan_run(
     seconds = _predict(setting, summary, threshold_samples, threshold)
 
     full = training_problem(costs, batch, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
+    longest = batch.samples_per_microbatch * (config.data.max_prompt_tokens + config.rollout.max_response_tokens)
     activations = evaluate(Schedule(full, schedule.orders)).peak_memory
+    activations += max(costs[task].rerun_bytes(longest) for task in TRAINED)
     memory = memory_by_phase(costs, limits.kv_capacity_bytes, activations, limits.score_tokens)
     reasons.append(_memory_reason(memory, hardware))
     plan = Plan(

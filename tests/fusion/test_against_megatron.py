@@ -25,7 +25,8 @@ def both_ways(rank: int, folders: dict, layout: str, lengths, sequence_parallel:
 
     ranks, maker = ranks_of(actor=layout, critic=layout), GroupMaker(60)
     models = {
-        role: build(rank, maker, ranks, role, folder, Activations(sequence_parallel)) for role, folder in folders.items()
+        role: build(rank, maker, ranks, role, folder, Activations(sequence_parallel))
+        for role, folder in folders.items()
     }
     rows = {
         role: [random_rows(lengths, 10 * number + pipeline) for pipeline in range(built.grid.dp)]

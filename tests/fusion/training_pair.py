@@ -85,6 +85,7 @@ def build_pair(
     rank: int, folders: dict, actor: str, critic: str, kind: str = "fused", *, microbatches: int = 4,
     optimizer: str = "adam", dtype: str = "float32", progress: Callable[[str], None] = lambda _: None,
     edit: Callable[[Programs], Programs] = lambda programs: programs,
+    sequence_parallel: bool = False, recompute: str = "none",
 ) -> Pair:  # fmt: skip
     """Build models and TrainingStep on this rank; a collective."""
     from rlhfuse.fusion.training_step import TrainingStep
@@ -94,7 +95,8 @@ def build_pair(
     device = choose_device("cpu", 0, 1)
     inference = {task: "d4t1p1" for task in ("inference", "reference_inference", "reward_inference", "critic_inference")}
     config = RunConfig(parallel=ParallelConfig(actor_train=actor, critic_train=critic, generation="d4t1p1", **inference))
-    config.trainer.dtype = dtype
+    config.trainer.dtype, config.trainer.recompute = dtype, recompute
+    config.parallel.sequence_parallel = sequence_parallel
     config.actor.optim = OptimizerConfig(name=optimizer, lr=LR["actor"], clip_grad=1.0)
     config.critic.optim = OptimizerConfig(name=optimizer, lr=LR["critic"], clip_grad=1.0)
     layouts = {"actor": ParallelLayout.parse(actor), "critic": ParallelLayout.parse(critic)}

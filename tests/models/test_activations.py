@@ -9,11 +9,12 @@ from __future__ import annotations
 import pytest
 import torch
 from gloo import Workers
-from stages import LENGTHS, VOCAB, build, one_step, packed_for, random_rows, ranks_of, write_reference_gradients
+from stages import LENGTHS, build, one_step, packed_for, random_rows, ranks_of, write_reference_gradients
 from tiny import write_checkpoint
 
-from rlhfuse.errors import InputError
-from rlhfuse.spec import ModelSpec
+from rlhfuse.simulator.cost import AnalyticCost
+from rlhfuse.simulator.hardware import hardware_by_name
+from rlhfuse.spec import ModelSpec, ParallelLayout
 
 TOLERANCE = 1e-6
 MODELS = {
@@ -59,8 +60,9 @@ def step(rank: int, role: str, folder, gradients, layout: str, sequence_parallel
     errors, found = {}, built.gradients()
     for stage in built.stages:
         wanted = load_weights(
-            gradients, built.spec, tp_rank=tp_rank, tp_size=built.grid.tp, layers=stage_layers(built.spec, built.grid)[stage],
-            first=stage == 0, last=stage == built.grid.stages - 1, scalar_head=built.head,
+            gradients, built.spec, tp_rank=tp_rank, tp_size=built.grid.tp, first=stage == 0,
+            last=stage == built.grid.stages - 1, layers=stage_layers(built.spec, built.grid)[stage],
+            scalar_head=built.head,
         )  # fmt: skip
         assert {name for number, name in found if number == stage} == wanted.keys()
         for name, want in wanted.items():
@@ -112,3 +114,57 @@ def test_recomputation_gives_the_same_bits(workers, references, name, layout, se
         assert a["losses"] == b["losses"] and a["peak"] == b["peak"]
         for key, gradient in a["gradients"].items():
             assert torch.equal(gradient, b["gradients"][key]), f"{key} differs with recomputation"
+
+
+def kept_bytes(rank: int, folder, layout: str, sequence_parallel: bool, recompute: bool) -> int:
+    """Bytes that one layer of a middle stage keeps for its backward, weights apart; 0 on ranks without such a stage.
+
+    Recomputation keeps a layer's input outside of autograd, so it is counted where it enters.
+    """
+    from rlhfuse.models.build import Activations
+    from rlhfuse.parallel.groups import GroupMaker
+
+    ranks, maker = ranks_of(actor=layout), GroupMaker(60)
+    built = build(rank, maker, ranks, "actor", folder, Activations(sequence_parallel, recompute))
+    kept: dict[int, torch.Tensor] = {}
+    for stage in (part.stage for part in built.stages.values() if not part.stage.first and not part.stage.last):
+        (batch,) = packed_for(built, random_rows(((200, 56),), 1))
+        hidden = torch.randn(stage.hidden_shape(batch), generator=torch.Generator().manual_seed(0), requires_grad=True)
+        weights = {parameter.untyped_storage().data_ptr() for parameter in stage.model.parameters()}
+
+        def keep(tensor: torch.Tensor, weights=weights) -> torch.Tensor:
+            place = tensor.untyped_storage().data_ptr()
+            if place not in weights:
+                kept[place] = tensor  # held, so that no other one takes its place
+            return tensor
+
+        (layer,) = stage.model.module.decoder.layers
+        if recompute:
+            layer.register_forward_pre_hook(
+                lambda _, __, inputs: keep(inputs["hidden_states"]).numel() and None, with_kwargs=True
+            )
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            stage.forward(batch, hidden)
+    maker.close()
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("layout, sequence_parallel", [("d1t1p4", False), ("d1t2p2v2", True)])
+def test_a_layer_keeps_what_the_planner_counts(workers, references, layout, sequence_parallel):
+    """With recomputation its input alone, to the byte; without, what its norms and products need.
+
+    Torch's own norm and activation keep more of their intermediate values than the planner, which counts fused ones.
+    """
+    _, folder, _, _ = references["llama"]
+    plain, again = (max(workers.run(kept_bytes, folder, layout, sequence_parallel, on)) for on in (False, True))
+    spec, hardware = ModelSpec.from_config(folder), hardware_by_name("cpu")
+
+    def planned(recompute: bool) -> float:
+        cost = AnalyticCost(
+            spec, ParallelLayout.parse(layout), hardware, 4, sequence_parallel=sequence_parallel, recompute=recompute
+        )
+        return cost.kept_layer_bytes(256)
+
+    assert again == planned(True)
+    assert planned(False) <= plain <= 2 * planned(False)
+    assert again < plain / 8

@@ -47,7 +47,8 @@ def there_and_back(rank: int, role: str, folder, layout: str, generation: str, s
     grid, spec = plain_grid(ParallelLayout.parse(generation)), ModelSpec.from_config(folder)
     groups = maker.for_model("generation", grid, rank)
     arrived, wanted = (
-        build_model(spec, grid, groups, rank, scalar_head=built.head, dtype=torch.float32, device=device) for _ in range(2)
+        build_model(spec, grid, groups, rank, scalar_head=built.head, dtype=torch.float32, device=device)
+        for _ in range(2)
     )
     with torch.no_grad():
         for parameter in arrived.parameters():
@@ -61,7 +62,10 @@ def there_and_back(rank: int, role: str, folder, layout: str, generation: str, s
     layers = stage_layers(spec, built.grid)
     result = {
         "layers": [layers[stage] for stage in built.stages],
-        "numbers": [[layer.layer_number - 1 for layer in m.module.decoder.layers] for m in built.optimizer.modules.values()],
+        "numbers": [
+            [layer.layer_number - 1 for layer in module.module.decoder.layers]
+            for module in built.optimizer.modules.values()
+        ],
         "pairs": {
             name: (arrived.get_parameter(name).detach(), parameter.detach())
             for name, parameter in wanted.named_parameters()

@@ -192,3 +192,28 @@ def test_measured_costs_print_save_and_load(tmp_path):
 def test_bad_cost_files_are_refused(change, message):
     with pytest.raises(InputError, match=message):
         MeasuredCost.from_dict({**linear_cost().to_dict(), **change}, "measured.json")
+
+
+def test_recomputation_and_sequence_parallelism_keep_less_and_the_backward_pays_for_the_first():
+    """13B on d1t8p4, 1000 tokens: hidden states are the whole part of what a layer keeps."""
+    layout = ParallelLayout.parse("d1t8p4")
+
+    def made(**options) -> AnalyticCost:
+        return AnalyticCost(LLAMA_13B, layout, H800, 2, **options)
+
+    hidden, cut = 1000 * 5120 * 2, 1000 * (4 * 40 * 128 + 3 * 13824) * 2
+    assert made().kept_layer_bytes(1000) == 4 * hidden + cut / 8
+    assert made(sequence_parallel=True).kept_layer_bytes(1000) == (4 * hidden + cut) / 8
+    assert made(recompute=True).kept_layer_bytes(1000) == hidden
+    both = made(sequence_parallel=True, recompute=True)
+    assert both.kept_layer_bytes(1000) == hidden / 8
+    assert both.rerun_bytes(1000) == (4 * hidden + cut) / 8 and made().rerun_bytes(1000) == 0
+    plain, again = made().stage_costs(1000), both.stage_costs(1000)
+    assert again.forward == plain.forward and again.activation[0] == 10 * hidden / 8
+    assert plain.backward[0] == 2 * plain.forward[0] and again.backward[0] == 3 * plain.forward[0]
+    assert 2 * plain.forward[-1] < again.backward[-1] < 3 * plain.forward[-1]  # the output layer does not run again
+
+
+def test_a_rank_of_an_interleaved_pipeline_holds_several_stages():
+    whole, chunked = cost("d1t8p2"), cost("d1t8p2v2")
+    assert chunked.rank_parameters() == whole.rank_parameters()

@@ -44,6 +44,11 @@ REFUSALS = [
     (8, {}, "parallel.generation=d4t1p1: dp(4) * tp(1) * pp(1) = 4 != world_size(8)"),
     (4, {"parallel__actor_train": "d1t1p2"}, "parallel.actor_train=d1t1p2: dp(1) * tp(1) * pp(2) = 2 != world_size(4)"),
     (4, {"parallel__critic_train": "d1t4p4"}, "parallel.critic_train=d1t4p4: dp(1) * tp(4) * pp(4) = 16 != world_size"),
+    (
+        4,
+        {"parallel__sequence_parallel": True},
+        "parallel.sequence_parallel=true cuts tokens over tensor ranks, but parallel.actor_train=d1t1p4",
+    ),
     (4, {"parallel__generation": "x4"}, "layout 'x4' is not of the form d1t2p4"),
     (
         4,
