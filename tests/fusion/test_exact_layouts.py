@@ -48,7 +48,9 @@ def test_tied_embeddings_and_stages_of_unequal_depth(workers, models, references
     references.check(run_case(workers, pair(models, actor, critic, a="tied", c="five")))
 
 
-@pytest.mark.parametrize("actor,critic", [("d2t2p1", "d1t2p2"), pytest.param("d1t2p2", "d1t2p2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "actor,critic", [("d2t2p1", "d1t2p2"), pytest.param("d1t2p2", "d1t2p2", marks=pytest.mark.slow)]
+)
 def test_sequence_parallelism(workers, models, references, actor, critic):
     references.check(run_case(workers, pair(models, actor, critic, sequence_parallel=True, steps=2)))
 

@@ -1,4 +1,4 @@
-"""On one layout every schedule gives the same bits: losses, gradients, weights and optimizer state after three steps."""
+"""On one layout every schedule gives the same bits: losses, gradients, weights and optimizer state of three steps."""
 
 from __future__ import annotations
 
