@@ -9,10 +9,10 @@ from whole_model import ADAM
 
 PAIRS = [
     ("d1t1p4", "d2t1p2"),
-    ("d2t1p2", "d1t1p4"),
+    pytest.param("d2t1p2", "d1t1p4", marks=pytest.mark.slow),
     ("d4t1p1", "d2t1p2"),
     ("d1t2p2", "d2t1p2"),  # the critic's two stages are merged on one node
-    ("d1t1p4", "d1t2p2"),
+    pytest.param("d1t1p4", "d1t2p2", marks=pytest.mark.slow),
     ("d2t1p2", "d2t1p2"),  # two replicas of one fused group
     ("d2t2p1", "d1t2p2"),
 ]
@@ -48,7 +48,9 @@ def test_tied_embeddings_and_stages_of_unequal_depth(workers, models, references
     references.check(run_case(workers, pair(models, actor, critic, a="tied", c="five")))
 
 
-@pytest.mark.parametrize("actor,critic", [("d2t2p1", "d1t2p2"), ("d1t2p2", "d1t2p2")])
+@pytest.mark.parametrize(
+    "actor,critic", [("d2t2p1", "d1t2p2"), pytest.param("d1t2p2", "d1t2p2", marks=pytest.mark.slow)]
+)
 def test_sequence_parallelism(workers, models, references, actor, critic):
     references.check(run_case(workers, pair(models, actor, critic, sequence_parallel=True, steps=2)))
 

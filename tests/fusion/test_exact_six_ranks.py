@@ -17,7 +17,8 @@ def six():
 
 def test_two_pipelines_of_three_stages_with_three_of_two(six, tmp_path):
     models = write_models(tmp_path)
-    case = Case({"actor": "d2t1p3", "critic": "d3t1p2"}, {"actor": models["actor"], "critic": models["five"]}, microbatches=3)
+    folders = {"actor": models["actor"], "critic": models["five"]}
+    case = Case({"actor": "d2t1p3", "critic": "d3t1p2"}, folders, microbatches=3)
     assert [share.pipelines for share in case.ranks.shape.shares] == [2, 3]
     fused, serial = (run_case(six, case.but(schedule=name)) for name in ("fused", "serial"))
     assert fused.digests == serial.digests

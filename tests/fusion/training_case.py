@@ -116,7 +116,7 @@ def write_model(folder: Path, *, scalar_head: bool = False, seed: int, **shape: 
     write_checkpoint(folder, scalar_head=scalar_head, seed=seed, vocab_size=VOCAB, **shape)
     file, tied = folder / "model.safetensors", shape.get("tie_word_embeddings")
     tensors = {
-        name: tensor * 0.3 if (tensor.ndim > 1 and "embed" not in name) or (tied and name == "model.norm.weight") else tensor
+        name: tensor * (0.3 if tensor.ndim > 1 and "embed" not in name or tied and name == "model.norm.weight" else 1.0)
         for name, tensor in load_file(file).items()
     }
     save_file(tensors, file, metadata={"format": "pt"})

@@ -55,7 +55,8 @@ def train_whole(
 ) -> list[ReferenceStep]:
     """One step on each of `batches` with the model of `folder`."""
     spec = ModelSpec.from_config(folder)
-    weights = {name: tensor.to(dtype).requires_grad_() for name, tensor in load_file(folder / "model.safetensors").items()}
+    stored = load_file(folder / "model.safetensors")
+    weights = {name: tensor.to(dtype).requires_grad_() for name, tensor in stored.items()}
     optimizer = make_optimizer(list(weights.values()), recipe)
     steps = []
     for batch in batches:
@@ -122,9 +123,10 @@ def hidden_states(weights: dict[str, Tensor], spec: ModelSpec, tokens: Tensor) -
     for layer in range(spec.layers):
         w = {name: weights[f"model.layers.{layer}.{name}.weight"] for name in LAYER}
         y = rms_norm(x, w["input_layernorm"], spec.norm_eps)
-        heads = {n: (y @ w[f"self_attn.{n}_proj"].T).view(len(tokens), -1, spec.head_dim).transpose(0, 1) for n in "qkv"}
-        q, k = rotate(heads["q"], cos, sin), rotate(heads["k"], cos, sin)
-        out = attention(q, k, heads["v"]).transpose(0, 1).flatten(1)
+        q, k, v = (
+            (y @ w[f"self_attn.{n}_proj"].T).view(len(tokens), -1, spec.head_dim).transpose(0, 1) for n in "qkv"
+        )
+        out = attention(rotate(q, cos, sin), rotate(k, cos, sin), v).transpose(0, 1).flatten(1)
         x = x + out @ w["self_attn.o_proj"].T
         y = rms_norm(x, w["post_attention_layernorm"], spec.norm_eps)
         x = x + (F.silu(y @ w["mlp.gate_proj"].T) * (y @ w["mlp.up_proj"].T)) @ w["mlp.down_proj"].T
