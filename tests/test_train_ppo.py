@@ -16,6 +16,7 @@ import torch
 from tiny import write_run
 
 ROOT = Path(__file__).resolve().parents[1]
+STARTED: list[subprocess.Popen] = []
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -27,9 +28,21 @@ def launch(config: Path, *overrides: str, under: Path | None = None) -> subproce
     """Start the job; `under` is a program that is given the training program to run."""
     programs = [str(path) for path in (under, ROOT / "tools/train_ppo.py") if path]
     command = [*TORCHRUN, *programs, "--config", str(config), *overrides]
-    return subprocess.Popen(
+    job = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), start_new_session=True
     )
+    STARTED.append(job)
+    return job
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    """A test that fails in the middle of a job ends it: the ranks follow their launcher."""
+    yield
+    while STARTED:
+        if (job := STARTED.pop()).poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
 
 
 def finish(job: subprocess.Popen, seconds: float = 150) -> str:
@@ -148,7 +161,7 @@ told = Watchdog.progress
 
 def progress(self, doing):
     told(self, doing)
-    if os.environ["RANK"] == "1" and doing.startswith("training instruction") and ":0B1" in doing:
+    if os.environ["RANK"] == "1" and doing.startswith("training instruction") and doing.endswith("actor:1B1"):
         os.kill(os.getpid(), signal.SIGKILL)
 
 Watchdog.progress = progress
@@ -158,7 +171,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_a_rank_killed_in_training_leaves_the_others_instructions_in_the_report(config, tmp_path):
-    """Rank 1 dies in the critic's second backward; rank 0 waits for something of it, by name."""
+    """Rank 1 dies in the actor's second backward; rank 0 waits for something of it, by name."""
     (tmp_path / "killer.py").write_text(KILLER)
     job = launch(config, f"trainer.output_dir={tmp_path / 'run'}", under=tmp_path / "killer.py")
     out = finish(job)
