@@ -32,6 +32,9 @@ from intra_stage_ranks import Action, Ranks, Round, Run, Spent  # noqa: E402
 from rlhfuse.monitor.trace import load_trace  # noqa: E402
 
 
+BOTH = ("predicted", "measured")
+
+
 def run(*arguments):
     command = [sys.executable, str(ROOT / "benchmarks/intra_stage.py"), *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -59,11 +62,11 @@ def test_quick_run_measures_a_case(tmp_path):
     assert files["markdown"].read_text().splitlines()[2].startswith("| 2.5:1 | 2 |")
     spans = load_trace(files["trace"])
     tracks = {(span.group, span.rank) for span in spans}
-    assert tracks == {(group, rank) for group in ("predicted", "measured") for rank in (0, 1)}
+    assert tracks == {(group, rank) for group in BOTH for rank in (0, 1)}
     for side in (NO_BARRIER, FUSED):
         names = {
             group: sorted(span.name for span in spans if span.args["side"] == side and span.group == group)
-            for group in ("predicted", "measured")
+            for group in BOTH
         }
         assert names["predicted"] == names["measured"] and len(names["measured"]) == 2 * 2 * 2 * 2
 
@@ -124,8 +127,8 @@ def test_trace_lays_runs_side_by_side():
     ends = {side: max(s.end_seconds for s in spans if s.args["side"] == side) for side in rounds}
     assert starts[NO_BARRIER] == 5.0 and ends[NO_BARRIER] < starts[FUSED]
     for side in rounds:
-        begins = {g: min(s.start_seconds for s in spans if s.args["side"] == side and s.group == g) for g in ("predicted", "measured")}  # fmt: skip
-        assert begins["predicted"] == begins["measured"], "a run and its prediction begin together"
+        first = {group: [s.start_seconds for s in spans if s.args["side"] == side and s.group == group] for group in BOTH}
+        assert min(first["predicted"]) == min(first["measured"]), "a run and its prediction begin together"
 
 
 def test_sides_run_the_same_instructions():
