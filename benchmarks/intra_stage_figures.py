@@ -54,8 +54,8 @@ def case_figures(case: Case, schedules: Schedules, times: Times, rounds: Rounds)
     }
     predicted[MEGATRON] = predicted[SERIAL]
     promised = {
-        **dict.fromkeys(BASELINES, predicted[SERIAL] / predicted[FUSED]),
-        NO_BARRIER: predicted[NO_BARRIER] / predicted[FUSED],
+        **dict.fromkeys(BASELINES, schedules.serial_time / schedules.fused_time),
+        NO_BARRIER: schedules.no_barrier_time / schedules.fused_time,
     }
     ratios = {}
     for side, promise in promised.items():

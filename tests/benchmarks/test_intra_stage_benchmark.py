@@ -58,7 +58,7 @@ def test_quick_run_measures_a_case(tmp_path):
     assert case["bound"] >= case["headline"]["predicted"] > 1
     for row in case["ranks"]:
         assert row["peak_live"] == row["peak_live_predicted"]
-    assert 0 < case["executor"]["instruction_seconds"] < 0.01 and 0 < case["cpu_share"] < 1.5
+    assert case["executor"]["instruction_seconds"] > 0 and 0 < case["cpu_share"] < 1.5
     assert files["markdown"].read_text().splitlines()[2].startswith("| 2.5:1 | 2 |")
     spans = load_trace(files["trace"])
     tracks = {(span.group, span.rank) for span in spans}
