@@ -54,7 +54,7 @@ from intra_stage_cases import (
     problem_of,
     rank_layout,
 )
-from intra_stage_figures import case_figures, goals, markdown, trace_spans
+from intra_stage_figures import CPU_LIMIT, case_figures, goals, markdown, trace_spans
 from intra_stage_ranks import Ranks, Round
 from search_runs import console, counting, finish, machine
 
@@ -94,6 +94,9 @@ def main() -> None:
             found.append(figures)
             spans = drawn
             screen.print(line(figures), highlight=False)
+            if figures["cpu_share"] < CPU_LIMIT:
+                share = f"{figures['cpu_share']:.0%}"
+                screen.print(f"the ranks got {share} of the processor: they were not alone, do not trust these figures")
     result = {
         "benchmark": "intra_stage",
         "machine": {**machine(), "ranks": 2, "threads": 1, "load_before": load},

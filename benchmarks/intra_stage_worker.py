@@ -1,8 +1,8 @@
 """One rank of the intra-stage benchmark: the models' stages on it, and every way of training them.
 
-intra_stage_ranks.py starts it and calls `TrainingRank`'s methods over a pipe. All sides of a case train the same stages on the same micro-batches.
-The weights do not change, so that every run of a case must leave the same bits in the gradient buffers: `digest` is
-how the benchmark checks it.
+intra_stage_ranks.py starts it and calls `TrainingRank`'s methods over a pipe. All sides of a case train the same stages
+on the same micro-batches. The weights do not change, so that every run of a case must leave the same bits in the
+gradient buffers: `digest` is how the benchmark checks it.
 
 Times are of CLOCK_MONOTONIC (`time.perf_counter`), which all processes of one machine share.
 """

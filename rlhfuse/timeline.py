@@ -53,7 +53,7 @@ class StageTimes:
         return StageTimes({(role, stage, kind): (seconds, count) for role, stage, kind, seconds, count in rows})
 
     def mean(self, action: Action) -> float:
-        """Seconds of an action. Of an optimizer step, which begins by waiting for all ranks, those of the last to come."""
+        """Seconds of an action; of an optimizer step, which waits for all ranks, those of the last to come."""
         model, kind = action.pipeline.partition(".")[0], str(action.kind)
         if action.kind is Kind.ST:
             means = [seconds / count for key, (seconds, count) in self.sums.items() if key[::2] == (model, kind)]

@@ -33,7 +33,7 @@ class TimedAction(NamedTuple):
 def program_times(
     programs: Mapping[int, Program], ranks: FusedRanks, seconds: Callable[[Action], float]
 ) -> dict[int, tuple[TimedAction, ...]]:
-    """Start and end of everything each rank does but transfers, in program order. Raises ScheduleError on a deadlock."""
+    """Start and end of all that each rank does but transfers, in program order. Raises ScheduleError on deadlock."""
     clock = _Clock(programs, ranks, seconds)
     while any([clock.advance(rank) for rank in programs]):  # every rank gets its turn in every sweep
         pass

@@ -18,7 +18,13 @@ from rlhfuse.schedule.schedule import Schedule
 from rlhfuse.spec import ParallelLayout
 
 L = ParallelLayout.parse
-WHOLE = [("d1t1p2", "d1t1p2"), ("d1t1p4", "d2t1p2"), ("d2t1p3", "d3t1p2"), ("d1t1p3", "d1t1p3", "d1t1p3"), ("d2t1p2v2", "d1t1p4v2")]  # fmt: skip
+WHOLE = [  # layouts without merged stages
+    ("d1t1p2", "d1t1p2"),
+    ("d1t1p4", "d2t1p2"),
+    ("d2t1p3", "d3t1p2"),
+    ("d1t1p3", "d1t1p3", "d1t1p3"),
+    ("d2t1p2v2", "d1t1p4v2"),
+]
 
 
 def free_weights(problem):
@@ -46,8 +52,9 @@ def test_programs_take_as_long_as_their_schedule(seed):
     times = program_times(computing, ranks, seconds)
     for node, order in enumerate(schedule.orders):
         for rank in (rank for rank in times if ranks.node_of(rank) == node):
-            wanted = list(zip(order, timeline.starts[node], timeline.ends[node]))
-            assert [tuple(timed) for timed in times[rank]] == [(a, pytest.approx(s), pytest.approx(e)) for a, s, e in wanted]
+            assert [timed.action for timed in times[rank]] == list(order)
+            assert [timed.start for timed in times[rank]] == pytest.approx(list(timeline.starts[node]))
+            assert [timed.end for timed in times[rank]] == pytest.approx(list(timeline.ends[node]))
     whole = program_times(programs, ranks, seconds)
     assert makespan(whole) >= makespan(times) * (1 - 1e-9), "meeting at an optimizer step makes nothing faster"
 
@@ -77,7 +84,7 @@ def test_optimizer_steps_wait_for_all_ranks_of_their_model():
 
 
 def test_merged_stages_are_taken_apart():
-    """The critic's four stages lie two to a node: micro-batch 0 passes them one after the other, on ranks of their own."""
+    """The critic's four stages lie two to a node: micro-batch 0 passes them in turn, on ranks of their own."""
     schedule, ranks = pair("d1t2p2", "d1t1p4", 2, {"actor": (1, 1), "critic": (1, 1)})
     critic = {p.name: p for p in schedule.problem.pipelines}["critic"]
     assert critic.forward == (2, 2), "one merged stage is two real ones"
