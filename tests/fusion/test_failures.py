@@ -109,7 +109,7 @@ class Run:
 
 
 def places_reached(what: Plan, fault: Fault) -> dict[int, int]:
-    """How far every other rank gets when `fault.rank` does nothing from `fault.place` on.
+    """How far every other rank can get when `fault.rank` does nothing from `fault.place` on.
 
     A rank waits where it computes with what was not sent, and where others are missing in a collective.
     """
@@ -185,15 +185,15 @@ def check_killed(folder: Path, models: dict, fault: Fault) -> None:
 
 
 def check_place(doing: str, rank: int, place: int, fault: Fault) -> None:
-    """`doing` is the instruction that the rank waits in, with the receive it waits for, or one that met the dead rank."""
+    """`doing` names the instruction of this rank that the dead one held up, and where it waits for a tensor, that."""
     seen = _PLACE.fullmatch(doing)
     assert seen, doing
     instruction = PLAN.programs[rank].instructions[int(seen[1])]
     assert str(instruction) == seen[2]
     kind = instruction.action.kind
-    # an error may come before the end of a send to the dead rank, or of a collective in which it had done its part
-    met = kind in (Kind.TE, Kind.ST) or instruction.peer == fault.rank or (seen[3] or "").endswith(f"<{fault.rank}")
-    assert int(seen[1]) == place or (int(seen[1]) < place and met), (doing, place)
+    # earlier where what the dead rank had begun did not end: a send of its own or to it, a collective, and what hangs on it
+    may_be_earlier = seen[3] or kind in (Kind.TE, Kind.ST) or instruction.peer == fault.rank
+    assert int(seen[1]) == place or (int(seen[1]) < place and may_be_earlier), (doing, place)
     if kind in (Kind.F, Kind.B):
         receives = [str(i) for i in PLAN.programs[rank].instructions if i.action.kind in (Kind.RF, Kind.RB)]
         assert seen[3] in receives, doing  # which names the peer and the micro-batch
