@@ -134,5 +134,5 @@ def settle(prepared: Prepared, name: str, rank: int, device: Device) -> tuple[Sc
         told = json.dumps([str(run_dir), plan.to_dict(), schedule.text()]).encode()
     folder, plan_dict, text = json.loads(all_gather_bytes(told)[0])
     schedule = Schedule.parse(prepared.problem, text)
-    verify(lower(schedule, prepared.ranks), schedule, prepared.ranks)
+    verify(lower(schedule, prepared.ranks, tied=prepared.tied), schedule, prepared.ranks, tied=prepared.tied)
     return schedule, Plan.from_dict(plan_dict), Path(folder)

@@ -44,6 +44,11 @@ class Prepared:
     facts: RunFacts
     resume: Checkpoint | None  # None: a fresh start
 
+    @property
+    def tied(self) -> frozenset[str]:
+        """Trained models whose output layer is their embedding; the critic has a head of its own."""
+        return frozenset({"actor"} if self.checkpoints.specs["actor"].tied_embeddings else ())
+
 
 def prepare(config: RunConfig, world_size: int) -> Prepared:
     """Check everything. Raises InputError with one line that names the value and the fix."""

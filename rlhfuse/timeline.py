@@ -1,24 +1,24 @@
 """Predicted timelines of an iteration, to stand beside the measured one in trace.json.
 
-Training is predicted from the mean time that each stage's forward and backward took in this iteration, laid out
-in the schedule's order as if every rank had a core or GPU of its own; generation and inference by the simulator.
+Training is predicted from the mean time that each stage's forward and backward and each model's optimizer step took in
+this iteration, laid out in the order of the ranks' programs as if every rank had a core or GPU of its own; generation
+and inference by the simulator.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Iterable, Sequence
+from typing import Iterable, Mapping, Sequence
 
 from rlhfuse.fusion.training_step import MinibatchResult
 from rlhfuse.fusion.placement import Placement
 from rlhfuse.monitor.trace import Span
-from rlhfuse.schedule.evaluate import evaluate
-from rlhfuse.schedule.problem import StageCosts, fused_problem
+from rlhfuse.schedule.action import Action, Kind
+from rlhfuse.schedule.program import Programs
+from rlhfuse.schedule.program_times import TimedAction, makespan, program_times
 from rlhfuse.schedule.ranks import FusedRanks
-from rlhfuse.schedule.schedule import Schedule
 from rlhfuse.simulator.iteration import GenInferTimeline
-from rlhfuse.simulator.layouts import Task
 
 
 @dataclass
@@ -52,40 +52,35 @@ class StageTimes:
     def from_list(rows: list[list]) -> "StageTimes":
         return StageTimes({(role, stage, kind): (seconds, count) for role, stage, kind, seconds, count in rows})
 
-    def priced(self, schedule: Schedule, tasks: Sequence[Task], actor_microbatches: int) -> Schedule:
-        """The schedule's order with these times, in seconds."""
-        layouts = {task.role: task.layout for task in tasks if task.training}
+    def mean(self, action: Action) -> float:
+        """Seconds of an action. Of an optimizer step, which begins by waiting for all ranks, those of the last to come."""
+        model, kind = action.pipeline.partition(".")[0], str(action.kind)
+        if action.kind is Kind.ST:
+            means = [seconds / count for key, (seconds, count) in self.sums.items() if key[::2] == (model, kind)]
+            return min(means)
+        seconds, count = self.sums[model, action.stage, kind]
+        return seconds / count
 
-        def costs(role: str) -> StageCosts:
-            def mean(stage: int, kind: str) -> float:
-                seconds, count = self.sums[role, stage, kind]
-                return seconds / count
-
-            stages = range(layouts[role].stages)
-            return StageCosts(
-                tuple(mean(s, "F") for s in stages), tuple(mean(s, "B") for s in stages), tuple(1 for _ in stages)
-            )
-
-        problem = fused_problem(layouts, actor_microbatches, {role: costs(role) for role in layouts})
-        return Schedule(problem, schedule.orders)
-
-    def makespan(self, schedule: Schedule, tasks: Sequence[Task], actor_microbatches: int) -> float:
-        """Seconds of one mini-batch by these times."""
-        return float(evaluate(self.priced(schedule, tasks, actor_microbatches)).makespan)
+    def step_times(self, programs: Programs, ranks: FusedRanks) -> dict[int, tuple[TimedAction, ...]]:
+        """One mini-batch by these times, every rank on a core or GPU of its own."""
+        return program_times(programs, ranks, self.mean)
 
 
-def training_spans(priced: Schedule, ranks: FusedRanks, begin: float, minibatches: int) -> list[Span]:
-    """Predicted spans of `minibatches` runs of the schedule, one after the other from `begin` on."""
-    timeline = evaluate(priced)
+def training_spans(times: Mapping[int, Sequence[TimedAction]], begin: float, starts: Sequence[float]) -> list[Span]:
+    """Predicted spans of the iteration's mini-batches, the first from `begin` on.
+
+    `starts` are the measured starts: the mini-batches keep their distances where the prediction leaves room, so that
+    each stands above the measured one although nobody predicts what lies between them.
+    """
     spans = []
-    for number in range(minibatches):
-        start = begin + number * float(timeline.makespan)
-        for replica in range(len(ranks.replicas)):
-            for node, order in enumerate(priced.orders):
-                for action, first, last in zip(order, timeline.starts[node], timeline.ends[node]):
-                    rank = ranks.replicas[replica][action.pipeline][action.stage][0][0]
-                    kind = f"{action.pipeline.split('.')[0]} {action.kind}"
-                    spans.append(Span(str(action), kind, rank, start + first, start + last, "predicted"))
+    length, end = makespan(times), begin
+    for measured in starts:
+        start = max(end, begin + measured - starts[0])
+        end = start + length
+        for rank, rows in times.items():
+            for action, first, last in rows:
+                kind = f"{action.pipeline.partition('.')[0]} {action.kind}"
+                spans.append(Span(str(action), kind, rank, start + first, start + last, "predicted"))
     return spans
 
 

@@ -45,6 +45,7 @@ from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.preflight import Prepared
 from rlhfuse.roles import Roles, build_roles, whole_copy
 from rlhfuse.schedule.lowering import lower
+from rlhfuse.schedule.program_times import makespan
 from rlhfuse.schedule.schedule import Schedule
 from rlhfuse.simulator.hardware import hardware_by_name
 from rlhfuse.simulator.planner import Plan, job_cost, kv_blocks, task_costs
@@ -86,9 +87,10 @@ class Trainer:
         )  # fmt: skip
         models = {"actor": self.roles.actor, "critic": self.roles.critic}
         tied = frozenset(role for role, model in models.items() if model.tied)
+        self.programs = lower(schedule, prepared.ranks, tied=tied)
         self.training = TrainingStep(
-            rank, prepared.ranks, schedule, lower(schedule, prepared.ranks, tied=tied), models, self.roles.channels,
-            config.algorithm, config.rollout.temperature, device.torch_device, watchdog.progress,
+            rank, prepared.ranks, schedule, self.programs, models, self.roles.channels, config.algorithm,
+            config.rollout.temperature, device.torch_device, watchdog.progress,
         )  # fmt: skip
         self.microbatches = {"actor": plan.batch.actor_microbatches, "critic": plan.batch.critic_microbatches}
         hardware = hardware_by_name(config.trainer.hardware, device.torch_device.type)
@@ -184,7 +186,7 @@ class Trainer:
             print(message, flush=True)
         spans = [Span(**span) for one in everyone for span in one["spans"]]
         if self.rank == 0:
-            spans += self._predicted(report, used)
+            spans += self._predicted(report, used, results)
         return metrics, spans
 
     def _requests(self, iteration: int) -> list[Request]:
@@ -294,17 +296,18 @@ class Trainer:
             metrics["perf/max_memory_allocated_gb"] = max(one["memory_bytes"] for one in everyone) / 1e9
         return metrics
 
-    def _predicted(self, report: GenInferReport, used: int) -> list[Span]:
+    def _predicted(self, report: GenInferReport, used: int, results: list[MinibatchResult]) -> list[Span]:
         """What the simulator and the schedule say this iteration should have looked like, from its own costs."""
         timeline = self.threshold.simulate(used)
         spans = gen_infer_spans(timeline, self.roles.placement, report.begin_seconds)
         begin = report.begin_seconds + timeline.total_seconds
-        priced = self.stage_times.priced(self.schedule, self.prepared.tasks, self.microbatches["actor"])
-        return spans + training_spans(priced, self.prepared.ranks, begin, self.config.algorithm.minibatches)
+        times = self.stage_times.step_times(self.programs, self.prepared.ranks)
+        starts = [result.spans[0].start_seconds for result in results]
+        return spans + training_spans(times, begin, starts)
 
     def _predicted_makespan(self, minibatches: int) -> float:
         """Of this iteration's mini-batches, from the times its actions took, each on its own core or GPU."""
-        return minibatches * self.stage_times.makespan(self.schedule, self.prepared.tasks, self.microbatches["actor"])
+        return minibatches * makespan(self.stage_times.step_times(self.programs, self.prepared.ranks))
 
     def _tensorboard(self, first_iteration: int):
         from rlhfuse.monitor.loggers import TensorBoardLogger

@@ -51,7 +51,10 @@ def test_chunks_cut_a_pipeline():
     assert str(ParallelLayout.parse("d1t1p4v2").halved()) == "d2t1p2v2"
 
 
-@pytest.mark.parametrize("text", ["", "d1t1", "d0t1p1", "t1d1p1", "d1t1p1@3", "d1t1p1 x", "d01t1p1", "d1t1p1@0-0-0", "d1t1p2v0", "d1t1p2@0-1v2"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "d1t1", "d0t1p1", "t1d1p1", "d1t1p1@3", "d1t1p1 x", "d01t1p1", "d1t1p1@0-0-0", "d1t1p2v0", "d1t1p2@0-1v2"],
+)
 def test_layout_refuses_other_text(text):
     with pytest.raises(InputError, match="is not of the form"):
         ParallelLayout.parse(text)

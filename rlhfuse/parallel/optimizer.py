@@ -139,9 +139,9 @@ class ModelOptimizer:
         module.start_grad_sync()
 
     def reduction_done(self, stage: int) -> bool:
-        """Whether the sum that `start_reduction` started is there: waiting for it would not block."""
+        """Whether the sum that `start_reduction` started is known to be there; gloo never says so before the wait."""
         handles = [group.grad_reduce_handle for group in self.modules[stage].bucket_groups]
-        return all(work.is_completed() for handle in handles if handle is not None for work in handle.works)
+        return all(handle is not None and all(work.is_completed() for work in handle.works) for handle in handles)
 
     def finish_reduction(self, stage: int) -> None:
         """Wait for the sum that `start_reduction` started."""

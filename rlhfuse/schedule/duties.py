@@ -17,7 +17,7 @@ from rlhfuse.schedule.schedule import Schedule
 
 
 class Event(NamedTuple):
-    """Something that happens once, when `size` ranks take part. `queue` names the communicator of one that is issued."""
+    """Something that happens once, when `size` ranks take part; `queue` names the communicator if it is issued."""
 
     name: Hashable
     size: int

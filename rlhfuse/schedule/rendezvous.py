@@ -40,7 +40,7 @@ class Halt:
 
 
 def run(steps: Mapping[int, Sequence[Step]], sizes: Sequence[int]) -> list[Halt]:
-    """Run all ranks as far as they come; `sizes[e]` ranks take part in event e. Returns the ranks that wait for ever."""
+    """Run all ranks as far as they come and return those that wait for ever. `sizes[e]` ranks take part in event e."""
     arrived = [0] * len(sizes)
     waiting: dict[int, list[int]] = {}
     position = dict.fromkeys(steps, 0)

@@ -38,7 +38,7 @@ class Timetable:
             yield self._ends[operation], self._graph.actions[operation]
 
     def free(self, time: float, nodes: Iterable[int]) -> float:
-        """The first time from `time` on when `nodes` may all stop for a moment at no cost; the makespan at the latest."""
+        """The first time from `time` on, the makespan at the latest, when `nodes` may all stop at no cost."""
         closed = [(late, end) for node in nodes for late, end in self._closed[node] if end > time]
         slip = TOLERANCE * max(self._ends)
         for late, end in sorted(closed):

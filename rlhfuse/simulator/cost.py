@@ -127,7 +127,7 @@ class AnalyticCost:
     # ---- bytes of one rank; of the fullest stage where stages differ
 
     def rank_parameters(self) -> int:
-        """Parameters on one rank of the fullest pipeline stage."""
+        """Parameters on the fullest rank, over all stages that it holds."""
         spec, last_stage = self.spec, self.layout.stages - 1
         stages = []
         for stage, layers in enumerate(self.layout.stage_layers(spec.layers)):
@@ -139,7 +139,8 @@ class AnalyticCost:
                 tied_here = spec.tied_embeddings and first
                 count += spec.hidden if self.scalar_head else (0 if tied_here else spec.embedding_parameters)
             stages.append(count)
-        return -(-max(stages) // self.layout.tp)
+        held = [sum(stages[place :: self.layout.pp]) for place in range(self.layout.pp)]
+        return -(-max(held) // self.layout.tp)
 
     def weights_bytes(self) -> int:
         return self.rank_parameters() * self.element_bytes

@@ -21,6 +21,7 @@ from rlhfuse.errors import InputError
 from rlhfuse.schedule.bounds import latency_bound
 from rlhfuse.schedule.builders import serial_1f1b, serial_makespan
 from rlhfuse.schedule.evaluate import evaluate
+from rlhfuse.schedule.interleaved import interleaved_1f1b
 from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.problem import FusionProblem, fused_problem
 from rlhfuse.schedule.schedule import Schedule
@@ -222,11 +223,13 @@ def training_problem(
 
 
 def choose_schedule(config: RunConfig, problem: FusionProblem) -> tuple[Schedule, str]:
-    """The training schedule and where it is from: the config's file, serial 1F1B, or a search at start.
+    """The training schedule and where it is from: the config's file, (interleaved) serial 1F1B, or a search at start.
 
     A file's order is taken and priced with this run's times. Raises InputError for a file made for other layouts.
     """
     if not config.fusion.intra_stage:
+        if all(len(set(pipeline.placement)) < pipeline.stages for pipeline in problem.pipelines):
+            return interleaved_1f1b(problem), "interleaved 1F1B: fusion.intra_stage is false"
         return serial_1f1b(problem), "serial 1F1B: fusion.intra_stage is false"
     if config.fusion.schedule:
         loaded = load_schedule(config.fusion.schedule, expect=problem)

@@ -43,7 +43,7 @@ def test_adam_with_weight_decay_and_sharded_state(workers, models, references, a
     references.check(run_case(workers, pair(models, actor, critic, recipe=ADAM)))
 
 
-@pytest.mark.parametrize("actor,critic", [("d1t1p4", "d2t1p2"), ("d1t2p2", "d1t1p4")])
+@pytest.mark.parametrize("actor,critic", [("d1t1p4", "d2t1p2"), ("d1t2p2", "d1t1p4"), ("d2t1p2v2", "d1t1p4")])
 def test_tied_embeddings_and_stages_of_unequal_depth(workers, models, references, actor, critic):
     references.check(run_case(workers, pair(models, actor, critic, a="tied", c="five")))
 

@@ -47,7 +47,7 @@ SAMPLES, VOCAB = 24, 56
 class Case:
     """What is trained. The first model's pipelines run `microbatches` micro-batches each, the others as many in all.
 
-    A model whose name begins with "critic" has a scalar head. Time-sharing runs all models in one direction.
+    A model whose name begins with "critic" has a scalar head. Unless pipelines `alternate`, all run in one direction.
     """
 
     layouts: Mapping[str, str]
@@ -60,6 +60,7 @@ class Case:
     sequence_parallel: bool = False
     recompute: bool = False
     reduce: str = "early"
+    alternate: bool = True
 
     def but(self, **changes: Any) -> "Case":
         return replace(self, **changes)
@@ -67,10 +68,6 @@ class Case:
     @cached_property
     def parsed(self) -> dict[str, ParallelLayout]:
         return {model: ParallelLayout.parse(text) for model, text in self.layouts.items()}
-
-    @property
-    def alternate(self) -> bool:
-        return self.schedule != "time-shared"
 
     @cached_property
     def ranks(self) -> FusedRanks:
@@ -117,9 +114,9 @@ def write_model(folder: Path, *, scalar_head: bool = False, seed: int, **shape: 
     matrices of norm 1 the same arithmetic is 3e-6 away, because the residual stream amplifies every rounding.
     """
     write_checkpoint(folder, scalar_head=scalar_head, seed=seed, vocab_size=VOCAB, **shape)
-    file = folder / "model.safetensors"
+    file, tied = folder / "model.safetensors", shape.get("tie_word_embeddings")
     tensors = {
-        name: tensor * 0.3 if tensor.ndim > 1 and "embed" not in name else tensor
+        name: tensor * 0.3 if (tensor.ndim > 1 and "embed" not in name) or (tied and name == "model.norm.weight") else tensor
         for name, tensor in load_file(file).items()
     }
     save_file(tensors, file, metadata={"format": "pt"})
@@ -207,8 +204,8 @@ def build_models(rank: int, case: Case, device: Any) -> tuple[dict[str, Any], An
     )  # fmt: skip
     activations = Activations(case.sequence_parallel, case.recompute)
     for name, folder in case.folders.items():
-        spec, head, chunked = ModelSpec.from_config(folder), scalar_head(name), case.parsed[name].chunks
-        grid = ModelGrid(case.ranks.pipelines(name), *([chunked] if chunked > 1 else []))
+        spec, head = ModelSpec.from_config(folder), scalar_head(name)
+        grid = ModelGrid(case.ranks.pipelines(name), case.parsed[name].chunks)
         groups, chunks = maker.for_model(name, grid, rank), {}
         for stage in grid.stages_of(rank):
             chunks[stage] = build_model(

@@ -13,6 +13,7 @@ from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.schedule.builders import gpipe, greedy, serial_1f1b
 from rlhfuse.schedule.interleaved import interleaved_1f1b
 from rlhfuse.schedule.lowering import lower
+from rlhfuse.schedule.program import Programs
 from rlhfuse.schedule.problem import StageCosts, fused_problem
 from rlhfuse.schedule.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.schedule import Schedule
@@ -83,6 +84,7 @@ class Pair:
 def build_pair(
     rank: int, folders: dict, actor: str, critic: str, kind: str = "fused", *, microbatches: int = 4,
     optimizer: str = "adam", dtype: str = "float32", progress: Callable[[str], None] = lambda _: None,
+    edit: Callable[[Programs], Programs] = lambda programs: programs,
 ) -> Pair:  # fmt: skip
     """Build models and TrainingStep on this rank; a collective."""
     from rlhfuse.fusion.training_step import TrainingStep
@@ -103,7 +105,7 @@ def build_pair(
     models = {"actor": roles.actor, "critic": roles.critic}
     tied = frozenset(role for role, model in models.items() if model.tied)
     step = TrainingStep(
-        rank, ranks, schedule, lower(schedule, ranks, tied=tied), models, roles.channels, AlgorithmConfig(), 1.0,
+        rank, ranks, schedule, edit(lower(schedule, ranks, tied=tied)), models, roles.channels, AlgorithmConfig(), 1.0,
         device.torch_device, progress,
     )  # fmt: skip
     actor_share, critic_share = ranks.shape.shares

@@ -307,9 +307,10 @@ class Judge:
                     ):
                         moves.append((rank, instruction.peer))
                 continue
+            t, stages = self.cell(rank, action).index(rank), self.stages(rank, action.pipeline)
             joint = {
                 "ST": tuple(self.order),
-                "TE": tuple({self.stages(rank, action.pipeline)[e][self.cell(rank, action).index(rank)] for e in (0, -1)}),
+                "TE": tuple({stages[end][t] for end in (0, -1)}),
             }.get(kind, self.cell(rank, action))
             if kind == "RG" and one_queue:
                 joint = tuple({r for one in joint for r in self.members(one, action)})

@@ -123,6 +123,16 @@ def test_serial_training_when_intra_stage_is_off():
     assert "fusion.intra_stage is false" in plan.schedule.source
 
 
+@pytest.mark.parametrize("critic, source", [("d2t1p2v2", "interleaved 1F1B"), ("d2t1p2", "serial 1F1B")])
+def test_interleaved_layouts_are_planned(critic, source):
+    layouts = {"parallel__actor_train": "d1t1p4v2", "parallel__critic_train": critic}
+    off, schedule = plan_run(run(fusion__intra_stage=False, **layouts), SPECS, 4)
+    assert off.schedule.source.startswith(source)
+    assert schedule.problem.pipeline("actor").placement == (0, 1, 2, 3) * 2
+    fused = make_plan(run(**layouts), SPECS, 4)
+    assert fused.schedule.makespan_seconds < off.schedule.makespan_seconds
+
+
 def test_profile_prices_generation(tmp_path):
     save_measured_cost(linear_cost(swap_in=100.0), tmp_path / "profile.json")
     plan = make_plan(run(fusion__profile=str(tmp_path / "profile.json")), SPECS, 4)

@@ -128,10 +128,13 @@ def test_programs_are_lowered_verified_and_printed(schedule, tmp_path):
     assert "\nmodel critic layout d1t1p2 buffer any\nrank 0: " in shown.stdout
     assert "verified: 12 transfers, 6 collectives, one queue per " in shown.stdout
     text = shown.stdout[shown.stdout.index("programs ") : shown.stdout.index("\nverified")]
-    assert Programs.parse(text) == lower(schedule, rank_map(dict.fromkeys(("actor", "critic"), ParallelLayout(1, 1, 2))))
+    ranks = rank_map(dict.fromkeys(("actor", "critic"), ParallelLayout(1, 1, 2)))
+    assert Programs.parse(text) == lower(schedule, ranks)
 
 
-@pytest.mark.parametrize("given, part", [("actor", "MODEL=LAYOUT"), ("actor=d1t1p2", "critic"), ("actor=p2", "form d1t2p4")])
+@pytest.mark.parametrize(
+    "given, part", [("actor", "MODEL=LAYOUT"), ("actor=d1t1p2", "critic"), ("actor=p2", "form d1t2p4")]
+)
 def test_programs_for_other_layouts_are_refused(schedule, tmp_path, given, part):
     shown = show(tmp_path, "--programs", given)
     assert shown.returncode == 2 and part in shown.stderr and shown.stderr.count("\n") == 1
