@@ -174,28 +174,28 @@ def check_killed(folder: Path, models: dict, fault: Fault) -> None:
         assert run.ranks[rank].exitcode == 1, text
         line = next(line for line in text.splitlines() if line.startswith("watchdog: "))
         assert line.startswith(f"watchdog: rank {fault.rank} (pid {pid} on ") and " died; last seen in: " in line, text
-        check_place(line.partition(f"this is rank {rank}, which was in: ")[2], rank, place, fault)
+        check_place(line.partition(f"this is rank {rank}, which was in: ")[2], rank, place)
     report = run.stderr(min(reached))
     for rank in reached:
         if rank != min(reached):
             place = re.search(rf"  rank {rank} \(pid \d+ on \S+\) was in: (.*)", report)
             assert place, report
-            check_place(place[1], rank, reached[rank], fault)
+            check_place(place[1], rank, reached[rank])
             assert "the other ranks:" not in run.stderr(rank)
 
 
-def check_place(doing: str, rank: int, place: int, fault: Fault) -> None:
-    """`doing` names the instruction of this rank that the dead one held up, and where it waits for a tensor, that."""
+def check_place(doing: str, rank: int, place: int) -> None:
+    """`doing` names the instruction of this rank that the dead one held up, and the receive that it waits for there.
+
+    Or an earlier one: the rank was still computing, or a send or collective that the dead rank had begun did not end.
+    """
     seen = _PLACE.fullmatch(doing)
     assert seen, doing
-    instruction = PLAN.programs[rank].instructions[int(seen[1])]
-    assert str(instruction) == seen[2]
-    kind = instruction.action.kind
-    # earlier where what the dead rank had begun did not end: a send of its own or to it, a collective, and what hangs on it
-    may_be_earlier = seen[3] or kind in (Kind.TE, Kind.ST) or instruction.peer == fault.rank
-    assert int(seen[1]) == place or (int(seen[1]) < place and may_be_earlier), (doing, place)
-    if kind in (Kind.F, Kind.B):
-        receives = [str(i) for i in PLAN.programs[rank].instructions if i.action.kind in (Kind.RF, Kind.RB)]
+    instructions = PLAN.programs[rank].instructions
+    assert str(instructions[int(seen[1])]) == seen[2]
+    assert int(seen[1]) <= place, (doing, place)
+    receives = [str(i) for i in instructions if i.action.kind in (Kind.RF, Kind.RB)]
+    if int(seen[1]) == place and instructions[place].action.kind in (Kind.F, Kind.B):
         assert seen[3] in receives, doing  # which names the peer and the micro-batch
 
 
