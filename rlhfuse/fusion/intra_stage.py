@@ -110,13 +110,13 @@ class ProgramExecutor:
         action = instruction.action
         name, number, kind, microbatch = action
         if kind not in execute:
-            raise InputError(f"{instruction}: a weight gradient of its own cannot be executed; schedule whole backwards")
+            raise InputError(f"{instruction}: split weight gradients cannot be executed; schedule whole backwards")
         parts = self._pipelines.get(name)
         if parts is None or number not in parts.stages:
             held = ", ".join(f"{p}:{sorted(part.stages)}" for p, part in self._pipelines.items()) or "none"
             raise InputError(
-                f"rank {self._program.rank}, instruction {place}: {instruction} needs stage {number} of {name}, but this "
-                f"rank holds {held}; lower the schedule for the layouts that were built"
+                f"rank {self._program.rank}, instruction {place}: {instruction} needs stage {number} of {name}, but "
+                f"this rank holds {held}; lower the schedule for the layouts that were built"
             )
         step = _Step()
         step.run, step.meter = execute[kind], self._meters[kind]
@@ -294,7 +294,8 @@ class ProgramExecutor:
 
     def _report(self, begin: float, drained: float, end: float) -> StepReport:
         spans = tuple(
-            ActionSpan(action, self._watch.seconds(start), self._watch.seconds(stop)) for action, start, stop in self._marks
+            ActionSpan(action, self._watch.seconds(start), self._watch.seconds(stop))
+            for action, start, stop in self._marks
         )
         bad = tuple(action for checks in self._checks.values() for action, finite in checks if not finite)
         losses = {action: float(loss) for action, loss in self._losses.items()}

@@ -138,16 +138,16 @@ class TrainingStep:
         seen = [tuple(fault) for data in all_gather_bytes(json.dumps(mine).encode()) for fault in json.loads(data)]
         if not seen:
             raise FloatingPointError(
-                f"the gradient norm of {stopped} is not finite, though every loss and gradient between its stages is; no "
-                "weights were changed"
+                f"the gradient norm of {stopped} is not finite, though every loss and gradient between its stages is; "
+                "no weights were changed"
             )
         rank, text = min(seen, key=lambda fault: _age(Action.parse(fault[1])))
         action = Action.parse(text)
         model = action.pipeline.partition(".")[0]
         what = "gradient" if action.kind is Kind.B else "loss or hidden state"
         raise FloatingPointError(
-            f"{model}, stage {action.stage}, micro-batch {action.microbatch}: the {what} that {action} gave out on rank "
-            f"{rank} is not finite ({len(seen)} such results on all ranks); no weights were changed"
+            f"{model}, stage {action.stage}, micro-batch {action.microbatch}: the {what} that {action} gave out on "
+            f"rank {rank} is not finite ({len(seen)} such results on all ranks); no weights were changed"
         )
 
     def _work(

@@ -27,7 +27,9 @@ def check_exportable(optimizer: ModelOptimizer) -> None:
     """Raise InputError where the optimizer is not torch's Adam: fused Adams keep their step elsewhere."""
     adam = _zero(optimizer).optimizer
     if "SGD" in type(adam).__name__:
-        raise InputError("optim.name=sgd has no checkpoints; set trainer.save_every=0 and trainer.resume=never, or use adam")
+        raise InputError(
+            "optim.name=sgd has no checkpoints; set trainer.save_every=0 and trainer.resume=never, or use adam"
+        )
     if not isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
         raise InputError(
             f"the state of {type(adam).__module__}.{type(adam).__name__} cannot be saved or resumed; remove Apex and "
