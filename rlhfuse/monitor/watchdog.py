@@ -10,9 +10,10 @@ writes a heartbeat into the job's store and reads those of its peers. It leaves 
 
 and it leaves by `os._exit`, because the main thread cannot be asked. Who leaves writes why and in what it was, so
 that its own end is not taken for the cause; the lowest rank left waits for these words and prints the places of all.
-A main thread that fails (gloo raises as soon as a peer's sockets close, which is before the peer counts as gone) waits
-for a sign of life of every peer before the error counts as its own. SIGTERM (torchrun sends it to the survivors) is read from Python's wake-up descriptor,
-which the C-level handler fills whatever the main thread is doing. Ctrl-C stays with the main thread.
+A main thread that fails (gloo raises as soon as a peer's sockets close, which is before the peer counts as gone)
+waits for a sign of life of every peer before the error counts as its own. SIGTERM (torchrun sends it to the
+survivors) is read from Python's wake-up descriptor, which the C-level handler fills whatever the main thread is
+doing. Ctrl-C stays with the main thread.
 
 Each tick reads at most PEERS_PER_TICK peers, in turns, so the store's load grows linearly with the ranks. Knows
 nothing of training; the store is any object with `set(key, text)`, `get(key) -> bytes`, `check([keys]) -> bool`,

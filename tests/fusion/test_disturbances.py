@@ -149,7 +149,7 @@ class CountingChannels(Wrapped):
 
 
 def refuse(rank: int, folders: dict, what: Plan, programs) -> tuple[str, int, bool]:
-    """What an attempt to run `programs` in the place of `what` raises, how much it posted, whether the state is the same."""
+    """What an attempt to run `programs` in the place of `what` raises and posts, and whether the state is the same."""
     pair = disturbed(rank, folders, what)
     counting = CountingChannels(pair.roles.channels)
     before, error = pair.digest(), ""

@@ -109,7 +109,7 @@ class Run:
 
 
 def places_reached(what: Plan, fault: Fault) -> dict[int, int]:
-    """How far every other rank gets when `fault.rank` does nothing from `fault.place` on.
+    """How far every other rank can get when `fault.rank` does nothing from `fault.place` on.
 
     A rank waits where it computes with what was not sent, and where others are missing in a collective.
     """
@@ -174,28 +174,28 @@ def check_killed(folder: Path, models: dict, fault: Fault) -> None:
         assert run.ranks[rank].exitcode == 1, text
         line = next(line for line in text.splitlines() if line.startswith("watchdog: "))
         assert line.startswith(f"watchdog: rank {fault.rank} (pid {pid} on ") and " died; last seen in: " in line, text
-        check_place(line.partition(f"this is rank {rank}, which was in: ")[2], rank, place, fault)
+        check_place(line.partition(f"this is rank {rank}, which was in: ")[2], rank, place)
     report = run.stderr(min(reached))
     for rank in reached:
         if rank != min(reached):
             place = re.search(rf"  rank {rank} \(pid \d+ on \S+\) was in: (.*)", report)
             assert place, report
-            check_place(place[1], rank, reached[rank], fault)
+            check_place(place[1], rank, reached[rank])
             assert "the other ranks:" not in run.stderr(rank)
 
 
-def check_place(doing: str, rank: int, place: int, fault: Fault) -> None:
-    """`doing` is the instruction that the rank waits in, with the receive it waits for, or one that met the dead rank."""
+def check_place(doing: str, rank: int, place: int) -> None:
+    """`doing` names the instruction of this rank that the dead one held up, and the receive that it waits for there.
+
+    Or an earlier one: the rank was still computing, or a send or collective that the dead rank had begun did not end.
+    """
     seen = _PLACE.fullmatch(doing)
     assert seen, doing
-    instruction = PLAN.programs[rank].instructions[int(seen[1])]
-    assert str(instruction) == seen[2]
-    kind = instruction.action.kind
-    # an error may come before the end of a send to the dead rank, or of a collective in which it had done its part
-    met = kind in (Kind.TE, Kind.ST) or instruction.peer == fault.rank or (seen[3] or "").endswith(f"<{fault.rank}")
-    assert int(seen[1]) == place or (int(seen[1]) < place and met), (doing, place)
-    if kind in (Kind.F, Kind.B):
-        receives = [str(i) for i in PLAN.programs[rank].instructions if i.action.kind in (Kind.RF, Kind.RB)]
+    instructions = PLAN.programs[rank].instructions
+    assert str(instructions[int(seen[1])]) == seen[2]
+    assert int(seen[1]) <= place, (doing, place)
+    receives = [str(i) for i in instructions if i.action.kind in (Kind.RF, Kind.RB)]
+    if int(seen[1]) == place and instructions[place].action.kind in (Kind.F, Kind.B):
         assert seen[3] in receives, doing  # which names the peer and the micro-batch
 
 
