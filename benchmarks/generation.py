@@ -32,6 +32,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -74,6 +76,7 @@ OUTSIDE_GOAL = 0.25  # of a decode step, at the sequences of A
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines are ended too
     arguments = parse_arguments()
     cases = chosen_cases(arguments.cases)
     if "B" in cases and arguments.trace is not None:

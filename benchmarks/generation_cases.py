@@ -22,6 +22,7 @@ from rlhfuse.spec import ModelSpec
 
 TRACE = Path(__file__).resolve().parents[1] / "../shared/data/traces/arxiv_llama2tok.csv"
 PROFILE_ROWS = 12
+LONG_ROUNDS = 3  # of B at most: static batches of long sequences take minutes
 DEAR_TOKENS = 2**14  # in the prompts of a point of F
 
 Rows = dict[str, Any]
@@ -117,7 +118,10 @@ def long_tail(bench: Bench) -> Rows:
     """B: many requests with real lengths, so many at a time."""
     sizes = bench.sizes
     lengths = trace_lengths(bench.trace, sizes.requests, sizes.context - sizes.prompt_tokens, bench.seed)
-    answers = bench.fleet.rounds(_engines(bench, "small", "any"), lambda _, number: bench.generate(lengths, number))
+    rounds = min(LONG_ROUNDS, bench.fleet.count)
+    answers = bench.fleet.rounds(
+        _engines(bench, "small", "any"), lambda _, number: bench.generate(lengths, number), count=rounds
+    )
     ordered = sorted(lengths)
     facts = {
         "trace": f"{bench.trace.name}:num_decode_tokens, {len(lengths)} drawn, the longest scaled to the context",
