@@ -86,8 +86,7 @@ class Trainer:
             device=device.torch_device,
         )  # fmt: skip
         models = {"actor": self.roles.actor, "critic": self.roles.critic}
-        tied = frozenset(role for role, model in models.items() if model.tied)
-        self.programs = lower(schedule, prepared.ranks, tied=tied)
+        self.programs = lower(schedule, prepared.ranks, tied=prepared.tied)
         self.training = TrainingStep(
             rank, prepared.ranks, schedule, self.programs, models, self.roles.channels, config.algorithm,
             config.rollout.temperature, device.torch_device, watchdog.progress,

@@ -7,9 +7,10 @@ The value of one (query token, head) is computed by itself, over the blocks of i
     out       = sum_j weights[j] * v_j    one chain over the tokens
 
 so its bits depend on nothing but the query and the first `context` tokens: not on the other sequences, on how
-the prompt was cut into chunks, on which blocks of which size hold it, or on the rows computed beside it. Keys lie as [block, G, D, lanes], values as
-[block, G, block_tokens, padded D], so that both products run over tiles (tiles.py); a *piece* is LANES tokens of a
-block. The heads of a group, or neighbouring queries of a prompt, share the loads of keys and values.
+the prompt was cut into chunks, on which blocks of which size hold it, or on the rows computed beside it. Keys lie
+as [block, G, D, lanes], values as [block, G, block_tokens, padded D], so that both products run over tiles
+(tiles.py); a *piece* is LANES tokens of a block. The heads of a group, or neighbouring queries of a prompt, share the
+loads of keys and values. While a tile computes, what will be read next is fetched into the cache.
 
 Letters: T query tokens, H query heads, G key/value heads, D head_dim, S sequences. Knows nothing of torch.
 """

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from gen_models import random_weights, tiny_spec
-from gloo import Workers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -128,13 +127,6 @@ def destination_side(
             told["error"] = str(error)
     engine.check_integrity()
     told["kv"] = kv_of(engine)
-
-
-@pytest.fixture(scope="module")
-def workers():
-    pool = Workers(4)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gloo import Workers
 from stages import LENGTHS, build, one_step, packed_for, random_rows, ranks_of, write_reference_gradients
 from tiny import write_checkpoint
 
@@ -23,13 +22,6 @@ MODELS = {
     "qwen3": dict(model_type="qwen3", num_hidden_layers=5, num_key_value_heads=4),
     "critic": dict(model_type="llama", num_hidden_layers=5, scalar_head=True),
 }
-
-
-@pytest.fixture(scope="module")
-def workers():
-    pool = Workers(4)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")

@@ -5,19 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gloo import Workers
 from safetensors.torch import load_file
 from stages import build, ranks_of
 from tiny import write_checkpoint
 
 from rlhfuse.spec import ModelSpec, ParallelLayout
-
-
-@pytest.fixture(scope="module")
-def workers():
-    pool = Workers(4)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")
