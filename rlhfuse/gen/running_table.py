@@ -30,7 +30,7 @@ class RunningTable:
         self._free = list(range(rows - 1, -1, -1))
 
     def enter(self, seq: Sequence) -> None:
-        """Give `seq` a row, with the blocks it has; last of all, so that a failure before leaves the table as it was."""
+        """Give `seq` a row, with the blocks it has. Last of all: a failure before leaves the table as it was."""
         assert seq.row == NO_ROW, f"sample {seq.sample_id} already has row {seq.row}"
         row, params = self._free[-1], seq.params
         self.streams[row] = seq.noise_stream

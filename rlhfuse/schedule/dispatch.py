@@ -18,9 +18,9 @@ import numpy as np
 from numba import njit
 
 from rlhfuse.schedule.action import Kind
-from rlhfuse.schedule.anneal import Tables
 from rlhfuse.schedule.builders import pipeline_work
 from rlhfuse.schedule.graph import Lane, OperationGraph, kinds_of
+from rlhfuse.schedule.heads_tails import Tables
 from rlhfuse.schedule.heap import drop, push
 from rlhfuse.schedule.problem import FusionProblem
 from rlhfuse.schedule.sequence import Found

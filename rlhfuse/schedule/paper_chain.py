@@ -30,14 +30,15 @@ import numpy as np
 from numba import njit
 
 from rlhfuse.errors import InputError
-from rlhfuse.schedule.anneal import Tables, uniform
-from rlhfuse.schedule.sequence import Found, Round, hash_seed, node_peaks, sequence_of, tables_of
+from rlhfuse.schedule.anneal import uniform
 from rlhfuse.schedule.evaluate import TOLERANCE
 from rlhfuse.schedule.goal import Goal, Incumbent, loosen
 from rlhfuse.schedule.graph import OperationGraph
+from rlhfuse.schedule.heads_tails import Tables
 from rlhfuse.schedule.paper_greedy import paper_greedy
 from rlhfuse.schedule.problem import FusionProblem
 from rlhfuse.schedule.schedule import Schedule
+from rlhfuse.schedule.sequence import Found, Round, hash_seed, node_peaks, sequence_of, tables_of
 from rlhfuse.schedule.smallest import one_at_a_time
 
 ROUND_OPERATIONS = 20_000_000  # replayed by a chain between two looks at the clock: about a tenth of a second

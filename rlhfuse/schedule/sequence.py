@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlhfuse.schedule.anneal import Tables
 from rlhfuse.schedule.graph import OperationGraph
+from rlhfuse.schedule.heads_tails import Tables
 from rlhfuse.schedule.schedule import Schedule
 
 
 class Found(NamedTuple):
-    """A schedule that a search has met; `sequence` as in `anneal.State`."""
+    """A schedule that a search has met; `sequence` as in `heads_tails.State`."""
 
     makespan: float
     peak_memory: float

@@ -26,10 +26,10 @@ from typing import Callable, Iterator, NamedTuple
 import numpy as np
 from numba import njit
 
-from rlhfuse.schedule.anneal import Tables, new_state, refresh
 from rlhfuse.schedule.bounds import latency_bound
 from rlhfuse.schedule.goal import loosen, reaches
 from rlhfuse.schedule.graph import OperationGraph
+from rlhfuse.schedule.heads_tails import Tables, new_state, refresh
 from rlhfuse.schedule.heap import drop, push
 from rlhfuse.schedule.problem import FusionProblem
 from rlhfuse.schedule.sequence import Found, node_peaks

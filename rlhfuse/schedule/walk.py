@@ -22,10 +22,11 @@ import math
 import numpy as np
 
 from rlhfuse.schedule.action import Kind
-from rlhfuse.schedule.anneal import Rule, Tables, anneal, new_state
+from rlhfuse.schedule.anneal import Rule, anneal
 from rlhfuse.schedule.evaluate import TOLERANCE
 from rlhfuse.schedule.goal import Goal, Key, loosen, reaches
 from rlhfuse.schedule.graph import OperationGraph
+from rlhfuse.schedule.heads_tails import Tables, new_state
 from rlhfuse.schedule.sequence import Found, Round, hash_seed, node_peaks
 
 # Temperatures are in mean forward times.

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rlhfuse.schedule.anneal import LONG_SHARE, LONGER, LONGEST, Rule, anneal, makespan_of, new_state, refresh, uniform
+from rlhfuse.schedule.anneal import LONG_SHARE, LONGER, Rule, anneal, uniform
+from rlhfuse.schedule.heads_tails import LONGEST, makespan_of, new_state, refresh
 from rlhfuse.schedule.builders import capped_greedy, serial_1f1b
 from rlhfuse.schedule.evaluate import evaluate
 from rlhfuse.schedule.graph import build_graph
