@@ -79,6 +79,21 @@ ASSUMED = Calibration(
     call_seconds=0.0,
 )
 
+# The fit of calibration.py to the 28 rows of REAL's appendix (real_tables.py), an H100 cluster under an eager engine
+# of 2024 that asks every worker over the network: `fit_calibration(real_rows(), "real-h100")`.
+REAL_H100 = Calibration(
+    name="real-h100",
+    gemm=0.5666,
+    hbm=1.0,
+    node_link=0.3041,
+    cross_link=0.8,
+    host=0.8,
+    forward_layer_seconds=0.9673e-3,
+    decode_layer_seconds=0.2412e-3,
+    eager_decode_layer_seconds=0.7554e-3,
+    call_seconds=2.056,
+)
+
 
 def data_sheets() -> dict[str, DataSheet]:
     """By name: A100 SXM 80 GB, H100 SXM, H800 SXM (NVLink cut to 400 GB/s), H200 SXM."""
