@@ -33,7 +33,8 @@ from rlhfuse.simulator.measured import (
     TokensObservation,
     save_measured_cost,
 )
-from rlhfuse.simulator.planner import Plan, instance_limits, median_context
+from rlhfuse.simulator.plan import Plan
+from rlhfuse.simulator.planner import instance_limits, median_context
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 from rlhfuse.spec import ModelSpec
 

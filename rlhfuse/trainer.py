@@ -48,7 +48,8 @@ from rlhfuse.schedule.lowering import lower
 from rlhfuse.schedule.program_times import makespan
 from rlhfuse.schedule.schedule import Schedule
 from rlhfuse.simulator.hardware import hardware_by_name
-from rlhfuse.simulator.planner import Plan, job_cost, kv_blocks, task_costs
+from rlhfuse.simulator.plan import Plan
+from rlhfuse.simulator.planner import job_cost, kv_blocks, task_costs
 from rlhfuse.threshold_control import ThresholdControl
 from rlhfuse.timeline import StageTimes, gen_infer_spans, training_spans
 
