@@ -280,9 +280,10 @@ def _predict(
         return IterationSeconds(
             threshold.serial_seconds, threshold.fused_seconds, minibatch[0] * count, minibatch[1] * count
         )
+    triggers = (threshold_samples,) if threshold_samples else ()
     runs = [
         simulate_iteration(
-            one, batch.instances, setting.job, setting.limits, threshold_samples or 0, minibatch, count
+            one, batch.instances, setting.job, setting.limits, triggers, minibatch, count
         ).to_dict()
         for one in setting.batches
     ]
