@@ -37,6 +37,7 @@ class ScoringDesk:
         self._free: list[int] = []  # heap of instances with nothing to draw
         self._joined: dict[int, float] = {}  # until its first pack: when a worker began to load
         self._scoring: set[int] = set()
+        self._workers = 0  # that have joined so far, or will as soon as they have sent what moves
 
     @property
     def next_seconds(self) -> float:
@@ -50,6 +51,7 @@ class ScoringDesk:
     def join(self, seconds: float, instance: int) -> None:
         """A worker that loads from `seconds` on."""
         self._joined[instance] = seconds
+        self._workers += 1
         heapq.heappush(self._coming, (seconds, instance))
 
     def stream(self, tokens: int) -> None:
@@ -75,7 +77,7 @@ class ScoringDesk:
         return sum(samples for end, samples in self.batches if end <= seconds)
 
     def _take_streamed(self) -> tuple[int, int]:
-        samples = streamed_pack(self._streamed, len(self._free), self._limits.score_tokens)
+        samples = streamed_pack(self._streamed, self._workers, self._limits.score_tokens)
         return sum(self._streamed.popleft() for _ in range(samples)), samples
 
     def _score(self, instance: int, now: float, tokens: int, samples: int, costs: CostModel) -> float:
