@@ -27,6 +27,7 @@ from rlhfuse.simulator.cost import AnalyticCost, CostModel, JobCost, largest_fla
 from rlhfuse.simulator.generation import InstanceLimits
 from rlhfuse.simulator.hardware import hardware_by_name
 from rlhfuse.simulator.iteration import IterationSeconds, move_cost, simulate_iteration
+from rlhfuse.simulator.layout_moves import layout_moves
 from rlhfuse.simulator.layouts import TASK_ROLES, BatchArithmetic, Task, batch_arithmetic, check_layouts
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.memory import SCORERS, TRAINED, PhaseMemory, memory_by_phase, readable_bytes
@@ -206,6 +207,7 @@ def plan_run(
         batch=batch,
         memory=memory,
         memory_limit=hardware.memory_bytes,
+        weight_moves=layout_moves(tasks, specs, element_bytes(config), hardware),
         seconds=seconds,
         schedule=summary,
         threshold_samples=threshold_samples,
@@ -284,7 +286,7 @@ def _predict(
 ) -> IterationSeconds:
     """Means over the batches; a threshold's own curve where there is one."""
     minibatch = (summary.serial_makespan_seconds, summary.makespan_seconds)
-    batch, count = setting.batch, setting.batch.minibatches
+    batch, count = setting.batch, setting.batch.optimizer_steps
     if threshold is not None:
         return IterationSeconds(
             threshold.serial_seconds, threshold.fused_seconds, minibatch[0] * count, minibatch[1] * count
