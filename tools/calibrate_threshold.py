@@ -22,8 +22,8 @@ from rlhfuse.errors import InputError, run_program
 from rlhfuse.simulator.cost import CostModel
 from rlhfuse.simulator.hardware import hardware_by_name
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
-from rlhfuse.simulator.measured import load_measured_cost
 from rlhfuse.simulator.planner import generation_cost, instance_limits, median_context, read_specs
+from rlhfuse.simulator.profile import load_costs
 from rlhfuse.simulator.threshold import Threshold, save_threshold, sweep_threshold
 from rlhfuse.simulator.trial_cost import TrialCost
 from rlhfuse.spec import ParallelLayout
@@ -60,7 +60,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--out", required=True, help="threshold.json to write")
     parser.add_argument("--instances", type=int, help="generation instances; default dp of parallel.generation")
     parser.add_argument("--hardware", help="cpu, a100, h100, h800 or h200; default trainer.hardware")
-    parser.add_argument("--cost", metavar="JSON", help="measured costs instead of analytic ones")
+    parser.add_argument("--cost", metavar="JSON", help="costs.json of a run or a profile, instead of analytic costs")
     parser.add_argument("--draws", type=int, default=5, help="batches drawn and averaged")
     parser.add_argument("--plot", metavar="PNG", help="draw the curve of the paper's Figure 9")
     parser.add_argument("--force", action="store_true", help="replace an existing --out")
@@ -86,7 +86,7 @@ def _check(args: argparse.Namespace, config: RunConfig, instances: int) -> None:
 
 def _costs(config: RunConfig, args: argparse.Namespace, instances: int) -> CostModel:
     if args.cost:
-        return load_measured_cost(args.cost)
+        return load_costs(args.cost)
     hardware = hardware_by_name(args.hardware or config.trainer.hardware, config.trainer.device)
     return generation_cost(config, read_specs(config), instances, hardware)
 
