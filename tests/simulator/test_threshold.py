@@ -107,8 +107,8 @@ def test_a_second_trigger_only_where_it_pays():
     assert two.fused_seconds == predicted_seconds([BatchSimulation(*setting)], (34, 17))
     assert len(simulate_gen_infer(*setting, (34, 17)).plans) == 2
     assert "some of these are freed at 17 remaining (saves 3.5% more)" in two.explain()
-    cheap = (long_tail(64), 4, linear_cost(), limits())
-    assert sweep_threshold(*cheap, max_triggers=3) == sweep_threshold(*cheap)
+    even = (SampleLengths((10,) * 32, (40,) * 32), 4, linear_cost(), limits())
+    assert sweep_threshold(*even, max_triggers=3) == sweep_threshold(*even)
 
 
 def test_files_with_and_without_triggers():
