@@ -27,6 +27,7 @@ from rlhfuse.simulator.cost import AnalyticCost, CostModel, JobCost, largest_fla
 from rlhfuse.simulator.generation import InstanceLimits
 from rlhfuse.simulator.hardware import hardware_by_name
 from rlhfuse.simulator.iteration import IterationSeconds, move_cost, simulate_iteration
+from rlhfuse.simulator.layout_moves import layout_moves
 from rlhfuse.simulator.layouts import TASK_ROLES, BatchArithmetic, Task, batch_arithmetic, check_layouts
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.measured import load_measured_cost
@@ -197,6 +198,7 @@ def plan_run(
         batch=batch,
         memory=memory,
         memory_limit=hardware.memory_bytes,
+        weight_moves=layout_moves(tasks, specs, element_bytes(config), hardware),
         seconds=seconds,
         schedule=summary,
         threshold_samples=threshold_samples,
