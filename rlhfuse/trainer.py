@@ -48,7 +48,8 @@ from rlhfuse.schedule.lowering import lower
 from rlhfuse.schedule.program_times import makespan
 from rlhfuse.schedule.schedule import Schedule
 from rlhfuse.simulator.hardware import hardware_by_name
-from rlhfuse.simulator.planner import Plan, job_cost, kv_blocks, task_costs
+from rlhfuse.simulator.plan import Plan
+from rlhfuse.simulator.planner import job_cost, kv_blocks, task_costs
 from rlhfuse.threshold_control import ThresholdControl
 from rlhfuse.timeline import StageTimes, gen_infer_spans, training_spans
 
@@ -164,8 +165,9 @@ class Trainer:
         phases = Phases(self.rank)
         self.watchdog.progress(f"iteration {iteration}: moving weights")
         self._move_weights(phases)
-        used = self.threshold.current
-        report = self.inter_stage.run(iteration, self._requests(iteration), used, self.threshold.limits)
+        used = self.threshold.triggers
+        requests, first = self._requests(iteration), used[0] if used else 0
+        report = self.inter_stage.run(iteration, requests, first, self.threshold.limits)
         for span in report.spans:
             phases.note(span.kind, span.kind, span.start_seconds, span.end_seconds)
         start = time.time()
@@ -254,7 +256,7 @@ class Trainer:
 
     def _metrics(
         self, iteration: int, batch: RolloutBatch, report: GenInferReport, results: list[MinibatchResult],
-        everyone: list[dict], used: int,
+        everyone: list[dict], used: tuple[int, ...],
     ) -> dict[str, Any]:  # fmt: skip
         tokens = sum(result.tokens for result in results)
         sums: dict[str, dict[str, float]] = {"actor": defaultdict(float), "critic": defaultdict(float)}
@@ -280,7 +282,7 @@ class Trainer:
             "lengths/output": batch.response_lengths.tolist(),
             "timing_s/gen": report.generation_seconds,
             "timing_s/infer": max(report.total_seconds - report.generation_seconds, 0.0),
-            "fusion/threshold": used,
+            "fusion/threshold": used[0] if used else 0,
             "fusion/instances": len(self.roles.placement.instances),
             "fusion/destinations": len(report.plan.destinations) if report.plan else 0,
             "fusion/migrated_samples": report.migrated_samples,
@@ -295,7 +297,7 @@ class Trainer:
             metrics["perf/max_memory_allocated_gb"] = max(one["memory_bytes"] for one in everyone) / 1e9
         return metrics
 
-    def _predicted(self, report: GenInferReport, used: int, results: list[MinibatchResult]) -> list[Span]:
+    def _predicted(self, report: GenInferReport, used: tuple[int, ...], results: list[MinibatchResult]) -> list[Span]:
         """What the simulator and the schedule say this iteration should have looked like, from its own costs."""
         timeline = self.threshold.simulate(used)
         spans = gen_infer_spans(timeline, self.roles.placement, report.begin_seconds)

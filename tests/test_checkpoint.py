@@ -201,7 +201,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(runs):
 def test_the_threshold_in_force_is_resumed(runs):
     _, _, killed, _ = runs
     saved = Checkpoint.open(killed / "checkpoints" / "iteration-2").manifest.threshold
-    assert read_metrics(killed / "metrics.jsonl")[2]["fusion/threshold"] == saved["current"]
+    assert read_metrics(killed / "metrics.jsonl")[2]["fusion/threshold"] == (saved["triggers"] or [0])[0]
     assert len(saved["observations"]) == len(saved["lengths"]) == 2
 
 

@@ -7,7 +7,11 @@ One layer of a forward over T tokens takes
 with FLOPs = 2 x parameters x T + 4 x heads x head_dim x (query, key) pairs, and bytes = weights + keys and values.
 A decode step is the same with T = batch: while the batch is small the weights dominate, so its latency is flat
 up to BS_max (paper section 4.2). `CostModel` is what the simulation of generation and inference asks for; it
-has two implementations, `JobCost` here (analytic) and `MeasuredCost` (measured.py, from a running job).
+has three implementations: `JobCost` here (analytic), `MeasuredCost` (measured.py, from a running job) and
+`ProfiledCost` (profile.py, from tools/profile_costs.py).
+
+Work on one instance costs more while the others use the same memory or node: `CostModel.beside` gives the costs
+beside a neighbour that is idle, that decodes or that scores.
 
 Knows nothing of samples, time lines or schedules. Paper section 6.
 """
@@ -21,6 +25,7 @@ from rlhfuse.errors import InputError
 from rlhfuse.schedule.problem import StageCosts
 from rlhfuse.spec import HardwareSpec, ModelSpec, ParallelLayout
 
+NEIGHBOURS = ("idle", "decoding", "scoring")  # what the other instances do meanwhile
 BACKWARD_OVER_FORWARD = 2  # gradients of inputs and of weights are one forward's products each
 
 
@@ -41,6 +46,16 @@ class CostModel(Protocol):
 
     def migration_seconds(self, kv_bytes: float) -> float:
         """Sending (or receiving) `kv_bytes` of keys and values between two instances."""
+
+    def beside(self, neighbour: str) -> "CostModel":
+        """The costs while the other instances are `neighbour`, one of NEIGHBOURS. Raises InputError on another."""
+
+
+def check_neighbour(neighbour: str, where: str = "neighbour") -> str:
+    """`neighbour` itself. Raises InputError naming `where` unless it is one of NEIGHBOURS."""
+    if neighbour not in NEIGHBOURS:
+        raise InputError(f"{where}: {neighbour!r} is not known; use one of {', '.join(NEIGHBOURS)}")
+    return neighbour
 
 
 @dataclass(frozen=True)
@@ -216,6 +231,11 @@ class JobCost:
         machine = self.actor.hardware
         link = machine.cross_link_bandwidth if self.cross_node else machine.node_link_bandwidth
         return kv_bytes / self.actor.layout.tp / link
+
+    def beside(self, neighbour: str) -> "JobCost":
+        """Itself: the devices of an instance and its memory are its own."""
+        check_neighbour(neighbour)
+        return self
 
 
 def largest_flat_batch(costs: CostModel, median_context_tokens: float, limit: int, tolerance: float = 0.1) -> int:

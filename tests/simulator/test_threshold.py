@@ -26,7 +26,7 @@ def test_zero_is_serial_and_the_fastest_is_taken():
     found = sweep_threshold(lengths, 4, linear_cost(), limits())
     assert [point.threshold for point in found.sweep[:4]] == [0, 3, 6, 10]
     assert len(found.sweep) == 20 and found.sweep[-1].ratio == 0.95
-    serial = simulate_gen_infer(lengths, 4, linear_cost(), limits(), 0)
+    serial = simulate_gen_infer(lengths, 4, linear_cost(), limits(), ())
     assert found.serial_seconds == found.sweep[0].fused_seconds == serial.total_seconds
     assert found.fused_seconds == min(point.fused_seconds for point in found.sweep)
     assert found.speedup > 1.05 and f"R_t = {found.threshold}" in found.explain()
