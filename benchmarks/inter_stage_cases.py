@@ -54,6 +54,10 @@ class Sizes:
             context=self.max_prompt + self.max_output,
         )  # fmt: skip
 
+    def parameters(self, role: str) -> int:
+        spec = self.spec(role)
+        return spec.layers * spec.layer_parameters + 2 * spec.embedding_parameters
+
     @property
     def blocks(self) -> int:
         """KV blocks of an instance: enough for all samples of the batch at their longest."""
@@ -110,3 +114,20 @@ def scaled(values: Sequence[int], longest: int, was: int) -> tuple[int, ...]:
 def thresholds(samples: int, percents: Sequence[int]) -> tuple[int, ...]:
     """R_t in samples, ascending, each once."""
     return tuple(sorted({(samples * percent + 50) // 100 for percent in percents}))
+
+
+def context_batches(sizes: Sizes) -> tuple[tuple[int, int], ...]:
+    """(sequences, tokens of context of each) of the decode steps that are profiled, at most 512 tokens in all.
+
+    Short contexts are those of the first steps, long ones those of the tail, which a few sequences reach.
+    """
+    short, longest = sizes.max_prompt, sizes.max_output // 2
+    batches = [1 << power for power in range(sizes.samples.bit_length()) if 1 << power <= sizes.samples]
+    return tuple(dict.fromkeys((b, min(c, max(1, 512 // b))) for b in batches for c in (short, longest)))
+
+
+def packs(sizes: Sizes) -> tuple[tuple[int, int], ...]:
+    """(sequences, tokens of each) of the packs that are profiled, up to the budget."""
+    each = 2 * sizes.max_prompt
+    most = max(1, sizes.score_tokens // each)
+    return ((1, each), (1, sizes.max_output // 2), *((n, each) for n in (2, 4, 8, 16) if n < most), (most, each))

@@ -35,8 +35,9 @@ from rlhfuse.parallel.device import choose_device
 from rlhfuse.parallel.groups import GroupMaker, plain_grid
 from rlhfuse.parallel.offload import ParkedWeights
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
-from rlhfuse.simulator.iteration import move_cost
+from rlhfuse.simulator.generation import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.migration import MoveCost
 from rlhfuse.spec import ParallelLayout
 
 LAYOUT = ParallelLayout(INSTANCES, 1, 1)
@@ -128,7 +129,7 @@ class FusionRank:
             for sample, (prompt, output) in enumerate(zip(lengths.prompt, lengths.output))
         ]
 
-    def run(self, threshold: int, limits: FusionLimits) -> RankRun:
+    def run(self, triggers: tuple[int, ...], limits: InstanceLimits, moving: MoveCost) -> RankRun:
         """Generate and score the batch, from a barrier on."""
         self.engine.resume()
         self.iteration += 1
@@ -138,7 +139,7 @@ class FusionRank:
         try:
             barrier()
             cpu = time.thread_time()
-            report = self.inter_stage.run(self.iteration, self.requests, threshold, limits)
+            report = self.inter_stage.run(self.iteration, self.requests, triggers, fusion_limits(limits, moving))
             cpu = time.thread_time() - cpu
         finally:
             gc.enable()
@@ -261,6 +262,13 @@ class FusionRank:
 
     def close(self) -> None:
         self.maker.close()
+
+
+def fusion_limits(limits: InstanceLimits, moving: MoveCost) -> FusionLimits:
+    return FusionLimits(
+        bs_max=limits.bs_max, sample_kv_bytes=limits.sample_kv_bytes, capacity_kv_bytes=limits.kv_capacity_bytes,
+        block_tokens=limits.block_tokens, move_cost=moving, score_tokens=limits.score_tokens,
+    )  # fmt: skip
 
 
 def forced(output: int) -> SamplingParams:
