@@ -21,13 +21,10 @@ from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.problem import FusionProblem
 from rlhfuse.schedule.ranks import FusedRanks, rank_map
 from rlhfuse.simulator.hardware import hardware_by_name
-from rlhfuse.simulator.layouts import Task, batch_arithmetic, check_layouts
+from rlhfuse.simulator.layouts import Task, batch_arithmetic, check_layouts, training_layouts
 from rlhfuse.simulator.planner import check_threshold, task_costs, training_problem
 from rlhfuse.simulator.threshold import load_threshold
 from rlhfuse.spec import ModelSpec, ParallelLayout
-
-ROLES = ("actor", "critic", "reference", "reward")
-
 
 @dataclass(frozen=True)
 class Prepared:
@@ -64,8 +61,7 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
         config.data.train_files, config.data.prompt_key, encoder(tokenizer, config), config.data.max_prompt_tokens,
         config.data.filter_long_prompts,
     )  # fmt: skip
-    layouts = {task.name: task.layout for task in tasks}
-    ranks = rank_map({"actor": layouts["actor_train"], "critic": layouts["critic_train"]})
+    ranks = rank_map(training_layouts(tasks))
     hardware = hardware_by_name(config.trainer.hardware, config.trainer.device)
     costs = task_costs(config, specs, tasks, hardware)
     tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens / 2
@@ -81,8 +77,8 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
 
 
 def find_checkpoints(config: RunConfig) -> Checkpoints:
-    """Local folder and shape of each role; the critic's defaults to the reward model's."""
-    paths = {role: resolve_checkpoint(getattr(config, role).path, role) for role in ROLES}
+    """Local folder and shape of each role of the run; the critic's defaults to the reward model's."""
+    paths = {role: resolve_checkpoint(getattr(config, role).path, role) for role in config.roles()}
     return Checkpoints(paths, {role: ModelSpec.from_config(path) for role, path in paths.items()})
 
 
@@ -109,10 +105,10 @@ def encoder(tokenizer: Any, config: RunConfig):
 
 
 def _check_inference_layouts(config: RunConfig) -> None:
-    rows = {t: getattr(config.parallel, t) for t in ("reference_inference", "reward_inference", "critic_inference")}
+    rows = {f"{role}_inference": getattr(config.parallel, f"{role}_inference") for role in config.scorers()}
     if len({str(ParallelLayout.parse(text)) for text in rows.values()}) > 1:
         told = ", ".join(f"parallel.{name}={text}" for name, text in rows.items())
-        raise InputError(f"{told}: different layouts of the three are not yet runnable; set parallel.inference alone")
+        raise InputError(f"{told}: different layouts of these are not yet runnable; set parallel.inference alone")
 
 
 def check_output(config: RunConfig) -> None:

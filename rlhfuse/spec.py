@@ -226,8 +226,10 @@ class HardwareSpec:
     node_link_bandwidth: float  # bytes/s between two devices of one node
     cross_link_bandwidth: float  # bytes/s per device between nodes
     host_bandwidth: float  # bytes/s between host and device memory
-    launch_seconds: float  # floor of one layer's forward
+    launch_seconds: float  # floor of one layer's forward: its kernels launched one after the other
     devices_per_node: int = 8
+    decode_layer_seconds: float = 0.0  # of a layer's decode step, beside its work: kernels that start and end
+    call_seconds: float = 0.0  # of every call of a model on its mesh: gathering its batch, asking its workers
 
     def __post_init__(self) -> None:
         for name in ("flops", "memory_bandwidth", "memory_bytes", "node_link_bandwidth", "cross_link_bandwidth"):

@@ -166,8 +166,7 @@ class Trainer:
         self.watchdog.progress(f"iteration {iteration}: moving weights")
         self._move_weights(phases)
         used = self.threshold.triggers
-        requests, first = self._requests(iteration), used[0] if used else 0
-        report = self.inter_stage.run(iteration, requests, first, self.threshold.limits)
+        report = self.inter_stage.run(iteration, self._requests(iteration), used, self.threshold.limits)
         for span in report.spans:
             phases.note(span.kind, span.kind, span.start_seconds, span.end_seconds)
         start = time.time()
@@ -284,7 +283,7 @@ class Trainer:
             "timing_s/infer": max(report.total_seconds - report.generation_seconds, 0.0),
             "fusion/threshold": used[0] if used else 0,
             "fusion/instances": len(self.roles.placement.instances),
-            "fusion/destinations": len(report.plan.destinations) if report.plan else 0,
+            "fusion/destinations": len(report.plans[0].destinations) if report.plans else 0,
             "fusion/migrated_samples": report.migrated_samples,
             "fusion/migrated_bytes": report.migrated_bytes,
             "fusion/recomputed_samples": report.recomputed_samples,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Sequence
+from typing import Protocol, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,16 @@ class FrozenModel:
     stage: PipelineStage
     parked: ParkedWeights
     tp_group: dist.ProcessGroup
+
+
+class Rewarder(Protocol):
+    """Scores samples outside the models, beside generation and inference."""
+
+    def submit(self, rollouts: Sequence[Rollout]) -> None:
+        """Take finished samples; returns at once."""
+
+    def finish(self) -> dict[int, float]:
+        """Sample id -> score of everything submitted since the last call; waits. Raises RewardError."""
 
 
 def pack_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:

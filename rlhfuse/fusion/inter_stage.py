@@ -80,9 +80,12 @@ class GenInferReport:
     """All samples of the iteration, scored and sorted, and what happened. Equal on every rank but for spans."""
 
     rollouts: list[Rollout] = field(default_factory=list)
-    plan: MigrationPlan | None = None
+    plans: tuple[MigrationPlan, ...] = ()  # one for each trigger at which somebody was freed
     migrated_samples: int = 0
     migrated_bytes: int = 0
+    bytes_needed: int = 0  # of the blocks that had to move, each once for a destination
+    pause_seconds: float = 0.0  # longest that a migrated sample stood still
+    agreement_seconds: float = 0.0  # of generation, spent to agree with others; the most of any instance
     recomputed_samples: int = 0
     scored_before_generation_end: int = 0
     generation_seconds: float = 0.0
@@ -118,14 +121,17 @@ class InterStage:
         self._observed: dict[str, list[list[float]]] = {kind: [] for kind in OBSERVED}
 
     def run(
-        self, iteration: int, requests: Sequence[Request], threshold: int, limits: FusionLimits
+        self, iteration: int, requests: Sequence[Request], triggers: Sequence[int], limits: FusionLimits
     ) -> GenInferReport:
-        """Generate and score `requests` (the whole batch, the same on every rank) with R_t = `threshold`.
+        """Generate and score `requests`, the whole batch, the same on every rank.
+
+        `triggers`: numbers of remaining samples at which instances are freed, strictly descending; () is serial.
 
         The engine must hold the actor's weights and a KV cache, the scorer's weights must be parked. Returns
         with the KV cache dropped and the scorer's weights released.
         """
         self._limits = limits
+        threshold = triggers[0] if triggers else 0
         board = Board(self._store, iteration, self._timeout)
         report = GenInferReport()
         begin = report.begin_seconds = time.time()
@@ -136,10 +142,10 @@ class InterStage:
         done = self._generate(board, len(requests), threshold, report)
         known, states, free = self._meet(done, report)
         if states:
-            report.plan = self._plan(states, free, threshold)
-            self._migrate(report.plan, report)
+            report.plans = (self._plan(states, free, threshold),)
+            self._migrate(report.plans[0], report)
         ended = time.time()
-        if report.plan is not None and self._instance in report.plan.destinations:
+        if report.plans and self._instance in report.plans[-1].destinations:
             self._decode_tail(board, report)
             ended = time.time()
         scored, early = self._score(board, known, len(states), len(requests), report)
@@ -272,14 +278,14 @@ class InterStage:
         Serial work is dealt beforehand, balanced by tokens; after a trigger it is drawn by ticket.
         """
         start = time.time()
-        if report.plan is None:
+        if not report.plans:
             self._engine.pause()
         self._progress("inference: loading weights")
         self._scorer.finish_load()
         self._observed["load"].append([self._scorer.load_seconds])
         loaded = time.time()
         report.spans.append(PhaseSpan("load", start, loaded))
-        if report.plan is None:
+        if not report.plans:
             scored, early = self._score_share(known, report), 0
         else:
             scored, early = self._score_tickets(board, known, streamed, total, report)

@@ -46,7 +46,7 @@ def shaped_scores(batch: RolloutBatch, algorithm: AlgorithmConfig) -> Tensor:
     scores = batch.scores
     if algorithm.score_clip > 0:
         scores = scores.clamp(-algorithm.score_clip, algorithm.score_clip)
-    return scores - algorithm.truncation_penalty * batch.truncated.to(scores.dtype)
+    return scores - algorithm.missing_eos_penalty * batch.truncated.to(scores.dtype)
 
 
 def add_token_rewards(batch: RolloutBatch, algorithm: AlgorithmConfig) -> RolloutBatch:
@@ -66,7 +66,7 @@ def add_advantages(batch: RolloutBatch, algorithm: AlgorithmConfig) -> RolloutBa
         batch.token_rewards, batch.values, batch.response_lengths, algorithm.gamma, algorithm.lam
     )
     returns = (advantages + batch.values.double()).float()
-    if algorithm.whiten_advantages:
+    if algorithm.whitens:
         advantages = whiten(advantages)
     return batch.with_fields(advantages=advantages.float(), returns=returns)
 

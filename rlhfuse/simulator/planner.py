@@ -42,10 +42,7 @@ SCALAR_HEADS = ("reward", "critic")
 
 def read_specs(config: RunConfig) -> dict[str, ModelSpec]:
     """The model spec of each role, from its folder's config.json. Raises InputError naming file and field."""
-    return {role: ModelSpec.from_config(getattr(config, role).path) for role in _ROLES}
-
-
-_ROLES = ("actor", "critic", "reference", "reward")
+    return {role: ModelSpec.from_config(getattr(config, role).path) for role in config.roles()}
 
 
 def element_bytes(config: RunConfig) -> int:
@@ -71,7 +68,7 @@ def job_cost(costs: Mapping[str, AnalyticCost], world_size: int) -> JobCost:
     """The analytic CostModel of generation and inference."""
     generation = costs["generation"]
     crosses = world_size > generation.hardware.devices_per_node
-    return JobCost(generation, tuple(costs[name] for name in SCORERS), cross_node=crosses)
+    return JobCost(generation, tuple(costs[name] for name in SCORERS if name in costs), cross_node=crosses)
 
 
 def generation_cost(
@@ -79,8 +76,9 @@ def generation_cost(
 ) -> JobCost:
     """The CostModel of `instances` generation instances, whatever the world of the other tasks."""
     parallel, size = config.parallel, element_bytes(config)
-    layouts = {task: ParallelLayout.parse(getattr(parallel, task)) for task in ("generation", *SCORERS)}
     roles = dict(TASK_ROLES)
+    present = ("generation", *(task for task in SCORERS if roles[task] in config.roles()))
+    layouts = {task: ParallelLayout.parse(getattr(parallel, task)) for task in present}
     costs = {
         task: AnalyticCost(specs[roles[task]], layout, hardware, size, roles[task] in SCALAR_HEADS)
         for task, layout in layouts.items()
@@ -122,7 +120,7 @@ def training_problem(
 ) -> FusionProblem:
     """The scheduling problem of one mini-batch on one fused group, in ticks of TICK_SECONDS and bytes."""
     sequences = batch.samples_per_microbatch
-    trained = {"actor": costs["actor_train"], "critic": costs["critic_train"]}
+    trained = {task.removesuffix("_train"): costs[task] for task in TRAINED if task in costs}
     stage_costs = {
         model: cost.stage_costs(tokens_per_sample * sequences, sequences, TICK_SECONDS)
         for model, cost in trained.items()
@@ -188,7 +186,7 @@ def plan_run(
     full = training_problem(costs, batch, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
     longest = batch.samples_per_microbatch * (config.data.max_prompt_tokens + config.rollout.max_response_tokens)
     activations = evaluate(Schedule(full, schedule.orders)).peak_memory
-    activations += max(costs[task].rerun_bytes(longest) for task in TRAINED)
+    activations += max(costs[task].rerun_bytes(longest) for task in TRAINED if task in costs)
     memory = memory_by_phase(costs, limits.kv_capacity_bytes, activations, limits.score_tokens)
     reasons.append(_memory_reason(memory, hardware))
     plan = Plan(

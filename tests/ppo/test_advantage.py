@@ -76,8 +76,8 @@ def test_token_rewards_put_the_score_on_the_last_token():
     torch.testing.assert_close(rewards, torch.tensor([-0.05, 3.0 + 0.1, -2.0, 0.0, -9.0 - 0.1]))
 
 
-def test_score_clip_and_truncation_penalty():
-    algorithm = AlgorithmConfig(kl_coef=0.0, score_clip=5.0, truncation_penalty=1.0)
+def test_score_clip_and_missing_eos_penalty():
+    algorithm = AlgorithmConfig(kl_coef=0.0, score_clip=5.0, missing_eos_penalty=1.0)
     rewards = add_token_rewards(make_batch(), algorithm).token_rewards
     torch.testing.assert_close(rewards, torch.tensor([0.0, 3.0, 0.0, 0.0, -6.0]))
 

@@ -36,13 +36,14 @@ def test_a_long_forward_runs_at_the_peak_rate():
     assert cost().forward_seconds(tokens) == pytest.approx(compute + reduce)
 
 
-def test_no_all_reduce_on_one_rank_and_the_floor_of_small_work():
+def test_no_all_reduce_on_one_rank_and_the_floors_of_small_work():
     single = AnalyticCost(LLAMA_13B, ParallelLayout.parse("d1t1p1"), H800, 2, scalar_head=True)
     tiny = ModelSpec("llama", 4, 64, 4, 4, 16, 128, 256, 512)
     floor = AnalyticCost(tiny, ParallelLayout.parse("d1t1p1"), H800, 2, scalar_head=True)
-    assert floor.decode_step_seconds(1, 10) == pytest.approx(4 * H800.launch_seconds)
+    assert floor.prefill_seconds(1, 1) == pytest.approx(4 * H800.launch_seconds)
+    assert floor.decode_step_seconds(1, 10) == pytest.approx(4 * H800.decode_layer_seconds, rel=1e-2)
     weights = LLAMA_13B.layer_parameters * 2 * 40 / H800.memory_bandwidth
-    assert single.decode_step_seconds(1, 0) == pytest.approx(weights)
+    assert single.decode_step_seconds(1, 0) == pytest.approx(weights + 40 * H800.decode_layer_seconds)
 
 
 def test_packing_costs_less_than_one_long_sequence():
