@@ -93,7 +93,7 @@ QUICK = (
 
 
 def batch_lengths(source: str | Path, sizes: Sizes, seed: int) -> SampleLengths:
-    """Requests drawn from a trace, prompts and outputs each scaled so that the trace's longest is the longest allowed.
+    """Requests drawn from a trace, prompts and outputs each scaled so that the batch's longest is the longest allowed.
 
     Raises InputError for a trace that is not there or has no lengths of prompts.
     """
@@ -101,14 +101,12 @@ def batch_lengths(source: str | Path, sizes: Sizes, seed: int) -> SampleLengths:
     if trace.prompt_column is None:
         raise InputError(f"{source} has no column of prompt lengths; give a trace that has both")
     (drawn,) = trace.lengths.draw(sizes.samples, 1, seed)
-    return SampleLengths(
-        scaled(drawn.prompt, sizes.max_prompt, max(trace.lengths.prompt)),
-        scaled(drawn.output, sizes.max_output, max(trace.lengths.output)),
-    )
+    return SampleLengths(scaled(drawn.prompt, sizes.max_prompt), scaled(drawn.output, sizes.max_output))
 
 
-def scaled(values: Sequence[int], longest: int, was: int) -> tuple[int, ...]:
-    return tuple(max(1, math.ceil(value * longest / was)) for value in values)
+def scaled(values: Sequence[int], longest: int) -> tuple[int, ...]:
+    """The longest value becomes `longest`, none less than 1."""
+    return tuple(max(1, math.ceil(value * longest / max(values))) for value in values)
 
 
 def thresholds(samples: int, percents: Sequence[int]) -> tuple[int, ...]:

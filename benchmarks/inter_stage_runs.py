@@ -5,7 +5,7 @@ Times are wall-clock seconds (`time.time`), as in the product's report. This fil
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Mapping, Sequence
 
 from rlhfuse.simulator.migration import MigrationPlan
@@ -19,7 +19,7 @@ class RankRun:
     total_seconds: float
     generation_seconds: float
     spans: tuple[tuple[str, float, float], ...]  # kind, start, end
-    plan: str | None
+    plans: tuple[str, ...]  # one for each trigger at which somebody was freed
     migrated_samples: int
     migrated_bytes: int
     early: int  # samples scored before generation ended
@@ -42,12 +42,12 @@ class Run:
     """One run over all ranks."""
 
     ranks: tuple[RankRun, ...]
-    plan: MigrationPlan | None = field(default=None)
+    plan: MigrationPlan | None = None
 
     @staticmethod
     def of(ranks: Sequence[RankRun]) -> "Run":
-        text = ranks[0].plan
-        return Run(tuple(ranks), MigrationPlan.parse(text) if text else None)
+        plans = ranks[0].plans  # two instances: at most one can be freed
+        return Run(tuple(ranks), MigrationPlan.parse(plans[0]) if plans else None)
 
     @property
     def seconds(self) -> float:

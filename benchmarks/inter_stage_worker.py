@@ -284,15 +284,20 @@ def rank_run(report: GenInferReport, cpu_seconds: float, calls: Sequence[tuple[f
         total_seconds=report.total_seconds,
         generation_seconds=report.generation_seconds,
         spans=tuple((span.kind, span.start_seconds, span.end_seconds) for span in report.spans),
-        plan=str(report.plan) if report.plan else None,
+        plans=tuple(str(plan) for plan in report.plans),
         migrated_samples=report.migrated_samples,
         migrated_bytes=report.migrated_bytes,
         early=report.scored_before_generation_end,
-        observed_seconds={kind: sum(row[-1] for row in rows) for kind, rows in report.observations.items()},
+        observed_seconds={kind: sum(map(seconds_of, rows)) for kind, rows in report.observations.items()},
         cpu_seconds=cpu_seconds,
         agreement_seconds=agreement,
         digest=digest(report.rollouts),
     )
+
+
+def seconds_of(row: Sequence[Any]) -> float:
+    """Of an observation: its last number, behind which the neighbour may be named."""
+    return [value for value in row if not isinstance(value, str)][-1]
 
 
 def digest(rollouts: Sequence[Rollout]) -> str:
