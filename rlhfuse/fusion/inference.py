@@ -30,7 +30,11 @@ class FrozenModel:
 
 
 class Rewarder(Protocol):
-    """Scores samples outside the models, beside generation and inference."""
+    """Scores samples outside the models, beside generation and inference.
+
+    Each instance's leader has one. What it says stays apart from a rollout's `score`, the reward model's: the gather
+    at the end brings all of it to every rank as `GenInferReport.function_scores`, sample id -> score.
+    """
 
     def submit(self, rollouts: Sequence[Rollout]) -> None:
         """Take finished samples; returns at once."""
