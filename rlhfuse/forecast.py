@@ -19,7 +19,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from dataclasses import dataclass
-from typing import Mapping, Sequence
+from typing import Callable, Mapping, Sequence
 
 from rlhfuse.errors import InputError
 from rlhfuse.schedule.action import Action, Kind
@@ -27,6 +27,7 @@ from rlhfuse.schedule.program import Programs
 from rlhfuse.schedule.program_times import TimedAction, makespan, program_times
 from rlhfuse.schedule.ranks import FusedRanks
 from rlhfuse.simulator.lines import Line
+from rlhfuse.simulator.iteration import GenInferTimeline
 from rlhfuse.timeline import StageTimes
 
 PARTS = ("reshard", "gen", "infer", "adv", "train")
@@ -42,6 +43,31 @@ class Measured:
     tokens: int
     minibatches: int
     stage_times: StageTimes
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Generation and inference of a batch as simulated, and the batch's tokens."""
+
+    timeline: GenInferTimeline
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """An iteration as it was expected: seconds of every phase, and what its time line is drawn from."""
+
+    known: Mapping[str, float]  # with the iteration's lengths
+    blind: Mapping[str, float]  # with those of the iterations before: their mean
+    timeline: GenInferTimeline
+    step_times: Mapping[int, Sequence[TimedAction]]  # of one mini-batch, by rank
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            forecast_key(phase, blind): seconds[phase]
+            for blind, seconds in ((False, self.known), (True, self.blind))
+            for phase in PHASES
+        }
 
 
 class Forecaster:
@@ -67,19 +93,25 @@ class Forecaster:
         self._recent.append(measured)
         self._seen += 1
 
-    def predict(self, gen: float, gen_infer: float, tokens: float) -> dict[str, float]:
-        """Seconds of every phase, for generation and inference as simulated and so many tokens in the batch."""
+    def forecast(self, known: Batch, recent: Sequence[Batch]) -> Forecast:
+        """Of an iteration with the batch `known`; and of one of which only the `recent` batches are known."""
+        each = [self._seconds(batch) for batch in recent]
+        blind = {phase: statistics.mean(seconds[phase] for seconds in each) for phase in PHASES}
+        return Forecast(self._seconds(known), blind, known.timeline, self._step_times(known.tokens))
+
+    def _seconds(self, batch: Batch) -> dict[str, float]:
+        gen, tokens = batch.timeline.generation_seconds, batch.tokens
         between = self._median(lambda one: one.seconds["step"] - sum(one.seconds[part] for part in PARTS))
         seconds = {
             "reshard": self._median(lambda one: one.seconds["reshard"]),
             "gen": gen,
-            "infer": gen_infer - gen,
+            "infer": batch.timeline.total_seconds - gen,
             "adv": self._line([one.seconds["adv"] for one in self._recent])(tokens),
             "train": self._train_seconds(tokens),
         }
         return {**seconds, "step": sum(seconds.values()) + between}
 
-    def step_times(self, tokens: float) -> dict[int, tuple[TimedAction, ...]]:
+    def _step_times(self, tokens: float) -> dict[int, tuple[TimedAction, ...]]:
         """One mini-batch of a batch of `tokens`, every rank on a core or GPU of its own."""
         lines: dict[tuple[str, int, str], Line] = {}
 
@@ -100,55 +132,14 @@ class Forecaster:
             lambda one: one.seconds["train"]
             - one.minibatches * makespan(one.stage_times.step_times(self._programs, self._ranks))
         )
-        return latest.minibatches * makespan(self.step_times(tokens)) + between
+        return latest.minibatches * makespan(self._step_times(tokens)) + between
 
     def _line(self, seconds: Sequence[float]) -> Line:
         """Of the recent iterations' seconds over their tokens."""
         return Line.fit([(one.tokens,) for one in self._recent], seconds)
 
-    def _median(self, value) -> float:
+    def _median(self, value: Callable[[Measured], float]) -> float:
         return statistics.median(value(one) for one in self._recent)
-
-
-@dataclass(frozen=True)
-class PhaseError:
-    """One phase over several iterations: sums of seconds, and how far each prediction was off, in seconds."""
-
-    phase: str
-    measured: float
-    predicted: float
-    blind: float
-    off: float  # sum of |predicted - measured|
-    blind_off: float
-
-    @property
-    def error(self) -> float:
-        """Of the phase's time, with the lengths known."""
-        return self.off / self.measured if self.measured else 0.0
-
-    @property
-    def blind_error(self) -> float:
-        """The same without them."""
-        return self.blind_off / self.measured if self.measured else 0.0
-
-
-def phase_errors(rows: Sequence[Mapping[str, float]]) -> tuple[PhaseError, ...]:
-    """Predicted against measured over the metrics lines that hold a prediction. Raises InputError when none does."""
-    rows = [row for row in rows if forecast_key("step") in row]
-    if not rows:
-        raise InputError("no iteration holds a forecast; it begins with the second iteration of a run")
-    found = []
-    for phase in PHASES:
-        measured = [row[f"timing_s/{phase}"] for row in rows]
-        sides = [[row[forecast_key(phase, blind)] for row in rows] for blind in (False, True)]
-        off = [sum(abs(p - m) for p, m in zip(side, measured)) for side in sides]
-        found.append(PhaseError(phase, sum(measured), sum(sides[0]), sum(sides[1]), *off))
-    return tuple(found)
-
-
-def mean_error(errors: Sequence[PhaseError], blind: bool = False) -> float:
-    """Over the phases, the whole iteration among them, each counting the same."""
-    return statistics.mean(one.blind_error if blind else one.error for one in errors)
 
 
 def forecast_key(phase: str, blind: bool = False) -> str:

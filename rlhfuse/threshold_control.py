@@ -119,11 +119,15 @@ class ThresholdControl:
             return f"R_t {_spoken(before)} -> {_spoken(self.triggers)}: {reason}"
         return ""
 
-    def simulate(self, triggers: Sequence[int]) -> GenInferTimeline:
-        """The simulator's timeline of the batch observed last, at the measured costs."""
-        return simulate_gen_infer(
-            self._lengths[-1], self._instances, self._costs, self._instance_limits(), triggers
-        )
+    @property
+    def recent_lengths(self) -> tuple[SampleLengths, ...]:
+        """Of the batches observed last."""
+        return tuple(self._lengths)
+
+    def simulate(self, triggers: Sequence[int], lengths: SampleLengths) -> GenInferTimeline:
+        """The simulator's timeline of a batch of these lengths, at the costs known so far."""
+        limits = self._instance_limits()
+        return simulate_gen_infer(lengths, self._instances, self._costs, limits, triggers)
 
     def save_costs(self, path: Path) -> None:
         """Write the fitted costs, which `fusion.profile` of a later run or plan reads."""
