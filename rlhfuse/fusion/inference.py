@@ -60,10 +60,10 @@ def pack_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 class Scorer:
-    """Reference, critic and reward model of one inference replica."""
+    """Those of reference, critic and reward model that the run has, of one inference replica."""
 
     def __init__(
-        self, reference: FrozenModel, critic: FrozenModel, reward: FrozenModel, *,
+        self, reference: FrozenModel | None, critic: FrozenModel | None, reward: FrozenModel | None, *,
         vocab: int, temperature: float, device: torch.device,
     ) -> None:  # fmt: skip
         self._reference, self._critic, self._reward = reference, critic, reward
@@ -75,10 +75,10 @@ class Scorer:
 
     @property
     def _models(self) -> tuple[FrozenModel, ...]:
-        return (self._reference, self._critic, self._reward)
+        return tuple(model for model in (self._reference, self._critic, self._reward) if model)
 
     def finish_load(self) -> None:
-        """Bring the weights in, all three models at the same time; returns when they can be used."""
+        """Bring the weights in, all models at the same time; returns when they can be used."""
         start = time.perf_counter()
         for model in self._models:
             model.parked.begin_load()
@@ -101,13 +101,18 @@ class Scorer:
         packed = PackedTokens.pack([r.prompt_tokens + r.response_tokens for r in ordered], self._device)
         predict = batch.prediction_index.to(self._device)
         targets = batch.tokens[batch.response_index].to(self._device)
-        logits = self._reference.stage.forward(packed, None)[predict]
-        ref, _ = token_logprobs(logits, targets, self._vocab, self._temperature, self._reference.tp_group)
-        values = self._critic.stage.forward(packed, None)[predict].float()
-        last = (batch.cu_seqlens[1:].long() - 1).to(self._device)
-        scores = self._reward.stage.forward(packed, None)[last].float().cpu()
+        ref, values, scores = [None] * len(ordered), [None] * len(ordered), [None] * len(ordered)
         responses = batch.response_lengths.tolist()
-        parts = zip(ordered, ref.cpu().split(responses), values.cpu().split(responses), scores.tolist())
+        if self._reference:
+            logits = self._reference.stage.forward(packed, None)[predict]
+            logprobs, _ = token_logprobs(logits, targets, self._vocab, self._temperature, self._reference.tp_group)
+            ref = logprobs.cpu().split(responses)
+        if self._critic:
+            values = self._critic.stage.forward(packed, None)[predict].float().cpu().split(responses)
+        if self._reward:
+            last = (batch.cu_seqlens[1:].long() - 1).to(self._device)
+            scores = self._reward.stage.forward(packed, None)[last].float().cpu().tolist()
+        parts = zip(ordered, ref, values, scores)
         out = [rollout.with_scores(ref_logprobs=r, values=v, score=s) for rollout, r, v, s in parts]
         self.observations.append((len(batch.tokens), len(ordered), time.perf_counter() - start))
         return out

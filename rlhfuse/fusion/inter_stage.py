@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from rlhfuse.fusion.board import Board
-from rlhfuse.fusion.inference import Scorer, pack_by_tokens
+from rlhfuse.fusion.inference import Rewarder, Scorer, pack_by_tokens
 from rlhfuse.fusion.placement import Placement
 from rlhfuse.gen.engine import Engine
 from rlhfuse.gen.migration import BUCKET_BYTES
@@ -91,6 +91,7 @@ class GenInferReport:
     generation_seconds: float = 0.0
     total_seconds: float = 0.0
     begin_seconds: float = 0.0  # wall clock
+    function_scores: dict[int, float] = field(default_factory=dict)  # sample id -> what a Rewarder said
     observations: dict[str, list[list[float]]] = field(default_factory=dict)
     spans: list[PhaseSpan] = field(default_factory=list)
 
@@ -102,12 +103,14 @@ class InterStage:
         self, rank: int, placement: Placement, engine: Engine, scorer: Scorer, store: dist.Store, *,
         instance_group: dist.ProcessGroup, worker_group: dist.ProcessGroup,
         timeout_seconds: float, progress: Callable[[str], None], bucket_bytes: int = BUCKET_BYTES,
+        rewarder: Rewarder | None = None,
     ) -> None:  # fmt: skip
         """`bucket_bytes`: most memory that moving keys and values takes on a rank beside the caches."""
         self._rank = rank
         self._placement = placement
         self._engine = engine
         self._scorer = scorer
+        self._rewarder = rewarder
         self._store = store
         self._instance_group = instance_group
         self._worker_group = worker_group
@@ -186,6 +189,8 @@ class InterStage:
         for result in results:
             if result.finish_reason == "error":
                 raise FloatingPointError(f"sample {result.sample_id}: the actor's logits are not finite")
+        if results and self._rewarder and self._leads_instance:
+            self._rewarder.submit([as_rollout(result) for result in results])
         return results
 
     def _agree(self, value: int, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> int:
@@ -347,6 +352,7 @@ class InterStage:
             "bytes": report.migrated_bytes,
             "generation": ended - begin if self._leads_instance else 0.0,
             "observed": self._observed if self._leads_instance else {},
+            "scores": list(self._rewarder.finish().items()) if self._rewarder else [],
         }
         everyone = [json.loads(data) for data in all_gather_bytes(json.dumps(told).encode())]
         rollouts = [r for data in all_gather_bytes(pack_rollouts(scored)) for r in unpack_rollouts(data)]
@@ -355,6 +361,7 @@ class InterStage:
         report.migrated_bytes = sum(one["bytes"] for one in everyone)
         report.generation_seconds = max(one["generation"] for one in everyone)
         for one in everyone:
+            report.function_scores |= dict(one["scores"])
             for kind, rows in one["observed"].items():
                 report.observations.setdefault(kind, []).extend(rows)
         report.total_seconds = time.time() - begin

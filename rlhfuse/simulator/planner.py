@@ -275,7 +275,7 @@ def _predict(
 ) -> IterationSeconds:
     """Means over the batches; a threshold's own curve where there is one."""
     minibatch = (summary.serial_makespan_seconds, summary.makespan_seconds)
-    batch, count = setting.batch, setting.batch.minibatches
+    batch, count = setting.batch, setting.batch.optimizer_steps
     if threshold is not None:
         return IterationSeconds(
             threshold.serial_seconds, threshold.fused_seconds, minibatch[0] * count, minibatch[1] * count
