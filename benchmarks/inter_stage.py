@@ -61,7 +61,7 @@ from rlhfuse.simulator.measured import MeasuredCost
 from rlhfuse.simulator.threshold import sweep_threshold
 
 QUICK_ROUNDS = 2
-REPEATS, QUICK_REPEATS = 4, 2  # of each piece of work in the profile
+REPEATS, QUICK_REPEATS = 3, 2  # of each piece of work in the profile
 MORE_ROUNDS = 2  # for serial and the chosen R_t, for each round of the sweep
 WORKER = "inter_stage_worker:FusionRank"
 
@@ -109,7 +109,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--sizes", default=",".join(sizes.name for sizes in FULL), help="such as 1:2")
+    parser.add_argument("--sizes", default=FULL[0].name, help=f"some of {', '.join(sizes.name for sizes in FULL)}")
     parser.add_argument("--lengths", default=TRACE, metavar="FILE", help="csv, jsonl or parquet with both lengths")
     parser.add_argument("--rounds", type=counting, default=3, help="in which all R_t take turns")
     parser.add_argument("--seed", type=counting, default=1)
