@@ -144,7 +144,7 @@ def test_published_shape_of_the_threshold_curve(pair):
     """Paper Figure 9: U-shaped, best near 20% of the batch: within 5% of the optimum there, worse at both ends."""
     _, curve = published_curve(*pair)
     best = min(curve, key=curve.__getitem__)
-    assert 0.1 <= best <= 0.5 and curve[0.2] <= 1.05 * curve[best]
+    assert 0.1 <= best <= 0.4 and curve[0.2] <= 1.05 * curve[best]
     assert curve[0.0] > curve[0.05] > curve[0.2]
     assert min(seconds for ratio, seconds in curve.items() if ratio >= 0.65) > curve[0.2]
     assert curve[0.95] > curve[0.8] > curve[0.65]
