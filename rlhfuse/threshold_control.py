@@ -95,10 +95,14 @@ class ThresholdControl:
         self._observed: deque[dict] = deque(maxlen=RECENT_ITERATIONS)
         self._lengths: deque[SampleLengths] = deque(maxlen=RECENT_ITERATIONS)
         self._costs: CostModel = analytic
+        self._seen = 0  # iterations of this process
         self.limits = self._fusion_limits(self._instance_limits())
 
     def observe(self, iteration: int, report: GenInferReport, batch: RolloutBatch) -> str:
         """Take an iteration in; a collective. Returns a line for the log when R_t is set or moves, else ''."""
+        if self._seen == 1:
+            self._observed.pop()  # the process's first iteration compiled kernels: it counts while there is no other
+        self._seen += 1
         self._observed.append(report.observations)
         self._lengths.append(
             SampleLengths(tuple(batch.prompt_lengths.tolist()), tuple(batch.response_lengths.tolist()))
