@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Callable, Mapping, Sequence
 
 from rlhfuse.errors import InputError
+from rlhfuse.forecast_table import PARTS, PHASES, forecast_key
 from rlhfuse.schedule.action import Action, Kind
 from rlhfuse.schedule.program import Programs
 from rlhfuse.schedule.program_times import TimedAction, makespan, program_times
@@ -30,8 +31,6 @@ from rlhfuse.simulator.lines import Line
 from rlhfuse.simulator.iteration import GenInferTimeline
 from rlhfuse.timeline import StageTimes
 
-PARTS = ("reshard", "gen", "infer", "adv", "train")
-PHASES = (*PARTS, "step")
 RECENT_ITERATIONS = 8
 
 
@@ -140,8 +139,3 @@ class Forecaster:
 
     def _median(self, value: Callable[[Measured], float]) -> float:
         return statistics.median(value(one) for one in self._recent)
-
-
-def forecast_key(phase: str, blind: bool = False) -> str:
-    """The metric that holds a phase's prediction; `blind`: without knowing the iteration's lengths."""
-    return f"forecast_{'blind_' if blind else ''}s/{phase}"

@@ -13,12 +13,18 @@ from pathlib import Path
 from typing import Any, Mapping, Sequence
 
 from rlhfuse.errors import InputError
-from rlhfuse.forecast import PHASES, forecast_key
 
 NAMES = {
     "reshard": "weights moved", "gen": "generation", "infer": "inference beyond it", "adv": "advantages",
     "train": "training", "step": "whole iteration",
 }  # fmt: skip
+PHASES = tuple(NAMES)  # as in the metrics timing_s/*
+PARTS = PHASES[:-1]
+
+
+def forecast_key(phase: str, blind: bool = False) -> str:
+    """The metric that holds a phase's prediction; `blind`: without knowing the iteration's lengths."""
+    return f"forecast_{'blind_' if blind else ''}s/{phase}"
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from rlhfuse.checkpoint import mark_finished, rewind, save_checkpoint
 from rlhfuse.config import AlgorithmConfig
 from rlhfuse.data.sampler import PromptSampler, prompt_groups, sample_id
-from rlhfuse.forecast import PHASES, Batch, Forecast, Forecaster, Measured
+from rlhfuse.forecast import Batch, Forecast, Forecaster, Measured
+from rlhfuse.forecast_table import PHASES
 from rlhfuse.function_reward import FunctionRewarder
 from rlhfuse.fusion.inference import Scorer
 from rlhfuse.fusion.inter_stage import GenInferReport, InterStage, Request
