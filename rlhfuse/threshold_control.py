@@ -164,9 +164,9 @@ class ThresholdControl:
             return [row for observed in self._observed for row in observed[kind]]
 
         return MeasuredCost.fit(
-            decode=[DecodeObservation(int(b), int(c), s) for b, c, s in rows("decode")],
-            prefill=[TokensObservation(int(t), int(n), s) for t, n, s in rows("prefill")],
-            score=[TokensObservation(int(t), int(n), s) for t, n, s in rows("score")],
+            decode=[DecodeObservation(int(b), int(c), s, beside) for b, c, s, beside in rows("decode")],
+            prefill=[TokensObservation(int(t), int(n), s, beside) for t, n, s, beside in rows("prefill")],
+            score=[TokensObservation(int(t), int(n), s, beside) for t, n, s, beside in rows("score")],
             migration=[BytesObservation(int(b), s) for b, s in self._transfers] or [BytesObservation(0, 0.0)],
             swap_in=[row[0] for row in rows("load")],
         )
