@@ -55,11 +55,7 @@ class Rewarder(Protocol):
 
 
 class Scorer:
-<<<<<<< HEAD
-    """Those of reference, critic and reward model that the run has, of one inference replica."""
-=======
     """Reference, critic and reward model of one inference replica, those of them that the run has."""
->>>>>>> h-runtime
 
     def __init__(
         self, reference: FrozenModel | None, critic: FrozenModel | None, reward: FrozenModel | None, *,
@@ -72,26 +68,6 @@ class Scorer:
         self._device = device
         self._loader: WeightLoader | None = None
         self._waited = 0.0  # seconds of the running pack for weights
-
-    @property
-<<<<<<< HEAD
-    def _models(self) -> tuple[FrozenModel, ...]:
-        return tuple(model for model in (self._reference, self._critic, self._reward) if model)
-
-    def finish_load(self) -> None:
-        """Bring the weights in, all models at the same time; returns when they can be used."""
-        start = time.perf_counter()
-        for model in self._models:
-            model.parked.begin_load()
-        for model in self._models:
-            model.parked.finish_load()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the copies are only queued so far, and are to be timed
-        self.load_seconds = time.perf_counter() - start
-=======
-    def gives_scores(self) -> bool:
-        """Whether there is a reward model."""
-        return self._reward is not None
 
     @property
     def load_seconds(self) -> float:
@@ -108,7 +84,6 @@ class Scorer:
         self.begin_load()
         if self._models:
             self._wait(self._models[0])
->>>>>>> h-runtime
 
     def release(self) -> None:
         """Give the models' device memory back, whether they were loaded or not."""
@@ -130,24 +105,6 @@ class Scorer:
         batch = RolloutBatch.from_rollouts(ordered)
         packed = PackedTokens.pack([r.prompt_tokens + r.response_tokens for r in ordered], self._device)
         predict = batch.prediction_index.to(self._device)
-<<<<<<< HEAD
-        targets = batch.tokens[batch.response_index].to(self._device)
-        ref, values, scores = [None] * len(ordered), [None] * len(ordered), [None] * len(ordered)
-        responses = batch.response_lengths.tolist()
-        if self._reference:
-            logits = self._reference.stage.forward(packed, None)[predict]
-            logprobs, _ = token_logprobs(logits, targets, self._vocab, self._temperature, self._reference.tp_group)
-            ref = logprobs.cpu().split(responses)
-        if self._critic:
-            values = self._critic.stage.forward(packed, None)[predict].float().cpu().split(responses)
-        if self._reward:
-            last = (batch.cu_seqlens[1:].long() - 1).to(self._device)
-            scores = self._reward.stage.forward(packed, None)[last].float().cpu().tolist()
-        parts = zip(ordered, ref, values, scores)
-        out = [rollout.with_scores(ref_logprobs=r, values=v, score=s) for rollout, r, v, s in parts]
-        self.observations.append((len(batch.tokens), len(ordered), time.perf_counter() - start))
-        return out
-=======
         responses = batch.response_lengths.tolist()
         nothing = [None] * len(ordered)
         ref, values, scores = nothing, nothing, nothing
@@ -172,4 +129,3 @@ class Scorer:
         start = time.perf_counter()
         self._loader.wait(next(i for i, one in enumerate(self._models) if one is model))
         self._waited += time.perf_counter() - start
->>>>>>> h-runtime

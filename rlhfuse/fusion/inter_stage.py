@@ -25,7 +25,7 @@ from typing import Callable, Sequence
 
 import torch.distributed as dist
 
-from rlhfuse.errors import InputError, RewardError
+from rlhfuse.errors import RewardError
 from rlhfuse.fusion.board import Board
 from rlhfuse.fusion.courier import Courier
 from rlhfuse.fusion.gen_infer_report import Diary, GenInferReport, Stop, summarize
@@ -59,10 +59,8 @@ class InterStage:
     ) -> None:  # fmt: skip
         """`bucket_bytes`: most memory that moving keys and values takes on a rank beside the caches.
 
-        `rewarder` gives the scores where there is no reward model; it is asked on the leader of every instance.
+        `rewarder` is asked on the leader of every instance. Its scores stay apart from a reward model's.
         """
-        if rewarder is not None and scorer.gives_scores:
-            raise InputError("a reward model and a reward function would both give the score; use one of them")
         self._rank = rank
         self._placement = placement
         self._engine = engine
@@ -202,8 +200,9 @@ class InterStage:
         rollouts = [r for data in all_gather_bytes(pack_rollouts(scored)) for r in unpack_rollouts(data)]
         given = {sample: score for one in told for sample, score in one["scores"]}
         report = summarize(told)
-        report.rollouts = [r.with_scores(score=given.get(r.sample_id)) for r in sorted(rollouts, key=_sample_id)]
-        if self._rewarder and (missing := [r.sample_id for r in report.rollouts if r.score is None]):
+        report.rollouts = sorted(rollouts, key=_sample_id)
+        report.function_scores = given
+        if self._rewarder and (missing := [r.sample_id for r in report.rollouts if r.sample_id not in given]):
             raise RewardError(f"sample {missing[0]}: the reward function gave it no score")
         report.spans = diary.spans
         return report
