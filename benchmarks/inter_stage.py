@@ -31,7 +31,6 @@ from typing import Any
 from inter_stage_cases import (
     FULL,
     INSTANCES,
-    NEIGHBOURS,
     PERCENTS,
     QUICK,
     QUICK_PERCENTS,
@@ -53,6 +52,7 @@ from search_runs import console, counting, finish, machine
 from rlhfuse.errors import InputError, run_program
 from rlhfuse.monitor.trace import Span, save_trace
 from rlhfuse.schedule.io import write_text
+from rlhfuse.simulator.cost import NEIGHBOURS
 from rlhfuse.simulator.generation import InstanceLimits
 from rlhfuse.simulator.iteration import GenInferTimeline, move_cost, simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
@@ -160,7 +160,6 @@ def measure(
         "profile": profile.table(costs),
         "costs": costs.to_dict(),
     }
-    case["needed_bytes"] = case["needed_tokens"] * sizes.kv_bytes_per_token
     begin = max((span.end_seconds for span in before), default=0.0)
     return case, trace_spans(points, chosen, begin, sizes.name)
 

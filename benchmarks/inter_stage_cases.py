@@ -14,7 +14,7 @@ from typing import Sequence
 import numpy as np
 
 from rlhfuse.errors import InputError
-from rlhfuse.simulator.cost import CostModel, largest_flat_batch
+from rlhfuse.simulator.cost import NEIGHBOURS, CostModel, largest_flat_batch
 from rlhfuse.simulator.generation import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 from rlhfuse.spec import ModelSpec
@@ -22,7 +22,6 @@ from rlhfuse.spec import ModelSpec
 INSTANCES = 2
 ROLES = ("actor", "reference", "critic", "reward")
 SCORERS = ROLES[1:]
-NEIGHBOURS = ("idle", "decoding", "scoring")
 HEAD_DIM = 64
 BLOCK_TOKENS = 16
 ELEMENT_BYTES = 4  # float32

@@ -99,7 +99,6 @@ def figures(points: Sequence[Point], chosen: int, same_bits: bool) -> dict[str, 
     work = work_seconds(serial.ideal)
     ideal = min(ideal_seconds(point, work) for point in points)
     middle = fused.middle
-    needed = middle.needed_tokens
     return {
         "chosen": chosen,
         "speedup": {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)},
@@ -117,10 +116,10 @@ def figures(points: Sequence[Point], chosen: int, same_bits: bool) -> dict[str, 
         "agreement_share": fused.median(lambda run: run.agreement_share),
         "agreement_share_serial": serial.median(lambda run: run.agreement_share),
         "migration_share": fused.median(lambda run: run.migration_seconds / run.seconds),
-        "pause_seconds": max((pause.seconds for pause in middle.pauses), default=0.0),
+        "pause_seconds": fused.median(lambda run: run.ranks[0].pause_seconds),
         "migrated_samples": middle.ranks[0].migrated_samples,
         "migrated_bytes": middle.ranks[0].migrated_bytes,
-        "needed_tokens": needed,
+        "needed_bytes": middle.ranks[0].needed_bytes,
         "early": middle.ranks[0].early,
         "same_bits": same_bits,
         "cpu_share": min(run.cpu_share for point in points for run in point.runs),

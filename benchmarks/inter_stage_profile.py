@@ -10,9 +10,15 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, Mapping, Sequence
 
+from rlhfuse.simulator.cost import NEIGHBOURS
 from rlhfuse.simulator.measured import BytesObservation, DecodeObservation, MeasuredCost, TokensObservation
 
 Rows = Mapping[str, Sequence[Sequence[float]]]  # by kind of work
+
+
+def in_order(item: tuple[tuple[str, str, tuple], Any]) -> tuple:
+    kind, neighbour, label = item[0]
+    return kind, label, NEIGHBOURS.index(neighbour)
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class Profile:
                     label = (counts[0], round(counts[1] / counts[0] / 64)) if kind == "decode" else tuple(counts)
                     found[kind, neighbour, label].append((counts, seconds))
         rows = []
-        for (kind, neighbour, _), measured in sorted(found.items()):
+        for (kind, neighbour, _), measured in sorted(found.items(), key=in_order):
             counts = [statistics.mean(values) for values in zip(*(counts for counts, _ in measured))]
             line = getattr(costs, kind).beside(neighbour)
             seconds = statistics.median(seconds for _, seconds in measured)

@@ -22,19 +22,13 @@ class RankRun:
     plans: tuple[str, ...]  # one for each trigger at which somebody was freed
     migrated_samples: int
     migrated_bytes: int
+    needed_bytes: int  # of the blocks that had to move
     early: int  # samples scored before generation ended
     observed_seconds: Mapping[str, float]  # by kind of work, over all ranks
     cpu_seconds: float  # of the thread that computes, on this rank
-    agreement_seconds: float  # of that thread in the store while this rank generated
+    agreement_seconds: float  # of generation, the most of any rank
+    pause_seconds: float  # longest that a migrated sample stood still
     digest: str  # of everything that came out
-
-
-@dataclass(frozen=True)
-class Pause:
-    """How long a sample stood still: from the last step on its source to the first on its destination."""
-
-    sample: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -64,17 +58,8 @@ class Run:
 
     @property
     def agreement_share(self) -> float:
-        """Store calls of the rank that spent most on them, of generation."""
-        return max(rank.agreement_seconds for rank in self.ranks) / self.generation_seconds
-
-    @property
-    def pauses(self) -> tuple[Pause, ...]:
-        if self.plan is None:
-            return ()
-        return tuple(
-            Pause(move.sample_id, self._spans(move.destination, "generate")[1][1] - self._generated_until(move.source))
-            for move in self.plan.moves
-        )
+        """Of generation."""
+        return self.ranks[0].agreement_seconds / self.generation_seconds
 
     def _generated_until(self, instance: int) -> float:
         return self._spans(instance, "generate")[0][2]
@@ -89,11 +74,6 @@ class Run:
             return 0.0
         begun = max(self._generated_until(instance) for instance in range(len(self.ranks)))
         return max(self._spans(instance, "generate")[1][1] for instance in self.plan.destinations) - begun
-
-    @property
-    def needed_tokens(self) -> int:
-        """Keys and values of so many tokens had to move."""
-        return sum(move.kv_tokens for move in self.plan.moves) if self.plan else 0
 
     @property
     def cpu_share(self) -> float:

@@ -78,5 +78,5 @@ def _profile(case: dict[str, Any]) -> str:
 def _work(row: dict[str, Any]) -> str:
     first, second = row["counts"]
     if row["work"] == "decode":
-        return f"decode step, {first:.0f} sequences of {second / first:.0f} tokens"
-    return f"{row['work']}, {first:.0f} tokens of {second:.0f} sequences"
+        return f"decode step, batch {first:.0f}, contexts of {second / first:.0f} tokens"
+    return f"{row['work']}, batch {second:.0f}, {first:.0f} tokens together"

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import threading
 import time
 import warnings
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated", module="torch.distributed")
@@ -46,35 +45,6 @@ WARM_STEPS = 2  # of the profile, not counted
 NEIGHBOUR_BATCH, NEIGHBOUR_TOKENS = 4, 64  # what a rank decodes, or scores, while the other one is measured
 
 
-class TimedStore(dist.PrefixStore):
-    """The store as InterStage uses it; knows how long the calls of the thread that made it took."""
-
-    def __init__(self, prefix: str, store: dist.Store) -> None:
-        super().__init__(prefix, store)
-        self._thread = threading.get_ident()
-        self.calls: list[tuple[float, float]] = []  # start, end
-
-    def _timed(self, call: Callable, *arguments: Any) -> Any:
-        start = time.time()
-        try:
-            return call(*arguments)
-        finally:
-            if threading.get_ident() == self._thread:
-                self.calls.append((start, time.time()))
-
-    def add(self, key: str, amount: int) -> int:
-        return self._timed(super().add, key, amount)
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self._timed(super().set, key, value)
-
-    def get(self, key: str) -> bytes:
-        return self._timed(super().get, key)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._timed(super().check, keys)
-
-
 class FusionRank:
     """The models of one size on this rank."""
 
@@ -82,7 +52,7 @@ class FusionRank:
         self.rank, self.sizes = rank, sizes
         self.device = choose_device("cpu", 0, 1)
         self.maker = GroupMaker(TIMEOUT_SECONDS)
-        self.store = TimedStore("inter_stage", dist.distributed_c10d._get_default_store())
+        self.store = dist.PrefixStore("inter_stage", dist.distributed_c10d._get_default_store())
         modules = {role: self._model(role, seed + number) for number, role in enumerate(ROLES)}
         self.engine = Engine(
             sizes.spec("actor"), dict(modules["actor"].named_parameters()),
@@ -133,7 +103,6 @@ class FusionRank:
         """Generate and score the batch, from a barrier on."""
         self.engine.resume()
         self.iteration += 1
-        self.store.calls.clear()
         gc.collect()
         gc.disable()
         try:
@@ -143,7 +112,7 @@ class FusionRank:
             cpu = time.thread_time() - cpu
         finally:
             gc.enable()
-        return rank_run(report, cpu, self.store.calls)
+        return rank_run(report, cpu)
 
     # the profile ------------------------------------------------------------------------------------------------
 
@@ -169,26 +138,21 @@ class FusionRank:
                 for kind, row in self._decode(batch, context, repeats):
                     found[kind].append(row)
             for _ in range(repeats):
-                self.scorer.finish_load()
-                found["load"].append([self.scorer.load_seconds])
                 self.scorer.release()
-            self.scorer.finish_load()
+                self._score(1, 2)  # by all models: then all are there
+                found["load"].append([self.scorer.load_seconds])
             for sequences, tokens in packs:
-                self._score(sequences, tokens)
-                self.scorer.observations.clear()
-                for _ in range(repeats):
-                    self._score(sequences, tokens)
-                found["score"] += [list(row) for row in self.scorer.observations]
+                self._score(sequences, tokens)  # once unmeasured
+                found["score"] += [self._score(sequences, tokens) for _ in range(repeats)]
             self.store.set(stop, b"1")
         self.scorer.release()
-        self.scorer.observations.clear()
         self.engine.pause()
         barrier()
         return found
 
     def _keep_busy(self, neighbour: str, stop: str) -> None:
         if neighbour == "scoring":
-            self.scorer.finish_load()
+            self._score(1, 2)
         barrier()
         if neighbour == "idle":
             return
@@ -215,17 +179,17 @@ class FusionRank:
         decoded = [row for row in rows if row[0] == "decode"]
         return [row for row in rows if row[0] == "prefill"] + decoded[WARM_STEPS:]
 
-    def _score(self, sequences: int, tokens: int) -> None:
+    def _score(self, sequences: int, tokens: int) -> list[float]:
+        """Score one pack; returns its row."""
         generator = torch.Generator().manual_seed(sequences)
         half = tokens // 2
-        self.scorer.score(
-            [
-                Rollout(
-                    i, self._tokens(tokens - half, generator), self._tokens(half, generator), torch.zeros(half), "stop"
-                )
-                for i in range(sequences)
-            ]
-        )
+
+        def rollout(sample: int) -> Rollout:
+            prompt, response = self._tokens(tokens - half, generator), self._tokens(half, generator)
+            return Rollout(sample, prompt, response, torch.zeros(half), "stop")
+
+        _, work = self.scorer.score([rollout(sample) for sample in range(sequences)])
+        return [work.tokens, work.samples, work.seconds]
 
     def _add(self, sequences: int, context: int, output: int) -> None:
         generator = torch.Generator().manual_seed(self.fresh)
@@ -275,10 +239,8 @@ def forced(output: int) -> SamplingParams:
     return SamplingParams(max_tokens=output, ignore_eos=True, seed=1)
 
 
-def rank_run(report: GenInferReport, cpu_seconds: float, calls: Sequence[tuple[float, float]]) -> RankRun:
+def rank_run(report: GenInferReport, cpu_seconds: float) -> RankRun:
     """In words that need no torch to be read."""
-    generating = [(s.start_seconds, s.end_seconds) for s in report.spans if s.kind == "generate"]
-    agreement = sum(end - start for start, end in calls if any(a <= start and end <= b for a, b in generating))
     return RankRun(
         begin=report.begin_seconds,
         total_seconds=report.total_seconds,
@@ -287,10 +249,12 @@ def rank_run(report: GenInferReport, cpu_seconds: float, calls: Sequence[tuple[f
         plans=tuple(str(plan) for plan in report.plans),
         migrated_samples=report.migrated_samples,
         migrated_bytes=report.migrated_bytes,
+        needed_bytes=report.bytes_needed,
         early=report.scored_before_generation_end,
         observed_seconds={kind: sum(map(seconds_of, rows)) for kind, rows in report.observations.items()},
         cpu_seconds=cpu_seconds,
-        agreement_seconds=agreement,
+        agreement_seconds=report.agreement_seconds,
+        pause_seconds=report.pause_seconds,
         digest=digest(report.rollouts),
     )
 
