@@ -25,6 +25,7 @@ SCORERS = ROLES[1:]
 HEAD_DIM = 64
 BLOCK_TOKENS = 16
 ELEMENT_BYTES = 4  # float32
+PROFILED_TOKENS = 512  # the most context of one decode step of the profile
 PERCENTS = (0, 5, 10, 15, 20, 25, 30, 40, 50, 60, 70, 80, 95)  # of the batch: the R_t that are swept
 QUICK_PERCENTS = (0, 20, 60)
 TRACE = Path(__file__).resolve().parents[1] / "../shared/data/traces/arxiv_llama2tok.csv"
@@ -59,8 +60,9 @@ class Sizes:
 
     @property
     def blocks(self) -> int:
-        """KV blocks of an instance: a quarter of all samples at their longest, and few get there."""
-        return self.samples * -(-(self.max_prompt + self.max_output) // BLOCK_TOKENS) // 4
+        """KV blocks of an instance: a quarter of all samples at their longest, and few get there; all of the profile's."""
+        quarter = self.samples * -(-(self.max_prompt + self.max_output) // BLOCK_TOKENS) // 4
+        return max(quarter, PROFILED_TOKENS // BLOCK_TOKENS + 2 * self.samples)
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -114,13 +116,13 @@ def thresholds(samples: int, percents: Sequence[int]) -> tuple[int, ...]:
 
 
 def context_batches(sizes: Sizes) -> tuple[tuple[int, int], ...]:
-    """(sequences, tokens of context of each) of the decode steps that are profiled, at most 512 tokens in all.
+    """(sequences, tokens of context of each) of the decode steps that are profiled, PROFILED_TOKENS in all or fewer.
 
     Short contexts are those of the first steps, long ones those of the tail, which a few sequences reach.
     """
     short, longest = sizes.max_prompt, sizes.max_output // 2
     batches = [1 << power for power in range(sizes.samples.bit_length()) if 1 << power <= sizes.samples]
-    return tuple(dict.fromkeys((b, min(c, max(1, 512 // b))) for b in batches for c in (short, longest)))
+    return tuple(dict.fromkeys((b, min(c, max(1, PROFILED_TOKENS // b))) for b in batches for c in (short, longest)))
 
 
 def packs(sizes: Sizes) -> tuple[tuple[int, int], ...]:

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from inter_stage_cases import (  # noqa: E402
+    BLOCK_TOKENS,
     FULL,
     QUICK,
     ROLES,
@@ -177,7 +178,8 @@ def test_lengths_keep_the_shape_of_the_trace(trace):
 def test_work_of_the_profile_covers_the_batch():
     for sizes in (*FULL, *QUICK):
         assert {batch for batch, _ in context_batches(sizes)} >= {1, 8}
-        assert all(batch * context <= max(512, batch) for batch, context in context_batches(sizes))
+        blocks = max(batch * -(-(context + 8) // BLOCK_TOKENS) for batch, context in context_batches(sizes))
+        assert blocks <= sizes.blocks, "no sample of the profile is preempted"
         assert max(n * tokens for n, tokens in packs(sizes)) == sizes.score_tokens
         factor = sizes.scorer_layers / sizes.layers
         assert sizes.name == (f"1:{factor:g}" if factor >= 1 else f"{1 / factor:g}:1")
