@@ -28,7 +28,7 @@ from omegaconf import OmegaConf
 from search_runs import console, counting, finish, machine
 
 from rlhfuse.errors import InputError, run_program
-from rlhfuse.forecast_table import ForecastTable, read_metrics
+from rlhfuse.monitor.forecast_table import ForecastTable, read_metrics
 from rlhfuse.schedule.io import write_text
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from typing import Callable, Mapping, Sequence
 
 from rlhfuse.errors import InputError
-from rlhfuse.forecast_table import PARTS, PHASES, forecast_key
+from rlhfuse.monitor.forecast_table import PARTS, PHASES, forecast_key
 from rlhfuse.schedule.action import Action, Kind
 from rlhfuse.schedule.program import Programs
 from rlhfuse.schedule.program_times import TimedAction, makespan, program_times
 from rlhfuse.schedule.ranks import FusedRanks
-from rlhfuse.simulator.lines import Line
 from rlhfuse.simulator.iteration import GenInferTimeline
+from rlhfuse.simulator.lines import Line
 from rlhfuse.timeline import StageTimes
 
 RECENT_ITERATIONS = 8

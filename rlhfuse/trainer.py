@@ -26,7 +26,6 @@ from rlhfuse.checkpoint import mark_finished, rewind, save_checkpoint
 from rlhfuse.config import AlgorithmConfig
 from rlhfuse.data.sampler import PromptSampler, prompt_groups, sample_id
 from rlhfuse.forecast import Batch, Forecast, Forecaster, Measured
-from rlhfuse.forecast_table import PHASES
 from rlhfuse.function_reward import FunctionRewarder
 from rlhfuse.fusion.inference import Scorer
 from rlhfuse.fusion.inter_stage import GenInferReport, InterStage, Request
@@ -35,6 +34,7 @@ from rlhfuse.gen.engine import Engine, EngineOptions
 from rlhfuse.gen.sequence import SamplingParams
 from rlhfuse.models.hf import export_checkpoint
 from rlhfuse.monitor.console import ProgressPrinter
+from rlhfuse.monitor.forecast_table import PHASES
 from rlhfuse.monitor.metrics import MetricsWriter
 from rlhfuse.monitor.trace import Span, save_trace
 from rlhfuse.monitor.watchdog import Watchdog

@@ -6,7 +6,7 @@ import pytest
 
 from rlhfuse.errors import InputError
 from rlhfuse.forecast import Batch, Forecaster, Measured
-from rlhfuse.forecast_table import PARTS, PHASES, ForecastTable, forecast_key, read_metrics
+from rlhfuse.monitor.forecast_table import PARTS, PHASES, ForecastTable, forecast_key, read_metrics
 from rlhfuse.schedule.builders import greedy
 from rlhfuse.schedule.lowering import lower
 from rlhfuse.schedule.problem import StageCosts, fused_problem

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 from rlhfuse.errors import run_program
-from rlhfuse.forecast_table import ForecastTable, read_metrics
+from rlhfuse.monitor.forecast_table import ForecastTable, read_metrics
 from rlhfuse.schedule.io import write_text
 
 
