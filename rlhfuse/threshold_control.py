@@ -113,11 +113,15 @@ class ThresholdControl:
         self._observed: deque[dict] = deque(maxlen=RECENT_ITERATIONS)
         self._lengths: deque[SampleLengths] = deque(maxlen=RECENT_ITERATIONS)
         self._costs: CostModel = analytic
+        self._seen = 0  # iterations of this process
         self.limits = self._fusion_limits(self._instance_limits())
 
     def observe(self, iteration: int, report: GenInferReport, batch: RolloutBatch) -> str:
         """Take an iteration in; a collective. Returns a line for the log when R_t is set or moves, else ''."""
         lengths_before, costs_before = self._lengths_seen(), self._costs
+        if self._seen == 1:
+            self._observed.pop()  # the process's first iteration compiled kernels: it counts while there is no other
+        self._seen += 1
         self._observed.append(report.observations)
         self._lengths.append(
             SampleLengths(tuple(batch.prompt_lengths.tolist()), tuple(batch.response_lengths.tolist()))
@@ -161,11 +165,15 @@ class ThresholdControl:
         marks = SampleLengths((0,) * len(outputs), outputs).percentiles()
         return f"p50 {marks['p50']}, p99.9 {marks['p999']}"
 
-    def simulate(self, triggers: Sequence[int]) -> GenInferTimeline:
-        """The simulator's timeline of the batch observed last, at the measured costs."""
-        return simulate_gen_infer(
-            self._lengths[-1], self._instances, self._costs, self._instance_limits(), triggers
-        )
+    @property
+    def recent_lengths(self) -> tuple[SampleLengths, ...]:
+        """Of the batches observed last."""
+        return tuple(self._lengths)
+
+    def simulate(self, triggers: Sequence[int], lengths: SampleLengths) -> GenInferTimeline:
+        """The simulator's timeline of a batch of these lengths, at the costs known so far."""
+        limits = self._instance_limits()
+        return simulate_gen_infer(lengths, self._instances, self._costs, limits, triggers)
 
     def save_costs(self, path: Path) -> None:
         """Write the fitted costs, which `fusion.profile` of a later run or plan reads."""
