@@ -47,12 +47,16 @@ class InstanceLimits:
         for name in ("max_sequences", "kv_capacity_bytes", "kv_bytes_per_token", "block_tokens", "bs_max"):
             if not getattr(self, name) > 0:
                 raise InputError(f"instance limit {name} is {getattr(self, name)}; it must be above 0")
-        longest = self.max_prompt_tokens + self.max_output_tokens
-        if longest > self.kv_capacity_tokens:
+        if self.longest > self.kv_capacity_tokens:
             raise InputError(
                 f"an instance holds KV of {self.kv_capacity_tokens} tokens, fewer than one sample of "
-                f"{self.max_prompt_tokens} + {self.max_output_tokens} = {longest}; give it more KV blocks"
+                f"{self.max_prompt_tokens} + {self.max_output_tokens} = {self.longest}; give it more KV blocks"
             )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return self.max_prompt_tokens + self.max_output_tokens
 
     @property
     def kv_capacity_tokens(self) -> int:
@@ -61,7 +65,7 @@ class InstanceLimits:
     @property
     def sample_kv_bytes(self) -> float:
         """M: the longest prompt plus the maximum output."""
-        return (self.max_prompt_tokens + self.max_output_tokens) * self.kv_bytes_per_token
+        return self.longest * self.kv_bytes_per_token
 
     def scored_tokens(self, prompt: int, output: int) -> int:
         return self.padded_score_tokens or prompt + output

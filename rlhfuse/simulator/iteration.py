@@ -207,8 +207,7 @@ def move_cost(costs: CostModel, limits: InstanceLimits) -> MoveCost:
 
     The lines go through one block and one longest sample, so they are exact for linear costs.
     """
-    one, longest = limits.block_tokens, limits.max_prompt_tokens + limits.max_output_tokens
-    far = max(longest, one + 1)
+    one, far = limits.block_tokens, max(limits.longest, limits.block_tokens + 1)
     prefill = [costs.prefill_seconds(tokens, 1) for tokens in (one, far)]
     slope = (prefill[1] - prefill[0]) / (far - one)
     volumes = [tokens * limits.kv_bytes_per_token for tokens in (one, far)]

@@ -113,6 +113,7 @@ def instance_limits(
         max_prompt_tokens=prompt,
         max_output_tokens=rollout.max_response_tokens,
         score_tokens=rollout.max_batched_tokens,
+        scoring_models=max(1, len(config.scorers())),
     )
 
 
@@ -262,7 +263,8 @@ def _choose_threshold(setting: _Setting, sweep: bool) -> tuple[int | None, Thres
         check_threshold(found, config, batch)
         return found.threshold, found, f"{config.fusion.threshold_file}: {found.explain()}"
     if sweep:
-        found = sweep_threshold(setting.batches, batch.instances, setting.job, setting.limits)
+        most = config.fusion.max_triggers
+        found = sweep_threshold(setting.batches, batch.instances, setting.job, setting.limits, max_triggers=most)
         return found.threshold, found, found.explain()
     return None, None, "R_t is chosen by simulation once the first iteration has shown its lengths"
 

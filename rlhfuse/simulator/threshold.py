@@ -78,6 +78,8 @@ class Threshold:
     def explain(self) -> str:
         """One line for people."""
         batch = f"{self.samples} samples" if self.samples is not None else "the batch"
+        if self.instances == 1:
+            return "R_t = 0: with one generation instance none can be freed, inter-stage fusion is off"
         if self.threshold == 0:
             return (
                 f"R_t = 0: no threshold is predicted to beat serial generation and inference "
