@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Callable
 
@@ -100,7 +100,7 @@ class Built:
     frozen: dict[str, Any]
     tp_group: Any
     worker_group: Any
-    makers: list = field(default_factory=list)
+    maker: Any
 
 
 _BUILT: dict[tuple, Built] = {}  # of this worker process
@@ -111,6 +111,13 @@ def built(rank: int, folders: dict[str, Path], case: Case) -> Built:
     if key not in _BUILT:
         _BUILT[key] = build(rank, folders, case)
     return _BUILT[key]
+
+
+def clean_up(rank: int) -> None:
+    """Give up all groups, in the same order on all ranks."""
+    for made in _BUILT.values():
+        made.maker.close()
+    _BUILT.clear()
 
 
 def build(rank: int, folders: dict[str, Path], case: Case) -> Built:
@@ -152,7 +159,7 @@ def build(rank: int, folders: dict[str, Path], case: Case) -> Built:
     engine.pause()
     models = {role: frozen(role) for role in SCORERS}
     placement = Placement(*(tuple(stages[0] for stages in grids[task].cells) for task in "gi"))
-    return Built(rank, placement, engine, models, tp_group, models["reference"].tp_group, [maker])
+    return Built(rank, placement, engine, models, tp_group, models["reference"].tp_group, maker)
 
 
 def inter_stage(rank, folders, case, number, progress=lambda _: None, rewarder=None, store=None):
