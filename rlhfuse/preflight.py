@@ -14,6 +14,7 @@ from typing import Any
 from rlhfuse.checkpoint import Checkpoint, RunFacts, checkpoints_in, find_checkpoint
 from rlhfuse.config import RunConfig
 from rlhfuse.data.prompts import PromptSet, load_prompts
+from rlhfuse.data.reward_function import RewardFunction
 from rlhfuse.errors import InputError
 from rlhfuse.models.hf import check_checkpoint, load_tokenizer, resolve_checkpoint
 from rlhfuse.roles import Checkpoints
@@ -59,8 +60,10 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
     tokenizer = load_tokenizer(resolve_checkpoint(config.actor.tokenizer, "actor"), specs["actor"])
     prompts = load_prompts(
         config.data.train_files, config.data.prompt_key, encoder(tokenizer, config), config.data.max_prompt_tokens,
-        config.data.filter_long_prompts,
+        config.data.filter_long_prompts, dialogues_as_turns=config.data.apply_chat_template,
     )  # fmt: skip
+    if config.reward.function:
+        check_reward_function(config, prompts)
     ranks = rank_map(training_layouts(tasks))
     hardware = hardware_by_name(config.trainer.hardware, config.trainer.device)
     costs = task_costs(config, specs, tasks, hardware)
@@ -74,6 +77,13 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
     facts = RunFacts.of(config, specs, tasks, world_size)
     resume = find_checkpoint(config, facts)
     return Prepared(config, world_size, checkpoints, tokenizer, prompts, tasks, ranks, problem, facts, resume)
+
+
+def check_reward_function(config: RunConfig, prompts: PromptSet) -> None:
+    """Import the function and hold it against every row. Raises InputError naming function, file and line."""
+    loaded = RewardFunction.load(config.reward.function, config.reward.signature)
+    for prompt in prompts.prompts:
+        loaded.check(prompt.row, prompt.text, prompt.where)
 
 
 def find_checkpoints(config: RunConfig) -> Checkpoints:
@@ -93,7 +103,10 @@ def encoder(tokenizer: Any, config: RunConfig):
             turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             if tokenizer.chat_template is None:
                 raise InputError("the prompts are chat turns, but the tokenizer has no chat template; use text prompts")
-            return tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
+            try:
+                return tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
+            except Exception as error:  # a template may refuse turns in any way
+                raise InputError(f"the tokenizer's chat template refuses the turns ({error})") from None
         if add is None:
             return tokenizer(prompt)["input_ids"]
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]

@@ -15,6 +15,7 @@ from pathlib import Path
 from rlhfuse.errors import InputError
 
 ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+VOCAB_MULTIPLE = 64  # the padded vocabulary divides by every tensor degree up to this
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,11 @@ class ModelSpec:
     @property
     def embedding_parameters(self) -> int:
         return self.vocab * self.hidden
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding as built: the vocabulary rounded up to a multiple of VOCAB_MULTIPLE."""
+        return -(-self.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     def parameters(self, scalar_head: bool = False) -> int:
         """Parameter count; with `scalar_head` the output layer is one row of `hidden` numbers."""

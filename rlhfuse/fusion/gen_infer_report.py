@@ -51,6 +51,7 @@ class GenInferReport:
     generation_seconds: float = 0.0
     total_seconds: float = 0.0
     begin_seconds: float = 0.0  # wall clock
+    function_scores: dict[int, float] = field(default_factory=dict)  # sample id -> what a Rewarder said
     observations: dict[str, list[list]] = field(default_factory=dict)
     spans: list[PhaseSpan] = field(default_factory=list)
 

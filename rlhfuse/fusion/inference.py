@@ -41,7 +41,11 @@ class PackWork:
 
 
 class Rewarder(Protocol):
-    """Scores samples outside the models, beside generation and inference."""
+    """Scores samples outside the models, beside generation and inference.
+
+    Each instance's leader has one. What it says stays apart from a rollout's `score`, the reward model's: the gather
+    at the end brings all of it to every rank as `GenInferReport.function_scores`, sample id -> score.
+    """
 
     def submit(self, rollouts: Sequence[Rollout]) -> None:
         """Take finished samples; returns at once."""
@@ -64,11 +68,6 @@ class Scorer:
         self._device = device
         self._loader: WeightLoader | None = None
         self._waited = 0.0  # seconds of the running pack for weights
-
-    @property
-    def gives_scores(self) -> bool:
-        """Whether there is a reward model."""
-        return self._reward is not None
 
     @property
     def load_seconds(self) -> float:

@@ -25,7 +25,7 @@ from typing import Callable, Sequence
 
 import torch.distributed as dist
 
-from rlhfuse.errors import InputError, RewardError
+from rlhfuse.errors import RewardError
 from rlhfuse.fusion.board import Board
 from rlhfuse.fusion.courier import Courier
 from rlhfuse.fusion.gen_infer_report import Diary, GenInferReport, Stop, summarize
@@ -48,6 +48,10 @@ from rlhfuse.simulator.migration import MigrationPlan
 __all__ = ["FusionLimits", "GenInferReport", "InterStage", "Request"]
 
 
+def _nothing() -> None:
+    """What is done at the end of generation where nobody asked for anything."""
+
+
 class InterStage:
     """Runs generation and inference on this rank, one iteration after another. Keeps nothing between them."""
 
@@ -55,14 +59,15 @@ class InterStage:
         self, rank: int, placement: Placement, engine: Engine, scorer: Scorer, store: dist.Store, *,
         instance_group: dist.ProcessGroup, worker_group: dist.ProcessGroup,
         timeout_seconds: float, progress: Callable[[str], None], bucket_bytes: int = BUCKET_BYTES,
-        rewarder: Rewarder | None = None,
+        rewarder: Rewarder | None = None, generation_done: Callable[[], None] = _nothing,
     ) -> None:  # fmt: skip
         """`bucket_bytes`: most memory that moving keys and values takes on a rank beside the caches.
 
-        `rewarder` gives the scores where there is no reward model; it is asked on the leader of every instance.
+        `generation_done` is called on every rank when its engine is paused and decodes no more, before what scores
+        comes in: the time to give back the actor's weights.
+
+        `rewarder` is asked on the leader of every instance. Its scores stay apart from a reward model's.
         """
-        if rewarder is not None and scorer.gives_scores:
-            raise InputError("a reward model and a reward function would both give the score; use one of them")
         self._rank = rank
         self._placement = placement
         self._engine = engine
@@ -76,6 +81,7 @@ class InterStage:
         self._progress = progress
         self._bucket_bytes = bucket_bytes
         self._rewarder = rewarder
+        self._generation_done = generation_done
 
     def run(
         self, iteration: int, requests: Sequence[Request], triggers: Sequence[int], limits: FusionLimits
@@ -127,6 +133,7 @@ class InterStage:
         if left:
             self._free_instances(board, generation, meeting, stopped, triggers, limits, diary)
         self._engine.pause()
+        self._generation_done()
         return known, left
 
     def _free_instances(
@@ -202,8 +209,9 @@ class InterStage:
         rollouts = [r for data in all_gather_bytes(pack_rollouts(scored)) for r in unpack_rollouts(data)]
         given = {sample: score for one in told for sample, score in one["scores"]}
         report = summarize(told)
-        report.rollouts = [r.with_scores(score=given.get(r.sample_id)) for r in sorted(rollouts, key=_sample_id)]
-        if self._rewarder and (missing := [r.sample_id for r in report.rollouts if r.score is None]):
+        report.rollouts = sorted(rollouts, key=_sample_id)
+        report.function_scores = given
+        if self._rewarder and (missing := [r.sample_id for r in report.rollouts if r.sample_id not in given]):
             raise RewardError(f"sample {missing[0]}: the reward function gave it no score")
         report.spans = diary.spans
         return report

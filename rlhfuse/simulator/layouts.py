@@ -59,11 +59,17 @@ class BatchArithmetic:
     actor_microbatches: int  # per pipeline (M1)
     critic_pipelines: int  # 0 without a critic
     critic_microbatches: int  # per pipeline (M2)
+    epochs: int = 1  # passes over the samples
 
     @property
     def microbatches(self) -> int:
         """Of one mini-batch, over all pipelines; the same for both models."""
         return self.actor_pipelines * self.actor_microbatches
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Per iteration."""
+        return self.minibatches * self.epochs
 
     @property
     def samples_per_microbatch(self) -> float:
@@ -89,6 +95,8 @@ class BatchArithmetic:
             f"{self.samples_per_minibatch} samples / ({self.actor_pipelines} actor pipelines x "
             f"{self.actor_microbatches} micro-batches) = {self.samples_per_microbatch:.4g} samples per micro-batch",
             *(critic if self.critic_pipelines else ()),
+            *((f"{self.minibatches} mini-batches x {self.epochs} epochs = {self.optimizer_steps} optimizer steps",)
+              if self.epochs > 1 else ()),
         )
 
 
@@ -154,6 +162,7 @@ def batch_arithmetic(config: RunConfig, tasks: tuple[Task, ...]) -> BatchArithme
         actor_microbatches=config.fusion.actor_microbatches,
         critic_pipelines=critic.dp if critic else 0,
         critic_microbatches=microbatches // critic.dp if critic else 0,
+        epochs=config.algorithm.epochs,
     )
 
 
