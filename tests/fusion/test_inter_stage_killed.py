@@ -12,7 +12,7 @@ import sys
 import time
 
 from gloo import free_port
-from inter_stage_case import Case, LengthReward, inter_stage, write_models
+from inter_stage_case import Case, MeanTokenReward, inter_stage, write_models
 
 from rlhfuse.monitor.watchdog import Limits
 
@@ -43,7 +43,7 @@ def work(rank: int, ports: tuple[int, int], folder, models: dict, fault: str) ->
             if fault == "reward" and rank == 1 and text.startswith("inference: waiting for the reward"):
                 (folder / "struck").write_text(str(time.time()))
 
-        rewarder = LengthReward(fails_on=1006 if fault == "reward" else None)
+        rewarder = MeanTokenReward(fails_on=1006 if fault == "reward" else None)
         case = CASE if fault == "migration" else Case(
             CASE.lengths, CASE.triggers, layout=CASE.layout, inference=CASE.inference, scorers=("reference",)
         )
