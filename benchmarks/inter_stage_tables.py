@@ -8,7 +8,8 @@ from typing import Any, Sequence
 def line(case: dict[str, Any]) -> str:
     speedup, serial = case["speedup"], case["points"][0]
     return (
-        f"{case['case']}: serial {serial['seconds']:.2f} s, R_t {case['chosen']}: {speedup['median']:.3f} times as fast ({speedup['least']:.2f}-{speedup['most']:.2f}), predicted {case['speedup_predicted']:.3f}, "
+        f"{case['case']}: serial {serial['seconds']:.2f} s, R_t {case['chosen']}: {speedup['median']:.3f} times "
+        f"as fast ({speedup['least']:.2f}-{speedup['most']:.2f}), predicted {case['speedup_predicted']:.3f}, "
         f"ideal {case['ideal']:.3f}, 1 + T_inf/T_gen {case['bound']:.3f}; prediction off by {case['mean_error']:.1%}"
     )
 
