@@ -84,12 +84,12 @@ def render(figures: dict) -> str:
     for row in figures["rows"]:
         mark = "*" if row["derived"] else " "
         lines.append(
-            f"{row['table']:5s} {row['call']:25s} {row['layout']:9s}{row['microbatches']:4d} {row['published']:10.1f}{mark}"
-            f"{row['predicted']:10.1f} {row['error']:+6.1%}"
+            f"{row['table']:5s} {row['call']:25s} {row['layout']:9s}{row['microbatches']:4d} "
+            f"{row['published']:10.1f}{mark}{row['predicted']:10.1f} {row['error']:+6.1%}"
         )
     lines.append("* derived from what End2End grows by: the printed figure repeats the one with graphs")
-    lines.append(f"mean error {figures['mean_error']:.1%}, worst {figures['worst_error']:.1%}; with the constants that")
-    lines.append(f"nothing was fitted to: mean {figures['assumed_constants_mean_error']:.1%}")
+    lines.append(f"mean error {figures['mean_error']:.1%}, worst {figures['worst_error']:.1%}")
+    lines.append(f"constants that nothing was fitted to: mean error {figures['assumed_constants_mean_error']:.1%}")
     for table, error in figures["tables"].items():
         held = figures["held_out"][table]
         lines.append(

@@ -40,6 +40,8 @@ from rlhfuse.monitor.trace import Span, save_trace
 from rlhfuse.monitor.watchdog import Watchdog
 from rlhfuse.parallel.collect import all_gather_bytes
 from rlhfuse.parallel.device import Device
+from rlhfuse.parallel.memory import PhaseMeter
+from rlhfuse.parallel.offload import WeightMemory
 from rlhfuse.parallel.optimizer_state import check_exportable, export_state, import_state
 from rlhfuse.parallel.reshard import Resharder
 from rlhfuse.ppo.advantage import add_advantages
@@ -89,8 +91,10 @@ class Trainer:
         self.rank, self.device, self.run_dir = rank, device, run_dir
         self.watchdog = watchdog
         watchdog.progress("building models")
+        self.memory = PhaseMeter(device)
         self.roles: Roles = build_roles(config, prepared.checkpoints, prepared.ranks, rank, device)
         self.resharder = Resharder(device)
+        self.generation_memory = WeightMemory(self.roles.generation, device)
         self.engine = self._build_engine()
         self.scorer = Scorer(
             *(self.roles.frozen.get(role) for role in ("reference", "critic", "reward")),
@@ -115,7 +119,7 @@ class Trainer:
             rank, self.roles.placement, self.engine, self.scorer, store, rewarder=self.rewarder,
             instance_group=self.roles.generation_tp, worker_group=self.roles.worker_tp,
             timeout_seconds=config.trainer.hang_seconds, progress=watchdog.progress,
-            bucket_bytes=config.fusion.bucket_mib << 20,
+            bucket_bytes=config.fusion.bucket_mib << 20, generation_done=self._release_generation,
         )  # fmt: skip
 
     def _build_engine(self) -> Engine:
@@ -137,6 +141,12 @@ class Trainer:
         )
         engine.pause()
         return engine
+
+    def _release_generation(self) -> None:
+        """This rank decodes no more in this iteration: the actor's copy for generation goes, before others come in."""
+        self.memory.switch("inference")
+        self.engine.release_weights()
+        self.generation_memory.release()
 
     def _start_rewarder(self) -> FunctionRewarder | None:
         """The first rank of each instance has the processes that call the reward function."""
@@ -240,6 +250,10 @@ class Trainer:
     def _move_weights(self, phases: Phases) -> None:
         """Actor into the generation layout; a critic into the inference layout and parked in host memory."""
         start = time.time()
+        self.memory.switch("moves")
+        for model in self.roles.trained.values():
+            model.optimizer.release_gradients()
+        self.generation_memory.allocate()
         self.resharder.move(self.roles.actor.optimizer.modules.values(), self.roles.generation)
         if "critic" in self.roles.trained:
             parked = self.roles.frozen["critic"].parked
@@ -247,12 +261,14 @@ class Trainer:
             self.resharder.move(self.roles.trained["critic"].optimizer.modules.values(), parked.module)
             parked.park()
         self.engine.load_weights(dict(self.roles.generation.named_parameters()))
+        self.memory.switch("generation")
         self.engine.resume()
         phases.seconds["reshard"] = time.time() - start
         phases.note("reshard", "reshard", start, time.time())
 
     def _train(self, iteration: int, batch: RolloutBatch, phases: Phases) -> list[MinibatchResult]:
         start = time.time()
+        self.memory.switch("training")
         algorithm, seed = self.config.algorithm, self.config.trainer.seed
         results = []
         wall = time.time() - time.perf_counter()
@@ -285,7 +301,7 @@ class Trainer:
             "program_seconds": sum(r.program_seconds for r in results),
             "stage_times": StageTimes.of(results).to_list(),
             "spans": [vars(span) for span in phases.spans],
-            "memory_bytes": torch.cuda.max_memory_allocated() if self.device.is_cuda else 0,
+            "peaks": {"base": self.memory.base_bytes, **self.memory.take()},
         }
         everyone = [json.loads(data) for data in all_gather_bytes(json.dumps(mine).encode())]
         self.stage_times = StageTimes.merge([StageTimes.from_list(one["stage_times"]) for one in everyone])
@@ -300,8 +316,8 @@ class Trainer:
             metrics[f"timing_s/{key}"] = max(one["seconds"].get(key, 0.0) for one in everyone)
         metrics["fusion/makespan_predicted_seconds"] = self._predicted_makespan(len(results))
         metrics["fusion/makespan_measured_seconds"] = max(one["program_seconds"] for one in everyone)
-        if self.device.is_cuda:
-            metrics["perf/max_memory_allocated_gb"] = max(one["memory_bytes"] for one in everyone) / 1e9
+        for phase in everyone[0]["peaks"]:
+            metrics[f"perf/peak_memory_gb/{phase}"] = max(one["peaks"][phase] for one in everyone) / 1e9
         return metrics
 
     def _forecast(self, used: tuple[int, ...], lengths: SampleLengths) -> Forecast | None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhfuse.config import dump_config, load_config
+from rlhfuse.config import AlgorithmConfig, dump_config, load_config
 from rlhfuse.errors import InputError
 
 MINIMAL = "actor: {path: models/a}\nreward: {path: models/r}\ndata: {train_files: [p.jsonl]}\n"
@@ -121,12 +121,15 @@ def test_settings_that_contradict_each_other(tmp_path, overrides, message):
 
 
 @pytest.mark.parametrize("text", ["true", "True", "auto", "false"])
-def test_whitening_is_a_choice_or_follows_the_algorithm(tmp_path, text):
+def test_whitening_is_a_choice_or_follows_the_algorithm(text):
     for name in ("ppo", "grpo", "rloo", "reinforce++"):
-        config = load(tmp_path, overrides=[f"algorithm.name={name}", f"algorithm.whiten_advantages={text}"])
         expected = {"auto": name in ("ppo", "reinforce++")}.get(text, text.lower() == "true")
-        assert config.algorithm.whitens == expected
-        assert load(tmp_path, dump_config(config)) == config
+        assert AlgorithmConfig(name=name, whiten_advantages=text).whitens == expected
+
+
+def test_whitening_may_be_given_as_a_yaml_truth(tmp_path):
+    config = load(tmp_path, MINIMAL + "algorithm: {whiten_advantages: false}\n")
+    assert not config.algorithm.whitens and load(tmp_path, dump_config(config)) == config
 
 
 @pytest.mark.parametrize(

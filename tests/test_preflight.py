@@ -114,7 +114,7 @@ def test_a_reward_function_is_held_against_every_row(folder):
     row = {"prompt": "w1", "data_source": "x", "reward_model": {"ground_truth": 1}}
     lines = [json.dumps(row), json.dumps(row | {"reward_model": {}})]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
-    assert f"{folder}/prompts.jsonl:2: reward_model is {{}}; it needs a ground_truth" in refused(folder, function)
+    assert f"{folder}/prompts.jsonl:2: reward_model is '{{}}'; it needs a ground_truth" in refused(folder, function)
     (folder / "prompts.jsonl").write_text(lines[0] + "\n")
     assert set(prepare(load_config(folder / "run.yaml", [function]), 2).checkpoints.specs) == set(ROLES)
     assert "mine.py has no function other" in refused(folder, f"reward.function={folder}/mine.py:other")

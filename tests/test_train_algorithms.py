@@ -48,12 +48,15 @@ def config(tmp_path_factory):
 
 def job(rank: int, config: Path, out: Path, overrides: tuple[str, ...]) -> list[str] | str:
     """The job on this rank; the roles that it trained and scored with, or what failed."""
+    import multiprocessing
+
     from rlhfuse.config import load_config
     from rlhfuse.errors import RewardError
     from rlhfuse.launch import name_device, run_job
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.preflight import prepare
 
+    multiprocessing.current_process()._config["daemon"] = False  # a daemon may not start the reward's processes
     settings = load_config(config, [*overrides, f"trainer.output_dir={out}"])
     name_device(settings)
     try:

@@ -21,6 +21,7 @@ warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecat
 
 from rlhfuse.config import RunConfig, load_config
 from rlhfuse.errors import InputError, run_program
+from rlhfuse.profiling.points import check_world
 from rlhfuse.simulator.layouts import check_layouts
 from rlhfuse.simulator.planner import read_specs
 from rlhfuse.simulator.profile import save_profile
@@ -47,19 +48,20 @@ def main() -> int:
 
 def measure(config: RunConfig, out: Path, limit_seconds: float) -> int:
     """One rank of the measurement; rank 0 writes."""
-    import torch
-    import torch.distributed as dist
-
-    from rlhfuse.parallel.device import allow_many_files, choose_device, local_rank
-    from rlhfuse.parallel.groups import connect
-    from rlhfuse.profiling.run import Profiler, check_world
-
-    if config.trainer.device == "auto":
-        config.trainer.device = "cuda" if torch.cuda.is_available() else "cpu"
     specs = read_specs(config)
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     check_layouts(config, specs, ParallelLayout.parse(config.parallel.actor_train).size)
     check_world(config, world)
+
+    import torch  # loads only for a config that can be profiled
+    import torch.distributed as dist
+
+    from rlhfuse.parallel.device import allow_many_files, choose_device, local_rank
+    from rlhfuse.parallel.groups import connect
+    from rlhfuse.profiling.run import Profiler
+
+    if config.trainer.device == "auto":
+        config.trainer.device = "cuda" if torch.cuda.is_available() else "cpu"
     device = choose_device(config.trainer.device, local_rank(), config.trainer.threads_per_rank)
     allow_many_files()
     timeout = datetime.timedelta(seconds=config.trainer.hang_seconds)

@@ -1,14 +1,16 @@
-"""At which counts a run's work is measured: powers of two up to the largest that the run can meet.
+"""What of a run is measured: counts in powers of two up to the largest that it can meet, and tensor degrees.
 
-Knows nothing of how anything is measured.
+Knows nothing of how anything is measured; does not import torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
+from typing import Mapping
 
 from rlhfuse.config import RunConfig
+from rlhfuse.errors import InputError
 from rlhfuse.simulator.planner import kv_blocks
 from rlhfuse.spec import ParallelLayout
 
@@ -20,7 +22,7 @@ BYTES = tuple(1 << power for power in range(12, 27, 2))  # of transfers: 4 KiB t
 
 @dataclass(frozen=True)
 class Points:
-    """The grids of one run. `longest` is the most tokens of one sample, `capacity` the tokens of an instance's cache."""
+    """The grids of one run; `longest`: most tokens of one sample, `capacity`: tokens of an instance's cache."""
 
     longest: int
     capacity: int
@@ -67,3 +69,36 @@ def points_of(config: RunConfig) -> Points:
         sequences=tuple(s for s in (1, 8, MOST_SEQUENCES) if s <= most),
         training_tokens=powers_of_two(SMALLEST_TOKENS, max(2 * SMALLEST_TOKENS, samples * longest)),
     )
+
+
+@dataclass(frozen=True)
+class TensorDegrees:
+    """Tensor-parallel degree of every task."""
+
+    generation: int
+    score: Mapping[str, int]  # by role
+    training: Mapping[str, int]
+
+    @staticmethod
+    def of(config: RunConfig) -> "TensorDegrees":
+        def tp(task: str) -> int:
+            return ParallelLayout.parse(getattr(config.parallel, task)).tp
+
+        return TensorDegrees(
+            tp("generation"),
+            {role: tp(f"{role}_inference") for role in config.scorers()},
+            {role: tp(f"{role}_train") for role in config.trained()},
+        )
+
+
+def check_world(config: RunConfig, world: int) -> None:
+    """Raise InputError unless `world` ranks hold whole replicas of every task."""
+    degrees = TensorDegrees.of(config)
+    every = {"generation": degrees.generation, **{f"{role}_inference": tp for role, tp in degrees.score.items()}}
+    every.update({f"{role}_train": tp for role, tp in degrees.training.items()})
+    for task, tp in every.items():
+        if world % tp:
+            raise InputError(
+                f"{world} ranks % tp({tp}) of parallel.{task} = {world % tp}, must be 0; start a multiple of {tp} "
+                "ranks with torchrun"
+            )

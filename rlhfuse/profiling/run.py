@@ -11,19 +11,17 @@ Knows nothing of how the values are used. Paper section 6 (profiling ahead of a 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from rlhfuse.config import RunConfig
-from rlhfuse.errors import InputError
 from rlhfuse.gen.warm_up import compile_kernels
 from rlhfuse.parallel.device import Device, local_rank
 from rlhfuse.parallel.groups import GroupMaker, connect, plain_grid
 from rlhfuse.profiling.company import IDLE_SECONDS, STOP, Company
-from rlhfuse.profiling.points import BYTES, Points, points_of
+from rlhfuse.profiling.points import BYTES, Points, TensorDegrees, points_of
 from rlhfuse.profiling.work import Builder, GenerationWork, ScoreWork, TrainingWork, load_seconds
 from rlhfuse.simulator.cost import NEIGHBOURS
 from rlhfuse.simulator.grid import Grid
@@ -42,39 +40,6 @@ def steady_mean(seconds: Sequence[float]) -> float:
     return sum(kept) / len(kept)
 
 
-@dataclass(frozen=True)
-class Tensors:
-    """Tensor-parallel degree of every task."""
-
-    generation: int
-    score: Mapping[str, int]  # by role
-    training: Mapping[str, int]
-
-    @staticmethod
-    def of(config: RunConfig) -> "Tensors":
-        def tp(task: str) -> int:
-            return ParallelLayout.parse(getattr(config.parallel, task)).tp
-
-        return Tensors(
-            tp("generation"),
-            {role: tp(f"{role}_inference") for role in config.scorers()},
-            {role: tp(f"{role}_train") for role in config.trained()},
-        )
-
-
-def check_world(config: RunConfig, world: int) -> None:
-    """Raise InputError unless `world` ranks hold whole replicas of every task."""
-    degrees = Tensors.of(config)
-    every = {"generation": degrees.generation, **{f"{role}_inference": tp for role, tp in degrees.score.items()}}
-    every.update({f"{role}_train": tp for role, tp in degrees.training.items()})
-    for task, tp in every.items():
-        if world % tp:
-            raise InputError(
-                f"{world} ranks % tp({tp}) of parallel.{task} = {world % tp}, must be 0; start a multiple of {tp} ranks "
-                "with torchrun"
-            )
-
-
 class Profiler:
     """Everything of a profile on one rank."""
 
@@ -83,7 +48,7 @@ class Profiler:
         limit_seconds: float, say: Say,
     ) -> None:  # fmt: skip
         self._config, self._specs, self._device, self._say = config, specs, device, say
-        self._tensors = Tensors.of(config)
+        self._tensors = TensorDegrees.of(config)
         rank, world = dist.get_rank(), dist.get_world_size()
         self._instance, self._instances = rank // self._tensors.generation, world // self._tensors.generation
         dtype = getattr(torch, config.trainer.dtype)
@@ -102,11 +67,11 @@ class Profiler:
             role: (self._train_work(role, 1, builder), self._train_work(role, self._deep(role), builder))
             for role in config.trained()
         }
-        cells = builder.groups.for_model("profile", plain_grid(ParallelLayout(self._instances, self._tensors.generation, 1)), rank)
-        self._tp_group = cells.tp
-        connect([cells.tp], device.torch_device)
+        replicas = ParallelLayout(self._instances, self._tensors.generation, 1)
+        self._tp_group = builder.groups.for_model("profile", plain_grid(replicas), rank).tp
+        connect([self._tp_group], device.torch_device)
         self._company = Company(
-            store, self._instance, self._instances - 1, cells.tp, device.torch_device, config.trainer.hang_seconds
+            store, self._instance, self._instances - 1, self._tp_group, device.torch_device, config.trainer.hang_seconds
         )
         neighbours = len(NEIGHBOURS) if self._instances > 1 else 1
         self._measures = neighbours * (2 + len(self._score)) + len(self._training)  # that are still to come
@@ -173,7 +138,8 @@ class Profiler:
             work(tokens, sequences)  # warms up
             return steady_mean([work(tokens, sequences) for _ in range(REPEATS)])
 
-        return self._measure(what, (self._points.tokens, self._points.sequences), self._points.packs(), repeated, self._agreed)
+        axes = (self._points.tokens, self._points.sequences)
+        return self._measure(what, axes, self._points.packs(), repeated, self._agreed)
 
     def _measure(
         self, what: str, axes: Sequence[Sequence[float]], cells: Sequence[tuple], work: Callable[..., float],

@@ -201,4 +201,5 @@ class TrainingWork:
 def pack(tokens: int, sequences: int, device: Device, shards: int = 1) -> PackedTokens:
     """`tokens` tokens in `sequences` sequences of nearly the same length."""
     lengths = [tokens // sequences + (place < tokens % sequences) for place in range(sequences)]
-    return PackedTokens.pack([[1 + place % 7] * length for place, length in enumerate(lengths)], device.torch_device, shards)
+    rows = [[1 + place % 7] * length for place, length in enumerate(lengths)]
+    return PackedTokens.pack(rows, device.torch_device, shards)

@@ -141,7 +141,8 @@ class LineTable:
         """Inverse of `to_dict`. Raises InputError naming `where` and the neighbour."""
         for name in raw:
             check_neighbour(name, where)
-        read = [(name, Line.from_dict(raw[name], slopes, f"{where} beside {name}")) for name in NEIGHBOURS if name in raw]
+        known = [name for name in NEIGHBOURS if name in raw]
+        read = [(name, Line.from_dict(raw[name], slopes, f"{where} beside {name}")) for name in known]
         if not read:
             raise InputError(f"{where} has no line; give one for at least one of {', '.join(NEIGHBOURS)}")
         return LineTable(tuple(read))

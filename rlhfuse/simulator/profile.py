@@ -219,6 +219,18 @@ def load_costs(path: str | Path) -> CostModel:
     return MeasuredCost.from_dict(raw, str(path))
 
 
+def load_run_costs(config: RunConfig, specs: Mapping[str, ModelSpec], path: str | Path = "") -> CostModel:
+    """What `path`, default fusion.profile, holds.
+
+    Raises InputError naming the file, also for a profile made for other models or settings.
+    """
+    file = path or config.fusion.profile
+    costs = load_costs(file)
+    if isinstance(costs, ProfiledCost):
+        costs.check(made_for(config, specs), str(file))
+    return costs
+
+
 def save_profile(costs: ProfiledCost, path: str | Path) -> None:
     """Write beside and rename."""
     beside = Path(f"{path}.tmp")
