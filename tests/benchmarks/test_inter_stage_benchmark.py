@@ -33,7 +33,6 @@ from rlhfuse.simulator.cost import NEIGHBOURS  # noqa: E402
 from rlhfuse.simulator.generation import InstanceLimits  # noqa: E402
 from rlhfuse.simulator.iteration import simulate_gen_infer  # noqa: E402
 from rlhfuse.simulator.lengths import SampleLengths  # noqa: E402
-from rlhfuse.simulator.lines import Line  # noqa: E402
 
 BOTH = ("predicted", "measured")
 TAIL = (2, 3, 2, 4, 2, 3, 40, 2, 5, 2, 3, 2)  # output tokens of 12 requests
@@ -151,7 +150,7 @@ def test_figures_by_hand():
     assert "2.000 times as fast (1.20-2.20)" in line(case)
     text = markdown([case])
     assert "**2.00** (1.20-2.20)" in text and "| 1 (chosen) | 0.20 s |" in text
-    assert "| decode step, batch 1, contexts of 20 tokens | 10.0 ms | 10.0 ms | 10.0 ms |" in text
+    assert "| decode step, batch 1, contexts of 10 tokens | 10.0 ms | 10.0 ms | 10.0 ms |" in text
     spans = trace_spans(points, 1, 5.0, "1:2")
     for threshold in (0, 1):
         drawn = [s for s in spans if s.args["R_t"] == threshold]
@@ -166,7 +165,7 @@ def test_profile_tells_neighbours_apart():
     for neighbour, seconds in steps.items():
         assert costs.beside(neighbour).decode_step_seconds(1, 10) == pytest.approx(seconds)
     assert profile(steps).step_ratio(8) == pytest.approx(dict.fromkeys(NEIGHBOURS, 1.0))
-    assert costs.migration == Line(0.0, (0.0,))
+    assert costs.migration_seconds(500) == 0.0 and costs.swap_in_seconds() == 0.0
     row = next(row for row in profile(steps).table(costs) if (row["work"], row["beside"]) == ("decode", "scoring"))
     assert (row["seconds"], row["fit"]) == pytest.approx((0.02, 0.02))
 
