@@ -73,7 +73,7 @@ def rows(run: Path) -> list[dict]:
 def run_both(workers: Workers, config: Path, name: str, *overrides: str) -> tuple[Path, list[str]]:
     """A fused run with a trigger while everything decodes, and a serial one; both must be the same."""
     fused, serial = config.parent / f"{name}-fused", config.parent / f"{name}-serial"
-    exported = workers.run(job, config, fused, (*overrides, "fusion.threshold=6"))[0]
+    exported = workers.run(job, config, fused, (*overrides, "fusion.threshold=8"))[0]
     workers.run(job, config, serial, (*overrides, *SERIAL))
     assert all(row["fusion/destinations"] == 1 for row in rows(fused))
     assert all(row["fusion/destinations"] == 0 for row in rows(serial))
@@ -102,6 +102,7 @@ def test_ppo_with_a_mixed_reward(workers, config):
     run, exported = run_both(
         workers, config, "mixed", function, "reward.model_weight=0.5", "reward.function_weight=2",
         "algorithm.clip_eps_high=0.28", "algorithm.dual_clip=3", "algorithm.missing_eos_penalty=1",
+        "trainer.iterations=1",
     )  # fmt: skip
     assert exported == ["actor", "critic"]
     for row in rows(run):

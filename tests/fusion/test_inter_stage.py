@@ -101,7 +101,7 @@ def test_tensor_parallel_instances_act_on_triggers_together(run, inference):
 
 
 @pytest.mark.parametrize(
-    "scorers, function", [(("reference", "reward"), False), (("reward",), False), (("reference",), True), ((), True)]
+    "scorers, function", [(("reference", "reward"), False), (("reward",), False), (("reference",), True), (("reward",), True), ((), True)]
 )
 def test_a_run_scores_with_what_it_has(run, scorers, function):
     whole = run.serial(Case(STAIRS))["rollouts"]
@@ -112,7 +112,9 @@ def test_a_run_scores_with_what_it_has(run, scorers, function):
         assert one.old_logprobs.equal(full.old_logprobs) and one.values is None
         assert (one.ref_logprobs is not None) == ("reference" in scorers)
         assert one.ref_logprobs is None or one.ref_logprobs.equal(full.ref_logprobs)
-        assert one.score == (sum(one.response_tokens) / len(one.response_tokens) if function else full.score)
+        assert one.score == (full.score if "reward" in scorers else None)
+        mean = sum(one.response_tokens) / len(one.response_tokens)
+        assert results[0]["report"].function_scores.get(one.sample_id) == (mean if function else None)
     if function:  # asked while generation goes on, not at its end
         assert sum(one["submitted"] for one in results) > len(results)
 
