@@ -93,7 +93,7 @@ class Trainer:
         watchdog.progress("building models")
         self.memory = PhaseMeter(device)
         self.roles: Roles = build_roles(config, prepared.checkpoints, prepared.ranks, rank, device)
-        self.resharder = Resharder(device)
+        self.resharder = Resharder(device, bucket_bytes=config.fusion.bucket_mib << 20)
         self.generation_memory = WeightMemory(self.roles.generation, device)
         self.engine = self._build_engine()
         self.scorer = Scorer(

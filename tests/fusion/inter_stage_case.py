@@ -203,7 +203,8 @@ def iterate(rank: int, folders: dict[str, Path], case: Case, number: int, distur
     assert engine.kv_bytes == 0 and not any(model.parked.loaded for model in made.frozen.values())
     assert not engine.has_unfinished()
     engine.check_integrity()
-    sha = hashlib.sha256(b"".join(rollout.to_bytes() for rollout in report.rollouts)).hexdigest()
+    said = sorted(report.function_scores.items())
+    sha = hashlib.sha256(b"".join(rollout.to_bytes() for rollout in report.rollouts) + repr(said).encode()).hexdigest()
     return {
         "digest": sha, "report": replace(report, rollouts=[]), "rollouts": report.rollouts,
         "lengths": [len(r.response_tokens) for r in report.rollouts],
