@@ -48,6 +48,10 @@ from rlhfuse.simulator.migration import MigrationPlan
 __all__ = ["FusionLimits", "GenInferReport", "InterStage", "Request"]
 
 
+def _nothing() -> None:
+    """What is done at the end of generation where nobody asked for anything."""
+
+
 class InterStage:
     """Runs generation and inference on this rank, one iteration after another. Keeps nothing between them."""
 
@@ -55,9 +59,12 @@ class InterStage:
         self, rank: int, placement: Placement, engine: Engine, scorer: Scorer, store: dist.Store, *,
         instance_group: dist.ProcessGroup, worker_group: dist.ProcessGroup,
         timeout_seconds: float, progress: Callable[[str], None], bucket_bytes: int = BUCKET_BYTES,
-        rewarder: Rewarder | None = None,
+        rewarder: Rewarder | None = None, generation_done: Callable[[], None] = _nothing,
     ) -> None:  # fmt: skip
         """`bucket_bytes`: most memory that moving keys and values takes on a rank beside the caches.
+
+        `generation_done` is called on every rank when its engine is paused and decodes no more, before what scores
+        comes in: the time to give back the actor's weights.
 
         `rewarder` is asked on the leader of every instance. Its scores stay apart from a reward model's.
         """
@@ -74,6 +81,7 @@ class InterStage:
         self._progress = progress
         self._bucket_bytes = bucket_bytes
         self._rewarder = rewarder
+        self._generation_done = generation_done
 
     def run(
         self, iteration: int, requests: Sequence[Request], triggers: Sequence[int], limits: FusionLimits
@@ -125,6 +133,7 @@ class InterStage:
         if left:
             self._free_instances(board, generation, meeting, stopped, triggers, limits, diary)
         self._engine.pause()
+        self._generation_done()
         return known, left
 
     def _free_instances(

@@ -21,6 +21,16 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"  # see proc(5)
 
 
+def resident_bytes() -> int:
+    """Host memory that this process holds now."""
+    return _status_bytes("VmRSS")
+
+
+def _status_bytes(line: str) -> int:
+    found = next(text for text in STATUS.read_text().splitlines() if text.startswith(f"{line}:"))
+    return int(found.split()[1]) * 1024
+
+
 class PhaseMeter:
     """Peaks by phase. `exact` is False where peaks cannot be reset: a phase then shows the largest up to its end."""
 
@@ -48,8 +58,7 @@ class PhaseMeter:
     def _read(self, line: str, cuda) -> int:
         if self._device.is_cuda:
             return cuda(self._device.torch_device)
-        found = next(text for text in STATUS.read_text().splitlines() if text.startswith(f"{line}:"))
-        return int(found.split()[1]) * 1024
+        return _status_bytes(line)
 
     def _reset(self) -> bool:
         if self._device.is_cuda:
