@@ -135,7 +135,7 @@ class FusionConfig:
     schedule: str = ""  # schedule.json made by tools/search_schedule.py; empty = search at start
     search_seconds: float = 5.0  # time of the search at start
     actor_microbatches: int = 4  # per actor pipeline and mini-batch (M1)
-    bucket_mib: int = 64  # most memory of a rank, beside caches, that weights, keys and values on their way take, in MiB
+    bucket_mib: int = 64  # most memory of a rank, beside caches, that weights, keys and values on their way take
     profile: str = ""  # costs.json of a past run here, or a profile of this machine; empty = analytic costs
     threshold_file: str = ""  # threshold.json made by tools/calibrate_threshold.py
 

@@ -121,7 +121,7 @@ def encoder(tokenizer: Any, config: RunConfig):
             if tokenizer.chat_template is None:
                 raise InputError("the prompts are chat turns, but the tokenizer has no chat template; use text prompts")
             try:
-                return tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
+                return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
             except Exception as error:  # a template may refuse turns in any way
                 raise InputError(f"the tokenizer's chat template refuses the turns ({error})") from None
         if add is None:
