@@ -38,8 +38,11 @@ class Points:
         return sorted(cells, key=lambda cell: cell[0] * cell[1])
 
     def packs(self) -> list[tuple[int, int]]:
-        """(tokens, sequences) of prefills and packs, none with sequences above `longest`; the cheap ones first."""
-        cells = [(t, s) for t, s in product(self.tokens, self.sequences) if t <= s * self.longest]
+        """(tokens, sequences) of prefills and packs; the cheap ones first.
+
+        Every sequence stays below `longest`, so that a token can be drawn.
+        """
+        cells = [(t, s) for t, s in product(self.tokens, self.sequences) if t <= s * (self.longest - 1)]
         return sorted(cells)
 
 

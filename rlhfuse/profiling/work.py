@@ -75,12 +75,14 @@ class GenerationWork:
         self._batched_tokens = max(points.tokens)
         self._next = 0
         rollout = config.rollout
-        spare = max(points.batches)  # blocks for the tokens drawn while measuring
+        # Blocks of the run, those for tokens drawn while measuring, and enough for the largest prefill.
+        blocks = max(points.capacity // rollout.block_tokens + 2 * max(points.batches),
+                     max(points.tokens) // rollout.block_tokens + max(points.sequences))  # fmt: skip
         self.engine = Engine(
             spec,
             dict(model.named_parameters()),
             EngineOptions(
-                num_blocks=points.capacity // rollout.block_tokens + 2 * spare,
+                num_blocks=blocks,
                 block_tokens=rollout.block_tokens,
                 max_sequences=max(rollout.max_sequences_per_instance, max(points.sequences)),
                 max_batched_tokens=self._batched_tokens,
@@ -95,7 +97,7 @@ class GenerationWork:
         """Seconds of `steps` decode steps of `batch` sequences that hold about `context` tokens each."""
         filling = -(-batch * context // self._batched_tokens) + 1  # steps in which the first ones draw already
         drawn = filling + steps + 1
-        prompt = min(max(1, context - drawn // 2), self._context - drawn)
+        prompt = max(1, min(context - drawn // 2, self._context - drawn - filling))
         ids = self._enter([prompt] * batch, drawn + filling)
         seconds: list[float] = []
         while len(seconds) <= steps:  # the first one warms up

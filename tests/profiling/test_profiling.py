@@ -27,7 +27,7 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def workers():
-    pool = Workers(2)
+    pool = Workers(2, timeout_seconds=240)  # Megatron alone takes a while to import on a busy machine
     yield pool
     pool.close()
 
@@ -72,6 +72,31 @@ def test_tensor_parallel_ranks_measure_together_and_without_company(workers):
     assert any("one instance only" in line for line in lines)
 
 
+def extremes_on(rank: int) -> tuple[list[float], float]:
+    import torch
+    import torch.distributed as dist
+
+    from rlhfuse.parallel.device import choose_device
+    from rlhfuse.parallel.groups import GroupMaker
+    from rlhfuse.profiling.work import Builder, GenerationWork
+    from rlhfuse.simulator.planner import read_specs
+
+    config = quickstart("rollout.max_response_tokens=480")  # with the prompt, the models' whole context of 512
+    points = points_of(config)
+    builder = Builder(rank, dist.get_world_size(), choose_device("cpu", 0, 1), torch.float32, GroupMaker(60))
+    work = GenerationWork(config, read_specs(config)["actor"], points, builder, tp=1)
+    steps = work.decode(*points.decode()[-1], 5)
+    seconds = work.prefill(*points.packs()[-1])
+    assert not work.engine.has_unfinished()
+    return steps, seconds
+
+
+def test_the_largest_points_fit_into_context_and_cache(workers):
+    """Samples fill the context to the last token, and the cache holds no more than the run's."""
+    for steps, seconds in workers.run(extremes_on):
+        assert len(steps) == 5 and min(steps) > 0 and seconds > 0
+
+
 def company_on(rank: int) -> list[str]:
     import torch
     import torch.distributed as dist
@@ -105,7 +130,7 @@ def test_points_reach_what_the_run_can_meet():
     points = points_of(quickstart("rollout.prompts_per_iteration=24", "rollout.max_response_tokens=480"))
     assert points.batches == (1, 2, 4, 8, 16, 24) and points.contexts == (64, 128, 256, 512)
     assert points.longest == 512 and max(b * c for b, c in points.decode()) <= points.capacity
-    assert all(tokens <= sequences * points.longest for tokens, sequences in points.packs())
+    assert all(tokens < sequences * points.longest for tokens, sequences in points.packs())
     costs = [b * c for b, c in points.decode()]
     assert costs == sorted(costs)
 
