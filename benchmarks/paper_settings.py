@@ -188,9 +188,9 @@ def conclusions(cells: list[Cell]) -> list[str]:
         if not own:
             continue
         found = ", ".join(
-            f"{what.replace('_', '+')} {min(c.speedups[what] for c in own):.2f}-{max(c.speedups[what] for c in own):.2f}"
-            f" (paper {RANGES[what][0]}-{RANGES[what][1]}, {within(own, what)} of {len(own)} within)"
-            for what in RANGES
+            f"{what} {min(c.speedups[what] for c in own):.2f}-{max(c.speedups[what] for c in own):.2f} "
+            f"(paper {low}-{high}, {within(own, what)} of {len(own)} within)"
+            for what, (low, high) in RANGES.items()
         )
         share = [cell.serial_seconds / cell.generation_seconds - 1 for cell in own]
         lines.append(f"{variant}: inference is {min(share):.2f}-{max(share):.2f} of generation; {found}")
@@ -238,7 +238,8 @@ def main() -> None:
     chosen = args.variants.split(",")
     if args.draws < 1 or not set(chosen) <= set(VARIANTS):
         raise InputError(f"--draws {args.draws} must be at least 1 and --variants {args.variants} some of P,K,K.3")
-    cells = [predict(pair, length, variant, args.draws) for variant in chosen for length in MAX_LENGTHS for pair in PAIRS]
+    which = [(pair, length, variant) for variant in chosen for length in MAX_LENGTHS for pair in PAIRS]
+    cells = [predict(*one, args.draws) for one in which]
     screen = Console(stderr=True)
     screen.print(markdown(cells) if args.markdown else table(cells))
     for line in conclusions(cells):

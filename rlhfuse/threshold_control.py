@@ -41,6 +41,7 @@ from rlhfuse.spec import ModelSpec
 RECENT_ITERATIONS = 4
 WORTH_MOVING = 0.02  # the curve over R_t is flat around its minimum: smaller gains are noise
 WORTH_NAMING = 0.1  # costs that changed by less are not mentioned in the log
+NO_SCORING = (0, 0, 0.0, "idle")
 PROBE_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)  # sizes of the transfers measured at start
 PROBE_TRIPS = 8  # there and back; the first one connects
 
@@ -206,13 +207,16 @@ class ThresholdControl:
             return [row for observed in self._observed for row in observed[kind]]
 
         moved = [*self._transfers, *(row[:2] for row in rows("migration"))]
-
+        scores = bool(self._config.scorers())  # without models to score with, scoring and loading take no time
         return MeasuredCost.fit(
             decode=[DecodeObservation(int(b), int(c), s, beside) for b, c, s, beside in rows("decode")],
             prefill=[TokensObservation(int(t), int(n), s, beside) for t, n, s, beside in rows("prefill")],
-            score=[TokensObservation(int(t), int(n), s, beside) for t, n, s, beside in rows("score")],
+            score=[
+                TokensObservation(int(t), int(n), s, beside)
+                for t, n, s, beside in (rows("score") if scores else [NO_SCORING])
+            ],
             migration=[BytesObservation(int(b), s) for b, s in moved] or [BytesObservation(0, 0.0)],
-            swap_in=[row[0] for row in rows("load")],
+            swap_in=[row[0] for row in rows("load")] if scores else [0.0],
         )
 
     def _instance_limits(self) -> InstanceLimits:

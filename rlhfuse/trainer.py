@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,7 @@ from rlhfuse.parallel.memory import PhaseMeter
 from rlhfuse.parallel.offload import WeightMemory
 from rlhfuse.parallel.optimizer_state import check_exportable, export_state, import_state
 from rlhfuse.parallel.reshard import Resharder
+from rlhfuse.phases import Phases
 from rlhfuse.ppo.advantage import add_advantages
 from rlhfuse.ppo.balance import cut_minibatches
 from rlhfuse.ppo.kl_control import KLControl
@@ -51,7 +51,15 @@ from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.ppo.token_rewards import add_token_rewards, sample_kl
 from rlhfuse.preflight import Prepared
 from rlhfuse.roles import Roles, build_roles, whole_copy
-from rlhfuse.run_metrics import fusion_metrics, reward_metrics, rewarded, rollout_metrics, training_metrics
+from rlhfuse.run_metrics import (
+    fusion_metrics,
+    lengths_of,
+    reward_metrics,
+    rewarded,
+    rollout_metrics,
+    speed_metrics,
+    training_metrics,
+)
 from rlhfuse.schedule.lowering import lower
 from rlhfuse.schedule.program_times import makespan
 from rlhfuse.schedule.schedule import Schedule
@@ -61,22 +69,6 @@ from rlhfuse.simulator.plan import Plan
 from rlhfuse.simulator.planner import job_cost, kv_blocks, task_costs
 from rlhfuse.threshold_control import ThresholdControl
 from rlhfuse.timeline import StageTimes, gen_infer_spans, phase_spans, training_spans
-
-
-@dataclass
-class Phases:
-    """Wall time of each part of the running iteration, and what this rank did in it."""
-
-    rank: int
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    spans: list[Span] = field(default_factory=list)
-
-    def note(self, name: str, kind: str, start: float, end: float, **args: Any) -> None:
-        self.spans.append(Span(name, kind, self.rank, start, max(start, end), args=args))
-
-
-def lengths_of(batch: RolloutBatch) -> SampleLengths:
-    return SampleLengths(tuple(batch.prompt_lengths.tolist()), tuple(batch.response_lengths.tolist()))
 
 
 class Trainer:
@@ -93,7 +85,7 @@ class Trainer:
         watchdog.progress("building models")
         self.memory = PhaseMeter(device)
         self.roles: Roles = build_roles(config, prepared.checkpoints, prepared.ranks, rank, device)
-        self.resharder = Resharder(device)
+        self.resharder = Resharder(device, bucket_bytes=config.fusion.bucket_mib << 20)
         self.generation_memory = WeightMemory(self.roles.generation, device)
         self.engine = self._build_engine()
         self.scorer = Scorer(
@@ -144,9 +136,9 @@ class Trainer:
 
     def _release_generation(self) -> None:
         """This rank decodes no more in this iteration: the actor's copy for generation goes, before others come in."""
-        self.memory.switch("inference")
         self.engine.release_weights()
         self.generation_memory.release()
+        self.memory.switch("inference")
 
     def _start_rewarder(self) -> FunctionRewarder | None:
         """The first rank of each instance has the processes that call the reward function."""
@@ -195,22 +187,16 @@ class Trainer:
         self._move_weights(phases)
         used = self.threshold.triggers
         report = self.inter_stage.run(iteration, self._requests(iteration), used, self.threshold.limits)
-        for span in report.spans:
-            phases.note(span.kind, span.kind, span.start_seconds, span.end_seconds)
+        phases.note_generation(report)
         start = time.time()
         algorithm = replace(self.config.algorithm, kl_coef=self.kl.coef)
         batch = self._with_advantages(report, algorithm)
-        phases.seconds["adv"] = time.time() - start
-        phases.note("adv", "adv", start, time.time())
+        phases.done("adv", start)
         results = self._train(iteration, batch, phases)
         everyone = self._exchange(phases, results)
         metrics = {"iteration": iteration, **rollout_metrics(batch, algorithm)}
         metrics |= self._metrics(report, results, everyone, used)
-        metrics["timing_s/step"] = time.time() - begin
-        metrics["perf/time_per_step"] = metrics["timing_s/step"]
-        metrics["perf/total_num_tokens"] = len(batch.tokens)
-        metrics["perf/throughput"] = len(batch.tokens) / metrics["timing_s/step"]
-        metrics["perf/samples_per_second"] = len(batch) / metrics["timing_s/step"]
+        metrics |= speed_metrics(batch, time.time() - begin)
         if batch.ref_logprobs is not None:
             self.kl = self.kl.after(float(sample_kl(batch).mean()), len(batch))
         lengths = lengths_of(batch)
@@ -250,9 +236,9 @@ class Trainer:
     def _move_weights(self, phases: Phases) -> None:
         """Actor into the generation layout; a critic into the inference layout and parked in host memory."""
         start = time.time()
-        self.memory.switch("moves")
         for model in self.roles.trained.values():
             model.optimizer.release_gradients()
+        self.memory.switch("moves")
         self.generation_memory.allocate()
         self.resharder.move(self.roles.actor.optimizer.modules.values(), self.roles.generation)
         if "critic" in self.roles.trained:
@@ -262,16 +248,21 @@ class Trainer:
             parked.park()
         self.engine.load_weights(dict(self.roles.generation.named_parameters()))
         self.memory.switch("generation")
+        self.memory.note_base(self._held_bytes())
         self.engine.resume()
-        phases.seconds["reshard"] = time.time() - start
-        phases.note("reshard", "reshard", start, time.time())
+        phases.done("reshard", start)
+
+    def _held_bytes(self) -> int:
+        """What models and optimizers hold when generation begins: on CUDA of the device's memory, on CPU in all."""
+        held = self.generation_memory.device_bytes
+        held += sum(model.optimizer.held_bytes for model in self.roles.trained.values())
+        return held + (0 if self.device.is_cuda else sum(m.parked.host_bytes for m in self.roles.frozen.values()))
 
     def _train(self, iteration: int, batch: RolloutBatch, phases: Phases) -> list[MinibatchResult]:
         start = time.time()
         self.memory.switch("training")
         algorithm, seed = self.config.algorithm, self.config.trainer.seed
         results = []
-        wall = time.time() - time.perf_counter()
         lr = {role: self._lr(role, iteration) for role in self.roles.trained}
         cuts = [
             indices
@@ -281,10 +272,7 @@ class Trainer:
         for number, indices in enumerate(cuts):
             self.watchdog.progress(f"iteration {iteration}: training mini-batch {number}")
             results.append(self.training.run(batch.select(indices), self.plan.batch.microbatches_of, lr, self.kl.coef))
-            for span in results[-1].spans:
-                kind = f"{span.action.pipeline.split('.')[0]} {span.action.kind}"
-                phases.note(str(span.action), kind, wall + span.start_seconds, wall + span.end_seconds)
-        phases.seconds["train"] = time.time() - start
+        phases.note_training(results, start)
         return results
 
     def _lr(self, role: str, iteration: int) -> float:
@@ -395,5 +383,6 @@ class Trainer:
             if self.rank == 0:
                 paths, specs = self.prepared.checkpoints.paths, self.prepared.checkpoints.specs
                 weights = dict(copy.named_parameters())
-                export_checkpoint(weights, specs[role], trained.scalar_head, paths[role], self.run_dir / "export" / role)
+                out = self.run_dir / "export" / role
+                export_checkpoint(weights, specs[role], trained.scalar_head, paths[role], out)
         dist.barrier()

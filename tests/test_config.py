@@ -73,7 +73,7 @@ def test_refusals_name_the_key(tmp_path, overrides, message):
         (["reward.path=''", "reward.function=m:f", "critic.path=c"], "actor critic reference", "reference critic"),
         (["reward.function=m:f"], "actor critic reference reward", "reference critic reward"),
         (
-            ["algorithm.name=rloo", "reference.path=None", "algorithm.kl_coef=0", "reward.path=''", "reward.function=m:f"],
+            "algorithm.name=rloo reference.path=None algorithm.kl_coef=0 reward.path='' reward.function=m:f".split(),
             "actor",
             "",
         ),
@@ -104,7 +104,7 @@ def test_a_run_has_the_models_that_it_needs(tmp_path, overrides, roles, scorers)
         (["algorithm.epochs=0"], "algorithm.epochs=0 must be at least 1"),
         (["algorithm.whiten_advantages=some"], "must be auto, true or false"),
         (["algorithm.overlong_penalty=1"], "belong together; set both or neither"),
-        (["algorithm.overlong_penalty=1", "algorithm.overlong_tokens=500"], "overlong_tokens=500 > rollout.max_response"),
+        (["algorithm.overlong_penalty=1", "algorithm.overlong_tokens=500"], "overlong_tokens=500 > rollout"),
         (["reward.path=''"], "reward.path is not set, nor is reward.function"),
         (["reward.path=''", "reward.function=m:f"], "critic.path is not set, and there is no reward.path"),
         (["reward.function_weight=2"], "weighs a function, but reward.function is not set"),

@@ -38,10 +38,8 @@ def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("algorithms")
     (folder / "functions.py").write_text(FUNCTIONS)
     file = write_run(folder, trainer__iterations=2, rollout__max_response_tokens=12, rollout__samples_per_prompt=2)
-    rows = [
-        {"prompt": f"w{i} w{2 * i}", "data_source": "tests", "reward_model": {"ground_truth": 0.1}, "extra_info": {"bonus": i}}
-        for i in range(6)
-    ]  # fmt: skip
+    truth = {"data_source": "x", "reward_model": {"ground_truth": 0.1}}
+    rows = [{"prompt": f"w{i} w{2 * i}", "extra_info": {"bonus": i}, **truth} for i in range(6)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
@@ -91,7 +89,7 @@ def test_grpo_with_a_function_reward(workers, config):
     assert exported == ["actor"]
     metrics = rows(run)
     assert all(0 <= row["critic/score/mean"] <= 1 and row["rollout/train_logprob_abs_diff"] < 1e-5 for row in metrics)
-    assert metrics[0]["actor/kl_loss"] >= 0 and "critic/vf_loss" not in metrics[0] and "critic/values/mean" not in metrics[0]
+    assert metrics[0]["actor/kl_loss"] >= 0 and not {"critic/vf_loss", "critic/values/mean"} & metrics[0].keys()
     assert metrics[0]["actor/kl_coef"] == 0.05 > metrics[1]["actor/kl_coef"]  # it was below its target
     plan = json.loads((run / "plan.json").read_text())
     assert [task["name"] for task in plan["tasks"]] == ["generation", "reference_inference", "actor_train"]

@@ -23,7 +23,7 @@ from rlhfuse.simulator.cost import CostModel
 from rlhfuse.simulator.hardware import hardware_by_name
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 from rlhfuse.simulator.planner import generation_cost, instance_limits, median_context, read_specs
-from rlhfuse.simulator.profile import load_costs
+from rlhfuse.simulator.profile import load_run_costs
 from rlhfuse.simulator.threshold import Threshold, save_threshold, sweep_threshold
 from rlhfuse.simulator.trial_cost import TrialCost
 from rlhfuse.spec import ParallelLayout
@@ -55,7 +55,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
     lengths = parser.add_mutually_exclusive_group(required=True)
     lengths.add_argument("--lengths", metavar="FILE[:COLUMN]", help="column of output lengths; or a run's folder")
-    lengths.add_argument("--trial", type=int, metavar="PROMPTS", help="generate for so many prompts and use their lengths")
+    lengths.add_argument("--trial", type=int, metavar="PROMPTS", help="generate for so many prompts here")
     parser.add_argument("--prompt-column", help="column of prompt lengths; default: a known name, or none")
     parser.add_argument("--out", required=True, help="threshold.json to write")
     parser.add_argument("--instances", type=int, help="generation instances; default dp of parallel.generation")
@@ -86,7 +86,7 @@ def _check(args: argparse.Namespace, config: RunConfig, instances: int) -> None:
 
 def _costs(config: RunConfig, args: argparse.Namespace, instances: int) -> CostModel:
     if args.cost:
-        return load_costs(args.cost)
+        return load_run_costs(config, read_specs(config), args.cost)
     hardware = hardware_by_name(args.hardware or config.trainer.hardware, config.trainer.device)
     return generation_cost(config, read_specs(config), instances, hardware)
 

@@ -2,8 +2,8 @@
 
 A worker begins to load the weights when it joins and scores its first pack while they come in: model i scores as
 soon as it is there. Whoever is free draws the next pack of the samples known at the trigger, in order; then what
-has been streamed, several samples together where several wait. Of several that are free, one that has its weights comes first, then
-the lower instance.
+has been streamed, several samples together where several wait. Of several that are free, one that has its weights
+comes first, then the lower instance.
 
     joins    |w1|w2|w3|             w: weights of a model, s: that model scores the pack
     first pack  |s1|s2 |s3|  then packs of its own, without loading
@@ -38,7 +38,7 @@ class ScoringDesk:
         self._free: list[tuple[bool, int]] = []  # heap of (must load first, instance) with nothing to draw
         self._joined: dict[int, float] = {}  # until its first pack: when a worker began to load
         self._scoring: set[int] = set()
-        self._workers = 0  # that have joined so far, or will as soon as they have sent what moves
+        self._workers: set[int] = set()  # that have joined so far
 
     @property
     def next_seconds(self) -> float:
@@ -52,7 +52,6 @@ class ScoringDesk:
     def join(self, seconds: float, instance: int) -> None:
         """A worker that loads from `seconds` on."""
         self._joined[instance] = seconds
-        self._workers += 1
         heapq.heappush(self._coming, (seconds, instance))
 
     def stream(self, tokens: int) -> None:
@@ -64,6 +63,7 @@ class ScoringDesk:
         while self._coming and self._coming[0][0] <= now:
             _, instance = heapq.heappop(self._coming)
             self._scoring.discard(instance)
+            self._workers.add(instance)
             heapq.heappush(self._free, (instance in self._joined, instance))
         while self._free and (self._packs or self._streamed):
             tokens, samples = self._packs.popleft() if self._packs else self._take_streamed()
@@ -78,7 +78,7 @@ class ScoringDesk:
         return sum(samples for end, samples in self.batches if end <= seconds)
 
     def _take_streamed(self) -> tuple[int, int]:
-        samples = streamed_pack(self._streamed, self._workers, self._limits.score_tokens)
+        samples = streamed_pack(self._streamed, len(self._workers), self._limits.score_tokens)
         return sum(self._streamed.popleft() for _ in range(samples)), samples
 
     def _score(self, instance: int, now: float, tokens: int, samples: int, costs: CostModel) -> float:

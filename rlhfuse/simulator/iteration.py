@@ -145,13 +145,13 @@ class _Fused:
     def simulate(self) -> GenInferTimeline:
         generation = now = self.meetings[0].seconds
         while now < math.inf:
+            while self.triggers and self.remaining <= self.triggers[0]:  # perhaps reached by the last meeting already
+                self._meet(now)
             self.desk.draw(now, self.batch.beside["decoding" if self.remaining else "scoring"])
             self._set_pace(now)
             now = min(self.desk.next_seconds, self.tail.next_end)
             while self.tail.next_end <= now < math.inf:
                 generation = self._take_sample()
-            if self.triggers and self.remaining <= self.triggers[0]:
-                self._meet(now)
         total = max(generation, *(span.end for span in self.desk.spans))
         return GenInferTimeline(
             spans=tile([*self.spans, *self.desk.spans], self.batch.instances, total),

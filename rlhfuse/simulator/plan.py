@@ -96,14 +96,14 @@ class Plan:
         blocks = [(title, ())]
         blocks.append(("tasks", tuple(str(task) for task in self.tasks)))
         blocks.append(("batch", self.batch.lines()))
-        blocks.append((f"memory per rank (device limit {readable_bytes(self.memory_limit)})", self._memory_lines()))
+        blocks.append((f"memory per rank (limit {readable_bytes(self.memory_limit)})", self._memory_lines()))
         blocks.append(("weight moves per iteration, all ranks together", self._move_lines()))
         blocks.append(("predicted seconds per iteration", self._seconds_lines()))
         blocks.append(("why", self.reasons))
         return "\n".join("\n".join((head, *(f"  {line}" for line in lines))) for head, lines in blocks)
 
     def _memory_lines(self) -> tuple[str, ...]:
-        columns = ("weights", "optimizer", "gradients", "activations", "kv", "device", "host")
+        columns = ("weights", "optimizer", "gradients", "activations", "kv", "buckets", "device", "host")
         lines = ["phase      " + "".join(f"{name:>12s}" for name in columns)]
         for phase in self.memory:
             values = "".join(f"{readable_bytes(getattr(phase, name)):>12s}" for name in columns)

@@ -30,7 +30,8 @@ from rlhfuse.simulator.iteration import IterationSeconds, move_cost, simulate_it
 from rlhfuse.simulator.layout_moves import layout_moves
 from rlhfuse.simulator.layouts import TASK_ROLES, BatchArithmetic, Task, batch_arithmetic, check_layouts
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.memory import SCORERS, TRAINED, PhaseMemory, memory_by_phase, readable_bytes
+from rlhfuse.simulator.memory import SCORERS, TRAINED, PhaseMemory, readable_bytes
+from rlhfuse.simulator.memory_check import memory_limit, needed_bytes, run_memory
 from rlhfuse.simulator.plan import Plan, ScheduleSummary
 from rlhfuse.simulator.profile import ProfiledCost, load_run_costs
 from rlhfuse.simulator.threshold import Threshold, load_threshold, sweep_threshold
@@ -195,11 +196,9 @@ def plan_run(
     seconds = _predict(setting, summary, threshold_samples, threshold)
 
     full = training_problem(costs, batch, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
-    longest = batch.samples_per_microbatch * (config.data.max_prompt_tokens + config.rollout.max_response_tokens)
-    activations = evaluate(Schedule(full, schedule.orders)).peak_memory
-    activations += max(costs[task].rerun_bytes(longest) for task in TRAINED if task in costs)
-    memory = memory_by_phase(costs, limits.kv_capacity_bytes, activations, limits.score_tokens)
-    reasons.append(_memory_reason(memory, hardware))
+    memory = run_memory(config, costs, batch, limits.kv_capacity_bytes, Schedule(full, schedule.orders))
+    limit = memory_limit(config, hardware, world_size)
+    reasons.append(_memory_reason(memory, hardware, limit))
     plan = Plan(
         world_size=world_size,
         hardware=hardware.name,
@@ -207,7 +206,7 @@ def plan_run(
         tasks=tasks,
         batch=batch,
         memory=memory,
-        memory_limit=hardware.memory_bytes,
+        memory_limit=limit,
         weight_moves=layout_moves(tasks, specs, element_bytes(config), hardware),
         seconds=seconds,
         schedule=summary,
@@ -340,10 +339,12 @@ def _limits_reason(config: RunConfig, limits: InstanceLimits) -> str:
     )
 
 
-def _memory_reason(memory: tuple[PhaseMemory, ...], hardware: HardwareSpec) -> str:
-    fullest = max(memory, key=lambda phase: phase.device)
-    fits = "fits in" if fullest.device <= hardware.memory_bytes else "DOES NOT FIT in"
+def _memory_reason(memory: tuple[PhaseMemory, ...], hardware: HardwareSpec, limit: float) -> str:
+    needs = {phase.phase: needed_bytes(phase, hardware, 0) for phase in memory}
+    fullest = max(needs, key=needs.__getitem__)
+    fits = "fits in" if needs[fullest] <= limit else "DOES NOT FIT in"
+    with_host = ", host copies included," if hardware.name == "cpu" else ""
     return (
-        f"the fullest phase, {fullest.phase}, needs {readable_bytes(fullest.device)} per rank and {fits} "
-        f"{readable_bytes(hardware.memory_bytes)} of a {hardware.name}"
+        f"the fullest phase, {fullest}, needs {readable_bytes(needs[fullest])} per rank{with_host} and {fits} "
+        f"{readable_bytes(limit)} of a {hardware.name}"
     )

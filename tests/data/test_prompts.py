@@ -88,7 +88,7 @@ GOOD = '{"prompt": "x"}\n'
         ("p.jsonl.gz", b"no gzip", "not a whole gzip file"),
         ("p.jsonl.gz", gzip.compress(GOOD.encode() * 999)[:-9], "not a whole gzip file"),
         ("p.json", '{"prompt": "x"}', "must be a list of rows; for one object per line name it .jsonl"),
-        ("p.json", '[\n{"prompt": "x"},\n{"prompt" "y"}]', "p.json:3: not valid JSON .Expecting ':' delimiter at column 11"),
+        ("p.json", '[\n{"prompt": "x"},\n{"prompt" "y"}]', "p.json:3: not valid JSON .Expecting ':'"),
         ("p.jsonl", '{"chosen": "no turns", "rejected": ""}', "p.jsonl:1: chosen is 'no turns'; it must be a dialogue"),
         ("p.jsonl", '{"chosen": "\\n\\nAssistant: hi"}', "it must be a dialogue of Human: and Assistant: turns"),
         ("p.jsonl", '{"chosen": null}', "p.jsonl:1: chosen is 'None'"),

@@ -106,7 +106,7 @@ def test_a_module_that_fails(tmp_path):
         ("words", "trl", ROW, None),
         ("ids", "trl", ROW, None),
         ("length", "verl", {"prompt": "p"}, "f:3: no key 'data_source'"),
-        ("length", "verl", {"data_source": "x", "reward_model": "42"}, "f:3: reward_model is '42'; it needs a ground_truth"),
+        ("length", "verl", {"data_source": "x", "reward_model": "42"}, "reward_model is '42'; it needs a ground_truth"),
         ("words", "verl", ROW, "cannot be called as reward.signature=verl says"),
         ("length", "trl", ROW, "reward.signature=trl says (missing a required argument: 'solution_str')"),
         ("words", "trl", {"prompt": "p"}, "(missing a required argument: 'level'); f:3 offers prompts, completions"),
@@ -249,4 +249,5 @@ def test_exact_match_of_both_signatures():
     assert exact_match("gsm8k", "", "72") == 0.0
     chat = [{"role": "assistant", "content": "#### 3"}]
     assert answer_match(completions=["4", chat], answer=["1+3 = 4\n#### 4", "#### 4"]) == [1.0, 0.0]
-    RewardFunction.load("rlhfuse.data.gsm8k:answer_match", "trl").check({"question": "q", "answer": "#### 1"}, "q", "f:1")
+    loaded = RewardFunction.load("rlhfuse.data.gsm8k:answer_match", "trl")
+    loaded.check({"question": "q", "answer": "#### 1"}, "q", "f:1")

@@ -118,7 +118,9 @@ def test_stats_hold_no_graph():
 
 
 @settings(derandomize=True, deadline=None, max_examples=25)
-@given(seed=st.integers(0, 1000), low=st.floats(0.01, 0.9), high=st.floats(0.01, 2), dual=st.sampled_from([0.0, 1.5, 3.0]))
+@given(
+    seed=st.integers(0, 1000), low=st.floats(0.01, 0.9), high=st.floats(0.01, 2), dual=st.sampled_from([0.0, 1.5, 3.0])
+)
 def test_clip_higher_and_dual_clip_equal_the_loop(seed, low, high, dual):
     new, old, advantages = (3 * row for row in numbers(seed))
     loss, stats = policy_loss_sum(new, old, advantages, low, high, dual)

@@ -51,7 +51,7 @@ class StepByStep:
         self.ended: dict[int, float] = {}
         self.told: set[int] = set()
         self.meets, self.met = None, False  # the trigger that they are stopping for; whether one has been met
-        self.packs, self.stream, self.workers = [], [], 0
+        self.packs, self.stream = [], []
         self.scored: list[tuple[float, int]] = []
         self.plans = []
 
@@ -134,7 +134,6 @@ class StepByStep:
 
     def join(self, place: Place, seconds: float) -> None:
         place.role, place.loads_from, place.busy_until = "joins", seconds, seconds
-        self.workers += 1
 
     def trigger(self, now: float) -> None:
         decoding = [i for i, p in enumerate(self.places) if p.role in ("decodes", "stopping")]
@@ -149,6 +148,7 @@ class StepByStep:
                     self.places[i].role = "stopping"
         if self.meets is not None and all(self.places[i].busy_until <= now for i in decoding):
             self.meet(decoding, now)
+            self.trigger(now)  # the next one may have been reached already
 
     def meet(self, decoding: list[int], now: float) -> None:
         trigger, self.meets = self.meets, None
@@ -196,7 +196,9 @@ class StepByStep:
             if self.packs:
                 pack = self.packs.pop(0)
             elif self.stream:
-                count = streamed_pack(self.stream, self.workers, self.limits.score_tokens)
+                here = [p for p in self.places if p.role in ("scores", "free", "joins")]
+                here = [p for p in here if p.role != "joins" or p.busy_until <= now]
+                count = streamed_pack(self.stream, len(here), self.limits.score_tokens)
                 pack, self.stream = self.stream[:count], self.stream[count:]
             else:
                 return

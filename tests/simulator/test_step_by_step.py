@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_helpers import lengths_strategy, limits
 from step_by_step import StepByStep
 
 from rlhfuse.simulator.iteration import simulate_gen_infer
+from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.lines import Line, LineTable
 from rlhfuse.simulator.measured import MeasuredCost
 
@@ -61,3 +64,21 @@ def test_jumping_equals_stepping(lengths, instances, triggers, capacity, swap_in
     assert line.scored_before_generation_end == sum(
         count for end, count in slow.scored if end <= line.generation_seconds and line.plans
     )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_jumping_equals_stepping_on_larger_cases(seed):
+    """Drawn evenly, so that several instances hand over to one and later triggers do something."""
+    draw = np.random.default_rng(seed)
+    for _ in range(25):
+        samples, instances = int(draw.integers(4, 25)), int(draw.integers(2, 6))
+        prompt, output = (tuple(draw.integers(1, most + 1, samples).tolist()) for most in (60, 80))
+        triggers = tuple(sorted(set(draw.integers(1, samples + 1, 2).tolist()), reverse=True))
+        lim = limits(
+            kv_capacity_bytes=int(draw.integers(140, 900)) * 100.0, max_prompt_tokens=60, max_output_tokens=80,
+            bs_max=int(draw.integers(1, 9)), scoring_models=2, max_sequences=6,
+        )  # fmt: skip
+        setting = SampleLengths(prompt, output), instances, exact_costs(1 << 14, 1024), lim, triggers
+        line, slow = simulate_gen_infer(*setting), StepByStep(*setting).run()
+        assert list(line.plans) == slow.plans and line.generation_seconds == max(slow.ended.values())
+        assert line.total_seconds == slow.total
