@@ -130,12 +130,13 @@ class FusionConfig:
     inter_stage: bool = True  # score finished samples while the long tail still decodes
     intra_stage: bool = True  # train actor and critic in one fused pipeline schedule
     threshold: str = "auto"  # R_t in samples of the whole batch; auto = by simulation
+    max_triggers: int = 2  # most migrations of an iteration; a second one only where it is predicted to pay
     bs_max: int = 0  # largest batch that decodes about as fast as batch 1; 0 = from the cost model
     schedule: str = ""  # schedule.json made by tools/search_schedule.py; empty = search at start
     search_seconds: float = 5.0  # time of the search at start
     actor_microbatches: int = 4  # per actor pipeline and mini-batch (M1)
     bucket_mib: int = 64  # most memory of a rank, beside caches, that weights, keys and values on their way take, in MiB
-    profile: str = ""  # costs.json of a past run on this machine; empty = analytic costs
+    profile: str = ""  # costs.json of a past run here, or a profile of this machine; empty = analytic costs
     threshold_file: str = ""  # threshold.json made by tools/calibrate_threshold.py
 
 

@@ -41,6 +41,7 @@ LOWEST = {
     "reward.workers": 1,
     "fusion.actor_microbatches": 1,
     "fusion.bs_max": 0,
+    "fusion.max_triggers": 1,
     "fusion.bucket_mib": 1,
     "trainer.iterations": 1,
     "trainer.save_every": 0,

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from rlhfuse.checkpoint import mark_finished, rewind, save_checkpoint
 from rlhfuse.config import AlgorithmConfig
 from rlhfuse.data.sampler import PromptSampler, prompt_groups, sample_id
+from rlhfuse.forecast import Batch, Forecast, Forecaster, Measured
 from rlhfuse.function_reward import FunctionRewarder
 from rlhfuse.fusion.inference import Scorer
 from rlhfuse.fusion.inter_stage import GenInferReport, InterStage, Request
@@ -33,6 +34,7 @@ from rlhfuse.gen.engine import Engine, EngineOptions
 from rlhfuse.gen.sequence import SamplingParams
 from rlhfuse.models.hf import export_checkpoint
 from rlhfuse.monitor.console import ProgressPrinter
+from rlhfuse.monitor.forecast_table import PHASES
 from rlhfuse.monitor.metrics import MetricsWriter
 from rlhfuse.monitor.trace import Span, save_trace
 from rlhfuse.monitor.watchdog import Watchdog
@@ -54,10 +56,11 @@ from rlhfuse.schedule.lowering import lower
 from rlhfuse.schedule.program_times import makespan
 from rlhfuse.schedule.schedule import Schedule
 from rlhfuse.simulator.hardware import hardware_by_name
+from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.plan import Plan
 from rlhfuse.simulator.planner import job_cost, kv_blocks, task_costs
 from rlhfuse.threshold_control import ThresholdControl
-from rlhfuse.timeline import StageTimes, gen_infer_spans, training_spans
+from rlhfuse.timeline import StageTimes, gen_infer_spans, phase_spans, training_spans
 
 
 @dataclass
@@ -70,6 +73,10 @@ class Phases:
 
     def note(self, name: str, kind: str, start: float, end: float, **args: Any) -> None:
         self.spans.append(Span(name, kind, self.rank, start, max(start, end), args=args))
+
+
+def lengths_of(batch: RolloutBatch) -> SampleLengths:
+    return SampleLengths(tuple(batch.prompt_lengths.tolist()), tuple(batch.response_lengths.tolist()))
 
 
 class Trainer:
@@ -107,6 +114,7 @@ class Trainer:
         self.sampler = PromptSampler(len(prepared.prompts), config.trainer.seed)
         self.rewarder = self._start_rewarder()
         self.kl = KLControl(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
+        self.forecaster = Forecaster(self.programs, prepared.ranks)
         self.inter_stage = InterStage(
             rank, self.roles.placement, self.engine, self.scorer, store, rewarder=self.rewarder,
             instance_group=self.roles.generation_tp, worker_group=self.roles.worker_tp,
@@ -193,6 +201,7 @@ class Trainer:
         algorithm = replace(self.config.algorithm, kl_coef=self.kl.coef)
         batch = self._with_advantages(report, algorithm)
         phases.seconds["adv"] = time.time() - start
+        phases.note("adv", "adv", start, time.time())
         results = self._train(iteration, batch, phases)
         everyone = self._exchange(phases, results)
         metrics = {"iteration": iteration, **rollout_metrics(batch, algorithm)}
@@ -204,12 +213,17 @@ class Trainer:
         metrics["perf/samples_per_second"] = len(batch) / metrics["timing_s/step"]
         if batch.ref_logprobs is not None:
             self.kl = self.kl.after(float(sample_kl(batch).mean()), len(batch))
+        lengths = lengths_of(batch)
+        forecast = self._forecast(used, lengths) if self.rank == 0 else None
         message = self.threshold.observe(iteration, report, batch)
         if message and self.rank == 0:
             print(message, flush=True)
+        seconds = {phase: metrics[f"timing_s/{phase}"] for phase in PHASES}
+        self.forecaster.observe(Measured(seconds, len(batch.tokens), len(results), self.stage_times))
         spans = [Span(**span) for one in everyone for span in one["spans"]]
         if self.rank == 0:
-            spans += self._predicted(report, used, results)
+            metrics |= forecast.metrics() if forecast else {}
+            spans += self._predicted(forecast or self._forecast(used, lengths), begin, results)
         return metrics, spans
 
     def _requests(self, iteration: int) -> list[Request]:
@@ -313,14 +327,27 @@ class Trainer:
             metrics[f"perf/peak_memory_gb/{phase}"] = max(one["peaks"][phase] for one in everyone) / 1e9
         return metrics
 
-    def _predicted(self, report: GenInferReport, used: tuple[int, ...], results: list[MinibatchResult]) -> list[Span]:
-        """What the simulator and the schedule say this iteration should have looked like, from its own costs."""
-        timeline = self.threshold.simulate(used)
-        spans = gen_infer_spans(timeline, self.roles.placement, report.begin_seconds)
-        begin = report.begin_seconds + timeline.total_seconds
-        times = self.stage_times.step_times(self.programs, self.prepared.ranks)
+    def _forecast(self, used: tuple[int, ...], lengths: SampleLengths) -> Forecast | None:
+        """What the iterations so far say of one with these lengths; None before the first."""
+        if not self.forecaster.ready:
+            return None
+
+        def batch(one: SampleLengths) -> Batch:
+            return Batch(self.threshold.simulate(used, one), sum(one.prompt) + sum(one.output))
+
+        return self.forecaster.forecast(batch(lengths), [batch(one) for one in self.threshold.recent_lengths])
+
+    def _predicted(self, forecast: Forecast, begin: float, results: list[MinibatchResult]) -> list[Span]:
+        """The iteration as it was expected to be, the first one as its own costs say."""
+        seconds, timeline = forecast.known, forecast.timeline
+        ranks = range(self.prepared.world_size)
+        spans = phase_spans("reshard", ranks, begin, seconds["reshard"])
+        begin += seconds["reshard"]
+        spans += gen_infer_spans(timeline, self.roles.placement, begin)
+        begin += timeline.total_seconds
+        spans += phase_spans("adv", ranks, begin, seconds["adv"])
         starts = [result.spans[0].start_seconds for result in results]
-        return spans + training_spans(times, begin, starts)
+        return spans + training_spans(forecast.step_times, begin + seconds["adv"], starts)
 
     def _predicted_makespan(self, minibatches: int) -> float:
         """Of this iteration's mini-batches, from the times its actions took, each on its own core or GPU."""

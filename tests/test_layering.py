@@ -13,7 +13,8 @@ LAYERS = {
     **dict.fromkeys(("ppo", "data", "monitor", "gen"), 3),
     "fusion": 4,
     **dict.fromkeys(("launch", "preflight", "roles", "threshold_control", "timeline", "trainer", "checkpoint"), 5),
-    **dict.fromkeys(("function_reward", "run_metrics"), 5),
+    **dict.fromkeys(("function_reward", "generation_trial", "run_metrics"), 5),
+    **dict.fromkeys(("forecast", "profiling"), 5),
 }
 STRANGERS = {"ppo", "data", "monitor", "gen"}  # do not know each other
 # package -> where it may be imported: folders end with "/"

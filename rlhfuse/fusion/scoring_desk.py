@@ -101,7 +101,8 @@ class ScoringDesk:
                 return DONE, 0, 0
             if published > taken:
                 lengths = [tokens_of(self._fetch(index)) for index in range(taken, published)]
-                count = streamed_pack(lengths, max(1, self._board.note_waiting(0)), self._budget)
+                workers = self._board.note_waiting(0) + self._board.scoring()  # who is busy wants work soon
+                count = streamed_pack(lengths, max(1, workers), self._budget)
                 if self._board.take(taken, count, self._worker):
                     return STREAMED, taken, taken + count
                 continue  # another worker was quicker

@@ -7,9 +7,11 @@ One layer of a forward over T tokens takes
 with FLOPs = 2 x parameters x T + 4 x heads x head_dim x (query, key) pairs, and bytes = weights + keys and values.
 A decode step is the same with T = batch, but its kernels are short, and what a layer needs to start and end them is
 added: measured runs show that reading memory does not hide it. While the batch is small that and the weights
-dominate, so a step's latency is flat up to BS_max (paper section 4.2). `CostModel` is what the simulation of generation and inference asks for; it
-has three implementations: `JobCost` here (analytic), `MeasuredCost` (measured.py, from a running job) and
-`ProfiledCost` (profile.py, from tools/profile_costs.py).
+dominate, so a step's latency is flat up to BS_max (paper section 4.2).
+
+`CostModel` is what the simulation of generation and inference asks for; it has three implementations: `JobCost` here
+(analytic), `MeasuredCost` (measured.py, from a running job) and `ProfiledCost` (profile.py, from
+tools/profile_costs.py).
 
 Work on one instance costs more while the others use the same memory or node: `CostModel.beside` gives the costs
 beside a neighbour that is idle, that decodes or that scores.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Callable
 
@@ -71,8 +71,8 @@ def write_models(base: Path) -> dict[str, Path]:
     }
 
 
-class LengthReward:
-    """A reward function that takes its time on nothing: the mean token of the response, in a dictionary by id."""
+class MeanTokenReward:
+    """A reward function: the mean token of the response."""
 
     def __init__(self, fails_on: int | None = None) -> None:
         self._scores: dict[int, float] = {}
@@ -100,7 +100,7 @@ class Built:
     frozen: dict[str, Any]
     tp_group: Any
     worker_group: Any
-    makers: list = field(default_factory=list)
+    maker: Any
 
 
 _BUILT: dict[tuple, Built] = {}  # of this worker process
@@ -111,6 +111,13 @@ def built(rank: int, folders: dict[str, Path], case: Case) -> Built:
     if key not in _BUILT:
         _BUILT[key] = build(rank, folders, case)
     return _BUILT[key]
+
+
+def clean_up(rank: int) -> None:
+    """Give up all groups, in the same order on all ranks."""
+    for made in _BUILT.values():
+        made.maker.close()
+    _BUILT.clear()
 
 
 def build(rank: int, folders: dict[str, Path], case: Case) -> Built:
@@ -132,8 +139,9 @@ def build(rank: int, folders: dict[str, Path], case: Case) -> Built:
     def model_of(role: str, task: str):
         head = role in ("critic", "reward")
         groups = maker.for_model(f"{role}{task}", grids[task], rank)
-        model = build_model(specs[role], grids[task], groups, rank, scalar_head=head, dtype=torch.float32, device=device)
-        load_part(model, folders[role], specs[role], grids[task], rank, head)
+        spec, grid = specs[role], grids[task]
+        model = build_model(spec, grid, groups, rank, scalar_head=head, dtype=torch.float32, device=device)
+        load_part(model, folders[role], spec, grid, rank, head)
         return model.requires_grad_(False), groups.tp
 
     def frozen(role: str) -> FrozenModel:
@@ -152,7 +160,7 @@ def build(rank: int, folders: dict[str, Path], case: Case) -> Built:
     engine.pause()
     models = {role: frozen(role) for role in SCORERS}
     placement = Placement(*(tuple(stages[0] for stages in grids[task].cells) for task in "gi"))
-    return Built(rank, placement, engine, models, tp_group, models["reference"].tp_group, [maker])
+    return Built(rank, placement, engine, models, tp_group, models["reference"].tp_group, maker)
 
 
 def inter_stage(rank, folders, case, number, progress=lambda _: None, rewarder=None, store=None):
@@ -177,7 +185,7 @@ def inter_stage(rank, folders, case, number, progress=lambda _: None, rewarder=N
 
 def iterate(rank: int, folders: dict[str, Path], case: Case, number: int, disturb: Callable | None = None) -> dict:
     """One iteration; `disturb(stage, scorer, built, case, store)` may get in the way before it begins."""
-    rewarder = LengthReward() if case.function_reward else None
+    rewarder = MeanTokenReward() if case.function_reward else None
     store = dist.PrefixStore(f"test{number}", dist.distributed_c10d._get_default_store())
     stage, scorer, made = inter_stage(rank, folders, case, number, rewarder=rewarder, store=store)
     engine, own_step = made.engine, made.engine.step
@@ -195,7 +203,8 @@ def iterate(rank: int, folders: dict[str, Path], case: Case, number: int, distur
     assert engine.kv_bytes == 0 and not any(model.parked.loaded for model in made.frozen.values())
     assert not engine.has_unfinished()
     engine.check_integrity()
-    sha = hashlib.sha256(b"".join(rollout.to_bytes() for rollout in report.rollouts)).hexdigest()
+    said = sorted(report.function_scores.items())
+    sha = hashlib.sha256(b"".join(rollout.to_bytes() for rollout in report.rollouts) + repr(said).encode()).hexdigest()
     return {
         "digest": sha, "report": replace(report, rollouts=[]), "rollouts": report.rollouts,
         "lengths": [len(r.response_tokens) for r in report.rollouts],
