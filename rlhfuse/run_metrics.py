@@ -89,3 +89,9 @@ def fusion_metrics(report: GenInferReport, triggers: Sequence[int], instances: i
         "fusion/scored_before_generation_end": report.scored_before_generation_end,
         "fusion/gen_infer_seconds": report.total_seconds,
     }
+
+
+def memory_metrics(everyone: list[dict]) -> dict[str, float]:
+    """Peak bytes of each phase on the fullest rank, in 10^9 bytes."""
+    peaks = [one["peaks"] for one in everyone]
+    return {f"perf/peak_memory_gb/{phase}": max(one[phase] for one in peaks) / 1e9 for phase in peaks[0]}
