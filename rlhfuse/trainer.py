@@ -51,7 +51,8 @@ from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.ppo.token_rewards import add_token_rewards, sample_kl
 from rlhfuse.preflight import Prepared
 from rlhfuse.roles import Roles, build_roles, whole_copy
-from rlhfuse.run_metrics import fusion_metrics, memory_metrics, reward_metrics, rewarded, rollout_metrics, training_metrics
+from rlhfuse.run_metrics import fusion_metrics, memory_metrics, reward_metrics, rewarded
+from rlhfuse.run_metrics import rollout_metrics, training_metrics
 from rlhfuse.schedule.lowering import lower
 from rlhfuse.schedule.program_times import makespan
 from rlhfuse.schedule.schedule import Schedule
@@ -394,5 +395,6 @@ class Trainer:
             if self.rank == 0:
                 paths, specs = self.prepared.checkpoints.paths, self.prepared.checkpoints.specs
                 weights = dict(copy.named_parameters())
-                export_checkpoint(weights, specs[role], trained.scalar_head, paths[role], self.run_dir / "export" / role)
+                out = self.run_dir / "export" / role
+                export_checkpoint(weights, specs[role], trained.scalar_head, paths[role], out)
         dist.barrier()
