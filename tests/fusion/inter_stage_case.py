@@ -71,8 +71,8 @@ def write_models(base: Path) -> dict[str, Path]:
     }
 
 
-class LengthReward:
-    """A reward function that takes its time on nothing: the mean token of the response, in a dictionary by id."""
+class MeanTokenReward:
+    """A reward function: the mean token of the response."""
 
     def __init__(self, fails_on: int | None = None) -> None:
         self._scores: dict[int, float] = {}
@@ -139,8 +139,9 @@ def build(rank: int, folders: dict[str, Path], case: Case) -> Built:
     def model_of(role: str, task: str):
         head = role in ("critic", "reward")
         groups = maker.for_model(f"{role}{task}", grids[task], rank)
-        model = build_model(specs[role], grids[task], groups, rank, scalar_head=head, dtype=torch.float32, device=device)
-        load_part(model, folders[role], specs[role], grids[task], rank, head)
+        spec, grid = specs[role], grids[task]
+        model = build_model(spec, grid, groups, rank, scalar_head=head, dtype=torch.float32, device=device)
+        load_part(model, folders[role], spec, grid, rank, head)
         return model.requires_grad_(False), groups.tp
 
     def frozen(role: str) -> FrozenModel:
@@ -184,7 +185,7 @@ def inter_stage(rank, folders, case, number, progress=lambda _: None, rewarder=N
 
 def iterate(rank: int, folders: dict[str, Path], case: Case, number: int, disturb: Callable | None = None) -> dict:
     """One iteration; `disturb(stage, scorer, built, case, store)` may get in the way before it begins."""
-    rewarder = LengthReward() if case.function_reward else None
+    rewarder = MeanTokenReward() if case.function_reward else None
     store = dist.PrefixStore(f"test{number}", dist.distributed_c10d._get_default_store())
     stage, scorer, made = inter_stage(rank, folders, case, number, rewarder=rewarder, store=store)
     engine, own_step = made.engine, made.engine.step

@@ -101,7 +101,7 @@ def test_tensor_parallel_instances_act_on_triggers_together(run, inference):
 
 
 @pytest.mark.parametrize(
-    "scorers, function", [(("reference", "reward"), False), (("reward",), False), (("reference",), True), (("reward",), True), ((), True)]
+    "scorers, function", [(("reference", "reward"), True), (("reward",), False), (("reference",), True), ((), True)]
 )
 def test_a_run_scores_with_what_it_has(run, scorers, function):
     whole = run.serial(Case(STAIRS))["rollouts"]
@@ -113,8 +113,8 @@ def test_a_run_scores_with_what_it_has(run, scorers, function):
         assert (one.ref_logprobs is not None) == ("reference" in scorers)
         assert one.ref_logprobs is None or one.ref_logprobs.equal(full.ref_logprobs)
         assert one.score == (full.score if "reward" in scorers else None)
-        mean = sum(one.response_tokens) / len(one.response_tokens)
-        assert results[0]["report"].function_scores.get(one.sample_id) == (mean if function else None)
+    said = {one.sample_id: sum(one.response_tokens) / len(one.response_tokens) for one in whole}
+    assert all(one["report"].function_scores == (said if function else {}) for one in results)
     if function:  # asked while generation goes on, not at its end
         assert sum(one["submitted"] for one in results) > len(results)
 
@@ -149,8 +149,7 @@ def test_samples_of_one_prompt_move_in_small_buckets_and_send_it_once(run):
 
 def test_observations_say_what_the_others_did(run):
     fused = run(Case(STAIRS, (4,), step_seconds=SLOW))["report"].observations
-    assert {row[-1] for row in fused["decode"]} >= {"decoding"} and {row[-1] for row in fused["prefill"]} == {"decoding"}
-    assert {row[-1] for row in fused["decode"]} & {"scoring", "idle"}
+    assert {row[-1] for row in fused["prefill"]} == {"decoding"} < {row[-1] for row in fused["decode"]}
     assert {row[-1] for row in fused["score"]} >= {"decoding"} and len(fused["migration"]) >= 1
     assert sum(row[1] for row in fused["score"]) == 16 and all(row[0] > 0 < row[1] for row in fused["migration"])
     serial = run.serial(Case(STAIRS))["report"].observations
