@@ -211,7 +211,10 @@ class ThresholdControl:
         return MeasuredCost.fit(
             decode=[DecodeObservation(int(b), int(c), s, beside) for b, c, s, beside in rows("decode")],
             prefill=[TokensObservation(int(t), int(n), s, beside) for t, n, s, beside in rows("prefill")],
-            score=[TokensObservation(int(t), int(n), s, beside) for t, n, s, beside in (rows("score") if scores else [NO_SCORING])],
+            score=[
+                TokensObservation(int(t), int(n), s, beside)
+                for t, n, s, beside in (rows("score") if scores else [NO_SCORING])
+            ],
             migration=[BytesObservation(int(b), s) for b, s in moved] or [BytesObservation(0, 0.0)],
             swap_in=[row[0] for row in rows("load")] if scores else [0.0],
         )

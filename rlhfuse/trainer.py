@@ -144,9 +144,9 @@ class Trainer:
 
     def _release_generation(self) -> None:
         """This rank decodes no more in this iteration: the actor's copy for generation goes, before others come in."""
-        self.memory.switch("inference")
         self.engine.release_weights()
         self.generation_memory.release()
+        self.memory.switch("inference")
 
     def _start_rewarder(self) -> FunctionRewarder | None:
         """The first rank of each instance has the processes that call the reward function."""
@@ -250,9 +250,9 @@ class Trainer:
     def _move_weights(self, phases: Phases) -> None:
         """Actor into the generation layout; a critic into the inference layout and parked in host memory."""
         start = time.time()
-        self.memory.switch("moves")
         for model in self.roles.trained.values():
             model.optimizer.release_gradients()
+        self.memory.switch("moves")
         self.generation_memory.allocate()
         self.resharder.move(self.roles.actor.optimizer.modules.values(), self.roles.generation)
         if "critic" in self.roles.trained:
@@ -262,9 +262,16 @@ class Trainer:
             parked.park()
         self.engine.load_weights(dict(self.roles.generation.named_parameters()))
         self.memory.switch("generation")
+        self.memory.note_base(self._held_bytes())
         self.engine.resume()
         phases.seconds["reshard"] = time.time() - start
         phases.note("reshard", "reshard", start, time.time())
+
+    def _held_bytes(self) -> int:
+        """What models and optimizers hold when generation begins: on CUDA of the device's memory, on CPU in all."""
+        held = self.generation_memory.device_bytes
+        held += sum(model.optimizer.held_bytes for model in self.roles.trained.values())
+        return held + (0 if self.device.is_cuda else sum(m.parked.host_bytes for m in self.roles.frozen.values()))
 
     def _train(self, iteration: int, batch: RolloutBatch, phases: Phases) -> list[MinibatchResult]:
         start = time.time()

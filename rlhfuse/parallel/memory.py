@@ -2,9 +2,9 @@
 
 On CUDA the allocator's own peak. On a CPU the peak of resident memory (VmHWM), which Linux lets a process reset
 through /proc/self/clear_refs; freed memory that the C library still keeps is given back at every switch, as ranks of
-one node share it. What the process held when the meter was made is the *base*: the interpreter, torch and kernels.
+one node share it. The *base* is what a process holds beside models: the interpreter, libraries, buffers of transports.
 
-Knows nothing of what the memory is for.
+Knows nothing of what the memory is for; who asks says what the models hold.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PhaseMeter:
         self._phase: str | None = None
         self._peaks: dict[str, int] = {}
         self.exact = self._reset()
-        self.base_bytes = self._read("VmRSS", torch.cuda.memory_allocated)
+        self.base_bytes: int | None = None
 
     def switch(self, phase: str | None) -> None:
         """Leave the phase that runs, if any, and begin another, or none. A phase may come more than once."""
@@ -48,6 +48,11 @@ class PhaseMeter:
             self._peaks[self._phase] = max(peak, self._peaks.get(self._phase, 0))
         self._phase = phase
         self._reset()
+
+    def note_base(self, held_bytes: int) -> None:
+        """Take what is held now beyond the models' `held_bytes` as the base, the first time that this is called."""
+        if self.base_bytes is None:
+            self.base_bytes = self._read("VmRSS", torch.cuda.memory_allocated) - held_bytes
 
     def take(self) -> dict[str, int]:
         """Bytes at the peak of each phase since the last call, base included; ends the phase that runs."""

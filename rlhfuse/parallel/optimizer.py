@@ -104,6 +104,13 @@ class ModelOptimizer:
         for buffer in self._buffers():
             buffer.grad_data.untyped_storage().resize_(0)
 
+    @property
+    def held_bytes(self) -> int:
+        """Weights and optimizer state on this rank, without gradients and without what `undo` needs."""
+        weights = sum(weight.nbytes for module in self.modules.values() for weight in module.parameters())
+        states = (state for part in self._parts() for state in part.optimizer.state.values())
+        return weights + sum(value.nbytes for state in states for value in state.values() if torch.is_tensor(value))
+
     def zero_grad(self) -> None:
         for buffer in self._buffers():
             buffer.grad_data.untyped_storage().resize_(buffer.grad_data.nbytes)

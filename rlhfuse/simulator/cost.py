@@ -169,10 +169,10 @@ class AnalyticCost:
     def passing_bytes(self, tokens: float) -> float:
         """What passes while one micro-batch of `tokens` runs, beside what is kept.
 
-        Logits and their gradient on the last stage, and where layers are run again one of them.
+        The gradients of one layer's activations; where layers are run again, one of these; on the last stage logits
+        and their gradient.
         """
-        again = self.layer_activation_bytes(tokens) if self.recompute else 0.0
-        return again + 2 * self.logits_bytes(tokens)
+        return self.layer_activation_bytes(tokens) * (2 if self.recompute else 1) + 2 * self.logits_bytes(tokens)
 
     def forward_bytes(self, tokens: float, outputs: float) -> int:
         """What a forward without a backward holds: the widest layer's activations, then the logits of `outputs`."""
