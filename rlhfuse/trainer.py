@@ -60,7 +60,7 @@ from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.plan import Plan
 from rlhfuse.simulator.planner import job_cost, kv_blocks, task_costs
 from rlhfuse.threshold_control import ThresholdControl
-from rlhfuse.timeline import StageTimes, gen_infer_spans, phase_spans, training_spans
+from rlhfuse.timeline import StageTimes
 
 
 @dataclass
@@ -73,10 +73,6 @@ class Phases:
 
     def note(self, name: str, kind: str, start: float, end: float, **args: Any) -> None:
         self.spans.append(Span(name, kind, self.rank, start, max(start, end), args=args))
-
-
-def lengths_of(batch: RolloutBatch) -> SampleLengths:
-    return SampleLengths(tuple(batch.prompt_lengths.tolist()), tuple(batch.response_lengths.tolist()))
 
 
 class Trainer:
@@ -213,7 +209,7 @@ class Trainer:
         metrics["perf/samples_per_second"] = len(batch) / metrics["timing_s/step"]
         if batch.ref_logprobs is not None:
             self.kl = self.kl.after(float(sample_kl(batch).mean()), len(batch))
-        lengths = lengths_of(batch)
+        lengths = SampleLengths(tuple(batch.prompt_lengths.tolist()), tuple(batch.response_lengths.tolist()))
         forecast = self._forecast(used, lengths) if self.rank == 0 else None
         message = self.threshold.observe(iteration, report, batch)
         if message and self.rank == 0:
@@ -223,7 +219,9 @@ class Trainer:
         spans = [Span(**span) for one in everyone for span in one["spans"]]
         if self.rank == 0:
             metrics |= forecast.metrics() if forecast else {}
-            spans += self._predicted(forecast or self._forecast(used, lengths), begin, results)
+            starts = [result.spans[0].start_seconds for result in results]
+            expected = forecast or self._forecast(used, lengths)  # of the first iteration, by its own times
+            spans += expected.spans(self.roles.placement, self.prepared.world_size, begin, starts)
         return metrics, spans
 
     def _requests(self, iteration: int) -> list[Request]:
@@ -336,18 +334,6 @@ class Trainer:
             return Batch(self.threshold.simulate(used, one), sum(one.prompt) + sum(one.output))
 
         return self.forecaster.forecast(batch(lengths), [batch(one) for one in self.threshold.recent_lengths])
-
-    def _predicted(self, forecast: Forecast, begin: float, results: list[MinibatchResult]) -> list[Span]:
-        """The iteration as it was expected to be, the first one as its own costs say."""
-        seconds, timeline = forecast.known, forecast.timeline
-        ranks = range(self.prepared.world_size)
-        spans = phase_spans("reshard", ranks, begin, seconds["reshard"])
-        begin += seconds["reshard"]
-        spans += gen_infer_spans(timeline, self.roles.placement, begin)
-        begin += timeline.total_seconds
-        spans += phase_spans("adv", ranks, begin, seconds["adv"])
-        starts = [result.spans[0].start_seconds for result in results]
-        return spans + training_spans(forecast.step_times, begin + seconds["adv"], starts)
 
     def _predicted_makespan(self, minibatches: int) -> float:
         """Of this iteration's mini-batches, from the times its actions took, each on its own core or GPU."""
