@@ -22,14 +22,16 @@ from dataclasses import dataclass
 from typing import Callable, Mapping, Sequence
 
 from rlhfuse.errors import InputError
+from rlhfuse.fusion.placement import Placement
 from rlhfuse.monitor.forecast_table import PARTS, PHASES, forecast_key
+from rlhfuse.monitor.trace import Span
 from rlhfuse.schedule.action import Action, Kind
 from rlhfuse.schedule.program import Programs
 from rlhfuse.schedule.program_times import TimedAction, makespan, program_times
 from rlhfuse.schedule.ranks import FusedRanks
 from rlhfuse.simulator.iteration import GenInferTimeline
 from rlhfuse.simulator.lines import Line
-from rlhfuse.timeline import StageTimes
+from rlhfuse.timeline import StageTimes, gen_infer_spans, phase_spans, training_spans
 
 RECENT_ITERATIONS = 8
 
@@ -67,6 +69,15 @@ class Forecast:
             for blind, seconds in ((False, self.known), (True, self.blind))
             for phase in PHASES
         }
+
+    def spans(self, placement: Placement, world: int, begin: float, starts: Sequence[float]) -> list[Span]:
+        """The iteration from `begin` on, on all `world` ranks; `starts`: when its mini-batches were seen to start."""
+        spans = phase_spans("reshard", range(world), begin, self.known["reshard"])
+        begin += self.known["reshard"]
+        spans += gen_infer_spans(self.timeline, placement, begin)
+        begin += self.timeline.total_seconds
+        spans += phase_spans("adv", range(world), begin, self.known["adv"])
+        return spans + training_spans(self.step_times, begin + self.known["adv"], starts)
 
 
 class Forecaster:

@@ -69,7 +69,7 @@ from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.plan import Plan
 from rlhfuse.simulator.planner import job_cost, kv_blocks, task_costs
 from rlhfuse.threshold_control import ThresholdControl
-from rlhfuse.timeline import StageTimes, gen_infer_spans, phase_spans, training_spans
+from rlhfuse.timeline import StageTimes
 
 
 class Trainer:
@@ -210,7 +210,9 @@ class Trainer:
         spans = [Span(**span) for one in everyone for span in one["spans"]]
         if self.rank == 0:
             metrics |= forecast.metrics() if forecast else {}
-            spans += self._predicted(forecast or self._forecast(used, lengths), begin, results)
+            starts = [result.spans[0].start_seconds for result in results]
+            expected = forecast or self._forecast(used, lengths)  # of the first iteration, by its own times
+            spans += expected.spans(self.roles.placement, self.prepared.world_size, begin, starts)
         return metrics, spans
 
     def _requests(self, iteration: int) -> list[Request]:
@@ -310,18 +312,6 @@ class Trainer:
             return Batch(self.threshold.simulate(used, one), sum(one.prompt) + sum(one.output))
 
         return self.forecaster.forecast(batch(lengths), [batch(one) for one in self.threshold.recent_lengths])
-
-    def _predicted(self, forecast: Forecast, begin: float, results: list[MinibatchResult]) -> list[Span]:
-        """The iteration as it was expected to be, the first one as its own costs say."""
-        seconds, timeline = forecast.known, forecast.timeline
-        ranks = range(self.prepared.world_size)
-        spans = phase_spans("reshard", ranks, begin, seconds["reshard"])
-        begin += seconds["reshard"]
-        spans += gen_infer_spans(timeline, self.roles.placement, begin)
-        begin += timeline.total_seconds
-        spans += phase_spans("adv", ranks, begin, seconds["adv"])
-        starts = [result.spans[0].start_seconds for result in results]
-        return spans + training_spans(forecast.step_times, begin + seconds["adv"], starts)
 
     def _predicted_makespan(self, minibatches: int) -> float:
         """Of this iteration's mini-batches, from the times its actions took, each on its own core or GPU."""

@@ -6,6 +6,7 @@ import pytest
 
 from rlhfuse.errors import InputError
 from rlhfuse.forecast import Batch, Forecaster, Measured
+from rlhfuse.fusion.placement import Placement
 from rlhfuse.monitor.forecast_table import PARTS, PHASES, ForecastTable, forecast_key, read_metrics
 from rlhfuse.schedule.builders import greedy
 from rlhfuse.schedule.lowering import lower
@@ -58,6 +59,10 @@ def test_phases_follow_the_tokens_of_the_batch():
     assert found.known["step"] == pytest.approx(sum(found.known[part] for part in PARTS) + 0.05)
     assert found.blind["gen"] == 2.0 and found.blind["train"] == pytest.approx(want.seconds["train"])
     assert makespan(found.step_times) * 2 + 0.25 == pytest.approx(found.known["train"])
+    spans = found.spans(Placement(((0,), (1,)), ((0,), (1,))), 2, 7.0, [0.0, 1.0])
+    assert min(span.start_seconds for span in spans) == 7.0 and {span.group for span in spans} == {"predicted"}
+    first = min(span.start_seconds for span in spans if span.kind == "actor F")
+    assert first == pytest.approx(7.0 + found.known["reshard"] + 2.5 + found.known["adv"]), "one phase after the other"
     assert set(found.metrics()) == {forecast_key(phase, blind) for phase in PHASES for blind in (False, True)}
 
 

@@ -66,12 +66,12 @@ def test_quick_run_measures_a_case(tmp_path, trace):
     assert case["lengths"]["max"] == QUICK[0].max_output
     fused = [point for point in case["points"] if point["threshold"]]
     assert case["points"][0]["threshold"] == 0 and case["points"][0]["early"] == 0
-    assert any(point["early"] > 0 for point in fused), "samples are scored while the tail is decoded"
+    assert any(point["migration"] > 0 for point in fused), "somebody met, moved and went on"
     assert {row["beside"] for row in case["profile"]} == set(NEIGHBOURS)
     assert set(case["step_of_8_over_1"]) == set(NEIGHBOURS) and set(case["parameters"]) == set(ROLES)
-    assert 0 < case["agreement_share"] < 1 and 0 < case["cpu_share"] < 2
+    assert 0 <= case["agreement_share"] < 1 and case["cpu_share"] > 0
     if case["chosen"]:
-        assert case["migrated_bytes"] >= case["needed_bytes"] and case["migration_share"] > 0
+        assert case["migrated_bytes"] == case["needed_bytes"], "nothing travels that need not"
     assert f"| {case['case']} | 12 |" in files["markdown"].read_text()
     spans = load_trace(files["trace"])
     assert {(span.group, span.rank) for span in spans} == {(g, r) for g in BOTH for r in (0, 1)}
