@@ -18,9 +18,12 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence
 
 from rlhfuse.errors import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 GROUPS = ("predicted", "measured")
 _MICROSECONDS = 1e6  # the unit of Chrome traces
@@ -133,12 +136,16 @@ def load_trace(path: str | Path) -> list[Span]:
 
 
 def draw_iteration(spans: Sequence[Span], path: str | Path, title: str = "") -> None:
-    """Draw the spans of one iteration as one row per rank (predicted above measured), coloured by kind.
-
-    The picture's format follows the suffix of `path` (.png, .svg, .pdf).
-    """
+    """Draw the spans of one iteration into a file; its format follows the suffix of `path` (.png, .svg, .pdf)."""
     if not spans:
         raise InputError(f"nothing to draw in {path}: the trace holds no spans of this iteration")
+    beside = Path(path).with_name("." + Path(path).name)  # keeps the suffix, which names the format
+    iteration_figure(spans, title).savefig(beside, dpi=150)
+    os.replace(beside, path)
+
+
+def iteration_figure(spans: Sequence[Span], title: str = "") -> Figure:
+    """The spans of one iteration as one row per rank (predicted above measured), coloured by kind."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: a run without pictures should not load it
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -170,6 +177,4 @@ def draw_iteration(spans: Sequence[Span], path: str | Path, title: str = "") -> 
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    beside = Path(path).with_name("." + Path(path).name)  # keeps the suffix, which names the format
-    figure.savefig(beside, dpi=150)
-    os.replace(beside, path)
+    return figure

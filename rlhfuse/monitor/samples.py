@@ -1,0 +1,67 @@
+"""samples.jsonl: a few samples of each iteration as text, for people who want to see what the actor writes.
+
+One JSON object per sample, appended after its iteration; a resumed run drops those of iterations that it is going
+to repeat, as `metrics.py` does. Knows nothing of tokens: texts come decoded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Iterable
+
+from rlhfuse.errors import InputError
+
+
+@dataclass(frozen=True)
+class SampleText:
+    """One sample. `tokens`: length of the response; `finish_reason`: stop or length."""
+
+    iteration: int
+    sample_id: int
+    prompt: str
+    response: str
+    score: float
+    tokens: int
+    finish_reason: str
+
+
+class SampleWriter:
+    """Appends to `path`; samples of `first_iteration` and later ones, of a run that died, are dropped first."""
+
+    def __init__(self, path: str | Path, first_iteration: int = 0) -> None:
+        self.path = Path(path)
+        if self.path.exists():
+            kept = [one for one in read_samples(self.path) if one.iteration < first_iteration]
+            beside = self.path.with_name(self.path.name + ".tmp")
+            beside.write_text("".join(_line(one) for one in kept), encoding="utf-8")
+            os.replace(beside, self.path)
+        self._stream = open(self.path, "a", encoding="utf-8")
+
+    def write(self, samples: Iterable[SampleText]) -> None:
+        self._stream.write("".join(_line(one) for one in samples))
+        self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def _line(sample: SampleText) -> str:
+    return json.dumps(asdict(sample), ensure_ascii=False) + "\n"
+
+
+def read_samples(path: str | Path) -> list[SampleText]:
+    """All complete lines in order; the unfinished last line of a killed run is left out.
+
+    Raises InputError naming file and line.
+    """
+    samples = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n")[:-1], start=1):
+        try:
+            samples.append(SampleText(**json.loads(line)))
+        except (json.JSONDecodeError, TypeError) as error:
+            known = ", ".join(field.name for field in fields(SampleText))
+            raise InputError(f"{path}:{number} is not a sample ({error}); each line holds {known}") from None
+    return samples
