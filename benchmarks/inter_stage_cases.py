@@ -14,7 +14,7 @@ from typing import Sequence
 import numpy as np
 
 from rlhfuse.errors import InputError
-from rlhfuse.simulator.cost import NEIGHBOURS, CostModel, largest_flat_batch
+from rlhfuse.simulator.cost import CostModel, largest_flat_batch
 from rlhfuse.simulator.generation import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 from rlhfuse.spec import ModelSpec

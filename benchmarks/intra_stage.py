@@ -33,7 +33,6 @@ import argparse
 import os
 import statistics
 import time
-from pathlib import Path
 from typing import Any, Sequence
 
 from intra_stage_cases import (

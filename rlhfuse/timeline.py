@@ -1,8 +1,9 @@
 """Predicted timelines of an iteration, to stand beside the measured one in trace.json.
 
-Training is predicted from the time of each stage's forward and backward and of each model's optimizer step, laid out in
-the order of the ranks' programs as if every rank had a core or GPU of its own; generation and inference by the simulator.
-Whether these times are the iteration's own or those of the iterations before it is the caller's business (forecast.py).
+Training is predicted from the time of each stage's forward and backward and of each model's optimizer step, laid out
+in the order of the ranks' programs as if every rank had a core or GPU of its own; generation and inference by the
+simulator. Whether these times are the iteration's own or those of the iterations before it is the caller's business
+(forecast.py).
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from rlhfuse.checkpoint import mark_finished, rewind, save_checkpoint

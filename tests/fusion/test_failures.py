@@ -6,7 +6,6 @@ before each instruction and before each wait. Where the others must end up is wo
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
 import os
 import re

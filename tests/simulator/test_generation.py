@@ -24,7 +24,7 @@ def token_by_token(lengths, costs, lim) -> dict[int, float]:
         return sum(s[1] + s[3] for s in running)
 
     def retire():
-        nonlocal running, blocked
+        nonlocal blocked
         for s in [s for s in running if s[3] == s[2]]:
             ends[s[0]] = clock
             running.remove(s)
