@@ -38,10 +38,10 @@ from rlhfuse.spec import ModelSpec
 
 VERSION = 1
 MANIFEST = "manifest.json"
-TRAINED = ("actor", "critic")
 # what a run may change when it continues: where, how long and how watched it runs, and what moves work in time only
 FREE_GROUPS = ("fusion", "trainer", "parallel")  # layouts are compared as layouts, with their defaults filled
 # of those groups, yet change numbers
+FREE_KEYS = ("reward.timeout_seconds", "reward.workers")  # of the other groups, yet change none
 FIXED_KEYS = ("fusion.actor_microbatches", "parallel.sequence_parallel", "trainer.seed", "trainer.dtype")
 
 
@@ -60,7 +60,8 @@ class RunFacts:
     ) -> "RunFacts":
         """In JSON's values, so that what was read compares equal to what was written."""
         flat = _flatten(asdict(config), "")
-        settings = {k: v for k, v in flat.items() if k in FIXED_KEYS or k.split(".")[0] not in FREE_GROUPS}
+        free = {k for k in flat if k in FREE_KEYS or k.split(".")[0] in FREE_GROUPS and k not in FIXED_KEYS}
+        settings = {k: v for k, v in flat.items() if k not in free}
         facts = RunFacts(
             world_size,
             {task.name: str(task.layout) for task in tasks},
@@ -75,6 +76,11 @@ class RunFacts:
             raise InputError(
                 f"{where} was saved by {other.world_size} ranks, this run has {self.world_size}; "
                 f"start {other.world_size} ranks"
+            )
+        if other.models.keys() != self.models.keys():
+            raise InputError(
+                f"{where} has the models {', '.join(sorted(other.models))}, this run {', '.join(sorted(self.models))}; "
+                "set algorithm.name, reference.path, reward.path and reward.function as they were"
             )
         for task, layout in self.layouts.items():
             if other.layouts.get(task) != layout:
@@ -104,11 +110,12 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What manifest.json says. `threshold` is ThresholdControl's state."""
+    """What manifest.json says. `threshold` is ThresholdControl's state, `algorithm` has the `kl_coef` in force."""
 
     iteration: int
     facts: RunFacts
     threshold: Mapping[str, Any]
+    algorithm: Mapping[str, Any]
     files: tuple[FileFacts, ...]
 
     def to_text(self) -> str:
@@ -127,6 +134,7 @@ class Manifest:
                 int(raw["iteration"]),
                 RunFacts(**raw["facts"]),
                 raw["threshold"],
+                raw["algorithm"],
                 tuple(FileFacts(**row) for row in raw["files"]),
             )
         except (ValueError, KeyError, TypeError) as error:
@@ -171,12 +179,12 @@ class Checkpoint:
     def load(self, rank: int) -> dict[str, dict[str, Tensor]]:
         """role -> tensors of `rank`, in host memory."""
         file = self.folder / file_name(rank)
-        found: dict[str, dict[str, Tensor]] = {role: {} for role in TRAINED}
+        found: dict[str, dict[str, Tensor]] = {}
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():
                     role, _, rest = name.partition(".")
-                    found[role][rest] = opened.get_tensor(name)
+                    found.setdefault(role, {})[rest] = opened.get_tensor(name)
         except (SafetensorError, OSError, KeyError) as error:
             raise InputError(f"{file} cannot be read ({error}); resume from another checkpoint") from None
         return found
@@ -274,7 +282,7 @@ def _check_file(file: Path, facts: FileFacts) -> None:
 
 def save_checkpoint(
     run_dir: Path, iteration: int, rank: int, tensors: Mapping[str, Mapping[str, Tensor]], facts: RunFacts,
-    threshold: Mapping[str, Any], keep: int,
+    threshold: Mapping[str, Any], keep: int, algorithm: Mapping[str, Any],
 ) -> int:  # fmt: skip
     """Write checkpoints/iteration-N and drop all but the last `keep`; a collective. Returns its bytes.
 
@@ -293,7 +301,7 @@ def save_checkpoint(
             if not (partial / file.name).is_file():
                 raise InputError(f"rank 0 cannot see {partial / file.name}: put output_dir on storage all nodes share")
         with open(partial / MANIFEST, "w", encoding="utf-8") as stream:
-            stream.write(Manifest(iteration, facts, threshold, files).to_text())
+            stream.write(Manifest(iteration, facts, threshold, algorithm, files).to_text())
             stream.flush()
             os.fsync(stream.fileno())
         _sync_folder(partial)

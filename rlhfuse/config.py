@@ -13,6 +13,7 @@ from typing import Any, Sequence
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlhfuse.config_rules import check_config
 from rlhfuse.errors import InputError
 
 
@@ -42,8 +43,19 @@ class CriticConfig:
 
 
 @dataclass
-class FrozenConfig:
-    path: str = ""  # reference: default actor.path
+class ReferenceConfig:
+    path: str = ""  # default: actor.path; none = no reference, and then no KL
+
+
+@dataclass
+class RewardConfig:
+    path: str = ""  # reward model: Hugging Face folder or hub name; empty = only the function
+    function: str = ""  # module:function or FILE.py:function; empty = only the model
+    signature: str = "verl"  # how the function is called: verl or trl
+    timeout_seconds: float = 60.0  # a call of the function that takes longer ends the job
+    workers: int = 1  # processes per generation instance that call the function
+    model_weight: float = 1.0  # score = model_weight * model + function_weight * function
+    function_weight: float = 1.0
 
 
 @dataclass
@@ -73,18 +85,44 @@ class RolloutConfig:
 
 @dataclass
 class AlgorithmConfig:
+    name: str = "ppo"  # ppo (with a critic), grpo, rloo or reinforce++ (without)
     gamma: float = 1.0
-    lam: float = 0.95
-    kl_coef: float = 0.05  # weight of the KL to the reference in the token reward
+    lam: float = 0.95  # lambda of GAE; ppo
+    group_std: bool = True  # divide by the standard deviation of the prompt's scores; grpo
+    whiten_advantages: str = "auto"  # over the whole batch: true, false, or auto: with ppo and reinforce++
+    kl_coef: float = 0.05  # weight of the KL to the reference
+    kl_in: str = "reward"  # reward: part of the token rewards; loss: part of the policy's loss
     kl_estimator: str = "k1"  # k1, k2 or k3
+    kl_target: float = 0.0  # 0 = kl_coef stays; else it is steered towards this KL per sample
+    kl_horizon: int = 10000  # samples over which kl_coef follows
     clip_eps: float = 0.2
-    value_clip_eps: float = 0.2
+    clip_eps_high: float = 0.0  # upper bound 1 + this; 0 = clip_eps
+    dual_clip: float = 0.0  # 0 = off; else the largest ratio, above 1, that counts where the advantage is negative
+    value_clip_eps: float = 0.2  # 0 = no clip
     value_loss_coef: float = 1.0  # weight of the value loss, which has a factor 0.5 of its own
     entropy_coef: float = 0.0
-    whiten_advantages: bool = True
-    minibatches: int = 4  # optimizer steps per iteration
-    truncation_penalty: float = 0.0  # subtracted from the score of a sample cut at max_response_tokens
-    score_clip: float = 0.0  # 0 = off; else scores are clipped to [-score_clip, score_clip]
+    minibatches: int = 4  # optimizer steps per epoch
+    epochs: int = 1  # passes over the batch of an iteration, each in an order of its own
+    score_scale: float = 1.0  # scores are multiplied by this
+    score_clip: float = 0.0  # 0 = off; else scaled scores are clipped to [-score_clip, score_clip]
+    missing_eos_penalty: float = 0.0  # subtracted from the score of a sample cut at max_response_tokens
+    length_penalty: float = 0.0  # subtracted from the score of a response of max_response_tokens, shorter ones less
+    overlong_penalty: float = 0.0  # subtracted at max_response_tokens; begins overlong_tokens before it
+    overlong_tokens: int = 0  # the last so many tokens in which the overlong penalty grows
+
+    @property
+    def has_critic(self) -> bool:
+        return self.name == "ppo"
+
+    @property
+    def groups(self) -> bool:
+        """Whether a sample is compared with the others of its prompt."""
+        return self.name in ("grpo", "rloo")
+
+    @property
+    def whitens(self) -> bool:
+        asked = str(self.whiten_advantages).lower()
+        return asked == "true" or (asked == "auto" and not self.groups)
 
 
 @dataclass
@@ -104,7 +142,7 @@ class FusionConfig:
 @dataclass
 class ParallelConfig:
     actor_train: str = "d1t1p1"
-    critic_train: str = "d1t1p1"
+    critic_train: str = "d1t1p1"  # without effect where there is no critic
     sequence_parallel: bool = False  # in training: cut tokens, not only weights, over the tensor ranks
     generation: str = "d1t1p1"
     inference: str = ""  # default of the three below; empty = the generation layout
@@ -137,8 +175,8 @@ class TrainerConfig:
 class RunConfig:
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
-    reference: FrozenConfig = field(default_factory=FrozenConfig)
-    reward: FrozenConfig = field(default_factory=FrozenConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -149,6 +187,24 @@ class RunConfig:
     @property
     def samples_per_iteration(self) -> int:
         return self.rollout.prompts_per_iteration * self.rollout.samples_per_prompt
+
+    def roles(self) -> tuple[str, ...]:
+        """The models of this run; the actor always."""
+        present = {
+            "actor": True,
+            "critic": self.algorithm.has_critic,
+            "reference": self.reference.path.lower() != "none",
+            "reward": bool(self.reward.path) or not self.reward.function,
+        }
+        return tuple(role for role, there in present.items() if there)
+
+    def trained(self) -> tuple[str, ...]:
+        """Roles that learn: actor, and critic where there is one."""
+        return tuple(role for role in ("actor", "critic") if role in self.roles())
+
+    def scorers(self) -> tuple[str, ...]:
+        """Roles whose models score finished samples, in the order in which they do; may be empty."""
+        return tuple(role for role in ("reference", "critic", "reward") if role in self.roles())
 
     def threshold(self) -> int | None:
         """R_t as a number, or None for auto."""
@@ -178,7 +234,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise InputError(f"{file}: {getattr(error, 'full_key', '')}: {str(error).splitlines()[0]}") from None
-    return _resolve(config, file)
+    return _resolve(config)
 
 
 def dump_config(config: RunConfig) -> str:
@@ -210,66 +266,15 @@ def _all_keys(kind: type, prefix: str) -> list[str]:
     return keys
 
 
-def _resolve(config: RunConfig, file: Path) -> RunConfig:
-    """Fill the defaults that depend on other keys and check every range."""
+def _resolve(config: RunConfig) -> RunConfig:
+    """Fill the defaults that depend on other keys and check ranges and combinations."""
     config.actor.tokenizer = config.actor.tokenizer or config.actor.path
-    config.critic.path = config.critic.path or config.reward.path
+    if config.algorithm.has_critic:
+        config.critic.path = config.critic.path or config.reward.path
     config.reference.path = config.reference.path or config.actor.path
     parallel = config.parallel
     parallel.inference = parallel.inference or parallel.generation
     for task in ("reference_inference", "reward_inference", "critic_inference"):
         setattr(parallel, task, getattr(parallel, task) or parallel.inference)
-    for key, low in (
-        ("rollout.prompts_per_iteration", 1),
-        ("rollout.samples_per_prompt", 1),
-        ("rollout.max_response_tokens", 1),
-        ("rollout.block_tokens", 1),
-        ("rollout.max_sequences_per_instance", 1),
-        ("rollout.max_batched_tokens", 1),
-        ("rollout.top_k", 0),
-        ("rollout.kv_blocks_per_instance", 0),
-        ("data.max_prompt_tokens", 1),
-        ("algorithm.minibatches", 1),
-        ("fusion.actor_microbatches", 1),
-        ("fusion.bs_max", 0),
-        ("fusion.bucket_mib", 1),
-        ("trainer.iterations", 1),
-        ("trainer.save_every", 0),
-        ("trainer.keep_checkpoints", 1),
-        ("trainer.threads_per_rank", 1),
-    ):
-        value = OmegaConf.select(OmegaConf.structured(config), key)
-        if value < low:
-            raise InputError(f"{key}={value} must be at least {low}")
-    if not config.rollout.temperature > 0:
-        raise InputError(f"rollout.temperature={config.rollout.temperature} must be above 0: PPO samples its rollouts")
-    if not 0 < config.rollout.top_p <= 1:
-        raise InputError(f"rollout.top_p={config.rollout.top_p} must be in (0, 1]")
-    for key in ("gamma", "lam"):
-        if not 0 <= getattr(config.algorithm, key) <= 1:
-            raise InputError(f"algorithm.{key}={getattr(config.algorithm, key)} must be in [0, 1]")
-    for key, value, known in (
-        ("algorithm.kl_estimator", config.algorithm.kl_estimator, ("k1", "k2", "k3")),
-        ("actor.optim.name", config.actor.optim.name, ("adam", "sgd")),
-        ("critic.optim.name", config.critic.optim.name, ("adam", "sgd")),
-        ("trainer.dtype", config.trainer.dtype, ("float32", "bfloat16")),
-        ("trainer.recompute", config.trainer.recompute, ("none", "full")),
-        ("trainer.device", config.trainer.device, ("auto", "cpu", "cuda")),
-    ):
-        if value not in known:
-            raise InputError(f"{key}={value!r} must be one of {', '.join(known)}")
-    threshold = config.fusion.threshold
-    if threshold != "auto":
-        if not threshold.isdigit():
-            raise InputError(f"fusion.threshold={threshold!r} must be auto or a number of samples")
-        if int(threshold) > config.samples_per_iteration:
-            raise InputError(
-                f"fusion.threshold={threshold} > {config.samples_per_iteration} samples of one iteration; "
-                "use a smaller one"
-            )
-    for key in ("actor", "reward"):
-        if not getattr(config, key).path:
-            raise InputError(f"{key}.path is not set; give a Hugging Face folder or hub name")
-    if not config.data.train_files:
-        raise InputError("data.train_files is empty; give at least one prompt file")
+    check_config(config)
     return config

@@ -28,6 +28,10 @@ class ScheduleError(InputError):
         self.grid = grid
 
 
+class RewardError(RuntimeError):
+    """A reward function failed on a sample: it raised, took too long, or gave no finite number."""
+
+
 def run_program(main: Callable[[], int | None]) -> None:
     """Run `main` and leave the process with its exit code.
 

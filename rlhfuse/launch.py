@@ -29,7 +29,8 @@ from rlhfuse.schedule.io import save_schedule, write_text
 from rlhfuse.schedule.lowering import lower
 from rlhfuse.schedule.schedule import Schedule
 from rlhfuse.schedule.verify import verify
-from rlhfuse.simulator.planner import Plan, make_plan, plan_run, save_plan
+from rlhfuse.simulator.plan import Plan, save_plan
+from rlhfuse.simulator.planner import make_plan, plan_run
 from rlhfuse.spec import ParallelLayout
 from rlhfuse.trainer import Trainer
 

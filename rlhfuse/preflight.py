@@ -14,6 +14,7 @@ from typing import Any
 from rlhfuse.checkpoint import Checkpoint, RunFacts, checkpoints_in, find_checkpoint
 from rlhfuse.config import RunConfig
 from rlhfuse.data.prompts import PromptSet, load_prompts
+from rlhfuse.data.reward_function import RewardFunction
 from rlhfuse.errors import InputError
 from rlhfuse.models.hf import check_checkpoint, load_tokenizer, resolve_checkpoint
 from rlhfuse.roles import Checkpoints
@@ -21,13 +22,10 @@ from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.problem import FusionProblem
 from rlhfuse.schedule.ranks import FusedRanks, rank_map
 from rlhfuse.simulator.hardware import hardware_by_name
-from rlhfuse.simulator.layouts import Task, batch_arithmetic, check_layouts
+from rlhfuse.simulator.layouts import Task, batch_arithmetic, check_layouts, training_layouts
 from rlhfuse.simulator.planner import check_threshold, task_costs, training_problem
 from rlhfuse.simulator.threshold import load_threshold
 from rlhfuse.spec import ModelSpec, ParallelLayout
-
-ROLES = ("actor", "critic", "reference", "reward")
-
 
 @dataclass(frozen=True)
 class Prepared:
@@ -62,10 +60,11 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
     tokenizer = load_tokenizer(resolve_checkpoint(config.actor.tokenizer, "actor"), specs["actor"])
     prompts = load_prompts(
         config.data.train_files, config.data.prompt_key, encoder(tokenizer, config), config.data.max_prompt_tokens,
-        config.data.filter_long_prompts,
+        config.data.filter_long_prompts, dialogues_as_turns=config.data.apply_chat_template,
     )  # fmt: skip
-    layouts = {task.name: task.layout for task in tasks}
-    ranks = rank_map({"actor": layouts["actor_train"], "critic": layouts["critic_train"]})
+    if config.reward.function:
+        check_reward_function(config, prompts)
+    ranks = rank_map(training_layouts(tasks))
     hardware = hardware_by_name(config.trainer.hardware, config.trainer.device)
     costs = task_costs(config, specs, tasks, hardware)
     tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens / 2
@@ -80,9 +79,16 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
     return Prepared(config, world_size, checkpoints, tokenizer, prompts, tasks, ranks, problem, facts, resume)
 
 
+def check_reward_function(config: RunConfig, prompts: PromptSet) -> None:
+    """Import the function and hold it against every row. Raises InputError naming function, file and line."""
+    loaded = RewardFunction.load(config.reward.function, config.reward.signature)
+    for prompt in prompts.prompts:
+        loaded.check(prompt.row, prompt.text, prompt.where)
+
+
 def find_checkpoints(config: RunConfig) -> Checkpoints:
-    """Local folder and shape of each role; the critic's defaults to the reward model's."""
-    paths = {role: resolve_checkpoint(getattr(config, role).path, role) for role in ROLES}
+    """Local folder and shape of each role of the run; the critic's defaults to the reward model's."""
+    paths = {role: resolve_checkpoint(getattr(config, role).path, role) for role in config.roles()}
     return Checkpoints(paths, {role: ModelSpec.from_config(path) for role, path in paths.items()})
 
 
@@ -97,7 +103,10 @@ def encoder(tokenizer: Any, config: RunConfig):
             turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             if tokenizer.chat_template is None:
                 raise InputError("the prompts are chat turns, but the tokenizer has no chat template; use text prompts")
-            return tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
+            try:
+                return tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
+            except Exception as error:  # a template may refuse turns in any way
+                raise InputError(f"the tokenizer's chat template refuses the turns ({error})") from None
         if add is None:
             return tokenizer(prompt)["input_ids"]
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
@@ -109,10 +118,10 @@ def encoder(tokenizer: Any, config: RunConfig):
 
 
 def _check_inference_layouts(config: RunConfig) -> None:
-    rows = {t: getattr(config.parallel, t) for t in ("reference_inference", "reward_inference", "critic_inference")}
+    rows = {f"{role}_inference": getattr(config.parallel, f"{role}_inference") for role in config.scorers()}
     if len({str(ParallelLayout.parse(text)) for text in rows.values()}) > 1:
         told = ", ".join(f"parallel.{name}={text}" for name, text in rows.items())
-        raise InputError(f"{told}: different layouts of the three are not yet runnable; set parallel.inference alone")
+        raise InputError(f"{told}: different layouts of these are not yet runnable; set parallel.inference alone")
 
 
 def check_output(config: RunConfig) -> None:

@@ -1,11 +1,11 @@
-"""Everything one rank holds: the four roles' parts in their layouts, and the groups that connect them.
+"""Everything one rank holds: the parts of the run's models in their layouts, and the groups that connect them.
 
-    actor     training stage + optimizer   and a whole copy per generation instance, read by the engine
-    critic    training stage + optimizer   and a copy per inference replica, parked in host memory
-    reference, reward                      a copy per inference replica, parked in host memory
+    actor              training stage + optimizer   and a whole copy per generation instance, read by the engine
+    critic             training stage + optimizer   and a copy per inference replica, parked in host memory
+    reference, reward                               a copy per inference replica, parked in host memory
 
-Groups are made in one order on all ranks. Weights come from Hugging Face folders once; after that they move
-between layouts by resharding.
+The actor is always there, of the others those that the run has. Groups are made in one order on all ranks. Weights
+come from Hugging Face folders once; after that they move between layouts by resharding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rlhfuse.config import OptimizerConfig, RunConfig
+from rlhfuse.config import RunConfig
 from rlhfuse.fusion.inference import FrozenModel
 from rlhfuse.fusion.p2p import Channels
 from rlhfuse.fusion.training_step import TrainedModel
@@ -36,7 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Local folder and shape of each role."""
+    """Local folder and shape of each role of the run."""
 
     paths: dict[str, Path]
     specs: dict[str, ModelSpec]
@@ -46,26 +46,28 @@ class Checkpoints:
 class Roles:
     """This rank's models. The generation copy's parameters are what the engine computes with."""
 
-    actor: TrainedModel
-    critic: TrainedModel
+    trained: dict[str, TrainedModel]  # actor, critic
     generation: torch.nn.Module
     generation_tp: dist.ProcessGroup
-    reference: FrozenModel
-    reward: FrozenModel
-    critic_frozen: FrozenModel
+    frozen: dict[str, FrozenModel]  # what scores: reference, critic, reward
+    worker_tp: dist.ProcessGroup  # the ranks of one inference replica
     placement: Placement
     channels: Channels
     groups: GroupMaker  # owns every process group of the above
 
+    @property
+    def actor(self) -> TrainedModel:
+        return self.trained["actor"]
+
 
 def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, rank: int, device: Device) -> Roles:
-    """Build and load all models on `rank`; a collective over all ranks."""
+    """Build and load the run's models on `rank`; a collective over all ranks."""
     maker = GroupMaker(config.trainer.hang_seconds)
     dtype = DTYPES[config.trainer.dtype]
     specs, paths = checkpoints.specs, checkpoints.paths
     activations = Activations(config.parallel.sequence_parallel, config.trainer.recompute == "full")
 
-    def trained(role: str, optim: OptimizerConfig) -> TrainedModel:
+    def trained(role: str) -> TrainedModel:
         grid = ModelGrid(ranks.pipelines(role), ranks.shape.share(role).layout.chunks)
         groups = maker.for_model(role, grid, rank)
         head = role == "critic"
@@ -76,7 +78,7 @@ def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, 
                 activations=activations,
             )  # fmt: skip
             load_part(chunks[stage], paths[role], specs[role], grid, rank, head, stage)
-        optimizer = ModelOptimizer(chunks, optim, groups, device)
+        optimizer = ModelOptimizer(chunks, getattr(config, role).optim, groups, device)
         stages = {
             stage: TrainingStage(
                 PipelineStage(module, first=stage == 0, last=stage == grid.stages - 1, scalar_head=head)
@@ -94,32 +96,36 @@ def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, 
             load_part(model, paths[role], specs[role], grid, rank, head)
         return model, groups.tp, grid
 
-    def frozen(role: str, load: bool) -> tuple[FrozenModel, ModelGrid]:
+    def frozen(role: str) -> FrozenModel:
         head = role != "reference"
-        model, tp_group, grid = whole(f"{role}_inference", role, head, load)
+        load = role not in models  # what also trains is moved here before it scores
+        model, tp_group, _ = whole(f"{role}_inference", role, head, load)
         parked = ParkedWeights(model, device)
         if load:
             parked.park()
-        stage = PipelineStage(model, first=True, last=True, scalar_head=head)
-        return FrozenModel(stage, parked, tp_group), grid
+        return FrozenModel(PipelineStage(model, first=True, last=True, scalar_head=head), parked, tp_group)
 
-    actor = trained("actor", config.actor.optim)
-    critic = trained("critic", config.critic.optim)
+    models = {role: trained(role) for role in config.trained()}
     generation, generation_tp, generation_grid = whole("generation", "actor", False, load=False)
-    reference, inference_grid = frozen("reference", load=True)
-    reward, _ = frozen("reward", load=True)
-    critic_frozen, _ = frozen("critic", load=False)
+    scorers = {role: frozen(role) for role in config.scorers()}
+    inference_grid = plain_grid(inference_layout(config))
+    worker_tp = maker.for_model("inference", inference_grid, rank).tp
     placement = Placement(
         instances=tuple(stages[0] for stages in generation_grid.cells),
         workers=tuple(stages[0] for stages in inference_grid.cells),
     )
-    pairs = neighbour_pairs(actor.grid) + neighbour_pairs(critic.grid)
+    pairs = [pair for model in models.values() for pair in neighbour_pairs(model.grid)]
     channels = Channels(rank, maker.channels("pipeline", pairs), device.torch_device)
-    connect([actor.tp_group, critic.tp_group, generation_tp], device.torch_device)
+    connect([*(model.tp_group for model in models.values()), generation_tp], device.torch_device)
     channels.connect()
-    return Roles(
-        actor, critic, generation, generation_tp, reference, reward, critic_frozen, placement, channels, maker
-    )  # fmt: skip
+    return Roles(models, generation, generation_tp, scorers, worker_tp, placement, channels, maker)
+
+
+def inference_layout(config: RunConfig) -> ParallelLayout:
+    """The one layout of all that score; it also deals the samples where no model does."""
+    scorers = config.scorers()
+    task = f"{scorers[0]}_inference" if scorers else "inference"
+    return ParallelLayout.parse(getattr(config.parallel, task))
 
 
 def whole_copy(

@@ -15,6 +15,7 @@ from pathlib import Path
 from rlhfuse.errors import InputError
 
 ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+VOCAB_MULTIPLE = 64  # the padded vocabulary divides by every tensor degree up to this
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,11 @@ class ModelSpec:
     @property
     def embedding_parameters(self) -> int:
         return self.vocab * self.hidden
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding as built: the vocabulary rounded up to a multiple of VOCAB_MULTIPLE."""
+        return -(-self.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     def parameters(self, scalar_head: bool = False) -> int:
         """Parameter count; with `scalar_head` the output layer is one row of `hidden` numbers."""
@@ -226,8 +232,10 @@ class HardwareSpec:
     node_link_bandwidth: float  # bytes/s between two devices of one node
     cross_link_bandwidth: float  # bytes/s per device between nodes
     host_bandwidth: float  # bytes/s between host and device memory
-    launch_seconds: float  # floor of one layer's forward
+    launch_seconds: float  # floor of one layer's forward: its kernels launched one after the other
     devices_per_node: int = 8
+    decode_layer_seconds: float = 0.0  # of a layer's decode step, beside its work: kernels that start and end
+    call_seconds: float = 0.0  # of every call of a model on its mesh: gathering its batch, asking its workers
 
     def __post_init__(self) -> None:
         for name in ("flops", "memory_bandwidth", "memory_bytes", "node_link_bandwidth", "cross_link_bandwidth"):

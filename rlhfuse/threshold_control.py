@@ -11,6 +11,7 @@ import json
 import time
 from collections import deque
 from pathlib import Path
+from typing import Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,8 @@ from rlhfuse.simulator.measured import (
     TokensObservation,
     save_measured_cost,
 )
-from rlhfuse.simulator.planner import Plan, instance_limits, median_context
+from rlhfuse.simulator.plan import Plan
+from rlhfuse.simulator.planner import instance_limits, median_context
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 from rlhfuse.spec import ModelSpec
 
@@ -42,12 +44,16 @@ PROBE_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)  # sizes of the transfers mea
 PROBE_TRIPS = 8  # there and back; the first one connects
 
 
-def steady(found: Threshold, current: int) -> int:
-    """The R_t in force where the best one is predicted to gain less than WORTH_MOVING over it, else the best."""
+def steady(found: Threshold, current: tuple[int, ...]) -> tuple[int, ...]:
+    """The triggers in force where the best are predicted to gain less than WORTH_MOVING over them, else the best."""
     for point in found.sweep:
-        if point.threshold == current and point.fused_seconds <= found.fused_seconds * (1 + WORTH_MOVING):
+        if (point.threshold,) == (current or (0,)) and point.fused_seconds <= found.fused_seconds * (1 + WORTH_MOVING):
             return current
-    return found.threshold
+    return found.triggers
+
+
+def _spoken(triggers: Sequence[int]) -> str:
+    return ", then ".join(map(str, triggers)) or "0"
 
 
 def probe_transfer(device: Device) -> list[list[float]]:
@@ -84,7 +90,7 @@ class ThresholdControl:
         self._spec = specs["actor"]
         self._instances = plan.batch.instances
         self._adapts = config.fusion.inter_stage and config.threshold() is None and self._instances > 1
-        self.current = plan.threshold_samples or 0
+        self.triggers: tuple[int, ...] = (plan.threshold_samples,) if plan.threshold_samples else ()
         self._transfers = probe_transfer(device) if config.fusion.inter_stage and self._instances > 1 else []
         self._observed: deque[dict] = deque(maxlen=RECENT_ITERATIONS)
         self._lengths: deque[SampleLengths] = deque(maxlen=RECENT_ITERATIONS)
@@ -102,20 +108,21 @@ class ThresholdControl:
         decided = b""
         if self._adapts and dist.get_rank() == 0:
             found = sweep_threshold(list(self._lengths), self._instances, self._costs, limits)
-            decided = json.dumps([steady(found, self.current), found.explain()]).encode()
+            decided = json.dumps([steady(found, self.triggers), found.explain()]).encode()
         decided = all_gather_bytes(decided)[0]
         self.limits = self._fusion_limits(limits)
         if not self._adapts:
             return ""
-        before, (self.current, reason) = self.current, json.loads(decided)
-        if iteration == 0 or before != self.current:
-            return f"R_t {before} -> {self.current}: {reason}"
+        before, (triggers, reason) = self.triggers, json.loads(decided)
+        self.triggers = tuple(triggers)
+        if iteration == 0 or before != self.triggers:
+            return f"R_t {_spoken(before)} -> {_spoken(self.triggers)}: {reason}"
         return ""
 
-    def simulate(self, threshold: int) -> GenInferTimeline:
+    def simulate(self, triggers: Sequence[int]) -> GenInferTimeline:
         """The simulator's timeline of the batch observed last, at the measured costs."""
         return simulate_gen_infer(
-            self._lengths[-1], self._instances, self._costs, self._instance_limits(), threshold
+            self._lengths[-1], self._instances, self._costs, self._instance_limits(), triggers
         )
 
     def save_costs(self, path: Path) -> None:
@@ -126,7 +133,7 @@ class ThresholdControl:
     def state(self) -> dict:
         """What the next R_t depends on, as JSON values; after the first iteration."""
         return {
-            "current": self.current,
+            "triggers": list(self.triggers),
             "observations": list(self._observed),
             "lengths": [{"prompt": list(one.prompt), "output": list(one.output)} for one in self._lengths],
             "costs": self._costs.to_dict(),
@@ -139,7 +146,7 @@ class ThresholdControl:
             self._lengths.extend(SampleLengths(tuple(one["prompt"]), tuple(one["output"])) for one in state["lengths"])
             self._costs = MeasuredCost.from_dict(state["costs"], where)
             if self._adapts:
-                self.current = state["current"]
+                self.triggers = tuple(state["triggers"])
         except (KeyError, TypeError) as error:
             raise InputError(f"{where}: the threshold state lacks {error}; resume from another checkpoint") from None
         self.limits = self._fusion_limits(self._instance_limits())

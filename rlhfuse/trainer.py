@@ -4,25 +4,28 @@
     serial) -> rewards and advantages over the whole batch -> mini-batches through the fused pipeline -> lengths
     give the next R_t -> one line of metrics
 
+Algorithms without a critic go the same way, with one model to train and as many to score as the run has.
+
 Every rank runs this same program; there is no master. What all ranks must agree on is computed by each from the
 same numbers, or by rank 0 and sent. Fusion changes when things happen, never what comes out.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rlhfuse.checkpoint import TRAINED, mark_finished, rewind, save_checkpoint
-from rlhfuse.data.sampler import PromptSampler, sample_id
+from rlhfuse.checkpoint import mark_finished, rewind, save_checkpoint
+from rlhfuse.config import AlgorithmConfig
+from rlhfuse.data.sampler import PromptSampler, prompt_groups, sample_id
+from rlhfuse.function_reward import FunctionRewarder
 from rlhfuse.fusion.inference import Scorer
 from rlhfuse.fusion.inter_stage import GenInferReport, InterStage, Request
 from rlhfuse.fusion.training_step import MinibatchResult, TrainingStep
@@ -37,18 +40,20 @@ from rlhfuse.parallel.collect import all_gather_bytes
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.optimizer_state import check_exportable, export_state, import_state
 from rlhfuse.parallel.reshard import Resharder
-from rlhfuse.ppo.advantage import add_advantages, add_token_rewards
+from rlhfuse.ppo.advantage import add_advantages
 from rlhfuse.ppo.balance import cut_minibatches
-from rlhfuse.ppo.losses import actor_metrics, critic_metrics
-from rlhfuse.ppo.metrics import batch_metrics
+from rlhfuse.ppo.kl_control import KLControl
 from rlhfuse.ppo.rollout import RolloutBatch
+from rlhfuse.ppo.token_rewards import add_token_rewards, sample_kl
 from rlhfuse.preflight import Prepared
 from rlhfuse.roles import Roles, build_roles, whole_copy
+from rlhfuse.run_metrics import fusion_metrics, reward_metrics, rewarded, rollout_metrics, training_metrics
 from rlhfuse.schedule.lowering import lower
 from rlhfuse.schedule.program_times import makespan
 from rlhfuse.schedule.schedule import Schedule
 from rlhfuse.simulator.hardware import hardware_by_name
-from rlhfuse.simulator.planner import Plan, job_cost, kv_blocks, task_costs
+from rlhfuse.simulator.plan import Plan
+from rlhfuse.simulator.planner import job_cost, kv_blocks, task_costs
 from rlhfuse.threshold_control import ThresholdControl
 from rlhfuse.timeline import StageTimes, gen_infer_spans, training_spans
 
@@ -81,29 +86,29 @@ class Trainer:
         self.resharder = Resharder(device)
         self.engine = self._build_engine()
         self.scorer = Scorer(
-            self.roles.reference, self.roles.critic_frozen, self.roles.reward,
-            vocab=prepared.checkpoints.specs["reference"].vocab, temperature=config.rollout.temperature,
+            *(self.roles.frozen.get(role) for role in ("reference", "critic", "reward")),
+            vocab=prepared.checkpoints.specs["actor"].vocab, temperature=config.rollout.temperature,
             device=device.torch_device,
         )  # fmt: skip
-        models = {"actor": self.roles.actor, "critic": self.roles.critic}
         self.programs = lower(schedule, prepared.ranks, tied=prepared.tied)
         self.training = TrainingStep(
-            rank, prepared.ranks, schedule, self.programs, models, self.roles.channels, config.algorithm,
+            rank, prepared.ranks, schedule, self.programs, self.roles.trained, self.roles.channels, config.algorithm,
             config.rollout.temperature, device.torch_device, watchdog.progress,
         )  # fmt: skip
-        self.microbatches = {"actor": plan.batch.actor_microbatches, "critic": plan.batch.critic_microbatches}
         hardware = hardware_by_name(config.trainer.hardware, device.torch_device.type)
         specs = prepared.checkpoints.specs
         analytic = job_cost(task_costs(config, specs, prepared.tasks, hardware), prepared.world_size)
         self.threshold = ThresholdControl(config, plan, specs, analytic, device)
         self.stage_times = StageTimes()
+        self.sampler = PromptSampler(len(prepared.prompts), config.trainer.seed)
+        self.rewarder = self._start_rewarder()
+        self.kl = KLControl(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
         self.inter_stage = InterStage(
-            rank, self.roles.placement, self.engine, self.scorer, store,
-            instance_group=self.roles.generation_tp, worker_group=self.roles.reference.tp_group,
+            rank, self.roles.placement, self.engine, self.scorer, store, rewarder=self.rewarder,
+            instance_group=self.roles.generation_tp, worker_group=self.roles.worker_tp,
             timeout_seconds=config.trainer.hang_seconds, progress=watchdog.progress,
             bucket_bytes=config.fusion.bucket_mib << 20,
         )  # fmt: skip
-        self.sampler = PromptSampler(len(prepared.prompts), config.trainer.seed)
 
     def _build_engine(self) -> Engine:
         config, spec = self.config, self.prepared.checkpoints.specs["actor"]
@@ -125,10 +130,16 @@ class Trainer:
         engine.pause()
         return engine
 
+    def _start_rewarder(self) -> FunctionRewarder | None:
+        """The first rank of each instance has the processes that call the reward function."""
+        placement = self.roles.placement
+        leads = placement.instances[placement.instance_of(self.rank)][0] == self.rank
+        return FunctionRewarder(self.prepared, self.sampler) if self.config.reward.function and leads else None
+
     # the loop -------------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
-        """Run all iterations that are not done yet, then export both models."""
+        """Run all iterations that are not done yet, then export the models that were trained."""
         trainer = self.config.trainer
         leads = self.rank == 0
         first = self._restore()
@@ -152,7 +163,7 @@ class Trainer:
                 self.save(iteration + 1)
         if trainer.export:
             self.export()
-        for opened in (writer, board):
+        for opened in (writer, board, self.rewarder):
             if opened:
                 opened.close()
         if leads:
@@ -164,22 +175,25 @@ class Trainer:
         phases = Phases(self.rank)
         self.watchdog.progress(f"iteration {iteration}: moving weights")
         self._move_weights(phases)
-        used = self.threshold.current
+        used = self.threshold.triggers
         report = self.inter_stage.run(iteration, self._requests(iteration), used, self.threshold.limits)
         for span in report.spans:
             phases.note(span.kind, span.kind, span.start_seconds, span.end_seconds)
         start = time.time()
-        batch = RolloutBatch.from_rollouts(report.rollouts)
-        batch = add_advantages(add_token_rewards(batch, self.config.algorithm), self.config.algorithm)
+        algorithm = replace(self.config.algorithm, kl_coef=self.kl.coef)
+        batch = self._with_advantages(report, algorithm)
         phases.seconds["adv"] = time.time() - start
         results = self._train(iteration, batch, phases)
         everyone = self._exchange(phases, results)
-        metrics = self._metrics(iteration, batch, report, results, everyone, used)
+        metrics = {"iteration": iteration, **rollout_metrics(batch, algorithm)}
+        metrics |= self._metrics(report, results, everyone, used)
         metrics["timing_s/step"] = time.time() - begin
         metrics["perf/time_per_step"] = metrics["timing_s/step"]
         metrics["perf/total_num_tokens"] = len(batch.tokens)
         metrics["perf/throughput"] = len(batch.tokens) / metrics["timing_s/step"]
         metrics["perf/samples_per_second"] = len(batch) / metrics["timing_s/step"]
+        if batch.ref_logprobs is not None:
+            self.kl = self.kl.after(float(sample_kl(batch).mean()), len(batch))
         message = self.threshold.observe(iteration, report, batch)
         if message and self.rank == 0:
             print(message, flush=True)
@@ -202,14 +216,22 @@ class Trainer:
             for copy in range(rollout.samples_per_prompt)
         ]
 
+    def _with_advantages(self, report: GenInferReport, algorithm: AlgorithmConfig) -> RolloutBatch:
+        """The whole batch with scores, token rewards, advantages and returns."""
+        batch = RolloutBatch.from_rollouts(report.rollouts)
+        batch = rewarded(batch, report.function_scores, self.config.reward)
+        batch = add_token_rewards(batch, algorithm, self.config.rollout.max_response_tokens)
+        return add_advantages(batch, algorithm, prompt_groups(batch.sample_ids))
+
     def _move_weights(self, phases: Phases) -> None:
-        """Actor into the generation layout; critic into the inference layout and parked in host memory."""
+        """Actor into the generation layout; a critic into the inference layout and parked in host memory."""
         start = time.time()
         self.resharder.move(self.roles.actor.optimizer.modules.values(), self.roles.generation)
-        parked = self.roles.critic_frozen.parked
-        parked.allocate()
-        self.resharder.move(self.roles.critic.optimizer.modules.values(), parked.module)
-        parked.park()
+        if "critic" in self.roles.trained:
+            parked = self.roles.frozen["critic"].parked
+            parked.allocate()
+            self.resharder.move(self.roles.trained["critic"].optimizer.modules.values(), parked.module)
+            parked.park()
         self.engine.load_weights(dict(self.roles.generation.named_parameters()))
         self.engine.resume()
         phases.seconds["reshard"] = time.time() - start
@@ -217,15 +239,18 @@ class Trainer:
 
     def _train(self, iteration: int, batch: RolloutBatch, phases: Phases) -> list[MinibatchResult]:
         start = time.time()
-        algorithm = self.config.algorithm
+        algorithm, seed = self.config.algorithm, self.config.trainer.seed
         results = []
         wall = time.time() - time.perf_counter()
-        for number, indices in enumerate(
-            cut_minibatches(len(batch), algorithm.minibatches, self.config.trainer.seed, iteration)
-        ):
+        lr = {role: self._lr(role, iteration) for role in self.roles.trained}
+        cuts = [
+            indices
+            for epoch in range(algorithm.epochs)
+            for indices in cut_minibatches(len(batch), algorithm.minibatches, seed, iteration, epoch)
+        ]
+        for number, indices in enumerate(cuts):
             self.watchdog.progress(f"iteration {iteration}: training mini-batch {number}")
-            lr = {role: self._lr(role, iteration) for role in ("actor", "critic")}
-            results.append(self.training.run(batch.select(indices), self.microbatches, lr))
+            results.append(self.training.run(batch.select(indices), self.plan.batch.microbatches_of, lr, self.kl.coef))
             for span in results[-1].spans:
                 kind = f"{span.action.pipeline.split('.')[0]} {span.action.kind}"
                 phases.note(str(span.action), kind, wall + span.start_seconds, wall + span.end_seconds)
@@ -253,49 +278,19 @@ class Trainer:
         return everyone
 
     def _metrics(
-        self, iteration: int, batch: RolloutBatch, report: GenInferReport, results: list[MinibatchResult],
-        everyone: list[dict], used: int,
-    ) -> dict[str, Any]:  # fmt: skip
-        tokens = sum(result.tokens for result in results)
-        sums: dict[str, dict[str, float]] = {"actor": defaultdict(float), "critic": defaultdict(float)}
-        for one in everyone:
-            for stats in one["stats"]:
-                for role, values in stats.items():
-                    for name, value in values.items():
-                        sums[role][name] += value
-        first = sum(one["stats"][0].get("actor", {}).get("logprob_abs_diff", 0.0) for one in everyone)
-        seconds = {key: max(one["seconds"].get(key, 0.0) for one in everyone) for key in ("reshard", "adv", "train")}
-        metrics: dict[str, Any] = {"iteration": iteration, **batch_metrics(batch, self.config.algorithm)}
-        metrics |= actor_metrics(sums["actor"], tokens) | critic_metrics(sums["critic"], tokens)
-        for role in ("actor", "critic"):
-            metrics[f"{role}/grad_norm"] = sum(r.steps[role].grad_norm for r in results) / len(results)
-            metrics[f"{role}/lr"] = results[-1].steps[role].lr
-        metrics |= {f"timing_s/{name}": value for name, value in seconds.items()}
-        metrics |= {
-            "critic/score/std": float(batch.scores.double().std(correction=0)),
-            "rollout/train_logprob_abs_diff": first / results[0].tokens,
-            "rollout/digest": batch.digest(),
-            "rollout/scores_digest": hashlib.sha256(batch.scores.numpy().tobytes()).hexdigest(),
-            "lengths/prompt": batch.prompt_lengths.tolist(),
-            "lengths/output": batch.response_lengths.tolist(),
-            "timing_s/gen": report.generation_seconds,
-            "timing_s/infer": max(report.total_seconds - report.generation_seconds, 0.0),
-            "fusion/threshold": used,
-            "fusion/instances": len(self.roles.placement.instances),
-            "fusion/destinations": len(report.plan.destinations) if report.plan else 0,
-            "fusion/migrated_samples": report.migrated_samples,
-            "fusion/migrated_bytes": report.migrated_bytes,
-            "fusion/recomputed_samples": report.recomputed_samples,
-            "fusion/scored_before_generation_end": report.scored_before_generation_end,
-            "fusion/gen_infer_seconds": report.total_seconds,
-            "fusion/makespan_predicted_seconds": self._predicted_makespan(len(results)),
-            "fusion/makespan_measured_seconds": max(one["program_seconds"] for one in everyone),
-        }
+        self, report: GenInferReport, results: list[MinibatchResult], everyone: list[dict], used: tuple[int, ...]
+    ) -> dict[str, Any]:
+        metrics = training_metrics(results, everyone) | reward_metrics(report)
+        metrics |= fusion_metrics(report, used, len(self.roles.placement.instances))
+        for key in ("reshard", "adv", "train"):
+            metrics[f"timing_s/{key}"] = max(one["seconds"].get(key, 0.0) for one in everyone)
+        metrics["fusion/makespan_predicted_seconds"] = self._predicted_makespan(len(results))
+        metrics["fusion/makespan_measured_seconds"] = max(one["program_seconds"] for one in everyone)
         if self.device.is_cuda:
             metrics["perf/max_memory_allocated_gb"] = max(one["memory_bytes"] for one in everyone) / 1e9
         return metrics
 
-    def _predicted(self, report: GenInferReport, used: int, results: list[MinibatchResult]) -> list[Span]:
+    def _predicted(self, report: GenInferReport, used: tuple[int, ...], results: list[MinibatchResult]) -> list[Span]:
         """What the simulator and the schedule say this iteration should have looked like, from its own costs."""
         timeline = self.threshold.simulate(used)
         spans = gen_infer_spans(timeline, self.roles.placement, report.begin_seconds)
@@ -324,10 +319,10 @@ class Trainer:
         """Write checkpoints/iteration-`done`; a collective."""
         self.watchdog.progress(f"saving checkpoint iteration-{done}")
         start = time.time()
-        tensors = {role: export_state(getattr(self.roles, role).optimizer) for role in TRAINED}
+        tensors = {role: export_state(model.optimizer) for role, model in self.roles.trained.items()}
         size = save_checkpoint(
             self.run_dir, done, self.rank, tensors, self.prepared.facts, self.threshold.state(),
-            self.config.trainer.keep_checkpoints,
+            self.config.trainer.keep_checkpoints, algorithm={"kl_coef": self.kl.coef},
         )  # fmt: skip
         if self.rank == 0:
             print(f"saved checkpoints/iteration-{done}: {size / 1e6:.1f} MB in {time.time() - start:.2f} s", flush=True)
@@ -335,26 +330,27 @@ class Trainer:
     def _restore(self) -> int:
         """Take the checkpoint to resume from in, if any; returns the first iteration to run."""
         if self.config.trainer.save_every or self.prepared.resume:
-            for role in TRAINED:
-                check_exportable(getattr(self.roles, role).optimizer)
+            for model in self.roles.trained.values():
+                check_exportable(model.optimizer)
         if not self.prepared.resume:
             return 0
         self.watchdog.progress(f"loading {self.prepared.resume.folder}")
         tensors = self.prepared.resume.load(self.rank)
-        for role in TRAINED:
-            import_state(getattr(self.roles, role).optimizer, tensors[role])
+        for role, model in self.roles.trained.items():
+            import_state(model.optimizer, tensors[role])
+        if self.kl.target:
+            self.kl = replace(self.kl, coef=self.prepared.resume.manifest.algorithm["kl_coef"])
         self.threshold.restore(dict(self.prepared.resume.manifest.threshold), str(self.prepared.resume.folder))
         return self.prepared.resume.iteration
 
     def export(self) -> None:
-        """Write actor and critic in Hugging Face layout; a collective."""
+        """Write the trained models in Hugging Face layout; a collective."""
         self.watchdog.progress("exporting models")
-        for role, head in (("actor", False), ("critic", True)):
-            trained = getattr(self.roles, role)
+        for role, trained in self.roles.trained.items():
             copy = whole_copy(self.config, self.prepared.checkpoints, role, self.rank, self.device)
             self.resharder.move(trained.optimizer.modules.values(), copy)
             if self.rank == 0:
                 paths, specs = self.prepared.checkpoints.paths, self.prepared.checkpoints.specs
                 weights = dict(copy.named_parameters())
-                export_checkpoint(weights, specs[role], head, paths[role], self.run_dir / "export" / role)
+                export_checkpoint(weights, specs[role], trained.scalar_head, paths[role], self.run_dir / "export" / role)
         dist.barrier()

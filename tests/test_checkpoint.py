@@ -43,7 +43,7 @@ def build(rank: int, folders: dict, actor: str, critic: str, dtype: str) -> dict
     ranks = rank_map({"actor": ParallelLayout.parse(actor), "critic": ParallelLayout.parse(critic)})
     specs = {role: ModelSpec.from_config(path) for role, path in folders.items()}
     roles = build_roles(config, Checkpoints(folders, specs), ranks, rank, choose_device("cpu", 0, 1))
-    return {"actor": roles.actor.optimizer, "critic": roles.critic.optimizer}
+    return {role: model.optimizer for role, model in roles.trained.items()}
 
 
 def one_step(rank: int, models: dict, seed: int) -> None:
@@ -67,7 +67,7 @@ def save_and_load(rank: int, folders: dict, out: Path, actor: str, critic: str, 
     one_step(rank, models, 0)
     one_step(rank, models, 1)
     state = {role: export_state(model) for role, model in models.items()}
-    save_checkpoint(out, 7, rank, state, NO_FACTS, {"current": 3}, 2)
+    save_checkpoint(out, 7, rank, state, NO_FACTS, {"current": 3}, 2, {"kl_coef": 0.05})
     torch.distributed.barrier()
     loaded = build(rank, folders, actor, critic, dtype)
     stored = Checkpoint.open(out / "checkpoints" / "iteration-7").load(rank)
@@ -125,7 +125,7 @@ def test_optimizer_and_weights_come_back_bit_for_bit(folders, tmp_path):
 
 def test_manifest_prints_and_parses_back():
     facts = RunFacts(2, {"actor_train": "d1t1p2"}, {"actor": {"layers": 4}}, {"trainer.seed": 1, "rollout.top_p": 0.1})
-    manifest = Manifest(3, facts, {"current": 1, "x": [0.1, 1e-300]}, (FileFacts("rank-0.safetensors", 5, "ab"),))
+    manifest = Manifest(3, facts, {"current": 1, "x": [0.1, 1e-300]}, {"kl_coef": 0.1}, (FileFacts("rank-0.safetensors", 5, "ab"),))
     assert Manifest.parse(manifest.to_text(), "m") == manifest
     for text in ("", "[]", "{}", '{"version": 1}', manifest.to_text().replace('"facts"', '"fax"')):
         with pytest.raises(InputError, match="m is no manifest"):
@@ -201,7 +201,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(runs):
 def test_the_threshold_in_force_is_resumed(runs):
     _, _, killed, _ = runs
     saved = Checkpoint.open(killed / "checkpoints" / "iteration-2").manifest.threshold
-    assert read_metrics(killed / "metrics.jsonl")[2]["fusion/threshold"] == saved["current"]
+    assert read_metrics(killed / "metrics.jsonl")[2]["fusion/threshold"] == (saved["triggers"] or [0])[0]
     assert len(saved["observations"]) == len(saved["lengths"]) == 2
 
 

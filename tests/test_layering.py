@@ -7,12 +7,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = {
-    **dict.fromkeys(("errors", "spec", "config"), 0),
+    **dict.fromkeys(("errors", "spec", "config", "config_rules"), 0),
     **dict.fromkeys(("schedule", "simulator"), 1),
     **dict.fromkeys(("parallel", "models"), 2),
     **dict.fromkeys(("ppo", "data", "monitor", "gen"), 3),
     "fusion": 4,
     **dict.fromkeys(("launch", "preflight", "roles", "threshold_control", "timeline", "trainer", "checkpoint"), 5),
+    **dict.fromkeys(("function_reward", "run_metrics"), 5),
 }
 STRANGERS = {"ppo", "data", "monitor", "gen"}  # do not know each other
 # package -> where it may be imported: folders end with "/"

@@ -1,5 +1,9 @@
 """Prompt files: rows of jsonl (also .jsonl.gz), json, csv or parquet, each with a text or chat turns.
 
+    {"prompt": "text"}                     the key is a setting
+    {"prompt": [{"role", "content"}, ..]}  chat turns, put into the tokenizer's chat template; verl's rows are such
+    {"chosen": .., "rejected": ..}         a dialogue of HH-RLHF: the prompt is what comes before the last answer
+
 A file is read and checked whole, once, before anything is launched: every refusal names file, line and fix. The
 rest of a row is kept for reward functions. How text becomes tokens is the caller's `encode`; this module knows no
 tokenizer, and nothing of order or ranks (see sampler.py).
@@ -10,6 +14,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
@@ -17,16 +22,19 @@ from typing import Any, Callable, Iterator, Sequence
 from rlhfuse.errors import InputError
 
 Text = str | list[dict[str, str]]  # plain text, or chat turns {"role": ..., "content": ...}
+_ANSWER = "\n\nAssistant:"
+_TURN = re.compile(r"\n\n(Human|Assistant):")
 FORMATS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: its tokens, the row it came from, and `file:line` for messages."""
+    """One prompt: its tokens, the row it came from, `file:line` for messages, and what was encoded."""
 
     tokens: tuple[int, ...]
     row: dict[str, Any] = field(compare=False)
     where: str = ""
+    text: Text = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -55,8 +63,9 @@ def load_prompts(
     encode: Callable[[Text], list[int]],
     max_prompt_tokens: int,
     filter_long_prompts: bool = False,
+    dialogues_as_turns: bool = False,
 ) -> PromptSet:
-    """Read and encode every row of `files`.
+    """Read and encode every row of `files`; HH-RLHF dialogues as text, or as chat turns with `dialogues_as_turns`.
 
     Prompts of more than `max_prompt_tokens` are refused, or dropped and counted with `filter_long_prompts`.
     Raises InputError naming file and line for anything that cannot be used.
@@ -67,11 +76,12 @@ def load_prompts(
         for line, row in read_rows(file):
             rows += 1
             where = f"{file}:{line}"
-            tokens = tuple(encode(_prompt_of(row, prompt_key, where)))
+            text = _prompt_of(row, prompt_key, where, dialogues_as_turns)
+            tokens = _encoded(encode, text, where)
             if not tokens:
                 raise InputError(f"{where}: the prompt has no tokens; remove the row")
             if len(tokens) <= max_prompt_tokens:
-                prompts.append(Prompt(tokens, row, where))
+                prompts.append(Prompt(tokens, row, where, text))
             elif filter_long_prompts:
                 dropped += 1
             else:
@@ -102,20 +112,56 @@ def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     return readers[file.suffix](file)
 
 
-def _prompt_of(row: Any, key: str, where: str) -> Text:
+def _encoded(encode: Callable[[Text], list[int]], text: Text, where: str) -> tuple[int, ...]:
+    try:
+        return tuple(encode(text))
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def _prompt_of(row: Any, key: str, where: str, dialogues_as_turns: bool) -> Text:
     if not isinstance(row, dict):
         raise InputError(f'{where}: a row must be an object like {{"{key}": "..."}}, not {json.dumps(row)[:40]}')
+    if key not in row and "chosen" in row:
+        return dialogue_prompt(row["chosen"], where, dialogues_as_turns)
     if key not in row:
         raise InputError(f"{where}: no key {key!r}; found {', '.join(map(repr, row)) or 'none'}: set data.prompt_key")
     value = row[key]
     if isinstance(value, str) and value:
         return value
-    if isinstance(value, list) and value and all(_is_turn(turn) for turn in value):
+    if _are_turns(value):
         return value
     raise InputError(
         f"{where}: {key} is {str(value)[:40]!r}; it must be a non-empty text or a list of "
         '{"role": "user", "content": "..."}'
     )
+
+
+def dialogue_prompt(dialogue: Any, where: str, as_turns: bool = False) -> Text:
+    """What comes before the last answer of an HH-RLHF dialogue: its text with the open "Assistant:", or its turns.
+
+    A dialogue is text with "Human:" and "Assistant:" turns, or a list of chat turns (these stay turns). Raises
+    InputError naming `where`.
+    """
+    if _are_turns(dialogue) and len(dialogue) > 1 and dialogue[-1]["role"] == "assistant":
+        return dialogue[:-1]
+    text = dialogue if isinstance(dialogue, str) else ""
+    before, mark, _ = text.rpartition(_ANSWER)
+    if not mark or not before.strip():
+        raise InputError(
+            f"{where}: chosen is {str(dialogue)[:40]!r}; it must be a dialogue of Human: and Assistant: turns"
+        )
+    return _turns_of(before) if as_turns else before + mark
+
+
+def _turns_of(text: str) -> list[dict[str, str]]:
+    pieces = _TURN.split(text)  # what is before the first turn, then speaker and words in turn
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [{"role": roles[who], "content": words.strip()} for who, words in zip(pieces[1::2], pieces[2::2])]
+
+
+def _are_turns(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(_is_turn(turn) for turn in value)
 
 
 def _is_turn(turn: Any) -> bool:
@@ -146,7 +192,8 @@ def _parse(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not valid JSON ({error.msg} at column {error.colno}): {text[:40]!r}") from None
+        at = where if error.lineno == 1 else f"{where}:{error.lineno}"  # a file of one JSON value has many lines
+        raise InputError(f"{at}: not valid JSON ({error.msg} at column {error.colno}): {text[:40]!r}") from None
     except RecursionError:
         raise InputError(f"{where}: JSON nested too deeply; remove the row") from None
 

@@ -62,3 +62,8 @@ def sample_origin(number: int) -> tuple[int, int, int]:
     """Inverse of `sample_id`: (iteration, prompt, copy)."""
     prompt = number >> COPY_BITS
     return prompt >> PROMPT_BITS, prompt % 2**PROMPT_BITS, number % 2**COPY_BITS
+
+
+def prompt_groups(numbers):
+    """Samples of one prompt get one number: ids, an integer or an array of them, without their copy."""
+    return numbers >> COPY_BITS

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Sequence
+from typing import Protocol, Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,20 @@ class FrozenModel:
     tp_group: dist.ProcessGroup
 
 
+class Rewarder(Protocol):
+    """Scores samples outside the models, beside generation and inference.
+
+    Each instance's leader has one. What it says stays apart from a rollout's `score`, the reward model's: the gather
+    at the end brings all of it to every rank as `GenInferReport.function_scores`, sample id -> score.
+    """
+
+    def submit(self, rollouts: Sequence[Rollout]) -> None:
+        """Take finished samples; returns at once."""
+
+    def finish(self) -> dict[int, float]:
+        """Sample id -> score of everything submitted since the last call; waits. Raises RewardError."""
+
+
 def pack_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Positions of `lengths` in packs of at most `budget` tokens, longest first, so that all stay busy.
 
@@ -46,10 +60,10 @@ def pack_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 class Scorer:
-    """Reference, critic and reward model of one inference replica."""
+    """Those of reference, critic and reward model that the run has, of one inference replica."""
 
     def __init__(
-        self, reference: FrozenModel, critic: FrozenModel, reward: FrozenModel, *,
+        self, reference: FrozenModel | None, critic: FrozenModel | None, reward: FrozenModel | None, *,
         vocab: int, temperature: float, device: torch.device,
     ) -> None:  # fmt: skip
         self._reference, self._critic, self._reward = reference, critic, reward
@@ -61,10 +75,10 @@ class Scorer:
 
     @property
     def _models(self) -> tuple[FrozenModel, ...]:
-        return (self._reference, self._critic, self._reward)
+        return tuple(model for model in (self._reference, self._critic, self._reward) if model)
 
     def finish_load(self) -> None:
-        """Bring the weights in, all three models at the same time; returns when they can be used."""
+        """Bring the weights in, all models at the same time; returns when they can be used."""
         start = time.perf_counter()
         for model in self._models:
             model.parked.begin_load()
@@ -87,13 +101,18 @@ class Scorer:
         packed = PackedTokens.pack([r.prompt_tokens + r.response_tokens for r in ordered], self._device)
         predict = batch.prediction_index.to(self._device)
         targets = batch.tokens[batch.response_index].to(self._device)
-        logits = self._reference.stage.forward(packed, None)[predict]
-        ref, _ = token_logprobs(logits, targets, self._vocab, self._temperature, self._reference.tp_group)
-        values = self._critic.stage.forward(packed, None)[predict].float()
-        last = (batch.cu_seqlens[1:].long() - 1).to(self._device)
-        scores = self._reward.stage.forward(packed, None)[last].float().cpu()
+        ref, values, scores = [None] * len(ordered), [None] * len(ordered), [None] * len(ordered)
         responses = batch.response_lengths.tolist()
-        parts = zip(ordered, ref.cpu().split(responses), values.cpu().split(responses), scores.tolist())
+        if self._reference:
+            logits = self._reference.stage.forward(packed, None)[predict]
+            logprobs, _ = token_logprobs(logits, targets, self._vocab, self._temperature, self._reference.tp_group)
+            ref = logprobs.cpu().split(responses)
+        if self._critic:
+            values = self._critic.stage.forward(packed, None)[predict].float().cpu().split(responses)
+        if self._reward:
+            last = (batch.cu_seqlens[1:].long() - 1).to(self._device)
+            scores = self._reward.stage.forward(packed, None)[last].float().cpu().tolist()
+        parts = zip(ordered, ref, values, scores)
         out = [rollout.with_scores(ref_logprobs=r, values=v, score=s) for rollout, r, v, s in parts]
         self.observations.append((len(batch.tokens), len(ordered), time.perf_counter() - start))
         return out

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from rlhfuse.fusion.board import Board
-from rlhfuse.fusion.inference import Scorer, pack_by_tokens
+from rlhfuse.fusion.inference import Rewarder, Scorer, pack_by_tokens
 from rlhfuse.fusion.placement import Placement
 from rlhfuse.gen.engine import Engine
 from rlhfuse.gen.migration import BUCKET_BYTES
@@ -80,14 +80,18 @@ class GenInferReport:
     """All samples of the iteration, scored and sorted, and what happened. Equal on every rank but for spans."""
 
     rollouts: list[Rollout] = field(default_factory=list)
-    plan: MigrationPlan | None = None
+    plans: tuple[MigrationPlan, ...] = ()  # one for each trigger at which somebody was freed
     migrated_samples: int = 0
     migrated_bytes: int = 0
+    bytes_needed: int = 0  # of the blocks that had to move, each once for a destination
+    pause_seconds: float = 0.0  # longest that a migrated sample stood still
+    agreement_seconds: float = 0.0  # of generation, spent to agree with others; the most of any instance
     recomputed_samples: int = 0
     scored_before_generation_end: int = 0
     generation_seconds: float = 0.0
     total_seconds: float = 0.0
     begin_seconds: float = 0.0  # wall clock
+    function_scores: dict[int, float] = field(default_factory=dict)  # sample id -> what a Rewarder said
     observations: dict[str, list[list[float]]] = field(default_factory=dict)
     spans: list[PhaseSpan] = field(default_factory=list)
 
@@ -99,12 +103,14 @@ class InterStage:
         self, rank: int, placement: Placement, engine: Engine, scorer: Scorer, store: dist.Store, *,
         instance_group: dist.ProcessGroup, worker_group: dist.ProcessGroup,
         timeout_seconds: float, progress: Callable[[str], None], bucket_bytes: int = BUCKET_BYTES,
+        rewarder: Rewarder | None = None,
     ) -> None:  # fmt: skip
         """`bucket_bytes`: most memory that moving keys and values takes on a rank beside the caches."""
         self._rank = rank
         self._placement = placement
         self._engine = engine
         self._scorer = scorer
+        self._rewarder = rewarder
         self._store = store
         self._instance_group = instance_group
         self._worker_group = worker_group
@@ -118,14 +124,17 @@ class InterStage:
         self._observed: dict[str, list[list[float]]] = {kind: [] for kind in OBSERVED}
 
     def run(
-        self, iteration: int, requests: Sequence[Request], threshold: int, limits: FusionLimits
+        self, iteration: int, requests: Sequence[Request], triggers: Sequence[int], limits: FusionLimits
     ) -> GenInferReport:
-        """Generate and score `requests` (the whole batch, the same on every rank) with R_t = `threshold`.
+        """Generate and score `requests`, the whole batch, the same on every rank.
+
+        `triggers`: numbers of remaining samples at which instances are freed, strictly descending; () is serial.
 
         The engine must hold the actor's weights and a KV cache, the scorer's weights must be parked. Returns
         with the KV cache dropped and the scorer's weights released.
         """
         self._limits = limits
+        threshold = triggers[0] if triggers else 0
         board = Board(self._store, iteration, self._timeout)
         report = GenInferReport()
         begin = report.begin_seconds = time.time()
@@ -136,10 +145,10 @@ class InterStage:
         done = self._generate(board, len(requests), threshold, report)
         known, states, free = self._meet(done, report)
         if states:
-            report.plan = self._plan(states, free, threshold)
-            self._migrate(report.plan, report)
+            report.plans = (self._plan(states, free, threshold),)
+            self._migrate(report.plans[0], report)
         ended = time.time()
-        if report.plan is not None and self._instance in report.plan.destinations:
+        if report.plans and self._instance in report.plans[-1].destinations:
             self._decode_tail(board, report)
             ended = time.time()
         scored, early = self._score(board, known, len(states), len(requests), report)
@@ -180,6 +189,8 @@ class InterStage:
         for result in results:
             if result.finish_reason == "error":
                 raise FloatingPointError(f"sample {result.sample_id}: the actor's logits are not finite")
+        if results and self._rewarder and self._leads_instance:
+            self._rewarder.submit([as_rollout(result) for result in results])
         return results
 
     def _agree(self, value: int, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> int:
@@ -272,14 +283,14 @@ class InterStage:
         Serial work is dealt beforehand, balanced by tokens; after a trigger it is drawn by ticket.
         """
         start = time.time()
-        if report.plan is None:
+        if not report.plans:
             self._engine.pause()
         self._progress("inference: loading weights")
         self._scorer.finish_load()
         self._observed["load"].append([self._scorer.load_seconds])
         loaded = time.time()
         report.spans.append(PhaseSpan("load", start, loaded))
-        if report.plan is None:
+        if not report.plans:
             scored, early = self._score_share(known, report), 0
         else:
             scored, early = self._score_tickets(board, known, streamed, total, report)
@@ -341,6 +352,7 @@ class InterStage:
             "bytes": report.migrated_bytes,
             "generation": ended - begin if self._leads_instance else 0.0,
             "observed": self._observed if self._leads_instance else {},
+            "scores": list(self._rewarder.finish().items()) if self._rewarder else [],
         }
         everyone = [json.loads(data) for data in all_gather_bytes(json.dumps(told).encode())]
         rollouts = [r for data in all_gather_bytes(pack_rollouts(scored)) for r in unpack_rollouts(data)]
@@ -349,6 +361,7 @@ class InterStage:
         report.migrated_bytes = sum(one["bytes"] for one in everyone)
         report.generation_seconds = max(one["generation"] for one in everyone)
         for one in everyone:
+            report.function_scores |= dict(one["scores"])
             for kind, rows in one["observed"].items():
                 report.observations.setdefault(kind, []).extend(rows)
         report.total_seconds = time.time() - begin

@@ -29,7 +29,7 @@ from rlhfuse.parallel.collect import all_gather_bytes
 from rlhfuse.parallel.groups import ModelGrid
 from rlhfuse.parallel.optimizer import ModelOptimizer, StepResult
 from rlhfuse.ppo.balance import cut_microbatches
-from rlhfuse.ppo.losses import Stats, add_stats, policy_loss_sum, value_loss_sum
+from rlhfuse.ppo.losses import Stats, add_stats, kl_loss_sum, policy_loss_sum, value_loss_sum
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.schedule.action import Action, Kind
 from rlhfuse.schedule.program import Programs
@@ -105,12 +105,18 @@ class TrainingStep:
         }
         self._executor = ProgramExecutor(programs[rank], parts, channels, progress)
 
-    def run(self, batch: RolloutBatch, microbatches: Mapping[str, int], lr: Mapping[str, float]) -> MinibatchResult:
+    def run(
+        self, batch: RolloutBatch, microbatches: Mapping[str, int], lr: Mapping[str, float],
+        kl_coef: float | None = None,
+    ) -> MinibatchResult:  # fmt: skip
         """Train on one mini-batch; `microbatches` per pipeline and `lr` are by role.
+
+        `kl_coef` is the weight of a KL in the loss that is in force; None: the algorithm's own.
 
         Raises InputError before anything is sent when a micro-batch is larger than its buffer, FloatingPointError
         when a loss or gradient is not finite; all weights and optimizer states are as before then, on every rank.
         """
+        self._kl_coef = self._algorithm.kl_coef if kl_coef is None else kl_coef
         lengths = batch.lengths.tolist()
         some = next(iter(self._models))
         parts = cut_microbatches(lengths, self._models[some].grid.dp * microbatches[some])
@@ -169,7 +175,7 @@ class TrainingStep:
     def _policy_loss(
         self, model: TrainedModel, cuts: list[RolloutBatch], tokens: int, stats: dict[str, Stats], counts: bool
     ) -> LossFunction:
-        algorithm = self._algorithm
+        algorithm, kl_coef = self._algorithm, self._kl_coef
 
         def loss(logits_TV: Tensor, microbatch: int) -> Tensor:
             cut = cuts[microbatch]
@@ -177,7 +183,13 @@ class TrainingStep:
                 logits_TV[cut.prediction_index], cut.tokens[cut.response_index], model.spec.vocab,
                 self._temperature, model.tp_group,
             )  # fmt: skip
-            total, sums = policy_loss_sum(logprobs, cut.old_logprobs, cut.advantages, algorithm.clip_eps)
+            total, sums = policy_loss_sum(
+                logprobs, cut.old_logprobs, cut.advantages, algorithm.clip_eps, algorithm.clip_eps_high,
+                algorithm.dual_clip,
+            )  # fmt: skip
+            if algorithm.kl_in == "loss" and kl_coef:
+                penalty, kl_sums = kl_loss_sum(logprobs, cut.ref_logprobs, algorithm.kl_estimator)
+                total, sums = total + kl_coef * penalty, sums | kl_sums
             if counts:
                 sums["entropy"] = entropy.detach().double().sum()
                 stats[model.role] = add_stats(stats.get(model.role, {}), sums)

@@ -31,7 +31,6 @@ from torch.utils.checkpoint import checkpoint
 from rlhfuse.models import invariance
 from rlhfuse.models.attention import varlen_attention
 from rlhfuse.models.heads import ScalarHead
-from rlhfuse.models.hf import padded_vocab
 from rlhfuse.models.rotary import rotary_frequencies
 from rlhfuse.parallel.device import Device, cpu_stands_in
 from rlhfuse.parallel.groups import ModelGrid
@@ -198,7 +197,7 @@ def build_model(
             transformer_layer_spec=TransformerBlockSubmodules(
                 layer_specs=[one] * len(layers[stage]), layer_norm=RMSNorm
             ),
-            vocab_size=padded_vocab(spec),
+            vocab_size=spec.padded_vocab,
             max_sequence_length=spec.context,
             pre_process=stage == 0,
             post_process=stage == grid.stages - 1,

@@ -28,7 +28,6 @@ from torch import Tensor
 from rlhfuse.errors import InputError
 from rlhfuse.spec import ModelSpec
 
-VOCAB_MULTIPLE = 64  # the padded vocabulary divides by every tensor degree up to this
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -40,11 +39,6 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-
-
-def padded_vocab(spec: ModelSpec) -> int:
-    """Rows of the embedding as built: the vocabulary rounded up to a multiple of VOCAB_MULTIPLE."""
-    return -(-spec.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def resolve_checkpoint(name: str, role: str) -> Path:
@@ -215,7 +209,7 @@ def load_weights(
 
 def _vocab_part(read: _Reader, spec: ModelSpec, module: str, tp_rank: int, tp_size: int) -> Tensor:
     whole = read.rows(f"{module}.weight")
-    padded = torch.zeros(padded_vocab(spec), spec.hidden, dtype=whole.dtype)
+    padded = torch.zeros(spec.padded_vocab, spec.hidden, dtype=whole.dtype)
     padded[: spec.vocab] = whole
     return padded.chunk(tp_size)[tp_rank].clone()
 

@@ -110,3 +110,8 @@ def allow_many_files() -> None:
 
 def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def ranks_per_node(world_size: int) -> int:
+    """Ranks of this job on one node, as its launcher says; all of them where none has said it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

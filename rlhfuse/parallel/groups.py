@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from rlhfuse.schedule.ranks import plain_cells
 from rlhfuse.spec import ParallelLayout
 
 
@@ -72,15 +73,7 @@ class ModelGrid:
 
 def plain_grid(layout: ParallelLayout) -> ModelGrid:
     """Megatron's order: tensor ranks are neighbours, then data, then pipeline."""
-    first = layout.ranks[0] if layout.ranks else 0
-    return ModelGrid(
-        tuple(
-            tuple(
-                tuple(first + t + layout.tp * (d + layout.dp * p) for t in range(layout.tp)) for p in range(layout.pp)
-            )
-            for d in range(layout.dp)
-        )
-    )
+    return ModelGrid(plain_cells(layout))
 
 
 class GroupMaker:

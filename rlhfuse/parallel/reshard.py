@@ -1,25 +1,36 @@
-"""Weights from one layout to another, by Megatron-core's resharding (plan, execute, transport).
+"""Weights from one layout to another: the plan of simulator/weight_moves.py, carried out by Megatron-core's transports.
 
-The plan is made on first use and kept on the destination module by Megatron. Only the transport is chosen
-here: gloo on CPU, NCCL on CUDA. Values are copied bit for bit.
+    every rank names its shards -> all compute the same plan -> bucket by bucket: send, receive, write
+
+A part whose place in the destination is one stretch of memory is received right there; any other goes through a
+buffer. With these a rank holds one bucket at most beside both copies of the weights. Values are copied bit for bit.
+The transport is gloo on CPU, NCCL on CUDA.
 """
 
 from __future__ import annotations
 
-from typing import Iterable, Sequence
+import json
+import weakref
+from typing import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from megatron.core.resharding.copy_services.base import CopyService
-from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService
+from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService, RecvOp
 from megatron.core.resharding.copy_services.nccl_copy_service import NCCLCopyService
-from megatron.core.resharding.refit import reshard_model_weights
+from megatron.core.resharding.utils import ParameterMetadata, _build_layer_module_prefix_map, extract_param_metadata
+from torch import Tensor
 
-from rlhfuse.parallel.device import Device
+from rlhfuse.parallel.collect import all_gather_bytes
+from rlhfuse.parallel.device import Device, ranks_per_node
+from rlhfuse.simulator.shards import Shard, tensor_segments
+from rlhfuse.simulator.weight_moves import Traffic, Transfer, in_buckets, minimum_across, plan_moves
+
+BUCKET_BYTES = 64 << 20
 
 
 class _GlooTransport(GlooCopyService):
-    """Megatron's gloo transport over the default group and without the CUDA stream that it always makes."""
+    """Megatron's gloo transport over the default group, without the CUDA stream and the second receive buffer."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
@@ -28,6 +39,9 @@ class _GlooTransport(GlooCopyService):
         self.send_ops = []
         self.recv_ops = []
         self._copy_stream = None
+
+    def submit_recv_with_id(self, task_id: int, dest_tensor: Tensor, src_rank: int) -> None:
+        self.recv_ops.append((RecvOp(task_id, dest_tensor, src_rank), dest_tensor))
 
 
 class _NcclTransport(NCCLCopyService):
@@ -38,35 +52,123 @@ class _NcclTransport(NCCLCopyService):
         super().run()
 
 
+class LocatedShard:
+    """A shard on this rank together with its weight."""
+
+    def __init__(self, shard: Shard, weight: Tensor, dim: int) -> None:
+        self.shard, self._weight, self._dim = shard, weight, dim
+
+    def view(self, one: Transfer) -> Tensor:
+        """The part of the weight that a transfer is about."""
+        return self._weight.data.narrow(self._dim, self.shard.offset(one.start), one.stop - one.start)
+
+
 class Resharder:
     """Moves a model's weights between two built modules. Every rank of both layouts must call `move`."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(
+        self, device: Device, devices_per_node: int | None = None, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        """`devices_per_node`: where a node ends; by default as the launcher says."""
         self._service: CopyService = _NcclTransport() if device.is_cuda else _GlooTransport()
+        self._devices_per_node = devices_per_node or ranks_per_node(dist.get_world_size())
+        self._bucket_bytes = bucket_bytes
+        self._plans: weakref.WeakKeyDictionary[torch.nn.Module, _Planned] = weakref.WeakKeyDictionary()
 
     @torch.no_grad()
     def move(self, source: Iterable[torch.nn.Module], destination: torch.nn.Module) -> None:
         """Copy a model's weights into `destination`'s parameters, whatever the layouts.
 
-        `source`: this rank's chunks of the model, one where it is not interleaved.
+        `source`: this rank's chunks of the model, one where it is not interleaved. The plan is made at the first
+        move into `destination`, which must have its memory whenever it is called.
         """
-        chunks = [getattr(chunk, "module", chunk) for chunk in source]
-        reshard_model_weights(chunks[0] if len(chunks) == 1 else _Joined(chunks), destination, self._service)
+        sources = located_shards(source)
+        targets = located_shards([destination])
+        planned = self._planned(sources, targets, destination)
+        for number, bucket in enumerate(planned.buckets):
+            self._run(bucket, number, sources, targets)
+
+    def traffic(self, destination: torch.nn.Module) -> Traffic:
+        """Bytes of the plan by which `destination` was last filled."""
+        return self._plans[destination].traffic
+
+    def transfers(self, destination: torch.nn.Module) -> tuple[Transfer, ...]:
+        """All ranks' transfers of the plan by which `destination` was last filled."""
+        return self._plans[destination].transfers
+
+    def _planned(
+        self, sources: Mapping[str, LocatedShard], targets: Mapping[str, LocatedShard], destination: torch.nn.Module
+    ) -> "_Planned":
+        if destination not in self._plans:
+            mine = [[list(one.shard) for one in side.values()] for side in (sources, targets)]
+            everyone = [json.loads(data) for data in all_gather_bytes(json.dumps(mine).encode())]
+            has, wants = ([_shard(row) for one in everyone for row in one[side]] for side in (0, 1))
+            self._plans[destination] = _Planned(
+                has, wants, self._devices_per_node, self._bucket_bytes, dist.get_rank()
+            )
+        return self._plans[destination]
+
+    def _run(
+        self, bucket: Sequence[Transfer], number: int, sources: Mapping[str, LocatedShard],
+        targets: Mapping[str, LocatedShard],
+    ) -> None:  # fmt: skip
+        """This rank's part of one bucket. Both ends of a pair post in the order of the bucket."""
+        rank = dist.get_rank()
+        staged: list[tuple[Tensor, Tensor]] = []
+        for place, one in enumerate(bucket):
+            if one.source == rank:
+                view = (targets if one.forwarded else sources)[one.tensor].view(one)
+                self._service.submit_send_with_id(place, view if one.target == rank else view.contiguous(), one.target)
+            if one.target == rank:
+                view = targets[one.tensor].view(one)
+                if one.source != rank and not view.is_contiguous():
+                    buffer = torch.empty(view.shape, dtype=view.dtype, device=view.device)
+                    staged.append((view, buffer))
+                    view = buffer
+                self._service.submit_recv_with_id(place, view, one.source)
+        self._service.run()
+        for view, buffer in staged:
+            view.copy_(buffer)
 
 
-class _Joined(torch.nn.Module):
-    """All chunks of a rank under the names of one part that has all their layers; Megatron's planner takes one module.
+class _Planned:
+    """One plan as this rank runs it: the transfers it takes part in, by bucket."""
 
-    Each layer keeps its global number, by which the planner knows it.
-    """
+    def __init__(
+        self, has: Sequence[Shard], wants: Sequence[Shard], devices_per_node: int, bucket_bytes: int, rank: int
+    ) -> None:
+        self.transfers = plan_moves(has, wants, devices_per_node)
+        self.traffic = Traffic.of(self.transfers, minimum_across(has, wants, devices_per_node), devices_per_node)
+        self.buckets = [
+            [one for one in bucket if rank in (one.source, one.target)]
+            for bucket in in_buckets(self.transfers, bucket_bytes)
+        ]
 
-    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
-        super().__init__()
-        self.config, self.pg_collection = chunks[0].config, chunks[0].pg_collection
-        self.decoder = torch.nn.Module()
-        self.decoder.layers = torch.nn.ModuleList(layer for chunk in chunks for layer in chunk.decoder.layers)
-        for chunk in chunks:
-            if chunk.pre_process:
-                self.embedding = chunk.embedding
-            if chunk.post_process:
-                self.decoder.final_layernorm, self.output_layer = chunk.decoder.final_layernorm, chunk.output_layer
+
+def located_shards(chunks: Iterable[torch.nn.Module]) -> dict[str, LocatedShard]:
+    """This rank's shards of a model, by the weights' names over the whole model. Reads no values."""
+    rank, found = dist.get_rank(), {}
+    for chunk in chunks:
+        module = getattr(chunk, "module", chunk)
+        layers = _build_layer_module_prefix_map(module)
+        for name, weight in module.named_parameters():
+            facts = extract_param_metadata(weight, name, rank, module.pg_collection, layer_module_prefix_map=layers)
+            found[facts.resolved_name] = _locate(facts, weight, rank)
+    return found
+
+
+def _locate(facts: ParameterMetadata, weight: Tensor, rank: int) -> LocatedShard:
+    dim = facts.partition_dim if facts.is_tp else 0
+    rows = facts.shape[dim]
+    row_bytes = weight.numel() // rows * weight.element_size()
+    if not facts.is_tp:
+        segments = tensor_segments(rows, 1, 0, 1)
+    else:
+        group = facts.tensor_parallel_group_ranks
+        segments = tensor_segments(rows * len(group), facts.partition_stride, group.index(rank), len(group))
+    return LocatedShard(Shard(facts.resolved_name, rank, segments, row_bytes), weight, dim)
+
+
+def _shard(row: list) -> Shard:
+    tensor, rank, segments, row_bytes = row
+    return Shard(tensor, rank, tuple(map(tuple, segments)), row_bytes)

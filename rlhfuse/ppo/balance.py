@@ -20,8 +20,8 @@ from rlhfuse.errors import InputError
 _PERMUTATION = 0x6D696E69  # the purpose of this random stream, beside (seed, iteration)
 
 
-def cut_minibatches(count: int, minibatches: int, seed: int, iteration: int) -> list[list[int]]:
-    """Positions of the samples of each mini-batch; sizes differ by one at most.
+def cut_minibatches(count: int, minibatches: int, seed: int, iteration: int, epoch: int = 0) -> list[list[int]]:
+    """Positions of the samples of each mini-batch; sizes differ by one at most, and every epoch has its own order.
 
     Raises InputError when there are fewer samples than mini-batches.
     """
@@ -30,7 +30,8 @@ def cut_minibatches(count: int, minibatches: int, seed: int, iteration: int) -> 
             f"{count} samples cannot fill {minibatches} mini-batches; lower algorithm.minibatches or raise "
             "rollout.prompts_per_iteration * rollout.samples_per_prompt"
         )
-    generator = np.random.default_rng([seed % 2**64, _PERMUTATION, iteration])
+    stream = [seed % 2**64, _PERMUTATION, iteration, *([epoch] if epoch else [])]
+    generator = np.random.default_rng(stream)
     return [part.tolist() for part in np.array_split(generator.permutation(count), minibatches)]
 
 

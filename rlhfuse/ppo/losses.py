@@ -1,11 +1,15 @@
-"""The two PPO losses, as sums over response tokens, with their statistics, also as sums.
+"""The losses, as sums over response tokens, with their statistics, also as sums.
 
-    policy  sum_t max(-A_t r_t, -A_t clip(r_t, 1-eps, 1+eps)),   r_t = exp(logprob_t - old_logprob_t)
+    policy  sum_t max(-A_t r_t, -A_t clip(r_t, 1-eps, 1+eps_high)),   r_t = exp(logprob_t - old_logprob_t)
+    dual    where A_t < 0, at most -A_t c                              (Ye et al. 2020)
+    KL      sum_t k(logprob_t, ref_logprob_t)                          (where the KL is part of the loss)
     value   sum_t 0.5 max((V_t - R_t)^2, (clip(V_t, V_old - eps, V_old + eps) - R_t)^2)
 
 Sums, because the caller divides by the response tokens of the whole mini-batch, over all ranks and
 micro-batches: then neither micro-batch size nor layout changes a gradient, and ranks simply add. (Schulman et al.
-2017; the value clip as in the PPO implementations.) Dual clip is not used. Knows nothing of models or ranks.
+2017; the upper eps of its own is DAPO's clip-higher; the value clip as in the PPO implementations.) The gradient of
+k1 in the loss has mean 0 under the policy's own samples; k2 and k3 pull towards the reference. Knows nothing of models
+or ranks.
 """
 
 from __future__ import annotations
@@ -15,33 +19,49 @@ from typing import Mapping
 import torch
 from torch import Tensor
 
-from rlhfuse.ppo.advantage import LOG_RATIO_LIMIT
+from rlhfuse.ppo.token_rewards import LOG_RATIO_LIMIT, kl_estimate
 
 Stats = dict[str, Tensor]  # name -> float64 scalar, a sum over tokens; detached
 
 
 def policy_loss_sum(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_eps: float
-) -> tuple[Tensor, Stats]:
-    """Clipped surrogate loss summed over the tokens; all arguments are [R]. Gradient flows into `logprobs`."""
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_eps: float, clip_eps_high: float = 0.0,
+    dual_clip: float = 0.0,
+) -> tuple[Tensor, Stats]:  # fmt: skip
+    """Clipped surrogate loss summed over the tokens; all arguments are [R]. Gradient flows into `logprobs`.
+
+    `clip_eps_high` 0: the same as `clip_eps`; `dual_clip` 0: none.
+    """
     log_ratio = (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = log_ratio.exp()
     plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_eps, 1 + clip_eps)
-    loss = torch.maximum(plain, clipped).sum()
-    stats = {
+    clipped = -advantages * ratio.clamp(1 - clip_eps, 1 + (clip_eps_high or clip_eps))
+    worse = torch.maximum(plain, clipped)
+    stats = {"pg_clipfrac": (clipped > plain).sum()}
+    if dual_clip:
+        bound = -advantages * dual_clip
+        bounded = (advantages < 0) & (worse > bound)
+        worse = torch.where(bounded, bound, worse)
+        stats["pg_clipfrac_lower"] = bounded.sum()
+    loss = worse.sum()
+    stats |= {
         "pg_loss": loss,
-        "pg_clipfrac": (clipped > plain).sum(),
         "ppo_kl": -log_ratio.double().sum(),  # k1 of KL(old || new): the samples are the old policy's
         "logprob_abs_diff": (logprobs - old_logprobs).abs().double().sum(),
     }
     return loss, _detached(stats)
 
 
+def kl_loss_sum(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> tuple[Tensor, Stats]:
+    """Estimated KL(policy || reference) summed over the tokens; arguments are [R]. Gradient flows into `logprobs`."""
+    loss = kl_estimate(logprobs, ref_logprobs, estimator).sum()
+    return loss, _detached({"kl_loss": loss})
+
+
 def value_loss_sum(values: Tensor, old_values: Tensor, returns: Tensor, clip_eps: float) -> tuple[Tensor, Stats]:
-    """Clipped squared error summed over the tokens, times 0.5; all arguments are [R]."""
+    """Clipped squared error summed over the tokens, times 0.5; all arguments are [R]. `clip_eps` 0: no clip."""
     # the bounds are clamped to, not the difference: inside them a value keeps every bit
-    clipped_values = torch.clamp(values, old_values - clip_eps, old_values + clip_eps)
+    clipped_values = torch.clamp(values, old_values - clip_eps, old_values + clip_eps) if clip_eps else values
     plain, clipped = (values - returns).square(), (clipped_values - returns).square()
     loss = 0.5 * torch.maximum(plain, clipped).sum()
     residual, wide = (returns - values).double(), returns.double()
@@ -74,7 +94,7 @@ def add_stats(total: Stats, more: Stats) -> Stats:
 
 def actor_metrics(stats: Mapping[str, Tensor | float], tokens: int) -> dict[str, float]:
     """Means over `tokens` response tokens under the names of the metrics file."""
-    names = ("pg_loss", "pg_clipfrac", "ppo_kl", "entropy")
+    names = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "entropy")
     return {f"actor/{name}": float(stats[name]) / tokens for name in names if name in stats}
 
 

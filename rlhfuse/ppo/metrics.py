@@ -1,6 +1,6 @@
 """What one finished batch says about itself, under the names that RLHF dashboards know.
 
-`critic/score` is what the reward model said, `critic/rewards` the sum of a sample's token rewards (KL included);
+`critic/score` is what reward model and function said, `critic/rewards` the sum of a sample's token rewards (KL included);
 lengths are in tokens. Reads a batch with advantages and returns; changes nothing.
 """
 
@@ -8,33 +8,34 @@ from __future__ import annotations
 
 from typing import Sequence
 
-import torch
 from torch import Tensor
 
 from rlhfuse.config import AlgorithmConfig
-from rlhfuse.ppo.advantage import kl_estimate
 from rlhfuse.ppo.rollout import RolloutBatch
+from rlhfuse.ppo.token_rewards import kl_estimate, sample_rewards
 
 
 def batch_metrics(batch: RolloutBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Mean, max and min of scores, rewards, values, advantages, returns and lengths, and the mean KL per token."""
-    owner = torch.repeat_interleave(torch.arange(len(batch), device=batch.tokens.device), batch.response_lengths)
-    rewards = torch.zeros(len(batch), dtype=torch.float64, device=batch.tokens.device)
-    rewards = rewards.index_add(0, owner, batch.token_rewards.double())
+    """Mean, max and min of scores, rewards, advantages, returns and lengths, and the mean KL per token.
+
+    Values only where there is a critic, the KL only where there is a reference.
+    """
     metrics = {}
     for name, array in (
         ("critic/score", batch.scores),
-        ("critic/rewards", rewards),
+        ("critic/rewards", sample_rewards(batch)),
         ("critic/values", batch.values),
         ("critic/advantages", batch.advantages),
         ("critic/returns", batch.returns),
         ("response_length", batch.response_lengths),
         ("prompt_length", batch.prompt_lengths),
     ):
-        metrics |= _spread(name, array)
-    kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, algorithm.kl_estimator)
-    metrics["actor/ref_kl"] = float(kl.double().mean())
-    metrics["actor/kl_coef"] = algorithm.kl_coef
+        if array is not None:
+            metrics |= _spread(name, array)
+    if batch.ref_logprobs is not None:
+        kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, algorithm.kl_estimator)
+        metrics["actor/ref_kl"] = float(kl.double().mean())
+        metrics["actor/kl_coef"] = algorithm.kl_coef
     metrics["response_length/clip_ratio"] = float(batch.truncated.double().mean())
     return metrics
 

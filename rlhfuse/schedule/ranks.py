@@ -220,6 +220,15 @@ class FusedRanks:
         }
 
 
+def plain_cells(layout: ParallelLayout) -> Stages:
+    """[pipeline][place][tp rank] -> global rank, in Megatron's order: tensor, then data, then pipeline."""
+    first = layout.ranks[0] if layout.ranks else 0
+    return tuple(
+        tuple(tuple(first + t + layout.tp * (d + layout.dp * p) for t in range(layout.tp)) for p in range(layout.pp))
+        for d in range(layout.dp)
+    )
+
+
 def rank_map(layouts: Mapping[str, ParallelLayout], alternate: bool = True) -> FusedRanks:
     """Ranks of every stage of every pipeline, from 0 on. Raises InputError as `fused_shape` does."""
     shape = fused_shape(layouts, alternate)

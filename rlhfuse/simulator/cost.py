@@ -2,12 +2,17 @@
 
 One layer of a forward over T tokens takes
 
-    max(FLOPs / rate, bytes moved / bandwidth, launch floor) + two ring all-reduces of T x hidden elements,
+    max(FLOPs / rate, bytes moved / bandwidth, floor) + two ring all-reduces of T x hidden elements,
 
 with FLOPs = 2 x parameters x T + 4 x heads x head_dim x (query, key) pairs, and bytes = weights + keys and values.
-A decode step is the same with T = batch: while the batch is small the weights dominate, so its latency is flat
-up to BS_max (paper section 4.2). `CostModel` is what the simulation of generation and inference asks for; it
-has two implementations, `JobCost` here (analytic) and `MeasuredCost` (measured.py, from a running job).
+A decode step is the same with T = batch, but its kernels are short, and what a layer needs to start and end them is
+added: measured runs show that reading memory does not hide it. While the batch is small that and the weights
+dominate, so a step's latency is flat up to BS_max (paper section 4.2). `CostModel` is what the simulation of generation and inference asks for; it
+has three implementations: `JobCost` here (analytic), `MeasuredCost` (measured.py, from a running job) and
+`ProfiledCost` (profile.py, from tools/profile_costs.py).
+
+Work on one instance costs more while the others use the same memory or node: `CostModel.beside` gives the costs
+beside a neighbour that is idle, that decodes or that scores.
 
 Knows nothing of samples, time lines or schedules. Paper section 6.
 """
@@ -19,8 +24,10 @@ from typing import Protocol
 
 from rlhfuse.errors import InputError
 from rlhfuse.schedule.problem import StageCosts
+from rlhfuse.simulator.collectives import link_bandwidth, ring_all_reduce_seconds
 from rlhfuse.spec import HardwareSpec, ModelSpec, ParallelLayout
 
+NEIGHBOURS = ("idle", "decoding", "scoring")  # what the other instances do meanwhile
 BACKWARD_OVER_FORWARD = 2  # gradients of inputs and of weights are one forward's products each
 
 
@@ -42,6 +49,16 @@ class CostModel(Protocol):
     def migration_seconds(self, kv_bytes: float) -> float:
         """Sending (or receiving) `kv_bytes` of keys and values between two instances."""
 
+    def beside(self, neighbour: str) -> "CostModel":
+        """The costs while the other instances are `neighbour`, one of NEIGHBOURS. Raises InputError on another."""
+
+
+def check_neighbour(neighbour: str, where: str = "neighbour") -> str:
+    """`neighbour` itself. Raises InputError naming `where` unless it is one of NEIGHBOURS."""
+    if neighbour not in NEIGHBOURS:
+        raise InputError(f"{where}: {neighbour!r} is not known; use one of {', '.join(NEIGHBOURS)}")
+    return neighbour
+
 
 @dataclass(frozen=True)
 class AnalyticCost:
@@ -59,29 +76,40 @@ class AnalyticCost:
 
     def prefill_seconds(self, tokens: float, sequences: float = 1) -> float:
         """Forward over prompts; only the last token of each goes through the output layer."""
-        return self._forward(tokens, _causal_pairs(tokens, sequences), tokens, sequences)
+        return self._forward(tokens, sequences, outputs=sequences)
 
     def forward_seconds(self, tokens: float, sequences: float = 1) -> float:
         """Forward over packed sequences with an output for every token."""
-        return self._forward(tokens, _causal_pairs(tokens, sequences), tokens, tokens)
+        return self._forward(tokens, sequences, outputs=tokens)
+
+    def _forward(self, tokens: float, sequences: float, outputs: float) -> float:
+        if tokens <= 0:
+            return 0.0
+        return self.spec.layers * self.layer_seconds(tokens, sequences) + self.head_seconds(outputs)
 
     def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
         """One token for each of `batch` sequences with `context_tokens` of context in all."""
-        return self._forward(batch, context_tokens, context_tokens, batch)
-
-    def _forward(self, tokens: float, pairs: float, kv_tokens: float, outputs: float) -> float:
-        if tokens <= 0:
+        if batch <= 0:
             return 0.0
-        return self.spec.layers * self.layer_seconds(tokens, pairs, kv_tokens) + self.head_seconds(outputs)
+        return self.spec.layers * self.decode_layer_seconds(batch, context_tokens) + self.head_seconds(batch)
 
-    def layer_seconds(self, tokens: float, pairs: float, kv_tokens: float) -> float:
+    def layer_seconds(self, tokens: float, sequences: float) -> float:
+        """One layer's forward over `tokens` tokens of `sequences` equal sequences."""
+        roofline = self._roofline_seconds(tokens, _causal_pairs(tokens, sequences), tokens)
+        return max(roofline, self.hardware.launch_seconds) + 2 * self._all_reduce_seconds(tokens)
+
+    def decode_layer_seconds(self, batch: float, context_tokens: float) -> float:
+        """One layer of a decode step: every new token attends to its own context."""
+        roofline = self._roofline_seconds(batch, context_tokens, context_tokens)
+        return self.hardware.decode_layer_seconds + roofline + 2 * self._all_reduce_seconds(batch)
+
+    def _roofline_seconds(self, tokens: float, pairs: float, kv_tokens: float) -> float:
         """One layer over `tokens` tokens: `pairs` (query, key) pairs, keys and values of `kv_tokens` tokens read."""
         spec, machine, tp = self.spec, self.hardware, self.layout.tp
         flops = 2 * spec.layer_parameters * tokens + 4 * spec.heads * spec.head_dim * pairs
         kv_bytes = 2 * spec.kv_heads * spec.head_dim * self.element_bytes * kv_tokens
         moved = spec.layer_parameters * self.element_bytes + kv_bytes
-        compute = max(flops / (tp * machine.flops), moved / (tp * machine.memory_bandwidth), machine.launch_seconds)
-        return compute + 2 * self._all_reduce_seconds(tokens * spec.hidden * self.element_bytes)
+        return max(flops / (tp * machine.flops), moved / (tp * machine.memory_bandwidth))
 
     def head_seconds(self, outputs: float) -> float:
         """The output layer for `outputs` tokens; a scalar head is free."""
@@ -91,11 +119,10 @@ class AnalyticCost:
         flops_seconds = 2 * weights * outputs / (tp * machine.flops)
         return max(flops_seconds, weights * self.element_bytes / (tp * machine.memory_bandwidth))
 
-    def _all_reduce_seconds(self, message_bytes: float) -> float:
-        """A ring: each rank sends 2 (tp - 1) / tp of the message."""
-        machine, tp = self.hardware, self.layout.tp
-        link = machine.node_link_bandwidth if tp <= machine.devices_per_node else machine.cross_link_bandwidth
-        return 2 * (tp - 1) / tp * message_bytes / link
+    def _all_reduce_seconds(self, tokens: float) -> float:
+        """The hidden states of `tokens` tokens over the tensor-parallel group."""
+        tp, message = self.layout.tp, tokens * self.spec.hidden * self.element_bytes
+        return ring_all_reduce_seconds(message, tp, link_bandwidth(self.hardware, span=tp))
 
     # ---- training
 
@@ -104,11 +131,10 @@ class AnalyticCost:
 
         Times are whole ticks of `tick_seconds`, at least one; activations are bytes per rank.
         """
-        pairs = _causal_pairs(tokens, sequences)
         forward, backward, activation = [], [], []
         for stage, layers in enumerate(self.layout.stage_layers(self.spec.layers)):
             last = stage == self.layout.stages - 1
-            body = len(layers) * self.layer_seconds(tokens, pairs, tokens)
+            body = len(layers) * self.layer_seconds(tokens, sequences)
             ticks = max(1, round((body + (self.head_seconds(tokens) if last else 0.0)) / tick_seconds))
             forward.append(ticks)
             again = max(1, round(body / tick_seconds)) if self.recompute else 0
@@ -216,6 +242,11 @@ class JobCost:
         machine = self.actor.hardware
         link = machine.cross_link_bandwidth if self.cross_node else machine.node_link_bandwidth
         return kv_bytes / self.actor.layout.tp / link
+
+    def beside(self, neighbour: str) -> "JobCost":
+        """Itself: the devices of an instance and its memory are its own."""
+        check_neighbour(neighbour)
+        return self
 
 
 def largest_flat_batch(costs: CostModel, median_context_tokens: float, limit: int, tolerance: float = 0.1) -> int:

@@ -45,15 +45,16 @@ class Span:
 class GenInferTimeline:
     """The simulated generation and inference of one batch.
 
-    `trigger_seconds` is None where nothing migrated; `spans` tile [0, total_seconds] of every instance.
+    `plans` holds the migrations in order, none where it stayed serial; `trigger_seconds` when each was agreed on;
+    `spans` tile [0, total_seconds] of every instance.
     """
 
     spans: tuple[Span, ...]
     total_seconds: float
     generation_seconds: float  # until the last sample is finished
-    migration_seconds: float  # from the trigger until every destination decodes again
-    trigger_seconds: float | None
-    plan: MigrationPlan | None
+    migration_seconds: float  # from each trigger until every destination decodes again
+    trigger_seconds: tuple[float, ...]
+    plans: tuple[MigrationPlan, ...]
     migrated_bytes: float
     scored_before_generation_end: int
 
@@ -62,14 +63,14 @@ class GenInferTimeline:
 
 
 def simulate_gen_infer(
-    lengths: SampleLengths, instances: int, costs: CostModel, limits: InstanceLimits, threshold: int
+    lengths: SampleLengths, instances: int, costs: CostModel, limits: InstanceLimits, triggers: Sequence[int]
 ) -> GenInferTimeline:
-    """Simulate one batch with R_t = `threshold` samples; 0, a single instance or no tail left gives serial.
+    """Simulate one batch that migrates when so many samples remain; no trigger, a single instance or no tail: serial.
 
-    Raises InputError for a threshold outside [0, samples] and for lengths beyond the limits.
+    Raises InputError for triggers that do not descend within [1, samples] and for lengths beyond the limits.
     """
-    if not 0 <= threshold <= len(lengths):
-        raise InputError(f"threshold {threshold} is not between 0 and the batch's {len(lengths)} samples")
+    check_triggers(triggers, len(lengths))
+    threshold = triggers[0] if triggers else 0
     runs = start_instances(lengths, instances, costs, limits)
     if threshold == 0 or instances == 1:
         return _serial(lengths, runs, costs, limits)
@@ -79,6 +80,14 @@ def simulate_gen_infer(
     if not any(run.unfinished for run in runs):
         return _serial(lengths, start_instances(lengths, instances, costs, limits), costs, limits)
     return _Fused(lengths, runs, costs, limits, threshold).simulate()
+
+
+def check_triggers(triggers: Sequence[int], samples: int) -> None:
+    """Raises InputError unless the numbers of remaining samples descend strictly within [1, samples]."""
+    for trigger, before in zip(triggers, [samples + 1, *triggers]):
+        if not 1 <= trigger < before:
+            shown = ", ".join(map(str, triggers))
+            raise InputError(f"triggers {shown}: descending numbers from 1 to the {samples} samples are needed")
 
 
 def _trigger_seconds(
@@ -108,8 +117,8 @@ def _serial(
         total_seconds=total,
         generation_seconds=generation,
         migration_seconds=0.0,
-        trigger_seconds=None,
-        plan=None,
+        trigger_seconds=(),
+        plans=(),
         migrated_bytes=0.0,
         scored_before_generation_end=0,
     )
@@ -153,8 +162,8 @@ class _Fused:
             total_seconds=total,
             generation_seconds=generation,
             migration_seconds=max(resumed.values()) - agreed,
-            trigger_seconds=agreed,
-            plan=plan,
+            trigger_seconds=(agreed,),
+            plans=(plan,),
             migrated_bytes=sum(move.kv_tokens for move in plan.moves) * self.limits.kv_bytes_per_token,
             scored_before_generation_end=scoring.done_before(generation),
         )
@@ -331,11 +340,11 @@ def simulate_iteration(
     instances: int,
     costs: CostModel,
     limits: InstanceLimits,
-    threshold: int,
+    triggers: Sequence[int],
     minibatch_seconds: tuple[float, float],
     minibatches: int,
 ) -> IterationSeconds:
     """A whole iteration; `minibatch_seconds` are a mini-batch's training makespans (serial, fused)."""
-    serial = simulate_gen_infer(lengths, instances, costs, limits, 0).total_seconds
-    fused = simulate_gen_infer(lengths, instances, costs, limits, threshold).total_seconds
+    serial = simulate_gen_infer(lengths, instances, costs, limits, ()).total_seconds
+    fused = simulate_gen_infer(lengths, instances, costs, limits, triggers).total_seconds
     return IterationSeconds(serial, fused, minibatch_seconds[0] * minibatches, minibatch_seconds[1] * minibatches)

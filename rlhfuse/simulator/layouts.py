@@ -1,4 +1,4 @@
-"""The task table: which of the six tasks runs in which layout, and every rule that a table must keep.
+"""The task table: which of up to six tasks runs in which layout, and every rule that a table must keep.
 
 Rules are equations; the InputError that refuses a table prints the one that fails with its numbers. The same
 check runs in the trainer before process groups are built, and in tools/plan.py without any.
@@ -16,7 +16,7 @@ from rlhfuse.errors import InputError
 from rlhfuse.schedule.ranks import FusedShape, fused_shape
 from rlhfuse.spec import ModelSpec, ParallelLayout
 
-# Config key of each task and the role of the model it runs, in the order of an iteration.
+# Config key of each task and the role of the model it runs, in the order of an iteration. A run has those of its roles.
 TASK_ROLES = (
     ("generation", "actor"),
     ("reference_inference", "reference"),
@@ -57,8 +57,9 @@ class BatchArithmetic:
     samples_per_minibatch: int
     actor_pipelines: int
     actor_microbatches: int  # per pipeline (M1)
-    critic_pipelines: int
+    critic_pipelines: int  # 0 without a critic
     critic_microbatches: int  # per pipeline (M2)
+    epochs: int = 1  # passes over the samples
 
     @property
     def microbatches(self) -> int:
@@ -66,10 +67,25 @@ class BatchArithmetic:
         return self.actor_pipelines * self.actor_microbatches
 
     @property
+    def optimizer_steps(self) -> int:
+        """Per iteration."""
+        return self.minibatches * self.epochs
+
+    @property
     def samples_per_microbatch(self) -> float:
         return self.samples_per_minibatch / self.microbatches
 
+    @property
+    def microbatches_of(self) -> dict[str, int]:
+        """Micro-batches per pipeline of each model that trains."""
+        critic = {"critic": self.critic_microbatches} if self.critic_pipelines else {}
+        return {"actor": self.actor_microbatches, **critic}
+
     def lines(self) -> tuple[str, ...]:
+        critic = (
+            f"{self.samples_per_minibatch} samples / ({self.critic_pipelines} critic pipelines x "
+            f"{self.critic_microbatches} micro-batches) = {self.samples_per_microbatch:.4g} samples per micro-batch",
+        )
         return (
             f"{self.prompts} prompts x {self.samples_per_prompt} copies = {self.samples} samples per iteration",
             f"{self.samples} samples over {self.instances} generation instances: up to "
@@ -78,15 +94,18 @@ class BatchArithmetic:
             "per optimizer step",
             f"{self.samples_per_minibatch} samples / ({self.actor_pipelines} actor pipelines x "
             f"{self.actor_microbatches} micro-batches) = {self.samples_per_microbatch:.4g} samples per micro-batch",
-            f"{self.samples_per_minibatch} samples / ({self.critic_pipelines} critic pipelines x "
-            f"{self.critic_microbatches} micro-batches) = {self.samples_per_microbatch:.4g} samples per micro-batch",
+            *(critic if self.critic_pipelines else ()),
+            *((f"{self.minibatches} mini-batches x {self.epochs} epochs = {self.optimizer_steps} optimizer steps",)
+              if self.epochs > 1 else ()),
         )
 
 
 def task_table(config: RunConfig, world_size: int) -> tuple[Task, ...]:
-    """The six rows. Raises InputError for a row that does not fill the world, or is not runnable yet."""
+    """The rows of the run's models. Raises InputError for one that does not fill the world, or cannot run yet."""
     rows = []
     for name, role in TASK_ROLES:
+        if role not in config.roles():
+            continue
         text = getattr(config.parallel, name)
         layout = ParallelLayout.parse(text)
         where = f"parallel.{name}={text}"
@@ -107,7 +126,7 @@ def task_table(config: RunConfig, world_size: int) -> tuple[Task, ...]:
 def check_layouts(config: RunConfig, specs: Mapping[str, ModelSpec], world_size: int) -> tuple[Task, ...]:
     """Hold the task table, the models and the batch against every rule; returns the table.
 
-    `specs` has the roles actor, critic, reference and reward. Raises InputError with the equation that fails.
+    `specs` has the roles of the run. Raises InputError with the equation that fails.
     """
     tasks = task_table(config, world_size)
     for task in tasks:
@@ -119,9 +138,9 @@ def check_layouts(config: RunConfig, specs: Mapping[str, ModelSpec], world_size:
         task.layout.check_model(specs[task.role], where)
     layouts = {task.name: task.layout for task in tasks}
     _check_inference(layouts)
-    fused = _check_training(config, layouts)
+    fused = _check_training(config, tasks)
     _check_models(config, specs)
-    _check_batch(config, layouts, fused)
+    _check_batch(config, fused)
     return tasks
 
 
@@ -129,7 +148,7 @@ def batch_arithmetic(config: RunConfig, tasks: tuple[Task, ...]) -> BatchArithme
     """Resolve the batch for a table that `check_layouts` accepted."""
     layouts = {task.name: task.layout for task in tasks}
     samples, instances = config.samples_per_iteration, layouts["generation"].dp
-    actor, critic = layouts["actor_train"], layouts["critic_train"]
+    actor, critic = layouts["actor_train"], layouts.get("critic_train")
     microbatches = actor.dp * config.fusion.actor_microbatches
     return BatchArithmetic(
         prompts=config.rollout.prompts_per_iteration,
@@ -141,15 +160,16 @@ def batch_arithmetic(config: RunConfig, tasks: tuple[Task, ...]) -> BatchArithme
         samples_per_minibatch=samples // config.algorithm.minibatches,
         actor_pipelines=actor.dp,
         actor_microbatches=config.fusion.actor_microbatches,
-        critic_pipelines=critic.dp,
-        critic_microbatches=microbatches // critic.dp,
+        critic_pipelines=critic.dp if critic else 0,
+        critic_microbatches=microbatches // critic.dp if critic else 0,
+        epochs=config.algorithm.epochs,
     )
 
 
 def _check_inference(layouts: Mapping[str, ParallelLayout]) -> None:
     generation = layouts["generation"]
     for name in ("reference_inference", "reward_inference", "critic_inference"):
-        layout = layouts[name]
+        layout = layouts.get(name, generation)
         if generation.tp % layout.tp:
             raise InputError(
                 f"parallel.{name}={layout}: generation tp({generation.tp}) % tp({layout.tp}) = "
@@ -157,23 +177,29 @@ def _check_inference(layouts: Mapping[str, ParallelLayout]) -> None:
             )
 
 
-def _check_training(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> FusedShape:
-    actor, critic = layouts["actor_train"], layouts["critic_train"]
-    if config.parallel.sequence_parallel and max(actor.tp, critic.tp) == 1:
+def training_layouts(tasks: tuple[Task, ...]) -> dict[str, ParallelLayout]:
+    """Layout of each model that trains, the actor first: what a fused group is made of."""
+    return {task.role: task.layout for task in tasks if task.training}
+
+
+def _check_training(config: RunConfig, tasks: tuple[Task, ...]) -> FusedShape:
+    layouts = training_layouts(tasks)
+    named = [f"parallel.{role}_train={layout}" for role, layout in layouts.items()]
+    if config.parallel.sequence_parallel and max(layout.tp for layout in layouts.values()) == 1:
         raise InputError(
-            f"parallel.sequence_parallel=true cuts tokens over tensor ranks, but parallel.actor_train={actor} and "
-            f"parallel.critic_train={critic} have tp(1); set it to false or use t2"
+            f"parallel.sequence_parallel=true cuts tokens over tensor ranks, but {' and '.join(named)} "
+            f"{'has' if len(named) == 1 else 'have'} tp(1); set it to false or use t2"
         )
     try:
-        shape = fused_shape({"actor": actor, "critic": critic})
+        shape = fused_shape(layouts)
     except InputError as error:
-        raise InputError(f"parallel.actor_train={actor} with parallel.critic_train={critic}: {error}") from None
-    k1, k2 = (share.pipelines for share in shape.shares)
+        raise InputError(f"{' with '.join(named)}: {error}") from None
+    k1, k2 = shape.shares[0].pipelines, shape.shares[-1].pipelines
     m1 = config.fusion.actor_microbatches
     if k1 * m1 % k2:
         raise InputError(
             f"fusion.actor_microbatches={m1}: K1({k1}) * M1({m1}) = {k1 * m1} is no multiple of K2({k2}), so no M2 has "
-            f"K1*M1 = K2*M2 ({actor} with {critic}); use a multiple of {k2}"
+            f"K1*M1 = K2*M2 ({' with '.join(map(str, layouts.values()))}); use a multiple of {k2}"
         )
     return shape
 
@@ -193,7 +219,7 @@ def _check_models(config: RunConfig, specs: Mapping[str, ModelSpec]) -> None:
             )
 
 
-def _check_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], fused: FusedShape) -> None:
+def _check_batch(config: RunConfig, fused: FusedShape) -> None:
     samples, minibatches = config.samples_per_iteration, config.algorithm.minibatches
     prompts, copies = config.rollout.prompts_per_iteration, config.rollout.samples_per_prompt
     if samples % minibatches:

@@ -5,43 +5,46 @@ Each kind of work is linear in a few counts, with coefficients that cannot be ne
     decode step = a + b x batch + c x context tokens        prefill, scoring = a + b x tokens + c x sequences
     migration   = a + b x bytes                             swap-in = its median
 
-The fit is non-negative least squares. With at most three columns every subset of them can be tried, which is
-exact and has no iteration to converge. Residuals sum to zero while the constant is in use, so predicted totals
-are unbiased over the mix of work that was seen.
+Decoding, prefill and scoring have one line for each neighbour that they were observed beside (lines.py).
 
 Knows nothing of models or layouts. Paper section 4.2 (the threshold is refined while training runs).
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Sequence
 
 import numpy as np
 
 from rlhfuse.errors import InputError
+from rlhfuse.simulator.cost import check_neighbour
+from rlhfuse.simulator.lines import Line, LineTable
+
+COLUMNS = {"decode": ("batch", "context tokens"), "prefill": ("tokens", "sequences"), "score": ("tokens", "sequences")}
 
 
 @dataclass(frozen=True)
 class DecodeObservation:
-    """One decode step: sequences, tokens of context over all of them, seconds."""
+    """One decode step: sequences, tokens of context over all of them, seconds, and what the others did."""
 
     batch: int
     context_tokens: int
     seconds: float
+    neighbour: str = "idle"  # one of cost.NEIGHBOURS
 
 
 @dataclass(frozen=True)
 class TokensObservation:
-    """One packed forward (a prefill, or the scoring by all three models): tokens, sequences, seconds."""
+    """One packed forward (a prefill, or the scoring by all models): tokens, sequences, seconds, the others."""
 
     tokens: int
     sequences: int
     seconds: float
+    neighbour: str = "idle"
 
 
 @dataclass(frozen=True)
@@ -53,49 +56,18 @@ class BytesObservation:
 
 
 @dataclass(frozen=True)
-class Line:
-    """seconds = constant + sum(slope x count); all coefficients are >= 0."""
-
-    constant: float
-    slopes: tuple[float, ...]
-
-    def __call__(self, *counts: float) -> float:
-        return self.constant + sum(slope * count for slope, count in zip(self.slopes, counts, strict=True))
-
-    @staticmethod
-    def fit(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> "Line":
-        """Non-negative least squares over a constant and the columns of `counts` [observations, columns].
-
-        Of fits that are equally good, the one with the fewest terms is taken: with one observation, a slope or
-        a constant alone.
-        """
-        target = np.asarray(seconds, dtype=np.float64)
-        matrix = np.column_stack([np.ones(len(target)), np.asarray(counts, dtype=np.float64).reshape(len(target), -1)])
-        scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
-        best, best_error = np.zeros(matrix.shape[1]), float(target @ target)
-        columns = range(matrix.shape[1])
-        for size in range(1, len(columns) + 1):
-            for chosen in itertools.combinations(reversed(columns), size):
-                part = matrix[:, chosen] / scale[list(chosen)]
-                solution = np.linalg.lstsq(part, target, rcond=1e-10)[0]
-                if (solution < 0).any():
-                    continue
-                error = float(np.sum((part @ solution - target) ** 2))
-                if error < best_error * (1 - 1e-9):  # strictly better, not by rounding
-                    best, best_error = np.zeros(len(columns)), error
-                    best[list(chosen)] = solution / scale[list(chosen)]
-        return Line(float(best[0]), tuple(float(value) for value in best[1:]))
-
-
-@dataclass(frozen=True)
 class MeasuredCost:
-    """A CostModel of one generation instance, fitted to observations; prints and saves as JSON."""
+    """A CostModel of one generation instance, fitted to observations; prints and saves as JSON.
 
-    decode: Line  # of batch, context tokens
-    prefill: Line  # of tokens, sequences
-    score: Line  # of tokens, sequences; all three models
+    It answers for `neighbour`; `beside` gives the same tables answering for another one.
+    """
+
+    decode: LineTable  # of batch, context tokens
+    prefill: LineTable  # of tokens, sequences
+    score: LineTable  # of tokens, sequences; all models that score
     migration: Line  # of bytes
     swap_in: float  # seconds
+    neighbour: str = "idle"
 
     @staticmethod
     def fit(
@@ -118,22 +90,24 @@ class MeasuredCost:
                 seconds = one if kind == "swap_in" else one.seconds
                 if not (np.isfinite(seconds) and seconds >= 0):
                     raise InputError(f"{kind} observation {one}: seconds must be finite and >= 0")
+                if kind in COLUMNS:
+                    check_neighbour(one.neighbour, f"{kind} observation {one}")
         return MeasuredCost(
-            decode=Line.fit([(o.batch, o.context_tokens) for o in decode], [o.seconds for o in decode]),
-            prefill=Line.fit([(o.tokens, o.sequences) for o in prefill], [o.seconds for o in prefill]),
-            score=Line.fit([(o.tokens, o.sequences) for o in score], [o.seconds for o in score]),
+            decode=LineTable.fit([((o.batch, o.context_tokens), o.seconds, o.neighbour) for o in decode]),
+            prefill=LineTable.fit([((o.tokens, o.sequences), o.seconds, o.neighbour) for o in prefill]),
+            score=LineTable.fit([((o.tokens, o.sequences), o.seconds, o.neighbour) for o in score]),
             migration=Line.fit([(o.kv_bytes,) for o in migration], [o.seconds for o in migration]),
             swap_in=float(np.median(np.asarray(swap_in))),
         )
 
     def prefill_seconds(self, tokens: float, sequences: float) -> float:
-        return self.prefill(tokens, sequences) if tokens > 0 else 0.0
+        return self.prefill.beside(self.neighbour)(tokens, sequences) if tokens > 0 else 0.0
 
     def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
-        return self.decode(batch, context_tokens)
+        return self.decode.beside(self.neighbour)(batch, context_tokens)
 
     def score_seconds(self, tokens: float, sequences: float) -> float:
-        return self.score(tokens, sequences) if tokens > 0 else 0.0
+        return self.score.beside(self.neighbour)(tokens, sequences) if tokens > 0 else 0.0
 
     def swap_in_seconds(self) -> float:
         return self.swap_in
@@ -141,54 +115,56 @@ class MeasuredCost:
     def migration_seconds(self, kv_bytes: float) -> float:
         return self.migration(kv_bytes) if kv_bytes > 0 else 0.0
 
+    def beside(self, neighbour: str) -> "MeasuredCost":
+        return replace(self, neighbour=check_neighbour(neighbour))
+
     def __str__(self) -> str:
-        us = 1e6
-        return "\n".join(
-            (
-                f"decode step  {self.decode.constant * us:.1f} us + {self.decode.slopes[0] * us:.3f} us x batch"
-                f" + {self.decode.slopes[1] * us:.5f} us x context tokens",
-                f"prefill      {self.prefill.constant * us:.1f} us + {self.prefill.slopes[0] * us:.3f} us x tokens"
-                f" + {self.prefill.slopes[1] * us:.1f} us x sequences",
-                f"scoring      {self.score.constant * us:.1f} us + {self.score.slopes[0] * us:.3f} us x tokens"
-                f" + {self.score.slopes[1] * us:.1f} us x sequences",
-                f"migration    {self.migration.constant * us:.1f} us + {self.migration.slopes[0] * us:.6f} us x bytes",
-                f"swap-in      {self.swap_in * us:.1f} us",
-            )
-        )
+        rows = [line for kind, names in COLUMNS.items() for line in getattr(self, kind).describe(kind, names)]
+        move = f"{self.migration.constant * 1e6:.1f} us + {self.migration.slopes[0] * 1e6:.6f} us x bytes"
+        return "\n".join((*rows, f"migration  {move}", f"swap-in    {self.swap_in * 1e6:.1f} us"))
 
     def to_dict(self) -> dict:
-        return {"version": 1, **asdict(self)}
+        return {
+            "version": 2,
+            **{kind: getattr(self, kind).to_dict() for kind in COLUMNS},
+            "migration": self.migration.to_dict(),
+            "swap_in": self.swap_in,
+        }
 
     @staticmethod
     def from_dict(raw: dict, where: str = "measured costs") -> "MeasuredCost":
-        """Inverse of `to_dict`. Raises InputError naming `where` and the field."""
-        columns = {"decode": 2, "prefill": 2, "score": 2, "migration": 1}
+        """Inverse of `to_dict`; in version 1 one line stands for every neighbour.
+
+        Raises InputError naming `where` and the field.
+        """
         try:
-            if raw["version"] != 1:
-                raise InputError(f"{where}: version is {raw['version']!r}; only 1 is known")
-            lines = {}
-            for name, count in columns.items():
-                line = Line(float(raw[name]["constant"]), tuple(float(slope) for slope in raw[name]["slopes"]))
-                if len(line.slopes) != count or not all(0 <= c < float("inf") for c in (line.constant, *line.slopes)):
-                    raise InputError(f"{where}: {name} needs a constant and {count} slopes, finite and >= 0")
-                lines[name] = line
-            return MeasuredCost(**lines, swap_in=float(raw["swap_in"]))
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, InputError):
-                raise
-            known = ", ".join(field.name for field in fields(MeasuredCost))
+            if raw["version"] not in (1, 2):
+                raise InputError(f"{where}: version is {raw['version']!r}; only 1 and 2 are known")
+            read = LineTable.from_dict if raw["version"] == 2 else LineTable.from_line
+            tables = {kind: read(raw[kind], 2, f"{where}: {kind}") for kind in COLUMNS}
+            migration = Line.from_dict(raw["migration"], 1, f"{where}: migration")
+            return MeasuredCost(**tables, migration=migration, swap_in=float(raw["swap_in"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            known = ", ".join((*COLUMNS, "migration", "swap_in"))
             raise InputError(f"{where}: {error} is missing or no number; needed are version, {known}") from None
 
 
 def load_measured_cost(path: str | Path) -> MeasuredCost:
     """Read what `save_measured_cost` wrote. Raises InputError naming the file."""
+    return MeasuredCost.from_dict(read_cost_file(path), str(path))
+
+
+def read_cost_file(path: str | Path) -> dict:
+    """The JSON object in a cost file. Raises InputError naming the file."""
     try:
         raw = json.loads(Path(path).read_text())
     except FileNotFoundError:
         raise InputError(f"cost file {path} does not exist") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"cost file {path} is not valid JSON: {error}") from None
-    return MeasuredCost.from_dict(raw, str(path))
+    if not isinstance(raw, dict):
+        raise InputError(f"cost file {path} holds no JSON object; give costs.json of a run or a profile")
+    return raw
 
 
 def save_measured_cost(costs: MeasuredCost, path: str | Path) -> None:

@@ -38,17 +38,19 @@ class PhaseMemory:
 def memory_by_phase(
     costs: Mapping[str, AnalyticCost], kv_capacity_bytes: float, training_activations: float, score_tokens: int
 ) -> tuple[PhaseMemory, ...]:
-    """The three phases. `costs` has one entry per task; `kv_capacity_bytes` is C of a whole instance.
+    """The three phases. `costs` has one entry per task of the run; `kv_capacity_bytes` is C of a whole instance.
 
     `training_activations`: peak of the schedule on one rank. Scoring keeps no activations for a backward; it holds
     the widest layer's of one packed batch of `score_tokens`, and the float32 logits where there is a head.
     """
-    trained_weights = sum(costs[task].weights_bytes() for task in TRAINED)
-    optimizer = sum(costs[task].optimizer_bytes() for task in TRAINED)
-    gradients = sum(costs[task].gradient_bytes() for task in TRAINED)
-    parked = sum(costs[task].weights_bytes() for task in SCORERS)
+    trained = [costs[task] for task in TRAINED if task in costs]
+    scorers = [costs[task] for task in SCORERS if task in costs]
+    trained_weights = sum(cost.weights_bytes() for cost in trained)
+    optimizer = sum(cost.optimizer_bytes() for cost in trained)
+    gradients = sum(cost.gradient_bytes() for cost in trained)
+    parked = sum(cost.weights_bytes() for cost in scorers)
     generation = costs["generation"]
-    scoring = max(_forward_bytes(costs[task], score_tokens) for task in SCORERS)
+    scoring = max((_forward_bytes(cost, score_tokens) for cost in scorers), default=0)
     return (
         PhaseMemory(
             phase="generation",

@@ -218,19 +218,22 @@ def plan_migration(
     free_blocks: Sequence[int],
     block_tokens: int,
     cost: MoveCost,
+    among: Sequence[int] | None = None,
 ) -> MigrationPlan:
     """Deal the unfinished samples of the freed instances to the `destinations` that hold the most.
 
     `states`: all unfinished samples, in any order. `free_blocks[i]`: free KV blocks of instance i; only those of
-    destinations matter. A sample for which no destination has room moves as tokens and waits. Room is counted for
+    destinations matter. `among`: the instances that still decode where some were freed before; the others appear
+    nowhere in the plan. A sample for which no destination has room moves as tokens and waits. Room is counted for
     its cache and the next token; blocks shared with a sample that moves the same way take room once. Every sample
     is in exactly one of `moves` and `stays`.
     """
-    _check_states(states, instances, destinations, free_blocks)
+    decoding = sorted(range(instances) if among is None else among)
+    _check_states(states, decoding, instances, destinations, free_blocks)
     held = [0] * instances
     for state in states:
         held[state.instance] += 1
-    ranked = sorted(range(instances), key=lambda i: (-held[i], i))
+    ranked = sorted(decoding, key=lambda i: (-held[i], i))
     chosen = tuple(sorted(ranked[:destinations]))
     used = {i: 0 for i in chosen}
     for state in states:
@@ -257,23 +260,47 @@ def plan_migration(
         used[destination] += _blocks(state.tokens, block_tokens)
     return MigrationPlan(
         destinations=chosen,
-        freed=tuple(i for i in range(instances) if i not in used),
+        freed=tuple(i for i in decoding if i not in used),
         moves=tuple(sorted(moves, key=lambda m: (m.destination, m.source, m.sample_id))),
         stays=tuple(sorted(state.sample_id for state in states if state.instance in used)),
     )
 
 
+def transfer_order(plan: MigrationPlan) -> list[tuple[int, int]]:
+    """Pairs (source, destination) with samples to move, in the order in which every instance goes through its own.
+
+    One order for all cannot deadlock: the first pair that is not done has nobody else to wait for. In each round
+    different sources talk to different destinations, as far as there are any:  0>4 1>5 2>6, 0>5 1>6 2>4, ...
+    """
+    pairs = {(move.source, move.destination) for move in plan.moves}
+    sources = {instance: place for place, instance in enumerate(plan.freed)}
+    targets = {instance: place for place, instance in enumerate(plan.destinations)}
+    rounds = max(len(sources), len(targets))
+
+    def place(pair: tuple[int, int]) -> tuple[int, int]:
+        source, destination = sources[pair[0]], targets[pair[1]]
+        return (destination - source) % rounds, source
+
+    return sorted(pairs, key=place)
+
+
 def _check_states(
-    states: Sequence[SequenceState], instances: int, destinations: int, free_blocks: Sequence[int]
+    states: Sequence[SequenceState],
+    decoding: Sequence[int],
+    instances: int,
+    destinations: int,
+    free_blocks: Sequence[int],
 ) -> None:
-    if not 1 <= destinations < instances:
-        raise InputError(f"{destinations} destinations of {instances} instances; need at least 1 and at most n - 1")
+    if not 1 <= destinations < len(decoding):
+        raise InputError(f"{destinations} destinations of {len(decoding)} instances; need at least 1 and at most n - 1")
+    if not set(decoding) <= set(range(instances)):
+        raise InputError(f"instances {' '.join(map(str, decoding))} of {instances}")
     if len(free_blocks) != instances:
         raise InputError(f"free blocks of {len(free_blocks)} instances were given for {instances}")
     if len({state.sample_id for state in states}) != len(states):
         raise InputError("two unfinished sequences share a sample id")
     for state in states:
-        if not 0 <= state.instance < instances:
+        if state.instance not in decoding:
             raise InputError(f"sample {state.sample_id} is on instance {state.instance} of {instances}")
 
 

@@ -1,4 +1,4 @@
-"""The plan of a run: everything decided before it starts, in a file that a person can read and diff.
+"""The making of a run's plan: everything decided before it starts.
 
     config + model specs + world size -> task table, batch arithmetic, costs -> fused schedule, R_t -> Plan
 
@@ -10,10 +10,7 @@ Knows nothing of torch, process groups or the engine. Paper section 6, parallel 
 
 from __future__ import annotations
 
-import json
-import os
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Mapping
 
 from rlhfuse.config import RunConfig
@@ -34,7 +31,7 @@ from rlhfuse.simulator.layouts import TASK_ROLES, BatchArithmetic, Task, batch_a
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.measured import load_measured_cost
 from rlhfuse.simulator.memory import SCORERS, TRAINED, PhaseMemory, memory_by_phase, readable_bytes
-from rlhfuse.simulator.migration import MoveCost
+from rlhfuse.simulator.plan import Plan, ScheduleSummary
 from rlhfuse.simulator.threshold import Threshold, load_threshold, sweep_threshold
 from rlhfuse.spec import HardwareSpec, ModelSpec, ParallelLayout
 
@@ -43,105 +40,9 @@ TICK_SECONDS = 1e-6  # schedules are searched in whole microseconds, so that tie
 SCALAR_HEADS = ("reward", "critic")
 
 
-@dataclass(frozen=True)
-class ScheduleSummary:
-    """One mini-batch's training schedule; seconds are predictions, activations are bytes on the fullest rank."""
-
-    source: str
-    nodes: int
-    makespan_seconds: float
-    lower_bound_seconds: float
-    serial_makespan_seconds: float
-    peak_activation_bytes: float
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a run will do and what it is predicted to cost.
-
-    `threshold_samples` is R_t, or None where it is chosen from the lengths of the first iteration; `threshold`
-    holds the curve it was read from, if any. `limits` and `move_cost` are the numbers from which every rank computes
-    the same migration plan.
-    """
-
-    world_size: int
-    hardware: str
-    dtype: str
-    tasks: tuple[Task, ...]
-    batch: BatchArithmetic
-    memory: tuple[PhaseMemory, ...]
-    memory_limit: float
-    seconds: IterationSeconds
-    schedule: ScheduleSummary
-    threshold_samples: int | None
-    threshold: Threshold | None
-    limits: InstanceLimits
-    move_cost: MoveCost
-    reasons: tuple[str, ...]
-
-    def to_dict(self) -> dict:
-        raw = {"version": 1, **asdict(self)}
-        raw["tasks"] = [{**asdict(task), "layout": str(task.layout), "ranks": list(task.ranks)} for task in self.tasks]
-        raw["threshold"] = self.threshold.to_dict() if self.threshold else None
-        raw["memory"], raw["reasons"] = [asdict(phase) for phase in self.memory], list(self.reasons)
-        return raw
-
-    @staticmethod
-    def from_dict(raw: dict, where: str = "plan") -> "Plan":
-        """Inverse of `to_dict`. Raises InputError naming `where` and the field."""
-        try:
-            fields = dict(raw)
-            if fields.pop("version") != 1:
-                raise InputError(f"{where}: version {raw['version']!r} is unknown; this program reads version 1")
-            fields["tasks"] = tuple(
-                Task(row["name"], row["role"], ParallelLayout.parse(row["layout"]), tuple(row["ranks"]))
-                for row in raw["tasks"]
-            )
-            fields["batch"] = BatchArithmetic(**raw["batch"])
-            fields["memory"] = tuple(PhaseMemory(**phase) for phase in raw["memory"])
-            fields["seconds"] = IterationSeconds(**raw["seconds"])
-            fields["schedule"] = ScheduleSummary(**raw["schedule"])
-            fields["threshold"] = Threshold.from_dict(raw["threshold"], where) if raw["threshold"] else None
-            fields["limits"], fields["move_cost"] = InstanceLimits(**raw["limits"]), MoveCost(**raw["move_cost"])
-            fields["reasons"] = tuple(raw["reasons"])
-            return Plan(**fields)
-        except (KeyError, TypeError) as error:
-            raise InputError(f"{where} is no plan.json: {error}; write one with tools/plan.py --json") from None
-
-    def render(self) -> str:
-        """The plan as text for people."""
-        title = f"plan for {self.world_size} ranks of {self.hardware}, {self.dtype}"
-        blocks = [(title, ())]
-        blocks.append(("tasks", tuple(str(task) for task in self.tasks)))
-        blocks.append(("batch", self.batch.lines()))
-        blocks.append((f"memory per rank (device limit {readable_bytes(self.memory_limit)})", self._memory_lines()))
-        blocks.append(("predicted seconds per iteration", self._seconds_lines()))
-        blocks.append(("why", self.reasons))
-        return "\n".join("\n".join((head, *(f"  {line}" for line in lines))) for head, lines in blocks)
-
-    def _memory_lines(self) -> tuple[str, ...]:
-        columns = ("weights", "optimizer", "gradients", "activations", "kv", "device", "host")
-        lines = ["phase      " + "".join(f"{name:>12s}" for name in columns)]
-        for phase in self.memory:
-            values = "".join(f"{readable_bytes(getattr(phase, name)):>12s}" for name in columns)
-            lines.append(f"{phase.phase:11s}{values}")
-        return tuple(lines)
-
-    def _seconds_lines(self) -> tuple[str, ...]:
-        s = self.seconds
-        return (
-            f"generation and inference  serial {s.gen_infer_serial:9.4g}  fused {s.gen_infer_fused:9.4g}",
-            f"training                  serial {s.training_serial:9.4g}  fused {s.training_fused:9.4g}",
-            f"iteration                 serial {s.serial:9.4g}  fused {s.fused:9.4g}  (x{s.speedup:.2f})",
-        )
-
-
 def read_specs(config: RunConfig) -> dict[str, ModelSpec]:
     """The model spec of each role, from its folder's config.json. Raises InputError naming file and field."""
-    return {role: ModelSpec.from_config(getattr(config, role).path) for role in _ROLES}
-
-
-_ROLES = ("actor", "critic", "reference", "reward")
+    return {role: ModelSpec.from_config(getattr(config, role).path) for role in config.roles()}
 
 
 def element_bytes(config: RunConfig) -> int:
@@ -167,7 +68,7 @@ def job_cost(costs: Mapping[str, AnalyticCost], world_size: int) -> JobCost:
     """The analytic CostModel of generation and inference."""
     generation = costs["generation"]
     crosses = world_size > generation.hardware.devices_per_node
-    return JobCost(generation, tuple(costs[name] for name in SCORERS), cross_node=crosses)
+    return JobCost(generation, tuple(costs[name] for name in SCORERS if name in costs), cross_node=crosses)
 
 
 def generation_cost(
@@ -175,8 +76,9 @@ def generation_cost(
 ) -> JobCost:
     """The CostModel of `instances` generation instances, whatever the world of the other tasks."""
     parallel, size = config.parallel, element_bytes(config)
-    layouts = {task: ParallelLayout.parse(getattr(parallel, task)) for task in ("generation", *SCORERS)}
     roles = dict(TASK_ROLES)
+    present = ("generation", *(task for task in SCORERS if roles[task] in config.roles()))
+    layouts = {task: ParallelLayout.parse(getattr(parallel, task)) for task in present}
     costs = {
         task: AnalyticCost(specs[roles[task]], layout, hardware, size, roles[task] in SCALAR_HEADS)
         for task, layout in layouts.items()
@@ -218,7 +120,7 @@ def training_problem(
 ) -> FusionProblem:
     """The scheduling problem of one mini-batch on one fused group, in ticks of TICK_SECONDS and bytes."""
     sequences = batch.samples_per_microbatch
-    trained = {"actor": costs["actor_train"], "critic": costs["critic_train"]}
+    trained = {task.removesuffix("_train"): costs[task] for task in TRAINED if task in costs}
     stage_costs = {
         model: cost.stage_costs(tokens_per_sample * sequences, sequences, TICK_SECONDS)
         for model, cost in trained.items()
@@ -284,7 +186,7 @@ def plan_run(
     full = training_problem(costs, batch, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
     longest = batch.samples_per_microbatch * (config.data.max_prompt_tokens + config.rollout.max_response_tokens)
     activations = evaluate(Schedule(full, schedule.orders)).peak_memory
-    activations += max(costs[task].rerun_bytes(longest) for task in TRAINED)
+    activations += max(costs[task].rerun_bytes(longest) for task in TRAINED if task in costs)
     memory = memory_by_phase(costs, limits.kv_capacity_bytes, activations, limits.score_tokens)
     reasons.append(_memory_reason(memory, hardware))
     plan = Plan(
@@ -373,14 +275,15 @@ def _predict(
 ) -> IterationSeconds:
     """Means over the batches; a threshold's own curve where there is one."""
     minibatch = (summary.serial_makespan_seconds, summary.makespan_seconds)
-    batch, count = setting.batch, setting.batch.minibatches
+    batch, count = setting.batch, setting.batch.optimizer_steps
     if threshold is not None:
         return IterationSeconds(
             threshold.serial_seconds, threshold.fused_seconds, minibatch[0] * count, minibatch[1] * count
         )
+    triggers = (threshold_samples,) if threshold_samples else ()
     runs = [
         simulate_iteration(
-            one, batch.instances, setting.job, setting.limits, threshold_samples or 0, minibatch, count
+            one, batch.instances, setting.job, setting.limits, triggers, minibatch, count
         ).to_dict()
         for one in setting.batches
     ]
@@ -431,22 +334,3 @@ def _memory_reason(memory: tuple[PhaseMemory, ...], hardware: HardwareSpec) -> s
         f"the fullest phase, {fullest.phase}, needs {readable_bytes(fullest.device)} per rank and {fits} "
         f"{readable_bytes(hardware.memory_bytes)} of a {hardware.name}"
     )
-
-
-def load_plan(path: str | Path) -> Plan:
-    """Read plan.json. Raises InputError naming the file."""
-    try:
-        return Plan.from_dict(json.loads(Path(path).read_text()), str(path))
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path} is not valid JSON: {error}") from None
-
-
-def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write beside and rename."""
-    beside = Path(f"{path}.tmp")
-    beside.write_text(json.dumps(plan.to_dict(), indent=1) + "\n")
-    os.replace(beside, path)

@@ -64,6 +64,7 @@ class Threshold:
     sweep: tuple[SweepPoint, ...]
     lengths: LengthSummary
     samples: int | None = None  # of the batch; a file may leave it out
+    triggers: tuple[int, ...] = ()  # remaining samples at each migration, the first is `threshold`; () = serial
 
     @property
     def speedup(self) -> float:
@@ -102,7 +103,8 @@ class Threshold:
         """Inverse of `to_dict`. Raises InputError naming `where` and the field."""
         try:
             sweep = tuple(SweepPoint(**point) for point in raw["sweep"])
-            fields = {**raw, "sweep": sweep, "lengths": LengthSummary(**raw["lengths"])}
+            triggers = tuple(raw.get("triggers", [raw["threshold"]] if raw["threshold"] else []))
+            fields = {**raw, "triggers": triggers, "sweep": sweep, "lengths": LengthSummary(**raw["lengths"])}
             made = Threshold(**fields)
         except (KeyError, TypeError) as error:
             raise InputError(f"{where} is no threshold.json: {error}; write one with calibrate_threshold.py") from None
@@ -121,6 +123,7 @@ def sweep_threshold(
     costs: CostModel,
     limits: InstanceLimits,
     clipped: int = 0,
+    max_triggers: int = 1,
 ) -> Threshold:
     """Simulate R_t = 0, 5%, ..., 95% of the batch and take the fastest.
 
@@ -147,6 +150,7 @@ def sweep_threshold(
         destinations=best.destinations,
         instances=instances,
         samples=samples,
+        triggers=(best.threshold,) if best.threshold else (),
         serial_seconds=points[0].fused_seconds,
         fused_seconds=best.fused_seconds,
         sweep=tuple(points),
@@ -162,7 +166,8 @@ def _point(
     ratio: float,
     threshold: int,
 ) -> SweepPoint:
-    lines = [simulate_gen_infer(batch, instances, costs, limits, threshold) for batch in batches]
+    triggers = (threshold,) if threshold else ()
+    lines = [simulate_gen_infer(batch, instances, costs, limits, triggers) for batch in batches]
     count = 0
     if threshold:
         count = destination_count(

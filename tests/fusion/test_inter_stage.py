@@ -108,7 +108,7 @@ def generate_and_score(
         step = engine.step
         engine.step = lambda: (time.sleep(step_seconds), step())[1]
         dist.barrier()
-    report = stage.run(0, requests_of(lengths, one_prompt), threshold, limits(BY_KV if by == "kv" else BY_TOKENS))
+    report = stage.run(0, requests_of(lengths, one_prompt), (threshold,) if threshold else (), limits(BY_KV if by == "kv" else BY_TOKENS))
     sha = hashlib.sha256(b"".join(rollout.to_bytes() for rollout in report.rollouts)).hexdigest()
     assert engine.kv_bytes == 0 and not reference.parked.loaded
     maker.close()
@@ -117,7 +117,7 @@ def generate_and_score(
         "bytes": report.migrated_bytes, "recomputed": report.recomputed_samples,
         "block_bytes": specs["actor"].kv_bytes_per_token(4) * 8,
         "early": report.scored_before_generation_end, "lengths": [len(r.response_tokens) for r in report.rollouts],
-        "plan": str(report.plan) if report.plan else None,
+        "plan": str(report.plans[0]) if report.plans else None,
     }  # fmt: skip
 
 

@@ -62,7 +62,7 @@ class Pair:
 
     @property
     def models(self) -> dict:
-        return {"actor": self.roles.actor, "critic": self.roles.critic}
+        return self.roles.trained
 
     def train(self, seed: int, samples: int = 20):
         return self.step.run(make_batch(seed, samples), self.counts, LR)
@@ -104,7 +104,7 @@ def build_pair(
     specs = {role: ModelSpec.from_config(path) for role, path in folders.items()}
     roles = build_roles(config, Checkpoints(folders, specs), ranks, rank, device)
     schedule = make_schedule(layouts, kind, microbatches)
-    models = {"actor": roles.actor, "critic": roles.critic}
+    models = roles.trained
     tied = frozenset(role for role, model in models.items() if model.tied)
     step = TrainingStep(
         rank, ranks, schedule, edit(lower(schedule, ranks, tied=tied)), models, roles.channels, AlgorithmConfig(), 1.0,

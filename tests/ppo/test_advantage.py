@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfuse.config import AlgorithmConfig
-from rlhfuse.ppo.advantage import BLOCK, add_advantages, add_token_rewards, generalized_advantages, kl_estimate, whiten
+from rlhfuse.ppo.advantage import add_advantages, whiten
+from rlhfuse.ppo.gae import BLOCK, generalized_advantages
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
+from rlhfuse.ppo.token_rewards import add_token_rewards, kl_estimate
 
 
 def gae_loop(rewards, values, gamma, lam):
@@ -71,14 +73,14 @@ def make_batch():
 
 
 def test_token_rewards_put_the_score_on_the_last_token():
-    rewards = add_token_rewards(make_batch(), AlgorithmConfig(kl_coef=0.1)).token_rewards
+    rewards = add_token_rewards(make_batch(), AlgorithmConfig(kl_coef=0.1), 8).token_rewards
     # 39 nats are clamped to 20; the truncated sample gets its score where it was cut
     torch.testing.assert_close(rewards, torch.tensor([-0.05, 3.0 + 0.1, -2.0, 0.0, -9.0 - 0.1]))
 
 
-def test_score_clip_and_truncation_penalty():
-    algorithm = AlgorithmConfig(kl_coef=0.0, score_clip=5.0, truncation_penalty=1.0)
-    rewards = add_token_rewards(make_batch(), algorithm).token_rewards
+def test_score_clip_and_missing_eos_penalty():
+    algorithm = AlgorithmConfig(kl_coef=0.0, score_clip=5.0, missing_eos_penalty=1.0)
+    rewards = add_token_rewards(make_batch(), algorithm, 8).token_rewards
     torch.testing.assert_close(rewards, torch.tensor([0.0, 3.0, 0.0, 0.0, -6.0]))
 
 
@@ -111,7 +113,7 @@ def test_k1_and_k3_estimate_the_kl_divergence():
 
 
 def test_advantages_are_whitened_and_returns_are_not():
-    batch = add_token_rewards(make_batch(), AlgorithmConfig())
+    batch = add_token_rewards(make_batch(), AlgorithmConfig(), 8)
     plain = add_advantages(batch, AlgorithmConfig(whiten_advantages=False))
     white = add_advantages(batch, AlgorithmConfig(whiten_advantages=True))
     assert torch.equal(plain.returns, white.returns)
@@ -123,7 +125,7 @@ def test_advantages_are_whitened_and_returns_are_not():
 
 
 def test_advantages_do_not_depend_on_other_samples_before_whitening():
-    batch = add_token_rewards(make_batch(), AlgorithmConfig())
+    batch = add_token_rewards(make_batch(), AlgorithmConfig(), 8)
     algorithm = AlgorithmConfig(whiten_advantages=False)
     whole = add_advantages(batch, algorithm)
     alone = add_advantages(batch.select([1]), algorithm)

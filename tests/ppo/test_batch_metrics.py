@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from rlhfuse.config import AlgorithmConfig
-from rlhfuse.ppo.advantage import add_advantages, add_token_rewards
+from rlhfuse.ppo.advantage import add_advantages
 from rlhfuse.ppo.metrics import balance_metrics, batch_metrics
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
+from rlhfuse.ppo.token_rewards import add_token_rewards
 
 
 def test_batch_metrics():
@@ -16,7 +17,7 @@ def test_batch_metrics():
         Rollout(1, (1,), (2,), old[:1], "length", ref[:1], torch.ones(1), 3.0),
     ]
     algorithm = AlgorithmConfig(kl_coef=0.1, gamma=1.0, lam=1.0)
-    batch = add_advantages(add_token_rewards(RolloutBatch.from_rollouts(rollouts), algorithm), algorithm)
+    batch = add_advantages(add_token_rewards(RolloutBatch.from_rollouts(rollouts), algorithm, 8), algorithm)
     metrics = batch_metrics(batch, algorithm)
     expected = {
         "critic/score/mean": 2.0,

@@ -7,15 +7,16 @@ from hypothesis import strategies as st
 
 from rlhfuse.simulator.generation import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.measured import Line, MeasuredCost
+from rlhfuse.simulator.lines import Line, LineTable
+from rlhfuse.simulator.measured import MeasuredCost
 
 
 def linear_cost(swap_in: float = 0.5, score_token: float = 1e-3) -> MeasuredCost:
     """A step costs 10 ms + 1 ms per sequence; a scored token 1 ms; times are easy to add by hand."""
     return MeasuredCost(
-        decode=Line(10e-3, (1e-3, 1e-6)),
-        prefill=Line(2e-3, (1e-4, 0.0)),
-        score=Line(5e-3, (score_token, 0.0)),
+        decode=LineTable.everywhere(Line(10e-3, (1e-3, 1e-6))),
+        prefill=LineTable.everywhere(Line(2e-3, (1e-4, 0.0))),
+        score=LineTable.everywhere(Line(5e-3, (score_token, 0.0))),
         migration=Line(1e-3, (1e-9,)),
         swap_in=swap_in,
     )

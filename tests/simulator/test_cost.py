@@ -1,10 +1,7 @@
-"""The roofline's limits, its bytes counted by hand, BS_max, and the fit of measured costs."""
+"""The roofline's limits, its bytes counted by hand, and BS_max."""
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,15 +10,6 @@ from sim_helpers import linear_cost
 from rlhfuse.errors import InputError
 from rlhfuse.simulator.cost import AnalyticCost, JobCost, largest_flat_batch
 from rlhfuse.simulator.hardware import hardware_by_name, known_hardware
-from rlhfuse.simulator.measured import (
-    BytesObservation,
-    DecodeObservation,
-    Line,
-    MeasuredCost,
-    TokensObservation,
-    load_measured_cost,
-    save_measured_cost,
-)
 from rlhfuse.spec import ModelSpec, ParallelLayout
 
 LLAMA_13B = ModelSpec("llama", 40, 5120, 40, 40, 128, 13824, 32000, 4096)
@@ -48,13 +36,14 @@ def test_a_long_forward_runs_at_the_peak_rate():
     assert cost().forward_seconds(tokens) == pytest.approx(compute + reduce)
 
 
-def test_no_all_reduce_on_one_rank_and_the_floor_of_small_work():
+def test_no_all_reduce_on_one_rank_and_the_floors_of_small_work():
     single = AnalyticCost(LLAMA_13B, ParallelLayout.parse("d1t1p1"), H800, 2, scalar_head=True)
     tiny = ModelSpec("llama", 4, 64, 4, 4, 16, 128, 256, 512)
     floor = AnalyticCost(tiny, ParallelLayout.parse("d1t1p1"), H800, 2, scalar_head=True)
-    assert floor.decode_step_seconds(1, 10) == pytest.approx(4 * H800.launch_seconds)
+    assert floor.prefill_seconds(1, 1) == pytest.approx(4 * H800.launch_seconds)
+    assert floor.decode_step_seconds(1, 10) == pytest.approx(4 * H800.decode_layer_seconds, rel=1e-2)
     weights = LLAMA_13B.layer_parameters * 2 * 40 / H800.memory_bandwidth
-    assert single.decode_step_seconds(1, 0) == pytest.approx(weights)
+    assert single.decode_step_seconds(1, 0) == pytest.approx(weights + 40 * H800.decode_layer_seconds)
 
 
 def test_packing_costs_less_than_one_long_sequence():
@@ -114,84 +103,6 @@ def test_hardware_names():
     assert hardware_by_name("auto").name == "cpu" and hardware_by_name("auto", "cuda").name == "h100"
     with pytest.raises(InputError, match="'b200' is not known; use auto or one of cpu, a100"):
         hardware_by_name("b200")
-
-
-def observe(costs: MeasuredCost, noise: float, seed: int = 0):
-    """What a job that runs at `costs` would measure."""
-    generator = np.random.default_rng(seed)
-
-    def jitter(seconds: float) -> float:
-        return seconds * (1 + noise * float(generator.standard_normal()))
-
-    decode, prefill, score, migration = [], [], [], []
-    for _ in range(200):
-        batch, context = int(generator.integers(1, 64)), int(generator.integers(50, 20_000))
-        decode.append(DecodeObservation(batch, context, jitter(costs.decode_step_seconds(batch, context))))
-        tokens, sequences = int(generator.integers(10, 4000)), int(generator.integers(1, 32))
-        prefill.append(TokensObservation(tokens, sequences, jitter(costs.prefill_seconds(tokens, sequences))))
-        score.append(TokensObservation(tokens, sequences, jitter(costs.score_seconds(tokens, sequences))))
-        volume = int(generator.integers(1, 10**8))
-        migration.append(BytesObservation(volume, jitter(costs.migration_seconds(volume))))
-    return decode, prefill, score, migration, [jitter(costs.swap_in_seconds()) for _ in range(9)]
-
-
-def test_fit_recovers_the_costs():
-    true = linear_cost()
-    exact = MeasuredCost.fit(*observe(true, noise=0.0))
-    assert exact.decode.constant == pytest.approx(10e-3) and exact.decode.slopes == pytest.approx((1e-3, 1e-6))
-    assert exact.migration.constant == pytest.approx(1e-3) and exact.swap_in == pytest.approx(0.5)
-    noisy = MeasuredCost.fit(*observe(true, noise=0.05))
-    for batch, context in ((1, 100), (16, 4000), (60, 15_000)):
-        expected = true.decode_step_seconds(batch, context)
-        assert noisy.decode_step_seconds(batch, context) == pytest.approx(expected, rel=0.1)
-
-
-@settings(derandomize=True, deadline=None, max_examples=60)
-@given(st.lists(st.tuples(st.integers(1, 64), st.integers(1, 5000), st.floats(0, 1)), min_size=1, max_size=12))
-def test_a_fit_is_non_negative_and_no_worse_than_a_constant(rows):
-    line = Line.fit([row[:2] for row in rows], [row[2] for row in rows])
-    assert line.constant >= 0 and min(line.slopes) >= 0
-    seconds = [row[2] for row in rows]
-    mean = sum(seconds) / len(seconds)
-    error = math.fsum((line(*row[:2]) - row[2]) ** 2 for row in rows)
-    assert error <= math.fsum((mean - value) ** 2 for value in seconds) * (1 + 1e-6) + 1e-12
-
-
-def test_one_observation_is_enough_and_none_is_not():
-    one = MeasuredCost.fit(
-        [DecodeObservation(4, 400, 0.02)],
-        [TokensObservation(100, 4, 0.01)],
-        [TokensObservation(100, 4, 0.03)],
-        [BytesObservation(1000, 0.001)],
-        [0.2],
-    )
-    assert one.decode_step_seconds(4, 400) == pytest.approx(0.02)
-    with pytest.raises(InputError, match="no migration observation"):
-        MeasuredCost.fit(*observe(linear_cost(), 0.0)[:3], [], [0.1])
-    with pytest.raises(InputError, match="seconds must be finite"):
-        MeasuredCost.fit(*observe(linear_cost(), 0.0)[:4], [float("nan")])
-
-
-def test_measured_costs_print_save_and_load(tmp_path):
-    costs = MeasuredCost.fit(*observe(linear_cost(), noise=0.05))
-    assert "decode step" in str(costs) and "x batch" in str(costs)
-    save_measured_cost(costs, tmp_path / "measured.json")
-    assert load_measured_cost(tmp_path / "measured.json") == costs
-    assert [file.name for file in tmp_path.iterdir()] == ["measured.json"]
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"version": 2}, "version is 2"),
-        ({"swap_in": "soon"}, "swap_in|no number"),
-        ({"decode": {"constant": 1.0, "slopes": [1.0]}}, "decode needs a constant and 2 slopes"),
-        ({"score": {"constant": -1.0, "slopes": [1.0, 0.0]}}, "finite and >= 0"),
-    ],
-)
-def test_bad_cost_files_are_refused(change, message):
-    with pytest.raises(InputError, match=message):
-        MeasuredCost.from_dict({**linear_cost().to_dict(), **change}, "measured.json")
 
 
 def test_recomputation_and_sequence_parallelism_keep_less_and_the_backward_pays_for_the_first():

@@ -15,7 +15,8 @@ from rlhfuse.schedule.io import save_schedule
 from rlhfuse.simulator.hardware import hardware_by_name
 from rlhfuse.simulator.layouts import batch_arithmetic, check_layouts
 from rlhfuse.simulator.measured import save_measured_cost
-from rlhfuse.simulator.planner import load_plan, make_plan, plan_run, save_plan, task_costs, training_problem
+from rlhfuse.simulator.plan import load_plan, save_plan
+from rlhfuse.simulator.planner import make_plan, plan_run, task_costs, training_problem
 from rlhfuse.simulator.threshold import save_threshold
 
 

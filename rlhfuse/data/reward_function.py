@@ -1,0 +1,166 @@
+"""A reward function that the user names, and how it is called.
+
+    module:function  or  FILE.py:function
+
+    verl   function(data_source, solution_str, ground_truth, extra_info) -> number, or {"score": number, ...}
+    trl    function(prompts, completions, completion_ids, **columns) -> [number]      lists of one sample
+
+A function is called for one sample at a time, so that its number cannot depend on which samples were finished
+together. It may be `async`. Text is the completion as decoded, without special tokens; the sampled ids stand beside
+it. Knows nothing of processes, tokenizers or ranks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Callable, Mapping
+
+from rlhfuse.errors import InputError, RewardError
+
+SIGNATURES = ("verl", "trl")
+
+
+@dataclass(frozen=True)
+class RewardCall:
+    """One sample to be scored: its row of the prompt file, and what was generated."""
+
+    sample_id: int
+    row: Mapping[str, Any]
+    prompt: str | list[dict[str, str]]  # text, or chat turns
+    completion: str
+    completion_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """The function itself, under the name that the configuration calls it by."""
+
+    name: str
+    signature: str  # one of SIGNATURES
+    function: Callable[..., Any]
+
+    @staticmethod
+    def load(name: str, signature: str) -> "RewardFunction":
+        """Import it. Raises InputError naming what is missing, or what its module raised."""
+        place, colon, attribute = name.rpartition(":")
+        if not colon or not place or not attribute:
+            raise InputError(f"reward.function={name} is not of the form module:function or FILE.py:function")
+        try:
+            module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        except InputError:
+            raise
+        except Exception as error:  # a module may raise anything while it is imported
+            raise InputError(f"reward.function={name}: {place} cannot be imported ({_told(error)})") from None
+        function = getattr(module, attribute, None)
+        if not callable(function):
+            raise InputError(f"reward.function={name}: {place} has no function {attribute}")
+        return RewardFunction(name, signature, function)
+
+    @property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
+            getattr(self.function, "__call__", None)
+        )
+
+    def check(self, row: Mapping[str, Any], prompt: str | list[dict[str, str]], where: str) -> None:
+        """Raise InputError unless the row has what the signature needs and the function takes it; no call is made."""
+        missing = [key for key in ("data_source", "reward_model") if self.signature == "verl" and key not in row]
+        if missing:
+            raise InputError(
+                f"{where}: no key {missing[0]!r}, which reward.signature=verl needs ({{data_source, prompt, "
+                "reward_model: {ground_truth}}}); add it, or use a trl function"
+            )
+        if self.signature == "verl" and "ground_truth" not in (_mapping(row["reward_model"]) or {}):
+            raise InputError(f"{where}: reward_model is {str(row['reward_model'])[:40]!r}; it needs a ground_truth")
+        try:
+            arguments = self.arguments(RewardCall(0, row, prompt, "", ()))
+            inspect.signature(self.function).bind(**arguments)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"reward.function={self.name} cannot be called as reward.signature={self.signature} says ({error}); "
+                f"{where} offers {', '.join(self._offered(row))}"
+            ) from None
+
+    def arguments(self, call: RewardCall) -> dict[str, Any]:
+        """Keyword arguments of the call; of a trl row's columns those that the function takes."""
+        if self.signature == "verl":
+            return {
+                "data_source": call.row["data_source"],
+                "solution_str": call.completion,
+                "ground_truth": _mapping(call.row["reward_model"])["ground_truth"],
+                "extra_info": call.row.get("extra_info"),
+            }
+        chat = not isinstance(call.prompt, str)
+        completion = [{"role": "assistant", "content": call.completion}] if chat else call.completion
+        offered = {key: [value] for key, value in call.row.items() if key.isidentifier()} | {
+            "prompts": [call.prompt],
+            "completions": [completion],
+            "completion_ids": [list(call.completion_ids)],
+        }
+        taken = inspect.signature(self.function).parameters.values()
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken):
+            return offered
+        return {parameter.name: offered[parameter.name] for parameter in taken if parameter.name in offered}
+
+    def _offered(self, row: Mapping[str, Any]) -> tuple[str, ...]:
+        if self.signature == "verl":
+            return ("data_source", "solution_str", "ground_truth", "extra_info")
+        return ("prompts", "completions", "completion_ids", *(key for key in row if key.isidentifier()))
+
+    def number(self, returned: Any, sample_id: int) -> float:
+        """The score in what a call gave back. Raises RewardError naming function and sample."""
+        value = returned
+        if self.signature == "trl":
+            if not hasattr(returned, "__len__") or isinstance(returned, (str, Mapping)):
+                raise RewardError(f"{self.about(sample_id)} returned {_short(returned)}, not a list of one number")
+            if len(returned) != 1:
+                raise RewardError(f"{self.about(sample_id)} returned {len(returned)} numbers for one sample")
+            value = returned[0]
+        elif isinstance(returned, Mapping):
+            value = returned.get("score")
+        try:
+            score = float(value)
+        except (TypeError, ValueError):
+            raise RewardError(f"{self.about(sample_id)} returned {_short(returned)}, not a number") from None
+        if not math.isfinite(score):
+            raise RewardError(f"{self.about(sample_id)} returned {score}; a score must be finite")
+        return score
+
+    def about(self, sample_id: int) -> str:
+        """How a message begins."""
+        return f"reward function {self.name}, sample {sample_id}:"
+
+    def failed(self, error: BaseException, sample_id: int) -> str:
+        """What to say of an exception that it raised."""
+        return f"{self.about(sample_id)} raised {_told(error)}"
+
+
+def _from_file(file: Path) -> ModuleType:
+    if not file.is_file():
+        raise InputError(f"reward.function: file {file} does not exist")
+    name = f"reward_function_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _mapping(value: Any) -> Mapping[str, Any] | None:
+    return value if isinstance(value, Mapping) else None
+
+
+def _told(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:60]

@@ -1,0 +1,82 @@
+"""From a sample's score to the reward of each of its tokens.
+
+    score of a sample   clip(scale * score) - penalties of length, of a missing end, of being overlong
+    reward of token t   -kl_coef * kl_t (where the KL is part of the reward), plus the score at the last token
+
+A sample cut at the length limit ends there too: no bootstrap. The KL is estimated from the sampled token alone
+(Schulman, "Approximating KL divergence"); log-ratios are clamped to +-LOG_RATIO_LIMIT and k3 is capped, as peers do,
+so that one improbable token does not outweigh the rest. Knows nothing of advantages, models or ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhfuse.config import AlgorithmConfig
+from rlhfuse.ppo.rollout import RolloutBatch
+
+LOG_RATIO_LIMIT = 20.0  # exp(20) is still far from overflow
+K3_LIMIT = 10.0  # one improbable token must not outweigh the rest of the batch
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """Per-token estimate of KL(policy || reference) from the sampled token.
+
+    With x = log(policy / reference): k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x.
+    """
+    log_ratio = (logprobs - ref_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return log_ratio.square() / 2
+    if estimator == "k3":
+        return (torch.expm1(-log_ratio) + log_ratio).clamp(max=K3_LIMIT)
+    raise AssertionError(f"kl estimator {estimator!r}: the configuration allows k1, k2, k3")
+
+
+def overlong_share(lengths: Tensor, max_response_tokens: int, overlong_tokens: int) -> Tensor:
+    """How far each length is into the last `overlong_tokens` tokens before the limit: 0 before them, 1 at the limit.
+
+    The soft overlong punishment of DAPO (Yu et al. 2025, equation 13). float32 [N].
+    """
+    begin = max_response_tokens - overlong_tokens
+    return ((lengths - begin) / overlong_tokens).clamp(0, 1).float()
+
+
+def shaped_scores(batch: RolloutBatch, algorithm: AlgorithmConfig, max_response_tokens: int) -> Tensor:
+    """Scores after scaling, clipping and penalties: float32 [N]."""
+    scores = batch.scores * algorithm.score_scale
+    if algorithm.score_clip > 0:
+        scores = scores.clamp(-algorithm.score_clip, algorithm.score_clip)
+    scores = scores - algorithm.missing_eos_penalty * batch.truncated.to(scores.dtype)
+    if algorithm.length_penalty:
+        scores = scores - algorithm.length_penalty * batch.response_lengths / max_response_tokens
+    if algorithm.overlong_penalty:
+        late = overlong_share(batch.response_lengths, max_response_tokens, algorithm.overlong_tokens)
+        scores = scores - algorithm.overlong_penalty * late
+    return scores
+
+
+def add_token_rewards(batch: RolloutBatch, algorithm: AlgorithmConfig, max_response_tokens: int) -> RolloutBatch:
+    """The batch with `token_rewards`; needs scores, and ref_logprobs where the KL is part of the reward."""
+    rewards = torch.zeros_like(batch.old_logprobs)
+    if algorithm.kl_in == "reward" and algorithm.kl_coef:
+        rewards = -algorithm.kl_coef * kl_estimate(batch.old_logprobs, batch.ref_logprobs, algorithm.kl_estimator)
+    last = batch.response_lengths.cumsum(0) - 1
+    scores = shaped_scores(batch, algorithm, max_response_tokens)
+    return batch.with_fields(token_rewards=rewards.index_add(0, last, scores))
+
+
+def sample_rewards(batch: RolloutBatch) -> Tensor:
+    """Sum of each sample's token rewards: float64 [N]."""
+    owner = torch.repeat_interleave(torch.arange(len(batch), device=batch.tokens.device), batch.response_lengths)
+    sums = torch.zeros(len(batch), dtype=torch.float64, device=batch.tokens.device)
+    return sums.index_add(0, owner, batch.token_rewards.double())
+
+
+def sample_kl(batch: RolloutBatch) -> Tensor:
+    """k1 of KL(old || reference) summed over each sample's tokens, in nats: float64 [N]; needs ref_logprobs."""
+    owner = torch.repeat_interleave(torch.arange(len(batch), device=batch.tokens.device), batch.response_lengths)
+    sums = torch.zeros(len(batch), dtype=torch.float64, device=batch.tokens.device)
+    return sums.index_add(0, owner, kl_estimate(batch.old_logprobs, batch.ref_logprobs, "k1").double())
