@@ -33,7 +33,7 @@ from rlhfuse.fusion.inter_stage import GenInferReport, InterStage, Request
 from rlhfuse.fusion.training_step import MinibatchResult, TrainingStep
 from rlhfuse.gen.engine import Engine, EngineOptions
 from rlhfuse.gen.sequence import SamplingParams
-from rlhfuse.models.hf import export_checkpoint
+from rlhfuse.models.hf_folder import export_checkpoint
 from rlhfuse.monitor.console import ProgressPrinter
 from rlhfuse.monitor.metrics import MetricsWriter
 from rlhfuse.monitor.trace import Span, save_trace

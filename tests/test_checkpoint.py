@@ -7,27 +7,32 @@ import os
 import shutil
 import subprocess
 import sys
-import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from gloo import Workers
 from tiny import write_checkpoint, write_run
 
-from rlhfuse.checkpoint import Checkpoint, FileFacts, Manifest, RunFacts, checkpoints_in, rewind
+from rlhfuse.checkpoint import Checkpoint, Manifest, RunState, checkpoints_in
+from rlhfuse.checkpoint_writer import CheckpointWriter, rewind
 from rlhfuse.config import OptimizerConfig, ParallelConfig, RunConfig, load_config
 from rlhfuse.errors import InputError
-from rlhfuse.launch import dry_run, train
+from rlhfuse.launch import dry_run, start_line, train
 from rlhfuse.monitor.compare import compare_runs
 from rlhfuse.monitor.metrics import read_metrics
+from rlhfuse.parallel.fragments import Place
 from rlhfuse.preflight import prepare
+from rlhfuse.run_facts import RunFacts
 from rlhfuse.schedule.ranks import rank_map
+from rlhfuse.shard_files import FileFacts
 from rlhfuse.spec import ModelSpec, ParallelLayout
 
 ROOT = Path(__file__).resolve().parents[1]
-NO_FACTS = RunFacts(4, {}, {}, {})
+NO_FACTS = RunFacts(4, {}, {}, "", {})
+STATE = RunState({"current": 3}, {"kl_coef": 0.05}, {"metrics_bytes": 7})
 
 # state of one rank ----------------------------------------------------------------------------------------------
 
@@ -57,65 +62,117 @@ def one_step(rank: int, models: dict, seed: int) -> None:
         model.step(1e-3)
 
 
+def state_of(models: dict) -> dict:
+    """role -> parameter -> (place, step, copies of the tensors)."""
+    from rlhfuse.parallel.optimizer_state import export_state
+
+    return {role: {one.name: one.to_host() for one in export_state(model)} for role, model in models.items()}
+
+
+def save(rank: int, out: Path, iteration: int, models: dict) -> None:
+    from rlhfuse.parallel.optimizer_state import export_state
+
+    writer = CheckpointWriter(out, rank, 4, NO_FACTS, 2, 60)
+    writer.start(iteration, STATE, {role: export_state(model) for role, model in models.items()})
+    writer.check()
+    one_step(rank, models, 99)  # what is written must be the state at the call
+    writer.finish()
+
+
+def load(out: Path, iteration: int, models: dict) -> None:
+    from rlhfuse.parallel.optimizer_state import import_state
+
+    reader = Checkpoint.open(out / "checkpoints" / f"iteration-{iteration}").reader
+    for role, model in models.items():
+        import_state(model, partial(reader.read, role), partial(reader.step, role))
+
+
+def weights_of(models: dict) -> dict:
+    return {f"{r}.{n}": p.detach().clone() for r, m in models.items() for n, p in m.module.named_parameters()}
+
+
 def save_and_load(rank: int, folders: dict, out: Path, actor: str, critic: str, dtype: str) -> list[str]:
     """Two steps, save, load into new models, one more step on both; returns what differs and what is odd."""
-    from rlhfuse.checkpoint import save_checkpoint
-    from rlhfuse.parallel.optimizer_state import export_state, import_state
-
     models = build(rank, folders, actor, critic, dtype)
-    fresh = {role: {k: v.clone() for k, v in export_state(model).items()} for role, model in models.items()}
+    fresh = state_of(models)
     one_step(rank, models, 0)
     one_step(rank, models, 1)
-    state = {role: export_state(model) for role, model in models.items()}
-    save_checkpoint(out, 7, rank, state, NO_FACTS, {"current": 3}, 2, {"kl_coef": 0.05})
+    state, weights = state_of(models), weights_of(models)
+    save(rank, out, 7, models)
     torch.distributed.barrier()
     loaded = build(rank, folders, actor, critic, dtype)
-    stored = Checkpoint.open(out / "checkpoints" / "iteration-7").load(rank)
-    found = []
-    for role, model in loaded.items():
-        import_state(model, stored[role])
-        found += [f"loaded {role}.{n}" for n in differing(state[role], export_state(model))]
-        unchanged = set(fresh[role]) - set(differing(fresh[role], state[role]))
-        found += [f"{role}.{n} did not train" for n in unchanged]
-        found += [] if any(n.startswith("exp_avg_sq.") for n in state[role]) else [f"{role} has no moments"]
-        found += [] if any(n.startswith("main.") for n in state[role]) == (dtype == "bfloat16") else ["main weights"]
-        for broken in (dict(list(stored[role].items())[1:]), stored[role] | {"weights.foreign": torch.zeros(1)}):
-            try:
-                import_state(model, broken)
-                found.append(f"{role}: broken state was taken")
-            except ValueError:
-                import_state(model, stored[role])
-    one_step(rank, models, 2)
+    load(out, 7, loaded)
+    found = [f"loaded {line}" for line in differing(state, state_of(loaded))]
+    found += [f"weights {n}" for n, value in weights_of(loaded).items() if not torch.equal(value, weights[n])]
+    for role, rows in state.items():
+        found += [f"{n} did not train" for n, one in rows.items() if torch.equal(one.tensors["main"], fresh[role][n].tensors["main"])]
+        found += [f"{n} has step {one.step}" for n, one in rows.items() if one.step != 2 or len(one.tensors) != 3]
     one_step(rank, loaded, 2)
-    for role in models:
-        found += [f"continued {role}.{n}" for n in differing(export_state(models[role]), export_state(loaded[role]))]
+    again = build(rank, folders, actor, critic, dtype)
+    load(out, 7, again)
+    one_step(rank, again, 2)
+    found += [f"continued {line}" for line in differing(state_of(again), state_of(loaded))]
     return found
 
 
-def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    return [n for n in sorted(a.keys() | b.keys()) if n not in a or n not in b or not torch.equal(a[n], b[n])]
+def load_elsewhere(rank: int, folders: dict, out: Path, actor: str, critic: str, dtype: str) -> list[str]:
+    """Load checkpoint 7 into another layout, save that as 8; returns what weights and files differ."""
+    models = build(rank, folders, actor, critic, dtype)
+    load(out, 7, models)
+    found = [
+        f"weight {role}.{one.name}"
+        for role, model in models.items()
+        for one in state_of({role: model})[role].values()
+        if one.step != 2
+    ]
+    weights = {role: {n: p.detach().clone() for n, p in m.module.named_parameters()} for role, m in models.items()}
+    save(rank, out, 8, models)
+    torch.distributed.barrier()
+    before, after = (Checkpoint.open(out / "checkpoints" / f"iteration-{n}").reader for n in (7, 8))
+    for role in models:
+        for name, shape in after.shapes(role).items():
+            for kind in ("main", "exp_avg", "exp_avg_sq"):
+                a, b = (reader.read(role, name, kind, Place.whole(shape)) for reader in (before, after))
+                found += [] if torch.equal(a, b) else [f"{role}.{kind}.{name}"]
+    assert all(len(rows) > 3 for rows in weights.values())
+    return found
+
+
+def differing(a: dict, b: dict) -> list[str]:
+    """Fragments of two `state_of` that are not equal to the bit."""
+    found = []
+    for role in a:
+        for name in sorted(a[role].keys() | b[role].keys()):
+            one, two = a[role].get(name), b[role].get(name)
+            same = one and two and (one.place, one.step) == (two.place, two.step) and one.tensors.keys() == two.tensors.keys()
+            if not same or any(not torch.equal(one.tensors[kind], two.tensors[kind]) for kind in one.tensors):
+                found.append(f"{role}.{name}")
+    return found
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     base = tmp_path_factory.mktemp("models")
-    actor = write_checkpoint(base / "actor", seed=1)
+    actor = write_checkpoint(base / "actor", seed=1, tie_word_embeddings=True)
     critic = write_checkpoint(base / "critic", scalar_head=True, seed=2)
     return {"actor": actor, "reference": actor, "critic": critic, "reward": critic}
 
 
-def test_optimizer_and_weights_come_back_bit_for_bit(folders, tmp_path):
-    workers = Workers(4)
+def test_optimizer_and_weights_come_back_bit_for_bit_and_in_other_layouts(folders, tmp_path):
+    workers = Workers(4, timeout_seconds=300)
     try:
-        for actor, critic, dtype in (
-            ("d4t1p1", "d2t1p2", "float32"),
-            ("d1t2p2", "d2t1p2", "bfloat16"),
+        for (actor, critic, dtype), elsewhere in (
+            (("d4t1p1", "d2t1p2", "float32"), ("d1t1p4", "d2t2p1")),
+            (("d1t2p2", "d2t1p2", "bfloat16"), ("d2t2p1", "d1t1p4")),
         ):
             out = tmp_path / f"{actor}-{dtype}"
             assert workers.run(save_and_load, folders, out, actor, critic, dtype) == [[]] * 4
             folder = out / "checkpoints"
             assert sorted(f.name for f in folder.iterdir()) == ["iteration-7", "latest"]
-            assert Checkpoint.open(folder / "latest").manifest.threshold == {"current": 3}
+            checkpoint = Checkpoint.open(folder / "latest")
+            assert checkpoint.manifest.state == STATE and checkpoint.metrics_bytes == 7
+            assert sorted(f.name for f in checkpoint.folder.iterdir()) == ["manifest.json", *(f"rank-{r}.safetensors" for r in range(4))]
+            assert workers.run(load_elsewhere, folders, out, *elsewhere, dtype) == [[]] * 4
     finally:
         workers.close()
 
@@ -124,14 +181,15 @@ def test_optimizer_and_weights_come_back_bit_for_bit(folders, tmp_path):
 
 
 def test_manifest_prints_and_parses_back():
-    facts = RunFacts(2, {"actor_train": "d1t1p2"}, {"actor": {"layers": 4}}, {"trainer.seed": 1, "rollout.top_p": 0.1})
-    manifest = Manifest(3, facts, {"current": 1, "x": [0.1, 1e-300]}, {"kl_coef": 0.1}, (FileFacts("rank-0.safetensors", 5, "ab"),))
+    facts = RunFacts(2, {"actor_train": "d1t1p2"}, {"actor": {"layers": 4}}, "ab", {"trainer.seed": 1, "rollout.top_p": 0.1})
+    state = RunState({"current": 1, "x": [0.1, 1e-300]}, {"kl_coef": 0.1}, {"metrics_bytes": 12})
+    manifest = Manifest(3, facts, state, (FileFacts("rank-0.safetensors", 5, "ab"),))
     assert Manifest.parse(manifest.to_text(), "m") == manifest
-    for text in ("", "[]", "{}", '{"version": 1}', manifest.to_text().replace('"facts"', '"fax"')):
+    for text in ("", "[]", "{}", '{"version": 2}', manifest.to_text().replace('"facts"', '"fax"')):
         with pytest.raises(InputError, match="m is no manifest"):
             Manifest.parse(text, "m")
     with pytest.raises(InputError, match="version 9 is unknown"):
-        Manifest.parse(manifest.to_text().replace('"version": 1', '"version": 9'), "m")
+        Manifest.parse(manifest.to_text().replace('"version": 2', '"version": 9'), "m")
 
 
 def test_rewind_removes_what_will_be_made_again(tmp_path):
@@ -149,44 +207,46 @@ def test_rewind_removes_what_will_be_made_again(tmp_path):
 # a whole run ----------------------------------------------------------------------------------------------------
 
 
-def start(config: Path, *overrides: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               str(ROOT / "tools" / "train_ppo.py"), "--config", str(config), *overrides]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def start(config: Path, *overrides: str, program: Path = ROOT / "tools" / "train_ppo.py", ranks: int = 2, **more: str):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+               str(program), "--config", str(config), *overrides]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
 def finish(process: subprocess.Popen) -> str:
-    out, _ = process.communicate(timeout=200)
+    out, _ = process.communicate(timeout=400)
     assert process.returncode == 0, out
     return out
 
 
-def kill_after(process: subprocess.Popen, run_dir: Path, iteration: int) -> None:
-    """SIGKILL torchrun and its ranks as soon as the line of `iteration` is there."""
-    metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 200
-    while not metrics.exists() or len(read_metrics(metrics)) <= iteration:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.01)
-    tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    for one in tree:
-        one.kill()
-    psutil.wait_procs(tree, 10)
-    process.wait()
+def killed(config: Path, moment: str, *overrides: str) -> None:
+    """A run that ends by SIGKILL at the moment (tests/killed_training.py)."""
+    process = start(config, *overrides, program=ROOT / "tests" / "killed_training.py", KILL_AT=moment)
+    out, _ = process.communicate(timeout=400)
+    assert process.returncode != 0 and "killed in:" in out, out
+
+
+THREE_KILLS = (
+    "1 one 3 iteration 1: generation",
+    "0 all 1 iteration 3: training mini-batch 1",
+    "1 one 1 file written",  # of rank 1, before the checkpoint has its name
+)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """(config, uninterrupted run of 4 iterations, run killed in iteration 3 and resumed, its log, R_t of both)."""
+    """(config, uninterrupted run of 4 iterations, the same killed three times and resumed, its last log)."""
     base = tmp_path_factory.mktemp("runs")
     config = write_run(base, trainer__save_every=2, trainer__iterations=4)
-    whole, killed = base / "whole", base / "killed"
+    whole, broken = base / "whole", base / "killed"
     finish(start(config, f"trainer.output_dir={whole}"))
-    # the longer run is the same run: the number of iterations changes nothing, and leaves time for the kill
-    kill_after(start(config, f"trainer.output_dir={killed}", "trainer.iterations=1000"), killed, 2)
-    assert (killed / "checkpoints" / "iteration-2").is_dir() and not (killed / "export").exists()
-    log = finish(start(config, f"trainer.output_dir={killed}", "trainer.resume=auto"))
-    return config, whole, killed, log
+    settings = [f"trainer.output_dir={broken}", "trainer.resume=auto"]
+    for moment in THREE_KILLS:
+        killed(config, moment, *settings)
+    assert (broken / "checkpoints" / "iteration-2").is_dir() and not (broken / "export").exists()
+    assert not (broken / "checkpoints" / "iteration-4").exists()
+    return config, whole, broken, finish(start(config, *settings))
 
 
 def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(runs):
@@ -200,7 +260,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(runs):
 
 def test_the_threshold_in_force_is_resumed(runs):
     _, _, killed, _ = runs
-    saved = Checkpoint.open(killed / "checkpoints" / "iteration-2").manifest.threshold
+    saved = Checkpoint.open(killed / "checkpoints" / "iteration-2").manifest.state.threshold
     assert read_metrics(killed / "metrics.jsonl")[2]["fusion/threshold"] == (saved["triggers"] or [0])[0]
     assert len(saved["observations"]) == len(saved["lengths"]) == 2
 
@@ -294,11 +354,9 @@ def test_a_missing_manifest(copy):
 @pytest.mark.parametrize(
     "override,words",
     [
-        ("parallel.critic_train=d1t1p2", "critic_train=d2t1p1, this run d1t1p2; set parallel.critic_train=d2t1p1"),
         ("rollout.temperature=0.5", "rollout.temperature=1.0, this run has 0.5; set rollout.temperature=1.0"),
         ("trainer.seed=2", "set trainer.seed=1"),
         ("trainer.dtype=bfloat16", "set trainer.dtype=float32"),
-        ("fusion.actor_microbatches=4", "set fusion.actor_microbatches=2"),
         ("trainer.output_dir=''", "set it"),
         ("trainer.resume=never", "holds a run already"),
     ],
@@ -308,15 +366,35 @@ def test_another_run_than_the_saved_one(copy, override, words):
     assert words in refused(config, run_dir, override)
 
 
-def test_another_model_or_world(copy):
+def test_another_layout_or_world_is_taken_and_told(copy):
+    config, run_dir = copy
+    layouts = {"parallel.actor_train": "d2t1p1", "parallel.critic_train": "d1t1p2", "fusion.actor_microbatches": "4"}
+    settings = [f"trainer.output_dir={run_dir}", "trainer.resume=auto", "trainer.iterations=6"]
+    prepared = prepare(load_config(config, settings + [f"{k}={v}" for k, v in layouts.items()]), 2)
+    line = start_line(prepared)
+    assert "actor_train d1t1p2 -> d2t1p1, " in line and "not bit for bit" in line
+    facts = prepared.resume.manifest.facts
+    assert replace(facts, world_size=4).relayout(facts) == "2 -> 4 ranks"
+    assert facts.relayout(facts) == ""
+
+
+def test_another_model_or_vocabulary(copy):
     _, run_dir = copy
-    manifest = Checkpoint.open(run_dir / "checkpoints" / "iteration-4").manifest
-    facts = manifest.facts
-    with pytest.raises(InputError, match="saved by 2 ranks, this run has 4; start 2 ranks"):
-        RunFacts(4, facts.layouts, facts.models, facts.settings).check(facts, "c")
+    facts = Checkpoint.open(run_dir / "checkpoints" / "iteration-4").manifest.facts
     models = {**facts.models, "critic": {**facts.models["critic"], "hidden": 128}}
     with pytest.raises(InputError, match="critic of hidden=64, critic.path holds one of 128"):
-        RunFacts(2, facts.layouts, models, facts.settings).check(facts, "c")
+        replace(facts, models=models).check(facts, "c")
+    with pytest.raises(InputError, match="another vocabulary; set actor.tokenizer"):
+        replace(facts, vocabulary="x").check(facts, "c")
+    with pytest.raises(InputError, match="has the models actor, critic, reference, reward, this run actor;"):
+        replace(facts, models={"actor": facts.models["actor"]}).check(facts, "c")
+
+
+def test_lost_lines_of_metrics_are_refused(copy):
+    config, run_dir = copy
+    file = run_dir / "metrics.jsonl"
+    file.write_bytes(file.read_bytes()[:-5])
+    assert "lines are lost; bring the file back" in refused(config, run_dir)
 
 
 def test_more_iterations_done_than_wanted(copy):

@@ -14,7 +14,7 @@ LAYERS = {
     "fusion": 4,
     **dict.fromkeys(("launch", "preflight", "roles", "threshold_control", "timeline", "trainer", "checkpoint"), 5),
     **dict.fromkeys(("function_reward", "run_metrics"), 5),
-    **dict.fromkeys(("run_facts", "shard_files", "checkpoint_writer"), 5),
+    **dict.fromkeys(("run_facts", "shard_files", "checkpoint_writer", "convert"), 5),
 }
 STRANGERS = {"ppo", "data", "monitor", "gen"}  # do not know each other
 # package -> where it may be imported: folders end with "/"
