@@ -2,7 +2,8 @@
 
     KILL_AT="RANK WHO COUNT REGEX"    when rank RANK says the COUNT-th text that REGEX finds; WHO: one, or all with torchrun
 
-Texts are what a rank tells its watchdog, behind "iteration N: ", and "file begins", "file written" (that of a rank, in
+Texts are what a rank tells its watchdog, behind "iteration N, start+K: " where K iterations came before it since the
+start, and "file begins", "file written" (that of a rank, in
 the thread that saves), "commit begins", "commit ends" (of the checkpoint, on rank 0).
 """
 
@@ -34,14 +35,16 @@ class Killer:
     def __init__(self, rank: str, who: str, count: str, regex: str) -> None:
         self.armed = os.environ["RANK"] == rank
         self.who, self.left, self.regex = who, int(count), re.compile(regex)
-        self.iteration = ""
+        self.iteration, self.first = "", 0
         self.lock = threading.Lock()
 
     def hear(self, text: str) -> None:
-        if found := re.match(r"iteration \d+: ", text):
-            self.iteration = found[0]
-        elif not text.startswith("iteration"):
-            text = self.iteration + text
+        if found := re.match(r"iteration (\d+): ", text):
+            number = int(found[1])
+            self.first = self.first if self.iteration else number
+            self.iteration = f"iteration {number}, start+{number - self.first}: "
+            text = text.removeprefix(found[0])
+        text = self.iteration + text
         with self.lock:
             self.left -= self.armed and self.regex.search(text) is not None
             if self.armed and self.left == 0:
