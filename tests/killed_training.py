@@ -2,7 +2,7 @@
 
     KILL_AT="RANK WHO COUNT REGEX"    when rank RANK says the COUNT-th text that REGEX finds; WHO: one, or all with torchrun
 
-Texts are what a rank tells its watchdog, behind "iteration N, start+K: " where K iterations came before it since the
+Texts are what a rank tells its watchdog, behind "start+K, iteration N: " where K iterations came before it since the
 start, and "file begins", "file written" (that of a rank, in
 the thread that saves), "commit begins", "commit ends" (of the checkpoint, on rank 0).
 """
@@ -42,7 +42,7 @@ class Killer:
         if found := re.match(r"iteration (\d+): ", text):
             number = int(found[1])
             self.first = self.first if self.iteration else number
-            self.iteration = f"iteration {number}, start+{number - self.first}: "
+            self.iteration = f"start+{number - self.first}, iteration {number}: "
             text = text.removeprefix(found[0])
         text = self.iteration + text
         with self.lock:
