@@ -55,7 +55,8 @@ from intra_stage_cases import (
     rank_layout,
 )
 from intra_stage_figures import CPU_LIMIT, case_figures, goals, markdown, trace_spans
-from intra_stage_ranks import Ranks, Round
+from intra_stage_ranks import Round
+from rank_processes import ALLOCATOR, Ranks
 from search_runs import console, counting, finish, machine
 
 from rlhfuse.errors import InputError, run_program
@@ -64,12 +65,6 @@ from rlhfuse.schedule.io import write_text
 from rlhfuse.schedule.lowering import lower
 from rlhfuse.schedule.program import Program, Programs
 
-PLENTY = str(1 << 30)
-ALLOCATOR = {  # glibc gives memory back to the system and faults it in again in every step unless told to keep it
-    "MALLOC_MMAP_THRESHOLD_": PLENTY,
-    "MALLOC_TRIM_THRESHOLD_": PLENTY,
-    "MALLOC_TOP_PAD_": str(64 << 20),
-}
 PROFILE_CYCLES = 8
 QUICK_ROUNDS = 2
 
@@ -84,7 +79,7 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     spans: list[Any] = []
     begun = time.monotonic()
-    with Ranks({"OMP_NUM_THREADS": "1", **allocator}) as ranks:
+    with Ranks("intra_stage_worker:TrainingRank", {"OMP_NUM_THREADS": "1", **allocator}) as ranks:
         built = None
         for case in cases:
             if case.sizes is not built:

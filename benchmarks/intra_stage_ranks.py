@@ -1,22 +1,12 @@
-"""The processes of the intra-stage benchmark, and what they answer.
+"""What a rank of the intra-stage benchmark answers.
 
-Processes keep their models from case to case, and are told over a pipe what to run; between two requests they wait
-in a read and take no CPU. This file does without torch, so that the benchmark itself starts at once and stays small.
+This file does without torch, so that the benchmark itself starts at once and stays small.
 """
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
-import os
-import socket
-import traceback
 from dataclasses import dataclass, replace
-from typing import Any, Mapping, Sequence
-
-from intra_stage_cases import RANKS
-
-TIMEOUT_SECONDS = 300.0
+from typing import Sequence
 
 
 @dataclass(frozen=True)
@@ -79,70 +69,3 @@ class Round:
             for action in run.actions
         )
         return Round(max(run.end for run in runs) - start, actions, tuple(runs))
-
-
-class Ranks:
-    """The processes of all ranks; `ask` calls a method of TrainingRank on each and returns their answers."""
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        os.environ.update(environment)  # inherited, and read by the allocator when a process starts
-        context = multiprocessing.get_context("spawn")
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
-        self._pipes, self._processes = [], []
-        for rank in range(RANKS):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, port, theirs), daemon=True)
-            process.start()
-            theirs.close()  # or its end would not be seen here
-            self._pipes.append(ours)
-            self._processes.append(process)
-
-    def __enter__(self) -> "Ranks":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-
-    def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """Raises RuntimeError with a rank's traceback, or when one does not answer."""
-        for pipe in self._pipes:
-            pipe.send((method, arguments))
-        answers: list[Any] = [None] * RANKS
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(TIMEOUT_SECONDS):
-                raise RuntimeError(f"rank {rank} did not answer {method!r} within {TIMEOUT_SECONDS:g} s")
-            try:
-                good, answers[rank] = pipe.recv()
-            except EOFError:
-                raise RuntimeError(f"rank {rank} ended in {method!r}") from None
-            if not good:
-                raise RuntimeError(f"rank {rank} failed in {method!r}:\n{answers[rank]}")
-        return answers
-
-
-def serve(rank: int, port: int, pipe: Any) -> None:
-    """The program of a rank: "build" makes its models, anything else is a method of them."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    from intra_stage_worker import TrainingRank, begin  # here: torch is loaded in the ranks alone
-
-    begin(rank)
-    models: Any = None
-    while True:
-        method, arguments = pipe.recv()
-        try:
-            if method == "build":
-                if models is not None:
-                    models.close()
-                models = None
-                gc.collect()
-                models = TrainingRank(rank, *arguments)
-                answer = None
-            else:
-                answer = getattr(models, method)(*arguments)
-            pipe.send((True, answer))
-        except BaseException:
-            pipe.send((False, traceback.format_exc()))

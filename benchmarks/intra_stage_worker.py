@@ -1,6 +1,6 @@
 """One rank of the intra-stage benchmark: the models' stages on it, and every way of training them.
 
-intra_stage_ranks.py starts it and calls `TrainingRank`'s methods over a pipe. All sides of a case train the same stages
+rank_processes.py starts it and calls `TrainingRank`'s methods over a pipe. All sides of a case train the same stages
 on the same micro-batches. The weights do not change, so that every run of a case must leave the same bits in the
 gradient buffers: `digest` is how the benchmark checks it.
 
@@ -23,9 +23,10 @@ warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecat
 import torch
 import torch.distributed as dist
 from intra_stage_cases import MEGATRON, MODELS, RANKS, Case, Sizes, rank_layout
-from intra_stage_ranks import TIMEOUT_SECONDS, Action, Run, Spent
+from intra_stage_ranks import Action, Run, Spent
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_1f1b import megatron_1f1b
+from rank_processes import TIMEOUT_SECONDS
 from torch import Tensor
 
 from rlhfuse.config import AlgorithmConfig, OptimizerConfig

@@ -192,11 +192,15 @@ def _open_newest(config: RunConfig) -> Checkpoint | None:
         raise InputError(f"{broken}; no good one before it: remove {folders[-1].parent} to start afresh") from None
 
 
+def metrics_kept(checkpoint: Checkpoint | None, run_dir: Path) -> int:
+    """Bytes of metrics.jsonl that stay when a run goes on from `checkpoint` in `run_dir`: those of its own past."""
+    own = checkpoint is not None and checkpoint.run_dir.resolve() == run_dir.resolve()
+    return checkpoint.metrics_bytes if own else 0
+
+
 def _check_metrics(checkpoint: Checkpoint, run_dir: Path) -> None:
     """A run that goes on in its folder must still have the lines that it had."""
-    file, had = run_dir / METRICS, checkpoint.metrics_bytes
-    if checkpoint.run_dir.resolve() != run_dir.resolve():
-        return
+    file, had = run_dir / METRICS, metrics_kept(checkpoint, run_dir)
     size = file.stat().st_size if file.exists() else 0
     if size < had:
         raise InputError(

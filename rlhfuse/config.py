@@ -130,12 +130,13 @@ class FusionConfig:
     inter_stage: bool = True  # score finished samples while the long tail still decodes
     intra_stage: bool = True  # train actor and critic in one fused pipeline schedule
     threshold: str = "auto"  # R_t in samples of the whole batch; auto = by simulation
+    max_triggers: int = 2  # most migrations of an iteration; a second one only where it is predicted to pay
     bs_max: int = 0  # largest batch that decodes about as fast as batch 1; 0 = from the cost model
     schedule: str = ""  # schedule.json made by tools/search_schedule.py; empty = search at start
     search_seconds: float = 5.0  # time of the search at start
     actor_microbatches: int = 4  # per actor pipeline and mini-batch (M1)
-    bucket_mib: int = 64  # most memory of a rank, beside its caches, that keys and values on their way take, in MiB
-    profile: str = ""  # costs.json of a past run on this machine; empty = analytic costs
+    bucket_mib: int = 64  # most memory of a rank, beside caches, that weights, keys and values on their way take
+    profile: str = ""  # costs.json of a past run here, or a profile of this machine; empty = analytic costs
     threshold_file: str = ""  # threshold.json made by tools/calibrate_threshold.py
 
 
@@ -163,6 +164,7 @@ class TrainerConfig:
     recompute: str = "none"  # none, or full: training keeps each layer's input alone and runs the layer again
     device: str = "auto"  # auto, cpu or cuda
     hardware: str = "auto"  # auto, cpu, a100, h100, h800, h200: used by the planner
+    memory_limit_gb: float = 0.0  # of one rank, in 10^9 bytes; 0 = the GPU's, or its part of the machine on CPU
     threads_per_rank: int = 1  # torch threads of one rank on CPU
     watchdog_seconds: float = 15.0  # a silent rank is declared dead after this
     hang_seconds: float = 600.0  # when no rank makes progress for this long the job ends

@@ -41,6 +41,7 @@ LOWEST = {
     "reward.workers": 1,
     "fusion.actor_microbatches": 1,
     "fusion.bs_max": 0,
+    "fusion.max_triggers": 1,
     "fusion.bucket_mib": 1,
     "trainer.iterations": 1,
     "trainer.save_every": 0,
@@ -127,7 +128,7 @@ def _check_kl(config: RunConfig) -> None:
     algorithm = config.algorithm
     if "reference" not in config.roles() and algorithm.kl_coef:
         raise InputError(
-            f"reference.path=none leaves nothing to measure a KL against: algorithm.kl_coef={algorithm.kl_coef} must be 0"
+            f"reference.path=none leaves no KL to measure: algorithm.kl_coef={algorithm.kl_coef} must be 0"
         )
     if algorithm.kl_target and not algorithm.kl_coef:
         raise InputError(

@@ -11,6 +11,7 @@ import sys
 import time
 from typing import Callable
 
+EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 RANK_0_FIRST_SECONDS = 5.0
@@ -36,7 +37,8 @@ def run_program(main: Callable[[], int | None]) -> None:
     """Run `main` and leave the process with its exit code.
 
     An InputError prints `error: ...` on stderr, from rank 0 only when torchrun set RANK, and every rank
-    exits with 2. Ctrl-C exits with 130. Any other exception propagates with its traceback.
+    exits with 2. A RewardError is the same line from whichever rank met it, exit code 1. Ctrl-C exits with 130. Any
+    other exception propagates with its traceback.
     """
     try:
         code = main() or 0
@@ -46,6 +48,9 @@ def run_program(main: Callable[[], int | None]) -> None:
         else:
             time.sleep(RANK_0_FIRST_SECONDS)  # torchrun ends all ranks when one has left: let rank 0 speak first
         code = EXIT_BAD_INPUT
+    except RewardError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        code = EXIT_FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         code = EXIT_INTERRUPTED

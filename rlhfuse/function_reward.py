@@ -16,7 +16,7 @@ from rlhfuse.preflight import Prepared
 
 
 class FunctionRewarder:
-    """A `Rewarder` (fusion/inference.py) that calls the function named in the configuration, in processes of its own."""
+    """A `Rewarder` (fusion/inference.py) that calls the function of the configuration, in processes of its own."""
 
     def __init__(self, prepared: Prepared, sampler: PromptSampler) -> None:
         config = prepared.config

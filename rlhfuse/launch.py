@@ -66,11 +66,21 @@ def train(config: RunConfig, name: str) -> int:
     backend = "cpu:gloo,cuda:nccl" if device.is_cuda else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=config.trainer.hang_seconds))
     connect([dist.group.WORLD], device.torch_device)
-    store = dist.PrefixStore("rlhfuse", dist.distributed_c10d._get_default_store())
+    run_dir = run_job(prepared, name, rank, device)
+    if rank == 0:
+        print(f"done: {run_dir}", flush=True)
+    dist.destroy_process_group()
+    return 0
+
+
+def run_job(prepared: Prepared, name: str, rank: int, device: Device) -> Path:
+    """The job on this rank, in a process group that is there; a collective. Returns the run directory."""
+    config = prepared.config
+    store = dist.PrefixStore(f"rlhfuse/{name}", dist.distributed_c10d._get_default_store())
     limits = Limits(config.trainer.watchdog_seconds, config.trainer.hang_seconds)
     watched = store.clone()  # a connection of its own: the main thread's may be busy
     watched.set_timeout(datetime.timedelta(seconds=config.trainer.watchdog_seconds))
-    with Watchdog(watched, rank, world, limits) as watchdog:
+    with Watchdog(watched, rank, prepared.world_size, limits) as watchdog:
         if not device.is_cuda:
             watchdog.progress("compiling the engine's kernels")
             load_kernels(config)
@@ -78,10 +88,7 @@ def train(config: RunConfig, name: str) -> int:
         trainer = Trainer(prepared, plan, schedule, rank, device, store, watchdog, run_dir)
         trainer.fit()
         dist.barrier()
-    if rank == 0:
-        print(f"done: {run_dir}", flush=True)
-    dist.destroy_process_group()
-    return 0
+    return run_dir
 
 
 def load_kernels(config: RunConfig) -> None:
@@ -100,7 +107,7 @@ def name_device(config: RunConfig) -> None:
 def check_arithmetic(prepared: Prepared) -> None:
     """Test on this machine that a row's bits do not depend on the batch, at every model's widths."""
     generation = next(task.layout for task in prepared.tasks if task.name == "generation")
-    for spec in {prepared.checkpoints.specs[role] for role in ("actor", "reward")}:
+    for spec in set(prepared.checkpoints.specs.values()):
         invariance.self_test(hidden=spec.hidden, mlp=spec.mlp // generation.tp, vocab=spec.vocab // generation.tp)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Mapping
 
 from rlhfuse.checkpoint import Checkpoint, checkpoints_in, find_checkpoint
 from rlhfuse.config import RunConfig
@@ -17,14 +17,18 @@ from rlhfuse.data.prompts import PromptSet, load_prompts
 from rlhfuse.data.reward_function import RewardFunction
 from rlhfuse.errors import InputError
 from rlhfuse.models.hf import check_checkpoint, load_tokenizer, resolve_checkpoint
+from rlhfuse.parallel.memory import resident_bytes
 from rlhfuse.roles import Checkpoints
 from rlhfuse.run_facts import RunFacts
+from rlhfuse.schedule.builders import serial_1f1b
 from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.problem import FusionProblem
 from rlhfuse.schedule.ranks import FusedRanks, rank_map
+from rlhfuse.simulator.cost import AnalyticCost
 from rlhfuse.simulator.hardware import hardware_by_name
-from rlhfuse.simulator.layouts import Task, batch_arithmetic, check_layouts, training_layouts
-from rlhfuse.simulator.planner import check_threshold, task_costs, training_problem
+from rlhfuse.simulator.layouts import BatchArithmetic, Task, batch_arithmetic, check_layouts, training_layouts
+from rlhfuse.simulator.memory_check import memory_limit, refuse_unless_fits, run_memory
+from rlhfuse.simulator.planner import check_threshold, element_bytes, kv_blocks, task_costs, training_problem
 from rlhfuse.simulator.threshold import load_threshold
 from rlhfuse.spec import ModelSpec, ParallelLayout
 
@@ -75,9 +79,22 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
         load_schedule(config.fusion.schedule, expect=problem)
     if config.fusion.threshold_file:
         check_threshold(load_threshold(config.fusion.threshold_file), config, batch)
+    _check_memory(config, world_size, specs["actor"], costs, batch)
     facts = RunFacts.of(config, specs, tasks, world_size, tokenizer.get_vocab())
     resume = find_checkpoint(config, facts)
     return Prepared(config, world_size, checkpoints, tokenizer, prompts, tasks, ranks, problem, facts, resume)
+
+
+def _check_memory(
+    config: RunConfig, world_size: int, actor: ModelSpec, costs: Mapping[str, AnalyticCost], batch: BatchArithmetic
+) -> None:
+    """Refuse a run that cannot fit even with the leanest schedule, when all samples become as long as they can."""
+    full = training_problem(costs, batch, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
+    hardware = costs["generation"].hardware
+    token_bytes = actor.kv_bytes_per_token(element_bytes(config))
+    capacity = kv_blocks(config, batch.instances) * config.rollout.block_tokens * token_bytes
+    phases = run_memory(config, costs, batch, capacity, serial_1f1b(full))
+    refuse_unless_fits(phases, hardware, memory_limit(config, hardware, world_size), resident_bytes())
 
 
 def check_reward_function(config: RunConfig, prompts: PromptSet) -> None:
@@ -105,7 +122,7 @@ def encoder(tokenizer: Any, config: RunConfig):
             if tokenizer.chat_template is None:
                 raise InputError("the prompts are chat turns, but the tokenizer has no chat template; use text prompts")
             try:
-                return tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
+                return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
             except Exception as error:  # a template may refuse turns in any way
                 raise InputError(f"the tokenizer's chat template refuses the turns ({error})") from None
         if add is None:

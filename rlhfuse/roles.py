@@ -131,9 +131,11 @@ def inference_layout(config: RunConfig) -> ParallelLayout:
 def whole_copy(
     config: RunConfig, checkpoints: Checkpoints, role: str, rank: int, device: Device
 ) -> torch.nn.Module:
-    """An unset copy of the whole model on every rank, for export; a collective."""
-    grid = plain_grid(ParallelLayout(dist.get_world_size(), 1, 1))
+    """An unset copy of the whole model on rank 0, for export, and a module without weights elsewhere; a collective."""
+    grid = plain_grid(ParallelLayout(1, 1, 1))
     groups = GroupMaker(config.trainer.hang_seconds).for_model("export", grid, rank)
+    if rank not in grid.ranks:
+        return torch.nn.Module()
     spec, dtype = checkpoints.specs[role], DTYPES[config.trainer.dtype]
     head = role in ("critic", "reward")
     return build_model(spec, grid, groups, rank, scalar_head=head, dtype=dtype, device=device)

@@ -17,6 +17,7 @@ from rlhfuse.fusion.training_step import MinibatchResult
 from rlhfuse.ppo.losses import actor_metrics, critic_metrics
 from rlhfuse.ppo.metrics import batch_metrics
 from rlhfuse.ppo.rollout import RolloutBatch
+from rlhfuse.simulator.lengths import SampleLengths
 
 
 def rewarded(batch: RolloutBatch, function_scores: Mapping[int, float], reward: RewardConfig) -> RolloutBatch:
@@ -89,3 +90,19 @@ def fusion_metrics(report: GenInferReport, triggers: Sequence[int], instances: i
         "fusion/scored_before_generation_end": report.scored_before_generation_end,
         "fusion/gen_infer_seconds": report.total_seconds,
     }
+
+
+def speed_metrics(batch: RolloutBatch, seconds: float) -> dict[str, float]:
+    """Of a whole iteration that took `seconds`; tokens are those of prompts and responses."""
+    return {
+        "timing_s/step": seconds,
+        "perf/time_per_step": seconds,
+        "perf/total_num_tokens": len(batch.tokens),
+        "perf/throughput": len(batch.tokens) / seconds,
+        "perf/samples_per_second": len(batch) / seconds,
+    }
+
+
+def lengths_of(batch: RolloutBatch) -> SampleLengths:
+    """Prompt and response lengths in order of sample id."""
+    return SampleLengths(tuple(batch.prompt_lengths.tolist()), tuple(batch.response_lengths.tolist()))

@@ -24,7 +24,7 @@ from rlhfuse.parallel.device import Device
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.simulator.cost import CostModel
 from rlhfuse.simulator.generation import InstanceLimits
-from rlhfuse.simulator.iteration import GenInferTimeline, move_cost, simulate_gen_infer
+from rlhfuse.simulator.iteration import BatchSimulation, GenInferTimeline, move_cost, simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.measured import (
     BytesObservation,
@@ -35,24 +35,42 @@ from rlhfuse.simulator.measured import (
 )
 from rlhfuse.simulator.plan import Plan
 from rlhfuse.simulator.planner import instance_limits, median_context
-from rlhfuse.simulator.threshold import Threshold, sweep_threshold
+from rlhfuse.simulator.threshold import Threshold, predicted_seconds, sweep_threshold
 from rlhfuse.spec import ModelSpec
 
 RECENT_ITERATIONS = 4
 WORTH_MOVING = 0.02  # the curve over R_t is flat around its minimum: smaller gains are noise
+WORTH_NAMING = 0.1  # costs that changed by less are not mentioned in the log
+NO_SCORING = (0, 0, 0.0, "idle")
 PROBE_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)  # sizes of the transfers measured at start
 PROBE_TRIPS = 8  # there and back; the first one connects
 
 
-def steady(found: Threshold, current: tuple[int, ...]) -> tuple[int, ...]:
+def steady(found: Threshold, current: tuple[int, ...], current_seconds: float) -> tuple[int, ...]:
     """The triggers in force where the best are predicted to gain less than WORTH_MOVING over them, else the best."""
-    for point in found.sweep:
-        if (point.threshold,) == (current or (0,)) and point.fused_seconds <= found.fused_seconds * (1 + WORTH_MOVING):
-            return current
-    return found.triggers
+    return current if current_seconds <= found.fused_seconds * (1 + WORTH_MOVING) else found.triggers
 
 
-def _spoken(triggers: Sequence[int]) -> str:
+def changes(before: CostModel, after: CostModel, limits: InstanceLimits, context_tokens: float) -> str:
+    """The costs that differ by WORTH_NAMING or more, e.g. `decode step +12%`, of work of this run's usual size."""
+    batch, tokens = limits.bs_max, limits.score_tokens
+    work = {
+        "decode step": lambda costs: costs.beside("decoding").decode_step_seconds(batch, batch * context_tokens),
+        "tail's decode step": lambda costs: costs.beside("scoring").decode_step_seconds(batch, batch * context_tokens),
+        "prefill": lambda costs: costs.beside("decoding").prefill_seconds(limits.max_prompt_tokens, 1),
+        "scoring": lambda costs: costs.beside("decoding").score_seconds(tokens, max(1, tokens // limits.longest)),
+        "loading": lambda costs: costs.swap_in_seconds(),
+        "moving a sample": lambda costs: costs.migration_seconds(limits.sample_kv_bytes),
+    }
+    parts = []
+    for name, seconds in work.items():
+        was, now = seconds(before), seconds(after)
+        if was > 0 and abs(now / was - 1) >= WORTH_NAMING:
+            parts.append(f"{name} {now / was - 1:+.0%}")
+    return ", ".join(parts) or f"costs within {WORTH_NAMING:.0%}"
+
+
+def spoken(triggers: Sequence[int]) -> str:
     return ", then ".join(map(str, triggers)) or "0"
 
 
@@ -90,15 +108,21 @@ class ThresholdControl:
         self._spec = specs["actor"]
         self._instances = plan.batch.instances
         self._adapts = config.fusion.inter_stage and config.threshold() is None and self._instances > 1
-        self.triggers: tuple[int, ...] = (plan.threshold_samples,) if plan.threshold_samples else ()
+        first = (plan.threshold_samples,) if plan.threshold_samples else ()
+        self.triggers: tuple[int, ...] = plan.threshold.triggers if plan.threshold else first
         self._transfers = probe_transfer(device) if config.fusion.inter_stage and self._instances > 1 else []
         self._observed: deque[dict] = deque(maxlen=RECENT_ITERATIONS)
         self._lengths: deque[SampleLengths] = deque(maxlen=RECENT_ITERATIONS)
         self._costs: CostModel = analytic
+        self._seen = 0  # iterations of this process
         self.limits = self._fusion_limits(self._instance_limits())
 
     def observe(self, iteration: int, report: GenInferReport, batch: RolloutBatch) -> str:
         """Take an iteration in; a collective. Returns a line for the log when R_t is set or moves, else ''."""
+        lengths_before, costs_before = self._lengths_seen(), self._costs
+        if self._seen == 1:
+            self._observed.pop()  # the process's first iteration compiled kernels: it counts while there is no other
+        self._seen += 1
         self._observed.append(report.observations)
         self._lengths.append(
             SampleLengths(tuple(batch.prompt_lengths.tolist()), tuple(batch.response_lengths.tolist()))
@@ -107,23 +131,50 @@ class ThresholdControl:
         limits = self._instance_limits()
         decided = b""
         if self._adapts and dist.get_rank() == 0:
-            found = sweep_threshold(list(self._lengths), self._instances, self._costs, limits)
-            decided = json.dumps([steady(found, self.triggers), found.explain()]).encode()
+            triggers, why = self._choose(limits)
+            lengths = f"lengths over {len(self._lengths)} iterations: {self._lengths_seen()}"
+            if lengths_before:
+                lengths = f"{lengths}, before: {lengths_before}"
+            costs = changes(costs_before, self._costs, limits, median_context(self._lengths[-1]))
+            known = "costs of the last iterations" if iteration else "measured against assumed costs"
+            decided = json.dumps([triggers, f"{why}; {lengths}; {known}: {costs}"]).encode()
         decided = all_gather_bytes(decided)[0]
         self.limits = self._fusion_limits(limits)
         if not self._adapts:
             return ""
         before, (triggers, reason) = self.triggers, json.loads(decided)
         self.triggers = tuple(triggers)
-        if iteration == 0 or before != self.triggers:
-            return f"R_t {_spoken(before)} -> {_spoken(self.triggers)}: {reason}"
-        return ""
+        if before != self.triggers:
+            return f"R_t {spoken(before)} -> {spoken(self.triggers)}: {reason}"
+        return f"R_t stays {spoken(before)}: {reason}" if iteration == 0 else ""
 
-    def simulate(self, triggers: Sequence[int]) -> GenInferTimeline:
-        """The simulator's timeline of the batch observed last, at the measured costs."""
-        return simulate_gen_infer(
-            self._lengths[-1], self._instances, self._costs, self._instance_limits(), triggers
-        )
+    def _choose(self, limits: InstanceLimits) -> tuple[tuple[int, ...], str]:
+        """The triggers for the next iteration, by simulation of the recent ones, and why."""
+        setting = self._instances, self._costs, limits
+        found = sweep_threshold(list(self._lengths), *setting, max_triggers=self._config.fusion.max_triggers)
+        seconds = predicted_seconds([BatchSimulation(one, *setting) for one in self._lengths], self.triggers)
+        chosen, gain = steady(found, self.triggers, seconds), f"{seconds / found.fused_seconds - 1:.1%}"
+        if chosen == self.triggers:
+            return chosen, f"the best, {spoken(found.triggers)}, would gain {gain}"
+        return chosen, f"{found.explain()}; {gain} faster than at {spoken(self.triggers)}"
+
+    def _lengths_seen(self) -> str:
+        """Output lengths of the recent iterations; '' before the first."""
+        if not self._lengths:
+            return ""
+        outputs = sum((one.output for one in self._lengths), ())
+        marks = SampleLengths((0,) * len(outputs), outputs).percentiles()
+        return f"p50 {marks['p50']}, p99.9 {marks['p999']}"
+
+    @property
+    def recent_lengths(self) -> tuple[SampleLengths, ...]:
+        """Of the batches observed last."""
+        return tuple(self._lengths)
+
+    def simulate(self, triggers: Sequence[int], lengths: SampleLengths) -> GenInferTimeline:
+        """The simulator's timeline of a batch of these lengths, at the costs known so far."""
+        limits = self._instance_limits()
+        return simulate_gen_infer(lengths, self._instances, self._costs, limits, triggers)
 
     def save_costs(self, path: Path) -> None:
         """Write the fitted costs, which `fusion.profile` of a later run or plan reads."""
@@ -157,15 +208,20 @@ class ThresholdControl:
         self.limits = self._fusion_limits(self._instance_limits())
 
     def _fit(self) -> MeasuredCost:
-        def rows(kind: str) -> list[list[float]]:
+        def rows(kind: str) -> list[list]:
             return [row for observed in self._observed for row in observed[kind]]
 
+        moved = [*self._transfers, *(row[:2] for row in rows("migration"))]
+        scores = bool(self._config.scorers())  # without models to score with, scoring and loading take no time
         return MeasuredCost.fit(
-            decode=[DecodeObservation(int(b), int(c), s) for b, c, s in rows("decode")],
-            prefill=[TokensObservation(int(t), int(n), s) for t, n, s in rows("prefill")],
-            score=[TokensObservation(int(t), int(n), s) for t, n, s in rows("score")],
-            migration=[BytesObservation(int(b), s) for b, s in self._transfers] or [BytesObservation(0, 0.0)],
-            swap_in=[row[0] for row in rows("load")],
+            decode=[DecodeObservation(int(b), int(c), s, beside) for b, c, s, beside in rows("decode")],
+            prefill=[TokensObservation(int(t), int(n), s, beside) for t, n, s, beside in rows("prefill")],
+            score=[
+                TokensObservation(int(t), int(n), s, beside)
+                for t, n, s, beside in (rows("score") if scores else [NO_SCORING])
+            ],
+            migration=[BytesObservation(int(b), s) for b, s in moved] or [BytesObservation(0, 0.0)],
+            swap_in=[row[0] for row in rows("load")] if scores else [0.0],
         )
 
     def _instance_limits(self) -> InstanceLimits:

@@ -1,8 +1,8 @@
 """Predicted timelines of an iteration, to stand beside the measured one in trace.json.
 
-Training is predicted from the mean time that each stage's forward and backward and each model's optimizer step took in
-this iteration, laid out in the order of the ranks' programs as if every rank had a core or GPU of its own; generation
-and inference by the simulator.
+Training is predicted from the time of each stage's forward and backward and of each model's optimizer step, laid out in
+the order of the ranks' programs as if every rank had a core or GPU of its own; generation and inference by the simulator.
+Whether these times are the iteration's own or those of the iterations before it is the caller's business (forecast.py).
 """
 
 from __future__ import annotations
@@ -82,6 +82,11 @@ def training_spans(times: Mapping[int, Sequence[TimedAction]], begin: float, sta
                 kind = f"{action.pipeline.partition('.')[0]} {action.kind}"
                 spans.append(Span(str(action), kind, rank, start + first, start + last, "predicted"))
     return spans
+
+
+def phase_spans(name: str, ranks: Iterable[int], begin: float, seconds: float) -> list[Span]:
+    """Predicted spans of what all ranks do together."""
+    return [Span(name, name, rank, begin, begin + seconds, "predicted") for rank in ranks]
 
 
 def gen_infer_spans(timeline: GenInferTimeline, placement: Placement, begin: float) -> list[Span]:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhfuse.checkpoint import METRICS, RunState
+from rlhfuse.checkpoint import METRICS, RunState, metrics_kept
 from rlhfuse.checkpoint_writer import CheckpointWriter, mark_finished, rewind
 from rlhfuse.config import AlgorithmConfig
 from rlhfuse.data.sampler import PromptSampler, prompt_groups, sample_id
+from rlhfuse.forecast import Batch, Forecast, Forecaster, Measured
 from rlhfuse.function_reward import FunctionRewarder
 from rlhfuse.fusion.inference import Scorer
 from rlhfuse.fusion.inter_stage import GenInferReport, InterStage, Request
@@ -35,13 +35,17 @@ from rlhfuse.gen.engine import Engine, EngineOptions
 from rlhfuse.gen.sequence import SamplingParams
 from rlhfuse.models.hf_folder import export_checkpoint
 from rlhfuse.monitor.console import ProgressPrinter
+from rlhfuse.monitor.forecast_table import PHASES
 from rlhfuse.monitor.metrics import MetricsWriter
 from rlhfuse.monitor.trace import Span, save_trace
 from rlhfuse.monitor.watchdog import Watchdog
 from rlhfuse.parallel.collect import all_gather_bytes
 from rlhfuse.parallel.device import Device
+from rlhfuse.parallel.memory import PhaseMeter
+from rlhfuse.parallel.offload import WeightMemory
 from rlhfuse.parallel.optimizer_state import check_exportable, export_state, import_state
 from rlhfuse.parallel.reshard import Resharder
+from rlhfuse.phases import Phases
 from rlhfuse.ppo.advantage import add_advantages
 from rlhfuse.ppo.balance import cut_minibatches
 from rlhfuse.ppo.kl_control import KLControl
@@ -49,27 +53,24 @@ from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.ppo.token_rewards import add_token_rewards, sample_kl
 from rlhfuse.preflight import Prepared
 from rlhfuse.roles import Roles, build_roles, whole_copy
-from rlhfuse.run_metrics import fusion_metrics, reward_metrics, rewarded, rollout_metrics, training_metrics
+from rlhfuse.run_metrics import (
+    fusion_metrics,
+    lengths_of,
+    reward_metrics,
+    rewarded,
+    rollout_metrics,
+    speed_metrics,
+    training_metrics,
+)
 from rlhfuse.schedule.lowering import lower
 from rlhfuse.schedule.program_times import makespan
 from rlhfuse.schedule.schedule import Schedule
 from rlhfuse.simulator.hardware import hardware_by_name
+from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.plan import Plan
 from rlhfuse.simulator.planner import job_cost, kv_blocks, task_costs
 from rlhfuse.threshold_control import ThresholdControl
-from rlhfuse.timeline import StageTimes, gen_infer_spans, training_spans
-
-
-@dataclass
-class Phases:
-    """Wall time of each part of the running iteration, and what this rank did in it."""
-
-    rank: int
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    spans: list[Span] = field(default_factory=list)
-
-    def note(self, name: str, kind: str, start: float, end: float, **args: Any) -> None:
-        self.spans.append(Span(name, kind, self.rank, start, max(start, end), args=args))
+from rlhfuse.timeline import StageTimes, gen_infer_spans, phase_spans, training_spans
 
 
 class Trainer:
@@ -84,8 +85,10 @@ class Trainer:
         self.rank, self.device, self.run_dir = rank, device, run_dir
         self.watchdog = watchdog
         watchdog.progress("building models")
+        self.memory = PhaseMeter(device)
         self.roles: Roles = build_roles(config, prepared.checkpoints, prepared.ranks, rank, device)
-        self.resharder = Resharder(device)
+        self.resharder = Resharder(device, bucket_bytes=config.fusion.bucket_mib << 20)
+        self.generation_memory = WeightMemory(self.roles.generation, device)
         self.engine = self._build_engine()
         self.scorer = Scorer(
             *(self.roles.frozen.get(role) for role in ("reference", "critic", "reward")),
@@ -105,6 +108,7 @@ class Trainer:
         self.sampler = PromptSampler(len(prepared.prompts), config.trainer.seed)
         self.rewarder = self._start_rewarder()
         self.kl = KLControl(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
+        self.forecaster = Forecaster(self.programs, prepared.ranks)
         self.checkpoints = CheckpointWriter(
             run_dir, rank, prepared.world_size, prepared.facts, config.trainer.keep_checkpoints,
             config.trainer.hang_seconds,
@@ -113,7 +117,7 @@ class Trainer:
             rank, self.roles.placement, self.engine, self.scorer, store, rewarder=self.rewarder,
             instance_group=self.roles.generation_tp, worker_group=self.roles.worker_tp,
             timeout_seconds=config.trainer.hang_seconds, progress=watchdog.progress,
-            bucket_bytes=config.fusion.bucket_mib << 20,
+            bucket_bytes=config.fusion.bucket_mib << 20, generation_done=self._release_generation,
         )  # fmt: skip
 
     def _build_engine(self) -> Engine:
@@ -136,6 +140,12 @@ class Trainer:
         engine.pause()
         return engine
 
+    def _release_generation(self) -> None:
+        """This rank decodes no more in this iteration: the actor's copy for generation goes, before others come in."""
+        self.engine.release_weights()
+        self.generation_memory.release()
+        self.memory.switch("inference")
+
     def _start_rewarder(self) -> FunctionRewarder | None:
         """The first rank of each instance has the processes that call the reward function."""
         placement = self.roles.placement
@@ -151,7 +161,8 @@ class Trainer:
         first = self._restore()
         if leads and (stale := rewind(self.run_dir, first)):
             print(f"removed from {self.run_dir / 'checkpoints'}: {', '.join(stale)}", flush=True)
-        writer = MetricsWriter(self.run_dir / METRICS, keep_bytes=self._metrics_kept()) if leads else None
+        position = metrics_kept(self.prepared.resume, self.run_dir)
+        writer = MetricsWriter(self.run_dir / METRICS, keep_bytes=position) if leads else None
         board = self._tensorboard(first) if leads and trainer.tensorboard else None
         printer = ProgressPrinter(trainer.iterations)
         kept: list[list[Span]] = []
@@ -185,29 +196,29 @@ class Trainer:
         self._move_weights(phases)
         used = self.threshold.triggers
         report = self.inter_stage.run(iteration, self._requests(iteration), used, self.threshold.limits)
-        for span in report.spans:
-            phases.note(span.kind, span.kind, span.start_seconds, span.end_seconds)
+        phases.note_generation(report)
         start = time.time()
         algorithm = replace(self.config.algorithm, kl_coef=self.kl.coef)
         batch = self._with_advantages(report, algorithm)
-        phases.seconds["adv"] = time.time() - start
+        phases.done("adv", start)
         results = self._train(iteration, batch, phases)
         everyone = self._exchange(phases, results)
         metrics = {"iteration": iteration, **rollout_metrics(batch, algorithm)}
         metrics |= self._metrics(report, results, everyone, used)
-        metrics["timing_s/step"] = time.time() - begin
-        metrics["perf/time_per_step"] = metrics["timing_s/step"]
-        metrics["perf/total_num_tokens"] = len(batch.tokens)
-        metrics["perf/throughput"] = len(batch.tokens) / metrics["timing_s/step"]
-        metrics["perf/samples_per_second"] = len(batch) / metrics["timing_s/step"]
+        metrics |= speed_metrics(batch, time.time() - begin)
         if batch.ref_logprobs is not None:
             self.kl = self.kl.after(float(sample_kl(batch).mean()), len(batch))
+        lengths = lengths_of(batch)
+        forecast = self._forecast(used, lengths) if self.rank == 0 else None
         message = self.threshold.observe(iteration, report, batch)
         if message and self.rank == 0:
             print(message, flush=True)
+        seconds = {phase: metrics[f"timing_s/{phase}"] for phase in PHASES}
+        self.forecaster.observe(Measured(seconds, len(batch.tokens), len(results), self.stage_times))
         spans = [Span(**span) for one in everyone for span in one["spans"]]
         if self.rank == 0:
-            spans += self._predicted(report, used, results)
+            metrics |= forecast.metrics() if forecast else {}
+            spans += self._predicted(forecast or self._forecast(used, lengths), begin, results)
         return metrics, spans
 
     def _requests(self, iteration: int) -> list[Request]:
@@ -234,6 +245,10 @@ class Trainer:
     def _move_weights(self, phases: Phases) -> None:
         """Actor into the generation layout; a critic into the inference layout and parked in host memory."""
         start = time.time()
+        for model in self.roles.trained.values():
+            model.optimizer.release_gradients()
+        self.memory.switch("moves")
+        self.generation_memory.allocate()
         self.resharder.move(self.roles.actor.optimizer.modules.values(), self.roles.generation)
         if "critic" in self.roles.trained:
             parked = self.roles.frozen["critic"].parked
@@ -241,15 +256,22 @@ class Trainer:
             self.resharder.move(self.roles.trained["critic"].optimizer.modules.values(), parked.module)
             parked.park()
         self.engine.load_weights(dict(self.roles.generation.named_parameters()))
+        self.memory.switch("generation")
+        self.memory.note_base(self._held_bytes())
         self.engine.resume()
-        phases.seconds["reshard"] = time.time() - start
-        phases.note("reshard", "reshard", start, time.time())
+        phases.done("reshard", start)
+
+    def _held_bytes(self) -> int:
+        """What models and optimizers hold when generation begins: on CUDA of the device's memory, on CPU in all."""
+        held = self.generation_memory.device_bytes
+        held += sum(model.optimizer.held_bytes for model in self.roles.trained.values())
+        return held + (0 if self.device.is_cuda else sum(m.parked.host_bytes for m in self.roles.frozen.values()))
 
     def _train(self, iteration: int, batch: RolloutBatch, phases: Phases) -> list[MinibatchResult]:
         start = time.time()
+        self.memory.switch("training")
         algorithm, seed = self.config.algorithm, self.config.trainer.seed
         results = []
-        wall = time.time() - time.perf_counter()
         lr = {role: self._lr(role, iteration) for role in self.roles.trained}
         cuts = [
             indices
@@ -259,10 +281,7 @@ class Trainer:
         for number, indices in enumerate(cuts):
             self.watchdog.progress(f"iteration {iteration}: training mini-batch {number}")
             results.append(self.training.run(batch.select(indices), self.plan.batch.microbatches_of, lr, self.kl.coef))
-            for span in results[-1].spans:
-                kind = f"{span.action.pipeline.split('.')[0]} {span.action.kind}"
-                phases.note(str(span.action), kind, wall + span.start_seconds, wall + span.end_seconds)
-        phases.seconds["train"] = time.time() - start
+        phases.note_training(results, start)
         return results
 
     def _lr(self, role: str, iteration: int) -> float:
@@ -279,7 +298,7 @@ class Trainer:
             "program_seconds": sum(r.program_seconds for r in results),
             "stage_times": StageTimes.of(results).to_list(),
             "spans": [vars(span) for span in phases.spans],
-            "memory_bytes": torch.cuda.max_memory_allocated() if self.device.is_cuda else 0,
+            "peaks": {"base": self.memory.base_bytes, **self.memory.take()},
         }
         everyone = [json.loads(data) for data in all_gather_bytes(json.dumps(mine).encode())]
         self.stage_times = StageTimes.merge([StageTimes.from_list(one["stage_times"]) for one in everyone])
@@ -294,18 +313,31 @@ class Trainer:
             metrics[f"timing_s/{key}"] = max(one["seconds"].get(key, 0.0) for one in everyone)
         metrics["fusion/makespan_predicted_seconds"] = self._predicted_makespan(len(results))
         metrics["fusion/makespan_measured_seconds"] = max(one["program_seconds"] for one in everyone)
-        if self.device.is_cuda:
-            metrics["perf/max_memory_allocated_gb"] = max(one["memory_bytes"] for one in everyone) / 1e9
+        for phase in everyone[0]["peaks"]:
+            metrics[f"perf/peak_memory_gb/{phase}"] = max(one["peaks"][phase] for one in everyone) / 1e9
         return metrics
 
-    def _predicted(self, report: GenInferReport, used: tuple[int, ...], results: list[MinibatchResult]) -> list[Span]:
-        """What the simulator and the schedule say this iteration should have looked like, from its own costs."""
-        timeline = self.threshold.simulate(used)
-        spans = gen_infer_spans(timeline, self.roles.placement, report.begin_seconds)
-        begin = report.begin_seconds + timeline.total_seconds
-        times = self.stage_times.step_times(self.programs, self.prepared.ranks)
+    def _forecast(self, used: tuple[int, ...], lengths: SampleLengths) -> Forecast | None:
+        """What the iterations so far say of one with these lengths; None before the first."""
+        if not self.forecaster.ready:
+            return None
+
+        def batch(one: SampleLengths) -> Batch:
+            return Batch(self.threshold.simulate(used, one), sum(one.prompt) + sum(one.output))
+
+        return self.forecaster.forecast(batch(lengths), [batch(one) for one in self.threshold.recent_lengths])
+
+    def _predicted(self, forecast: Forecast, begin: float, results: list[MinibatchResult]) -> list[Span]:
+        """The iteration as it was expected to be, the first one as its own costs say."""
+        seconds, timeline = forecast.known, forecast.timeline
+        ranks = range(self.prepared.world_size)
+        spans = phase_spans("reshard", ranks, begin, seconds["reshard"])
+        begin += seconds["reshard"]
+        spans += gen_infer_spans(timeline, self.roles.placement, begin)
+        begin += timeline.total_seconds
+        spans += phase_spans("adv", ranks, begin, seconds["adv"])
         starts = [result.spans[0].start_seconds for result in results]
-        return spans + training_spans(times, begin, starts)
+        return spans + training_spans(forecast.step_times, begin + seconds["adv"], starts)
 
     def _predicted_makespan(self, minibatches: int) -> float:
         """Of this iteration's mini-batches, from the times its actions took, each on its own core or GPU."""
@@ -352,11 +384,6 @@ class Trainer:
         self.threshold.restore(dict(state.threshold), str(resume.folder), lengths_alone=bool(moved))
         return resume.iteration
 
-    def _metrics_kept(self) -> int:
-        """Bytes of metrics.jsonl that stay: those that the checkpoint of this folder knew."""
-        resume = self.prepared.resume
-        return resume.metrics_bytes if resume and resume.run_dir.resolve() == self.run_dir.resolve() else 0
-
     def export(self) -> None:
         """Write the trained models in Hugging Face layout; a collective."""
         self.watchdog.progress("exporting models")
@@ -366,5 +393,6 @@ class Trainer:
             if self.rank == 0:
                 paths, specs = self.prepared.checkpoints.paths, self.prepared.checkpoints.specs
                 weights = dict(copy.named_parameters())
-                export_checkpoint(weights, specs[role], trained.scalar_head, paths[role], self.run_dir / "export" / role)
+                out = self.run_dir / "export" / role
+                export_checkpoint(weights, specs[role], trained.scalar_head, paths[role], out)
         dist.barrier()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhfuse.config import dump_config, load_config
+from rlhfuse.config import AlgorithmConfig, dump_config, load_config
 from rlhfuse.errors import InputError
 
 MINIMAL = "actor: {path: models/a}\nreward: {path: models/r}\ndata: {train_files: [p.jsonl]}\n"
@@ -62,6 +62,74 @@ def test_refusals_name_the_key(tmp_path, overrides, message):
     with pytest.raises(InputError, match=message) as caught:
         load(tmp_path, overrides=overrides)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides, roles, scorers",
+    [
+        ([], "actor critic reference reward", "reference critic reward"),
+        (["algorithm.name=grpo"], "actor reference reward", "reference reward"),
+        (["reference.path=none", "algorithm.kl_coef=0"], "actor critic reward", "critic reward"),
+        (["reward.path=''", "reward.function=m:f", "critic.path=c"], "actor critic reference", "reference critic"),
+        (["reward.function=m:f"], "actor critic reference reward", "reference critic reward"),
+        (
+            "algorithm.name=rloo reference.path=None algorithm.kl_coef=0 reward.path='' reward.function=m:f".split(),
+            "actor",
+            "",
+        ),
+    ],
+)
+def test_a_run_has_the_models_that_it_needs(tmp_path, overrides, roles, scorers):
+    config = load(tmp_path, overrides=overrides)
+    assert config.roles() == tuple(roles.split()) and config.scorers() == tuple(scorers.split())
+    assert config.trained() == tuple(role for role in ("actor", "critic") if role in roles.split())
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["algorithm.name=dpo"], "algorithm.name='dpo' must be one of ppo, grpo, rloo, reinforce"),
+        (["algorithm.name=grpo", "rollout.samples_per_prompt=1"], "rollout.samples_per_prompt=1 must be at least 2"),
+        (["algorithm.name=rloo", "algorithm.gamma=0.9"], "algorithm.gamma=0.9 must be 1"),
+        (["algorithm.name=grpo", "critic.path=c"], "grpo has no critic, but critic.path=c; drop critic.path"),
+        (["algorithm.group_std=false"], "group_std=false belongs to grpo"),
+        (["reference.path=none"], "algorithm.kl_coef=0.05 must be 0"),
+        (["algorithm.kl_target=6", "algorithm.kl_coef=0"], "cannot start at 0"),
+        (["algorithm.kl_in=both"], "must be one of reward, loss"),
+        (["algorithm.kl_coef=-1"], "algorithm.kl_coef=-1.0 must be at least 0"),
+        (["algorithm.kl_coef=nan"], "algorithm.kl_coef=nan must be at least 0"),
+        (["algorithm.score_scale=inf"], "algorithm.score_scale=inf must be finite"),
+        (["algorithm.dual_clip=0.5"], "algorithm.dual_clip=0.5 must be above 1"),
+        (["algorithm.clip_eps=0"], r"algorithm.clip_eps=0.0 must be in \(0, 1\)"),
+        (["algorithm.epochs=0"], "algorithm.epochs=0 must be at least 1"),
+        (["algorithm.whiten_advantages=some"], "must be auto, true or false"),
+        (["algorithm.overlong_penalty=1"], "belong together; set both or neither"),
+        (["algorithm.overlong_penalty=1", "algorithm.overlong_tokens=500"], "overlong_tokens=500 > rollout"),
+        (["reward.path=''"], "reward.path is not set, nor is reward.function"),
+        (["reward.path=''", "reward.function=m:f"], "critic.path is not set, and there is no reward.path"),
+        (["reward.function_weight=2"], "weighs a function, but reward.function is not set"),
+        (["reward.function=m:f", "reward.model_weight=0"], "takes no notice of reward.path; drop reward.path"),
+        (["reward.signature=other"], "reward.signature='other' must be one of verl, trl"),
+        (["reward.timeout_seconds=0"], "reward.timeout_seconds=0.0 must be above 0"),
+        (["reward.workers=0"], "reward.workers=0 must be at least 1"),
+    ],
+)
+def test_settings_that_contradict_each_other(tmp_path, overrides, message):
+    with pytest.raises(InputError, match=message) as caught:
+        load(tmp_path, overrides=overrides)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["true", "True", "auto", "false"])
+def test_whitening_is_a_choice_or_follows_the_algorithm(text):
+    for name in ("ppo", "grpo", "rloo", "reinforce++"):
+        expected = {"auto": name in ("ppo", "reinforce++")}.get(text, text.lower() == "true")
+        assert AlgorithmConfig(name=name, whiten_advantages=text).whitens == expected
+
+
+def test_whitening_may_be_given_as_a_yaml_truth(tmp_path):
+    config = load(tmp_path, MINIMAL + "algorithm: {whiten_advantages: false}\n")
+    assert not config.algorithm.whitens and load(tmp_path, dump_config(config)) == config
 
 
 @pytest.mark.parametrize(

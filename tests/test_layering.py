@@ -13,7 +13,8 @@ LAYERS = {
     **dict.fromkeys(("ppo", "data", "monitor", "gen"), 3),
     "fusion": 4,
     **dict.fromkeys(("launch", "preflight", "roles", "threshold_control", "timeline", "trainer", "checkpoint"), 5),
-    **dict.fromkeys(("function_reward", "run_metrics"), 5),
+    **dict.fromkeys(("function_reward", "generation_trial", "phases", "run_metrics"), 5),
+    **dict.fromkeys(("forecast", "profiling"), 5),
     **dict.fromkeys(("run_facts", "shard_files", "checkpoint_writer", "convert"), 5),
 }
 STRANGERS = {"ppo", "data", "monitor", "gen"}  # do not know each other

@@ -14,7 +14,9 @@ from tiny import write_checkpoint, write_run, write_tokenizer
 from rlhfuse.config import load_config
 from rlhfuse.errors import InputError
 from rlhfuse.preflight import prepare
+from rlhfuse.simulator.planner import make_plan
 
+ROLES = ("actor", "critic", "reference", "reward")
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -103,6 +105,30 @@ def test_settings_that_cannot_work(good, override, words):
         prepare(load_config(good, [override]), 2)
         return
     assert words in refused(good.parent, override)
+
+
+def test_a_reward_function_is_held_against_every_row(folder):
+    (folder / "mine.py").write_text("def score(data_source, solution_str, ground_truth, extra_info): return 1.0\n")
+    function = f"reward.function={folder}/mine.py:score"
+    assert f"{folder}/prompts.jsonl:1: no key 'data_source'" in refused(folder, function)
+    row = {"prompt": "w1", "data_source": "x", "reward_model": {"ground_truth": 1}}
+    lines = [json.dumps(row), json.dumps(row | {"reward_model": {}})]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    assert f"{folder}/prompts.jsonl:2: reward_model is '{{}}'; it needs a ground_truth" in refused(folder, function)
+    (folder / "prompts.jsonl").write_text(lines[0] + "\n")
+    assert set(prepare(load_config(folder / "run.yaml", [function]), 2).checkpoints.specs) == set(ROLES)
+    assert "mine.py has no function other" in refused(folder, f"reward.function={folder}/mine.py:other")
+
+
+def test_only_the_models_of_the_run_are_looked_for(folder):
+    shutil.rmtree(folder / "reward")
+    (folder / "mine.py").write_text("def score(completions): return [1.0]\n")
+    settings = [f"reward.function={folder}/mine.py:score", "reward.signature=trl", "reward.path=''"]
+    settings += ["algorithm.name=grpo", "reference.path=none", "algorithm.kl_coef=0"]
+    prepared = prepare(load_config(folder / "run.yaml", settings), 2)
+    assert set(prepared.checkpoints.specs) == {"actor"} and list(prepared.ranks.shape.layouts) == ["actor"]
+    plan = make_plan(prepared.config, prepared.checkpoints.specs, 2)
+    assert "critic" not in plan.render() and plan.seconds.fused > 0
 
 
 def test_malformed_prompts_name_the_line(folder):

@@ -1,84 +1,140 @@
-"""Choose the migration threshold R_t from a file of lengths, and write threshold.json.
+"""Choose the migration threshold R_t by simulation, and write threshold.json.
 
     python tools/calibrate_threshold.py --config run.yaml --lengths FILE[:COLUMN] --out threshold.json
+    python tools/calibrate_threshold.py --config run.yaml --lengths RUN_DIR --cost RUN_DIR/costs.json --out t.json
+    python tools/calibrate_threshold.py --config run.yaml --trial 64 --out threshold.json --plot curve.png
 
-The file is csv, jsonl or parquet with one request a line, or the metrics.jsonl of a past run. Batches of the run's
-size are drawn from it and R_t = 0, 5%, ..., 95% of a batch are simulated on the run's generation instances.
+Lengths come from a csv, jsonl or parquet file with one request a line, from the metrics of a past run, or from a
+generation trial: so many prompts of the run's data through the engine in this process, which also shows what its
+prefill and decode steps cost. Batches of the run's size are drawn from the lengths; R_t = 0, 5%, ..., 95% of a batch
+are simulated on the run's generation instances, and later triggers where fusion.max_triggers allows them.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from rlhfuse.config import RunConfig, load_config
 from rlhfuse.errors import InputError, run_program
 from rlhfuse.simulator.cost import CostModel
 from rlhfuse.simulator.hardware import hardware_by_name
-from rlhfuse.simulator.lengths import LengthsFile, SampleLengths, load_lengths
-from rlhfuse.simulator.measured import load_measured_cost
+from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 from rlhfuse.simulator.planner import generation_cost, instance_limits, median_context, read_specs
+from rlhfuse.simulator.profile import load_run_costs
 from rlhfuse.simulator.threshold import Threshold, save_threshold, sweep_threshold
+from rlhfuse.simulator.trial_cost import TrialCost
 from rlhfuse.spec import ParallelLayout
 
 
 def main() -> int:
     args = _parse()
-    if Path(args.out).exists() and not args.force:
-        raise InputError(f"--out {args.out} exists; give another name or --force to replace it")
     config = load_config(args.config, args.overrides)
-    file = load_lengths(args.lengths, args.prompt_column, default_prompt=config.data.max_prompt_tokens)
-    lengths = file.lengths.clip(config.data.max_prompt_tokens, config.rollout.max_response_tokens)
     instances = args.instances if args.instances is not None else ParallelLayout.parse(config.parallel.generation).dp
-    threshold = _calibrate(config, args, lengths, instances)
+    _check(args, config, instances)
+    costs = _costs(config, args, instances)
+    if args.trial is None:
+        seen, source = _read_lengths(config, args)
+    else:
+        seen, costs, source = _trial(config, args.trial, costs)
+    lengths = seen.clip(config.data.max_prompt_tokens, config.rollout.max_response_tokens)
+    threshold = _calibrate(config, args.draws, lengths, instances, costs)
     if args.plot:
         _plot(threshold, args.plot)
     save_threshold(threshold, args.out)
-    for line in (*_describe(file, lengths, config), threshold.table(), threshold.explain(), f"written: {args.out}"):
+    for line in (*source, *_describe(seen, lengths), threshold.table(), threshold.explain(), f"written: {args.out}"):
         print(line)
     return 0
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Choose R_t from a file of lengths and write threshold.json.")
+    parser = argparse.ArgumentParser(description="Choose R_t by simulation and write threshold.json.")
     parser.add_argument("--config", required=True, help="YAML file of the run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
-    parser.add_argument("--lengths", required=True, metavar="FILE[:COLUMN]", help="column: of the output lengths")
+    lengths = parser.add_mutually_exclusive_group(required=True)
+    lengths.add_argument("--lengths", metavar="FILE[:COLUMN]", help="column of output lengths; or a run's folder")
+    lengths.add_argument("--trial", type=int, metavar="PROMPTS", help="generate for so many prompts here")
     parser.add_argument("--prompt-column", help="column of prompt lengths; default: a known name, or none")
     parser.add_argument("--out", required=True, help="threshold.json to write")
     parser.add_argument("--instances", type=int, help="generation instances; default dp of parallel.generation")
     parser.add_argument("--hardware", help="cpu, a100, h100, h800 or h200; default trainer.hardware")
-    parser.add_argument("--cost", metavar="JSON", help="measured costs instead of analytic ones")
+    parser.add_argument("--cost", metavar="JSON", help="costs.json of a run or a profile, instead of analytic costs")
     parser.add_argument("--draws", type=int, default=5, help="batches drawn and averaged")
-    parser.add_argument("--plot", metavar="PNG", help="draw the curve")
+    parser.add_argument("--plot", metavar="PNG", help="draw the curve of the paper's Figure 9")
     parser.add_argument("--force", action="store_true", help="replace an existing --out")
     return parser.parse_intermixed_args()
 
 
-def _calibrate(config: RunConfig, args: argparse.Namespace, lengths: SampleLengths, instances: int) -> Threshold:
+def _check(args: argparse.Namespace, config: RunConfig, instances: int) -> None:
+    """What can be refused before anything is read or run."""
+    if Path(args.out).exists() and not args.force:
+        raise InputError(f"--out {args.out} exists; give another name or --force to replace it")
     if instances < 1 or args.draws < 1:
         raise InputError(f"--instances {instances} and --draws {args.draws} must be at least 1")
-    specs = read_specs(config)
-    costs: CostModel
+    if instances > config.samples_per_iteration:
+        raise InputError(f"{instances} instances for {config.samples_per_iteration} samples; use fewer instances")
+    if args.trial is not None and args.trial < 1:
+        raise InputError(f"--trial {args.trial} must be at least 1 prompt")
+    for path in filter(None, (args.out, args.plot)):
+        if not Path(path).absolute().parent.is_dir():
+            raise InputError(f"the folder of {path} does not exist")
+    if args.plot and Path(args.plot).suffix not in (".png", ".pdf", ".svg"):
+        raise InputError(f"--plot {args.plot}: use a name that ends in .png, .pdf or .svg")
+
+
+def _costs(config: RunConfig, args: argparse.Namespace, instances: int) -> CostModel:
     if args.cost:
-        costs = load_measured_cost(args.cost)
-    else:
-        hardware = hardware_by_name(args.hardware or config.trainer.hardware, config.trainer.device)
-        costs = generation_cost(config, specs, instances, hardware)
-    limits = instance_limits(config, specs["actor"], instances, costs, median_context(lengths))
-    batches = lengths.draw(config.samples_per_iteration, args.draws, config.trainer.seed)
-    return sweep_threshold(batches, instances, costs, limits, clipped=lengths.clipped)
+        return load_run_costs(config, read_specs(config), args.cost)
+    hardware = hardware_by_name(args.hardware or config.trainer.hardware, config.trainer.device)
+    return generation_cost(config, read_specs(config), instances, hardware)
 
 
-def _describe(file: LengthsFile, lengths: SampleLengths, config: RunConfig) -> tuple[str, ...]:
+def _read_lengths(config: RunConfig, args: argparse.Namespace) -> tuple[SampleLengths, list[str]]:
+    """Lengths of a file as they are, and a line that says where they are from."""
+    file = load_lengths(args.lengths, args.prompt_column, default_prompt=config.data.max_prompt_tokens)
     prompts = f"prompts from {file.prompt_column!r}"
     if file.prompt_column is None:
         prompts = f"no prompt column: every prompt counts {config.data.max_prompt_tokens} tokens"
-    whole, cut = file.lengths.percentiles(), lengths.percentiles()
+    return file.lengths, [f"{len(file.lengths)} lengths from {file.path}, column {file.output_column!r}; {prompts}"]
+
+
+def _trial(config: RunConfig, prompts: int, costs: CostModel) -> tuple[SampleLengths, CostModel, list[str]]:
+    """Lengths that the engine makes here, and costs with its steps in them where an instance is one process."""
+    from rlhfuse.generation_trial import run_trial  # the one part that needs torch
+
+    def progress(text: str) -> None:
+        print(f"\rtrial: {text}", end="", file=sys.stderr, flush=True)
+
+    trial = run_trial(config, prompts, progress)
+    print(file=sys.stderr)
+    told = [f"{prompts} prompts generated here: {len(trial.prefill)} prefill and {len(trial.decode)} decode steps"]
+    if ParallelLayout.parse(config.parallel.generation).tp > 1:
+        told.append("steps are priced analytically: the trial ran in one process, an instance of the run has several")
+        return trial.lengths, costs, told
+    measured = TrialCost.fit(trial.decode, trial.prefill, costs)
+    step, per_sequence, per_token = measured.decode.constant, *measured.decode.slopes
+    told.append(
+        f"a decode step took {step * 1e6:.0f} us + {per_sequence * 1e6:.1f} us x sequences + "
+        f"{per_token * 1e6:.3f} us x context tokens; scoring, loading and moving are priced as before"
+    )
+    return trial.lengths, measured, told
+
+
+def _calibrate(
+    config: RunConfig, draws: int, lengths: SampleLengths, instances: int, costs: CostModel
+) -> Threshold:
+    limits = instance_limits(config, read_specs(config)["actor"], instances, costs, median_context(lengths))
+    batches = lengths.draw(config.samples_per_iteration, draws, config.trainer.seed)
+    most = config.fusion.max_triggers
+    return sweep_threshold(batches, instances, costs, limits, clipped=lengths.clipped, max_triggers=most)
+
+
+def _describe(seen: SampleLengths, lengths: SampleLengths) -> tuple[str, ...]:
+    whole, cut = seen.percentiles(), lengths.percentiles()
     return (
-        f"{len(lengths)} lengths from {file.path}, column {file.output_column!r}; {prompts}",
-        f"in the file: output p50 {whole['p50']}, p99.9 {whole['p999']}, max {whole['max']} "
+        f"as given: output p50 {whole['p50']}, p99.9 {whole['p999']}, max {whole['max']} "
         f"(p99.9/p50 = {whole['p999'] / whole['p50']:.1f})",
         f"in this run: output p50 {cut['p50']}, p99.9 {cut['p999']}, max {cut['max']}; {lengths.clipped} outputs and "
         f"{lengths.clipped_prompts} prompts clipped to the run's maximum",
@@ -86,9 +142,7 @@ def _describe(file: LengthsFile, lengths: SampleLengths, config: RunConfig) -> t
 
 
 def _plot(threshold: Threshold, path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
+    """Figure 9: seconds of generation and inference over R_t / batch."""
     from matplotlib.figure import Figure
 
     ratios = [point.ratio for point in threshold.sweep]
@@ -97,11 +151,12 @@ def _plot(threshold: Threshold, path: str) -> None:
     axes.plot(ratios, [point.fused_seconds for point in threshold.sweep], "o-", label="generation and inference, fused")
     axes.plot(ratios, [point.generation_seconds for point in threshold.sweep], "s--", label="generation alone")
     axes.axhline(threshold.serial_seconds, color="grey", linestyle=":", label="serial")
-    axes.axvline(threshold.ratio, color="grey", linewidth=0.8)
-    axes.set(xlabel="R_t / batch", ylabel="seconds", ylim=(0, None), title=f"R_t = {threshold.threshold}")
+    mark = f"R_t = {threshold.threshold}"
+    axes.plot([threshold.ratio], [threshold.fused_seconds], "*", color="black", markersize=12, label=mark)
+    axes.set(xlabel="R_t / batch", ylabel="seconds", ylim=(0, None), title=f"{mark} on {threshold.instances} instances")
     axes.legend()
     beside = f"{path}.tmp"
-    figure.savefig(beside, format=(Path(path).suffix or ".png")[1:])
+    figure.savefig(beside, format=Path(path).suffix[1:])
     os.replace(beside, path)
 
 

@@ -65,6 +65,10 @@ class Workspace:
                 self._arrays[name] = np.zeros((panels, features, LANES), np.float32)
                 self._offsets[name] = panel_offsets(panels, features)
 
+    def clear(self) -> None:
+        """Give all memory back."""
+        self._arrays, self._offsets, self._panels = {}, {}, 0
+
     def take(self, name: str, panels: int) -> np.ndarray:
         return self._arrays[name][:panels]
 
@@ -95,6 +99,10 @@ class CpuForward:
         if self.runner.tp_size == 1:
             self.output = self.output[: self.runner.spec.vocab]  # without the rows that only fill up
         self.final_norm = as_array(weights.final_norm)
+
+    def unbind(self) -> None:
+        """Let go of the weights."""
+        del self.layers, self.embedding, self.output, self.final_norm
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Run one step, filling the cache. Returns float32 logits [R, vocab], one row per drawing row."""

@@ -72,6 +72,11 @@ class DeviceForward:
         """Read from these tensors from now on. Graphs stay if all lie where the old ones lay."""
         self._weights, self._weight_addresses = weights, weights.addresses()
 
+    def unbind(self) -> None:
+        """Let go of the weights. Graphs read them by address, so they go too."""
+        self.release()
+        self._weights, self._weight_addresses = None, ()
+
     def release(self) -> None:
         """Drop captured graphs and their memory, as before the cache is dropped."""
         if self._graphs is not None:

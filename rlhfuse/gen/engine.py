@@ -175,6 +175,8 @@ class Engine:
         """Run one forward pass and draw; returns the samples that finished. Nothing to do gives []."""
         if self._cache is None:
             raise RuntimeError("the engine is paused; call resume() first")
+        if not self.runner.bound:
+            raise RuntimeError("the engine has no weights; call load_weights() first")
         self._check_settled()
         start, reused_before = time.perf_counter() - self.runner.recording_seconds, self.scheduler.reused_tokens
         work = self.scheduler.schedule()
@@ -306,6 +308,15 @@ class Engine:
         """Allocate the KV cache again."""
         if self._cache is None:
             self._cache = self._new_cache()
+
+    def release_weights(self) -> None:
+        """Let go of the weights, whose owner may then give their memory back; `load_weights` comes before the next step.
+
+        Raises RuntimeError unless the engine is paused.
+        """
+        if self._cache is not None:
+            raise RuntimeError("the engine is running; call pause() first")
+        self.runner.unbind()
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Read from these tensors from now on; they may be the old ones with new values.

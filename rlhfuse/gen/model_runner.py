@@ -64,6 +64,7 @@ class ModelRunner:
             self._device_forward = DeviceForward(
                 spec, self.parallel, device=device, max_sequences=max_sequences, recorder=recorder
             )
+        self.weights: ModelWeights | None = None
         self.bind(weights)
 
     @property
@@ -77,9 +78,23 @@ class ModelRunner:
         return 0.0 if self._device_forward is None else self._device_forward.recording_seconds
 
     def release(self) -> None:
-        """Give back what was built over the cache, which the caller is about to drop."""
+        """Give back what was built over the cache, which the caller is about to drop, and working memory."""
+        if self._cpu_forward is not None:
+            self._cpu_forward.space.clear()
         if self._device_forward is not None:
             self._device_forward.release()
+
+    @property
+    def bound(self) -> bool:
+        """Whether there are weights to read."""
+        return self.weights is not None
+
+    def unbind(self) -> None:
+        """Let go of the weights, so that their memory can be given back; `bind` comes before the next step."""
+        self.weights = None
+        for forward in (self._cpu_forward, self._device_forward):
+            if forward is not None:
+                forward.unbind()
 
     def bind(self, weights: Mapping[str, Tensor]) -> None:
         """Read from these tensors from now on. Raises InputError naming a missing or ill-shaped one."""

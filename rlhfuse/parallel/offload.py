@@ -15,17 +15,44 @@ from torch import Tensor
 from rlhfuse.parallel.device import Device
 
 
-class ParkedWeights:
-    """The weights of one module in host memory; the module is usable between load and release."""
+class WeightMemory:
+    """The device memory of one module's weights, which is given back and taken again; values do not survive that."""
 
     def __init__(self, module: torch.nn.Module, device: Device) -> None:
         self.module = module
         self._device = device
+        self._kinds = {name: (weight.shape, weight.dtype) for name, weight in module.named_parameters()}
+        self.loaded = True
+
+    @property
+    def device_bytes(self) -> int:
+        """What the weights take on the device now."""
+        return sum(weight.nbytes for weight in self.module.parameters())
+
+    def allocate(self) -> None:
+        """Take device memory for weights of unset values, unless there is some."""
+        if not self.loaded:
+            for name, weight in self.module.named_parameters():
+                shape, dtype = self._kinds[name]
+                weight.data = torch.empty(shape, dtype=dtype, device=self._device.torch_device)
+        self.loaded = True
+
+    def release(self) -> None:
+        """Give the device memory back."""
+        for weight in self.module.parameters():
+            weight.data = torch.empty(0, dtype=weight.dtype, device=self._device.torch_device)
+        self.loaded = False
+
+
+class ParkedWeights(WeightMemory):
+    """The weights of one module in host memory; the module is usable between load and release."""
+
+    def __init__(self, module: torch.nn.Module, device: Device) -> None:
+        super().__init__(module, device)
         self._host: dict[str, Tensor] = {}
         self._stream = torch.cuda.Stream(device.torch_device) if device.is_cuda else None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self.loaded = True
 
     @property
     def host_bytes(self) -> int:
@@ -44,19 +71,10 @@ class ParkedWeights:
         self.release()
 
     def allocate(self) -> None:
-        """Give the module device memory of unset values, to be written by the caller and then parked."""
+        """Take device memory for weights of unset values, to be written by the caller and then parked."""
         if self._thread is not None:
             self.finish_load()
-        for name, parameter in self.module.named_parameters():
-            if not self.loaded:
-                parameter.data = torch.empty_like(self._host[name], device=self._device.torch_device, pin_memory=False)
-        self.loaded = True
-
-    def release(self) -> None:
-        """Free the device copy; the host copy stays."""
-        for parameter in self.module.parameters():
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device.torch_device)
-        self.loaded = False
+        super().allocate()
 
     def begin_load(self) -> None:
         """Start bringing the weights to the device; returns at once."""

@@ -99,7 +99,21 @@ class ModelOptimizer:
         (module,) = self.modules.values()
         return module
 
+    def release_gradients(self) -> None:
+        """Give the gradients' memory back; `zero_grad` takes it again."""
+        for buffer in self._buffers():
+            buffer.grad_data.untyped_storage().resize_(0)
+
+    @property
+    def held_bytes(self) -> int:
+        """Weights and optimizer state on this rank, without gradients and without what `undo` needs."""
+        weights = sum(weight.nbytes for module in self.modules.values() for weight in module.parameters())
+        states = (state for part in self._parts() for state in part.optimizer.state.values())
+        return weights + sum(value.nbytes for state in states for value in state.values() if torch.is_tensor(value))
+
     def zero_grad(self) -> None:
+        for buffer in self._buffers():
+            buffer.grad_data.untyped_storage().resize_(buffer.grad_data.nbytes)
         for module in self.modules.values():
             module.zero_grad_buffer()
             for group in module.bucket_groups:
@@ -185,6 +199,10 @@ class ModelOptimizer:
             if self._zero:
                 for module in self.modules.values():
                     module.start_param_sync()
+
+    def _buffers(self) -> list:
+        """Megatron's gradient buffers; weights' gradients are views of them and stay so when memory goes and comes."""
+        return [buffer for module in self.modules.values() for buffer in module.buffers]
 
     def _parts(self) -> list:
         """Megatron's optimizers that hold weights here; a rank whose shard is empty has a stub."""

@@ -2,7 +2,7 @@
 
 Errors are those of logarithms, so that a call of five seconds counts as much as one of five minutes, and those
 above HUBER grow linearly only, so that a row that no constants explain does not bend the others. The fit is
-coordinate descent over the logarithms of the constants with shrinking steps: deterministic, numpy-free, a second.
+coordinate descent over the logarithms of the constants with shrinking steps: deterministic, a few seconds.
 
 Knows nothing of how a run is planned.
 """
@@ -10,11 +10,12 @@ Knows nothing of how a run is planned.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
-from typing import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Iterable, Sequence
 
+from rlhfuse.simulator.call_graph import GraphCall, graph_seconds
 from rlhfuse.simulator.cost import AnalyticCost
-from rlhfuse.simulator.hardware import Calibration, data_sheets
+from rlhfuse.simulator.hardware import ASSUMED, Calibration, data_sheets
 from rlhfuse.simulator.model_call import ModelCall
 from rlhfuse.simulator.real_tables import MINIBATCHES, OUTPUT_TOKENS, PROMPT_TOKENS, RealRow
 
@@ -30,6 +31,10 @@ FITTED = {
     "eager_decode_layer_seconds": (1e-4, 5e-3),
     "call_seconds": (1e-2, 10.0),
 }
+# Where the descent begins. A floor that no row touches has no slope, so both floors begin high.
+START = replace(
+    ASSUMED, name="start", forward_layer_seconds=1e-3, decode_layer_seconds=2e-4, call_seconds=1.0
+)
 
 
 @dataclass(frozen=True)
@@ -45,34 +50,70 @@ class RowError:
         return self.predicted / self.row.seconds - 1
 
 
-def call_seconds(row: RealRow, calibration: Calibration, gpu: str = "h100") -> float:
-    """What the cost model says about a row's call."""
-    machine = calibration.reached(data_sheets()[gpu], captured_graphs=not row.eager)
+def model_call(row: RealRow, calibration: Calibration) -> ModelCall:
+    """The row's model in its layout, in bf16 on H100s."""
+    machine = calibration.reached(data_sheets()["h100"], captured_graphs=not row.eager)
     training = row.call.endswith("Train")
-    call = ModelCall(AnalyticCost(row.spec, row.layout, machine, 2, row.scalar_head, recompute=training))
+    return ModelCall(AnalyticCost(row.spec, row.layout, machine, 2, row.scalar_head, recompute=training))
+
+
+def predicted_seconds(row: RealRow, calibration: Calibration) -> float:
+    """What the cost model says about a row's call."""
+    call = model_call(row, calibration)
     if row.call == "ActorGen":
         return call.generate_seconds(row.batch, PROMPT_TOKENS, OUTPUT_TOKENS, passes=row.microbatches)
     tokens = PROMPT_TOKENS + OUTPUT_TOKENS
-    if training:
+    if row.call.endswith("Train"):
         return call.train_seconds(row.batch, tokens, MINIBATCHES, 2 * row.layout.pp * row.microbatches)
     return call.infer_seconds(row.batch, tokens, passes=row.microbatches)
 
 
 def compare(rows: Iterable[RealRow], calibration: Calibration) -> tuple[RowError, ...]:
-    return tuple(RowError(row, call_seconds(row, calibration)) for row in rows)
+    return tuple(RowError(row, predicted_seconds(row, calibration)) for row in rows)
+
+
+def end_to_end_seconds(rows: Sequence[RealRow], calibration: Calibration, eager: bool = False) -> float:
+    """One iteration of a table, its calls placed by Algorithm 1, weights moved where a model changes its layout.
+
+    `rows`: of one table. Generation comes first, then the three inferences, then both trainings, each where its
+    devices are free.
+    """
+    chosen = {row.call: row for row in rows if row.call != "ActorGen" or row.eager == eager}
+    moves = {name: model_call(chosen[name], calibration).weights_seconds() for name in ("ActorGen", "CriticInf")}
+    if chosen["ActorGen"].layout == chosen["ActorTrain"].layout:
+        moves["ActorGen"] = 0.0
+    if chosen["CriticInf"].layout == chosen["CriticTrain"].layout:
+        moves["CriticInf"] = 0.0
+    calls = []
+    for name, parents in _PARENTS.items():
+        seconds = predicted_seconds(chosen[name], calibration) + moves.get(name, 0.0)
+        calls.append(GraphCall(name, chosen[name].nodes, seconds, parents))
+    return graph_seconds(calls)
+
+
+_PARENTS = {
+    "ActorGen": (),
+    **dict.fromkeys(("RewInf", "RefInf", "CriticInf"), ("ActorGen",)),
+    **dict.fromkeys(("CriticTrain", "ActorTrain"), ("RewInf", "RefInf", "CriticInf")),
+}
 
 
 def mean_error(errors: Sequence[RowError]) -> float:
     return sum(abs(one.error) for one in errors) / len(errors)
 
 
-def fit_calibration(rows: Sequence[RealRow], start: Calibration, name: str, rounds: int = 60) -> Calibration:
+def fit_loss(rows: Sequence[RealRow], calibration: Calibration) -> float:
+    """What the fit minimises."""
+    return sum(_huber(math.log(one.predicted / one.row.seconds)) for one in compare(rows, calibration))
+
+
+def fit_calibration(rows: Sequence[RealRow], name: str, start: Calibration = START, rounds: int = 100) -> Calibration:
     """The constants of FITTED that explain `rows` best, the others as in `start`."""
-    best = replace(start, name=name, **{key: _clip(getattr(start, key), *FITTED[key]) for key in FITTED})
 
     def loss(candidate: Calibration) -> float:
-        return sum(_huber(math.log(one.predicted / one.row.seconds)) for one in compare(rows, candidate))
+        return fit_loss(rows, candidate)
 
+    best = replace(start, name=name)
     best_loss, step = loss(best), 0.5
     for _ in range(rounds):
         improved = False
@@ -85,7 +126,7 @@ def fit_calibration(rows: Sequence[RealRow], start: Calibration, name: str, roun
         step = step if improved else step / 2
         if step < 1e-3:
             break
-    return best
+    return replace(best, **{key: float(f"{getattr(best, key):.4g}") for key in FITTED})
 
 
 def _clip(value: float, low: float, high: float) -> float:

@@ -7,9 +7,11 @@ One layer of a forward over T tokens takes
 with FLOPs = 2 x parameters x T + 4 x heads x head_dim x (query, key) pairs, and bytes = weights + keys and values.
 A decode step is the same with T = batch, but its kernels are short, and what a layer needs to start and end them is
 added: measured runs show that reading memory does not hide it. While the batch is small that and the weights
-dominate, so a step's latency is flat up to BS_max (paper section 4.2). `CostModel` is what the simulation of generation and inference asks for; it
-has three implementations: `JobCost` here (analytic), `MeasuredCost` (measured.py, from a running job) and
-`ProfiledCost` (profile.py, from tools/profile_costs.py).
+dominate, so a step's latency is flat up to BS_max (paper section 4.2).
+
+`CostModel` is what the simulation of generation and inference asks for; it has three implementations: `JobCost` here
+(analytic), `MeasuredCost` (measured.py, from a running job) and `ProfiledCost` (profile.py, from
+tools/profile_costs.py).
 
 Work on one instance costs more while the others use the same memory or node: `CostModel.beside` gives the costs
 beside a neighbour that is idle, that decodes or that scores.
@@ -149,19 +151,32 @@ class AnalyticCost:
             return tokens * self._whole_hidden * self.element_bytes
         return self.layer_activation_bytes(tokens)
 
-    def rerun_bytes(self, tokens: float) -> float:
-        """What a backward holds beside what was kept: one layer that has been run again, or nothing."""
-        return self.layer_activation_bytes(tokens) if self.recompute else 0.0
-
     def layer_activation_bytes(self, tokens: float) -> float:
-        """What the backward of one layer needs on one rank.
+        """What the backward of one layer needs on one rank, as torch keeps it.
 
-        Kept whole on every tensor rank, but cut under sequence parallelism: the inputs and outputs of the two norms.
-        Always cut by tp: query, key, value, the attention's output, and gate, up and their product in the MLP.
+        Kept whole on every tensor rank, but cut under sequence parallelism: of both norms the input in float32, the
+        normed input and the output. Always cut by tp: query, key and value joined, query and key once more after the
+        rotation, the attention's output of each sequence and of all, and gate, its activation, up and their product.
         """
-        spec = self.spec
-        cut = (2 * spec.heads + 2 * spec.kv_heads) * spec.head_dim + 3 * spec.mlp
-        return tokens * (4 * self._whole_hidden + cut / self.layout.tp) * self.element_bytes
+        spec, norms = self.spec, 2 * self._whole_hidden
+        cut = (4 * spec.heads + 3 * spec.kv_heads) * spec.head_dim + 4 * spec.mlp
+        return tokens * (norms * (4 + 2 * self.element_bytes) + cut / self.layout.tp * self.element_bytes)
+
+    def logits_bytes(self, tokens: float) -> float:
+        """Float32 logits of `tokens` tokens on one rank; of a scalar head one value each."""
+        return tokens * 4 * (1 if self.scalar_head else self.spec.vocab / self.layout.tp)
+
+    def passing_bytes(self, tokens: float) -> float:
+        """What passes while one micro-batch of `tokens` runs, beside what is kept.
+
+        The gradients of one layer's activations; where layers are run again, one of these; on the last stage logits
+        and their gradient.
+        """
+        return self.layer_activation_bytes(tokens) * (2 if self.recompute else 1) + 2 * self.logits_bytes(tokens)
+
+    def forward_bytes(self, tokens: float, outputs: float) -> int:
+        """What a forward without a backward holds: the widest layer's activations, then the logits of `outputs`."""
+        return int(max(self.layer_activation_bytes(tokens), 2 * self.logits_bytes(outputs)))
 
     @property
     def _whole_hidden(self) -> float:
@@ -196,6 +211,10 @@ class AnalyticCost:
         """Adam's two moments in float32, plus a float32 copy of lower-precision weights, cut over dp (ZeRO-1)."""
         per_parameter = 8 if self.element_bytes == 4 else 12
         return -(-self.rank_parameters() * per_parameter // self.layout.dp)
+
+    def undo_bytes(self) -> int:
+        """The host copy by which a step can be taken back: float32 weights and both moments, cut over dp."""
+        return -(-self.rank_parameters() * 12 // self.layout.dp)
 
     def kv_bytes_per_token(self) -> float:
         """Keys and values of one token on one rank."""

@@ -28,7 +28,8 @@ class InstanceLimits:
     """What one generation instance can hold, and what a sample can grow to.
 
     `score_tokens`: tokens of one packed scoring batch. `padded_score_tokens`: 0 for packed scoring, else the
-    tokens that every sample costs there whatever its length (to study engines that pad).
+    tokens that every sample costs there whatever its length (to study engines that pad). `scoring_models`: how many
+    models score, one after the other.
     """
 
     max_sequences: int
@@ -40,17 +41,22 @@ class InstanceLimits:
     max_output_tokens: int
     score_tokens: int
     padded_score_tokens: int = 0
+    scoring_models: int = 3
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "kv_capacity_bytes", "kv_bytes_per_token", "block_tokens", "bs_max"):
             if not getattr(self, name) > 0:
                 raise InputError(f"instance limit {name} is {getattr(self, name)}; it must be above 0")
-        longest = self.max_prompt_tokens + self.max_output_tokens
-        if longest > self.kv_capacity_tokens:
+        if self.longest > self.kv_capacity_tokens:
             raise InputError(
                 f"an instance holds KV of {self.kv_capacity_tokens} tokens, fewer than one sample of "
-                f"{self.max_prompt_tokens} + {self.max_output_tokens} = {longest}; give it more KV blocks"
+                f"{self.max_prompt_tokens} + {self.max_output_tokens} = {self.longest}; give it more KV blocks"
             )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return self.max_prompt_tokens + self.max_output_tokens
 
     @property
     def kv_capacity_tokens(self) -> int:
@@ -59,7 +65,7 @@ class InstanceLimits:
     @property
     def sample_kv_bytes(self) -> float:
         """M: the longest prompt plus the maximum output."""
-        return (self.max_prompt_tokens + self.max_output_tokens) * self.kv_bytes_per_token
+        return self.longest * self.kv_bytes_per_token
 
     def scored_tokens(self, prompt: int, output: int) -> int:
         return self.padded_score_tokens or prompt + output
@@ -71,7 +77,7 @@ def split_samples(samples: int, instances: int) -> tuple[range, ...]:
     return tuple(range(a, b) for a, b in zip(edges, edges[1:]))
 
 
-@dataclass
+@dataclass(slots=True)
 class SimulatedSequence:
     """One sample on an instance. `done` response tokens exist; the InstanceRun that holds it is its owner."""
 
@@ -86,18 +92,25 @@ class SimulatedSequence:
     def tokens(self) -> int:
         return self.prompt + self.done
 
+    def copy(self) -> "SimulatedSequence":
+        return SimulatedSequence(self.sample_id, self.prompt, self.output, self.done, self.cached, self.finish_step)
+
 
 class InstanceRun:
-    """One generation instance: its clock, its waiting and running samples, and who finished when."""
+    """One generation instance: its clock, its waiting and running samples, and who finished when.
+
+    `costs` may be replaced at any step boundary; they price what follows.
+    """
 
     def __init__(self, sequences: Iterable[SimulatedSequence], costs: CostModel, limits: InstanceLimits) -> None:
+        self.costs = costs
         self.clock = 0.0
         self.waiting = deque(sequences)
         self.running: dict[int, SimulatedSequence] = {}  # in order of admission
         self.finished: list[tuple[float, int]] = []  # (seconds, sample id)
         self.context_tokens = 0  # of all running samples
-        self._costs = costs
         self._limits = limits
+        self._capacity = limits.kv_capacity_tokens
         self._step = 0
         self._ends: list[tuple[int, int]] = []  # heap of (finish step, sample id); stale after a preemption
         self._preempted = False  # nothing is admitted until a sample ends, or two would evict each other
@@ -106,8 +119,27 @@ class InstanceRun:
     def unfinished(self) -> list[SimulatedSequence]:
         return [*self.running.values(), *self.waiting]
 
+    def copy(self) -> "InstanceRun":
+        """The same state with a future of its own."""
+        other = InstanceRun((sequence.copy() for sequence in self.waiting), self.costs, self._limits)
+        other.clock, other.context_tokens = self.clock, self.context_tokens
+        other.running = {sample_id: sequence.copy() for sample_id, sequence in self.running.items()}
+        other.finished, other._ends = list(self.finished), list(self._ends)
+        other._step, other._preempted = self._step, self._preempted
+        return other
+
     def run(self, until: float = math.inf) -> None:
         """Run to the first step boundary at or after `until`, or until every sample is finished."""
+        self.run_events(until)
+        if self.clock < until and (self.waiting or self.running):
+            steps = self._steps_until(until, self._steps_to_event())
+            self._decode(steps, self._decode_seconds(steps))
+
+    def run_events(self, until: float) -> None:
+        """Run up to the last event (an admission, an end, a preemption) that is not after `until`.
+
+        Where `run` goes from here does not depend on how often this stopped in between, to the last bit.
+        """
         while self.clock < until and (self.waiting or self.running):
             if self._admit():
                 continue  # those that a prefill finished have made room for more
@@ -115,9 +147,10 @@ class InstanceRun:
             if steps == 0:
                 self._preempt_last()
                 continue
-            if self.clock + self._decode_seconds(steps) > until:
-                steps = self._steps_until(until, steps)
-            self._decode(steps)
+            seconds = self._decode_seconds(steps)
+            if self.clock + seconds > until:
+                return
+            self._decode(steps, seconds)
 
     def take(self, sequence: SimulatedSequence) -> None:
         """Accept a sample from another instance; with `cached` its keys and values came along."""
@@ -144,11 +177,12 @@ class InstanceRun:
 
     def _admit(self) -> bool:
         """Start waiting samples that fit, in order; a prefill makes each one's next token. Says whether any did."""
-        capacity = self._limits.kv_capacity_tokens
+        if not self.waiting or self._preempted:
+            return False
         prefill_tokens, prefilled, admitted = 0, 0, []
-        while self.waiting and len(self.running) < self._limits.max_sequences and not self._preempted:
+        while self.waiting and len(self.running) < self._limits.max_sequences:
             sequence = self.waiting[0]
-            if self.context_tokens + sequence.tokens + len(self.running) + 1 > capacity and self.running:
+            if self.context_tokens + sequence.tokens + len(self.running) + 1 > self._capacity and self.running:
                 break
             self.waiting.popleft()
             if not sequence.cached:
@@ -161,7 +195,7 @@ class InstanceRun:
             self.context_tokens += sequence.tokens
             admitted.append(sequence)
         if prefilled:
-            self.clock += self._costs.prefill_seconds(prefill_tokens, prefilled)
+            self.clock += self.costs.prefill_seconds(prefill_tokens, prefilled)
         for sequence in admitted:
             heapq.heappush(self._ends, (sequence.finish_step, sequence.sample_id))
         self._retire()
@@ -169,7 +203,7 @@ class InstanceRun:
 
     def _steps_to_event(self) -> int:
         """Decode steps until a sample ends or the cache is full, whichever is first."""
-        room = (self._limits.kv_capacity_tokens - self.context_tokens) // len(self.running)
+        room = (self._capacity - self.context_tokens) // len(self.running)
         if room == 0 and len(self.running) == 1:
             room = 1  # one sample always fits (InstanceLimits checks it)
         return min(self._next_end() - self._step, room)
@@ -184,7 +218,7 @@ class InstanceRun:
     def _decode_seconds(self, steps: int) -> float:
         batch = len(self.running)
         middle = self.context_tokens + batch * (steps - 1) / 2
-        return steps * self._costs.decode_step_seconds(batch, middle)
+        return steps * self.costs.decode_step_seconds(batch, middle)
 
     def _steps_until(self, until: float, most: int) -> int:
         """The fewest steps, at least 1, that bring the clock to `until`; seconds grow with steps."""
@@ -197,8 +231,8 @@ class InstanceRun:
                 low = middle + 1
         return low
 
-    def _decode(self, steps: int) -> None:
-        self.clock += self._decode_seconds(steps)
+    def _decode(self, steps: int, seconds: float) -> None:
+        self.clock += seconds
         self._step += steps
         self.context_tokens += steps * len(self.running)
         self._retire()

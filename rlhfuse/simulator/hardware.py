@@ -64,8 +64,8 @@ class Calibration:
 
 # What large kernels reach. The shares follow what public fits of analytic cost models to measured runs find (GEMM
 # 0.5, HBM 0.8-1.0, NVLink 0.3-0.6); they are assumptions until costs are measured on the machine at hand. A
-# layer's kernels that overlap nothing take 20 us of a decode step when replayed from a captured graph (about ten of
-# them, 2 us each), and nearer to 0.7 ms when launched one by one.
+# layer's kernels that overlap nothing take 15 us of a decode step when replayed from a captured graph (about ten of
+# them, 1.5 us each), and nearer to 0.7 ms when launched one by one.
 ASSUMED = Calibration(
     name="assumed",
     gemm=0.5,
@@ -74,9 +74,24 @@ ASSUMED = Calibration(
     cross_link=0.8,
     host=0.8,
     forward_layer_seconds=50e-6,
-    decode_layer_seconds=20e-6,
+    decode_layer_seconds=15e-6,
     eager_decode_layer_seconds=0.7e-3,
     call_seconds=0.0,
+)
+
+# The fit of calibration.py to the 28 rows of REAL's appendix (real_tables.py), an H100 cluster under an eager engine
+# of 2024 that asks every worker over the network: `fit_calibration(real_rows(), "real-h100")`.
+REAL_H100 = Calibration(
+    name="real-h100",
+    gemm=0.5666,
+    hbm=1.0,
+    node_link=0.3041,
+    cross_link=0.8,
+    host=0.8,
+    forward_layer_seconds=0.9673e-3,
+    decode_layer_seconds=0.2412e-3,
+    eager_decode_layer_seconds=0.7554e-3,
+    call_seconds=2.056,
 )
 
 

@@ -8,58 +8,31 @@ Fused, with n = 4 instances and R_t reached at time T (paper Figure 5); `=` gene
     2 =====       T m w ssssss       s
     3 ===========.T m w sssssss
 
-Every instance stops at its first step boundary after T and they agree there; a destination goes on when its own
-keys and values have arrived, a freed one when its own have left. Serial (R_t = 0) waits for the last sample and
-then scores on all instances. Scoring takes ready samples in order of completion, in packed batches.
+Every instance stops at its first step boundary after T and they agree there (tail.py); freed ones load the weights
+and score (desk.py). Further triggers free some of those that still decode. Work costs what it costs beside what the
+others do: up to the first trigger they decode; the tail decodes beside workers that score while any of them does,
+then beside other instances of the tail, then alone; workers score beside the tail until it ends, then beside each
+other. Serial (no trigger) waits for the last sample and then scores on all instances, dealt by tokens.
 
-Knows nothing of how R_t is chosen (threshold.py). Paper sections 4.2 and 6.
+Block rounding, prefill chunks mixed with decode steps, what copies of one prompt share, and the store's round trips
+are left out. Knows nothing of how R_t is chosen (threshold.py). Paper sections 4.2 and 6.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from bisect import bisect_right
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from typing import Sequence
 
 from rlhfuse.errors import InputError
-from rlhfuse.simulator.cost import CostModel
+from rlhfuse.simulator.cost import NEIGHBOURS, CostModel
+from rlhfuse.simulator.desk import ScoringDesk, first_pack
 from rlhfuse.simulator.generation import InstanceLimits, InstanceRun, start_instances
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.migration import MigrationPlan, MoveCost, SequenceState, destination_count, plan_migration
-
-
-@dataclass(frozen=True)
-class Span:
-    """What one instance does from `start` to `end`, in seconds of the iteration."""
-
-    instance: int
-    kind: str  # generate, migrate, swap_in, score or idle
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class GenInferTimeline:
-    """The simulated generation and inference of one batch.
-
-    `plans` holds the migrations in order, none where it stayed serial; `trigger_seconds` when each was agreed on;
-    `spans` tile [0, total_seconds] of every instance.
-    """
-
-    spans: tuple[Span, ...]
-    total_seconds: float
-    generation_seconds: float  # until the last sample is finished
-    migration_seconds: float  # from each trigger until every destination decodes again
-    trigger_seconds: tuple[float, ...]
-    plans: tuple[MigrationPlan, ...]
-    migrated_bytes: float
-    scored_before_generation_end: int
-
-    def of(self, instance: int) -> tuple[Span, ...]:
-        return tuple(span for span in self.spans if span.instance == instance)
+from rlhfuse.simulator.migration import MoveCost
+from rlhfuse.simulator.packing import deal, scoring_packs
+from rlhfuse.simulator.spans import GenInferTimeline, Span, tile
+from rlhfuse.simulator.tail import Meeting, Tail
 
 
 def simulate_gen_infer(
@@ -69,17 +42,7 @@ def simulate_gen_infer(
 
     Raises InputError for triggers that do not descend within [1, samples] and for lengths beyond the limits.
     """
-    check_triggers(triggers, len(lengths))
-    threshold = triggers[0] if triggers else 0
-    runs = start_instances(lengths, instances, costs, limits)
-    if threshold == 0 or instances == 1:
-        return _serial(lengths, runs, costs, limits)
-    trigger = _trigger_seconds(lengths, instances, costs, limits, threshold)
-    for run in runs:
-        run.run(until=trigger)
-    if not any(run.unfinished for run in runs):
-        return _serial(lengths, start_instances(lengths, instances, costs, limits), costs, limits)
-    return _Fused(lengths, runs, costs, limits, threshold).simulate()
+    return BatchSimulation(lengths, instances, costs, limits).timeline(triggers)
 
 
 def check_triggers(triggers: Sequence[int], samples: int) -> None:
@@ -90,128 +53,153 @@ def check_triggers(triggers: Sequence[int], samples: int) -> None:
             raise InputError(f"triggers {shown}: descending numbers from 1 to the {samples} samples are needed")
 
 
-def _trigger_seconds(
-    lengths: SampleLengths, instances: int, costs: CostModel, limits: InstanceLimits, threshold: int
-) -> float:
-    """The moment at which no more than `threshold` samples are unfinished."""
-    runs = start_instances(lengths, instances, costs, limits)
-    for run in runs:
-        run.run()
-    ends = sorted(seconds for run in runs for seconds, _ in run.finished)
-    return ends[len(ends) - threshold - 1] if threshold < len(ends) else 0.0
+class BatchSimulation:
+    """One batch on so many instances, for any number of triggers.
 
+    What is the same for all of them is simulated once: generation without a migration, and generation up to the
+    last event before a first trigger, which goes on from there as long as first triggers come later and later.
+    """
 
-def _serial(
-    lengths: SampleLengths, runs: list[InstanceRun], costs: CostModel, limits: InstanceLimits
-) -> GenInferTimeline:
-    spans = []
-    for instance, run in enumerate(runs):
-        run.run()
-        spans.append(Span(instance, "generate", 0.0, run.clock))
-    generation = max(run.clock for run in runs)
-    ready = [(generation, limits.scored_tokens(p, o)) for p, o in zip(lengths.prompt, lengths.output)]
-    scoring = _score(ready, [(generation, instance) for instance in range(len(runs))], costs, limits)
-    total = max(span.end for span in scoring.spans)
-    return GenInferTimeline(
-        spans=_tile([*spans, *scoring.spans], len(runs), total),
-        total_seconds=total,
-        generation_seconds=generation,
-        migration_seconds=0.0,
-        trigger_seconds=(),
-        plans=(),
-        migrated_bytes=0.0,
-        scored_before_generation_end=0,
-    )
+    def __init__(self, lengths: SampleLengths, instances: int, costs: CostModel, limits: InstanceLimits) -> None:
+        """Raises InputError for lengths beyond the limits."""
+        self.lengths, self.instances, self.limits = lengths, instances, limits
+        self.tokens = [limits.scored_tokens(p, o) for p, o in zip(lengths.prompt, lengths.output)]
+        self.move = move_cost(costs, limits)
+        self.beside = {neighbour: costs.beside(neighbour) for neighbour in NEIGHBOURS}
+        self._begin = self.beside["decoding" if instances > 1 else "idle"]
+        self._live, self._reached = self._fresh(), 0.0
+        self._whole = self._fresh()
+        for run in self._whole:
+            run.run()
+        self._ends = sorted(seconds for run in self._whole for seconds, _ in run.finished)
+
+    def timeline(self, triggers: Sequence[int]) -> GenInferTimeline:
+        """Generation and inference with these triggers; see `simulate_gen_infer`."""
+        check_triggers(triggers, len(self.lengths))
+        if triggers and self.instances > 1:
+            moment = self.moment(triggers[0])
+            tail = Tail(self._runs_at(moment), self.limits, self._begin, self.move)
+            meeting = tail.meet(moment, triggers[0])
+            if meeting:
+                return _Fused(self, tail, meeting, triggers[1:]).simulate()
+        return self._serial()
+
+    def moment(self, remaining: int) -> float:
+        """Seconds after which at most `remaining` samples are unfinished; all of them: as soon as a step has ended."""
+        return self._ends[-remaining - 1] if remaining < len(self._ends) else math.ulp(0.0)
+
+    def _fresh(self) -> list[InstanceRun]:
+        return start_instances(self.lengths, self.instances, self._begin, self.limits)
+
+    def _runs_at(self, seconds: float) -> list[InstanceRun]:
+        """Copies of all instances, not later than `seconds`; running them on to any later time is exact."""
+        if seconds < self._reached:
+            self._live = self._fresh()
+        self._reached = seconds
+        for run in self._live:
+            run.run_events(seconds)
+        return [run.copy() for run in self._live]
+
+    def _serial(self) -> GenInferTimeline:
+        spans = [Span(instance, "generate", 0.0, run.clock) for instance, run in enumerate(self._whole)]
+        generation = self._ends[-1]
+        costs = self.beside["scoring" if self.instances > 1 else "idle"]
+        for instance, share in enumerate(deal(self.tokens, self.instances)):
+            own = [self.tokens[i] for i in share]
+            clock = generation
+            for number, pack in enumerate(scoring_packs(own, 1, self.limits.score_tokens)):
+                start, seconds = clock, costs.score_seconds(sum(own[i] for i in pack), len(pack))
+                clock = start + seconds
+                if number == 0:
+                    models = self.limits.scoring_models
+                    start, clock = first_pack(generation, generation, costs.swap_in_seconds(), seconds, models)
+                    spans.append(Span(instance, "swap_in", generation, start))
+                spans.append(Span(instance, "score", start, clock))
+        total = max(span.end for span in spans)
+        return GenInferTimeline(
+            spans=tile(spans, self.instances, total),
+            total_seconds=total,
+            generation_seconds=generation,
+            migration_seconds=0.0,
+            trigger_seconds=(),
+            plans=(),
+            migrated_bytes=0.0,
+            scored_before_generation_end=0,
+        )
 
 
 class _Fused:
-    """The fused time line from the trigger on; it owns the runs, which stand at their first boundary after it."""
+    """From the first meeting on: goes from event to event of the tail and of the desk, and meets at later triggers."""
 
-    def __init__(
-        self,
-        lengths: SampleLengths,
-        runs: list[InstanceRun],
-        costs: CostModel,
-        limits: InstanceLimits,
-        threshold: int,
-    ) -> None:
-        self.lengths, self.runs, self.costs, self.limits = lengths, runs, costs, limits
-        self.threshold = threshold
+    def __init__(self, batch: BatchSimulation, tail: Tail, meeting: Meeting, triggers: Sequence[int]) -> None:
+        self.batch, self.tail, self.triggers = batch, tail, list(triggers)
+        known = tail.take_known()
+        self.desk = ScoringDesk([batch.tokens[i] for i in known], batch.instances, batch.limits)
+        self.remaining = len(batch.lengths) - len(known)
+        self.meetings: list[Meeting] = []
         self.spans: list[Span] = []
+        self.resumed = dict.fromkeys(range(batch.instances), 0.0)  # since when an instance decodes
+        self.pace = batch.beside["decoding"]
+        self._take_in(meeting)
 
     def simulate(self) -> GenInferTimeline:
-        agreed = max(run.clock for run in self.runs)
-        for instance, run in enumerate(self.runs):
-            self.spans.append(Span(instance, "generate", 0.0, run.clock))
-        plan = self._plan()
-        resumed, freed = self._migrate(plan, agreed)
-        workers = [(seconds, instance) for instance, seconds in freed.items()]
-        for instance in plan.destinations:
-            run = self.runs[instance]
-            run.clock = resumed[instance]
-            run.run()
-            self.spans.append(Span(instance, "generate", resumed[instance], run.clock))
-            workers.append((run.clock, instance))
-        finished = sorted(end for run in self.runs for end in run.finished)
-        generation = finished[-1][0]
-        scoring = _score(self._ready(finished), workers, self.costs, self.limits)
-        self.spans += scoring.spans
-        total = max(span.end for span in self.spans)
+        generation = now = self.meetings[0].seconds
+        while now < math.inf:
+            self.desk.draw(now, self.batch.beside["decoding" if self.remaining else "scoring"])
+            self._set_pace(now)
+            now = min(self.desk.next_seconds, self.tail.next_end)
+            while self.tail.next_end <= now < math.inf:
+                generation = self._take_sample()
+            if self.triggers and self.remaining <= self.triggers[0]:
+                self._meet(now)
+        total = max(generation, *(span.end for span in self.desk.spans))
         return GenInferTimeline(
-            spans=_tile(self.spans, len(self.runs), total),
+            spans=tile([*self.spans, *self.desk.spans], self.batch.instances, total),
             total_seconds=total,
             generation_seconds=generation,
-            migration_seconds=max(resumed.values()) - agreed,
-            trigger_seconds=(agreed,),
-            plans=(plan,),
-            migrated_bytes=sum(move.kv_tokens for move in plan.moves) * self.limits.kv_bytes_per_token,
-            scored_before_generation_end=scoring.done_before(generation),
+            migration_seconds=sum(meeting.migration_seconds for meeting in self.meetings),
+            trigger_seconds=tuple(meeting.seconds for meeting in self.meetings),
+            plans=tuple(meeting.plan for meeting in self.meetings),
+            migrated_bytes=sum(meeting.moved_bytes for meeting in self.meetings),
+            scored_before_generation_end=self.desk.done_before(generation),
         )
 
-    def _ready(self, finished: list[tuple[float, int]]) -> list[tuple[float, int]]:
-        tokens = self.limits.scored_tokens
-        return [(end, tokens(self.lengths.prompt[i], self.lengths.output[i])) for end, i in finished]
+    def _take_sample(self) -> float:
+        """The next sample of the tail ends; its instance joins the workers if it was the last one there."""
+        seconds, sample, emptied = self.tail.take_next()
+        self.desk.stream(self.batch.tokens[sample])
+        self.remaining -= 1
+        if emptied is not None:
+            self.spans.append(Span(emptied, "generate", self.resumed[emptied], seconds))
+            self.desk.join(seconds, emptied)
+        return seconds
 
-    def _plan(self) -> MigrationPlan:
-        limits, block = self.limits, self.limits.block_tokens
-        states, free_blocks = [], []
-        for instance, run in enumerate(self.runs):
-            free = limits.kv_capacity_tokens // block
-            for sequence in run.unfinished:
-                tokens = run.tokens_of(sequence)
-                running = sequence.sample_id in run.running
-                states.append(SequenceState(sequence.sample_id, instance, tokens, tokens if running else 0))
-                free -= -(-tokens // block) if running else 0
-            free_blocks.append(max(0, free))
-        count = destination_count(
-            self.threshold, limits.bs_max, limits.sample_kv_bytes, limits.kv_capacity_bytes, len(self.runs)
-        )
-        cost = move_cost(self.costs, limits)
-        return plan_migration(states, len(self.runs), count, free_blocks, block, cost)
+    def _meet(self, now: float) -> None:
+        """A later trigger: skipped where fewer than two instances still decode."""
+        trigger = self.triggers.pop(0)
+        if len(self.tail.decoding) > 1:
+            meeting = self.tail.meet(now, trigger)
+            if meeting:
+                self._take_in(meeting)
 
-    def _migrate(self, plan: MigrationPlan, agreed: float) -> tuple[dict[int, float], dict[int, float]]:
-        """Move the samples. Returns when each destination decodes again and when each freed instance is free."""
-        sent = {instance: 0.0 for instance in plan.freed}
-        received = {instance: 0.0 for instance in plan.destinations}
-        sequences = {s.sample_id: s for i in plan.freed for s in self.runs[i].release()}
-        for move in plan.moves:
-            sequence = sequences[move.sample_id]
-            sequence.cached = move.mode == "kv"
-            self.runs[move.destination].take(sequence)
-            volume = move.kv_tokens * self.limits.kv_bytes_per_token
-            sent[move.source] += volume
-            received[move.destination] += volume
-        freed = {instance: agreed + self._transfer(volume) for instance, volume in sent.items()}
-        resumed = {}
-        for instance, volume in received.items():
-            sources = {move.source for move in plan.moves_to(instance) if move.kv_tokens}
-            resumed[instance] = max([agreed + self._transfer(volume), *(freed[source] for source in sources)])
-        for instance, end in (*freed.items(), *resumed.items()):
-            self.spans.append(Span(instance, "migrate", agreed, end))
-        return resumed, freed
+    def _take_in(self, meeting: Meeting) -> None:
+        """Note what everybody did; freed instances, and destinations without a sample, become workers."""
+        self.meetings.append(meeting)
+        for instance, stopped in meeting.stopped.items():
+            self.spans.append(Span(instance, "generate", self.resumed[instance], stopped))
+            self.spans.append(Span(instance, "migrate", meeting.seconds, meeting.ends[instance]))
+            if instance not in self.tail.decoding:
+                self.desk.join(meeting.ends[instance], instance)
+            self.resumed[instance] = meeting.ends[instance]
+        self.tail.look_ahead()
 
-    def _transfer(self, volume: float) -> float:
-        return self.costs.migration_seconds(volume) if volume else 0.0
+    def _set_pace(self, now: float) -> None:
+        """What the tail decodes beside: workers that score, others of the tail, or nobody."""
+        name = "scoring" if self.desk.scores else "decoding" if len(self.tail.decoding) > 1 else "idle"
+        pace = self.batch.beside[name]
+        if pace is not self.pace and self.tail.decoding:
+            self.pace = pace
+            self.tail.change_pace(now, pace)
 
 
 def move_cost(costs: CostModel, limits: InstanceLimits) -> MoveCost:
@@ -219,8 +207,7 @@ def move_cost(costs: CostModel, limits: InstanceLimits) -> MoveCost:
 
     The lines go through one block and one longest sample, so they are exact for linear costs.
     """
-    one, longest = limits.block_tokens, limits.max_prompt_tokens + limits.max_output_tokens
-    far = max(longest, one + 1)
+    one, far = limits.block_tokens, max(limits.longest, limits.block_tokens + 1)
     prefill = [costs.prefill_seconds(tokens, 1) for tokens in (one, far)]
     slope = (prefill[1] - prefill[0]) / (far - one)
     volumes = [tokens * limits.kv_bytes_per_token for tokens in (one, far)]
@@ -233,81 +220,6 @@ def move_cost(costs: CostModel, limits: InstanceLimits) -> MoveCost:
         prefill_seconds_per_token=slope,
         prefill_latency_seconds=prefill[0] - slope * one,
     )
-
-
-@dataclass(frozen=True)
-class _Scoring:
-    spans: tuple[Span, ...]
-    batches: tuple[tuple[float, int], ...]  # (end, samples)
-
-    def done_before(self, seconds: float) -> int:
-        return sum(count for end, count in self.batches if end <= seconds)
-
-
-def _score(
-    ready: Sequence[tuple[float, int]],
-    workers: Sequence[tuple[float, int]],
-    costs: CostModel,
-    limits: InstanceLimits,
-) -> _Scoring:
-    """Score samples (ready seconds, tokens), ordered by time, on workers (free seconds, instance).
-
-    A worker first loads the weights. The earliest free worker takes ready samples up to the level at which all
-    workers would end together, and to `score_tokens`, but at least one sample.
-    """
-    heap = [(seconds + costs.swap_in_seconds(), instance) for seconds, instance in workers]
-    free_since = {instance: seconds for seconds, instance in workers}
-    heapq.heapify(heap)
-    times = [seconds for seconds, _ in ready]
-    total = [0, *accumulate(tokens for _, tokens in ready)]
-    spans: list[Span] = []
-    batches: list[tuple[float, int]] = []
-    first = 0
-    while first < len(ready):
-        free, instance = heapq.heappop(heap)
-        if instance in free_since:  # only a worker that scores pays for the weights
-            since = free_since.pop(instance)
-            spans.append(Span(instance, "swap_in", since, free))
-        start = max(free, times[first])
-        available = bisect_right(times, start)
-        tokens = total[available] - total[first]
-        work = costs.score_seconds(tokens, available - first)
-        part = (_level([start, *(other for other, _ in heap)], work) - start) / work if work > 0 else 1.0
-        share = min(limits.score_tokens, math.ceil(part * tokens - 1e-6))
-        last = max(first + 1, bisect_right(total, total[first] + share, first, available + 1) - 1)
-        end = start + costs.score_seconds(total[last] - total[first], last - first)
-        spans.append(Span(instance, "score", start, end))
-        batches.append((end, last - first))
-        heapq.heappush(heap, (end, instance))
-        first = last
-    return _Scoring(tuple(spans), tuple(batches))
-
-
-def _level(free: Sequence[float], work: float) -> float:
-    """The time at which workers that become free at `free` have done `work` seconds together, ending as one."""
-    total = 0.0
-    ordered = sorted(free)
-    for count, (seconds, following) in enumerate(zip(ordered, [*ordered[1:], math.inf]), 1):
-        total += seconds
-        level = (work + total) / count
-        if level <= following:
-            return level
-    raise AssertionError("the last worker's following time is infinite")
-
-
-def _tile(spans: Sequence[Span], instances: int, total: float) -> tuple[Span, ...]:
-    """Spans by instance and time, gaps filled with idle, empty ones left out."""
-    tiled = []
-    for instance in range(instances):
-        clock = 0.0
-        for span in sorted((s for s in spans if s.instance == instance and s.end > s.start), key=lambda s: s.start):
-            if span.start > clock:
-                tiled.append(Span(instance, "idle", clock, span.start))
-            tiled.append(span)
-            clock = span.end
-        if clock < total:
-            tiled.append(Span(instance, "idle", clock, total))
-    return tuple(tiled)
 
 
 @dataclass(frozen=True)
@@ -345,6 +257,6 @@ def simulate_iteration(
     minibatches: int,
 ) -> IterationSeconds:
     """A whole iteration; `minibatch_seconds` are a mini-batch's training makespans (serial, fused)."""
-    serial = simulate_gen_infer(lengths, instances, costs, limits, ()).total_seconds
-    fused = simulate_gen_infer(lengths, instances, costs, limits, triggers).total_seconds
+    batch = BatchSimulation(lengths, instances, costs, limits)
+    serial, fused = batch.timeline(()).total_seconds, batch.timeline(triggers).total_seconds
     return IterationSeconds(serial, fused, minibatch_seconds[0] * minibatches, minibatch_seconds[1] * minibatches)

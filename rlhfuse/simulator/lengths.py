@@ -88,7 +88,7 @@ class LengthsFile:
 
 
 def load_lengths(source: str | Path, prompt_column: str | None = None, default_prompt: int = 0) -> LengthsFile:
-    """Read `FILE` or `FILE:COLUMN` (the column of output lengths).
+    """Read `FILE`, `FILE:COLUMN` (the column of output lengths), or the folder of a past run (its metrics.jsonl).
 
     Without a prompt column every prompt counts `default_prompt` tokens. Raises InputError for a missing file or
     column (naming the columns found) and for a value that is no length (naming the line).
@@ -125,6 +125,8 @@ def load_lengths(source: str | Path, prompt_column: str | None = None, default_p
 
 
 def _split_column(source: str) -> tuple[str, str | None]:
+    if Path(source).is_dir():
+        return str(Path(source) / "metrics.jsonl"), None
     if Path(source).exists() or ":" not in source:
         return source, None
     path, _, column = source.rpartition(":")
@@ -161,6 +163,8 @@ def _rows(path: str) -> Iterator[tuple[int, dict]]:
             raise InputError(f"{path}: lengths are read from .csv, .jsonl and .parquet files")
     except FileNotFoundError:
         raise InputError(f"lengths file {path} does not exist") from None
+    except OSError as error:
+        raise InputError(f"lengths file {path} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path} is not readable as {suffix[1:]}: {error}") from None
 

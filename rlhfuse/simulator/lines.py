@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Sequence
+from typing import Iterable, Sequence
 
 import numpy as np
 
@@ -25,6 +25,12 @@ NEAREST = {
     "decoding": ("decoding", "scoring", "idle"),
     "scoring": ("scoring", "decoding", "idle"),
 }
+
+
+def nearest(neighbour: str, observed: Iterable[str]) -> str:
+    """The neighbour among `observed`, of which there is at least one, that answers for `neighbour`."""
+    known = set(observed)
+    return next(name for name in NEAREST[neighbour] if name in known)
 
 
 @dataclass(frozen=True)
@@ -111,8 +117,7 @@ class LineTable:
 
     def source(self, neighbour: str) -> str:
         """The neighbour whose line answers for `neighbour`: itself, or the nearest that was observed."""
-        observed = {name for name, _ in self.lines}
-        return next(name for name in NEAREST[neighbour] if name in observed)
+        return nearest(neighbour, (name for name, _ in self.lines))
 
     def beside(self, neighbour: str) -> Line:
         return dict(self.lines)[self.source(neighbour)]
@@ -136,7 +141,8 @@ class LineTable:
         """Inverse of `to_dict`. Raises InputError naming `where` and the neighbour."""
         for name in raw:
             check_neighbour(name, where)
-        read = [(name, Line.from_dict(raw[name], slopes, f"{where} beside {name}")) for name in NEIGHBOURS if name in raw]
+        known = [name for name in NEIGHBOURS if name in raw]
+        read = [(name, Line.from_dict(raw[name], slopes, f"{where} beside {name}")) for name in known]
         if not read:
             raise InputError(f"{where} has no line; give one for at least one of {', '.join(NEIGHBOURS)}")
         return LineTable(tuple(read))

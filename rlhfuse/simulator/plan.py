@@ -14,6 +14,7 @@ from pathlib import Path
 from rlhfuse.errors import InputError
 from rlhfuse.simulator.generation import InstanceLimits
 from rlhfuse.simulator.iteration import IterationSeconds
+from rlhfuse.simulator.layout_moves import LayoutMove
 from rlhfuse.simulator.layouts import BatchArithmetic, Task
 from rlhfuse.simulator.memory import PhaseMemory, readable_bytes
 from rlhfuse.simulator.migration import MoveCost
@@ -49,6 +50,7 @@ class Plan:
     batch: BatchArithmetic
     memory: tuple[PhaseMemory, ...]
     memory_limit: float
+    weight_moves: tuple[LayoutMove, ...]
     seconds: IterationSeconds
     schedule: ScheduleSummary
     threshold_samples: int | None
@@ -61,6 +63,7 @@ class Plan:
         raw = {"version": 1, **asdict(self)}
         raw["tasks"] = [{**asdict(task), "layout": str(task.layout), "ranks": list(task.ranks)} for task in self.tasks]
         raw["threshold"] = self.threshold.to_dict() if self.threshold else None
+        raw["weight_moves"] = [move.to_dict() for move in self.weight_moves]
         raw["memory"], raw["reasons"] = [asdict(phase) for phase in self.memory], list(self.reasons)
         return raw
 
@@ -77,6 +80,7 @@ class Plan:
             )
             fields["batch"] = BatchArithmetic(**raw["batch"])
             fields["memory"] = tuple(PhaseMemory(**phase) for phase in raw["memory"])
+            fields["weight_moves"] = tuple(LayoutMove.from_dict(move) for move in raw["weight_moves"])
             fields["seconds"] = IterationSeconds(**raw["seconds"])
             fields["schedule"] = ScheduleSummary(**raw["schedule"])
             fields["threshold"] = Threshold.from_dict(raw["threshold"], where) if raw["threshold"] else None
@@ -92,17 +96,27 @@ class Plan:
         blocks = [(title, ())]
         blocks.append(("tasks", tuple(str(task) for task in self.tasks)))
         blocks.append(("batch", self.batch.lines()))
-        blocks.append((f"memory per rank (device limit {readable_bytes(self.memory_limit)})", self._memory_lines()))
+        blocks.append((f"memory per rank (limit {readable_bytes(self.memory_limit)})", self._memory_lines()))
+        blocks.append(("weight moves per iteration, all ranks together", self._move_lines()))
         blocks.append(("predicted seconds per iteration", self._seconds_lines()))
         blocks.append(("why", self.reasons))
         return "\n".join("\n".join((head, *(f"  {line}" for line in lines))) for head, lines in blocks)
 
     def _memory_lines(self) -> tuple[str, ...]:
-        columns = ("weights", "optimizer", "gradients", "activations", "kv", "device", "host")
+        columns = ("weights", "optimizer", "gradients", "activations", "kv", "buckets", "device", "host")
         lines = ["phase      " + "".join(f"{name:>12s}" for name in columns)]
         for phase in self.memory:
             values = "".join(f"{readable_bytes(getattr(phase, name)):>12s}" for name in columns)
             lines.append(f"{phase.phase:11s}{values}")
+        return tuple(lines)
+
+    def _move_lines(self) -> tuple[str, ...]:
+        columns = ("stays", "within", "across", "minimum_across", "fullest_sender", "fullest_receiver")
+        titles = ("on its rank", "in a node", "across", "at least", "top sender", "top receiver")
+        lines = ["move" + " " * 45 + "".join(f"{title:>13s}" for title in titles) + "     seconds"]
+        for move in self.weight_moves:
+            values = "".join(f"{readable_bytes(getattr(move.traffic, name)):>13s}" for name in columns)
+            lines.append(f"{f'{move.source} -> {move.target}':49s}{values}{move.seconds:12.3g}")
         return tuple(lines)
 
     def _seconds_lines(self) -> tuple[str, ...]:

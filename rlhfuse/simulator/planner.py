@@ -27,11 +27,13 @@ from rlhfuse.simulator.cost import AnalyticCost, CostModel, JobCost, largest_fla
 from rlhfuse.simulator.generation import InstanceLimits
 from rlhfuse.simulator.hardware import hardware_by_name
 from rlhfuse.simulator.iteration import IterationSeconds, move_cost, simulate_iteration
+from rlhfuse.simulator.layout_moves import layout_moves
 from rlhfuse.simulator.layouts import TASK_ROLES, BatchArithmetic, Task, batch_arithmetic, check_layouts
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.measured import load_measured_cost
-from rlhfuse.simulator.memory import SCORERS, TRAINED, PhaseMemory, memory_by_phase, readable_bytes
+from rlhfuse.simulator.memory import SCORERS, TRAINED, PhaseMemory, readable_bytes
+from rlhfuse.simulator.memory_check import memory_limit, needed_bytes, run_memory
 from rlhfuse.simulator.plan import Plan, ScheduleSummary
+from rlhfuse.simulator.profile import ProfiledCost, load_run_costs
 from rlhfuse.simulator.threshold import Threshold, load_threshold, sweep_threshold
 from rlhfuse.spec import HardwareSpec, ModelSpec, ParallelLayout
 
@@ -112,17 +114,25 @@ def instance_limits(
         max_prompt_tokens=prompt,
         max_output_tokens=rollout.max_response_tokens,
         score_tokens=rollout.max_batched_tokens,
+        scoring_models=max(1, len(config.scorers())),
     )
 
 
 def training_problem(
-    costs: Mapping[str, AnalyticCost], batch: BatchArithmetic, tokens_per_sample: float
-) -> FusionProblem:
-    """The scheduling problem of one mini-batch on one fused group, in ticks of TICK_SECONDS and bytes."""
+    costs: Mapping[str, AnalyticCost], batch: BatchArithmetic, tokens_per_sample: float,
+    profile: CostModel | None = None,
+) -> FusionProblem:  # fmt: skip
+    """The scheduling problem of one mini-batch on one fused group, in ticks of TICK_SECONDS and bytes.
+
+    Times are those of a `profile` where it is a ProfiledCost, else the roofline's; bytes are always the latter's.
+    """
     sequences = batch.samples_per_microbatch
+    tokens = tokens_per_sample * sequences
     trained = {task.removesuffix("_train"): costs[task] for task in TRAINED if task in costs}
     stage_costs = {
-        model: cost.stage_costs(tokens_per_sample * sequences, sequences, TICK_SECONDS)
+        model: profile.stage_costs(model, cost, tokens, sequences, TICK_SECONDS)
+        if isinstance(profile, ProfiledCost)
+        else cost.stage_costs(tokens, sequences, TICK_SECONDS)
         for model, cost in trained.items()
     }
     return fused_problem({model: cost.layout for model, cost in trained.items()}, batch.actor_microbatches, stage_costs)
@@ -169,13 +179,15 @@ def plan_run(
     mean_tokens = (sum(known.prompt) + sum(known.output)) / len(known)
     reasons = [_lengths_reason(config, lengths)]
 
-    schedule, source = choose_schedule(config, training_problem(costs, batch, mean_tokens))
+    profile = load_run_costs(config, specs) if config.fusion.profile else None
+    schedule, source = choose_schedule(config, training_problem(costs, batch, mean_tokens, profile))
     summary = summarise_schedule(schedule, source)
     reasons.append(_schedule_reason(summary))
 
-    job = load_measured_cost(config.fusion.profile) if config.fusion.profile else job_cost(costs, world_size)
-    if config.fusion.profile:
-        reasons.append(f"generation and inference are priced by {config.fusion.profile}, training analytically")
+    job = profile or job_cost(costs, world_size)
+    if profile:
+        training = "training too" if isinstance(profile, ProfiledCost) else "training analytically"
+        reasons.append(f"generation and inference are priced by {config.fusion.profile}, {training}")
     limits = instance_limits(config, specs["actor"], batch.instances, job, median_context(known))
     batches = known.draw(batch.samples, DRAWS, config.trainer.seed) if lengths else (known,)
     setting = _Setting(config, batch, job, limits, batches)
@@ -184,11 +196,9 @@ def plan_run(
     seconds = _predict(setting, summary, threshold_samples, threshold)
 
     full = training_problem(costs, batch, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
-    longest = batch.samples_per_microbatch * (config.data.max_prompt_tokens + config.rollout.max_response_tokens)
-    activations = evaluate(Schedule(full, schedule.orders)).peak_memory
-    activations += max(costs[task].rerun_bytes(longest) for task in TRAINED if task in costs)
-    memory = memory_by_phase(costs, limits.kv_capacity_bytes, activations, limits.score_tokens)
-    reasons.append(_memory_reason(memory, hardware))
+    memory = run_memory(config, costs, batch, limits.kv_capacity_bytes, Schedule(full, schedule.orders))
+    limit = memory_limit(config, hardware, world_size)
+    reasons.append(_memory_reason(memory, hardware, limit))
     plan = Plan(
         world_size=world_size,
         hardware=hardware.name,
@@ -196,7 +206,8 @@ def plan_run(
         tasks=tasks,
         batch=batch,
         memory=memory,
-        memory_limit=hardware.memory_bytes,
+        memory_limit=limit,
+        weight_moves=layout_moves(tasks, specs, element_bytes(config), hardware),
         seconds=seconds,
         schedule=summary,
         threshold_samples=threshold_samples,
@@ -251,7 +262,8 @@ def _choose_threshold(setting: _Setting, sweep: bool) -> tuple[int | None, Thres
         check_threshold(found, config, batch)
         return found.threshold, found, f"{config.fusion.threshold_file}: {found.explain()}"
     if sweep:
-        found = sweep_threshold(setting.batches, batch.instances, setting.job, setting.limits)
+        most = config.fusion.max_triggers
+        found = sweep_threshold(setting.batches, batch.instances, setting.job, setting.limits, max_triggers=most)
         return found.threshold, found, found.explain()
     return None, None, "R_t is chosen by simulation once the first iteration has shown its lengths"
 
@@ -327,10 +339,12 @@ def _limits_reason(config: RunConfig, limits: InstanceLimits) -> str:
     )
 
 
-def _memory_reason(memory: tuple[PhaseMemory, ...], hardware: HardwareSpec) -> str:
-    fullest = max(memory, key=lambda phase: phase.device)
-    fits = "fits in" if fullest.device <= hardware.memory_bytes else "DOES NOT FIT in"
+def _memory_reason(memory: tuple[PhaseMemory, ...], hardware: HardwareSpec, limit: float) -> str:
+    needs = {phase.phase: needed_bytes(phase, hardware, 0) for phase in memory}
+    fullest = max(needs, key=needs.__getitem__)
+    fits = "fits in" if needs[fullest] <= limit else "DOES NOT FIT in"
+    with_host = ", host copies included," if hardware.name == "cpu" else ""
     return (
-        f"the fullest phase, {fullest.phase}, needs {readable_bytes(fullest.device)} per rank and {fits} "
-        f"{readable_bytes(hardware.memory_bytes)} of a {hardware.name}"
+        f"the fullest phase, {fullest}, needs {readable_bytes(needs[fullest])} per rank{with_host} and {fits} "
+        f"{readable_bytes(limit)} of a {hardware.name}"
     )

@@ -2,7 +2,9 @@
 
 A small R_t leaves no time to overlap, a large one overloads the few instances that go on decoding, so the fused
 time is U-shaped in R_t. Every 5% of the batch is simulated, and 0 with them: fusion is used only where it is
-predicted to be faster than serial, and of equal ones the smallest R_t is taken. `Threshold` is threshold.json.
+predicted to be faster than serial, and of equal ones the smallest R_t is taken. A second trigger, at which some of the
+instances that still decode are freed too, is taken only where it is predicted to gain LATER_GAIN more. `Threshold` is
+threshold.json.
 
 Paper sections 4.2 (R_t from the length distribution) and 7.3 (Figure 9).
 """
@@ -20,11 +22,14 @@ import numpy as np
 from rlhfuse.errors import InputError
 from rlhfuse.simulator.cost import CostModel
 from rlhfuse.simulator.generation import InstanceLimits
-from rlhfuse.simulator.iteration import simulate_gen_infer
+from rlhfuse.simulator.iteration import BatchSimulation, check_triggers
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.migration import destination_count
 
 SWEEP_PERCENT = tuple(range(0, 100, 5))
+FEW_BEST = 3  # thresholds after which a later trigger is tried
+LATER_PARTS = (2, 4, 8)  # a later trigger is tried at the one before divided by these
+LATER_GAIN = 0.02  # and taken where it is predicted to save at least this part of the seconds
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,8 @@ class Threshold:
     def explain(self) -> str:
         """One line for people."""
         batch = f"{self.samples} samples" if self.samples is not None else "the batch"
+        if self.instances == 1:
+            return "R_t = 0: with one generation instance none can be freed, inter-stage fusion is off"
         if self.threshold == 0:
             return (
                 f"R_t = 0: no threshold is predicted to beat serial generation and inference "
@@ -80,9 +87,17 @@ class Threshold:
             )
         return (
             f"R_t = {self.threshold} ({self.ratio:.0%} of {batch}): {self.destinations} of "
-            f"{self.instances} instances keep the tail; predicted {self.fused_seconds:.3g} s instead of "
+            f"{self.instances} instances keep the tail{self._later()}; predicted {self.fused_seconds:.3g} s instead of "
             f"{self.serial_seconds:.3g} s serial (x{self.speedup:.2f})"
         )
+
+    def _later(self) -> str:
+        """What the triggers after the first are, and what they gain."""
+        if len(self.triggers) < 2:
+            return ""
+        single = next(point.fused_seconds for point in self.sweep if point.threshold == self.threshold)
+        at = " and ".join(map(str, self.triggers[1:]))
+        return f", some of these are freed at {at} remaining (saves {1 - self.fused_seconds / single:.1%} more)"
 
     def table(self) -> str:
         """The curve as text, one R_t a line; the chosen one is marked."""
@@ -114,6 +129,9 @@ class Threshold:
                 raise InputError(f"{where}: {name} is {value!r}; a whole number is needed")
         if made.samples is not None and made.threshold > made.samples:
             raise InputError(f"{where}: threshold {made.threshold} is above its {made.samples} samples")
+        if made.triggers[:1] != ((made.threshold,) if made.threshold else ()):
+            raise InputError(f"{where}: triggers {list(made.triggers)} do not begin with threshold {made.threshold}")
+        check_triggers(made.triggers, made.samples or made.threshold)
         return made
 
 
@@ -125,7 +143,7 @@ def sweep_threshold(
     clipped: int = 0,
     max_triggers: int = 1,
 ) -> Threshold:
-    """Simulate R_t = 0, 5%, ..., 95% of the batch and take the fastest.
+    """Simulate R_t = 0, 5%, ..., 95% of the batch and take the fastest; then look for later triggers that pay.
 
     Several batches of equal size (draws from a distribution) are averaged. Lengths are clipped to the limits and
     the clipped are counted, on top of `clipped` already cut by the caller. With one instance only R_t = 0 exists.
@@ -135,55 +153,75 @@ def sweep_threshold(
     samples = len(batches[0])
     if any(len(batch) != samples for batch in batches):
         raise InputError(f"batches of {sorted({len(b) for b in batches})} samples; a sweep needs equal sizes")
-    points: list[SweepPoint] = []
+    simulations = [BatchSimulation(batch, instances, costs, limits) for batch in batches]
+    ratios: dict[int, float] = {}  # of a small batch, several percentages are the same number: the least counts
     for percent in SWEEP_PERCENT if instances > 1 else (0,):
-        threshold = (samples * percent + 50) // 100
-        if points and threshold <= points[-1].threshold:
-            continue  # a small batch: several percentages are the same number of samples
-        points.append(_point(batches, instances, costs, limits, percent / 100, threshold))
-    best = min(points, key=lambda point: (point.fused_seconds, point.threshold))
+        ratios.setdefault((samples * percent + 50) // 100, percent / 100)
+    falling = [_point(simulations, threshold, ratio) for threshold, ratio in reversed(ratios.items())]
+    points = {point.threshold: point for point in reversed(falling)}  # large R_t come first in time: simulated so
+    ranked = sorted(points.values(), key=lambda point: (point.fused_seconds, point.threshold))
+    triggers, seconds = _add_triggers(simulations, ranked, max_triggers)
+    best = points[triggers[0] if triggers else 0]
     every = SampleLengths(sum((b.prompt for b in batches), ()), sum((b.output for b in batches), ()))
-    clipped += sum(batch.clipped for batch in batches)
     return Threshold(
         threshold=best.threshold,
         ratio=best.ratio,
         destinations=best.destinations,
         instances=instances,
         samples=samples,
-        triggers=(best.threshold,) if best.threshold else (),
+        triggers=triggers,
         serial_seconds=points[0].fused_seconds,
-        fused_seconds=best.fused_seconds,
-        sweep=tuple(points),
-        lengths=LengthSummary(**every.percentiles(), clipped=clipped),
+        fused_seconds=seconds,
+        sweep=tuple(points.values()),
+        lengths=LengthSummary(**every.percentiles(), clipped=clipped + sum(batch.clipped for batch in batches)),
     )
 
 
-def _point(
-    batches: Sequence[SampleLengths],
-    instances: int,
-    costs: CostModel,
-    limits: InstanceLimits,
-    ratio: float,
-    threshold: int,
-) -> SweepPoint:
-    triggers = (threshold,) if threshold else ()
-    lines = [simulate_gen_infer(batch, instances, costs, limits, triggers) for batch in batches]
+def predicted_seconds(simulations: Sequence[BatchSimulation], triggers: Sequence[int]) -> float:
+    """Mean seconds of generation and inference over the batches."""
+    return float(np.mean([batch.timeline(triggers).total_seconds for batch in simulations]))
+
+
+def _add_triggers(
+    simulations: Sequence[BatchSimulation], ranked: Sequence[SweepPoint], most: int
+) -> tuple[tuple[int, ...], float]:
+    """The best triggers and their seconds, from the single ones `ranked` by seconds.
+
+    Each further trigger is tried at fractions of the one before, after the few best so far, and must pay.
+    """
+    found = [((point.threshold,) if point.threshold else (), point.fused_seconds) for point in ranked]
+    best = found[0]
+    for _ in range(1, most):
+        longer = {
+            (*triggers, triggers[-1] // part)
+            for triggers, _ in found[:FEW_BEST]
+            if triggers
+            for part in LATER_PARTS
+            if triggers[-1] // part
+        }
+        tried = [(triggers, predicted_seconds(simulations, triggers)) for triggers in sorted(longer, reverse=True)]
+        found = sorted(tried, key=lambda one: (one[1], one[0]))
+        if not found or found[0][1] > best[1] * (1 - LATER_GAIN):
+            break
+        best = found[0]
+    return best
+
+
+def _point(simulations: Sequence[BatchSimulation], threshold: int, ratio: float) -> SweepPoint:
+    lines = [batch.timeline((threshold,) if threshold else ()) for batch in simulations]
+    limits, instances = simulations[0].limits, simulations[0].instances
     count = 0
     if threshold:
         count = destination_count(
             threshold, limits.bs_max, limits.sample_kv_bytes, limits.kv_capacity_bytes, instances
         )
-
-    def mean(values: list[float]) -> float:
-        return float(np.mean(values))
-
     return SweepPoint(
         ratio=ratio,
         threshold=threshold,
         destinations=count,
-        fused_seconds=mean([line.total_seconds for line in lines]),
-        generation_seconds=mean([line.generation_seconds for line in lines]),
-        migration_seconds=mean([line.migration_seconds for line in lines]),
+        fused_seconds=float(np.mean([line.total_seconds for line in lines])),
+        generation_seconds=float(np.mean([line.generation_seconds for line in lines])),
+        migration_seconds=float(np.mean([line.migration_seconds for line in lines])),
     )
 
 

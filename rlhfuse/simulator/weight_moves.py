@@ -87,12 +87,12 @@ def _kind(one: Transfer, devices_per_node: int) -> str:
 def plan_moves(sources: Sequence[Shard], targets: Sequence[Shard], devices_per_node: int) -> tuple[Transfer, ...]:
     """The transfers that fill `targets` from `sources`, every byte of every target once.
 
-    Deterministic. Raises ValueError naming the weight of which no source has a part that is needed.
+    Deterministic, and the same for shards in any order: the largest weights first, which balances best. Raises ValueError naming the weight of which no source has a part that is needed.
     """
     has, wants = _by_tensor(sources), _by_tensor(targets)
     chooser = _Chooser(devices_per_node)
-    for tensor, shards in wants.items():
-        held = has.get(tensor, [])
+    for tensor in sorted(wants, key=lambda name: (-max(shard.bytes for shard in wants[name]), name)):
+        held, shards = has.get(tensor, []), wants[tensor]
         for start, stop in _pieces([*held, *shards]):
             needers = [shard.rank for shard in shards if _covers(shard, start)]
             if not needers:
@@ -155,29 +155,29 @@ def minimum_across(sources: Sequence[Shard], targets: Sequence[Shard], devices_p
 
 
 def in_buckets(transfers: Sequence[Transfer], bucket_bytes: int) -> tuple[tuple[Transfer, ...], ...]:
-    """Cut a plan into buckets in which no rank sends and receives more than `bucket_bytes`, or than one row.
+    """Cut a plan into buckets in which no rank sends and receives more than `bucket_bytes`, or than two rows.
 
-    Copies within a rank need no other memory and are in the first bucket. Targets begin at different places of
-    what they receive, so that not all ask the same sources at once; what is forwarded comes in a later bucket
-    than its arrival.
+    Copies within a rank need no other memory and are in the first bucket. A part is at most half a bucket, and goes
+    into the first that is at most half full at both its ends. Targets begin at different places of what they receive,
+    so that not all ask the same sources at once; what is forwarded comes in a later bucket than its arrival.
     """
     buckets: list[list[Transfer]] = [[one for one in transfers if one.source == one.target]]
     load: dict[tuple[int, int], int] = defaultdict(int)  # (rank, bucket) -> bytes
-    reached: dict[int, int] = defaultdict(int)  # rank -> the bucket that it fills
+    closed: dict[int, int] = defaultdict(int)  # rank -> bit b is set where bucket b is more than half full
     arrived: dict[tuple[int, str, int], int] = {}  # (rank, tensor, start) -> bucket
-    moving = [one for one in transfers if one.source != one.target]
-    direct = _taking_turns([part for one in moving if not one.forwarded for part in _split(one, bucket_bytes)])
-    later = _taking_turns([part for one in moving if one.forwarded for part in _split(one, bucket_bytes)])
+    half = bucket_bytes // 2
+    moving = [part for one in transfers if one.source != one.target for part in _split(one, half)]
+    direct = _taking_turns([one for one in moving if not one.forwarded])
+    later = _taking_turns([one for one in moving if one.forwarded])
     for one in [*direct, *later]:
-        bucket = max(reached[one.source], reached[one.target])
+        taken = closed[one.source] | closed[one.target]
         if one.forwarded:
-            bucket = max(bucket, arrived[one.source, one.tensor, one.start] + 1)
-        ends = (one.source, one.target)
-        while any(load[end, bucket] and load[end, bucket] + one.bytes > bucket_bytes for end in ends):
-            bucket += 1
-        for end in ends:
+            taken |= (1 << (arrived[one.source, one.tensor, one.start] + 1)) - 1
+        bucket = (~taken & (taken + 1)).bit_length() - 1  # the lowest bit that is not set
+        for end in (one.source, one.target):
             load[end, bucket] += one.bytes
-            reached[end] = bucket
+            if load[end, bucket] > half:
+                closed[end] |= 1 << bucket
         arrived[one.target, one.tensor, one.start] = bucket
         while len(buckets) <= bucket:
             buckets.append([])

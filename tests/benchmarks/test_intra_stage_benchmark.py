@@ -27,7 +27,8 @@ from intra_stage_cases import (  # noqa: E402
     problem_of,
 )
 from intra_stage_figures import case_figures, cpu_share, goals, markdown, trace_spans  # noqa: E402
-from intra_stage_ranks import Action, Ranks, Round, Run, Spent  # noqa: E402
+from intra_stage_ranks import Action, Round, Run, Spent  # noqa: E402
+from rank_processes import Ranks  # noqa: E402
 
 from rlhfuse.monitor.trace import load_trace  # noqa: E402
 
@@ -153,7 +154,7 @@ def test_models_are_of_the_sizes_they_are_called():
 
 
 def test_a_rank_that_fails_is_heard():
-    with Ranks({}) as ranks:
+    with Ranks("intra_stage_worker:TrainingRank", {}) as ranks:
         with pytest.raises(RuntimeError, match="failed in 'run'"):
             ranks.ask("run", "fused")
         processes = list(ranks._processes)

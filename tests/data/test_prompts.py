@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfuse.data.prompts import load_prompts
-from rlhfuse.data.sampler import PromptSampler, sample_id, sample_origin
+from rlhfuse.data.sampler import PromptSampler, prompt_groups, sample_id, sample_origin
 from rlhfuse.errors import InputError
 
 SHARED = Path(__file__).resolve().parents[2] / "../shared/data"
@@ -88,6 +88,10 @@ GOOD = '{"prompt": "x"}\n'
         ("p.jsonl.gz", b"no gzip", "not a whole gzip file"),
         ("p.jsonl.gz", gzip.compress(GOOD.encode() * 999)[:-9], "not a whole gzip file"),
         ("p.json", '{"prompt": "x"}', "must be a list of rows; for one object per line name it .jsonl"),
+        ("p.json", '[\n{"prompt": "x"},\n{"prompt" "y"}]', "p.json:3: not valid JSON .Expecting ':'"),
+        ("p.jsonl", '{"chosen": "no turns", "rejected": ""}', "p.jsonl:1: chosen is 'no turns'; it must be a dialogue"),
+        ("p.jsonl", '{"chosen": "\\n\\nAssistant: hi"}', "it must be a dialogue of Human: and Assistant: turns"),
+        ("p.jsonl", '{"chosen": null}', "p.jsonl:1: chosen is 'None'"),
         ("p.csv", 'prompt,answer\na,b\n"x\n', "p.csv:3: not valid CSV"),
         ("p.csv", "prompt,answer\na\n", "p.csv:2: not 2 fields as in the header"),
         ("p.parquet", "no parquet", "not a readable parquet file"),
@@ -99,6 +103,38 @@ def test_refusals_name_place_and_fix(tmp_path, name, content, message):
     with pytest.raises(InputError, match=message) as caught:
         load(write(tmp_path, name, content))
     assert str(tmp_path / name) in str(caught.value) and "\n" not in str(caught.value)
+
+
+DIALOGUE = "\n\nHuman: what?\n\nAssistant: this.\n\nHuman: and?\n\nAssistant: that,\n\nor that."
+
+
+def test_a_dialogue_is_asked_up_to_its_last_answer(tmp_path):
+    file = write(tmp_path, "p.jsonl", json.dumps({"chosen": DIALOGUE, "rejected": DIALOGUE + " No."}))
+    assert load(file)[0].text == "\n\nHuman: what?\n\nAssistant: this.\n\nHuman: and?\n\nAssistant:"
+    turns = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "this."}]
+    turns.append({"role": "user", "content": "and?"})
+    assert load(file, dialogues_as_turns=True)[0].text == turns
+    chat = write(tmp_path, "c.jsonl", json.dumps({"chosen": [*turns, {"role": "assistant", "content": "no"}]}))
+    assert load(chat)[0].text == turns and load(chat)[0].tokens == tuple(encode(turns))
+    both = write(tmp_path, "b.jsonl", json.dumps({"prompt": "asked", "chosen": DIALOGUE}))
+    assert load(both)[0].text == "asked"
+
+
+def test_verl_rows_keep_all_their_fields(tmp_path):
+    row = {
+        "data_source": "x", "prompt": TURNS, "reward_model": {"ground_truth": "4", "style": "rule"},
+        "extra_info": {"index": 1},
+    }  # fmt: skip
+    for file in (write(tmp_path, "p.json", json.dumps([row])), write_parquet(tmp_path, [row])):
+        assert load(file)[0].row == row and load(file)[0].text == TURNS
+
+
+def test_what_encoding_refuses_is_named_by_its_line(tmp_path):
+    def refuse(text):
+        raise InputError("no template")
+
+    with pytest.raises(InputError, match="p.jsonl:1: no template"):
+        load_prompts([write(tmp_path, "p.jsonl", GOOD)], "prompt", refuse, 10)
 
 
 def test_missing_file_and_no_file(tmp_path):
@@ -128,6 +164,8 @@ def test_real_files_load():
     assert len(load(SHARED / "prompts/gsm8k_train.jsonl", key="question", longest=10**6)) == 7473
     dialogues = load(SHARED / "prompts/hh_harmless_base_test.jsonl.gz", key="chosen", longest=10**6)
     assert len(dialogues) == 2312
+    asked = load(SHARED / "prompts/hh_harmless_base_test.jsonl.gz", longest=10**6)
+    assert len(asked) == 2312 and all(prompt.text.endswith("\n\nAssistant:") for prompt in asked.prompts)
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
@@ -156,6 +194,7 @@ def test_sample_ids_are_unique_and_ordered(a, b):
     assert 0 <= sample_id(*a) < 2**63
     assert sample_origin(sample_id(*a)) == a
     assert (sample_id(*a) < sample_id(*b)) == (a < b)
+    assert (prompt_groups(sample_id(*a)) == prompt_groups(sample_id(*b))) == (a[:2] == b[:2])
 
 
 @pytest.mark.parametrize("origin", [(2**24, 0, 0), (0, 2**23, 0), (0, 0, 2**16), (-1, 0, 0)])

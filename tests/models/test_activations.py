@@ -143,10 +143,7 @@ def kept_bytes(rank: int, folder, layout: str, sequence_parallel: bool, recomput
 
 @pytest.mark.parametrize("layout, sequence_parallel", [("d1t1p4", False), ("d1t2p2v2", True)])
 def test_a_layer_keeps_what_the_planner_counts(workers, references, layout, sequence_parallel):
-    """With recomputation its input alone, to the byte; without, what its norms and products need.
-
-    Torch's own norm and activation keep more of their intermediate values than the planner, which counts fused ones.
-    """
+    """With recomputation its input alone, to the byte; without, what torch's norms and products keep, to 5%."""
     _, folder, _, _ = references["llama"]
     plain, again = (max(workers.run(kept_bytes, folder, layout, sequence_parallel, on)) for on in (False, True))
     spec, hardware = ModelSpec.from_config(folder), hardware_by_name("cpu")
@@ -158,5 +155,5 @@ def test_a_layer_keeps_what_the_planner_counts(workers, references, layout, sequ
         return cost.kept_layer_bytes(256)
 
     assert again == planned(True)
-    assert planned(False) <= plain <= 2 * planned(False)
+    assert plain == pytest.approx(planned(False), rel=0.05)
     assert again < plain / 8

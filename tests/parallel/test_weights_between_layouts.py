@@ -1,5 +1,6 @@
 """Weights come from a checkpoint into any training layout, from there into the generation layout, and back to a
-checkpoint, bit for bit: unequal layers per stage, chunks, tensor ranks, tied embeddings, sequence parallelism."""
+checkpoint, bit for bit: unequal layers per stage, chunks, tensor ranks, tied embeddings, sequence parallelism. What
+is sent is what was predicted from the layouts alone, on nodes of two, and no more than must go from node to node."""
 
 from __future__ import annotations
 
@@ -9,7 +10,12 @@ from safetensors.torch import load_file
 from stages import build, ranks_of
 from tiny import write_checkpoint
 
+from rlhfuse.schedule.ranks import plain_cells
+from rlhfuse.simulator.shards import model_shards
+from rlhfuse.simulator.weight_moves import minimum_across, plan_moves
 from rlhfuse.spec import ModelSpec, ParallelLayout
+
+NODE = 2  # ranks of a pretended node
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +52,16 @@ def there_and_back(rank: int, role: str, folder, layout: str, generation: str, s
         for parameter in arrived.parameters():
             parameter.fill_(torch.nan)
     load_part(wanted, folder, spec, grid, rank, built.head)
-    resharder = Resharder(device)
+    resharder = Resharder(device, devices_per_node=NODE, bucket_bytes=20_000)
+    sent = {True: 0, False: 0}  # to another node, or within the own one
+    send = resharder._service.submit_send_with_id
+
+    def counted(number: int, tensor: torch.Tensor, to: int) -> None:
+        sent[to // NODE != rank // NODE] += tensor.nbytes if to != rank else 0
+        send(number, tensor, to)
+
     resharder.move(built.optimizer.modules.values(), arrived)
+    resharder._service.submit_send_with_id = counted
     resharder.move(built.optimizer.modules.values(), arrived)  # by the plan of the first time
     if rank == 0 and grid.tp == 1:
         export_checkpoint(dict(arrived.named_parameters()), spec, built.head, folder, out)
@@ -63,6 +77,7 @@ def there_and_back(rank: int, role: str, folder, layout: str, generation: str, s
             for name, parameter in wanted.named_parameters()
         },
     }
+    result |= {"transfers": resharder.transfers(arrived), "traffic": resharder.traffic(arrived), "sent": sent}
     maker.close()
     return result
 
@@ -88,8 +103,23 @@ def test_weights_arrive_bit_for_bit(workers, folders, tmp_path, name, layout, ge
         assert result["numbers"] == [list(layers) for layers in result["layers"]]
         for parameter, (arrived, wanted) in result["pairs"].items():
             assert torch.equal(arrived, wanted), f"{parameter} is not what the checkpoint holds"
+    across, within = (sum(result["sent"][far] for result in results) for far in (True, False))
+    has, wants = predicted(role, folders[name], layout, generation)
+    for result in results:
+        assert result["transfers"] == plan_moves(has, wants, NODE)
+        assert (result["traffic"].across, result["traffic"].within) == (across, within)
+    assert across == minimum_across(has, wants, NODE)
     if out.exists():
         before, after = (load_file(folder / "model.safetensors") for folder in (folders[name], out))
         assert before.keys() == after.keys()
         assert all(torch.equal(before[key], after[key]) for key in before)
     assert out.exists() == (generation == "d4t1p1")
+
+
+def predicted(role, folder, layout, generation):
+    """Shards of both layouts by their text alone."""
+    spec, ranks, wanted = ModelSpec.from_config(folder), ranks_of(**{role: layout}), ParallelLayout.parse(generation)
+    return (
+        model_shards(spec, ParallelLayout.parse(layout), ranks.pipelines(role), 4, role == "critic"),
+        model_shards(spec, wanted, plain_cells(wanted), 4, role == "critic"),
+    )

@@ -80,3 +80,9 @@ def test_microbatches_need_enough_samples():
     assert [len(part) for part in cut_microbatches([5, 5, 5, 5], 4)] == [1, 1, 1, 1]
     with pytest.raises(InputError, match="3 samples cannot fill 4 micro-batches"):
         cut_microbatches([5, 5, 5], 4)
+
+
+def test_every_epoch_has_an_order_of_its_own():
+    cuts = [cut_minibatches(64, 4, 1, iteration, epoch) for iteration in (0, 1) for epoch in (0, 1, 2)]
+    assert all(a != b for a, b in itertools.combinations(cuts, 2))
+    assert all(sorted(itertools.chain(*cut)) == list(range(64)) for cut in cuts)

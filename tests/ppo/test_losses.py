@@ -11,6 +11,7 @@ from rlhfuse.ppo.losses import (
     actor_metrics,
     add_stats,
     critic_metrics,
+    kl_loss_sum,
     policy_loss_sum,
     token_entropy,
     value_loss_sum,
@@ -114,3 +115,65 @@ def test_stats_hold_no_graph():
     new = torch.zeros(2, requires_grad=True)
     _, stats = policy_loss_sum(new, torch.zeros(2), torch.ones(2), 0.2)
     assert not any(value.requires_grad for value in stats.values())
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(
+    seed=st.integers(0, 1000), low=st.floats(0.01, 0.9), high=st.floats(0.01, 2), dual=st.sampled_from([0.0, 1.5, 3.0])
+)
+def test_clip_higher_and_dual_clip_equal_the_loop(seed, low, high, dual):
+    new, old, advantages = (3 * row for row in numbers(seed))
+    loss, stats = policy_loss_sum(new, old, advantages, low, high, dual)
+    expected, bounded = 0.0, 0
+    for n, o, a in zip(new.tolist(), old.tolist(), advantages.tolist()):
+        ratio = math.exp(n - o)
+        worse = max(-a * ratio, -a * min(max(ratio, 1 - low), 1 + high))
+        if dual and a < 0:
+            bounded += worse > -a * dual
+            worse = min(worse, -a * dual)
+        expected += worse
+    assert loss.item() == pytest.approx(expected, rel=1e-10)
+    assert stats.get("pg_clipfrac_lower", 0) == bounded
+
+
+def test_dual_clip_stops_the_gradient_of_an_absurd_ratio():
+    new = torch.tensor([5.0, 0.5], dtype=torch.float64, requires_grad=True)
+    policy_loss_sum(new, torch.zeros(2), torch.tensor([-1.0, -1.0]), 0.2, 0.2, 3.0)[0].backward()
+    assert (new.grad != 0).tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    "estimator, value, slope",
+    [
+        ("k1", lambda x: x, lambda x: 1.0),
+        ("k2", lambda x: x * x / 2, lambda x: x),
+        ("k3", lambda x: math.exp(-x) - 1 + x, lambda x: 1 - math.exp(-x)),
+    ],
+)
+def test_kl_loss_and_its_gradient(estimator, value, slope):
+    ratios = [-0.5, 0.0, 2.0]
+    new = torch.tensor(ratios, dtype=torch.float64, requires_grad=True)
+    loss, stats = kl_loss_sum(new, torch.zeros(3, dtype=torch.float64), estimator)
+    loss.backward()
+    assert loss.item() == pytest.approx(sum(map(value, ratios))) == stats["kl_loss"].item()
+    assert new.grad.tolist() == pytest.approx([slope(x) for x in ratios])
+
+
+def test_kl_loss_of_an_absurd_ratio_is_bounded_and_has_no_gradient():
+    new = torch.tensor([-500.0, 500.0], requires_grad=True)
+    loss, _ = kl_loss_sum(new, torch.zeros(2), "k3")
+    loss.backward()
+    assert loss.item() == 20.0 and new.grad.tolist() == [0.0, 0.0]
+
+
+def test_values_without_a_clip():
+    values, old, returns = numbers(3)
+    loss, stats = value_loss_sum(values, old, returns, 0.0)
+    assert loss.item() == pytest.approx(0.5 * (values - returns).square().sum().item())
+    assert stats["vf_clipfrac"].item() == 0
+
+
+def test_one_token_is_enough():
+    one = torch.tensor([-1.0])
+    assert policy_loss_sum(one, one, torch.tensor([2.0]), 0.2)[0].item() == -2.0
+    assert value_loss_sum(one, one, torch.tensor([1.0]), 0.2)[0].item() == 2.0

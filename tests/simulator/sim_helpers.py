@@ -32,6 +32,7 @@ def limits(**changes) -> InstanceLimits:
         max_prompt_tokens=100,
         max_output_tokens=200,
         score_tokens=256,
+        scoring_models=1,
     )
     return InstanceLimits(**{**base, **changes})
 

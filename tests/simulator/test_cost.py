@@ -112,13 +112,15 @@ def test_recomputation_and_sequence_parallelism_keep_less_and_the_backward_pays_
     def made(**options) -> AnalyticCost:
         return AnalyticCost(LLAMA_13B, layout, H800, 2, **options)
 
-    hidden, cut = 1000 * 5120 * 2, 1000 * (4 * 40 * 128 + 3 * 13824) * 2
-    assert made().kept_layer_bytes(1000) == 4 * hidden + cut / 8
-    assert made(sequence_parallel=True).kept_layer_bytes(1000) == (4 * hidden + cut) / 8
+    hidden, cut = 1000 * 5120 * 2, 1000 * (7 * 40 * 128 + 4 * 13824) * 2
+    assert made().kept_layer_bytes(1000) == 8 * hidden + cut / 8
+    assert made(sequence_parallel=True).kept_layer_bytes(1000) == (8 * hidden + cut) / 8
     assert made(recompute=True).kept_layer_bytes(1000) == hidden
     both = made(sequence_parallel=True, recompute=True)
     assert both.kept_layer_bytes(1000) == hidden / 8
-    assert both.rerun_bytes(1000) == (4 * hidden + cut) / 8 and made().rerun_bytes(1000) == 0
+    logits = 1000 * 4 * LLAMA_13B.vocab / 8
+    assert both.passing_bytes(1000) == 2 * (8 * hidden + cut) / 8 + 2 * logits
+    assert made().passing_bytes(1000) == 8 * hidden + cut / 8 + 2 * logits
     plain, again = made().stage_costs(1000), both.stage_costs(1000)
     assert again.forward == plain.forward and again.activation[0] == 10 * hidden / 8
     assert plain.backward[0] == 2 * plain.forward[0] and again.backward[0] == 3 * plain.forward[0]

@@ -125,6 +125,25 @@ def test_the_whole_world_may_be_spelled_out():
     assert check_layouts(config(parallel__generation="d4t1p1@0-3"), SPECS, 4)
 
 
+def test_a_run_without_critic_has_neither_its_tasks_nor_its_rules():
+    made = config(algorithm__name="grpo", fusion__actor_microbatches=3, parallel__critic_train="d9t9p9")
+    specs = {role: spec for role, spec in SPECS.items() if role != "critic"}
+    tasks = check_layouts(made, specs, 4)
+    assert [task.name for task in tasks] == ["generation", "reference_inference", "reward_inference", "actor_train"]
+    batch = batch_arithmetic(made, tasks)
+    assert (batch.critic_pipelines, batch.critic_microbatches, batch.microbatches_of) == (0, 0, {"actor": 3})
+    assert len(batch.lines()) == 4 and "critic" not in "".join(batch.lines())
+
+
+def test_nothing_but_the_actor():
+    made = config(algorithm__name="rloo", algorithm__kl_coef=0.0, algorithm__epochs=2)
+    made.reference.path, made.reward.function = "none", "m:f"
+    tasks = check_layouts(made, {"actor": TINY}, 4)
+    assert [task.name for task in tasks] == ["generation", "actor_train"]
+    batch = batch_arithmetic(made, tasks)
+    assert batch.optimizer_steps == 8 and batch.lines()[-1] == "4 mini-batches x 2 epochs = 8 optimizer steps"
+
+
 def test_layouts_hold_without_intra_stage_fusion_too():
     made = config(fusion__intra_stage=False, fusion__actor_microbatches=3)
     with pytest.raises(InputError, match="no multiple of K2"):

@@ -45,7 +45,8 @@ def observe(costs: MeasuredCost, noise: float, seed: int = 0):
 def test_fit_recovers_the_costs():
     true = linear_cost()
     exact = MeasuredCost.fit(*observe(true, noise=0.0))
-    assert exact.decode.beside("idle").constant == pytest.approx(10e-3) and exact.decode.beside("idle").slopes == pytest.approx((1e-3, 1e-6))
+    decode = exact.decode.beside("idle")
+    assert decode.constant == pytest.approx(10e-3) and decode.slopes == pytest.approx((1e-3, 1e-6))
     assert exact.migration.constant == pytest.approx(1e-3) and exact.swap_in == pytest.approx(0.5)
     noisy = MeasuredCost.fit(*observe(true, noise=0.05))
     for batch, context in ((1, 100), (16, 4000), (60, 15_000)):

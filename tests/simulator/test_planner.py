@@ -15,6 +15,7 @@ from rlhfuse.schedule.io import save_schedule
 from rlhfuse.simulator.hardware import hardware_by_name
 from rlhfuse.simulator.layouts import batch_arithmetic, check_layouts
 from rlhfuse.simulator.measured import save_measured_cost
+from rlhfuse.simulator.memory_check import machine_bytes, memory_limit, refuse_unless_fits
 from rlhfuse.simulator.plan import load_plan, save_plan
 from rlhfuse.simulator.planner import make_plan, plan_run, task_costs, training_problem
 from rlhfuse.simulator.threshold import save_threshold
@@ -60,18 +61,50 @@ def test_the_plan_round_trips(tmp_path):
 def test_memory_by_hand():
     """float32 on 4 ranks: the actor is cut in 4 stages, the critic in 2, generation copies whole."""
     plan = make_plan(run(), SPECS, 4)
-    generation, inference, training = plan.memory
+    moves, generation, inference, training = plan.memory
     whole, layer = SPECS["actor"].parameters(), SPECS["actor"].layer_parameters
     actor_stage = 2 * layer + 512 * 64 + 64  # the last: layers, output layer and norm
     critic_stage = 4 * layer + 512 * 64  # the first: layers and embedding
     trained = 4 * (actor_stage + critic_stage)
     assert training.weights == trained and training.gradients == trained
     assert training.optimizer == 8 * actor_stage + 8 * critic_stage // 2
+    critic_copy = 4 * SPECS["actor"].parameters(scalar_head=True)
+    assert moves.weights == trained + 4 * whole + critic_copy and moves.buckets == 4 * whole  # less than 64 MiB
+    assert moves.gradients == generation.gradients == inference.gradients == 0
     assert generation.weights == trained + 4 * whole
     assert generation.kv == 16 * 384 * SPECS["actor"].kv_bytes_per_token(4)
-    assert generation.host == 4 * (whole + 2 * SPECS["actor"].parameters(scalar_head=True))
-    assert inference.kv == 0 and training.activations == plan.schedule.peak_activation_bytes  # at full length
+    remembered = max(12 * actor_stage, 12 * critic_stage // 2)  # by the model that steps first
+    assert generation.host == 4 * whole + 2 * critic_copy + remembered
+    assert inference.weights == trained + 4 * whole + 2 * critic_copy  # reference, reward, critic; no generation copy
+    longest = 4 * 384  # tokens of a micro-batch
+    spec = SPECS["actor"]
+    layer_kept = 4 * (6 * spec.hidden + (4 * spec.heads + 3 * spec.kv_heads) * spec.head_dim + 4 * spec.mlp)
+    passing = longest * (layer_kept + 2 * 512 * 4)  # one layer's gradients; logits and theirs
+    assert inference.kv == 0 and training.activations == plan.schedule.peak_activation_bytes + passing
     assert training.device == trained * 2 + training.optimizer + training.activations
+
+
+def test_what_cannot_fit_is_refused(monkeypatch):
+    machine = hardware_by_name("a100")
+    phases = make_plan(run(), SPECS, 4).memory
+    refuse_unless_fits(phases, machine, 1e9, 10**12)  # on a GPU the process's own memory does not count
+    with pytest.raises(InputError, match=r"memory: training needs .* per rank \(weights .*, but a rank of this a100"):
+        refuse_unless_fits(phases, machine, 1e6, 0)
+    with pytest.raises(InputError, match="the process 931 GiB.*trainer.memory_limit_gb"):
+        refuse_unless_fits(phases, hardware_by_name("cpu"), 1e9, 10**12)
+    assert memory_limit(run(), machine, 4) == machine.memory_bytes
+    assert memory_limit(run(trainer__memory_limit_gb=3.0), machine, 4) == 3e9
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert memory_limit(run(), hardware_by_name("cpu"), 16) == machine_bytes() / 8
+
+
+def test_weight_moves_are_in_the_plan():
+    actor, critic = make_plan(run(), SPECS, 4).weight_moves
+    assert (actor.source, actor.target) == ("actor_train d1t1p4", "generation d4t1p1")
+    whole = 4 * SPECS["actor"].parameters()
+    assert actor.traffic.stays == whole and actor.traffic.within == 3 * whole and actor.traffic.across == 0
+    assert critic.traffic.stays == critic.traffic.within == 2 * 4 * SPECS["actor"].parameters(scalar_head=True)
+    assert "critic_train d2t1p2 -> critic_inference d4t1p1" in make_plan(run(), SPECS, 4).render()
 
 
 ROWS = ("generation", "reference_inference", "reward_inference", "critic_inference")

@@ -1,0 +1,206 @@
+"""Generation and inference of one iteration, fused beside serial, on two instances of one CPU machine.
+
+    python benchmarks/inter_stage.py --out fused.json --trace trace.json --markdown table.md
+    python benchmarks/inter_stage.py --quick             the same in small, to see that it runs: no measurement
+
+Two processes with one thread each hold a generation instance and an inference worker each, made of random Llamas: the
+product's engine, scorer and inter-stage runtime. The actor and the reference are of one shape, critic and reward model
+of another (1:2 and 2:1, as in the paper's pairs of models). Prompts are random tokens; prompt and output lengths are
+those of requests of a real trace, scaled to the longest allowed, and are forced.
+
+First decode steps, prefills, scoring and loading are profiled on each rank while the other one is idle, decodes and
+scores, and the moving of keys and values between the ranks; costs are fitted to these. The simulator predicts every R_t
+with them and chooses one. Then serial (R_t = 0) and every other R_t run in turns, in the opposite order every other
+round, and all must give the same tokens, log-probabilities, values and rewards, bit for bit.
+
+`bound` is 1 + T_inf / T_gen. `ideal` is the best that this n and m allow: migration and loading free, scoring cut as
+finely as one likes. `cpu_share` is the processor time that the computing threads got of the time that their work took:
+below 1 something else ran on the machine, and the figures are not to be trusted.
+
+Nothing else should run meanwhile. Progress goes to stderr, one JSON object to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import replace
+from typing import Any
+
+from inter_stage_cases import (
+    FULL,
+    INSTANCES,
+    PERCENTS,
+    QUICK,
+    QUICK_PERCENTS,
+    ROLES,
+    TRACE,
+    Sizes,
+    batch_lengths,
+    context_batches,
+    packs,
+    thresholds,
+)
+from inter_stage_figures import CPU_LIMIT, Point, figures, goals, trace_spans
+from inter_stage_profile import Profile
+from inter_stage_runs import Run
+from inter_stage_tables import line, markdown
+from rank_processes import ALLOCATOR, Ranks
+from search_runs import console, counting, finish, machine
+
+from rlhfuse.errors import InputError, run_program
+from rlhfuse.monitor.trace import Span, save_trace
+from rlhfuse.schedule.io import write_text
+from rlhfuse.simulator.cost import NEIGHBOURS
+from rlhfuse.simulator.generation import InstanceLimits
+from rlhfuse.simulator.iteration import GenInferTimeline, move_cost, simulate_gen_infer
+from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.lines import Line
+from rlhfuse.simulator.measured import MeasuredCost
+from rlhfuse.simulator.threshold import sweep_threshold
+
+QUICK_ROUNDS = 2
+REPEATS, QUICK_REPEATS = 3, 2  # of each piece of work in the profile
+MORE_ROUNDS = 2  # for serial and the chosen R_t, for each round of the sweep
+WORKER = "inter_stage_worker:FusionRank"
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    cases = chosen_cases(arguments)
+    lengths = {sizes.name: batch_lengths(arguments.lengths, sizes, arguments.seed) for sizes in cases}
+    screen = console()
+    load = os.getloadavg()[0]
+    rounds = QUICK_ROUNDS if arguments.quick else arguments.rounds
+    found: list[dict[str, Any]] = []
+    spans: list[Span] = []
+    begun = time.monotonic()
+    with Ranks(WORKER, {"OMP_NUM_THREADS": "1", **ALLOCATOR}) as ranks:
+        for sizes in cases:
+            ranks.ask("build", sizes, arguments.seed)
+            case, drawn = measure(sizes, lengths[sizes.name], ranks, rounds, arguments, spans)
+            found.append(case)
+            spans += drawn
+            screen.print(line(case), highlight=False)
+            if case["cpu_share"] < CPU_LIMIT:
+                share = f"{case['cpu_share']:.0%}"
+                screen.print(f"the ranks got {share} of the processor: they were not alone, do not trust these figures")
+    result = {
+        "benchmark": "inter_stage",
+        "machine": {**machine(), "ranks": INSTANCES, "threads": 1, "load_before": load},
+        "ended": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "seconds": time.monotonic() - begun,
+        "rounds": rounds,
+        "seed": arguments.seed,
+        "trace": str(arguments.lengths),
+        "quick": arguments.quick,
+        "goals": [] if arguments.quick else [goal for case in found for goal in goals(case["case"], case)],
+        "cases": found,
+    }
+    if arguments.trace:
+        save_trace(spans, arguments.trace)
+    if arguments.markdown:
+        write_text(arguments.markdown, markdown(found))
+    finish(result, arguments.out)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--sizes", default=FULL[0].name, help=f"some of {', '.join(sizes.name for sizes in FULL)}")
+    parser.add_argument("--lengths", default=TRACE, metavar="FILE", help="csv, jsonl or parquet with both lengths")
+    parser.add_argument("--rounds", type=counting, default=3, help="in which all R_t take turns")
+    parser.add_argument("--seed", type=counting, default=1)
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds of tiny models and three R_t")
+    parser.add_argument("--trace", metavar="FILE", help="Chrome trace: predicted above, measured below")
+    parser.add_argument("--markdown", metavar="FILE", help="write the tables here")
+    parser.add_argument("--out", metavar="FILE", help="also write the JSON object here")
+    return parser.parse_args()
+
+
+def chosen_cases(arguments: argparse.Namespace) -> list[Sizes]:
+    """Raises InputError for sizes that are not there."""
+    known = {sizes.name: sizes for sizes in (QUICK if arguments.quick else FULL)}
+    names = [word.strip() for word in arguments.sizes.split(",")]
+    for name in names:
+        if name not in known:
+            raise InputError(f"--sizes {arguments.sizes}: {name!r} is unknown; give some of {', '.join(known)}")
+    return [known[name] for name in names]
+
+
+def measure(
+    sizes: Sizes, lengths: SampleLengths, ranks: Ranks, rounds: int, arguments: argparse.Namespace, before: list[Span]
+) -> tuple[dict[str, Any], list[Span]]:  # fmt: skip
+    """Profile, predict, let all R_t take turns; figures, and the spans of the median runs behind those `before`."""
+    ranks.ask("load", lengths, arguments.seed)
+    profile = profiled(sizes, ranks, QUICK_REPEATS if arguments.quick else REPEATS)
+    costs = profile.fit()
+    limits = sizes.limits(costs, lengths)
+    chosen = sweep_threshold(lengths, INSTANCES, costs, limits, max_triggers=1).threshold
+    percents = QUICK_PERCENTS if arguments.quick else PERCENTS
+    swept = tuple(sorted({*thresholds(sizes.samples, percents), chosen}))
+    runs, digests = run_in_turns(swept, chosen, limits, costs, ranks, rounds)
+    free = replace(costs, migration=Line(0.0, (0.0,)), swap_in=0.0)
+    points = [
+        Point(r, simulated(lengths, costs, limits, r), simulated(lengths, free, limits, r), tuple(runs[r]))
+        for r in swept
+    ]
+    case = {
+        "case": sizes.name,
+        "parameters": {role: sizes.parameters(role) for role in ROLES},
+        "samples": sizes.samples,
+        "lengths": lengths.percentiles(),
+        "prompt_tokens": sum(lengths.prompt),
+        "output_tokens": sum(lengths.output),
+        "bs_max": limits.bs_max,
+        "step_of_8_over_1": profile.step_ratio(8),
+        **figures(points, chosen, len(digests) == 1),
+        "profile": profile.table(costs),
+        "costs": costs.to_dict(),
+    }
+    begin = max((span.end_seconds for span in before), default=0.0)
+    return case, trace_spans(points, chosen, begin, sizes.name)
+
+
+def profiled(sizes: Sizes, ranks: Ranks, repeats: int) -> Profile:
+    """Each rank in turn beside each neighbour, after one unmeasured turn that loads all kernels."""
+    ranks.ask("profile", 0, "idle", ((1, 1),), ((1, 2),), 1)
+    ranks.ask("profile", 1, "idle", ((1, 1),), ((1, 2),), 1)
+    answers = [
+        (neighbour, ranks.ask("profile", rank, neighbour, context_batches(sizes), packs(sizes), repeats)[rank])
+        for neighbour in NEIGHBOURS
+        for rank in range(INSTANCES)
+    ]
+    contexts = (1, sizes.max_prompt, sizes.max_output // 2)
+    return Profile.of(answers, ranks.ask("migration", contexts, repeats)[0])
+
+
+def run_in_turns(
+    swept: tuple[int, ...], chosen: int, limits: InstanceLimits, costs: MeasuredCost, ranks: Ranks, rounds: int
+) -> tuple[dict[int, list[Run]], set[str]]:
+    """Runs by R_t, in the order of rounds, and the digests of everything that came out."""
+    moving = move_cost(costs, limits)
+
+    def run(threshold: int) -> Run:
+        return Run.of(ranks.ask("run", (threshold,) if threshold else (), limits, moving))
+
+    for threshold in (0, chosen):
+        run(threshold)  # once unmeasured
+    runs: dict[int, list[Run]] = {threshold: [] for threshold in swept}
+    for number in range(rounds):
+        turn = [*swept, *[0, chosen] * MORE_ROUNDS]
+        for threshold in turn if number % 2 == 0 else reversed(turn):
+            runs[threshold].append(run(threshold))
+    return runs, {rank.digest for found in runs.values() for one in found for rank in one.ranks}
+
+
+def simulated(
+    lengths: SampleLengths, costs: MeasuredCost, limits: InstanceLimits, threshold: int
+) -> GenInferTimeline:
+    return simulate_gen_infer(lengths, INSTANCES, costs, limits, (threshold,) if threshold else ())
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,79 @@
+"""The most memory that this rank used in each phase of an iteration, measured.
+
+On CUDA the allocator's own peak. On a CPU the peak of resident memory (VmHWM), which Linux lets a process reset
+through /proc/self/clear_refs; freed memory that the C library still keeps is given back at every switch, as ranks of
+one node share it. The *base* is what a process holds beside models: the interpreter, libraries, buffers of transports.
+
+Knows nothing of what the memory is for; who asks says what the models hold.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from pathlib import Path
+
+import torch
+
+from rlhfuse.parallel.device import Device
+
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+RESET_PEAK = "5"  # see proc(5)
+
+
+def resident_bytes() -> int:
+    """Host memory that this process holds now."""
+    return _status_bytes("VmRSS")
+
+
+def _status_bytes(line: str) -> int:
+    found = next(text for text in STATUS.read_text().splitlines() if text.startswith(f"{line}:"))
+    return int(found.split()[1]) * 1024
+
+
+class PhaseMeter:
+    """Peaks by phase. `exact` is False where peaks cannot be reset: a phase then shows the largest up to its end."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._phase: str | None = None
+        self._peaks: dict[str, int] = {}
+        self.exact = self._reset()
+        self.base_bytes: int | None = None
+
+    def switch(self, phase: str | None) -> None:
+        """Leave the phase that runs, if any, and begin another, or none. A phase may come more than once."""
+        if self._phase is not None:
+            peak = self._read("VmHWM", torch.cuda.max_memory_allocated)
+            self._peaks[self._phase] = max(peak, self._peaks.get(self._phase, 0))
+        self._phase = phase
+        self._reset()
+
+    def note_base(self, held_bytes: int) -> None:
+        """Take what is held now beyond the models' `held_bytes` as the base, the first time that this is called."""
+        if self.base_bytes is None:
+            self.base_bytes = self._read("VmRSS", torch.cuda.memory_allocated) - held_bytes
+
+    def take(self) -> dict[str, int]:
+        """Bytes at the peak of each phase since the last call, base included; ends the phase that runs."""
+        self.switch(None)
+        peaks, self._peaks = self._peaks, {}
+        return peaks
+
+    def _read(self, line: str, cuda) -> int:
+        if self._device.is_cuda:
+            return cuda(self._device.torch_device)
+        return _status_bytes(line)
+
+    def _reset(self) -> bool:
+        if self._device.is_cuda:
+            torch.cuda.reset_peak_memory_stats(self._device.torch_device)
+            return True
+        gc.collect(0)
+        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+            libc.malloc_trim(0)
+        try:
+            CLEAR.write_text(RESET_PEAK)
+        except OSError:  # some containers forbid it
+            return False
+        return True

@@ -1,0 +1,83 @@
+"""Whether a run's phases fit: what they need against what a rank may have.
+
+A GPU has what its hardware says. On a CPU the ranks of a node share the machine's memory, host copies included, and
+every process holds interpreter and libraries besides. `trainer.memory_limit_gb` is the last word on both.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Mapping, Sequence
+
+from rlhfuse.config import RunConfig
+from rlhfuse.errors import InputError
+from rlhfuse.schedule.evaluate import evaluate
+from rlhfuse.schedule.schedule import Schedule
+from rlhfuse.simulator.cost import AnalyticCost
+from rlhfuse.simulator.layouts import BatchArithmetic
+from rlhfuse.simulator.memory import TRAINED, PhaseMemory, memory_by_phase, readable_bytes
+from rlhfuse.spec import HardwareSpec
+
+CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+def run_memory(
+    config: RunConfig, costs: Mapping[str, AnalyticCost], batch: BatchArithmetic, kv_capacity_bytes: float,
+    full_length: Schedule,
+) -> tuple[PhaseMemory, ...]:  # fmt: skip
+    """The phases of a run whose samples are all as long as they can become; `full_length` is priced for these."""
+    longest = batch.samples_per_microbatch * (config.data.max_prompt_tokens + config.rollout.max_response_tokens)
+    activations = evaluate(full_length).peak_memory
+    activations += max(cost.passing_bytes(longest) for task, cost in costs.items() if task in TRAINED)
+    return memory_by_phase(
+        costs, kv_capacity_bytes, activations, config.rollout.max_batched_tokens,
+        config.rollout.max_sequences_per_instance, config.fusion.bucket_mib << 20,
+    )  # fmt: skip
+
+
+def memory_limit(config: RunConfig, hardware: HardwareSpec, world_size: int) -> float:
+    """Bytes that one rank may use."""
+    if config.trainer.memory_limit_gb:
+        return config.trainer.memory_limit_gb * 1e9
+    if hardware.name != "cpu":
+        return hardware.memory_bytes
+    return machine_bytes() / int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
+def machine_bytes() -> int:
+    """Memory of this machine, or of the container that this process is in."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    allowed = CGROUP.read_text().strip() if CGROUP.exists() else "max"
+    return total if allowed == "max" else min(total, int(allowed))
+
+
+def needed_bytes(phase: PhaseMemory, hardware: HardwareSpec, base_bytes: int) -> int:
+    """What a rank needs of the memory that `memory_limit` is about; `base_bytes`: of a process without models."""
+    return phase.device + (phase.host + base_bytes if hardware.name == "cpu" else 0)
+
+
+def refuse_unless_fits(
+    phases: Sequence[PhaseMemory], hardware: HardwareSpec, limit: float, base_bytes: int
+) -> None:
+    """Raise InputError naming the fullest phase, what it is made of, and what would make it smaller."""
+    fullest = max(phases, key=lambda phase: needed_bytes(phase, hardware, base_bytes))
+    needed = needed_bytes(fullest, hardware, base_bytes)
+    if needed <= limit:
+        return
+    names = ("weights", "optimizer", "gradients", "activations", "kv", "buckets")
+    parts = [f"{name} {readable_bytes(getattr(fullest, name))}" for name in names if getattr(fullest, name)]
+    if hardware.name == "cpu":
+        parts += [f"host copies {readable_bytes(fullest.host)}", f"the process {readable_bytes(base_bytes)}"]
+    raise InputError(
+        f"memory: {fullest.phase} needs {readable_bytes(needed)} per rank ({', '.join(parts)}), but a rank of this "
+        f"{hardware.name} has {readable_bytes(limit)}; {_REMEDIES[fullest.phase]}, or set trainer.memory_limit_gb"
+    )
+
+
+_REMEDIES = {
+    "moves": "use more tensor ranks for parallel.generation and parallel.inference",
+    "generation": "lower rollout.kv_blocks_per_instance or use more tensor ranks for parallel.generation",
+    "inference": "lower rollout.max_batched_tokens or use more tensor ranks for parallel.inference",
+    "training": "set trainer.recompute=full, raise fusion.actor_microbatches or use more stages",
+}

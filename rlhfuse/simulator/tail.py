@@ -1,0 +1,145 @@
+"""The instances that still decode: they stop at a trigger, migrate, and go on until a neighbour changes their pace.
+
+What they will do at their present pace is run ahead on copies, so that the caller can go from event to event; a new
+pace takes hold at each instance's next step boundary. A meeting waits for the last of them to end its step; then
+pairs of instances hand samples over in `transfer_order`, each pair when both are free:
+
+    0  ====|  .. |recv from 2|recv from 3|=====       |: step boundary after the trigger, ..: waits for the others
+    2  ======|.. |send to 0  |  freed
+    3  =====|... |           |send to 0  |  freed
+
+Knows nothing of scoring and of why the pace changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Sequence
+
+from rlhfuse.simulator.cost import CostModel
+from rlhfuse.simulator.generation import InstanceLimits, InstanceRun
+from rlhfuse.simulator.migration import (
+    MigrationPlan,
+    MoveCost,
+    SequenceState,
+    destination_count,
+    plan_migration,
+    transfer_order,
+)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One migration: agreed on at `seconds`, and until when each freed instance and destination was at it."""
+
+    seconds: float
+    plan: MigrationPlan
+    stopped: dict[int, float]  # instance -> its step boundary
+    ends: dict[int, float]  # instance -> its last hand-over's end
+    moved_bytes: float
+
+    @property
+    def migration_seconds(self) -> float:
+        return max(self.ends[instance] for instance in self.plan.destinations) - self.seconds
+
+
+class Tail:
+    """Owns the runs of all instances; those in `decoding` have samples left or wait for the first meeting."""
+
+    def __init__(self, runs: list[InstanceRun], limits: InstanceLimits, costs: CostModel, move: MoveCost) -> None:
+        """`costs` prices the transfers, `move` chooses between the two ways to move."""
+        self._runs, self._limits, self._costs, self._move = runs, limits, costs, move
+        self.decoding = set(range(len(runs)))
+        self._taken = [0] * len(runs)  # samples of each instance's `finished` that the caller has been told of
+        self._ahead: list[tuple[float, int, int]] = []  # ends to come (seconds, sample, instance), the last first
+        self._futures: dict[int, InstanceRun] = {}  # of the decoding instances, at the present pace
+
+    @property
+    def next_end(self) -> float:
+        return self._ahead[-1][0] if self._ahead else float("inf")
+
+    def take_known(self) -> list[int]:
+        """The samples that are finished up to the last step boundaries."""
+        known = [s for run, taken in zip(self._runs, self._taken) for _, s in run.finished[taken:]]
+        self._taken = [len(run.finished) for run in self._runs]
+        return sorted(known)
+
+    def take_next(self) -> tuple[float, int, int | None]:
+        """The next sample that ends: seconds, sample, and the instance if this was its last one."""
+        seconds, sample, instance = self._ahead.pop()
+        self._taken[instance] += 1
+        if instance in self.decoding and self._futures[instance].finished[-1] == (seconds, sample):
+            self.decoding.discard(instance)
+            self._runs[instance] = self._futures[instance]
+            return seconds, sample, instance
+        return seconds, sample, None
+
+    def change_pace(self, now: float, costs: CostModel) -> None:
+        """Decode at other costs from each instance's next step boundary on."""
+        for instance in self.decoding:
+            self._runs[instance].run(now)
+            self._runs[instance].costs = costs
+        self.look_ahead()
+
+    def look_ahead(self) -> None:
+        """Find the ends to come at the present pace."""
+        ahead = []
+        for instance, (run, taken) in enumerate(zip(self._runs, self._taken)):
+            future = run
+            if instance in self.decoding:
+                future = run.copy()
+                future.run()
+                self._futures[instance] = future
+            ahead += [(seconds, sample, instance) for seconds, sample in future.finished[taken:]]
+        self._ahead = sorted(ahead, reverse=True)
+
+    def meet(self, now: float, trigger: int) -> Meeting | None:
+        """Stop, plan and move at the first step boundaries after `now`; None where nothing is left to decode."""
+        among = sorted(self.decoding)
+        for instance in among:
+            self._runs[instance].run(now)
+        stopped = {instance: self._runs[instance].clock for instance in among}
+        agreed = max(now, *stopped.values())
+        if not any(self._runs[instance].unfinished for instance in among):
+            return None
+        plan = self._plan(among, trigger)
+        ends = self._hand_over(plan, agreed)
+        moved = sum(move.kv_tokens for move in plan.moves) * self._limits.kv_bytes_per_token
+        for instance in plan.destinations:
+            self._runs[instance].clock = ends[instance]
+        self.decoding = {instance for instance in plan.destinations if self._runs[instance].unfinished}
+        return Meeting(agreed, plan, stopped, ends, moved)
+
+    def _plan(self, among: Sequence[int], trigger: int) -> MigrationPlan:
+        limits, block = self._limits, self._limits.block_tokens
+        states, free_blocks = [], [0] * len(self._runs)
+        for instance in among:
+            run = self._runs[instance]
+            free = limits.kv_capacity_tokens // block
+            for sequence in run.unfinished:
+                tokens = run.tokens_of(sequence)
+                running = sequence.sample_id in run.running
+                states.append(SequenceState(sequence.sample_id, instance, tokens, tokens if running else 0))
+                free -= -(-tokens // block) if running else 0
+            free_blocks[instance] = max(0, free)
+        count = destination_count(
+            trigger, limits.bs_max, limits.sample_kv_bytes, limits.kv_capacity_bytes, len(among)
+        )
+        return plan_migration(states, len(self._runs), count, free_blocks, block, self._move, among)
+
+    def _hand_over(self, plan: MigrationPlan, agreed: float) -> dict[int, float]:
+        """Move the samples; until when each instance was at it."""
+        sequences = {s.sample_id: s for instance in plan.freed for s in self._runs[instance].release()}
+        volumes: dict[tuple[int, int], float] = {}
+        for move in plan.moves:
+            sequence = sequences[move.sample_id]
+            sequence.cached = move.mode == "kv"
+            self._runs[move.destination].take(sequence)
+            pair = move.source, move.destination
+            volumes[pair] = volumes.get(pair, 0.0) + move.kv_tokens * self._limits.kv_bytes_per_token
+        ends = dict.fromkeys((*plan.freed, *plan.destinations), agreed)
+        for source, destination in transfer_order(plan):
+            volume = volumes[source, destination]
+            both = max(ends[source], ends[destination])
+            ends[source] = ends[destination] = both + (self._costs.migration_seconds(volume) if volume else 0.0)
+        return ends

@@ -1,0 +1,70 @@
+"""The benchmark of predicted iterations: the training it starts, its figures, bad input."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from iteration_prediction import goal, settings  # noqa: E402
+from omegaconf import OmegaConf  # noqa: E402
+
+from rlhfuse.config import load_config  # noqa: E402
+from rlhfuse.monitor.forecast_table import PHASES, ForecastTable, PhaseRow  # noqa: E402
+from rlhfuse.monitor.trace import load_trace  # noqa: E402
+
+
+def run(*arguments):
+    command = [sys.executable, str(ROOT / "benchmarks/iteration_prediction.py"), *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+
+
+@pytest.mark.slow  # a training of 20 s
+def test_quick_run_predicts_a_training(tmp_path):
+    out, run_dir = tmp_path / "out.json", tmp_path / "run"
+    finished = run("--quick", "--iterations", 4, "--run-dir", run_dir, "--out", out, "--markdown", tmp_path / "table.md")
+    assert finished.returncode == 0, finished.stderr
+    result = json.loads(finished.stdout)
+    assert json.loads(out.read_text()) == result and result["goals"] == []
+    assert result["iterations"] == [2, 3]
+    assert [row["phase"] for row in result["phases"]] == list(PHASES)
+    assert all(row["measured"] > 0 and row["predicted"] > 0 for row in result["phases"] if row["phase"] != "infer")
+    assert "mean over the phases" in (tmp_path / "table.md").read_text()
+    kinds = {(span.group, span.kind) for span in load_trace(run_dir / "trace.json")}
+    for kind in ("reshard", "generate", "score", "adv", "actor F", "critic B"):
+        assert {("predicted", kind), ("measured", kind)} <= kinds
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_settings_are_a_run(tmp_path, quick):
+    arguments = argparse.Namespace(quick=quick, iterations=3)
+    file = tmp_path / "run.yaml"
+    OmegaConf.save(OmegaConf.create(settings(arguments, tmp_path / "run")), file)
+    config = load_config(file)
+    assert config.trainer.iterations == 3 and config.fusion.inter_stage and config.fusion.intra_stage
+
+
+def test_goal():
+    rows = tuple(PhaseRow(phase, 10.0, 9.0, 1.2, 8.0, 2.0) for phase in PHASES)
+    found = goal(ForecastTable((1,), rows))
+    assert found["measured"] == pytest.approx(0.12) and not found["reached"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--iterations", "2"], "the first 2 are left out"),
+        (["--iterations", "0"], "0 is not at least 1"),
+        (["--run-dir", "."], "--run-dir . exists"),
+    ],
+)
+def test_bad_input_exits_2(arguments, message):
+    finished = run(*arguments)
+    assert finished.returncode == 2 and message in finished.stderr and "Traceback" not in finished.stderr

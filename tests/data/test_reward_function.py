@@ -1,0 +1,253 @@
+"""Reward functions: found by name, held against rows before anything runs, called in processes, failing by name."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhfuse.data.gsm8k import answer_match, exact_match, final_answer
+from rlhfuse.data.reward_function import RewardCall, RewardFunction
+from rlhfuse.data.reward_workers import RewardWorkers
+from rlhfuse.errors import InputError, RewardError
+
+SOURCE = '''
+import asyncio, os, time
+
+def length(data_source, solution_str, ground_truth, extra_info=None):
+    return len(solution_str) + float(ground_truth)
+
+def as_dict(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 2.5, "other": "ignored"}
+
+def words(prompts, completions, level, **columns):
+    return [len(c.split()) * l for c, l in zip(completions, level)]
+
+def ids(completion_ids):
+    return [float(sum(i)) for i in completion_ids]
+
+async def slow(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(0.3)
+    return float(ground_truth)
+
+def several(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "raise":
+        raise KeyError("no such thing")
+    if solution_str == "exit":
+        os._exit(7)
+    if solution_str == "forever":
+        while True:
+            time.sleep(0.01)
+    return {"nan": float("nan"), "none": None, "text": "abc", "list": [1.0, 2.0]}.get(solution_str, 1.0)
+
+def two(completions):
+    return [1.0, 2.0]
+
+NUMBER = 3
+'''
+ROW = {"data_source": "x", "prompt": "p", "reward_model": {"ground_truth": "4"}, "level": 3}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "mine.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def call(sample, text, row=ROW, prompt="p"):
+    return RewardCall(sample, row, prompt, text, (5, 6))
+
+
+@pytest.fixture
+def workers(file):
+    """Makes workers for a function of the file; all are ended."""
+    made = []
+
+    def start(function, signature="verl", count=1, timeout=30.0):
+        made.append(RewardWorkers(f"{file}:{function}", signature, count, timeout))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()
+
+
+# loading and checking -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("length", "not of the form module:function"),
+        ("no_such_module_at_all:f", "no_such_module_at_all cannot be imported (ModuleNotFoundError"),
+        ("/nowhere/mine.py:length", "file /nowhere/mine.py does not exist"),
+        ("{file}:nothing", "has no function nothing"),
+        ("{file}:NUMBER", "has no function NUMBER"),
+    ],
+)
+def test_functions_that_are_not_there(file, name, message):
+    with pytest.raises(InputError) as caught:
+        RewardFunction.load(name.format(file=file), "verl")
+    assert message in str(caught.value)
+
+
+def test_a_module_that_fails(tmp_path):
+    (tmp_path / "broken.py").write_text("import math\nmath.nothing\n")
+    with pytest.raises(InputError, match=r"broken.py cannot be imported \(AttributeError"):
+        RewardFunction.load(f"{tmp_path}/broken.py:f", "verl")
+
+
+@pytest.mark.parametrize(
+    "function, signature, row, message",
+    [
+        ("length", "verl", ROW, None),
+        ("words", "trl", ROW, None),
+        ("ids", "trl", ROW, None),
+        ("length", "verl", {"prompt": "p"}, "f:3: no key 'data_source'"),
+        ("length", "verl", {"data_source": "x", "reward_model": "42"}, "reward_model is '42'; it needs a ground_truth"),
+        ("words", "verl", ROW, "cannot be called as reward.signature=verl says"),
+        ("length", "trl", ROW, "reward.signature=trl says (missing a required argument: 'solution_str')"),
+        ("words", "trl", {"prompt": "p"}, "(missing a required argument: 'level'); f:3 offers prompts, completions"),
+    ],
+)
+def test_rows_and_signatures_are_checked_without_a_call(file, function, signature, row, message):
+    loaded = RewardFunction.load(f"{file}:{function}", signature)
+    if message is None:
+        loaded.check(row, "p", "f:3")
+        return
+    with pytest.raises(InputError) as caught:
+        loaded.check(row, "p", "f:3")
+    assert message in str(caught.value)
+
+
+def test_chat_prompts_make_chat_completions(file):
+    turns = [{"role": "user", "content": "hi"}]
+    arguments = RewardFunction.load(f"{file}:words", "trl").arguments(call(0, "yes", prompt=turns))
+    assert arguments["prompts"] == [turns] and arguments["level"] == [3]
+    assert arguments["completions"] == [[{"role": "assistant", "content": "yes"}]]
+
+
+# calling --------------------------------------------------------------------------------------------------------
+
+
+def test_scores_come_back_by_sample_id(workers):
+    plain, columns = workers("length", count=2), workers("words", "trl")
+    for first in (0, 10):  # two iterations
+        plain.submit([call(first + n, "a" * n) for n in range(5)])
+        columns.submit([call(first, "one two")])
+        assert plain.finish() == {first + n: n + 4.0 for n in range(5)}
+        assert columns.finish() == {first: 6.0}
+    assert plain.finish() == {}
+
+
+def test_async_functions_wait_together(workers):
+    slow = workers("slow")
+    slow.submit([call(100, "x")])
+    slow.finish()  # the process is up
+    begin = time.monotonic()
+    slow.submit([call(n, "x") for n in range(20)])
+    assert time.monotonic() - begin < 0.2  # submitting does not wait
+    assert slow.finish() == dict.fromkeys(range(20), 4.0)
+    assert time.monotonic() - begin < 20 * 0.3 / 2
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("raise", "mine.py:several, sample 17: raised KeyError: 'no such thing'"),
+        ("nan", "mine.py:several, sample 17: returned nan; a score must be finite"),
+        ("none", "mine.py:several, sample 17: returned None, not a number"),
+        ("text", "mine.py:several, sample 17: returned 'abc', not a number"),
+        ("list", "mine.py:several, sample 17: returned [1.0, 2.0], not a number"),
+        ("exit", "mine.py:several, sample 17: its process ended with exit code 7"),
+        ("forever", "mine.py:several, sample 17: no result after 0.5 s (reward.timeout_seconds)"),
+    ],
+)
+def test_failures_name_function_and_sample(workers, text, message):
+    failing = workers("several", timeout=0.5 if text == "forever" else 30.0)
+    failing.submit([call(3, "fine"), call(17, text)])
+    with pytest.raises(RewardError) as caught:
+        failing.finish()
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert not any(process.is_alive() for process in failing._processes)
+
+
+def test_numbers_of_a_call(file):
+    dictionary = RewardFunction.load(f"{file}:as_dict", "verl")
+    assert dictionary.number({"score": 2.5}, 0) == 2.5 and dictionary.number(True, 0) == 1.0
+    listed = RewardFunction.load(f"{file}:two", "trl")
+    assert listed.number([3], 0) == 3.0
+    with pytest.raises(RewardError, match="sample 4: returned 2 numbers for one sample"):
+        listed.number([1.0, 2.0], 4)
+    with pytest.raises(RewardError, match="sample 4: returned 1.0, not a list of one number"):
+        listed.number(1.0, 4)
+
+
+def test_workers_end_with_a_killed_parent(file, tmp_path):
+    """A parent that is killed takes its workers with it, even one that never returns."""
+    import signal
+    import subprocess
+
+    program = tmp_path / "parent.py"
+    program.write_text(
+        f"""
+import sys, time
+from rlhfuse.data.reward_function import RewardCall
+from rlhfuse.data.reward_workers import RewardWorkers
+if __name__ == "__main__":
+    row = {{"data_source": "x", "reward_model": {{"ground_truth": 1}}}}
+    workers = RewardWorkers("{file}:several", "verl", 1, 100.0)
+    workers.submit([RewardCall(1, row, "p", "forever", ())])
+    while not workers._began:
+        workers._collect(0.1)
+    print(workers._processes[0].pid, flush=True)
+    time.sleep(100)
+"""
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    parent = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True, env=environment)
+    child = int(parent.stdout.readline())
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while alive(child):
+        assert time.monotonic() < deadline, "the worker outlived its parent"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+# GSM8K ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        ("48/2 = <<48/2=24>>24\n#### 72", 72),
+        ("#### -1,234.50 dollars", -1234.5),
+        ("#### 5\nno, wait\n#### 6", 6),
+        ("#### $1,000", 1000),
+        ("it is 3, or rather 14.", 14),
+        ("7 #### none", 7),
+        ("no number", None),
+    ],
+)
+def test_the_last_number_is_the_answer(text, answer):
+    assert final_answer(text) == answer
+
+
+def test_exact_match_of_both_signatures():
+    assert exact_match("gsm8k", "so #### 72.0", "72") == 1.0
+    assert exact_match("gsm8k", "so #### 71", "#### 72") == 0.0
+    assert exact_match("gsm8k", "", "72") == 0.0
+    chat = [{"role": "assistant", "content": "#### 3"}]
+    assert answer_match(completions=["4", chat], answer=["1+3 = 4\n#### 4", "#### 4"]) == [1.0, 0.0]
+    loaded = RewardFunction.load("rlhfuse.data.gsm8k:answer_match", "trl")
+    loaded.check({"question": "q", "answer": "#### 1"}, "q", "f:1")

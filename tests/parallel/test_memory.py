@@ -1,0 +1,79 @@
+"""Memory of a switch: what goes is given back, weights move in buckets, gradients come back as they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gloo import Workers
+from stages import build, one_step, random_rows, ranks_of
+from tiny import write_checkpoint
+
+from rlhfuse.spec import ParallelLayout
+
+WIDE = dict(
+    hidden_size=256, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=4, head_dim=64,
+    intermediate_size=1024, vocab_size=3000,
+)  # fmt: skip
+BUCKET = 2 << 20
+NOISE = 3 << 20  # bytes that allocator and interpreter come and go with
+LENGTHS = ((40, 20), (30,))
+
+
+@pytest.fixture(scope="module")
+def pair():
+    pool = Workers(2, timeout_seconds=300.0)
+    yield pool
+    pool.close()
+
+
+def switch(rank: int, folder) -> dict:
+    """A training step, then the switch to generation: bytes of each part, resident memory, gradients before and after."""
+    from rlhfuse.models.build import WHOLE, build_model
+    from rlhfuse.parallel.device import choose_device
+    from rlhfuse.parallel.groups import GroupMaker, plain_grid
+    from rlhfuse.parallel.memory import PhaseMeter, resident_bytes
+    from rlhfuse.parallel.offload import WeightMemory
+    from rlhfuse.parallel.reshard import Resharder
+
+    ranks, maker, device = ranks_of(actor="d1t1p2"), GroupMaker(60), choose_device("cpu", 0, 1)
+    built = build(rank, maker, ranks, "actor", folder, WHOLE)
+    grid = plain_grid(ParallelLayout.parse("d2t1p1"))
+    copy = build_model(
+        built.spec, grid, maker.for_model("generation", grid, rank), rank, scalar_head=False, dtype=torch.float32,
+        device=device,
+    )  # fmt: skip
+    memory, resharder, meter = WeightMemory(copy, device), Resharder(device, bucket_bytes=BUCKET), PhaseMeter(device)
+    rows = random_rows(LENGTHS, 7)
+    one_step(rank, maker, ranks, {"actor": built}, {"actor": [rows]})
+    first = built.gradients()
+    resharder.move(built.optimizer.modules.values(), copy)  # makes the plan
+    weights = memory.device_bytes
+    memory.release()
+    meter.switch(None)
+    training = resident_bytes()
+    built.optimizer.release_gradients()
+    meter.switch("moves")
+    released = resident_bytes()
+    memory.allocate()
+    resharder.move(built.optimizer.modules.values(), copy)
+    peak = meter.take()["moves"]
+    one_step(rank, maker, ranks, {"actor": built}, {"actor": [rows]})
+    again = built.gradients()
+    memory.release()
+    maker.close()
+    return {
+        "exact": meter.exact, "training": training, "released": released, "peak": peak, "weights": weights,
+        "left": memory.device_bytes, "gradients": sum(g.nbytes for g in first.values()),
+        "same": all(torch.equal(first[key], again[key]) for key in first),
+    }  # fmt: skip
+
+
+def test_a_switch_releases_before_it_acquires_and_moves_in_buckets(pair, tmp_path):
+    for result in pair.run(switch, write_checkpoint(tmp_path / "actor", **WIDE)):
+        assert result["weights"] > 25e6 and result["gradients"] > 12e6
+        assert result["same"], "gradients differ after their memory was given back"
+        assert result["left"] == 0
+        assert result["training"] - result["released"] >= result["gradients"] - NOISE
+        if result["exact"]:
+            grown = result["peak"] - result["released"]
+            assert result["weights"] - NOISE <= grown <= result["weights"] + BUCKET + NOISE

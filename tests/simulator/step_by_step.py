@@ -1,0 +1,228 @@
+"""Generation and inference simulated the slow way: every prefill and every decode step is an event of its own.
+
+It shares with the product only the functions that the runtime shares too (packs, plan, transfer order). Clocks are
+exact where all costs are whole multiples of a power of two, so results can be compared with ==.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from rlhfuse.simulator.iteration import move_cost
+from rlhfuse.simulator.migration import SequenceState, destination_count, plan_migration, transfer_order
+from rlhfuse.simulator.packing import deal, scoring_packs, streamed_pack
+
+
+@dataclass
+class Sample:
+    number: int
+    prompt: int
+    output: int
+    done: int = 0
+    cached: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + self.done
+
+
+@dataclass
+class Place:
+    """An instance: decodes until it is freed or empty, then it is a worker."""
+
+    waiting: list[Sample]
+    running: list[Sample] = field(default_factory=list)
+    busy_until: float = 0.0  # end of its step, its hand-overs or its pack
+    role: str = "decodes"  # decodes, stopping, joins, scores or free
+    kept_out: bool = False  # nothing is admitted after a preemption until a sample ends
+    loads_from: float | None = None
+
+
+class StepByStep:
+    def __init__(self, lengths, instances, costs, limits, triggers):
+        pairs = list(zip(lengths.prompt, lengths.output))
+        edges = [len(pairs) * i // instances for i in range(instances + 1)]
+        self.places = [
+            Place([Sample(i, *pairs[i]) for i in range(first, last)]) for first, last in zip(edges, edges[1:])
+        ]
+        self.lengths, self.costs, self.limits, self.triggers = lengths, costs, limits, list(triggers)
+        self.tokens = [limits.scored_tokens(*pair) for pair in pairs]
+        self.ended: dict[int, float] = {}
+        self.told: set[int] = set()
+        self.meets, self.met = None, False  # the trigger that they are stopping for; whether one has been met
+        self.packs, self.stream, self.workers = [], [], 0
+        self.scored: list[tuple[float, int]] = []
+        self.plans = []
+
+    def run(self) -> "StepByStep":
+        now, steps = 0.0, 0
+        while now < math.inf:
+            for place in self.places:
+                if place.role == "scores" and place.busy_until <= now:
+                    place.role = "free"
+            self.tell(now)
+            self.trigger(now)
+            if not self.finished_serially(now):
+                self.draw(now)
+            for place in self.places:
+                while place.role == "decodes" and place.busy_until <= now and (place.running or place.waiting):
+                    self.step(place, now)
+            now = min((p.busy_until for p in self.places if p.busy_until > now), default=math.inf)
+            steps += 1
+            assert steps < 100_000
+        self.total = max([*self.ended.values(), *(end for end, _ in self.scored)])
+        return self
+
+    def costs_beside(self):
+        if len(self.places) == 1:
+            return self.costs.beside("idle")
+        if not self.met or any(place.role == "scores" for place in self.places):
+            return self.costs.beside("scoring" if self.met else "decoding")
+        alive = [place for place in self.places if place.role in ("decodes", "stopping")]
+        return self.costs.beside("decoding" if len(alive) > 1 else "idle")
+
+    def step(self, place: Place, now: float) -> None:
+        """One prefill, one preemption or one decode step."""
+        lim, costs = self.limits, self.costs_beside()
+        admitted = []
+        while place.waiting and len(place.running) < lim.max_sequences and not place.kept_out:
+            context = sum(s.tokens for s in place.running) if not admitted else context + admitted[-1][1]
+            first = place.waiting[0]
+            if place.running and context + first.tokens + len(place.running) + 1 > lim.kv_capacity_tokens:
+                break
+            place.running.append(place.waiting.pop(0))
+            whole = first.tokens
+            first.done += not first.cached
+            admitted.append((first, first.tokens, 0 if first.cached else whole))
+            first.cached = False
+        if admitted:
+            fresh = [tokens for _, _, tokens in admitted if tokens]
+            place.busy_until = now + (costs.prefill_seconds(sum(fresh), len(fresh)) if fresh else 0.0)
+            self.retire(place)
+            return
+        context = sum(s.tokens for s in place.running)
+        if context + len(place.running) > lim.kv_capacity_tokens and len(place.running) > 1:
+            place.waiting.insert(0, place.running.pop())
+            place.kept_out = True
+            return
+        place.busy_until = now + costs.decode_step_seconds(len(place.running), context)
+        for sample in place.running:
+            sample.done += 1
+        self.retire(place)
+
+    def retire(self, place: Place) -> None:
+        for sample in [s for s in place.running if s.done == s.output]:
+            place.running.remove(sample)
+            place.kept_out = False
+            self.ended[sample.number] = place.busy_until
+
+    def remaining(self, now: float) -> int:
+        return len(self.lengths) - sum(end <= now for end in self.ended.values())
+
+    def tell(self, now: float) -> None:
+        """Stream what ended by now; a destination without samples becomes a worker."""
+        if not self.met:
+            return
+        for number, end in sorted(self.ended.items(), key=lambda one: (one[1], one[0])):
+            if end <= now and number not in self.told:
+                self.told.add(number)
+                self.stream.append(self.tokens[number])
+        for place in self.places:
+            if place.role == "decodes" and not place.running and not place.waiting and place.busy_until <= now:
+                self.join(place, now)
+
+    def join(self, place: Place, seconds: float) -> None:
+        place.role, place.loads_from, place.busy_until = "joins", seconds, seconds
+        self.workers += 1
+
+    def trigger(self, now: float) -> None:
+        decoding = [i for i, p in enumerate(self.places) if p.role in ("decodes", "stopping")]
+        if len(self.places) > 1 and self.meets is None and self.triggers:
+            all_left = self.triggers[0] >= len(self.lengths) and not self.met
+            if (now > 0 if all_left else self.remaining(now) <= self.triggers[0]):
+                self.meets = self.triggers.pop(0)
+                if self.met and len(decoding) < 2:
+                    self.meets = None
+                    return
+                for i in decoding:
+                    self.places[i].role = "stopping"
+        if self.meets is not None and all(self.places[i].busy_until <= now for i in decoding):
+            self.meet(decoding, now)
+
+    def meet(self, decoding: list[int], now: float) -> None:
+        trigger, self.meets = self.meets, None
+        lim, states, free = self.limits, [], [0] * len(self.places)
+        for i in decoding:
+            place = self.places[i]
+            states += [SequenceState(s.number, i, s.tokens, s.tokens) for s in place.running]
+            states += [SequenceState(s.number, i, s.tokens, 0) for s in place.waiting]
+            blocks = sum(-(-s.tokens // lim.block_tokens) for s in place.running)
+            free[i] = max(0, lim.kv_capacity_tokens // lim.block_tokens - blocks)
+        for i in decoding:
+            self.places[i].role = "decodes"
+        if not states:
+            return
+        m = destination_count(trigger, lim.bs_max, lim.sample_kv_bytes, lim.kv_capacity_bytes, len(decoding))
+        move = move_cost(self.costs, lim)
+        plan = plan_migration(states, len(self.places), m, free, lim.block_tokens, move, decoding)
+        self.plans.append(plan)
+        until = dict.fromkeys(decoding, now)
+        for source, target in transfer_order(plan):
+            tokens = sum(one.kv_tokens for one in plan.moves if (one.source, one.destination) == (source, target))
+            seconds = self.costs.migration_seconds(tokens * lim.kv_bytes_per_token) if tokens else 0.0
+            until[source] = until[target] = max(until[source], until[target]) + seconds
+        samples = {s.number: s for i in plan.freed for s in (*self.places[i].running, *self.places[i].waiting)}
+        for one in plan.moves:
+            samples[one.sample_id].cached = one.mode == "kv"
+            self.places[one.destination].waiting.append(samples[one.sample_id])
+        if not self.met:
+            self.met = True
+            self.told = {number for number, end in self.ended.items() if end <= now}
+            known = [self.tokens[number] for number in sorted(self.told)]
+            packs = scoring_packs(known, len(self.places), lim.score_tokens)
+            self.packs = [[known[i] for i in pack] for pack in packs]
+        for i in plan.freed:
+            self.places[i].running, self.places[i].waiting = [], []
+        for i in decoding:
+            place = self.places[i]
+            place.busy_until = until[i]
+            if not place.running and not place.waiting:
+                self.join(place, until[i])
+
+    def draw(self, now: float) -> None:
+        ready = [i for i, p in enumerate(self.places) if p.role in ("free", "joins") and p.busy_until <= now]
+        for i in sorted(ready, key=lambda i: (self.places[i].loads_from is not None, i)):
+            if self.packs:
+                pack = self.packs.pop(0)
+            elif self.stream:
+                count = streamed_pack(self.stream, self.workers, self.limits.score_tokens)
+                pack, self.stream = self.stream[:count], self.stream[count:]
+            else:
+                return
+            costs = self.costs.beside("decoding" if self.remaining(now) else "scoring")
+            self.places[i].role = "scores"
+            self.places[i].busy_until = self.score(self.places[i], now, pack, costs)
+
+    def score(self, place: Place, now: float, pack: list[int], costs) -> float:
+        """Model after model; on a worker that still loads, each as soon as it is there."""
+        clock, models = now, self.limits.scoring_models
+        for model in range(models):
+            if place.loads_from is not None:
+                clock = max(clock, place.loads_from + (model + 1) * costs.swap_in_seconds() / models)
+            clock += costs.score_seconds(sum(pack), len(pack)) / models
+        place.loads_from = None
+        self.scored.append((clock, len(pack)))
+        return clock
+
+    def finished_serially(self, now: float) -> bool:
+        """Without a migration: when all is generated, deal the samples and score them."""
+        if self.met or self.scored or self.remaining(now):
+            return False
+        costs = self.costs.beside("scoring" if len(self.places) > 1 else "idle")
+        for place, share in zip(self.places, deal(self.tokens, len(self.places))):
+            clock, place.loads_from = now, now
+            own = [self.tokens[i] for i in share]
+            for pack in scoring_packs(own, 1, self.limits.score_tokens):
+                clock = self.score(place, clock, [own[i] for i in pack], costs)
+        return True

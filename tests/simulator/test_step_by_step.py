@@ -1,0 +1,63 @@
+"""The simulation that jumps from event to event against one that takes every step, written differently."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sim_helpers import lengths_strategy, limits
+from step_by_step import StepByStep
+
+from rlhfuse.simulator.iteration import simulate_gen_infer
+from rlhfuse.simulator.lines import Line, LineTable
+from rlhfuse.simulator.measured import MeasuredCost
+
+TICK = 2.0**-20  # all costs are whole multiples of it, so every sum of them is exact
+
+
+def table(idle: Line, decoding: Line, scoring: Line) -> LineTable:
+    return LineTable((("idle", idle), ("decoding", decoding), ("scoring", scoring)))
+
+
+def exact_costs(swap_in: int, per_token: int) -> MeasuredCost:
+    def decode(slower: int) -> Line:
+        return Line(10000 * slower * TICK, (1000 * slower * TICK, 2 * slower * TICK))
+
+    def forward(slower: int) -> Line:
+        return Line(4096 * slower * TICK, (per_token * slower * TICK, 64 * TICK))
+
+    return MeasuredCost(
+        decode=table(decode(2), decode(3), decode(5)),
+        prefill=LineTable.everywhere(Line(2048 * TICK, (128 * TICK, 0.0))),
+        score=table(forward(4), forward(8), forward(12)),
+        migration=Line(1024 * TICK, (TICK,)),
+        swap_in=swap_in * TICK,
+    )
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(
+    lengths_strategy(20),
+    st.integers(1, 5),
+    st.lists(st.integers(1, 20), max_size=3, unique=True),
+    st.integers(140, 900),
+    st.sampled_from([0, 1 << 14, 1 << 18, 1 << 21]),
+    st.sampled_from([16, 1024, 8192]),
+    st.integers(1, 8),
+    st.sampled_from([1, 2, 4]),
+)
+def test_jumping_equals_stepping(lengths, instances, triggers, capacity, swap_in, per_token, bs_max, models):
+    lim = limits(
+        kv_capacity_bytes=capacity * 100.0, max_prompt_tokens=60, max_output_tokens=80,
+        bs_max=bs_max, scoring_models=models, max_sequences=6,
+    )  # fmt: skip
+    triggers = tuple(sorted((one for one in triggers if one <= len(lengths)), reverse=True))
+    costs = exact_costs(swap_in, per_token)
+    line = simulate_gen_infer(lengths, instances, costs, lim, triggers)
+    slow = StepByStep(lengths, instances, costs, lim, triggers).run()
+    assert list(line.plans) == slow.plans
+    assert line.generation_seconds == max(slow.ended.values())
+    assert line.total_seconds == slow.total
+    assert sum(count for _, count in slow.scored) == len(lengths)
+    assert line.scored_before_generation_end == sum(
+        count for end, count in slow.scored if end <= line.generation_seconds and line.plans
+    )

@@ -1,0 +1,91 @@
+"""Measure what a run's work costs on this machine, and write profile.json for fusion.profile.
+
+    torchrun --nproc-per-node 4 tools/profile_costs.py --config run.yaml --out profile.json [key=value ...]
+    python tools/profile_costs.py --config run.yaml --out profile.json            alone: one instance, no neighbours
+
+Use as many ranks as the run has: with two instances or more, decoding, prefill and scoring are measured beside idle,
+decoding and scoring neighbours. Models get random weights of the configured shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import time
+import warnings
+from pathlib import Path
+
+warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
+warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated", module="torch.distributed")
+
+from rlhfuse.config import RunConfig, load_config
+from rlhfuse.errors import InputError, run_program
+from rlhfuse.profiling.points import check_world
+from rlhfuse.simulator.layouts import check_layouts
+from rlhfuse.simulator.planner import read_specs
+from rlhfuse.simulator.profile import save_profile
+from rlhfuse.spec import ParallelLayout
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure what a run's work costs on this machine.")
+    parser.add_argument("--config", required=True, help="YAML file of the run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
+    parser.add_argument("--out", required=True, help="profile.json to write")
+    parser.add_argument("--limit", type=float, default=240.0, metavar="SECONDS", help="measure no longer than this")
+    parser.add_argument("--force", action="store_true", help="replace an existing --out")
+    args = parser.parse_intermixed_args()
+    if not args.limit > 0:
+        raise InputError(f"--limit {args.limit} must be above 0 seconds")
+    out = Path(args.out)
+    if out.exists() and not args.force:
+        raise InputError(f"--out {out} exists; give another name or --force to replace it")
+    if not out.resolve().parent.is_dir():
+        raise InputError(f"--out {out}: the folder {out.resolve().parent} does not exist; make it first")
+    return measure(load_config(args.config, args.overrides), out, args.limit)
+
+
+def measure(config: RunConfig, out: Path, limit_seconds: float) -> int:
+    """One rank of the measurement; rank 0 writes."""
+    specs = read_specs(config)
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    check_layouts(config, specs, ParallelLayout.parse(config.parallel.actor_train).size)
+    check_world(config, world)
+
+    import torch  # loads only for a config that can be profiled
+    import torch.distributed as dist
+
+    from rlhfuse.parallel.device import allow_many_files, choose_device, local_rank
+    from rlhfuse.parallel.groups import connect
+    from rlhfuse.profiling.run import Profiler
+
+    if config.trainer.device == "auto":
+        config.trainer.device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = choose_device(config.trainer.device, local_rank(), config.trainer.threads_per_rank)
+    allow_many_files()
+    timeout = datetime.timedelta(seconds=config.trainer.hang_seconds)
+    backend = "cpu:gloo,cuda:nccl" if device.is_cuda else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    connect([dist.group.WORLD], device.torch_device)
+    store = dist.PrefixStore("profile", dist.distributed_c10d._get_default_store())
+    began = time.monotonic()
+
+    def say(line: str) -> None:
+        if rank == 0:
+            print(f"[{time.monotonic() - began:6.1f} s] {line}", flush=True)
+
+    costs = Profiler(config, specs, device, store, limit_seconds, say).run()
+    if rank == 0:
+        save_profile(costs, out)
+        print(f"{costs}\nwritten: {out}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    run_program(main)
