@@ -28,7 +28,7 @@ from rlhfuse.shard_files import FileFacts, ShardReader
 VERSION = 2
 MANIFEST = "manifest.json"
 METRICS = "metrics.jsonl"
-RANDOM = "every draw is a function of trainer.seed, its purpose, iteration, prompt, copy and position; nothing to restore"
+RANDOM = "every draw is a function of trainer.seed, its purpose and its place: there is nothing to restore"
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,8 @@ def find_checkpoint(config: RunConfig, facts: RunFacts) -> Checkpoint | None:
 
 def checkpoints_in(run_dir: Path) -> list[Path]:
     """Folders of complete checkpoints, oldest first; unfinished `.partial` ones are left out."""
-    named = [(re.fullmatch(r"iteration-(\d+)", folder.name), folder) for folder in folder_of(run_dir).glob("iteration-*")]
+    folders = folder_of(run_dir).glob("iteration-*")
+    named = [(re.fullmatch(r"iteration-(\d+)", folder.name), folder) for folder in folders]
     return [folder for _, folder in sorted((int(match[1]), folder) for match, folder in named if match)]
 
 

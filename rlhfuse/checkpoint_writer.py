@@ -119,9 +119,8 @@ class CheckpointWriter:
                 if self._abandoned.wait(POLL_SECONDS):
                     return ()
                 if time.monotonic() > until:
-                    raise InputError(
-                        f"no file of rank {rank} after {self._timeout:.0f} s: output_dir must be storage all nodes share"
-                    )
+                    waited = f"no file of rank {rank} after {self._timeout:.0f} s"
+                    raise InputError(f"{waited}: output_dir must be storage all nodes share")
             files.append(FileFacts(**json.loads(_note(partial, rank).read_text())))
         return tuple(files)
 

@@ -43,7 +43,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return Checkpoint.open(path)
     folders = checkpoints_in(path)
     if not folders:
-        raise InputError(f"{path} is no checkpoint and no run with checkpoints; give RUN or RUN/checkpoints/iteration-N")
+        raise InputError(f"{path} is no checkpoint and no run with checkpoints; give one of them")
     return Checkpoint.open(folders[-1])
 
 

@@ -105,7 +105,8 @@ class ShardReader:
 
     def shapes(self, role: str) -> dict[str, tuple[int, ...]]:
         """Whole parameters of a role."""
-        return {name: rows[0][0].shape for (of, kind, name), rows in self._stored.items() if (of, kind) == (role, "main")}
+        mine = {name: rows for (of, kind, name), rows in self._stored.items() if (of, kind) == (role, "main")}
+        return {name: rows[0][0].shape for name, rows in mine.items()}
 
     def step(self, role: str, name: str) -> int:
         """Adam's step."""

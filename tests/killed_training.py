@@ -1,10 +1,10 @@
 """tools/train_ppo.py that ends by SIGKILL at one moment, for the tests of restart; everything else is the program.
 
-    KILL_AT="RANK WHO COUNT REGEX"    when rank RANK says the COUNT-th text that REGEX finds; WHO: one, or all with torchrun
+    KILL_AT="RANK WHO COUNT REGEX"    when rank RANK says the COUNT-th text that REGEX finds
 
-Texts are what a rank tells its watchdog, behind "start+K, iteration N: " where K iterations came before it since the
-start, and "file begins", "file written" (that of a rank, in
-the thread that saves), "commit begins", "commit ends" (of the checkpoint, on rank 0).
+WHO dies: one, or all with torchrun. Texts are what a rank tells its watchdog, and in the thread that saves
+"file begins", "file written" (of this rank), "commit begins", "commit ends" (of the checkpoint, on rank 0). Before
+each stands "start+K, iteration N: ", where K iterations came before it since the start.
 """
 
 from __future__ import annotations

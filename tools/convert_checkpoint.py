@@ -1,6 +1,6 @@
 """Write the models of a checkpoint in Hugging Face layout; no ranks are launched.
 
-    python tools/convert_checkpoint.py runs/my-run --out hf                                    newest: hf/actor, hf/critic
+    python tools/convert_checkpoint.py runs/my-run --out hf                          newest: hf/actor, hf/critic
     python tools/convert_checkpoint.py runs/my-run/checkpoints/iteration-20 --out hf --role actor --shard-gb 5
 
 Every file of the checkpoint is held against its checksum first. Exit code 2: bad input, one line.

@@ -67,10 +67,13 @@ def _write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_by
         places |= dict.fromkeys(shard, number)
         total += sum(tensor.nbytes for tensor in shard.values())
         dtype = next(iter(shard.values())).dtype
-    names = {n: f"model-{n:05}-of-{number:05}.safetensors" if number > 1 else "model.safetensors" for n in places.values()}
+    several = number > 1
+    names = {
+        n: f"model-{n:05}-of-{number:05}.safetensors" if several else "model.safetensors" for n in range(1, number + 1)
+    }
     for n, name in names.items():
         os.replace(folder / f"model-{n:05}.safetensors", folder / name)
-    if number > 1:
+    if several:
         index = {"metadata": {"total_size": total}, "weight_map": {key: names[n] for key, n in places.items()}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     return dtype

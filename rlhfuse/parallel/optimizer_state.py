@@ -54,7 +54,8 @@ def export_state(optimizer: ModelOptimizer) -> list[Fragment]:
         main, place = shard
         state = adam.state[main]
         moments = {kind: state[kind].detach().flatten() for kind in MOMENTS if state}
-        found.append(Fragment(name, place, int(state["step"]) if state else 0, {"main": main.detach().flatten(), **moments}))
+        step = int(state["step"]) if state else 0
+        found.append(Fragment(name, place, step, {"main": main.detach().flatten(), **moments}))
     return found
 
 

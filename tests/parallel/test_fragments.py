@@ -69,6 +69,7 @@ def test_what_is_missing_or_of_another_shape_is_said():
         assemble(whole, [half], torch.float32)
     with pytest.raises(ValueError, match=r"shape \[4, 2\] is stored, \[4, 3\] is wanted"):
         assemble(Place.whole((4, 3)), [half], torch.float32)
-    for row in ([[4, 2], 2, [[0, 4]], 0, 8], [[4, 2], 0, [[0, 5]], 0, 8], [[4, 2], 0, [[0, 4]], 0, 9], [[4], 0, [[0, 4]], 2, 2]):
+    wrong = ([4, 2], 2, [0, 4], 8), ([4, 2], 0, [0, 5], 8), ([4, 2], 0, [0, 4], 9), ([4], 0, [0, 4], 0)
+    for shape, dim, segment, stop in wrong:
         with pytest.raises(ValueError, match="no part of a parameter"):
-            Place.from_list(row)
+            Place.from_list([shape, dim, [segment], 0, stop])
