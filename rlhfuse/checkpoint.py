@@ -134,7 +134,8 @@ def find_checkpoint(config: RunConfig, facts: RunFacts) -> Checkpoint | None:
         return None
     where = str(found.folder)
     facts.check(found.manifest.facts, where)
-    _check_metrics(found, Path(trainer.output_dir))
+    if trainer.output_dir:
+        _check_metrics(found, Path(trainer.output_dir))
     if found.iteration > trainer.iterations:
         raise InputError(
             f"{where} has {found.iteration} iterations done, trainer.iterations={trainer.iterations}; set it higher"
