@@ -9,9 +9,9 @@ of another (1:2 and 2:1, as in the paper's pairs of models). Prompts are random 
 those of requests of a real trace, scaled to the longest allowed, and are forced.
 
 First decode steps, prefills, scoring and loading are profiled on each rank while the other one is idle, decodes and
-scores, and the moving of keys and values between the ranks; costs are fitted to these. The simulator predicts every R_t
-with them and chooses one. Then serial (R_t = 0) and every other R_t run in turns, in the opposite order every other
-round, and all must give the same tokens, log-probabilities, values and rewards, bit for bit.
+scores, and the moving of keys and values between the ranks; what lies between the points is interpolated. The simulator
+predicts every R_t with these costs and chooses one. Then serial (R_t = 0) and every other R_t run in turns, in the
+opposite order every other round, and all must give the same tokens, log-probabilities, values and rewards, bit for bit.
 
 `bound` is 1 + T_inf / T_gen. `ideal` is the best that this n and m allow: migration and loading free, scoring cut as
 finely as one likes. `cpu_share` is the processor time that the computing threads got of the time that their work took:
@@ -54,10 +54,10 @@ from rlhfuse.monitor.trace import Span, save_trace
 from rlhfuse.schedule.io import write_text
 from rlhfuse.simulator.cost import NEIGHBOURS
 from rlhfuse.simulator.generation import InstanceLimits
+from rlhfuse.simulator.grid import Grid
 from rlhfuse.simulator.iteration import GenInferTimeline, move_cost, simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.lines import Line
-from rlhfuse.simulator.measured import MeasuredCost
+from rlhfuse.simulator.profile import ProfiledCost
 from rlhfuse.simulator.threshold import sweep_threshold
 
 QUICK_ROUNDS = 2
@@ -142,7 +142,7 @@ def measure(
     percents = QUICK_PERCENTS if arguments.quick else PERCENTS
     swept = tuple(sorted({*thresholds(sizes.samples, percents), chosen}))
     runs, digests = run_in_turns(swept, chosen, limits, costs, ranks, rounds)
-    free = replace(costs, migration=Line(0.0, (0.0,)), swap_in=0.0)
+    free = replace(costs, move=Grid(((1.0,),), (0.0,)), swap_in=0.0)
     points = [
         Point(r, simulated(lengths, costs, limits, r), simulated(lengths, free, limits, r), tuple(runs[r]))
         for r in swept
@@ -178,7 +178,7 @@ def profiled(sizes: Sizes, ranks: Ranks, repeats: int) -> Profile:
 
 
 def run_in_turns(
-    swept: tuple[int, ...], chosen: int, limits: InstanceLimits, costs: MeasuredCost, ranks: Ranks, rounds: int
+    swept: tuple[int, ...], chosen: int, limits: InstanceLimits, costs: ProfiledCost, ranks: Ranks, rounds: int
 ) -> tuple[dict[int, list[Run]], set[str]]:
     """Runs by R_t, in the order of rounds, and the digests of everything that came out."""
     moving = move_cost(costs, limits)
@@ -197,7 +197,7 @@ def run_in_turns(
 
 
 def simulated(
-    lengths: SampleLengths, costs: MeasuredCost, limits: InstanceLimits, threshold: int
+    lengths: SampleLengths, costs: ProfiledCost, limits: InstanceLimits, threshold: int
 ) -> GenInferTimeline:
     return simulate_gen_infer(lengths, INSTANCES, costs, limits, (threshold,) if threshold else ())
 

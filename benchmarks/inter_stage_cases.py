@@ -1,7 +1,7 @@
 """What the inter-stage benchmark generates and scores: models, output lengths of a real trace, thresholds.
 
-Two instances of one rank each. The critic and the reward model have `scorer_layers` / `layers` times the actor's layers,
-the reference is of the actor's shape. Knows nothing of processes or of torch.
+Two instances of one rank each. Critic and reward model have `scorer_layers` / `layers` times the actor's layers, the
+reference is of the actor's shape. Knows nothing of processes or of torch.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Sizes:
 
     @property
     def blocks(self) -> int:
-        """KV blocks of an instance: a quarter of all samples at their longest, and few get there; all of the profile's."""
+        """KV blocks of an instance: a quarter of all samples at their longest (few get there), and the profile's."""
         quarter = self.samples * -(-(self.max_prompt + self.max_output) // BLOCK_TOKENS) // 4
         return max(quarter, PROFILED_TOKENS // BLOCK_TOKENS + 2 * self.samples)
 

@@ -6,9 +6,9 @@ from typing import Any, Sequence
 
 
 def line(case: dict[str, Any]) -> str:
-    speedup = case["speedup"]
+    speedup, serial = case["speedup"], case["points"][0]
     return (
-        f"{case['case']}: serial {case['points'][0]['seconds']:.2f} s, R_t {case['chosen']}: {speedup['median']:.3f} times "
+        f"{case['case']}: serial {serial['seconds']:.2f} s, R_t {case['chosen']}: {speedup['median']:.3f} times "
         f"as fast ({speedup['least']:.2f}-{speedup['most']:.2f}), predicted {case['speedup_predicted']:.3f}, "
         f"ideal {case['ideal']:.3f}, 1 + T_inf/T_gen {case['bound']:.3f}; prediction off by {case['mean_error']:.1%}"
     )
@@ -28,11 +28,11 @@ def _speedups(cases: Sequence[dict[str, Any]]) -> str:
     head = "| models | samples | output p50, max | T_inf/T_gen | serial | fused | speedup | predicted | ideal | bound |"
     rows = []
     for case in cases:
-        speedup, lengths = case["speedup"], case["lengths"]
+        speedup, lengths, serial = case["speedup"], case["lengths"], case["points"][0]
         fused = next(point for point in case["points"] if point["threshold"] == case["chosen"])
         rows.append(
             f"| {case['case']} | {case['samples']} | {lengths['p50']}, {lengths['max']} "
-            f"| {case['inference_over_generation']:.2f} | {case['points'][0]['seconds']:.2f} s | {fused['seconds']:.2f} s "
+            f"| {case['inference_over_generation']:.2f} | {serial['seconds']:.2f} s | {fused['seconds']:.2f} s "
             f"| **{speedup['median']:.2f}** ({speedup['least']:.2f}-{speedup['most']:.2f}) "
             f"| {case['speedup_predicted']:.2f} | {case['ideal']:.2f} | {case['bound']:.2f} |"
         )
@@ -56,8 +56,9 @@ def _costs(cases: Sequence[dict[str, Any]]) -> str:
 
 def _sweep(case: dict[str, Any]) -> str:
     head = f"| {case['case']}: R_t | measured | predicted | error | generation | predicted | scored before its end |"
+    marks = {case["chosen"]: " (chosen)"}
     rows = [
-        f"| {point['threshold']}{' (chosen)' if point['threshold'] == case['chosen'] else ''} | {point['seconds']:.2f} s "
+        f"| {point['threshold']}{marks.get(point['threshold'], '')} | {point['seconds']:.2f} s "
         f"| {point['predicted']:.2f} s | {point['error']:+.1%} | {point['generation']:.2f} s "
         f"| {point['generation_predicted']:.2f} s | {point['early']:.0f} of {case['samples']} |"
         for point in case["points"]
@@ -71,8 +72,8 @@ def _profile(case: dict[str, Any]) -> str:
     by_work: dict[str, dict[str, str]] = {}
     for row in case["profile"]:
         by_work.setdefault(_work(row), {})[row["beside"]] = f"{row['seconds'] * 1e3:.1f} ms"
-    rows = [f"| {name} | " + " | ".join(cells.get(one, "") for one in neighbours) + " |" for name, cells in by_work.items()]
-    return _table(head, rows)
+    cells = {name: " | ".join(found.get(one, "") for one in neighbours) for name, found in by_work.items()}
+    return _table(head, [f"| {name} | {shown} |" for name, shown in cells.items()])
 
 
 def _work(row: dict[str, Any]) -> str:

@@ -127,8 +127,8 @@ def train(config: Path, timeout: float) -> None:
 
 
 def goal(table: ForecastTable) -> dict[str, Any]:
-    error = table.mean_error
-    return {"figure": "mean error over the phases", "goal": ERROR_GOAL, "measured": error, "reached": error <= ERROR_GOAL}
+    error, figure = table.mean_error, "mean error over the phases"
+    return {"figure": figure, "goal": ERROR_GOAL, "measured": error, "reached": error <= ERROR_GOAL}
 
 
 if __name__ == "__main__":

@@ -59,6 +59,12 @@ class Roles:
     def actor(self) -> TrainedModel:
         return self.trained["actor"]
 
+    def held_bytes(self, with_host: bool) -> int:
+        """What models and optimizers hold on the device now; `with_host`: and in host memory, parked."""
+        held = sum(weight.nbytes for weight in self.generation.parameters())
+        held += sum(model.optimizer.held_bytes for model in self.trained.values())
+        return held + (sum(model.parked.host_bytes for model in self.frozen.values()) if with_host else 0)
+
 
 def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, rank: int, device: Device) -> Roles:
     """Build and load the run's models on `rank`; a collective over all ranks."""

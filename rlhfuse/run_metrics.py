@@ -106,3 +106,9 @@ def speed_metrics(batch: RolloutBatch, seconds: float) -> dict[str, float]:
 def lengths_of(batch: RolloutBatch) -> SampleLengths:
     """Prompt and response lengths in order of sample id."""
     return SampleLengths(tuple(batch.prompt_lengths.tolist()), tuple(batch.response_lengths.tolist()))
+
+
+def memory_metrics(everyone: list[dict]) -> dict[str, float]:
+    """Peak bytes of each phase on the fullest rank, in 10^9 bytes."""
+    peaks = [one["peaks"] for one in everyone]
+    return {f"perf/peak_memory_gb/{phase}": max(one[phase] for one in peaks) / 1e9 for phase in peaks[0]}

@@ -56,6 +56,7 @@ from rlhfuse.roles import Roles, build_roles, whole_copy
 from rlhfuse.run_metrics import (
     fusion_metrics,
     lengths_of,
+    memory_metrics,
     reward_metrics,
     rewarded,
     rollout_metrics,
@@ -257,15 +258,9 @@ class Trainer:
             parked.park()
         self.engine.load_weights(dict(self.roles.generation.named_parameters()))
         self.memory.switch("generation")
-        self.memory.note_base(self._held_bytes())
+        self.memory.note_base(self.roles.held_bytes(with_host=not self.device.is_cuda))
         self.engine.resume()
         phases.done("reshard", start)
-
-    def _held_bytes(self) -> int:
-        """What models and optimizers hold when generation begins: on CUDA of the device's memory, on CPU in all."""
-        held = self.generation_memory.device_bytes
-        held += sum(model.optimizer.held_bytes for model in self.roles.trained.values())
-        return held + (0 if self.device.is_cuda else sum(m.parked.host_bytes for m in self.roles.frozen.values()))
 
     def _train(self, iteration: int, batch: RolloutBatch, phases: Phases) -> list[MinibatchResult]:
         start = time.time()
@@ -313,9 +308,7 @@ class Trainer:
             metrics[f"timing_s/{key}"] = max(one["seconds"].get(key, 0.0) for one in everyone)
         metrics["fusion/makespan_predicted_seconds"] = self._predicted_makespan(len(results))
         metrics["fusion/makespan_measured_seconds"] = max(one["program_seconds"] for one in everyone)
-        for phase in everyone[0]["peaks"]:
-            metrics[f"perf/peak_memory_gb/{phase}"] = max(one["peaks"][phase] for one in everyone) / 1e9
-        return metrics
+        return metrics | memory_metrics(everyone)
 
     def _forecast(self, used: tuple[int, ...], lengths: SampleLengths) -> Forecast | None:
         """What the iterations so far say of one with these lengths; None before the first."""

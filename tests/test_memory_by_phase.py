@@ -42,6 +42,7 @@ def test_phases_need_what_was_planned(tmp_path):
         parts = ("weights", "optimizer", "gradients", "activations", "kv", "buckets", "host")
         planned = sum(phase[part] for part in parts)
         measured = last[phase["phase"]] - last["base"]
-        print(f"{phase['phase']:11s} planned {planned / 1e6:6.1f} MB, measured {measured / 1e6:6.1f} MB beside the base")
+        numbers = f"planned {planned / 1e6:6.1f} MB, measured {measured / 1e6:6.1f} MB"
+        print(f"{phase['phase']:11s} {numbers} beside the base")
         differences[phase["phase"]] = last[phase["phase"]] / (last["base"] + planned) - 1
     assert max(map(abs, differences.values())) <= 0.15, differences

@@ -26,6 +26,7 @@ from rlhfuse.errors import InputError
 from rlhfuse.gen.admission import new_sequence
 from rlhfuse.gen.arrival import Arrival
 from rlhfuse.gen.block_manager import BlockManager
+from rlhfuse.gen.engine_reports import SequenceState, StepStats
 from rlhfuse.gen.forward_batch import ForwardBatch
 from rlhfuse.gen.kv_cache import KVCache
 from rlhfuse.gen.migration import BUCKET_BYTES, BlockShape, Manifest, MoveMode, Shipment, Traveller, buckets, pack
@@ -59,29 +60,6 @@ class EngineOptions:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 1")
         if self.kernels not in ("auto", "torch"):
             raise InputError(f"kernels={self.kernels!r} is unknown; use 'auto' or 'torch'")
-
-
-@dataclass(frozen=True)
-class StepStats:
-    """What one step did, as the cost model wants to know it."""
-
-    batch: int  # sequences that ran
-    prefill_tokens: int  # tokens run for sequences that were not decoding
-    context_tokens: int  # tokens in the cache of all that ran, after the step
-    seconds: float  # without the capture of a CUDA graph, which happens once for a shape
-    reused_tokens: int = 0  # tokens of sequences that entered, found in known prefixes instead of being run
-
-
-@dataclass(frozen=True)
-class SequenceState:
-    """An unfinished sample as others see it."""
-
-    sample_id: int
-    kv_tokens: int  # tokens in the cache
-    total_tokens: int  # prompt and response so far
-    blocks: int  # KV blocks held (a shared block counts for each sequence)
-    shared_blocks: tuple[int, ...]  # those of them that others use too
-    waiting: bool  # not running: never started, or preempted
 
 
 class Engine:
@@ -310,7 +288,7 @@ class Engine:
             self._cache = self._new_cache()
 
     def release_weights(self) -> None:
-        """Let go of the weights, whose owner may then give their memory back; `load_weights` comes before the next step.
+        """Let go of the weights, whose owner may then give their memory back, until the next `load_weights`.
 
         Raises RuntimeError unless the engine is paused.
         """

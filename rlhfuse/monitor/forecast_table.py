@@ -58,7 +58,7 @@ class ForecastTable:
 
     @staticmethod
     def of(metrics: Sequence[Mapping[str, Any]], skip: int = 0) -> "ForecastTable":
-        """From metrics lines, without those of the first `skip` iterations. Raises InputError when no forecast is left."""
+        """From metrics lines, without the first `skip` iterations. Raises InputError when no forecast is left."""
         lines = [line for line in metrics if forecast_key("step") in line and line["iteration"] >= skip]
         if not lines:
             raise InputError(
@@ -81,12 +81,12 @@ class ForecastTable:
         lines = [f"{'phase':20} {'measured':>9} {'predicted':>9} {'off by':>7}   {'lengths unknown':>15} {'off by':>7}"]
         for row in self.rows:
             lines.append(
-                f"{NAMES[row.phase]:20} {row.measured / count:7.3f} s {row.predicted / count:7.3f} s {row.error:7.1%}   "
-                f"{row.blind / count:13.3f} s {row.blind_error:7.1%}"
+                f"{NAMES[row.phase]:20} {row.measured / count:7.3f} s {row.predicted / count:7.3f} s {row.error:7.1%}"
+                f"   {row.blind / count:13.3f} s {row.blind_error:7.1%}"
             )
         lines.append(
-            f"mean error {self.mean_error:.1%} with the iteration's lengths known, {self.blind_mean_error:.1%} without, "
-            f"over {count} iterations"
+            f"mean error {self.mean_error:.1%} with the iteration's lengths known, {self.blind_mean_error:.1%} without,"
+            f" over {count} iterations"
         )
         return "\n".join(lines)
 

@@ -87,7 +87,8 @@ def _kind(one: Transfer, devices_per_node: int) -> str:
 def plan_moves(sources: Sequence[Shard], targets: Sequence[Shard], devices_per_node: int) -> tuple[Transfer, ...]:
     """The transfers that fill `targets` from `sources`, every byte of every target once.
 
-    Deterministic, and the same for shards in any order: the largest weights first, which balances best. Raises ValueError naming the weight of which no source has a part that is needed.
+    Deterministic, and the same for shards in any order: the largest weights first, which balances best.
+    Raises ValueError naming the weight of which no source has a part that is needed.
     """
     has, wants = _by_tensor(sources), _by_tensor(targets)
     chooser = _Chooser(devices_per_node)

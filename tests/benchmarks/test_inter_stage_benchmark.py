@@ -33,8 +33,8 @@ from rlhfuse.simulator.cost import NEIGHBOURS  # noqa: E402
 from rlhfuse.simulator.generation import InstanceLimits  # noqa: E402
 from rlhfuse.simulator.iteration import simulate_gen_infer  # noqa: E402
 from rlhfuse.simulator.lengths import SampleLengths  # noqa: E402
-from rlhfuse.simulator.lines import Line  # noqa: E402
 
+BOTH = ("predicted", "measured")
 TAIL = (2, 3, 2, 4, 2, 3, 40, 2, 5, 2, 3, 2)  # output tokens of 12 requests
 
 
@@ -74,7 +74,7 @@ def test_quick_run_measures_a_case(tmp_path, trace):
         assert case["migrated_bytes"] >= case["needed_bytes"] and case["migration_share"] > 0
     assert f"| {case['case']} | 12 |" in files["markdown"].read_text()
     spans = load_trace(files["trace"])
-    assert {(span.group, span.rank) for span in spans} == {(g, r) for g in ("predicted", "measured") for r in (0, 1)}
+    assert {(span.group, span.rank) for span in spans} == {(g, r) for g in BOTH for r in (0, 1)}
 
 
 # figures by hand: two instances, decode steps of 10 ms, scoring of 1 ms a token, nothing else costs anything
@@ -150,10 +150,13 @@ def test_figures_by_hand():
     assert "2.000 times as fast (1.20-2.20)" in line(case)
     text = markdown([case])
     assert "**2.00** (1.20-2.20)" in text and "| 1 (chosen) | 0.20 s |" in text
-    assert "| decode step, batch 1, contexts of 20 tokens | 10.0 ms | 10.0 ms | 10.0 ms |" in text
+    assert "| decode step, batch 1, contexts of 10 tokens | 10.0 ms | 10.0 ms | 10.0 ms |" in text
     spans = trace_spans(points, 1, 5.0, "1:2")
-    starts = {r: {s.group: min(x.start_seconds for x in spans if x.group == s.group and x.args["R_t"] == r) for s in spans} for r in (0, 1)}
-    assert starts[0] == {"predicted": 5.0, "measured": 5.0} and starts[1]["predicted"] == starts[1]["measured"] > 5.1
+    for threshold in (0, 1):
+        drawn = [s for s in spans if s.args["R_t"] == threshold]
+        predicted, measured = (min(s.start_seconds for s in drawn if s.group == group) for group in BOTH)
+        assert predicted == pytest.approx(measured), "a run and its prediction begin together"
+    assert min(s.start_seconds for s in spans) == 5.0 and len({s.args["R_t"] for s in spans}) == 2
 
 
 def test_profile_tells_neighbours_apart():
@@ -162,7 +165,7 @@ def test_profile_tells_neighbours_apart():
     for neighbour, seconds in steps.items():
         assert costs.beside(neighbour).decode_step_seconds(1, 10) == pytest.approx(seconds)
     assert profile(steps).step_ratio(8) == pytest.approx(dict.fromkeys(NEIGHBOURS, 1.0))
-    assert costs.migration == Line(0.0, (0.0,))
+    assert costs.migration_seconds(500) == 0.0 and costs.swap_in_seconds() == 0.0
     row = next(row for row in profile(steps).table(costs) if (row["work"], row["beside"]) == ("decode", "scoring"))
     assert (row["seconds"], row["fit"]) == pytest.approx((0.02, 0.02))
 

@@ -29,7 +29,8 @@ def run(*arguments):
 @pytest.mark.slow  # a training of 20 s
 def test_quick_run_predicts_a_training(tmp_path):
     out, run_dir = tmp_path / "out.json", tmp_path / "run"
-    finished = run("--quick", "--iterations", 4, "--run-dir", run_dir, "--out", out, "--markdown", tmp_path / "table.md")
+    files = ("--run-dir", run_dir, "--out", out, "--markdown", tmp_path / "table.md")
+    finished = run("--quick", "--iterations", 4, *files)
     assert finished.returncode == 0, finished.stderr
     result = json.loads(finished.stdout)
     assert json.loads(out.read_text()) == result and result["goals"] == []

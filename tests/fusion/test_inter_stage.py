@@ -101,7 +101,8 @@ def test_tensor_parallel_instances_act_on_triggers_together(run, inference):
 
 
 @pytest.mark.parametrize(
-    "scorers, function", [(("reference", "reward"), True), (("reward",), False), (("reference",), True), ((), True)]
+    "scorers, function",
+    [(("reference", "reward"), True), (("reward",), False), (("reference",), True), (("reward",), True), ((), True)],
 )
 def test_a_run_scores_with_what_it_has(run, scorers, function):
     whole = run.serial(Case(STAIRS))["rollouts"]

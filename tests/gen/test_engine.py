@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -39,6 +40,27 @@ def test_eos_of_the_spec_ends_unless_ignored():
     assert result.finish_reason == "stop" and result.tokens[-1] < 100 and min(result.tokens[:-1], default=100) >= 100
     ignored = SamplingParams(max_tokens=60, ignore_eos=True)
     assert len(engine.generate([[200]], ignored)[0].tokens) == 60
+
+
+def test_weights_and_cache_go_and_come(spec):
+    """A paused engine without weights holds nothing that the owner of the weights wants to give back."""
+    weights = random_weights(spec)
+    engine = Engine(spec, weights, EngineOptions(num_blocks=20))
+    before = engine.generate([[9, 10]], GREEDY)[0]
+    with pytest.raises(RuntimeError, match="the engine is running; call pause"):
+        engine.release_weights()
+    engine.pause()
+    engine.release_weights()
+    gone = weakref.ref(weights["decoder.final_layernorm.weight"])
+    weights.clear()
+    assert engine.kv_bytes == 0 and gone() is None
+    engine.resume()
+    engine.add(1, [9, 10], GREEDY)
+    with pytest.raises(RuntimeError, match="no weights; call load_weights"):
+        engine.step()
+    engine.abort(1)
+    engine.load_weights(random_weights(spec))
+    assert engine.generate([[9, 10]], GREEDY)[0] == before
 
 
 def test_stop_text():

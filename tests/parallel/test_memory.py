@@ -27,7 +27,7 @@ def pair():
 
 
 def switch(rank: int, folder) -> dict:
-    """A training step, then the switch to generation: bytes of each part, resident memory, gradients before and after."""
+    """A training step, then the switch to generation: bytes of each part, resident memory, gradients."""
     from rlhfuse.models.build import WHOLE, build_model
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.parallel.groups import GroupMaker, plain_grid
