@@ -44,8 +44,9 @@ ITERATIONS = 16
 def whole(tmp_path_factory):
     base = tmp_path_factory.mktemp("whole")
     config = write_run(
-        base, trainer__save_every=1, trainer__iterations=ITERATIONS, trainer__tensorboard=True, fusion__threshold=4
-    )
+        base, trainer__save_every=1, trainer__iterations=ITERATIONS, trainer__tensorboard=True, fusion__threshold=4,
+        rollout__max_sequences_per_instance=3,  # the last ones wait, so that there is a tail to move
+    )  # fmt: skip
     finish(start(config, f"trainer.output_dir={base / 'whole'}"))
     return config, base / "whole"
 
@@ -78,18 +79,21 @@ def test_other_layouts_and_world_sizes(tmp_path):
     )  # fmt: skip
     whole = tmp_path / "whole"
     finish(start(config, f"trainer.output_dir={whole}", ranks=4))
-    for actor, ranks in (("d2t1p2", 4), ("d2t2p1", 4), ("d1t1p2", 2)):
+    for actor, critic, ranks in (("d2t1p2", "d4t1p1", 4), ("d2t2p1", "d2t2p1", 4), ("d1t1p2", "d2t1p1", 2)):
         here = tmp_path / actor
         shutil.copytree(whole, here)
         for name in ("finished.json", "checkpoints/latest"):
             (here / name).unlink()
         shutil.rmtree(here / "checkpoints" / "iteration-4")
-        settings = {"parallel.actor_train": actor, "parallel.critic_train": f"d{ranks}t1p1",
+        settings = {"parallel.actor_train": actor, "parallel.critic_train": critic,
                     "parallel.generation": f"d{ranks}t1p1", "fusion.actor_microbatches": 2,
                     "trainer.output_dir": here, "trainer.resume": "auto"}  # fmt: skip
         log = finish(start(config, *(f"{key}={value}" for key, value in settings.items()), ranks=ranks))
         assert f"actor_train d1t1p4 -> {actor}" in log
         assert [row["iteration"] for row in read_metrics(here / "metrics.jsonl")] == [0, 1, 2, 3]
-        largest = {c.what: c.largest for c in compare_runs(whole, here)}
-        print(json.dumps({actor: largest}))
-        assert all(value < 1e-5 for what, value in largest.items() if what != "metrics"), largest
+        compared = compare_runs(whole, here)
+        print(json.dumps({actor: {c.what: c.largest for c in compared}}))
+        assert all(c.largest < 1e-5 for c in compared)
+        # the same tokens, and scores that may differ in their last bits
+        odd = {d.where.split()[-1] for c in compared for d in c.differences if d.size is None}
+        assert odd <= {"rollout/scores_digest"}
