@@ -120,7 +120,9 @@ def finished_line(config: RunConfig) -> str:
 def start_line(prepared: Prepared) -> str:
     """Where the run begins, for people."""
     if prepared.resume:
-        return f"resuming from {prepared.resume.folder}: {prepared.resume.iteration} iterations are done"
+        moved = prepared.facts.relayout(prepared.resume.manifest.facts)
+        note = f"; {moved}: equal to about 1e-5 from here on, not bit for bit" if moved else ""
+        return f"resuming from {prepared.resume.folder}: {prepared.resume.iteration} iterations are done{note}"
     why = "no checkpoint to resume from" if prepared.config.trainer.resume == "auto" else "trainer.resume=never"
     return f"fresh start: {why}"
 

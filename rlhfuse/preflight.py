@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping
 
-from rlhfuse.checkpoint import Checkpoint, RunFacts, checkpoints_in, find_checkpoint
+from rlhfuse.checkpoint import Checkpoint, checkpoints_in, find_checkpoint
 from rlhfuse.config import RunConfig
 from rlhfuse.data.prompts import PromptSet, load_prompts
 from rlhfuse.data.reward_function import RewardFunction
@@ -19,6 +19,7 @@ from rlhfuse.errors import InputError
 from rlhfuse.models.hf import check_checkpoint, load_tokenizer, resolve_checkpoint
 from rlhfuse.parallel.memory import resident_bytes
 from rlhfuse.roles import Checkpoints
+from rlhfuse.run_facts import RunFacts
 from rlhfuse.schedule.builders import serial_1f1b
 from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.problem import FusionProblem
@@ -79,7 +80,7 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
     if config.fusion.threshold_file:
         check_threshold(load_threshold(config.fusion.threshold_file), config, batch)
     _check_memory(config, world_size, specs["actor"], costs, batch)
-    facts = RunFacts.of(config, specs, tasks, world_size)
+    facts = RunFacts.of(config, specs, tasks, world_size, tokenizer.get_vocab())
     resume = find_checkpoint(config, facts)
     return Prepared(config, world_size, checkpoints, tokenizer, prompts, tasks, ranks, problem, facts, resume)
 

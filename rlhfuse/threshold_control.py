@@ -190,11 +190,16 @@ class ThresholdControl:
             "costs": self._costs.to_dict(),
         }
 
-    def restore(self, state: dict, where: str) -> None:
-        """Inverse of `state`; a fixed or switched-off R_t stays as configured. Raises InputError naming `where`."""
+    def restore(self, state: dict, where: str, lengths_alone: bool = False) -> None:
+        """Inverse of `state`; a fixed or switched-off R_t stays as configured. Raises InputError naming `where`.
+
+        With `lengths_alone` costs and R_t, which are of another layout, are left out.
+        """
         try:
-            self._observed.extend(state["observations"])
             self._lengths.extend(SampleLengths(tuple(one["prompt"]), tuple(one["output"])) for one in state["lengths"])
+            if lengths_alone:
+                return
+            self._observed.extend(state["observations"])
             self._costs = MeasuredCost.from_dict(state["costs"], where)
             if self._adapts:
                 self.triggers = tuple(state["triggers"])

@@ -15,12 +15,14 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from rlhfuse.checkpoint import mark_finished, rewind, save_checkpoint
+from rlhfuse.checkpoint import METRICS, RunState, metrics_kept
+from rlhfuse.checkpoint_writer import CheckpointWriter, mark_finished, rewind
 from rlhfuse.config import AlgorithmConfig
 from rlhfuse.data.sampler import PromptSampler, prompt_groups, sample_id
 from rlhfuse.forecast import Batch, Forecast, Forecaster, Measured
@@ -30,7 +32,7 @@ from rlhfuse.fusion.inter_stage import GenInferReport, InterStage, Request
 from rlhfuse.fusion.training_step import MinibatchResult, TrainingStep
 from rlhfuse.gen.engine import Engine, EngineOptions
 from rlhfuse.gen.sequence import SamplingParams
-from rlhfuse.models.hf import export_checkpoint
+from rlhfuse.models.hf_folder import export_checkpoint
 from rlhfuse.monitor.console import ProgressPrinter
 from rlhfuse.monitor.forecast_table import PHASES
 from rlhfuse.monitor.metrics import MetricsWriter
@@ -107,6 +109,10 @@ class Trainer:
         self.rewarder = self._start_rewarder()
         self.kl = KLControl(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
         self.forecaster = Forecaster(self.programs, prepared.ranks)
+        self.checkpoints = CheckpointWriter(
+            run_dir, rank, prepared.world_size, prepared.facts, config.trainer.keep_checkpoints,
+            config.trainer.hang_seconds,
+        )  # fmt: skip
         self.inter_stage = InterStage(
             rank, self.roles.placement, self.engine, self.scorer, store, rewarder=self.rewarder,
             instance_group=self.roles.generation_tp, worker_group=self.roles.worker_tp,
@@ -155,7 +161,8 @@ class Trainer:
         first = self._restore()
         if leads and (stale := rewind(self.run_dir, first)):
             print(f"removed from {self.run_dir / 'checkpoints'}: {', '.join(stale)}", flush=True)
-        writer = MetricsWriter(self.run_dir / "metrics.jsonl", first_iteration=first) if leads else None
+        position = metrics_kept(self.prepared.resume, self.run_dir)
+        writer = MetricsWriter(self.run_dir / METRICS, keep_bytes=position) if leads else None
         board = self._tensorboard(first) if leads and trainer.tensorboard else None
         printer = ProgressPrinter(trainer.iterations)
         kept: list[list[Span]] = []
@@ -169,10 +176,12 @@ class Trainer:
                 printer.print(metrics)
                 save_trace([span for one in kept for span in one], self.run_dir / "trace.json")
                 self.threshold.save_costs(self.run_dir / "costs.json")
+            self.checkpoints.check()
             if self._save_due(iteration + 1):
-                self.save(iteration + 1)
+                self.save(iteration + 1, writer.position() if leads else 0)
         if trainer.export:
             self.export()
+        self.checkpoints.finish()
         for opened in (writer, board, self.rewarder):
             if opened:
                 opened.close()
@@ -328,33 +337,34 @@ class Trainer:
         every = self.config.trainer.save_every
         return every > 0 and (done % every == 0 or done == self.config.trainer.iterations)
 
-    def save(self, done: int) -> None:
-        """Write checkpoints/iteration-`done`; a collective."""
+    def save(self, done: int, metrics_bytes: int) -> None:
+        """Begin to write checkpoints/iteration-`done`; a collective. Rank 0 gives the length of metrics.jsonl."""
         self.watchdog.progress(f"saving checkpoint iteration-{done}")
-        start = time.time()
-        tensors = {role: export_state(model.optimizer) for role, model in self.roles.trained.items()}
-        size = save_checkpoint(
-            self.run_dir, done, self.rank, tensors, self.prepared.facts, self.threshold.state(),
-            self.config.trainer.keep_checkpoints, algorithm={"kl_coef": self.kl.coef},
-        )  # fmt: skip
-        if self.rank == 0:
-            print(f"saved checkpoints/iteration-{done}: {size / 1e6:.1f} MB in {time.time() - start:.2f} s", flush=True)
+        position = {
+            "metrics_bytes": metrics_bytes,
+            "prompts_drawn": done * self.config.rollout.prompts_per_iteration,
+            "learning_rate": {role: self._lr(role, done - 1) for role in self.roles.trained},
+        }
+        state = RunState(self.threshold.state(), {"kl_coef": self.kl.coef}, position)
+        self.checkpoints.start(
+            done, state, {role: export_state(model.optimizer) for role, model in self.roles.trained.items()}
+        )
 
     def _restore(self) -> int:
         """Take the checkpoint to resume from in, if any; returns the first iteration to run."""
         if self.config.trainer.save_every or self.prepared.resume:
             for model in self.roles.trained.values():
                 check_exportable(model.optimizer)
-        if not self.prepared.resume:
+        if not (resume := self.prepared.resume):
             return 0
-        self.watchdog.progress(f"loading {self.prepared.resume.folder}")
-        tensors = self.prepared.resume.load(self.rank)
+        self.watchdog.progress(f"loading {resume.folder}")
         for role, model in self.roles.trained.items():
-            import_state(model.optimizer, tensors[role])
+            import_state(model.optimizer, partial(resume.reader.read, role), partial(resume.reader.step, role))
+        state, moved = resume.manifest.state, self.prepared.facts.relayout(resume.manifest.facts)
         if self.kl.target:
-            self.kl = replace(self.kl, coef=self.prepared.resume.manifest.algorithm["kl_coef"])
-        self.threshold.restore(dict(self.prepared.resume.manifest.threshold), str(self.prepared.resume.folder))
-        return self.prepared.resume.iteration
+            self.kl = replace(self.kl, coef=state.algorithm["kl_coef"])
+        self.threshold.restore(dict(state.threshold), str(resume.folder), lengths_alone=bool(moved))
+        return resume.iteration
 
     def export(self) -> None:
         """Write the trained models in Hugging Face layout; a collective."""

@@ -1,137 +1,43 @@
-"""A checkpoint holds all of a run: state comes back bit for bit, a killed run ends like one that was left alone."""
+"""Runs go on from their checkpoints: one that was killed ends like one that was left alone, bad ones are refused."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-import time
+from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from gloo import Workers
-from tiny import write_checkpoint, write_run
+from runs import finish, killed, start
+from tiny import write_run
 
-from rlhfuse.checkpoint import Checkpoint, FileFacts, Manifest, RunFacts, checkpoints_in, rewind
-from rlhfuse.config import OptimizerConfig, ParallelConfig, RunConfig, load_config
+from rlhfuse.checkpoint import Checkpoint, Manifest, RunState, checkpoints_in
+from rlhfuse.checkpoint_writer import rewind
+from rlhfuse.config import load_config
+from rlhfuse.convert import convert, open_checkpoint
 from rlhfuse.errors import InputError
-from rlhfuse.launch import dry_run, train
-from rlhfuse.monitor.compare import compare_runs
+from rlhfuse.launch import dry_run, start_line, train
+from rlhfuse.monitor.compare import compare_exports, compare_runs
 from rlhfuse.monitor.metrics import read_metrics
 from rlhfuse.preflight import prepare
-from rlhfuse.schedule.ranks import rank_map
-from rlhfuse.spec import ModelSpec, ParallelLayout
-
-ROOT = Path(__file__).resolve().parents[1]
-NO_FACTS = RunFacts(4, {}, {}, {})
-
-# state of one rank ----------------------------------------------------------------------------------------------
-
-
-def build(rank: int, folders: dict, actor: str, critic: str, dtype: str) -> dict:
-    """role -> ModelOptimizer of freshly loaded models."""
-    from rlhfuse.parallel.device import choose_device
-    from rlhfuse.roles import Checkpoints, build_roles
-
-    config = RunConfig(parallel=ParallelConfig(actor, critic, False, *["d4t1p1"] * 5))
-    config.trainer.dtype = dtype
-    config.actor.optim = OptimizerConfig(lr=1e-3, weight_decay=0.1)
-    ranks = rank_map({"actor": ParallelLayout.parse(actor), "critic": ParallelLayout.parse(critic)})
-    specs = {role: ModelSpec.from_config(path) for role, path in folders.items()}
-    roles = build_roles(config, Checkpoints(folders, specs), ranks, rank, choose_device("cpu", 0, 1))
-    return {role: model.optimizer for role, model in roles.trained.items()}
-
-
-def one_step(rank: int, models: dict, seed: int) -> None:
-    """An optimizer step on made-up gradients."""
-    for model in models.values():
-        generator = torch.Generator().manual_seed(100 * seed + rank)
-        model.zero_grad()
-        for parameter in model.module.parameters():
-            parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
-        model.finish_gradients()
-        model.step(1e-3)
-
-
-def save_and_load(rank: int, folders: dict, out: Path, actor: str, critic: str, dtype: str) -> list[str]:
-    """Two steps, save, load into new models, one more step on both; returns what differs and what is odd."""
-    from rlhfuse.checkpoint import save_checkpoint
-    from rlhfuse.parallel.optimizer_state import export_state, import_state
-
-    models = build(rank, folders, actor, critic, dtype)
-    fresh = {role: {k: v.clone() for k, v in export_state(model).items()} for role, model in models.items()}
-    one_step(rank, models, 0)
-    one_step(rank, models, 1)
-    state = {role: export_state(model) for role, model in models.items()}
-    save_checkpoint(out, 7, rank, state, NO_FACTS, {"current": 3}, 2, {"kl_coef": 0.05})
-    torch.distributed.barrier()
-    loaded = build(rank, folders, actor, critic, dtype)
-    stored = Checkpoint.open(out / "checkpoints" / "iteration-7").load(rank)
-    found = []
-    for role, model in loaded.items():
-        import_state(model, stored[role])
-        found += [f"loaded {role}.{n}" for n in differing(state[role], export_state(model))]
-        unchanged = set(fresh[role]) - set(differing(fresh[role], state[role]))
-        found += [f"{role}.{n} did not train" for n in unchanged]
-        found += [] if any(n.startswith("exp_avg_sq.") for n in state[role]) else [f"{role} has no moments"]
-        found += [] if any(n.startswith("main.") for n in state[role]) == (dtype == "bfloat16") else ["main weights"]
-        for broken in (dict(list(stored[role].items())[1:]), stored[role] | {"weights.foreign": torch.zeros(1)}):
-            try:
-                import_state(model, broken)
-                found.append(f"{role}: broken state was taken")
-            except ValueError:
-                import_state(model, stored[role])
-    one_step(rank, models, 2)
-    one_step(rank, loaded, 2)
-    for role in models:
-        found += [f"continued {role}.{n}" for n in differing(export_state(models[role]), export_state(loaded[role]))]
-    return found
-
-
-def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    return [n for n in sorted(a.keys() | b.keys()) if n not in a or n not in b or not torch.equal(a[n], b[n])]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    base = tmp_path_factory.mktemp("models")
-    actor = write_checkpoint(base / "actor", seed=1)
-    critic = write_checkpoint(base / "critic", scalar_head=True, seed=2)
-    return {"actor": actor, "reference": actor, "critic": critic, "reward": critic}
-
-
-def test_optimizer_and_weights_come_back_bit_for_bit(folders, tmp_path):
-    workers = Workers(4)
-    try:
-        for actor, critic, dtype in (
-            ("d4t1p1", "d2t1p2", "float32"),
-            ("d1t2p2", "d2t1p2", "bfloat16"),
-        ):
-            out = tmp_path / f"{actor}-{dtype}"
-            assert workers.run(save_and_load, folders, out, actor, critic, dtype) == [[]] * 4
-            folder = out / "checkpoints"
-            assert sorted(f.name for f in folder.iterdir()) == ["iteration-7", "latest"]
-            assert Checkpoint.open(folder / "latest").manifest.threshold == {"current": 3}
-    finally:
-        workers.close()
-
+from rlhfuse.run_facts import RunFacts
+from rlhfuse.shard_files import FileFacts
 
 # the folder -----------------------------------------------------------------------------------------------------
 
 
 def test_manifest_prints_and_parses_back():
-    facts = RunFacts(2, {"actor_train": "d1t1p2"}, {"actor": {"layers": 4}}, {"trainer.seed": 1, "rollout.top_p": 0.1})
-    manifest = Manifest(3, facts, {"current": 1, "x": [0.1, 1e-300]}, {"kl_coef": 0.1}, (FileFacts("rank-0.safetensors", 5, "ab"),))
+    settings = {"trainer.seed": 1, "rollout.top_p": 0.1}
+    facts = RunFacts(2, {"actor_train": "d1t1p2"}, {"actor": {"layers": 4}}, "ab", settings)
+    state = RunState({"current": 1, "x": [0.1, 1e-300]}, {"kl_coef": 0.1}, {"metrics_bytes": 12})
+    manifest = Manifest(3, facts, state, (FileFacts("rank-0.safetensors", 5, "ab"),))
     assert Manifest.parse(manifest.to_text(), "m") == manifest
-    for text in ("", "[]", "{}", '{"version": 1}', manifest.to_text().replace('"facts"', '"fax"')):
+    for text in ("", "[]", "{}", '{"version": 2}', manifest.to_text().replace('"facts"', '"fax"')):
         with pytest.raises(InputError, match="m is no manifest"):
             Manifest.parse(text, "m")
     with pytest.raises(InputError, match="version 9 is unknown"):
-        Manifest.parse(manifest.to_text().replace('"version": 1', '"version": 9'), "m")
+        Manifest.parse(manifest.to_text().replace('"version": 2', '"version": 9'), "m")
 
 
 def test_rewind_removes_what_will_be_made_again(tmp_path):
@@ -149,44 +55,26 @@ def test_rewind_removes_what_will_be_made_again(tmp_path):
 # a whole run ----------------------------------------------------------------------------------------------------
 
 
-def start(config: Path, *overrides: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               str(ROOT / "tools" / "train_ppo.py"), "--config", str(config), *overrides]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-
-
-def finish(process: subprocess.Popen) -> str:
-    out, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, out
-    return out
-
-
-def kill_after(process: subprocess.Popen, run_dir: Path, iteration: int) -> None:
-    """SIGKILL torchrun and its ranks as soon as the line of `iteration` is there."""
-    metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 200
-    while not metrics.exists() or len(read_metrics(metrics)) <= iteration:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.01)
-    tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    for one in tree:
-        one.kill()
-    psutil.wait_procs(tree, 10)
-    process.wait()
+THREE_KILLS = (
+    "1 one 3 iteration 1: generation",
+    "0 all 1 iteration 3: training mini-batch 1",
+    "1 one 1 file written",  # of rank 1, before the checkpoint has its name
+)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """(config, uninterrupted run of 4 iterations, run killed in iteration 3 and resumed, its log, R_t of both)."""
+    """(config, uninterrupted run of 4 iterations, the same killed three times and resumed, its last log)."""
     base = tmp_path_factory.mktemp("runs")
     config = write_run(base, trainer__save_every=2, trainer__iterations=4)
-    whole, killed = base / "whole", base / "killed"
+    whole, broken = base / "whole", base / "killed"
     finish(start(config, f"trainer.output_dir={whole}"))
-    # the longer run is the same run: the number of iterations changes nothing, and leaves time for the kill
-    kill_after(start(config, f"trainer.output_dir={killed}", "trainer.iterations=1000"), killed, 2)
-    assert (killed / "checkpoints" / "iteration-2").is_dir() and not (killed / "export").exists()
-    log = finish(start(config, f"trainer.output_dir={killed}", "trainer.resume=auto"))
-    return config, whole, killed, log
+    settings = [f"trainer.output_dir={broken}", "trainer.resume=auto"]
+    for moment in THREE_KILLS:
+        killed(config, moment, *settings)
+    assert (broken / "checkpoints" / "iteration-2").is_dir() and not (broken / "export").exists()
+    assert not (broken / "checkpoints" / "iteration-4").exists()
+    return config, whole, broken, finish(start(config, *settings))
 
 
 def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(runs):
@@ -198,11 +86,24 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(runs):
     assert all(c.entries > 10 and not c.differences for c in comparisons), comparisons
 
 
+def test_a_checkpoint_converts_to_what_the_run_exports(runs, tmp_path):
+    _, whole, _, _ = runs
+    checkpoint = open_checkpoint(whole)
+    assert checkpoint.iteration == 4 and checkpoint.reader.roles() == ("actor", "critic")
+    for role in checkpoint.reader.roles():
+        convert(checkpoint, role, tmp_path / role)
+        comparison = compare_exports(whole / "export" / role, tmp_path / role)
+        assert comparison.entries > 10 and not comparison.differences
+        names = sorted(file.name for file in (whole / "export" / role).iterdir())
+        assert names == sorted(file.name for file in (tmp_path / role).iterdir())
+
+
 def test_the_threshold_in_force_is_resumed(runs):
     _, _, killed, _ = runs
-    saved = Checkpoint.open(killed / "checkpoints" / "iteration-2").manifest.threshold
+    saved = Checkpoint.open(killed / "checkpoints" / "iteration-2").manifest.state.threshold
     assert read_metrics(killed / "metrics.jsonl")[2]["fusion/threshold"] == (saved["triggers"] or [0])[0]
-    assert len(saved["observations"]) == len(saved["lengths"]) == 2
+    assert len(saved["lengths"]) == 2
+    assert len(saved["observations"]) == 1  # a process's first iteration counts only while there is no other
 
 
 def test_the_last_two_checkpoints_are_kept_and_named(runs):
@@ -294,11 +195,9 @@ def test_a_missing_manifest(copy):
 @pytest.mark.parametrize(
     "override,words",
     [
-        ("parallel.critic_train=d1t1p2", "critic_train=d2t1p1, this run d1t1p2; set parallel.critic_train=d2t1p1"),
         ("rollout.temperature=0.5", "rollout.temperature=1.0, this run has 0.5; set rollout.temperature=1.0"),
         ("trainer.seed=2", "set trainer.seed=1"),
         ("trainer.dtype=bfloat16", "set trainer.dtype=float32"),
-        ("fusion.actor_microbatches=4", "set fusion.actor_microbatches=2"),
         ("trainer.output_dir=''", "set it"),
         ("trainer.resume=never", "holds a run already"),
     ],
@@ -308,15 +207,35 @@ def test_another_run_than_the_saved_one(copy, override, words):
     assert words in refused(config, run_dir, override)
 
 
-def test_another_model_or_world(copy):
+def test_another_layout_or_world_is_taken_and_told(copy):
+    config, run_dir = copy
+    layouts = {"parallel.actor_train": "d2t1p1", "parallel.critic_train": "d1t1p2", "fusion.actor_microbatches": "4"}
+    settings = [f"trainer.output_dir={run_dir}", "trainer.resume=auto", "trainer.iterations=6"]
+    prepared = prepare(load_config(config, settings + [f"{k}={v}" for k, v in layouts.items()]), 2)
+    line = start_line(prepared)
+    assert "actor_train d1t1p2 -> d2t1p1, " in line and "not bit for bit" in line
+    facts = prepared.resume.manifest.facts
+    assert replace(facts, world_size=4).relayout(facts) == "2 -> 4 ranks"
+    assert facts.relayout(facts) == ""
+
+
+def test_another_model_or_vocabulary(copy):
     _, run_dir = copy
-    manifest = Checkpoint.open(run_dir / "checkpoints" / "iteration-4").manifest
-    facts = manifest.facts
-    with pytest.raises(InputError, match="saved by 2 ranks, this run has 4; start 2 ranks"):
-        RunFacts(4, facts.layouts, facts.models, facts.settings).check(facts, "c")
+    facts = Checkpoint.open(run_dir / "checkpoints" / "iteration-4").manifest.facts
     models = {**facts.models, "critic": {**facts.models["critic"], "hidden": 128}}
     with pytest.raises(InputError, match="critic of hidden=64, critic.path holds one of 128"):
-        RunFacts(2, facts.layouts, models, facts.settings).check(facts, "c")
+        replace(facts, models=models).check(facts, "c")
+    with pytest.raises(InputError, match="another vocabulary; set actor.tokenizer"):
+        replace(facts, vocabulary="x").check(facts, "c")
+    with pytest.raises(InputError, match="has the models actor, critic, reference, reward, this run actor;"):
+        replace(facts, models={"actor": facts.models["actor"]}).check(facts, "c")
+
+
+def test_lost_lines_of_metrics_are_refused(copy):
+    config, run_dir = copy
+    file = run_dir / "metrics.jsonl"
+    file.write_bytes(file.read_bytes()[:-5])
+    assert "lines are lost; bring the file back" in refused(config, run_dir)
 
 
 def test_more_iterations_done_than_wanted(copy):

@@ -15,6 +15,7 @@ LAYERS = {
     **dict.fromkeys(("launch", "preflight", "roles", "threshold_control", "timeline", "trainer", "checkpoint"), 5),
     **dict.fromkeys(("function_reward", "generation_trial", "phases", "run_metrics"), 5),
     **dict.fromkeys(("forecast", "profiling"), 5),
+    **dict.fromkeys(("run_facts", "shard_files", "checkpoint_writer", "convert"), 5),
 }
 STRANGERS = {"ppo", "data", "monitor", "gen"}  # do not know each other
 # package -> where it may be imported: folders end with "/"

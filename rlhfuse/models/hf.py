@@ -15,12 +15,10 @@ columns of this part leave the file. The only file of the package that imports t
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -29,16 +27,6 @@ from rlhfuse.errors import InputError
 from rlhfuse.spec import ModelSpec
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "tokenizer.model",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
 
 
 def resolve_checkpoint(name: str, role: str) -> Path:
@@ -241,59 +229,41 @@ def _layer_weights(read: _Reader, spec: ModelSpec, hf: str, ours: str, tp_rank: 
 
 def to_hf(weights: Mapping[str, Tensor], spec: ModelSpec, scalar_head: bool) -> dict[str, Tensor]:
     """Inverse of `load_weights` for a whole model (tp 1, all layers): Hugging Face names, padding stripped."""
-    out = {"model.embed_tokens.weight": weights["embedding.word_embeddings.weight"][: spec.vocab]}
-    q, d = spec.heads // spec.kv_heads, spec.head_dim
+    return dict(hf_tensors(weights, spec, scalar_head))
+
+
+def hf_tensors(weights: Mapping[str, Tensor], spec: ModelSpec, scalar_head: bool) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) of `to_hf`, layer by layer; `weights` are asked for as they are needed."""
+    yield "model.embed_tokens.weight", weights["embedding.word_embeddings.weight"][: spec.vocab]
     for layer in range(spec.layers):
-        hf, ours = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
-            fused = weights[f"{ours}self_attention.linear_qkv.{kind}"]
-            grouped = fused.view(spec.kv_heads, (q + 2) * d, *fused.shape[1:])
-            for n, part in zip("qkv", grouped.split([q * d, d, d], dim=1)):
-                out[f"{hf}self_attn.{n}_proj.{kind}"] = part.reshape(-1, *fused.shape[1:])
-        gate, up = weights[ours + "mlp.linear_fc1.weight"].chunk(2)
-        out |= {
-            hf + "input_layernorm.weight": weights[ours + "input_layernorm.weight"],
-            hf + "self_attn.o_proj.weight": weights[ours + "self_attention.linear_proj.weight"],
-            hf + "post_attention_layernorm.weight": weights[ours + "pre_mlp_layernorm.weight"],
-            hf + "mlp.gate_proj.weight": gate,
-            hf + "mlp.up_proj.weight": up,
-            hf + "mlp.down_proj.weight": weights[ours + "mlp.linear_fc2.weight"],
-        }
-        if spec.qk_norm:
-            norms = {n: weights[f"{ours}self_attention.{n}_layernorm.weight"] for n in "qk"}
-            out |= {f"{hf}self_attn.{n}_norm.weight": norm for n, norm in norms.items()}
-    out["model.norm.weight"] = weights["decoder.final_layernorm.weight"]
+        yield from _hf_layer(weights, spec, f"model.layers.{layer}.", f"decoder.layers.{layer}.").items()
+    yield "model.norm.weight", weights["decoder.final_layernorm.weight"]
     if scalar_head:
-        out["score.weight"] = weights["output_layer.weight"]
+        yield "score.weight", weights["output_layer.weight"]
     elif not spec.tied_embeddings:
-        out["lm_head.weight"] = weights["output_layer.weight"][: spec.vocab]
+        yield "lm_head.weight", weights["output_layer.weight"][: spec.vocab]
+
+
+def _hf_layer(weights: Mapping[str, Tensor], spec: ModelSpec, hf: str, ours: str) -> dict[str, Tensor]:
+    out, q, d = {}, spec.heads // spec.kv_heads, spec.head_dim
+    for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
+        fused = weights[f"{ours}self_attention.linear_qkv.{kind}"]
+        grouped = fused.view(spec.kv_heads, (q + 2) * d, *fused.shape[1:])
+        for n, part in zip("qkv", grouped.split([q * d, d, d], dim=1)):
+            out[f"{hf}self_attn.{n}_proj.{kind}"] = part.reshape(-1, *fused.shape[1:])
+    gate, up = weights[ours + "mlp.linear_fc1.weight"].chunk(2)
+    out |= {
+        hf + "input_layernorm.weight": weights[ours + "input_layernorm.weight"],
+        hf + "self_attn.o_proj.weight": weights[ours + "self_attention.linear_proj.weight"],
+        hf + "post_attention_layernorm.weight": weights[ours + "pre_mlp_layernorm.weight"],
+        hf + "mlp.gate_proj.weight": gate,
+        hf + "mlp.up_proj.weight": up,
+        hf + "mlp.down_proj.weight": weights[ours + "mlp.linear_fc2.weight"],
+    }
+    if spec.qk_norm:
+        norms = {n: weights[f"{ours}self_attention.{n}_layernorm.weight"] for n in "qk"}
+        out |= {f"{hf}self_attn.{n}_norm.weight": norm for n, norm in norms.items()}
     return out
-
-
-def export_checkpoint(weights: Mapping[str, Tensor], spec: ModelSpec, scalar_head: bool, like: Path, out: Path) -> None:
-    """Write a Hugging Face folder: whole-model `weights`, config and tokenizer of the folder `like`.
-
-    The folder is written beside `out` and renamed; an older `out` is replaced.
-    """
-    from safetensors.torch import save_file
-
-    work = out.with_name(out.name + ".partial")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    named = to_hf(weights, spec, scalar_head)
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in named.items()}
-    save_file(tensors, str(work / "model.safetensors"), metadata={"format": "pt"})
-    config = json.loads((like / "config.json").read_text())
-    stored = next(iter(tensors.values())).dtype
-    for key in ("dtype", "torch_dtype"):
-        if key in config:
-            config[key] = str(stored).removeprefix("torch.")
-    (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for name in (*TOKENIZER_FILES, "generation_config.json"):
-        if (like / name).exists():
-            shutil.copyfile(like / name, work / name)
-    shutil.rmtree(out, ignore_errors=True)
-    os.replace(work, out)
 
 
 def load_tokenizer(path: Path, spec: ModelSpec) -> Any:

@@ -1,8 +1,8 @@
 """metrics.jsonl: one JSON object per iteration, appended and flushed as soon as it is known.
 
 Floats are written by `repr`, the shortest text that reads back to the same bits, so two runs can be compared
-exactly. JSON has no NaN or infinity: both become null. A resumed run drops the lines of iterations that it is
-going to repeat, and the unfinished last line of a killed one. Knows nothing of what the numbers mean.
+exactly. JSON has no NaN or infinity: both become null. A resumed run keeps the file up to the position that its
+checkpoint knew, byte for byte. Knows nothing of what the numbers mean.
 """
 
 from __future__ import annotations
@@ -19,13 +19,22 @@ Metrics = Mapping[str, float | int | str | bool | None]
 
 
 class MetricsWriter:
-    """Appends to `path`. With `first_iteration`, lines of that iteration and later ones are dropped first."""
+    """Appends to `path`. With `keep_bytes`, what lies behind that position is dropped first: a resumed run's past.
 
-    def __init__(self, path: str | Path, first_iteration: int | None = None) -> None:
+    Without, only an unfinished last line is dropped. Raises InputError when the position is not the end of a line.
+    """
+
+    def __init__(self, path: str | Path, keep_bytes: int | None = None) -> None:
         self.path = Path(path)
         if self.path.exists():
-            _repair(self.path, first_iteration)
+            _cut(self.path, keep_bytes)
         self._stream = open(self.path, "a", encoding="utf-8")
+
+    def position(self) -> int:
+        """Bytes written so far, all of them on disk when this returns."""
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        return self.path.stat().st_size
 
     def write(self, metrics: Metrics) -> None:
         """One line; `iteration` comes first, the others in alphabetical order. Scalars of numpy and torch will do."""
@@ -49,12 +58,12 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _repair(path: Path, first_iteration: int | None) -> None:
-    """Rewrite the file beside itself without what the run is going to write again."""
-    kept = [row for row in read_metrics(path) if first_iteration is None or row["iteration"] < first_iteration]
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-    os.replace(beside, path)
+def _cut(path: Path, keep_bytes: int | None) -> None:
+    data = path.read_bytes()
+    keep = data.rfind(b"\n") + 1 if keep_bytes is None else keep_bytes
+    if keep > len(data) or keep and data[keep - 1 : keep] != b"\n":
+        raise InputError(f"{path}: byte {keep} is not the end of a line, so it was changed since; bring the file back")
+    os.truncate(path, keep)
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

@@ -1,11 +1,10 @@
-"""What a model's stage and its ZeRO-1 optimizer hold on this rank, as named tensors, and back.
+"""What a model's stages and their ZeRO-1 optimizer own on this rank, as fragments of whole parameters, and back.
 
-    weights.<parameter>      the module's own weights
-    main.<parameter>         float32 main weights of this rank's shard; in float32 they are views of the weights,
-                             and are left out
-    step|exp_avg|exp_avg_sq.<parameter>      Adam's state of the shard; absent before the first step
+    main                   float32 main weights of this rank's shard; the weights themselves are these, rounded
+    exp_avg, exp_avg_sq    Adam's state of the shard; absent before the first step
 
-A model with several stages on this rank has stage<number>.<parameter> for each of them.
+Of a parameter that every tensor rank holds whole, tensor rank 0 gives the fragments. So all ranks together give
+every value of the model once per pipeline end it lies on, whatever the layout, and none gathers anything.
 
 The only file that knows how Megatron's DistributedOptimizer (0.16.1) finds a parameter's shard. Every rank
 exports and imports alone: there is no collective here. Knows nothing of files.
@@ -13,14 +12,22 @@ exports and imports alone: there is no collective here. Knows nothing of files.
 
 from __future__ import annotations
 
-from typing import Iterator, Mapping
+import math
+from typing import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from rlhfuse.errors import InputError
+from rlhfuse.parallel.fragments import Fragment, Place, shifted
 from rlhfuse.parallel.optimizer import ModelOptimizer
+from rlhfuse.parallel.reshard import located_shards
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Lookup = Callable[[str, str, Place], Tensor]  # (parameter, kind, place) -> flat values in host memory
+StepOf = Callable[[str], int]  # parameter -> step of Adam
 
 
 def check_exportable(optimizer: ModelOptimizer) -> None:
@@ -37,48 +44,41 @@ def check_exportable(optimizer: ModelOptimizer) -> None:
         )
 
 
-def export_state(optimizer: ModelOptimizer) -> dict[str, Tensor]:
-    """This rank's tensors by the names above; they are the live ones, not copies."""
-    tensors = {f"weights.{name}": parameter.detach() for name, parameter in _parameters(optimizer).items()}
+def export_state(optimizer: ModelOptimizer) -> list[Fragment]:
+    """What this rank owns; the tensors are the live ones, not copies."""
     adam = _zero(optimizer).optimizer
-    for name, parameter, main in _shards(optimizer):
-        if not _is_view(main, parameter):
-            tensors[f"main.{name}"] = main.detach()
-        for kind, value in adam.state[main].items():
-            tensors[f"{kind}.{name}"] = value
-    return tensors
+    found = []
+    for name, parameter, part, owned in _parameters(optimizer):
+        if not owned or (shard := _shard(optimizer, parameter, part)) is None:
+            continue
+        main, place = shard
+        state = adam.state[main]
+        moments = {kind: state[kind].detach().flatten() for kind in MOMENTS if state}
+        step = int(state["step"]) if state else 0
+        found.append(Fragment(name, place, step, {"main": main.detach().flatten(), **moments}))
+    return found
 
 
 @torch.no_grad()
-def import_state(optimizer: ModelOptimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Inverse of `export_state`, into a model and optimizer of the same layout.
+def import_state(optimizer: ModelOptimizer, lookup: Lookup, step_of: StepOf) -> None:
+    """Fill weights and optimizer, of whatever layout, with what `lookup` finds.
 
-    Raises ValueError naming the tensor that is missing, foreign or of another shape.
+    Raises ValueError, of `lookup`, for what is not there.
     """
-    left = set(tensors)
-
-    def take(name: str, like: Tensor) -> Tensor:
-        value = tensors[name] if name in left else None
-        if value is None or value.shape != like.shape:
-            found = "missing" if value is None else f"of shape {list(value.shape)}"
-            raise ValueError(f"{name} is {found}; this rank needs shape {list(like.shape)}")
-        left.discard(name)
-        return value
-
-    for name, parameter in _parameters(optimizer).items():
-        parameter.copy_(take(f"weights.{name}", parameter))
     adam = _zero(optimizer).optimizer
-    for name, parameter, main in _shards(optimizer):
-        if not _is_view(main, parameter):
-            main.copy_(take(f"main.{name}", main))
+    for name, parameter, part, _ in _parameters(optimizer):
+        weights = lookup(name, "main", part)
+        parameter.copy_(weights.view(parameter.shape))
+        if (shard := _shard(optimizer, parameter, part)) is None:
+            continue
+        main, place = shard
+        main.copy_(weights[place.start : place.stop])
         state = adam.state[main]
         state.clear()
-        if f"step.{name}" in left:
-            state["step"] = take(f"step.{name}", torch.empty(())).clone()  # Adam wants it in host memory
-            for kind in ("exp_avg", "exp_avg_sq"):
-                state[kind] = take(f"{kind}.{name}", main).to(main.device, copy=True)
-    if left:
-        raise ValueError(f"{len(left)} tensors belong to no parameter of this rank, the first is {min(left)}")
+        if step := step_of(name):
+            state["step"] = torch.tensor(float(step), dtype=torch.float32)  # Adam wants it in host memory
+            for kind in MOMENTS:
+                state[kind] = lookup(name, kind, place).to(main.device, copy=True)
 
 
 def _zero(optimizer: ModelOptimizer) -> DistributedOptimizer:
@@ -87,23 +87,24 @@ def _zero(optimizer: ModelOptimizer) -> DistributedOptimizer:
     return zero
 
 
-def _parameters(optimizer: ModelOptimizer) -> dict[str, torch.nn.Parameter]:
-    stages = optimizer.modules
-    return {
-        f"stage{stage}.{name}" if len(stages) > 1 else name: parameter
-        for stage, module in stages.items()
-        for name, parameter in module.module.named_parameters()
-    }
+def _parameters(optimizer: ModelOptimizer) -> Iterator[tuple[str, torch.nn.Parameter, Place, bool]]:
+    """(global name, parameter, the part of it that lies here, whether this rank saves it)."""
+    for module in optimizer.modules.values():
+        group = module.module.pg_collection.tp
+        for name, located in located_shards([module]).items():
+            parameter, dim = located.weight, located.dim
+            cut = bool(getattr(parameter, "tensor_model_parallel", False))
+            shape = list(parameter.shape)
+            shape[dim] *= dist.get_world_size(group) if cut else 1
+            part = Place(tuple(shape), dim, located.shard.segments, 0, math.prod(parameter.shape))
+            yield name, parameter, part, cut or dist.get_rank(group) == 0
 
 
-def _shards(optimizer: ModelOptimizer) -> Iterator[tuple[str, torch.nn.Parameter, Tensor]]:
-    """(name, parameter, flat main weights) of every parameter that has a part in this rank's shard."""
+def _shard(optimizer: ModelOptimizer, parameter: torch.nn.Parameter, part: Place) -> tuple[Tensor, Place] | None:
+    """Flat main weights of this rank's ZeRO-1 shard and where they lie; None where it has nothing of the parameter."""
     zero = _zero(optimizer)
-    for name, parameter in _parameters(optimizer).items():
-        if parameter in zero.model_param_group_index_map:
-            group, place = zero.model_param_group_index_map[parameter]
-            yield name, parameter, zero.optimizer.param_groups[group]["params"][place]
-
-
-def _is_view(main: Tensor, parameter: Tensor) -> bool:
-    return main.dtype == parameter.dtype and main.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+    if parameter not in zero.model_param_group_index_map:
+        return None
+    group, place = zero.model_param_group_index_map[parameter]
+    inside = zero._get_model_param_range_map(parameter)["param"]
+    return zero.optimizer.param_groups[group]["params"][place], shifted(part, inside.start, inside.end)

@@ -56,11 +56,11 @@ class LocatedShard:
     """A shard on this rank together with its weight."""
 
     def __init__(self, shard: Shard, weight: Tensor, dim: int) -> None:
-        self.shard, self._weight, self._dim = shard, weight, dim
+        self.shard, self.weight, self.dim = shard, weight, dim
 
     def view(self, one: Transfer) -> Tensor:
         """The part of the weight that a transfer is about."""
-        return self._weight.data.narrow(self._dim, self.shard.offset(one.start), one.stop - one.start)
+        return self.weight.data.narrow(self.dim, self.shard.offset(one.start), one.stop - one.start)
 
 
 class Resharder:

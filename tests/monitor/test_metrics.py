@@ -32,14 +32,21 @@ def test_a_line_is_there_at_once_and_nan_is_null(tmp_path):
     writer.close()
 
 
-def test_resume_drops_repeated_iterations_and_a_half_line(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"iteration": 1}\n{"iteration": 2, "x": 0.1}\n{"iteration": 3}\n{"iterat')
+def test_resume_keeps_the_file_up_to_a_position(tmp_path):
+    path, kept = tmp_path / "metrics.jsonl", '{"iteration": 1}\n{"iteration": 2, "x": 1e-1}\n'
+    path.write_text(kept + '{"iteration": 3}\n{"iterat')
     assert len(read_metrics(path)) == 3
-    with MetricsWriter(path, first_iteration=3) as writer:
+    with MetricsWriter(path, keep_bytes=len(kept)) as writer:
         writer.write({"iteration": 3, "x": 1})
-    assert path.read_text() == '{"iteration": 1}\n{"iteration": 2, "x": 0.1}\n{"iteration": 3, "x": 1}\n'
+        assert writer.position() == path.stat().st_size
+    assert path.read_text() == kept + '{"iteration": 3, "x": 1}\n'
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    for wrong in (len(kept) - 1, 1000):
+        with pytest.raises(InputError, match=f"byte {wrong} is not the end of a line"):
+            MetricsWriter(path, keep_bytes=wrong)
+    path.write_text(kept + '{"iterat')
+    MetricsWriter(path).close()
+    assert path.read_text() == kept
 
 
 @pytest.mark.parametrize("text, message", [("{}\n", "no integer 'iteration'"), ("{\n", "jsonl:1 is not valid JSON")])

@@ -34,7 +34,7 @@ def there_and_back(rank: int, role: str, folder, layout: str, generation: str, s
     Rank 0 writes the checkpoint `out` when `generation` is d4t1p1.
     """
     from rlhfuse.models.build import Activations, build_model, stage_layers
-    from rlhfuse.models.hf import export_checkpoint
+    from rlhfuse.models.hf_folder import export_checkpoint
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.parallel.groups import GroupMaker, plain_grid
     from rlhfuse.parallel.reshard import Resharder

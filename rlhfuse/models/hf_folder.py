@@ -1,0 +1,91 @@
+"""Writes a Hugging Face folder: weights in one file or several, with the config and tokenizer of the model it was.
+
+Weights are asked for layer by layer and leave as soon as a file is full, so no whole model needs to be in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Iterable, Iterator, Mapping
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlhfuse.models.hf import hf_tensors
+from rlhfuse.spec import ModelSpec
+
+COPIED_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+def export_checkpoint(weights: Mapping[str, Tensor], spec: ModelSpec, scalar_head: bool, like: Path, out: Path) -> None:
+    """Write a Hugging Face folder: whole-model `weights`, config and tokenizer of the folder `like`.
+
+    The folder is written beside `out` and renamed; an older `out` is replaced.
+    """
+    work = out.with_name(out.name + ".partial")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    write_folder(work, hf_tensors(weights, spec, scalar_head), like)
+    shutil.rmtree(out, ignore_errors=True)
+    os.replace(work, out)
+
+
+def write_folder(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], like: Path, shard_bytes: int | None = None
+) -> None:
+    """Fill an empty folder with (name, tensor) in files of at most `shard_bytes` each, but at least one tensor."""
+    dtype = _write_weights(folder, tensors, shard_bytes)
+    config = json.loads((like / "config.json").read_text())
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            config[key] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for name in COPIED_FILES:
+        if (like / name).exists():
+            shutil.copyfile(like / name, folder / name)
+
+
+def _write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int | None) -> torch.dtype:
+    """The weight files and, of several, their index. Returns the dtype that they have."""
+    places, total, dtype, number = {}, 0, None, 0
+    for number, shard in enumerate(_shards(tensors, shard_bytes), start=1):
+        save_file(shard, str(folder / f"model-{number:05}.safetensors"), metadata={"format": "pt"})
+        places |= dict.fromkeys(shard, number)
+        total += sum(tensor.nbytes for tensor in shard.values())
+        dtype = next(iter(shard.values())).dtype
+    several = number > 1
+    names = {
+        n: f"model-{n:05}-of-{number:05}.safetensors" if several else "model.safetensors" for n in range(1, number + 1)
+    }
+    for n, name in names.items():
+        os.replace(folder / f"model-{n:05}.safetensors", folder / name)
+    if several:
+        index = {"metadata": {"total_size": total}, "weight_map": {key: names[n] for key, n in places.items()}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return dtype
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int | None) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and shard_bytes and size + tensor.nbytes > shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.detach().cpu().contiguous().clone()
+        size += tensor.nbytes
+    yield shard

@@ -1,0 +1,90 @@
+"""tools/train_ppo.py that ends by SIGKILL at one moment, for the tests of restart; everything else is the program.
+
+    KILL_AT="RANK WHO COUNT REGEX"    when rank RANK says the COUNT-th text that REGEX finds
+
+WHO dies: one, or all with torchrun. Texts are what a rank tells its watchdog, and in the thread that saves
+"file begins", "file written" (of this rank), "commit begins", "commit ends" (of the checkpoint, on rank 0). Before
+each stands "start+K, iteration N: ", where K iterations came before it since the start.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import train_ppo  # noqa: E402
+
+from rlhfuse import checkpoint_writer  # noqa: E402
+from rlhfuse.checkpoint_writer import CheckpointWriter  # noqa: E402
+from rlhfuse.errors import run_program  # noqa: E402
+from rlhfuse.monitor.watchdog import Watchdog  # noqa: E402
+
+
+class Killer:
+    """Counts down to the moment."""
+
+    def __init__(self, rank: str, who: str, count: str, regex: str) -> None:
+        self.armed = os.environ["RANK"] == rank
+        self.who, self.left, self.regex = who, int(count), re.compile(regex)
+        self.iteration, self.first = "", 0
+        self.lock = threading.Lock()
+
+    def hear(self, text: str) -> None:
+        if found := re.match(r"iteration (\d+): ", text):
+            number = int(found[1])
+            self.first = self.first if self.iteration else number
+            self.iteration = f"start+{number - self.first}, iteration {number}: "
+            text = text.removeprefix(found[0])
+        text = self.iteration + text
+        with self.lock:
+            self.left -= self.armed and self.regex.search(text) is not None
+            if self.armed and self.left == 0:
+                print(f"killed in: {text}", flush=True)
+                self.kill()
+
+    def kill(self) -> None:
+        if self.who == "all":
+            launcher = psutil.Process(os.getppid())
+            for one in (launcher, *launcher.children()):
+                if one.pid != os.getpid():
+                    one.kill()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> int:
+    killer = Killer(*os.environ["KILL_AT"].split(" ", 3))
+    progress, write, commit = Watchdog.progress, checkpoint_writer.write_rank_file, CheckpointWriter._commit
+
+    def heard_progress(self, doing):
+        killer.hear(doing)
+        progress(self, doing)
+
+    def heard_write(*arguments):
+        killer.hear("file begins")
+        facts = write(*arguments)
+        killer.hear("file written")
+        return facts
+
+    def heard_commit(*arguments):
+        killer.hear("commit begins")
+        size = commit(*arguments)
+        killer.hear("commit ends")
+        return size
+
+    Watchdog.progress, checkpoint_writer.write_rank_file, CheckpointWriter._commit = (
+        heard_progress, heard_write, heard_commit,
+    )  # fmt: skip
+    return train_ppo.main()
+
+
+if __name__ == "__main__":
+    run_program(main)
