@@ -26,7 +26,7 @@ HEAD_DIM = 64
 BLOCK_TOKENS = 16
 ELEMENT_BYTES = 4  # float32
 PROFILED_TOKENS = 512  # the most context of one decode step of the profile
-PERCENTS = (0, 5, 10, 15, 20, 25, 30, 40, 50, 60, 70, 80, 95)  # of the batch: the R_t that are swept
+PERCENTS = (0, 5, 10, 20, 30, 40, 50, 60, 80, 95)  # of the batch: the R_t that are swept
 QUICK_PERCENTS = (0, 20, 60)
 TRACE = Path(__file__).resolve().parents[1] / "../shared/data/traces/arxiv_llama2tok.csv"
 
@@ -84,7 +84,7 @@ class Sizes:
 
 
 FULL = (
-    Sizes("1:2", 6, 12, 640, 1728, 1024, 32, 32, 384, 512),
+    Sizes("1:2", 6, 12, 640, 1728, 1024, 64, 32, 384, 512),
     Sizes("2:1", 6, 3, 640, 1728, 1024, 64, 32, 384, 512),
 )
 QUICK = (

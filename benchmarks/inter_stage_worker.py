@@ -42,7 +42,8 @@ from rlhfuse.spec import ParallelLayout
 LAYOUT = ParallelLayout(INSTANCES, 1, 1)
 FIRST_TOKEN = 3  # those below may mean something to a model
 WARM_STEPS = 2  # of the profile, not counted
-NEIGHBOUR_BATCH, NEIGHBOUR_TOKENS = 4, 64  # what a rank decodes, or scores, while the other one is measured
+NEIGHBOUR_BATCH = 4  # what a rank decodes while the other one is measured
+NEIGHBOUR_TOKENS = 64  # of a sample that it scores, in packs as large as a run makes them
 
 
 class FusionRank:
@@ -158,7 +159,7 @@ class FusionRank:
             return
         while not self.store.check([stop]):
             if neighbour == "scoring":
-                self._score(NEIGHBOUR_BATCH, NEIGHBOUR_TOKENS)
+                self._score(self.sizes.score_tokens // NEIGHBOUR_TOKENS, NEIGHBOUR_TOKENS)
                 continue
             if not self.engine.has_unfinished():
                 self._add(NEIGHBOUR_BATCH, 1, self.sizes.max_output)

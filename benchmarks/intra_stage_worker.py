@@ -153,7 +153,7 @@ class TrainingRank:
         sha = hashlib.sha256()
         for part in self.parts.values():
             for parameter in part.optimizer.module.parameters():
-                sha.update(parameter.main_grad.numpy().tobytes())
+                sha.update(parameter.main_grad.clone().numpy().tobytes())  # numpy pins the memory it looks at
         return sha.hexdigest()
 
     def profile(self, cycles: int) -> dict[tuple[str, int, str], list[float]]:

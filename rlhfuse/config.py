@@ -169,6 +169,9 @@ class TrainerConfig:
     watchdog_seconds: float = 15.0  # a silent rank is declared dead after this
     hang_seconds: float = 600.0  # when no rank makes progress for this long the job ends
     tensorboard: bool = True
+    wandb: str = "off"  # off, online or offline: the same metrics as a Weights & Biases run
+    wandb_project: str = "rlhfuse"
+    sample_texts: int = 2  # samples of each iteration that are kept as text
     trace_iterations: int = 3  # the last so many iterations are kept in trace.json
     export: bool = True  # write export/ in Hugging Face layout at the end
 

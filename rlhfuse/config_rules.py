@@ -24,6 +24,7 @@ LOWEST = {
     "rollout.top_k": 0,
     "rollout.kv_blocks_per_instance": 0,
     "data.max_prompt_tokens": 1,
+    "trainer.sample_texts": 0,
     "algorithm.minibatches": 1,
     "algorithm.epochs": 1,
     "algorithm.kl_coef": 0,
@@ -56,6 +57,7 @@ NAMES = {
     "actor.optim.name": ("adam", "sgd"),
     "critic.optim.name": ("adam", "sgd"),
     "trainer.dtype": ("float32", "bfloat16"),
+    "trainer.wandb": ("off", "online", "offline"),
     "trainer.recompute": ("none", "full"),
     "trainer.device": ("auto", "cpu", "cuda"),
 }

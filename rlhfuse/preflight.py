@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Mapping
 
@@ -56,6 +57,8 @@ class Prepared:
 def prepare(config: RunConfig, world_size: int) -> Prepared:
     """Check everything. Raises InputError with one line that names the value and the fix."""
     check_output(config)
+    if config.trainer.wandb != "off" and find_spec("wandb") is None:
+        raise InputError("trainer.wandb needs the wandb package: pip install 'rlhfuse[wandb]', or trainer.wandb=off")
     checkpoints = find_checkpoints(config)
     specs = checkpoints.specs
     tasks = check_layouts(config, specs, world_size)

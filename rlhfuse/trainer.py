@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rlhfuse.checkpoint import METRICS, RunState, metrics_kept
+from rlhfuse.checkpoint import RunState, metrics_kept
 from rlhfuse.checkpoint_writer import CheckpointWriter, mark_finished, rewind
 from rlhfuse.config import AlgorithmConfig
 from rlhfuse.data.sampler import PromptSampler, prompt_groups, sample_id
@@ -33,10 +33,9 @@ from rlhfuse.fusion.training_step import MinibatchResult, TrainingStep
 from rlhfuse.gen.engine import Engine, EngineOptions
 from rlhfuse.gen.sequence import SamplingParams
 from rlhfuse.models.hf_folder import export_checkpoint
-from rlhfuse.monitor.console import ProgressPrinter
 from rlhfuse.monitor.forecast_table import PHASES
-from rlhfuse.monitor.metrics import MetricsWriter
-from rlhfuse.monitor.trace import Span, save_trace
+from rlhfuse.monitor.samples import SampleText
+from rlhfuse.monitor.trace import Span
 from rlhfuse.monitor.watchdog import Watchdog
 from rlhfuse.parallel.collect import all_gather_bytes
 from rlhfuse.parallel.device import Device
@@ -52,6 +51,7 @@ from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.ppo.token_rewards import add_token_rewards, sample_kl
 from rlhfuse.preflight import Prepared
 from rlhfuse.roles import Roles, build_roles, whole_copy
+from rlhfuse.run_log import RunLog
 from rlhfuse.run_metrics import (
     fusion_metrics,
     lengths_of,
@@ -156,40 +156,31 @@ class Trainer:
 
     def fit(self) -> None:
         """Run all iterations that are not done yet, then export the models that were trained."""
-        trainer = self.config.trainer
         leads = self.rank == 0
         first = self._restore()
         if leads and (stale := rewind(self.run_dir, first)):
             print(f"removed from {self.run_dir / 'checkpoints'}: {', '.join(stale)}", flush=True)
-        position = metrics_kept(self.prepared.resume, self.run_dir)
-        writer = MetricsWriter(self.run_dir / METRICS, keep_bytes=position) if leads else None
-        board = self._tensorboard(first) if leads and trainer.tensorboard else None
-        printer = ProgressPrinter(trainer.iterations)
-        kept: list[list[Span]] = []
-        for iteration in range(first, trainer.iterations):
-            metrics, spans = self.iterate(iteration)
-            kept = [*kept, spans][-trainer.trace_iterations :]
-            if leads:
-                writer.write(metrics)
-                if board:
-                    board.log(metrics)
-                printer.print(metrics)
-                save_trace([span for one in kept for span in one], self.run_dir / "trace.json")
+        kept = metrics_kept(self.prepared.resume, self.run_dir)
+        log = RunLog(self.run_dir, self.config, first, kept) if leads else None
+        for iteration in range(first, self.config.trainer.iterations):
+            metrics, spans, samples = self.iterate(iteration)
+            if log:
+                log.write(metrics, spans, samples)
                 self.threshold.save_costs(self.run_dir / "costs.json")
             self.checkpoints.check()
             if self._save_due(iteration + 1):
-                self.save(iteration + 1, writer.position() if leads else 0)
-        if trainer.export:
+                self.save(iteration + 1, log.position() if log else 0)
+        if self.config.trainer.export:
             self.export()
         self.checkpoints.finish()
-        for opened in (writer, board, self.rewarder):
+        for opened in (log, self.rewarder):
             if opened:
                 opened.close()
         if leads:
-            mark_finished(self.run_dir, trainer.iterations)
+            mark_finished(self.run_dir, self.config.trainer.iterations)
 
-    def iterate(self, iteration: int) -> tuple[dict[str, Any], list[Span]]:
-        """One PPO iteration; returns its metrics and, on rank 0, every rank's spans."""
+    def iterate(self, iteration: int) -> tuple[dict[str, Any], list[Span], list[SampleText]]:
+        """One PPO iteration; returns its metrics, every rank's spans (on rank 0 the forecast's too), a few samples."""
         begin = time.time()
         phases = Phases(self.rank)
         self.watchdog.progress(f"iteration {iteration}: moving weights")
@@ -221,7 +212,7 @@ class Trainer:
             starts = [result.spans[0].start_seconds for result in results]
             expected = forecast or self._forecast(used, lengths)  # of the first iteration, by its own times
             spans += expected.spans(self.roles.placement, self.prepared.world_size, begin, starts)
-        return metrics, spans
+        return metrics, spans, self._sample_texts(iteration, report, batch)
 
     def _requests(self, iteration: int) -> list[Request]:
         """The whole batch's samples, the same on every rank."""
@@ -305,8 +296,8 @@ class Trainer:
     ) -> dict[str, Any]:
         metrics = training_metrics(results, everyone) | reward_metrics(report)
         metrics |= fusion_metrics(report, used, len(self.roles.placement.instances))
-        for key in ("reshard", "adv", "train"):
-            metrics[f"timing_s/{key}"] = max(one["seconds"].get(key, 0.0) for one in everyone)
+        for key in ("reshard", "adv", "train"):  # by one rank's clock, so that the parts add up to the iteration
+            metrics[f"timing_s/{key}"] = everyone[0]["seconds"][key]
         metrics["fusion/makespan_predicted_seconds"] = self._predicted_makespan(len(results))
         metrics["fusion/makespan_measured_seconds"] = max(one["program_seconds"] for one in everyone)
         return metrics | memory_metrics(everyone)
@@ -325,10 +316,17 @@ class Trainer:
         """Of this iteration's mini-batches, from the times its actions took, each on its own core or GPU."""
         return minibatches * makespan(self.stage_times.step_times(self.programs, self.prepared.ranks))
 
-    def _tensorboard(self, first_iteration: int):
-        from rlhfuse.monitor.loggers import TensorBoardLogger
-
-        return TensorBoardLogger(self.run_dir / "tensorboard", first_iteration)
+    def _sample_texts(self, iteration: int, report: GenInferReport, batch: RolloutBatch) -> list[SampleText]:
+        """The first samples of the batch, for people to read."""
+        decode = partial(self.prepared.tokenizer.decode, skip_special_tokens=True)
+        first = zip(report.rollouts[: self.config.trainer.sample_texts], batch.scores.tolist())
+        return [
+            SampleText(
+                iteration, one.sample_id, decode(one.prompt_tokens), decode(one.response_tokens), score,
+                len(one.response_tokens), one.finish_reason,
+            )  # fmt: skip
+            for one, score in first
+        ]
 
     # checkpoints ----------------------------------------------------------------------------------------------
 

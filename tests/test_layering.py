@@ -13,7 +13,7 @@ LAYERS = {
     **dict.fromkeys(("ppo", "data", "monitor", "gen"), 3),
     "fusion": 4,
     **dict.fromkeys(("launch", "preflight", "roles", "threshold_control", "timeline", "trainer", "checkpoint"), 5),
-    **dict.fromkeys(("function_reward", "generation_trial", "phases", "run_metrics"), 5),
+    **dict.fromkeys(("function_reward", "generation_trial", "phases", "run_log", "run_metrics"), 5),
     **dict.fromkeys(("forecast", "profiling"), 5),
     **dict.fromkeys(("run_facts", "shard_files", "checkpoint_writer", "convert"), 5),
 }
@@ -23,6 +23,7 @@ RESTRICTED = {
     "mpi4py": ("rlhfuse/schedule/search.py",),
     "transformers": ("rlhfuse/models/hf.py", "tools/"),
     "flash_attn": ("rlhfuse/models/attention.py",),
+    "wandb": ("rlhfuse/monitor/wandb_logger.py",),
     "megatron": ("rlhfuse/parallel/", "rlhfuse/models/"),
 }
 TORCH_FREE_LAYERS = (0, 1)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Iterable
 
 from torch.utils.tensorboard import SummaryWriter
 
 from rlhfuse.monitor.metrics import Metrics
+from rlhfuse.monitor.samples import SampleText
 
 
 class TensorBoardLogger:
@@ -19,12 +21,15 @@ class TensorBoardLogger:
     def __init__(self, folder: str | Path, first_iteration: int | None = None) -> None:
         self._writer = SummaryWriter(str(folder), purge_step=first_iteration)
 
-    def log(self, metrics: Metrics) -> None:
-        """Every finite number under its own name at step `iteration`; text and null are left out."""
+    def log(self, metrics: Metrics, samples: Iterable[SampleText] = ()) -> None:
+        """Every finite number under its own name at step `iteration`, and the samples as text; null is left out."""
         for name, value in metrics.items():
             number = value.item() if hasattr(value, "item") else value
             if name != "iteration" and isinstance(number, (int, float)) and math.isfinite(number):
                 self._writer.add_scalar(name, number, int(metrics["iteration"]))
+        for number, one in enumerate(samples):
+            text = f"{one.score:+.3f}  **{one.prompt}** {one.response}"
+            self._writer.add_text(f"samples/{number}", text, one.iteration)
         self._writer.flush()
 
     def close(self) -> None:

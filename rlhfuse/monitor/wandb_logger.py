@@ -20,15 +20,13 @@ MODES = ("online", "offline")
 
 
 class WandbLogger:
-    """Writes below `folder`/wandb. Raises InputError where the package is missing or the mode is unknown."""
+    """Writes below `folder`/wandb. Raises InputError where the mode is unknown."""
 
     def __init__(self, folder: str | Path, project: str, mode: str, config: dict[str, Any]) -> None:
         if mode not in MODES:
             raise InputError(f"trainer.wandb={mode!r} is not one of off, {', '.join(MODES)}")
-        try:
-            import wandb
-        except ImportError:
-            raise InputError("trainer.wandb needs the wandb package: pip install 'rlhfuse[wandb]'") from None
+        import wandb
+
         self._wandb = wandb
         folder = Path(folder)
         settings = wandb.Settings(console="off", silent=True)

@@ -113,7 +113,9 @@ class ModelOptimizer:
 
     def zero_grad(self) -> None:
         for buffer in self._buffers():
-            buffer.grad_data.untyped_storage().resize_(buffer.grad_data.nbytes)
+            storage = buffer.grad_data.untyped_storage()
+            if storage.nbytes() != buffer.grad_data.nbytes:
+                storage.resize_(buffer.grad_data.nbytes)
         for module in self.modules.values():
             module.zero_grad_buffer()
             for group in module.bucket_groups:

@@ -2,7 +2,8 @@
 
 A small R_t leaves no time to overlap, a large one overloads the few instances that go on decoding, so the fused
 time is U-shaped in R_t. Every 5% of the batch is simulated, and 0 with them: fusion is used only where it is
-predicted to be faster than serial, and of equal ones the smallest R_t is taken. A second trigger, at which some of the
+predicted to be faster than serial. Around its minimum the curve is often flat: of the stretch within FLAT of the best
+the middle is taken, because beyond its ends small errors of the costs count. A second trigger, at which some of the
 instances that still decode are freed too, is taken only where it is predicted to gain LATER_GAIN more. `Threshold` is
 threshold.json.
 
@@ -27,6 +28,7 @@ from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.migration import destination_count
 
 SWEEP_PERCENT = tuple(range(0, 100, 5))
+FLAT = 0.01  # R_t predicted within this part of the best are as good as it
 FEW_BEST = 3  # thresholds after which a later trigger is tried
 LATER_PARTS = (2, 4, 8)  # a later trigger is tried at the one before divided by these
 LATER_GAIN = 0.02  # and taken where it is predicted to save at least this part of the seconds
@@ -143,7 +145,7 @@ def sweep_threshold(
     clipped: int = 0,
     max_triggers: int = 1,
 ) -> Threshold:
-    """Simulate R_t = 0, 5%, ..., 95% of the batch and take the fastest; then look for later triggers that pay.
+    """Simulate R_t = 0, 5%, ..., 95% of the batch and choose (`middle_of_best`); then look for later triggers that pay.
 
     Several batches of equal size (draws from a distribution) are averaged. Lengths are clipped to the limits and
     the clipped are counted, on top of `clipped` already cut by the caller. With one instance only R_t = 0 exists.
@@ -159,8 +161,9 @@ def sweep_threshold(
         ratios.setdefault((samples * percent + 50) // 100, percent / 100)
     falling = [_point(simulations, threshold, ratio) for threshold, ratio in reversed(ratios.items())]
     points = {point.threshold: point for point in reversed(falling)}  # large R_t come first in time: simulated so
-    ranked = sorted(points.values(), key=lambda point: (point.fused_seconds, point.threshold))
-    triggers, seconds = _add_triggers(simulations, ranked, max_triggers)
+    chosen = middle_of_best(tuple(points.values()))
+    others = sorted(points.values(), key=lambda point: (point is not chosen, point.fused_seconds, point.threshold))
+    triggers, seconds = _add_triggers(simulations, others, max_triggers)
     best = points[triggers[0] if triggers else 0]
     every = SampleLengths(sum((b.prompt for b in batches), ()), sum((b.output for b in batches), ()))
     return Threshold(
@@ -177,6 +180,26 @@ def sweep_threshold(
     )
 
 
+def middle_of_best(points: Sequence[SweepPoint]) -> SweepPoint:
+    """The middle of the stretch around the fastest R_t in which all are within FLAT of it; 0 stands for itself alone.
+
+    `points` ascend in R_t.
+    """
+    best = min(range(len(points)), key=lambda i: (points[i].fused_seconds, i))
+    if points[best].threshold == 0:
+        return points[best]
+
+    def near(i: int) -> bool:
+        return points[i].threshold > 0 and points[i].fused_seconds <= points[best].fused_seconds * (1 + FLAT)
+
+    low = high = best
+    while low > 0 and near(low - 1):
+        low -= 1
+    while high + 1 < len(points) and near(high + 1):
+        high += 1
+    return points[(low + high) // 2]
+
+
 def predicted_seconds(simulations: Sequence[BatchSimulation], triggers: Sequence[int]) -> float:
     """Mean seconds of generation and inference over the batches."""
     return float(np.mean([batch.timeline(triggers).total_seconds for batch in simulations]))
@@ -185,7 +208,7 @@ def predicted_seconds(simulations: Sequence[BatchSimulation], triggers: Sequence
 def _add_triggers(
     simulations: Sequence[BatchSimulation], ranked: Sequence[SweepPoint], most: int
 ) -> tuple[tuple[int, ...], float]:
-    """The best triggers and their seconds, from the single ones `ranked` by seconds.
+    """The best triggers and their seconds, from the single ones `ranked`: the one to choose, then by seconds.
 
     Each further trigger is tried at fractions of the one before, after the few best so far, and must pay.
     """

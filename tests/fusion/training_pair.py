@@ -50,6 +50,13 @@ def make_schedule(layouts: dict[str, ParallelLayout], kind: str, microbatches: i
     return BUILDERS[kind](fused_problem(layouts, microbatches, costs))
 
 
+def add_tensors(sha, tensors: dict) -> None:
+    """Names and bits, by name; what is no tensor is left out."""
+    for name, value in sorted(tensors.items()):
+        if isinstance(value, torch.Tensor):
+            sha.update(name.encode() + value.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+
+
 @dataclass
 class Pair:
     """A built pair on one rank."""
@@ -68,13 +75,15 @@ class Pair:
         return self.step.run(make_batch(seed, samples), self.counts, LR)
 
     def digest(self) -> str:
-        """Of all weights and optimizer state of this rank."""
-        from rlhfuse.parallel.optimizer_state import export_state
-
+        """Of all weights, main weights and optimizer state of this rank."""
         sha = hashlib.sha256()
-        for model in self.models.values():
-            for name, value in sorted(export_state(model.optimizer).items()):
-                sha.update(name.encode() + value.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+        for _, model in sorted(self.models.items()):
+            for _, module in sorted(model.optimizer.modules.items()):
+                add_tensors(sha, dict(module.named_parameters()))
+            for wrapper in model.optimizer.optimizer.chained_optimizers:
+                inner = wrapper.optimizer
+                for number, main in enumerate(one for group in inner.param_groups for one in group["params"]):
+                    add_tensors(sha, {f"{number}": main, **inner.state[main]})
         return sha.hexdigest()
 
     def close(self) -> None:

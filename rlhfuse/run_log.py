@@ -1,0 +1,72 @@
+"""Everything that a run writes for people: rank 0's files, loggers and lines on the terminal.
+
+    metrics.jsonl, trace.json, samples.jsonl, TensorBoard, Weights & Biases; a line per iteration and, at the end, a
+    table of where the time went
+
+A resumed run goes on in all of them from the iteration it resumes at. Knows nothing of how the numbers come about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Sequence
+
+from rlhfuse.checkpoint import METRICS
+from rlhfuse.config import RunConfig
+from rlhfuse.monitor.console import ProgressPrinter
+from rlhfuse.monitor.metrics import Metrics, MetricsWriter
+from rlhfuse.monitor.phase_times import render_phase_times
+from rlhfuse.monitor.samples import SampleText, SampleWriter
+from rlhfuse.monitor.trace import Span, save_trace
+
+
+class RunLog:
+    """The open files of one run."""
+
+    def __init__(self, run_dir: Path, config: RunConfig, first_iteration: int, metrics_bytes: int | None) -> None:
+        """`metrics_bytes`: of metrics.jsonl, those that stay; None for all of them."""
+        trainer = config.trainer
+        self._run_dir, self._trace_iterations = run_dir, trainer.trace_iterations
+        self._metrics = MetricsWriter(run_dir / METRICS, keep_bytes=metrics_bytes)
+        self._samples = SampleWriter(run_dir / "samples.jsonl", first_iteration)
+        self._boards = _boards(run_dir, config, first_iteration)
+        self._printer = ProgressPrinter(trainer.iterations)
+        self._rows: list[Metrics] = []
+        self._traced: list[list[Span]] = []
+
+    def write(self, metrics: Metrics, spans: list[Span], samples: Sequence[SampleText]) -> None:
+        """One iteration."""
+        self._metrics.write(metrics)
+        self._samples.write(samples)
+        for board in self._boards:
+            board.log(metrics, samples)
+        self._printer.print(metrics)
+        self._rows.append({name: value for name, value in metrics.items() if not isinstance(value, list)})
+        self._traced = [*self._traced, spans][-self._trace_iterations :]
+        save_trace([span for one in self._traced for span in one], self._run_dir / "trace.json")
+
+    def position(self) -> int:
+        """Bytes of metrics.jsonl so far."""
+        return self._metrics.position()
+
+    def close(self) -> None:
+        if self._rows:
+            print(render_phase_times(self._rows), flush=True)
+        for opened in (self._metrics, self._samples, *self._boards):
+            opened.close()
+
+
+def _boards(run_dir: Path, config: RunConfig, first_iteration: int) -> list[Any]:
+    """The loggers that are switched on; each is loaded only then, which takes seconds."""
+    boards: list[Any] = []
+    if config.trainer.tensorboard:
+        from rlhfuse.monitor.loggers import TensorBoardLogger
+
+        boards.append(TensorBoardLogger(run_dir / "tensorboard", first_iteration))
+    if config.trainer.wandb != "off":
+        from rlhfuse.monitor.wandb_logger import WandbLogger
+
+        trainer = config.trainer
+        boards.append(WandbLogger(run_dir, trainer.wandb_project, trainer.wandb, asdict(config)))
+    return boards
