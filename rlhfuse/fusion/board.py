@@ -40,10 +40,11 @@ class Board:
         """Add newly finished samples; returns how many of the batch are finished."""
         return self._add("finished", count)
 
-    def publish(self, sample: bytes) -> None:
-        """Hand a finished sample to the workers."""
-        index = self._add("published", 1) - 1
-        self._store.set(f"{self._prefix}sample/{index}", sample)
+    def publish(self, samples: Sequence[bytes]) -> None:
+        """Hand finished samples to the workers, announced at once so that those who wait can share them fairly."""
+        first = self._add("published", len(samples)) - len(samples)
+        for index, sample in enumerate(samples, start=first):
+            self._store.set(f"{self._prefix}sample/{index}", sample)
 
     def published(self) -> int:
         return self._add("published", 0)

@@ -82,8 +82,8 @@ class Courier:
             self._changed.wait_for(lambda: self._count or self._closing, self._poll)
             count, samples = self._count, self._samples
             self._count, self._samples = 0, []
-        for sample in samples:
-            self._board.publish(sample)
+        if samples:
+            self._board.publish(samples)
         self._finished = self._board.finish(count)  # last: who reads that all are finished finds all published
         if self._scoring is not None:
             self._scoring = self._board.scoring()

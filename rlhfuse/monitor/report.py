@@ -32,7 +32,7 @@ CURVES = (  # title, metrics drawn together
     ("log-probability, generation against training", ("rollout/train_logprob_abs_diff",)),
     ("samples per second", ("perf/samples_per_second",)),
     ("model FLOP utilisation", ("perf/mfu/actor", "perf/mfu/critic")),
-    ("peak memory, GB", ("perf/max_memory_allocated_gb",)),
+    ("peak memory, GB", tuple(f"perf/peak_memory_gb/{phase}" for phase in ("generation", "inference", "training"))),
 )
 MOST_SAMPLES = 24  # shown: the first and the last iterations' are what people compare
 

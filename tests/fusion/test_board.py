@@ -28,7 +28,7 @@ def board():
 
 def test_published_samples_are_taken_once_however_many_workers_try(board):
     for i in range(60):
-        board.publish(b"sample %d" % i)
+        board.publish([b"sample %d" % i])
     won: list[tuple[int, int]] = []
 
     def work(worker: int) -> None:
@@ -59,7 +59,7 @@ def test_what_never_comes_is_named(board):
 
 
 def test_a_board_leaves_no_key(board):
-    board.finish(2), board.publish(b"x"), board.claim(), board.take(0, 1, 5), board.bring(1, 0, b"n")
+    board.finish(2), board.publish([b"x"]), board.claim(), board.take(0, 1, 5), board.bring(1, 0, b"n")
     board.note_scoring(1), board.note_waiting(1)
     board.clear(meetings=2, instances=1)
     assert board.finish(0) == board.published() == board.taken() == board.scoring() == 0

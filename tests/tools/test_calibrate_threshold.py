@@ -45,7 +45,7 @@ def test_writes_threshold_json_and_a_plot(run_yaml, lengths_csv, tmp_path):  # n
     assert done.returncode == 0, done.stderr
     raw = json.loads(out.read_text())
     assert raw["instances"] == 4 and raw["samples"] == 64 and len(raw["sweep"]) == 20
-    assert raw["fused_seconds"] == min(point["fused_seconds"] for point in raw["sweep"])
+    assert raw["fused_seconds"] <= 1.01 * min(point["fused_seconds"] for point in raw["sweep"])
     assert f"R_t = {raw['threshold']}" in done.stdout and "p99.9/p50" in done.stdout
     assert plot.read_bytes()[:4] == b"\x89PNG"
     assert not list(tmp_path.glob("*.tmp"))
