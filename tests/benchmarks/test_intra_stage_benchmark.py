@@ -42,6 +42,7 @@ def run(*arguments):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
 
 
+@pytest.mark.slow
 def test_quick_run_measures_a_case(tmp_path):
     files = {name: tmp_path / name for name in ("trace", "markdown", "out")}
     options = [word for name, file in files.items() for word in (f"--{name}", file)]

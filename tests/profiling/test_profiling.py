@@ -51,6 +51,7 @@ def profile_on(rank: int, changes: tuple[str, ...]) -> tuple[dict | None, list[s
     return (made.to_dict() if made else None), lines
 
 
+@pytest.mark.slow
 def test_two_instances_are_measured_beside_every_neighbour(workers):
     """The time limit is over at once, so that every kind has its least points only."""
     (made, lines), (nothing, _) = workers.run(profile_on, ())

@@ -131,6 +131,7 @@ def test_sampled_texts_end_by_themselves_with_a_long_tail(actor):
     assert (~ended).float().mean() <= 0.03
 
 
+@pytest.mark.slow
 def test_a_short_run_makes_loadable_models(tmp_path):
     out, prompts = tmp_path / "tiny", tmp_path / "prompts.jsonl"
     sizes = ("--steps", 3, "--stories", 300, "--pairs", 20, "--samples", 2, "--threads", 1)
