@@ -130,6 +130,7 @@ class FusionConfig:
     inter_stage: bool = True  # score finished samples while the long tail still decodes
     intra_stage: bool = True  # train actor and critic in one fused pipeline schedule
     threshold: str = "auto"  # R_t in samples of the whole batch; auto = by simulation
+    least_threshold: int = 0  # auto chooses no smaller R_t; 0 = serial where that is predicted to be the fastest
     max_triggers: int = 2  # most migrations of an iteration; a second one only where it is predicted to pay
     bs_max: int = 0  # largest batch that decodes about as fast as batch 1; 0 = from the cost model
     schedule: str = ""  # schedule.json made by tools/search_schedule.py; empty = search at start

@@ -25,6 +25,7 @@ LOWEST = {
     "rollout.kv_blocks_per_instance": 0,
     "data.max_prompt_tokens": 1,
     "trainer.sample_texts": 0,
+    "fusion.least_threshold": 0,
     "algorithm.minibatches": 1,
     "algorithm.epochs": 1,
     "algorithm.kl_coef": 0,

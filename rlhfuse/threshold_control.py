@@ -151,7 +151,12 @@ class ThresholdControl:
     def _choose(self, limits: InstanceLimits) -> tuple[tuple[int, ...], str]:
         """The triggers for the next iteration, by simulation of the recent ones, and why."""
         setting = self._instances, self._costs, limits
-        found = sweep_threshold(list(self._lengths), *setting, max_triggers=self._config.fusion.max_triggers)
+        fusion = self._config.fusion
+        found = sweep_threshold(
+            list(self._lengths), *setting, max_triggers=fusion.max_triggers, least=fusion.least_threshold
+        )
+        if sum(self.triggers[:1]) < fusion.least_threshold:
+            return found.triggers, found.explain()
         seconds = predicted_seconds([BatchSimulation(one, *setting) for one in self._lengths], self.triggers)
         chosen, gain = steady(found, self.triggers, seconds), f"{seconds / found.fused_seconds - 1:.1%}"
         if chosen == self.triggers:

@@ -262,8 +262,10 @@ def _choose_threshold(setting: _Setting, sweep: bool) -> tuple[int | None, Thres
         check_threshold(found, config, batch)
         return found.threshold, found, f"{config.fusion.threshold_file}: {found.explain()}"
     if sweep:
-        most = config.fusion.max_triggers
-        found = sweep_threshold(setting.batches, batch.instances, setting.job, setting.limits, max_triggers=most)
+        found = sweep_threshold(
+            setting.batches, batch.instances, setting.job, setting.limits, max_triggers=config.fusion.max_triggers,
+            least=config.fusion.least_threshold,
+        )  # fmt: skip
         return found.threshold, found, found.explain()
     return None, None, "R_t is chosen by simulation once the first iteration has shown its lengths"
 

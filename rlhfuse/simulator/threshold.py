@@ -144,11 +144,13 @@ def sweep_threshold(
     limits: InstanceLimits,
     clipped: int = 0,
     max_triggers: int = 1,
+    least: int = 0,
 ) -> Threshold:
     """Simulate R_t = 0, 5%, ..., 95% of the batch and choose (`middle_of_best`); then look for later triggers that pay.
 
     Several batches of equal size (draws from a distribution) are averaged. Lengths are clipped to the limits and
     the clipped are counted, on top of `clipped` already cut by the caller. With one instance only R_t = 0 exists.
+    `least`: no smaller R_t is chosen, though serial may be predicted faster.
     """
     batches = [batches] if isinstance(batches, SampleLengths) else list(batches)
     batches = [batch.clip(limits.max_prompt_tokens, limits.max_output_tokens) for batch in batches]
@@ -161,8 +163,9 @@ def sweep_threshold(
         ratios.setdefault((samples * percent + 50) // 100, percent / 100)
     falling = [_point(simulations, threshold, ratio) for threshold, ratio in reversed(ratios.items())]
     points = {point.threshold: point for point in reversed(falling)}  # large R_t come first in time: simulated so
-    chosen = middle_of_best(tuple(points.values()))
-    others = sorted(points.values(), key=lambda point: (point is not chosen, point.fused_seconds, point.threshold))
+    allowed = [point for point in points.values() if point.threshold >= least] or list(points.values())
+    chosen = middle_of_best(allowed)
+    others = sorted(allowed, key=lambda point: (point is not chosen, point.fused_seconds, point.threshold))
     triggers, seconds = _add_triggers(simulations, others, max_triggers)
     best = points[triggers[0] if triggers else 0]
     every = SampleLengths(sum((b.prompt for b in batches), ()), sum((b.output for b in batches), ()))

@@ -144,3 +144,10 @@ def test_files_with_and_without_triggers():
             Threshold.from_dict({**raw, "triggers": wrong})
     twice = Threshold.from_dict({**raw, "triggers": [raw["threshold"], 1]})
     assert twice.triggers == (raw["threshold"], 1)
+
+
+def test_least_threshold_migrates_though_serial_is_faster():
+    even = (SampleLengths((10,) * 32, (40,) * 32), 4, linear_cost(), limits())
+    free, held = sweep_threshold(*even), sweep_threshold(*even, least=5)
+    assert free.threshold == 0 and held.threshold >= 5 and held.sweep == free.sweep
+    assert held.fused_seconds >= held.serial_seconds == free.serial_seconds
