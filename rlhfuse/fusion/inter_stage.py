@@ -109,6 +109,8 @@ class InterStage:
             known, tail_samples = self._generate(board, generation, triggers, limits, diary)
         scored = self._infer(board, known, tail_samples, total, limits, diary)
         report = self._gather(scored, diary)
+        if [one.sample_id for one in report.rollouts] != sorted(request.sample_id for request in requests):
+            raise RuntimeError(f"{total} samples were to be scored, {len(report.rollouts)} came back")
         report.begin_seconds, report.total_seconds = begin, time.time() - begin
         if self._rank == 0:
             board.clear(len(triggers), len(self._placement.instances))
