@@ -84,6 +84,9 @@ def search(
 ) -> tuple[Schedule, SearchReport]:
     """Search until a proved optimum, `time_limit` seconds or `iterations` moves per rank.
 
+    The limit counts from when the kernels are ready: what is found must not depend on whether this machine
+    has compiled them before.
+
     `objective` and `latency` are those of `goal.Goal`. `memory_cap` replaces the problem's cap (static
     memory still counts); `start` is a schedule to improve on; `comm` is an mpi4py communicator; `method`
     is the project's own search or the paper's, whose settings are `paper`. `stop` is asked after every
@@ -101,6 +104,7 @@ def search(
     rank, ranks = (comm.Get_rank(), comm.Get_size()) if comm is not None else (0, 1)
     tell = on_improved if rank == 0 else lambda schedule, report: None
     with in_turn(comm, _host(comm)):
+        waited = clock.seconds()
         check_caps(problem)
         goal = Goal(problem, objective, latency)
         graph = build_graph(problem)
@@ -114,6 +118,7 @@ def search(
         if not standing.reached:
             load_kernels(method)
         clock.kernel_seconds = clock.seconds() - before
+        clock.uncounted = waited + clock.kernel_seconds
     least, idle = _least(comm), (lambda: on_round(standing.report())) if rank == 0 else (lambda: None)
     exchange = Exchange(graph.size, comm, least, idle)
     if method == "paper":
@@ -216,12 +221,13 @@ class _Clock:
         self.pace = 1  # of the first round, which makes the chain's own starts
         self.fixed_round = 1
         self.kernel_seconds = self.moving_seconds = 0.0
+        self.uncounted = 0.0  # before the search: kernels are compiled on a machine's first use, in turn on a host
 
     def seconds(self) -> float:
         return time.monotonic() - self.started
 
     def share(self) -> float:
-        spent = self.seconds() / self.time_limit if self.time_limit is not None else 0.0
+        spent = (self.seconds() - self.uncounted) / self.time_limit if self.time_limit is not None else 0.0
         return max(spent, self.moves / self.iterations if self.iterations is not None else 0.0)
 
     def timed(self, play: Callable[[int], Round]) -> Round:
@@ -237,7 +243,7 @@ class _Clock:
             self.pace = FIRST_ROUND_MOVES
         else:
             self.moving_seconds += now - before
-            wanted = ROUND_SECONDS if self.time_limit is None else min(ROUND_SECONDS, self.time_limit - now)
+            wanted = ROUND_SECONDS if self.time_limit is None else min(ROUND_SECONDS, self.time_limit + self.uncounted - now)
             self.pace = min(8 * self.pace, max(2, int(done.tried * wanted / max(now - before, 1e-6))))
         if self.iterations is not None:
             self.pace = self.fixed_round
