@@ -12,6 +12,8 @@ First decode steps, prefills, scoring and loading are profiled on each rank whil
 scores, and the moving of keys and values between the ranks; what lies between the points is interpolated. The simulator
 predicts every R_t with these costs and chooses one. Then serial (R_t = 0) and every other R_t run in turns, in the
 opposite order every other round, and all must give the same tokens, log-probabilities, values and rewards, bit for bit.
+The fastest of so many is fast by luck too, so the R_t chosen and the fastest one run in turn once more, and these runs
+alone say how far the choice lies behind the best.
 
 `bound` is 1 + T_inf / T_gen. `ideal` is the best that this n and m allow: migration and loading free, scoring cut as
 finely as one likes. `cpu_share` is the processor time that the computing threads got of the time that their work took:
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import time
 from dataclasses import replace
 from typing import Any
@@ -47,6 +50,7 @@ from inter_stage_profile import Profile
 from inter_stage_runs import Run
 from inter_stage_tables import line, markdown
 from rank_processes import ALLOCATOR, Ranks
+from rich.console import Console
 from search_runs import console, counting, finish, machine
 
 from rlhfuse.errors import InputError, run_program
@@ -62,7 +66,8 @@ from rlhfuse.simulator.threshold import sweep_threshold
 
 QUICK_ROUNDS = 2
 REPEATS, QUICK_REPEATS = 3, 2  # of each piece of work in the profile
-MORE_ROUNDS = 2  # for serial and the chosen R_t, for each round of the sweep
+MORE_ROUNDS = 1  # for serial and the chosen R_t, for each round of the sweep
+FINAL_ROUNDS = 7  # of the chosen R_t and the fastest of the sweep
 WORKER = "inter_stage_worker:FusionRank"
 
 
@@ -79,7 +84,7 @@ def main() -> None:
     with Ranks(WORKER, {"OMP_NUM_THREADS": "1", **ALLOCATOR}) as ranks:
         for sizes in cases:
             ranks.ask("build", sizes, arguments.seed)
-            case, drawn = measure(sizes, lengths[sizes.name], ranks, rounds, arguments, spans)
+            case, drawn = measure(sizes, lengths[sizes.name], ranks, rounds, arguments, spans, screen)
             found.append(case)
             spans += drawn
             screen.print(line(case), highlight=False)
@@ -131,17 +136,27 @@ def chosen_cases(arguments: argparse.Namespace) -> list[Sizes]:
 
 
 def measure(
-    sizes: Sizes, lengths: SampleLengths, ranks: Ranks, rounds: int, arguments: argparse.Namespace, before: list[Span]
-) -> tuple[dict[str, Any], list[Span]]:  # fmt: skip
+    sizes: Sizes,
+    lengths: SampleLengths,
+    ranks: Ranks,
+    rounds: int,
+    arguments: argparse.Namespace,
+    before: list[Span],
+    screen: Console,
+) -> tuple[dict[str, Any], list[Span]]:
     """Profile, predict, let all R_t take turns; figures, and the spans of the median runs behind those `before`."""
     ranks.ask("load", lengths, arguments.seed)
+    screen.print(f"{sizes.name}: profiling work beside {', '.join(NEIGHBOURS)} instances", highlight=False)
     profile = profiled(sizes, ranks, QUICK_REPEATS if arguments.quick else REPEATS)
     costs = profile.fit()
     limits = sizes.limits(costs, lengths)
     chosen = sweep_threshold(lengths, INSTANCES, costs, limits, max_triggers=1).threshold
     percents = QUICK_PERCENTS if arguments.quick else PERCENTS
     swept = tuple(sorted({*thresholds(sizes.samples, percents), chosen}))
-    runs, digests = run_in_turns(swept, chosen, limits, costs, ranks, rounds)
+    turns = Turns(ranks, limits, costs, screen)
+    runs = turns.sweep(swept, chosen, rounds)
+    best = min(swept, key=lambda threshold: statistics.median(run.seconds for run in runs[threshold]))
+    final = turns.final(chosen, best, QUICK_ROUNDS if arguments.quick else FINAL_ROUNDS)
     free = replace(costs, move=Grid(((1.0,),), (0.0,)), swap_in=0.0)
     points = [
         Point(r, simulated(lengths, costs, limits, r), simulated(lengths, free, limits, r), tuple(runs[r]))
@@ -156,7 +171,7 @@ def measure(
         "output_tokens": sum(lengths.output),
         "bs_max": limits.bs_max,
         "step_of_8_over_1": profile.step_ratio(8),
-        **figures(points, chosen, len(digests) == 1),
+        **figures(points, chosen, final, len(turns.digests) == 1),
         "profile": profile.table(costs),
         "costs": costs.to_dict(),
     }
@@ -177,23 +192,36 @@ def profiled(sizes: Sizes, ranks: Ranks, repeats: int) -> Profile:
     return Profile.of(answers, ranks.ask("migration", contexts, repeats)[0])
 
 
-def run_in_turns(
-    swept: tuple[int, ...], chosen: int, limits: InstanceLimits, costs: ProfiledCost, ranks: Ranks, rounds: int
-) -> tuple[dict[int, list[Run]], set[str]]:
-    """Runs by R_t, in the order of rounds, and the digests of everything that came out."""
-    moving = move_cost(costs, limits)
+class Turns:
+    """Runs of generation and inference at one R_t after another, the order turned round every other time."""
 
-    def run(threshold: int) -> Run:
-        return Run.of(ranks.ask("run", (threshold,) if threshold else (), limits, moving))
+    def __init__(self, ranks: Ranks, limits: InstanceLimits, costs: ProfiledCost, screen: Console) -> None:
+        self._ranks, self._limits, self._screen = ranks, limits, screen
+        self._moving = move_cost(costs, limits)
+        self.digests: set[str] = set()  # of everything that came out
 
-    for threshold in (0, chosen):
-        run(threshold)  # once unmeasured
-    runs: dict[int, list[Run]] = {threshold: [] for threshold in swept}
-    for number in range(rounds):
-        turn = [*swept, *[0, chosen] * MORE_ROUNDS]
-        for threshold in turn if number % 2 == 0 else reversed(turn):
-            runs[threshold].append(run(threshold))
-    return runs, {rank.digest for found in runs.values() for one in found for rank in one.ranks}
+    def sweep(self, swept: tuple[int, ...], chosen: int, rounds: int) -> dict[int, list[Run]]:
+        """Runs by R_t, in the order of rounds; serial and the chosen one have more of them."""
+        for threshold in (0, chosen):
+            self._run(threshold, "warm-up")
+        return self._rounds((*swept, *(0, chosen) * MORE_ROUNDS), rounds, "sweep")
+
+    def final(self, chosen: int, best: int, rounds: int) -> dict[int, list[Run]]:
+        """Runs of the R_t chosen and of the fastest of the sweep; none where they are the same."""
+        return self._rounds((chosen, best), rounds, "choice against best") if chosen != best else {}
+
+    def _rounds(self, turn: tuple[int, ...], rounds: int, name: str) -> dict[int, list[Run]]:
+        runs: dict[int, list[Run]] = {threshold: [] for threshold in turn}
+        for number in range(rounds):
+            for threshold in turn if number % 2 == 0 else reversed(turn):
+                runs[threshold].append(self._run(threshold, f"{name}, round {number + 1} of {rounds}"))
+        return runs
+
+    def _run(self, threshold: int, name: str) -> Run:
+        run = Run.of(self._ranks.ask("run", (threshold,) if threshold else (), self._limits, self._moving))
+        self._screen.print(f"{name}: R_t {threshold}: {run.seconds:.2f} s", highlight=False)
+        self.digests |= {rank.digest for rank in run.ranks}
+        return run
 
 
 def simulated(

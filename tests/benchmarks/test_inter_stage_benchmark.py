@@ -129,9 +129,17 @@ def test_ideal_by_hand():
     assert ideal_seconds(fused, 0.4) == pytest.approx((0.24 + 0.04 + 0.4) / 2)
 
 
+def test_choice_against_the_best_by_hand():
+    points = [point(0, 0.40), point(1, 0.30), point(2, 0.20)]
+    later = {1: points[1].runs * 3, 2: tuple(run_of(one, points[2].predicted) for one in (0.25, 0.30, 0.40))}
+    found = figures(points, 1, later, same_bits=True)
+    assert found["best_threshold"] == 2 and found["chosen_over_best_of_sweep"] == pytest.approx(0.5)
+    assert found["chosen_over_best"] == pytest.approx(0.0), "the median of 1.2, 1.0 and 0.75"
+
+
 def test_figures_by_hand():
     points = [point(0, 0.40, 0.44, 0.36), point(1, 0.20, 0.20, 0.30)]
-    found = figures(points, 1, same_bits=True)
+    found = figures(points, 1, {}, same_bits=True)
     assert found["speedup"] == pytest.approx({"median": 2.0, "least": 1.2, "most": 2.2})
     assert found["inference_over_generation"] == pytest.approx(0.15 / 0.25) and found["bound"] == pytest.approx(1.6)
     assert found["best_threshold"] == 1 and found["chosen_over_best"] == pytest.approx(0.0)
