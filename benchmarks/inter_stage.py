@@ -45,15 +45,15 @@ from inter_stage_cases import (
     packs,
     thresholds,
 )
-from inter_stage_figures import CPU_LIMIT, Point, figures, goals, trace_spans
+from inter_stage_figures import Point, figures, goals, trace_spans
 from inter_stage_profile import Profile
 from inter_stage_runs import Run
 from inter_stage_tables import line, markdown
-from rank_processes import ALLOCATOR, Ranks
+from rank_processes import ALLOCATOR, Ranks, warn_of_company
 from rich.console import Console
-from search_runs import console, counting, finish, machine
+from search_runs import console, counting, finish, machine, named
 
-from rlhfuse.errors import InputError, run_program
+from rlhfuse.errors import run_program
 from rlhfuse.monitor.trace import Span, save_trace
 from rlhfuse.schedule.io import write_text
 from rlhfuse.simulator.cost import NEIGHBOURS
@@ -73,7 +73,7 @@ WORKER = "inter_stage_worker:FusionRank"
 
 def main() -> None:
     arguments = parse_arguments()
-    cases = chosen_cases(arguments)
+    cases = named("--sizes", arguments.sizes, {sizes.name: sizes for sizes in (QUICK if arguments.quick else FULL)})
     lengths = {sizes.name: batch_lengths(arguments.lengths, sizes, arguments.seed) for sizes in cases}
     screen = console()
     load = os.getloadavg()[0]
@@ -88,9 +88,7 @@ def main() -> None:
             found.append(case)
             spans += drawn
             screen.print(line(case), highlight=False)
-            if case["cpu_share"] < CPU_LIMIT:
-                share = f"{case['cpu_share']:.0%}"
-                screen.print(f"the ranks got {share} of the processor: they were not alone, do not trust these figures")
+            warn_of_company(screen, case["cpu_share"])
     result = {
         "benchmark": "inter_stage",
         "machine": {**machine(), "ranks": INSTANCES, "threads": 1, "load_before": load},
@@ -123,16 +121,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--markdown", metavar="FILE", help="write the tables here")
     parser.add_argument("--out", metavar="FILE", help="also write the JSON object here")
     return parser.parse_args()
-
-
-def chosen_cases(arguments: argparse.Namespace) -> list[Sizes]:
-    """Raises InputError for sizes that are not there."""
-    known = {sizes.name: sizes for sizes in (QUICK if arguments.quick else FULL)}
-    names = [word.strip() for word in arguments.sizes.split(",")]
-    for name in names:
-        if name not in known:
-            raise InputError(f"--sizes {arguments.sizes}: {name!r} is unknown; give some of {', '.join(known)}")
-    return [known[name] for name in names]
 
 
 def measure(

@@ -16,7 +16,6 @@ from rlhfuse.monitor.trace import Span
 from rlhfuse.simulator.iteration import GenInferTimeline
 
 GAP_SECONDS = 0.2  # between two runs in the trace
-CPU_LIMIT = 0.97  # below this the ranks were not alone
 SPEEDUP_GOAL = 1.2
 AGREEMENT_GOAL = 0.02  # of generation
 MIGRATION_GOAL = 0.03  # of the stage

@@ -53,10 +53,10 @@ from intra_stage_cases import (
     problem_of,
     rank_layout,
 )
-from intra_stage_figures import CPU_LIMIT, case_figures, goals, markdown, trace_spans
+from intra_stage_figures import case_figures, goals, markdown, trace_spans
 from intra_stage_ranks import Round
-from rank_processes import ALLOCATOR, Ranks
-from search_runs import console, counting, finish, machine
+from rank_processes import ALLOCATOR, Ranks, warn_of_company
+from search_runs import console, counting, finish, machine, named
 
 from rlhfuse.errors import InputError, run_program
 from rlhfuse.monitor.trace import save_trace
@@ -88,9 +88,7 @@ def main() -> None:
             found.append(figures)
             spans = drawn
             screen.print(line(figures), highlight=False)
-            if figures["cpu_share"] < CPU_LIMIT:
-                share = f"{figures['cpu_share']:.0%}"
-                screen.print(f"the ranks got {share} of the processor: they were not alone, do not trust these figures")
+            warn_of_company(screen, figures["cpu_share"])
     result = {
         "benchmark": "intra_stage",
         "machine": {**machine(), "ranks": 2, "threads": 1, "load_before": load},
@@ -129,16 +127,12 @@ def parse_arguments() -> argparse.Namespace:
 def chosen_cases(arguments: argparse.Namespace) -> list[Case]:
     """Raises InputError for sizes that are not there, and for a number of micro-batches below 2."""
     known = {sizes.name: sizes for sizes in (QUICK if arguments.quick else FULL)}
-    names = [word.strip() for word in arguments.sizes.split(",")]
-    for name in names:
-        if name not in known:
-            raise InputError(f"--sizes {arguments.sizes}: {name!r} is unknown; give some of {', '.join(known)}")
     counts = []
     for word in arguments.microbatches.split(","):
         if not word.strip().isdigit() or int(word) < 2:
             raise InputError(f"--microbatches {arguments.microbatches}: {word!r} is not a number of at least 2")
         counts.append(int(word))
-    return [Case(known[name], count) for name in names for count in counts]
+    return [Case(sizes, count) for sizes in named("--sizes", arguments.sizes, known) for count in counts]
 
 
 def measure(

@@ -32,7 +32,6 @@ GAP_SECONDS = 0.05  # between two runs in the trace
 NEEDED = 0.95  # of the predicted speedup
 OVERHEAD_GOAL = 60e-6  # seconds of the executor's own Python per instruction
 SHARE_GOAL = 0.03  # of a rank's time
-CPU_LIMIT = 0.97  # below this the ranks were not alone
 SENDS, RECEIVES = ("SF", "SB"), ("RF", "RB")
 
 Rounds = Mapping[str, Sequence[Round]]  # by side

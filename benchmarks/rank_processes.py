@@ -14,8 +14,11 @@ import socket
 import traceback
 from typing import Any, Mapping
 
+from rich.console import Console
+
 RANKS = 2
 TIMEOUT_SECONDS = 300.0
+CPU_LIMIT = 0.97  # below this the ranks were not alone
 
 PLENTY = str(1 << 30)
 ALLOCATOR = {  # glibc gives memory back to the system and faults it in again in every step unless told to keep it
@@ -23,6 +26,12 @@ ALLOCATOR = {  # glibc gives memory back to the system and faults it in again in
     "MALLOC_TRIM_THRESHOLD_": PLENTY,
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
+
+
+def warn_of_company(screen: Console, share: float) -> None:
+    """Say so when the ranks got no more than a `share` of the processor time that their work took."""
+    if share < CPU_LIMIT:
+        screen.print(f"the ranks got {share:.0%} of the processor: they were not alone, do not trust these figures")
 
 
 class Ranks:
@@ -35,9 +44,10 @@ class Ranks:
     def __init__(self, worker: str, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)  # inherited, and read by the allocator when a process starts
         context = multiprocessing.get_context("spawn")
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
+        self._port = socket.socket()  # kept open, so that nobody else is given the port before rank 0 listens on it
+        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._port.bind(("127.0.0.1", 0))
+        port = self._port.getsockname()[1]
         self._pipes, self._processes = [], []
         for rank in range(RANKS):
             ours, theirs = context.Pipe()
@@ -54,6 +64,7 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.join()
+        self._port.close()
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
         """Raises RuntimeError with a rank's traceback, or when one does not answer."""

@@ -22,7 +22,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any, Iterator, Mapping, Sequence
 
 from rich.console import Console
 
@@ -212,6 +212,15 @@ def counting(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return value
+
+
+def named(option: str, text: str, known: Mapping[str, Any]) -> list[Any]:
+    """Those of `known` that the option's text names, in its order. Raises InputError for any other name."""
+    names = [word.strip() for word in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise InputError(f"{option} {text}: {name!r} is unknown; give some of {', '.join(known)}")
+    return [known[name] for name in names]
 
 
 def console() -> Console:

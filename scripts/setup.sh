@@ -12,12 +12,14 @@ TORCH_VERSION=2.13.0
 
 say() { printf '== %s\n' "$*"; }
 
-install() { # quiet, but the end of pip's output is shown when it fails
-    if ! .venv/bin/python -m pip install "$@" >.venv/install.log 2>&1; then
-        tail -n 20 .venv/install.log >&2
-        echo "error: pip could not install $* (the whole log is .venv/install.log)" >&2
-        return 1
-    fi
+install() { # quiet; tried twice, for networks fail; the end of pip's output is shown when both fail
+    .venv/bin/python -m pip install "$@" >.venv/install.log 2>&1 && return
+    say "pip failed: once more"
+    sleep 5
+    .venv/bin/python -m pip install "$@" >>.venv/install.log 2>&1 && return
+    tail -n 20 .venv/install.log >&2
+    echo "error: pip could not install $* (the whole log is .venv/install.log); is there a network?" >&2
+    return 1
 }
 
 find_python() {

@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # Set up like quickstart.sh and run the tests: all but the slow ones, or all with --all. Other arguments go to pytest.
+#
+# Two processes run a file of tests each, in the order of the folders; `-n 4` for more, `-n 0` for one (and --pdb).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup.sh
@@ -9,5 +11,6 @@ if [ "${1:-}" = --all ]; then
     marks=""
     shift
 fi
+export HF_HUB_OFFLINE=1 WANDB_MODE=offline # no test needs the network
 say "pytest${marks:+ -m \"$marks\"} $*"
-exec python -m pytest ${marks:+-m "$marks"} "$@"
+exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder ${marks:+-m "$marks"} "$@"

@@ -3,35 +3,41 @@
 `Workers(n)` spawns n processes in one process group. `run(function, *arguments)` calls `function(rank, *arguments)`
 on every rank and returns the results in rank order; a failure on any rank is raised with its traceback and closes
 the pool, because the group is then unusable. A call that takes too long kills all workers.
+
+The store is this process's: its port is bound when it is chosen, so that no other process can take it meanwhile.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import socket
 import traceback
 from typing import Any, Callable
 
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+def host_store() -> dist.TCPStore:
+    """A store on a free port, for `join`; it lives as long as the value."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def join(port: int, rank: int, world: int) -> None:
+    """Make the gloo group of all ranks, over the store at `port`."""
+    store = dist.PrefixStore("gloo", dist.TCPStore("127.0.0.1", port))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
 
 
 def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    os.environ["OMP_NUM_THREADS"] = "1"
     import torch
-    import torch.distributed as dist
 
     from rlhfuse.parallel.device import allow_many_files
 
     torch.set_num_threads(1)
     allow_many_files()
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    join(port, rank, world)
     while (call := pipe.recv()) is not None:
         function, arguments = call
         try:
@@ -51,11 +57,11 @@ class Workers:
         allow_many_files()  # tensors that come back through a pipe are open files here
         context = mp.get_context("spawn")
         self._timeout = timeout_seconds
-        port = free_port()
+        self._store = host_store()
         self._pipes, self._processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, world, self._store.port, theirs), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)

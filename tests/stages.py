@@ -111,25 +111,30 @@ class Built:
 
 def build(rank: int, maker, ranks: FusedRanks, model: str, folder: Path, activations, optimizer="sgd") -> Built:
     """The parts of `model` on this rank, loaded; a collective. Critics have a scalar head."""
-    from rlhfuse.models.build import build_model
-    from rlhfuse.models.stage import PipelineStage, TrainingStage
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.parallel.groups import ModelGrid
+
+    grid = ModelGrid(ranks.pipelines(model), ranks.shape.share(model).layout.chunks)
+    groups = maker.for_model(model, grid, rank)
+    config = OptimizerConfig(name=optimizer, lr=0.0, clip_grad=0.0)
+    return load(rank, grid, groups, folder, model == "critic", activations, config, choose_device("cpu", 0, 1))
+
+
+def load(rank: int, grid, groups, folder: Path, head: bool, activations, config: OptimizerConfig, device) -> Built:
+    """The stages of a checkpoint that are this rank's, with their optimizer; `head` for a scalar one."""
+    from rlhfuse.models.build import build_model
+    from rlhfuse.models.stage import PipelineStage, TrainingStage
     from rlhfuse.parallel.optimizer import ModelOptimizer
     from rlhfuse.roles import load_part
 
-    device = choose_device("cpu", 0, 1)
-    spec, head = ModelSpec.from_config(folder), model == "critic"
-    grid = ModelGrid(ranks.pipelines(model), ranks.shape.share(model).layout.chunks)
-    groups = maker.for_model(model, grid, rank)
-    chunks = {}
+    spec, chunks = ModelSpec.from_config(folder), {}
     for stage in grid.stages_of(rank):
         chunks[stage] = build_model(
             spec, grid, groups, rank, scalar_head=head, dtype=torch.float32, device=device, stage=stage,
             activations=activations,
         )  # fmt: skip
         load_part(chunks[stage], folder, spec, grid, rank, head, stage)
-    owner = ModelOptimizer(chunks, OptimizerConfig(name=optimizer, lr=0.0, clip_grad=0.0), groups, device)
+    owner = ModelOptimizer(chunks, config, groups, device)
     stages = {
         stage: TrainingStage(PipelineStage(module, first=stage == 0, last=stage == grid.stages - 1, scalar_head=head))
         for stage, module in owner.modules.items()

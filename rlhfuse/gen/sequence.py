@@ -102,10 +102,6 @@ class Sequence:
         return len(self.prompt) + len(self.tokens) - self.computed_tokens
 
     @property
-    def is_decoding(self) -> bool:
-        return bool(self.tokens) and self.pending_tokens == 1
-
-    @property
     def noise_stream(self) -> int:
         """Name of the sample's noise, 64 bits: (seed, sample id) through two rounds of splitmix64."""
         return _splitmix64(_splitmix64(self.params.seed) ^ (self.sample_id & _MASK64))

@@ -66,10 +66,6 @@ class ModelGrid:
         _, place, _ = self.position(rank)
         return tuple(range(place, self.stages, self.pp))
 
-    def last_stage_ranks(self) -> tuple[int, ...]:
-        """Tensor rank 0 of the last stage of every pipeline."""
-        return tuple(stages[-1][0] for stages in self.cells)
-
 
 def plain_grid(layout: ParallelLayout) -> ModelGrid:
     """Megatron's order: tensor ranks are neighbours, then data, then pipeline."""

@@ -122,10 +122,6 @@ class ModelOptimizer:
                 group.is_last_microbatch = False  # no hook starts a reduction: `start_reduction` does
         self.optimizer.zero_grad()
 
-    def reload_main_weights(self) -> None:
-        """Take over weights that were written into the modules after construction."""
-        self.optimizer.reload_model_params()
-
     def sum_tied_gradients(self) -> None:
         """Sum gradients of tied embeddings over first and last stage; a collective of the ranks that hold them."""
         cores = [module.module for module in self.modules.values()]

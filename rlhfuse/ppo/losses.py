@@ -77,12 +77,6 @@ def value_loss_sum(values: Tensor, old_values: Tensor, returns: Tensor, clip_eps
     return loss, _detached(stats)
 
 
-def token_entropy(logits: Tensor) -> Tensor:
-    """Entropy in nats of each row's distribution: [R, vocabulary] -> [R]. The logits must be whole rows."""
-    logprobs = torch.log_softmax(logits.float(), dim=-1)
-    return -(logprobs.exp() * logprobs).sum(-1)
-
-
 def _detached(stats: Stats) -> Stats:
     return {name: value.detach().double() for name, value in stats.items()}
 

@@ -1,16 +1,14 @@
 """The generation benchmark as its users run it, in small and without vLLM: output, workers, bad input."""
 
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from benchmark_run import ROOT, check_refused, run
 from rich.console import Console
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import generation  # noqa: E402
@@ -18,12 +16,6 @@ from generation_cases import QUICK, product_shapes, step_bytes, step_flops, trac
 from generation_peers import OWN, Configuration, Fleet, Worker, choose, ratios  # noqa: E402
 
 from rlhfuse.errors import InputError  # noqa: E402
-
-
-def run(*arguments):
-    command = [sys.executable, str(ROOT / "benchmarks/generation.py"), *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
 
 
 @pytest.fixture
@@ -45,7 +37,7 @@ def fleet(tmp_path, *peers):
 @pytest.mark.slow
 def test_quick_run_measures_every_case(tmp_path, trace):
     files = ("--plot", tmp_path / "curves.png", "--out", tmp_path / "speed.json")
-    finished = run("--quick", "--threads", 1, "--trace", trace, *files)
+    finished = run("generation.py", "--quick", "--threads", 1, "--trace", trace, *files)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("\n") == 1, "stdout holds one JSON object"
     result = json.loads(finished.stdout)
@@ -155,5 +147,4 @@ def test_figures_by_hand(model, trace):
     ],
 )
 def test_bad_input_exits_2(arguments, message):
-    finished = run(*arguments)
-    assert finished.returncode == 2 and message in finished.stderr and "Traceback" not in finished.stderr
+    check_refused(message, "generation.py", *arguments)

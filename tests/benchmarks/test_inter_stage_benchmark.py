@@ -1,14 +1,11 @@
 """The benchmark of fused generation and inference as its users run it, in small: output, figures by hand, bad input."""
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from benchmark_run import ROOT, check_refused, run
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from inter_stage_cases import (  # noqa: E402
@@ -45,16 +42,10 @@ def trace(tmp_path_factory):
     return file
 
 
-def run(*arguments):
-    command = [sys.executable, str(ROOT / "benchmarks/inter_stage.py"), *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-
-
 def test_quick_run_measures_a_case(tmp_path, trace):
     files = {name: tmp_path / name for name in ("trace", "markdown", "out")}
     options = [word for name, file in files.items() for word in (f"--{name}", file)]
-    finished = run("--quick", "--sizes", "1:2", "--lengths", trace, *options)
+    finished = run("inter_stage.py", "--quick", "--sizes", "1:2", "--lengths", trace, *options)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("\n") == 1, "stdout holds one JSON object"
     result = json.loads(finished.stdout)
@@ -205,5 +196,4 @@ def test_work_of_the_profile_covers_the_batch():
     ],
 )
 def test_bad_input_exits_2(arguments, message):
-    finished = run(*arguments)
-    assert finished.returncode == 2 and message in finished.stderr and "Traceback" not in finished.stderr
+    check_refused(message, "inter_stage.py", *arguments)

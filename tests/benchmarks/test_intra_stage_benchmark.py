@@ -1,14 +1,11 @@
 """The benchmark of fused training as its users run it, in small: output, figures by hand, bad input."""
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from benchmark_run import ROOT, check_refused, run
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from intra_stage import line, side_programs  # noqa: E402
@@ -36,17 +33,11 @@ from rlhfuse.monitor.trace import load_trace  # noqa: E402
 BOTH = ("predicted", "measured")
 
 
-def run(*arguments):
-    command = [sys.executable, str(ROOT / "benchmarks/intra_stage.py"), *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-
-
 @pytest.mark.slow
 def test_quick_run_measures_a_case(tmp_path):
     files = {name: tmp_path / name for name in ("trace", "markdown", "out")}
     options = [word for name, file in files.items() for word in (f"--{name}", file)]
-    finished = run("--quick", "--sizes", "2.5:1", "--microbatches", 2, *options)
+    finished = run("intra_stage.py", "--quick", "--sizes", "2.5:1", "--microbatches", 2, *options)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("\n") == 1, "stdout holds one JSON object"
     result = json.loads(finished.stdout)
@@ -171,5 +162,4 @@ def test_a_rank_that_fails_is_heard():
     ],
 )
 def test_bad_input_exits_2(arguments, message):
-    finished = run(*arguments)
-    assert finished.returncode == 2 and message in finished.stderr and "Traceback" not in finished.stderr
+    check_refused(message, "intra_stage.py", *arguments)

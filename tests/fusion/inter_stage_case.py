@@ -132,7 +132,7 @@ def build(rank: int, folders: dict[str, Path], case: Case) -> Built:
     from rlhfuse.roles import load_part
 
     device = choose_device("cpu", 0, 1)
-    maker = GroupMaker(60)
+    maker = GroupMaker(600)
     grids = {t: plain_grid(ParallelLayout.parse(text)) for t, text in (("g", case.layout), ("i", case.inference))}
     specs = {role: ModelSpec.from_config(path) for role, path in folders.items()}
 

@@ -23,7 +23,7 @@ def both_ways(rank: int, folders: dict, layout: str, lengths, sequence_parallel:
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.parallel.groups import GroupMaker
 
-    ranks, maker = ranks_of(actor=layout, critic=layout), GroupMaker(60)
+    ranks, maker = ranks_of(actor=layout, critic=layout), GroupMaker(600)
     models = {
         role: build(rank, maker, ranks, role, folder, Activations(sequence_parallel))
         for role, folder in folders.items()

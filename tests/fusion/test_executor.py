@@ -1,4 +1,4 @@
-"""The executor's manners: faults stop all ranks and change nothing, no model waits for another, refusals, reports."""
+"""The executor's manners: no model waits for another, refusals, reports; what it does with chunks and SGD."""
 
 from __future__ import annotations
 
@@ -8,166 +8,14 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import write_checkpoint
-from training_pair import LR, build_pair, make_batch, make_schedule
+from training_pair import LR, build_pair, make_batch, make_schedule, weights
 
 from rlhfuse.errors import InputError, ScheduleError
-from rlhfuse.ppo.balance import cut_microbatches
 from rlhfuse.schedule.action import Action, Kind
 from rlhfuse.schedule.lowering import lower
 from rlhfuse.schedule.program import Programs
 
 CHUNKED = ("d2t1p2v2", "d2t1p2v2")
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    base = tmp_path_factory.mktemp("models")
-    actor, critic = write_checkpoint(base / "actor", seed=1), write_checkpoint(base / "critic", scalar_head=True, seed=2)
-    return {"actor": actor, "reference": actor, "critic": critic, "reward": critic}
-
-
-# NaN and infinity -------------------------------------------------------------------------------------------------
-
-
-def spoiled(field: str, sample: int):
-    """The mini-batch of seed 5 with a NaN in one sample's `field`."""
-    batch = make_batch(5)
-    first = int(batch.response_lengths[:sample].sum())
-    values = getattr(batch, field).clone()
-    values[first] = float("nan")
-    return batch.with_fields(**{field: values})
-
-
-def infinite_gradient(pair, rank: int) -> None:
-    """The actor's stage 2 makes an infinite gradient of micro-batch 1."""
-    stage = pair.models["actor"].stages.get(2)
-    if stage is not None:
-        original = stage.backward
-
-        def backward(microbatch, gradient):
-            out = original(microbatch, gradient)
-            if microbatch == 1:
-                out[3, 0, 5] = float("inf")
-            return out
-
-        stage.backward = backward
-
-
-def infinite_hidden(pair, rank: int) -> None:
-    """The critic's stage 0 gives out an infinite hidden state of micro-batch 0."""
-    stage = pair.models["critic"].stages.get(0)
-    if stage is not None:
-        original = stage.forward
-
-        def forward(microbatch, batch, hidden, loss):
-            out = original(microbatch, batch, hidden, loss)
-            if microbatch == 0:
-                out[0, 0, 0] = float("-inf")
-            return out
-
-        stage.forward = forward
-
-
-def overflowing_norm(pair, rank: int) -> None:
-    """Gradients of 1e30 on rank 1: each finite, but not their squares."""
-    optimizer = pair.models["critic"].optimizer
-    original = optimizer.start_reduction
-
-    def start(stage, finite=None):
-        if rank == 1:
-            next(iter(optimizer.module.parameters())).main_grad.fill_(1e30)
-        original(stage, finite)
-
-    optimizer.start_reduction = start
-
-
-FAULTS = {
-    "advantages": (lambda pair, rank: None, lambda: spoiled("advantages", 3)),
-    "returns": (lambda pair, rank: None, lambda: spoiled("returns", 7)),
-    "gradient": (infinite_gradient, lambda: make_batch(5)),
-    "hidden": (infinite_hidden, lambda: make_batch(5)),
-    "norm": (overflowing_norm, lambda: make_batch(5)),
-}
-
-
-def faults(rank: int, folders: dict, kinds: list[str], dtype: str, optimizer: str) -> dict:
-    """Each bad step as the first, and again between two good ones: what it raised, and whether anything changed."""
-    out: dict = {"errors": {kind: [] for kind in kinds}, "equal": []}
-
-    def fail(pair, kind: str) -> None:
-        before = state(pair)
-        breaks, batch = FAULTS[kind]
-        breaks(pair, rank)
-        try:
-            pair.step.run(batch(), pair.counts, LR)
-        except FloatingPointError as error:
-            out["errors"][kind].append(str(error))
-        for model in pair.models.values():  # whole again
-            for stage in model.stages.values():
-                stage.__dict__.pop("forward", None), stage.__dict__.pop("backward", None)
-            model.optimizer.__dict__.pop("start_reduction", None)
-        out["equal"].append(before == state(pair))
-
-    def state(pair):
-        return pair.digest() if optimizer == "adam" else weights(pair)
-
-    pair = build_pair(rank, folders, "d1t1p4", "d2t1p2", dtype=dtype, optimizer=optimizer)
-    for kind in kinds:
-        fail(pair, kind)
-    pair.train(0)
-    for kind in kinds:
-        fail(pair, kind)
-    pair.train(1)
-    out["after"] = weights(pair)
-    pair.close()
-    untouched = build_pair(rank, folders, "d1t1p4", "d2t1p2", dtype=dtype, optimizer=optimizer)
-    untouched.train(0), untouched.train(1)
-    out["reference"] = weights(untouched)
-    untouched.close()
-    return out
-
-
-def weights(pair) -> list[bytes]:
-    return [
-        parameter.detach().view(torch.uint8).numpy().tobytes()
-        for model in pair.models.values()
-        for module in model.optimizer.modules.values()
-        for parameter in module.parameters()
-    ]
-
-
-def place_of(sample: int, pipelines: int) -> int:
-    """The micro-batch, within its pipeline, that a sample of seed 5 is cut into."""
-    parts = cut_microbatches(make_batch(5).lengths.tolist(), 4)
-    return next(n for n, part in enumerate(parts) if sample in part) % (4 // pipelines)
-
-
-@pytest.mark.parametrize(
-    "dtype,optimizer,kinds",
-    [
-        ("float32", "adam", ["advantages", "returns", "gradient", "hidden", "norm"]),
-        ("bfloat16", "adam", ["returns", "gradient"]),
-        ("float32", "sgd", ["returns"]),
-    ],
-)
-def test_a_fault_is_named_on_all_ranks_and_changes_nothing(workers, folders, dtype, optimizer, kinds):
-    named = {
-        "advantages": f"actor, stage 3, micro-batch {place_of(3, 1)}: the loss",
-        "returns": f"critic, stage 1, micro-batch {place_of(7, 2)}: the loss",
-        "gradient": "actor, stage 2, micro-batch 1: the gradient",
-        "hidden": "critic, stage 0, micro-batch 0: the loss or hidden state",
-        "norm": "the gradient norm of critic",
-    }
-    runs = workers.run(faults, folders, kinds, dtype, optimizer)
-    for run in runs:
-        assert run["errors"] == runs[0]["errors"]
-        for kind in kinds:
-            assert len(run["errors"][kind]) == 2
-            for error in run["errors"][kind]:
-                assert error.startswith(named[kind]) and "no weights were changed" in error, error
-        assert all(run["equal"])  # weights, main weights, Adam's moments and counters
-        assert run["after"] == run["reference"]
 
 
 # no model waits for another ---------------------------------------------------------------------------------------
@@ -200,7 +48,7 @@ def held_back(rank: int, folders: dict) -> dict:
         return result
 
     def finish_late(stage):
-        store.wait([f"held back/{other}" for other in range(4)], timedelta(seconds=60))
+        store.wait([f"held back/{other}" for other in range(4)], timedelta(seconds=280))
         start(stage)
         finish(stage)
 
@@ -234,7 +82,7 @@ def stopped_backward(rank: int, folders: dict) -> bool:
 
     def late(microbatch, gradient):
         if rank == 3 and microbatch == 3:
-            store.wait([f"stopped/{other}" for other in range(4)], timedelta(seconds=60))
+            store.wait([f"stopped/{other}" for other in range(4)], timedelta(seconds=280))
             held.append(microbatch)
         return backward(microbatch, gradient)
 
@@ -277,7 +125,7 @@ def under_way(rank: int, folders: dict) -> bool | None:
         start = actor.optimizer.start_reduction
 
         def join(stage, finite):
-            store.wait(["under way"], timedelta(seconds=60))
+            store.wait(["under way"], timedelta(seconds=280))
             start(stage, finite)
 
         actor.optimizer.start_reduction = join
@@ -296,16 +144,13 @@ def test_a_reduction_begins_inside_the_bubble_and_holds_up_nobody(workers, folde
 def watched(rank: int, folders: dict) -> dict:
     texts: list[str] = []
     pair = build_pair(rank, folders, "d1t1p4", "d2t1p2", progress=texts.append)
-    reports = [pair.train(seed).report for seed in range(6)]
+    reports = [pair.train(seed).report for seed in range(2)]
     program = pair.step._programs[rank]
     pair.close()
-    own = min(report.overhead_seconds / report.instructions for report in reports)
-    calls = [t for r in reports for k, t in r.times.items() if k in (Kind.SF, Kind.SB, Kind.RF, Kind.RB)]
     return {
-        "texts": texts[: len(texts) // 6], "program": [str(i) for i in program.instructions], "overhead": own,
+        "texts": texts[: len(texts) // 2], "program": [str(i) for i in program.instructions],
         "spans": [str(span.action) for span in reports[0].spans], "waits": {str(a) for a in reports[0].waits},
         "counts": {str(kind): times.count for kind, times in reports[0].times.items()},
-        "transport": sum(t.transport_seconds for t in calls) / max(sum(t.count for t in calls), 1),
         "negative": [t for r in reports for t in r.times.values() if t.overhead_seconds < 0],
     }  # fmt: skip
 
@@ -328,9 +173,6 @@ def test_progress_names_instruction_peer_and_microbatch_and_the_report_adds_up(w
         assert {t for t in run["waits"]} >= {text.split("<")[0].replace("R", "", 1) for text in received}
         assert sum(run["counts"].values()) == len(program)
         assert not run["negative"]
-        # the executor's own time; generous for a machine that runs other things too
-        assert run["overhead"] < 200e-6, run["overhead"]
-    print({key: [round(run[key] * 1e6, 1) for run in runs] for key in ("overhead", "transport")})
 
 
 # refusals ---------------------------------------------------------------------------------------------------------

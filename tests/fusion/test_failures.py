@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from gloo import free_port
+from gloo import host_store, join
 from disturbed_pair import Plan, disturbed, plan, write_models
 
 from rlhfuse.monitor.watchdog import Limits
@@ -37,19 +37,17 @@ class Fault:
     raises: bool = False
 
 
-def work(rank: int, ports: tuple[int, int], folder: Path, models: dict, what: Plan, fault: Fault) -> None:
+def work(rank: int, port: int, folder: Path, models: dict, what: Plan, fault: Fault) -> None:
     sys.stderr.flush()
     os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    import datetime
-
     import torch
     import torch.distributed as dist
 
     from rlhfuse.monitor.watchdog import Watchdog
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[1]}", rank=rank, world_size=WORLD)
-    store = dist.TCPStore("127.0.0.1", ports[0], timeout=datetime.timedelta(seconds=5))
+    join(port, rank, WORLD)
+    store = dist.TCPStore("127.0.0.1", port)
     with Watchdog(store, rank, WORLD, Limits(hang_seconds=3600)) as watchdog:
         number = 0
 
@@ -74,15 +72,12 @@ class Run:
     """Four ranks that train until the fault; ended and read when `wait` returns."""
 
     def __init__(self, folder: Path, models: dict, what: Plan, fault: Fault) -> None:
-        import torch.distributed as dist
-
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = host_store()
         self.folder = folder
         context = multiprocessing.get_context("forkserver")  # loads torch and Megatron once, not once per rank
         context.set_forkserver_preload(["rlhfuse.fusion.training_step", "rlhfuse.roles"])
-        ports = (self.store.port, free_port())
         self.ranks = [
-            context.Process(target=work, args=(rank, ports, folder, models, what, fault)) for rank in range(WORLD)
+            context.Process(target=work, args=(rank, self.store.port, folder, models, what, fault)) for rank in range(WORLD)
         ]
         for process in self.ranks:
             process.start()

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 
-from gloo import free_port
+from gloo import host_store, join
 from inter_stage_case import Case, MeanTokenReward, inter_stage, write_models
 
 from rlhfuse.monitor.watchdog import Limits
@@ -20,19 +20,17 @@ WORLD = 2
 CASE = Case((3, 40, 30, 5, 50, 2, 60, 45), (6,), layout="d2t1p1", inference="d2t1p1", step_seconds=())
 
 
-def work(rank: int, ports: tuple[int, int], folder, models: dict, fault: str) -> None:
+def work(rank: int, port: int, folder, models: dict, fault: str) -> None:
     os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
-    import datetime
-
     import torch
     import torch.distributed as dist
 
     from rlhfuse.monitor.watchdog import Watchdog
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[1]}", rank=rank, world_size=WORLD)
-    store = dist.TCPStore("127.0.0.1", ports[0], timeout=datetime.timedelta(seconds=5))
+    join(port, rank, WORLD)
+    store = dist.TCPStore("127.0.0.1", port)
     with Watchdog(store, rank, WORLD, Limits(hang_seconds=3600)) as watchdog:
 
         def progress(text: str) -> None:
@@ -57,14 +55,11 @@ def work(rank: int, ports: tuple[int, int], folder, models: dict, fault: str) ->
 
 def outcome(folder, fault: str) -> tuple[list[int], list[str]]:
     """Exit codes, and what each rank wrote."""
-    import torch.distributed as dist
-
     models = write_models(folder / "models")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = host_store()
     context = multiprocessing.get_context("forkserver")  # loads torch and Megatron once, not once per rank
     context.set_forkserver_preload(["rlhfuse.fusion.inter_stage", "rlhfuse.roles"])
-    ports = (store.port, free_port())
-    ranks = [context.Process(target=work, args=(rank, ports, folder, models, fault)) for rank in range(WORLD)]
+    ranks = [context.Process(target=work, args=(rank, store.port, folder, models, fault)) for rank in range(WORLD)]
     try:
         for process in ranks:
             process.start()

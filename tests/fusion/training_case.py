@@ -15,6 +15,7 @@ from typing import Any, Mapping
 
 import torch
 from safetensors.torch import load_file, save_file
+from stages import load
 from tiny import write_checkpoint
 from torch import Tensor
 from whole_model import BETAS, EPS, SGD, Recipe
@@ -191,36 +192,23 @@ def build_models(rank: int, case: Case, device: Any) -> tuple[dict[str, Any], An
     """Trained models on their ranks, the channels between stages, and the maker that owns all groups."""
     from rlhfuse.fusion.p2p import Channels
     from rlhfuse.fusion.training_step import TrainedModel
-    from rlhfuse.models.build import Activations, build_model
-    from rlhfuse.models.stage import PipelineStage, TrainingStage
+    from rlhfuse.models.build import Activations
     from rlhfuse.parallel.groups import GroupMaker, ModelGrid, connect
-    from rlhfuse.parallel.optimizer import ModelOptimizer
-    from rlhfuse.roles import load_part, neighbour_pairs
+    from rlhfuse.roles import neighbour_pairs
 
-    maker, models, pairs, recipe = GroupMaker(60.0), {}, [], case.recipe
+    maker, models, pairs, recipe = GroupMaker(600), {}, [], case.recipe
     config = OptimizerConfig(
         name=recipe.optimizer, lr=recipe.lr, weight_decay=recipe.weight_decay, clip_grad=recipe.clip_grad,
         beta1=BETAS[0], beta2=BETAS[1], eps=EPS,
     )  # fmt: skip
     activations = Activations(case.sequence_parallel, case.recompute)
     for name, folder in case.folders.items():
-        spec, head = ModelSpec.from_config(folder), scalar_head(name)
         grid = ModelGrid(case.ranks.pipelines(name), case.parsed[name].chunks)
-        groups, chunks = maker.for_model(name, grid, rank), {}
-        for stage in grid.stages_of(rank):
-            chunks[stage] = build_model(
-                spec, grid, groups, rank, scalar_head=head, dtype=torch.float32, device=device, stage=stage,
-                activations=activations,
-            )  # fmt: skip
-            load_part(chunks[stage], folder, spec, grid, rank, head, stage)
-        optimizer = ModelOptimizer(chunks, config, groups, device)
-        stages = {
-            stage: TrainingStage(
-                PipelineStage(module, first=stage == 0, last=stage == grid.stages - 1, scalar_head=head)
-            )
-            for stage, module in optimizer.modules.items()
-        }
-        models[name] = TrainedModel(name, spec, grid, head, stages, optimizer, groups.tp, torch.float32)
+        groups = maker.for_model(name, grid, rank)
+        built = load(rank, grid, groups, folder, scalar_head(name), activations, config, device)
+        models[name] = TrainedModel(
+            name, built.spec, grid, built.head, built.stages, built.optimizer, groups.tp, torch.float32
+        )
         pairs += neighbour_pairs(grid)
     channels = Channels(rank, maker.channels("pipeline", pairs), device.torch_device)
     connect([model.tp_group for model in models.values()], device.torch_device)

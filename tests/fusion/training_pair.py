@@ -50,6 +50,16 @@ def make_schedule(layouts: dict[str, ParallelLayout], kind: str, microbatches: i
     return BUILDERS[kind](fused_problem(layouts, microbatches, costs))
 
 
+def weights(pair) -> list[bytes]:
+    """The bits of each parameter on this rank."""
+    return [
+        parameter.detach().view(torch.uint8).numpy().tobytes()
+        for model in pair.models.values()
+        for module in model.optimizer.modules.values()
+        for parameter in module.parameters()
+    ]
+
+
 def add_tensors(sha, tensors: dict) -> None:
     """Names and bits, by name; what is no tensor is left out."""
     for name, value in sorted(tensors.items()):

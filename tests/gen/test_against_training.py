@@ -47,7 +47,7 @@ def sample_and_score(
     from rlhfuse.roles import load_part
     from rlhfuse.spec import ParallelLayout
 
-    device, maker, spec = choose_device("cpu", 0, 1), GroupMaker(60), ModelSpec.from_config(folder)
+    device, maker, spec = choose_device("cpu", 0, 1), GroupMaker(600), ModelSpec.from_config(folder)
     grid = plain_grid(ParallelLayout.parse(layout))
     groups = maker.for_model("actor", grid, rank)
     model = build_model(spec, grid, groups, rank, scalar_head=False, dtype=torch.float32, device=device)

@@ -119,7 +119,7 @@ def test_decoding_never_waits_for_a_prefill(prompts, budget, arrivals):
                 arrived.computed_tokens = arrived.total_tokens - (1 if whole else 2)
                 scheduler.blocks.grow(arrived, arrived.computed_tokens)
                 scheduler.adopt(arrived)
-        decoding = [seq for seq in scheduler.running if seq.is_decoding]
+        decoding = [seq for seq in scheduler.running if seq.tokens and seq.pending_tokens == 1]
         work = scheduler.schedule()
         if not work:
             break

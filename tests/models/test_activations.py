@@ -43,7 +43,7 @@ def step(rank: int, role: str, folder, gradients, layout: str, sequence_parallel
     from rlhfuse.models.hf import load_weights
     from rlhfuse.parallel.groups import GroupMaker
 
-    ranks, maker = ranks_of(**{role: layout}), GroupMaker(60)
+    ranks, maker = ranks_of(**{role: layout}), GroupMaker(600)
     built = build(rank, maker, ranks, role, folder, Activations(sequence_parallel, recompute))
     pipelines = built.grid.dp
     rows = random_rows(LENGTHS, 7)
@@ -116,7 +116,7 @@ def kept_bytes(rank: int, folder, layout: str, sequence_parallel: bool, recomput
     from rlhfuse.models.build import Activations
     from rlhfuse.parallel.groups import GroupMaker
 
-    ranks, maker = ranks_of(actor=layout), GroupMaker(60)
+    ranks, maker = ranks_of(actor=layout), GroupMaker(600)
     built = build(rank, maker, ranks, "actor", folder, Activations(sequence_parallel, recompute))
     kept: dict[int, torch.Tensor] = {}
     for stage in (part.stage for part in built.stages.values() if not part.stage.first and not part.stage.last):

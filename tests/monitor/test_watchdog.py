@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from gloo import host_store, join
 
 from rlhfuse.monitor.heartbeat import FAILED, INTERRUPTED, LEFT, TERMINATED, Heartbeat, ProcessName
 from rlhfuse.monitor.watchdog import Limits, PeerBook, Watchdog
@@ -184,21 +185,18 @@ def test_an_error_beside_a_silent_peer_names_it(monkeypatch):
 # ---- real processes over a real store
 
 
-def work(rank, world, store_port, gloo_port, folder, case, limits):
+def work(rank, world, port, folder, case, limits):
     """One rank: blocked in C++ in a gloo receive whose sender never sends, unless the case says otherwise."""
     sys.stderr.flush()
     os.dup2(os.open(f"{folder}/stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    import datetime
-
     import torch
     import torch.distributed as dist
 
     from rlhfuse.monitor.watchdog import Watchdog
 
     torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{gloo_port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
-    store = dist.TCPStore("127.0.0.1", store_port, timeout=datetime.timedelta(seconds=5))
+    join(port, rank, world)
+    store = dist.TCPStore("127.0.0.1", port)
     with Watchdog(store, rank, world, limits) as watchdog:
         watchdog.progress(f"generation step {10 + rank}")
         dist.barrier()
@@ -220,16 +218,11 @@ class Job:
     """Ranks as spawned processes, and the store that a launcher would host."""
 
     def __init__(self, folder, case, world=3, limits=Limits(interval_seconds=0.2)):
-        import torch.distributed as dist
-
-        with socket.socket() as one:
-            one.bind(("127.0.0.1", 0))
-            gloo_port = one.getsockname()[1]
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = host_store()
         self.folder = folder
         context = multiprocessing.get_context("forkserver")  # loads torch once, not once per rank
         context.set_forkserver_preload(["torch.distributed", "rlhfuse.monitor.watchdog"])
-        arguments = (world, self.store.port, gloo_port, str(folder), case, limits)
+        arguments = (world, self.store.port, str(folder), case, limits)
         self.ranks = [context.Process(target=work, args=(rank, *arguments)) for rank in range(world)]
         for process in self.ranks:
             process.start()
@@ -291,7 +284,7 @@ def test_rank_that_raises_is_named_with_its_error(job):
 
 def test_stopped_rank_is_silent_and_found(job):
     """SIGSTOP stands in for a host that vanished: the pid is there, the heartbeat is not."""
-    running = job("blocked", limits=Limits(watchdog_seconds=2, interval_seconds=0.2))
+    running = job("blocked", limits=Limits(watchdog_seconds=8, interval_seconds=0.2))
     os.kill(running.ranks[2].pid, signal.SIGSTOP)
     assert running.exit_codes([0, 1]) == [1, 1]
     assert "died: silent for" in running.stderr(0)
@@ -318,7 +311,7 @@ def test_sigterm_after_a_death_names_the_dead(job):
 
 
 def test_hang_prints_where_every_rank_is(job):
-    running = job("blocked", limits=Limits(hang_seconds=3, interval_seconds=0.2))
+    running = job("blocked", limits=Limits(hang_seconds=8, interval_seconds=0.2))
     assert running.exit_codes([0, 1, 2]) == [1, 1, 1]
     assert all("no rank made progress for" in running.stderr(rank) for rank in range(3))
     for rank in range(3):

@@ -35,7 +35,7 @@ def switch(rank: int, folder) -> dict:
     from rlhfuse.parallel.offload import WeightMemory
     from rlhfuse.parallel.reshard import Resharder
 
-    ranks, maker, device = ranks_of(actor="d1t1p2"), GroupMaker(60), choose_device("cpu", 0, 1)
+    ranks, maker, device = ranks_of(actor="d1t1p2"), GroupMaker(600), choose_device("cpu", 0, 1)
     built = build(rank, maker, ranks, "actor", folder, WHOLE)
     grid = plain_grid(ParallelLayout.parse("d2t1p1"))
     copy = build_model(

@@ -40,7 +40,7 @@ def there_and_back(rank: int, role: str, folder, layout: str, generation: str, s
     from rlhfuse.parallel.reshard import Resharder
     from rlhfuse.roles import load_part
 
-    ranks, maker, device = ranks_of(**{role: layout}), GroupMaker(60), choose_device("cpu", 0, 1)
+    ranks, maker, device = ranks_of(**{role: layout}), GroupMaker(600), choose_device("cpu", 0, 1)
     built = build(rank, maker, ranks, role, folder, Activations(sequence_parallel))
     grid, spec = plain_grid(ParallelLayout.parse(generation)), ModelSpec.from_config(folder)
     groups = maker.for_model("generation", grid, rank)

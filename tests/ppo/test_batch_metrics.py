@@ -5,7 +5,7 @@ import torch
 
 from rlhfuse.config import AlgorithmConfig
 from rlhfuse.ppo.advantage import add_advantages
-from rlhfuse.ppo.metrics import balance_metrics, batch_metrics
+from rlhfuse.ppo.metrics import batch_metrics
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.ppo.token_rewards import add_token_rewards
 
@@ -33,12 +33,3 @@ def test_batch_metrics():
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
     assert metrics["critic/advantages/mean"] == pytest.approx(0, abs=1e-6)
-
-
-def test_balance_metrics():
-    assert balance_metrics([9, 8, 1, 2], [[0, 2], [1, 3]]) == {
-        "global_seqlen/min": 3,
-        "global_seqlen/max": 17,
-        "global_seqlen/balanced_min": 10,
-        "global_seqlen/balanced_max": 10,
-    }

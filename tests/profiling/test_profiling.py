@@ -84,7 +84,7 @@ def extremes_on(rank: int) -> tuple[list[float], float]:
 
     config = quickstart("rollout.max_response_tokens=480")  # with the prompt, the models' whole context of 512
     points = points_of(config)
-    builder = Builder(rank, dist.get_world_size(), choose_device("cpu", 0, 1), torch.float32, GroupMaker(60))
+    builder = Builder(rank, dist.get_world_size(), choose_device("cpu", 0, 1), torch.float32, GroupMaker(600))
     work = GenerationWork(config, read_specs(config)["actor"], points, builder, tp=1)
     steps = work.decode(*points.decode()[-1], 5)
     seconds = work.prefill(*points.packs()[-1])

@@ -84,7 +84,7 @@ def in_process(monkeypatch, capsys):
 
 
 def test_search_writes_the_contract(folder):
-    result = run(folder, "--time-limit", 60, "--seed", 1)
+    result = run(folder, "--time-limit", 3600, "--seed", 1)
     assert result.returncode == 0, result.stderr
     raw = read(folder)
     assert raw["optimal"] and raw["makespan"] == raw["lower_bound"] < raw["serial_makespan"]

@@ -1,0 +1,139 @@
+"""NaN and infinity anywhere in a training step are named on all ranks and change nothing."""
+
+from __future__ import annotations
+
+import pytest
+from training_pair import LR, build_pair, make_batch, weights
+
+from rlhfuse.ppo.balance import cut_microbatches
+
+
+def spoiled(field: str, sample: int):
+    """The mini-batch of seed 5 with a NaN in one sample's `field`."""
+    batch = make_batch(5)
+    first = int(batch.response_lengths[:sample].sum())
+    values = getattr(batch, field).clone()
+    values[first] = float("nan")
+    return batch.with_fields(**{field: values})
+
+
+def infinite_gradient(pair, rank: int) -> None:
+    """The actor's stage 2 makes an infinite gradient of micro-batch 1."""
+    stage = pair.models["actor"].stages.get(2)
+    if stage is not None:
+        original = stage.backward
+
+        def backward(microbatch, gradient):
+            out = original(microbatch, gradient)
+            if microbatch == 1:
+                out[3, 0, 5] = float("inf")
+            return out
+
+        stage.backward = backward
+
+
+def infinite_hidden(pair, rank: int) -> None:
+    """The critic's stage 0 gives out an infinite hidden state of micro-batch 0."""
+    stage = pair.models["critic"].stages.get(0)
+    if stage is not None:
+        original = stage.forward
+
+        def forward(microbatch, batch, hidden, loss):
+            out = original(microbatch, batch, hidden, loss)
+            if microbatch == 0:
+                out[0, 0, 0] = float("-inf")
+            return out
+
+        stage.forward = forward
+
+
+def overflowing_norm(pair, rank: int) -> None:
+    """Gradients of 1e30 on rank 1: each finite, but not their squares."""
+    optimizer = pair.models["critic"].optimizer
+    original = optimizer.start_reduction
+
+    def start(stage, finite=None):
+        if rank == 1:
+            next(iter(optimizer.module.parameters())).main_grad.fill_(1e30)
+        original(stage, finite)
+
+    optimizer.start_reduction = start
+
+
+FAULTS = {
+    "advantages": (lambda pair, rank: None, lambda: spoiled("advantages", 3)),
+    "returns": (lambda pair, rank: None, lambda: spoiled("returns", 7)),
+    "gradient": (infinite_gradient, lambda: make_batch(5)),
+    "hidden": (infinite_hidden, lambda: make_batch(5)),
+    "norm": (overflowing_norm, lambda: make_batch(5)),
+}
+
+
+def faults(rank: int, folders: dict, kinds: list[str], dtype: str, optimizer: str) -> dict:
+    """Each bad step as the first, and again between two good ones: what it raised, and whether anything changed."""
+    out: dict = {"errors": {kind: [] for kind in kinds}, "equal": []}
+
+    def fail(pair, kind: str) -> None:
+        before = state(pair)
+        breaks, batch = FAULTS[kind]
+        breaks(pair, rank)
+        try:
+            pair.step.run(batch(), pair.counts, LR)
+        except FloatingPointError as error:
+            out["errors"][kind].append(str(error))
+        for model in pair.models.values():  # whole again
+            for stage in model.stages.values():
+                stage.__dict__.pop("forward", None), stage.__dict__.pop("backward", None)
+            model.optimizer.__dict__.pop("start_reduction", None)
+        out["equal"].append(before == state(pair))
+
+    def state(pair):
+        return pair.digest() if optimizer == "adam" else weights(pair)
+
+    pair = build_pair(rank, folders, "d1t1p4", "d2t1p2", dtype=dtype, optimizer=optimizer)
+    for kind in kinds:
+        fail(pair, kind)
+    pair.train(0)
+    for kind in kinds:
+        fail(pair, kind)
+    pair.train(1)
+    out["after"] = weights(pair)
+    pair.close()
+    untouched = build_pair(rank, folders, "d1t1p4", "d2t1p2", dtype=dtype, optimizer=optimizer)
+    untouched.train(0), untouched.train(1)
+    out["reference"] = weights(untouched)
+    untouched.close()
+    return out
+
+
+def place_of(sample: int, pipelines: int) -> int:
+    """The micro-batch, within its pipeline, that a sample of seed 5 is cut into."""
+    parts = cut_microbatches(make_batch(5).lengths.tolist(), 4)
+    return next(n for n, part in enumerate(parts) if sample in part) % (4 // pipelines)
+
+
+@pytest.mark.parametrize(
+    "dtype,optimizer,kinds",
+    [
+        ("float32", "adam", ["advantages", "returns", "gradient", "hidden", "norm"]),
+        ("bfloat16", "adam", ["returns", "gradient"]),
+        ("float32", "sgd", ["returns"]),
+    ],
+)
+def test_a_fault_is_named_on_all_ranks_and_changes_nothing(workers, folders, dtype, optimizer, kinds):
+    named = {
+        "advantages": f"actor, stage 3, micro-batch {place_of(3, 1)}: the loss",
+        "returns": f"critic, stage 1, micro-batch {place_of(7, 2)}: the loss",
+        "gradient": "actor, stage 2, micro-batch 1: the gradient",
+        "hidden": "critic, stage 0, micro-batch 0: the loss or hidden state",
+        "norm": "the gradient norm of critic",
+    }
+    runs = workers.run(faults, folders, kinds, dtype, optimizer)
+    for run in runs:
+        assert run["errors"] == runs[0]["errors"]
+        for kind in kinds:
+            assert len(run["errors"][kind]) == 2
+            for error in run["errors"][kind]:
+                assert error.startswith(named[kind]) and "no weights were changed" in error, error
+        assert all(run["equal"])  # weights, main weights, Adam's moments and counters
+        assert run["after"] == run["reference"]
