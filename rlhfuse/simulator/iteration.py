@@ -224,8 +224,9 @@ def move_cost(costs: CostModel, limits: InstanceLimits) -> MoveCost:
 
 @dataclass(frozen=True)
 class IterationSeconds:
-    """Predicted seconds of one iteration's two parts, serial and fused."""
+    """Predicted seconds of one iteration's parts, serial and fused; the weights move one model after the other."""
 
+    weight_moves: float  # into the layouts of generation and inference, fused or not
     gen_infer_serial: float
     gen_infer_fused: float
     training_serial: float
@@ -233,11 +234,11 @@ class IterationSeconds:
 
     @property
     def serial(self) -> float:
-        return self.gen_infer_serial + self.training_serial
+        return self.weight_moves + self.gen_infer_serial + self.training_serial
 
     @property
     def fused(self) -> float:
-        return self.gen_infer_fused + self.training_fused
+        return self.weight_moves + self.gen_infer_fused + self.training_fused
 
     @property
     def speedup(self) -> float:
@@ -255,8 +256,14 @@ def simulate_iteration(
     triggers: Sequence[int],
     minibatch_seconds: tuple[float, float],
     minibatches: int,
+    weight_moves: float,
 ) -> IterationSeconds:
-    """A whole iteration; `minibatch_seconds` are a mini-batch's training makespans (serial, fused)."""
+    """A whole iteration.
+
+    `minibatch_seconds` are a mini-batch's training makespans (serial, fused), `weight_moves` the seconds of all moves
+    between layouts.
+    """
     batch = BatchSimulation(lengths, instances, costs, limits)
     serial, fused = batch.timeline(()).total_seconds, batch.timeline(triggers).total_seconds
-    return IterationSeconds(serial, fused, minibatch_seconds[0] * minibatches, minibatch_seconds[1] * minibatches)
+    training = (minibatch_seconds[0] * minibatches, minibatch_seconds[1] * minibatches)
+    return IterationSeconds(weight_moves, serial, fused, *training)

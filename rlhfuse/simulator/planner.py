@@ -193,7 +193,8 @@ def plan_run(
     setting = _Setting(config, batch, job, limits, batches)
     threshold_samples, threshold, reason = _choose_threshold(setting, sweep=lengths is not None)
     reasons += [reason, _limits_reason(config, limits)]
-    seconds = _predict(setting, summary, threshold_samples, threshold)
+    moves = layout_moves(tasks, specs, element_bytes(config), hardware)
+    seconds = _predict(setting, summary, threshold_samples, threshold, sum(move.seconds for move in moves))
 
     full = training_problem(costs, batch, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
     memory = run_memory(config, costs, batch, limits.kv_capacity_bytes, Schedule(full, schedule.orders))
@@ -207,7 +208,7 @@ def plan_run(
         batch=batch,
         memory=memory,
         memory_limit=limit,
-        weight_moves=layout_moves(tasks, specs, element_bytes(config), hardware),
+        weight_moves=moves,
         seconds=seconds,
         schedule=summary,
         threshold_samples=threshold_samples,
@@ -285,19 +286,20 @@ def check_threshold(found: Threshold, config: RunConfig, batch: BatchArithmetic)
 
 
 def _predict(
-    setting: _Setting, summary: ScheduleSummary, threshold_samples: int | None, threshold: Threshold | None
-) -> IterationSeconds:
-    """Means over the batches; a threshold's own curve where there is one."""
+    setting: _Setting, summary: ScheduleSummary, threshold_samples: int | None, threshold: Threshold | None,
+    moves: float,
+) -> IterationSeconds:  # fmt: skip
+    """Means over the batches; a threshold's own curve where there is one. `moves`: seconds of the weights' moves."""
     minibatch = (summary.serial_makespan_seconds, summary.makespan_seconds)
     batch, count = setting.batch, setting.batch.optimizer_steps
     if threshold is not None:
         return IterationSeconds(
-            threshold.serial_seconds, threshold.fused_seconds, minibatch[0] * count, minibatch[1] * count
+            moves, threshold.serial_seconds, threshold.fused_seconds, minibatch[0] * count, minibatch[1] * count
         )
     triggers = (threshold_samples,) if threshold_samples else ()
     runs = [
         simulate_iteration(
-            one, batch.instances, setting.job, setting.limits, triggers, minibatch, count
+            one, batch.instances, setting.job, setting.limits, triggers, minibatch, count, moves
         ).to_dict()
         for one in setting.batches
     ]
