@@ -175,12 +175,10 @@ class _Fused:
         return seconds
 
     def _meet(self, now: float) -> None:
-        """A later trigger: skipped where fewer than two instances still decode."""
-        trigger = self.triggers.pop(0)
-        if len(self.tail.decoding) > 1:
-            meeting = self.tail.meet(now, trigger)
-            if meeting:
-                self._take_in(meeting)
+        """A later trigger; a meeting that frees nobody takes no time."""
+        meeting = self.tail.meet(now, self.triggers.pop(0))
+        if meeting:
+            self._take_in(meeting)
 
     def _take_in(self, meeting: Meeting) -> None:
         """Note what everybody did; freed instances, and destinations without a sample, become workers."""

@@ -73,6 +73,18 @@ def job_cost(costs: Mapping[str, AnalyticCost], world_size: int) -> JobCost:
     return JobCost(generation, tuple(costs[name] for name in SCORERS if name in costs), cross_node=crosses)
 
 
+def starting_costs(
+    config: RunConfig, specs: Mapping[str, ModelSpec], analytic: Mapping[str, AnalyticCost], world_size: int
+) -> tuple[CostModel, str]:
+    """Costs of generation and inference before a run has measured any, and what they are called.
+
+    Those of fusion.profile, else analytic. Raises InputError for a file that is no profile of this run.
+    """
+    if config.fusion.profile:
+        return load_run_costs(config, specs), f"costs of fusion.profile={config.fusion.profile}"
+    return job_cost(analytic, world_size), "analytic costs"
+
+
 def generation_cost(
     config: RunConfig, specs: Mapping[str, ModelSpec], instances: int, hardware: HardwareSpec
 ) -> JobCost:
@@ -179,15 +191,13 @@ def plan_run(
     mean_tokens = (sum(known.prompt) + sum(known.output)) / len(known)
     reasons = [_lengths_reason(config, lengths)]
 
-    profile = load_run_costs(config, specs) if config.fusion.profile else None
-    schedule, source = choose_schedule(config, training_problem(costs, batch, mean_tokens, profile))
+    job, priced_by = starting_costs(config, specs, costs, world_size)
+    schedule, source = choose_schedule(config, training_problem(costs, batch, mean_tokens, job))
     summary = summarise_schedule(schedule, source)
     reasons.append(_schedule_reason(summary))
 
-    job = profile or job_cost(costs, world_size)
-    if profile:
-        training = "training too" if isinstance(profile, ProfiledCost) else "training analytically"
-        reasons.append(f"generation and inference are priced by {config.fusion.profile}, {training}")
+    training = "training too" if isinstance(job, ProfiledCost) else "training analytically"
+    reasons.append(f"generation and inference are priced by {priced_by}, {training}")
     limits = instance_limits(config, specs["actor"], batch.instances, job, median_context(known))
     batches = known.draw(batch.samples, DRAWS, config.trainer.seed) if lengths else (known,)
     setting = _Setting(config, batch, job, limits, batches)
