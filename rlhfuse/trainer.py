@@ -65,10 +65,9 @@ from rlhfuse.run_metrics import (
 from rlhfuse.schedule.lowering import lower
 from rlhfuse.schedule.program_times import makespan
 from rlhfuse.schedule.schedule import Schedule
-from rlhfuse.simulator.hardware import hardware_by_name
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.plan import Plan
-from rlhfuse.simulator.planner import job_cost, kv_blocks, task_costs
+from rlhfuse.simulator.planner import kv_blocks
 from rlhfuse.threshold_control import ThresholdControl
 from rlhfuse.timeline import StageTimes
 
@@ -100,10 +99,8 @@ class Trainer:
             rank, prepared.ranks, schedule, self.programs, self.roles.trained, self.roles.channels, config.algorithm,
             config.rollout.temperature, device.torch_device, watchdog.progress,
         )  # fmt: skip
-        hardware = hardware_by_name(config.trainer.hardware, device.torch_device.type)
-        specs = prepared.checkpoints.specs
-        analytic = job_cost(task_costs(config, specs, prepared.tasks, hardware), prepared.world_size)
-        self.threshold = ThresholdControl(config, plan, specs, analytic, device)
+        actor = prepared.checkpoints.specs["actor"]
+        self.threshold = ThresholdControl(config, plan, actor, prepared.costs, prepared.costs_name, device)
         self.stage_times = StageTimes()
         self.sampler = PromptSampler(len(prepared.prompts), config.trainer.seed)
         self.rewarder = self._start_rewarder()
