@@ -16,8 +16,6 @@ mean per 100 iterations. On a busy machine slopes say how busy it was; memory an
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import os
 import signal
 import statistics
@@ -36,7 +34,6 @@ from search_runs import console, counting, finish, machine
 
 from rlhfuse.errors import InputError, run_program
 from rlhfuse.monitor.metrics import read_metrics
-from rlhfuse.schedule.io import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = 10  # iterations
@@ -81,7 +78,8 @@ class RankLife:
     @staticmethod
     def of(rank: int, looks: Sequence[Look]) -> "RankLife":
         """`looks`: of this rank after the warm-up, in order."""
-        first, last = looks[:WINDOW], looks[-WINDOW:]
+        width = max(min(WINDOW, len(looks) // 2), 1)
+        first, last = looks[:width], looks[-width:]
 
         def middles(name: str) -> tuple[float, float]:
             return tuple(statistics.median(getattr(one, name) for one in part) for part in (first, last))
@@ -140,8 +138,6 @@ def main() -> None:
         "slopes": {name: asdict(slope) for name, slope in slopes.items()},
         "goals": [] if arguments.quick else goals(lives, slopes),
     }
-    if arguments.samples:
-        write_text(arguments.samples, csv_of(looks))
     finish(result, arguments.out)
 
 
@@ -171,13 +167,17 @@ def train(arguments: argparse.Namespace, run_dir: Path, output: Path) -> list[Lo
     command += [f"trainer.output_dir={run_dir}", f"trainer.iterations={arguments.iterations}"]
     command += ["trainer.export=false", *(QUICK if arguments.quick else ()), *arguments.overrides]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    with open(output, "w", encoding="utf-8") as stream:
+    looks: list[Look] = []
+    with open(output, "w") as stream, open(arguments.samples or os.devnull, "w") as table:
+        print(*(field.name for field in fields(Look)), sep=",", file=table)
         process = subprocess.Popen(
             command, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}, stdout=stream,
             stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True,
         )  # fmt: skip
         try:
-            looks = list(watch(process, run_dir / "metrics.jsonl", arguments.timeout))
+            for one in watch(process, run_dir / "metrics.jsonl", arguments.timeout):
+                looks.append(one)
+                print(*astuple(one), sep=",", file=table, flush=True)
         finally:
             end(process)
     if process.returncode:
@@ -258,14 +258,6 @@ def slope_table(slopes: dict[str, Slope]) -> Table:
     for name, one in slopes.items():
         table.add_row(name, f"{one.mean:.4g}", f"{one.percent:+.2f}", f"{one.standard_error:.2f}")
     return table
-
-
-def csv_of(looks: Sequence[Look]) -> str:
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(field.name for field in fields(Look))
-    writer.writerows(astuple(one) for one in looks)
-    return out.getvalue()
 
 
 if __name__ == "__main__":
