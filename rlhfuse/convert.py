@@ -54,7 +54,7 @@ def convert(
     """Write `role` as a Hugging Face folder `out`, with config and tokenizer of `like`, by default where it came from.
 
     Weights have the dtype that the run trains in, as in its export/. Raises InputError for a role that was not
-    trained and for a `like` of another shape.
+    trained, for a `like` of another shape and for a disk that is full.
     """
     facts = checkpoint.manifest.facts
     if role not in checkpoint.reader.roles():

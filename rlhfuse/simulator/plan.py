@@ -7,11 +7,11 @@ it is made (simulator/planner.py) and nothing of torch, process groups or the en
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlhfuse.errors import InputError
+from rlhfuse.schedule.io import write_text
 from rlhfuse.simulator.generation import InstanceLimits
 from rlhfuse.simulator.iteration import IterationSeconds
 from rlhfuse.simulator.layout_moves import LayoutMove
@@ -146,7 +146,5 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write beside and rename."""
-    beside = Path(f"{path}.tmp")
-    beside.write_text(json.dumps(plan.to_dict(), indent=1) + "\n")
-    os.replace(beside, path)
+    """Write beside and rename. Raises InputError where that fails."""
+    write_text(path, json.dumps(plan.to_dict(), indent=1) + "\n")
