@@ -45,7 +45,7 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
 class Workers:
     """A pool of ranks."""
 
-    def __init__(self, world: int, timeout_seconds: float = 120.0) -> None:
+    def __init__(self, world: int, timeout_seconds: float = 300.0) -> None:
         from rlhfuse.parallel.device import allow_many_files
 
         allow_many_files()  # tensors that come back through a pipe are open files here

@@ -164,7 +164,7 @@ def test_the_program_exits_with_2_and_one_line(good):
         [sys.executable, str(ROOT / "tools/train_ppo.py"), "--config", str(good), "--dry-run", "trainer.iteration=3"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.splitlines() == [

@@ -23,7 +23,7 @@ PLAN = MigrationPlan((1,), (0, 2), (Move(7, 0, 1, "kv", 20), Move(8, 2, 1, "toke
 @pytest.fixture
 def board():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return Board(dist.PrefixStore("job", store), 3, timeout_seconds=0.2)
+    return Board(dist.PrefixStore("job", store), 3, timeout_seconds=120)
 
 
 def test_published_samples_are_taken_once_however_many_workers_try(board):
@@ -42,7 +42,7 @@ def test_published_samples_are_taken_once_however_many_workers_try(board):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
     taken = [i for first, last in won for i in range(first, last)]
     assert sorted(taken) == list(range(60)) and board.taken() == 60
     assert board.fetch(59) == b"sample 59"
@@ -50,9 +50,10 @@ def test_published_samples_are_taken_once_however_many_workers_try(board):
 
 
 def test_what_never_comes_is_named(board):
+    board._timeout = 0.2
+    board.bring(1, 0, b"note")
     with pytest.raises(TimeoutError, match="sample 0 of the long tail was announced but not sent in 0 s"):
         board.fetch(0)
-    board.bring(1, 0, b"note")
     with pytest.raises(TimeoutError, match="instance 2 of 2 instances did not come to meeting 1"):
         board.notes(1, (0, 2))
     assert board.notes(1, (0,)) == {0: b"note"}
@@ -70,24 +71,22 @@ def test_a_courier_tells_everything_before_it_ends_and_keeps_the_count(board):
         courier.finish(1)
         courier.finish(2, [b"a", b"b"])
         assert board.finish(4) >= 4  # somebody else's
-        deadline = time.monotonic() + 10
         while courier.finished < 7:
-            assert time.monotonic() < deadline
             time.sleep(0.001)
         courier.finish(3)
     assert board.finish(0) == 10 and board.published() == 2 and {board.fetch(0), board.fetch(1)} == {b"a", b"b"}
 
 
 def test_a_courier_does_not_keep_its_owner_waiting(board, monkeypatch):
-    own = Board.finish
-    monkeypatch.setattr(Board, "finish", lambda *given: (time.sleep(0.3), own(*given))[1])
+    """The store answers only when the owner is through with all it has to say."""
+    own, answers, waited = Board.finish, threading.Event(), []
+    monkeypatch.setattr(Board, "finish", lambda *given: (waited.append(answers.wait(120)), own(*given))[1])
     with Courier(board) as courier:
-        start = time.perf_counter()
         for _ in range(100):
             courier.finish(1)
-            assert courier.finished <= 100
-        assert time.perf_counter() - start < 0.2
-    assert board.finish(0) == 100
+            assert courier.finished == 0
+        answers.set()
+    assert board.finish(0) == 100 and all(waited)
 
 
 def test_a_courier_that_fails_says_so_to_who_asks(board, monkeypatch):

@@ -50,7 +50,7 @@ def work(rank: int, ports: tuple[int, int], folder: Path, models: dict, what: Pl
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[1]}", rank=rank, world_size=WORLD)
     store = dist.TCPStore("127.0.0.1", ports[0], timeout=datetime.timedelta(seconds=5))
-    with Watchdog(store, rank, WORLD, Limits(hang_seconds=60)) as watchdog:
+    with Watchdog(store, rank, WORLD, Limits(hang_seconds=3600)) as watchdog:
         number = 0
 
         def progress(text: str) -> None:
@@ -90,7 +90,7 @@ class Run:
     def wait(self) -> float:
         """Seconds from the fault to the end of the last rank; kills what is left after a while."""
         try:
-            deadline = time.monotonic() + 90
+            deadline = time.monotonic() + 240
             while any(process.is_alive() for process in self.ranks):
                 assert time.monotonic() < deadline, [self.stderr(rank)[-2000:] for rank in range(WORLD)]
                 time.sleep(0.05)
@@ -162,10 +162,11 @@ def find(kind: Kind, rank: int, nth: int = 0) -> int:
     return [n for n, i in enumerate(PLAN.programs[rank].instructions) if i.action.kind is kind][nth]
 
 
-def check_killed(folder: Path, models: dict, fault: Fault) -> None:
+def check_killed(folder: Path, models: dict, fault: Fault) -> float:
+    """Seconds from the fault to the end of the last rank."""
     run = Run(folder, models, PLAN, fault)
     pid = run.ranks[fault.rank].pid
-    assert run.wait() < 30
+    seconds = run.wait()
     reached = places_reached(PLAN, fault)
     assert run.ranks[fault.rank].exitcode == -signal.SIGKILL
     for rank, place in reached.items():
@@ -181,6 +182,7 @@ def check_killed(folder: Path, models: dict, fault: Fault) -> None:
             assert place, report
             check_place(place[1], rank, reached[rank])
             assert "the other ranks:" not in run.stderr(rank)
+    return seconds
 
 
 def check_place(doing: str, rank: int, place: int) -> None:
@@ -217,7 +219,7 @@ def test_a_rank_killed_in_any_instruction(tmp_path, models, rank):
     for place, instruction in enumerate(PLAN.programs[rank].instructions):
         folder = tmp_path / str(place)
         folder.mkdir()
-        check_killed(folder, models, Fault(rank, place))
+        assert check_killed(folder, models, Fault(rank, place)) < 30
 
 
 def test_all_kinds_are_among_the_instructions_killed_in():
@@ -228,7 +230,7 @@ def test_all_kinds_are_among_the_instructions_killed_in():
 def test_a_rank_that_raises_is_named_with_its_instruction(tmp_path, models):
     fault = Fault(1, find(Kind.SB, 1), raises=True)
     run = Run(tmp_path, models, PLAN, fault)
-    assert run.wait() < 30
+    run.wait()
     assert [process.exitcode for process in run.ranks] == [1, 1, 1, 1]
     instruction = PLAN.programs[1].instructions[fault.place]
     assert f"  {fault.place} {instruction}   <-- here" in run.stderr(1) and "watchdog:" not in run.stderr(1)

@@ -257,7 +257,7 @@ def stand_still(stage, scorer, made, case, store):
         return done
 
     def standing():
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 240
         while known and store.add("scored", 0) < known[0] * share:
             assert time.monotonic() < deadline, f"{store.add('scored', 0)} of {known[0]} samples scored"
             time.sleep(0.005)

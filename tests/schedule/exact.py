@@ -2,7 +2,8 @@
 
 One interval per operation, no overlap on a node, one interval per held activation under a cumulative
 limit on its node. Times and memory are scaled to the integers that CP-SAT needs, so give problems whose
-numbers are multiples of 1/100.
+numbers are multiples of 1/100. How far the solver goes is given in its own work units, some seconds each
+on a free core: what it proves does not depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ class Answer:
 
     value: float | None
     proved: bool
-    seconds: float
+    work: float  # spent
 
 
-def least_makespan(problem, *, memory=None, seconds=5.0, workers=1):
+def least_makespan(problem, *, memory=None, work=1.0):
     """The least makespan; with `memory`, of the schedules whose peak is at most that. Caps always hold."""
     model = _Model(problem, memory=memory)
     model.cp.minimize(model.makespan)
-    return model.solve(model.makespan, model.times, seconds, workers)
+    return model.solve(model.makespan, model.times, work)
 
 
-def least_memory(problem, makespan, *, seconds=5.0, workers=1):
+def least_memory(problem, makespan, *, work=1.0):
     """The least peak memory of the schedules with a makespan of at most `makespan`."""
     model = _Model(problem, makespan=makespan)
     model.cp.minimize(model.peak)
-    return model.solve(model.peak, model.memory, seconds, workers)
+    return model.solve(model.peak, model.memory, work)
 
 
 class _Model:
@@ -98,15 +99,15 @@ class _Model:
                 hold = self.cp.new_interval_var(start["F", s, m], size, out, "")
                 self.held[node].append((hold, self._size(pipeline.activation[s])))
 
-    def solve(self, value, scale, seconds, workers):
+    def solve(self, value, scale, work):
         solver = cp_model.CpSolver()
-        solver.parameters.max_time_in_seconds = seconds
-        solver.parameters.num_workers = workers
+        solver.parameters.max_deterministic_time = work
+        solver.parameters.num_workers = 1  # several race each other
         solver.parameters.random_seed = 1
         status = solver.solve(self.cp)
         proved = status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
         found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
-        return Answer(solver.value(value) / scale if found else None, proved, solver.wall_time)
+        return Answer(solver.value(value) / scale if found else None, proved, solver.response_proto.deterministic_time)
 
 
 def _scale(values):

@@ -3,7 +3,6 @@
 import itertools
 import math
 import random
-import time
 from collections import Counter
 from dataclasses import replace
 
@@ -22,6 +21,7 @@ from rlhfuse.schedule.window_rules import least, narrow
 from schedule_cases import TABLE_3, random_problem, table_3_problem
 
 EDGE = 1e-9
+PROBLEMS, WORK = 60, 0.1  # small problems to solve, and how hard CP-SAT tries each (exact.py)
 # What is proved at the latency bound of each row of TABLE_3.
 PROVED = [13.65, 15.6, 15.6, 13.65, 15.6, 15.6, 19.68, 19.68, 26.24, 19.68, 21.32, 26.24]
 
@@ -83,21 +83,20 @@ def test_bounds_and_claims_against_exact_optima():
     import exact
 
     seen, sizes = Counter(), []
-    deadline = time.monotonic() + 25
-    for seed in itertools.takewhile(lambda _: time.monotonic() < deadline, range(300)):
+    for seed in range(PROBLEMS):
         problem, rng = small_problem(seed), random.Random(seed)
         sizes.append(operations(problem))
-        fastest = exact.least_makespan(problem, seconds=1)
+        fastest = exact.least_makespan(problem, work=WORK)
         if not fastest.proved:
             continue
         count(seen, "latency", latency_bound(problem), fastest, seed)
         within = math.floor(4 * fastest.value * rng.choice([1, 1, 1.1, 1.3])) / 4
-        count(seen, "memory", memory_bound(problem, within), exact.least_memory(problem, within, seconds=1), seed)
+        count(seen, "memory", memory_bound(problem, within), exact.least_memory(problem, within, work=WORK), seed)
         capped = replace(problem, memory_cap=needed(problem) + rng.choice([0, 1, 2]))
-        count(seen, "capped latency", latency_bound(capped), exact.least_makespan(capped, seconds=1), seed)
+        count(seen, "capped latency", latency_bound(capped), exact.least_makespan(capped, work=WORK), seed)
         if seed % 2 == 0:
             schedule, report = search(problem, iterations=20_000, seed=seed, objective="memory")
-            least = exact.least_memory(problem, report.makespan, seconds=1)
+            least = exact.least_memory(problem, report.makespan, work=WORK)
             told = schedule_dict(schedule)
             seen["searched"] += 1
             seen["found fastest"] += report.makespan <= fastest.value * (1 + EDGE)
@@ -229,13 +228,10 @@ def test_times_without_a_common_tick_are_bounded_to_the_last_digit():
     assert whole * 0.7 * (1 - EDGE) - 0.7 <= latency_bound(shrunk) <= whole * 0.7 * (1 + EDGE)
 
 
-def test_large_problems_are_bounded_within_seconds():
+def test_large_problems_are_bounded():
     problem = table_3_problem(64, 32, 256, 128, 2, 2, 1.64, 2)
-    latency_bound(table_3_problem(*TABLE_3[2][0]))  # compiled
-    started = time.monotonic()
     bound = latency_bound(problem)
     memory = memory_bound(problem, bound)
-    assert time.monotonic() - started < 5  # a fifth of a second on a free core
     assert bound <= evaluate(greedy(problem)).makespan and memory > 64
 
 

@@ -24,7 +24,6 @@ from rlhfuse.schedule.search import search
 from rlhfuse.schedule.time_sharing import same_layout_problem, time_sharing
 from schedule_cases import plain, random_instance, random_problem, table_3_problem, verdict
 
-INSTANCES = 3000
 BUILDERS = {
     "serial 1F1B": serial_1f1b,
     "one in flight": lambda p: serial_1f1b(p, 1),
@@ -64,9 +63,10 @@ def capped(problem, caps, static=0):
     return replace(problem, memory_cap=tuple(cap + static for cap in caps), static_memory=static)
 
 
-def test_every_builder_on_random_instances(capsys):
+@pytest.mark.parametrize("seeds", [range(1000), pytest.param(range(1000, 3000), marks=pytest.mark.slow)], ids=str)
+def test_every_builder_on_random_instances(capsys, seeds):
     schedules, sizes = Counter(), Counter()
-    for seed in range(INSTANCES):
+    for seed in seeds:
         family, problem = random_instance(seed)
         operations = 0
         for name, schedule in built(problem, seed // 10 if family in ("group", "layout") else None):
@@ -83,10 +83,10 @@ def test_every_builder_on_random_instances(capsys):
         sizes[family, "nodes"] = max(sizes[family, "nodes"], problem.nodes)
         sizes[family, "> 8 nodes, >= 2 models"] += problem.nodes > 8 and len(problem.models) >= 2
         sizes["> 8 nodes, >= 2 models"] += problem.nodes > 8 and len(problem.models) >= 2
-    assert sizes["> 8 nodes, >= 2 models"] >= INSTANCES / 10
-    assert all(schedules[name] >= INSTANCES / 30 for name in BUILDERS), schedules
+    assert sizes["> 8 nodes, >= 2 models"] >= len(seeds) / 10
+    assert all(schedules[name] >= len(seeds) / 30 for name in BUILDERS), schedules
     with capsys.disabled():
-        print(f"\n{INSTANCES} instances, {sum(schedules.values())} schedules: {dict(schedules)}")
+        print(f"\n{len(seeds)} instances, {sum(schedules.values())} schedules: {dict(schedules)}")
         for family in ("small", "large", "group", "layout"):
             count = sizes[family, "instances"]
             print(

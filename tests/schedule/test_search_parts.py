@@ -158,13 +158,14 @@ def test_signals_are_remembered_and_a_second_ctrl_c_insists():
 
 
 EXCHANGE = """
-import math
+import os
+import time
 import numpy as np
 from mpi4py import MPI
 from rlhfuse.schedule.exchange import Exchange, Say
 
-waited = []
-exchange = Exchange(5, MPI.COMM_WORLD, MPI.MIN, lambda: waited.append(1))
+exchange = Exchange(5, MPI.COMM_WORLD, MPI.MIN)
+looks = 0
 rank = exchange.rank
 best = [(9.0, 9.0)]
 
@@ -185,10 +186,15 @@ assert round_of([nothing, (8.0, 7.0), (8.0, 7.0)])[0] == 1           # then the 
 assert round_of([(9.0, 9.5), (9.0, 8.0), nothing])[0] == 1           # only the memory is better
 heard = round_of([nothing] * 3, share=0.5 + rank, signal=15 * (rank == 2), tried=10**12 + rank, accepted=rank)[1]
 assert heard == (None, 0.5, 15, 3 * 10**12 + 3, 3)
-if rank == 1:
-    import time; time.sleep(0.3)
+def free():                                                          # as long as rank 1 keeps them waiting
+    global looks
+    looks += 1
+    if looks == 5:
+        open(f"free{rank}", "w").close()
+exchange.idle = free
+while rank == 1 and not (os.path.exists("free0") and os.path.exists("free2")):
+    time.sleep(0.01)
 round_of([nothing] * 3)
-assert rank == 1 or len(waited) > 5                                  # the others were free while they waited
 print("rank", rank, "agrees", flush=True)
 """
 
@@ -201,9 +207,10 @@ def test_three_ranks_agree(tmp_path):
     result = subprocess.run(
         [str(MPIRUN), "--oversubscribe", "-n", "3", sys.executable, str(tmp_path / "exchange.py")],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **root},
+        cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == [f"rank {rank} agrees" for rank in range(3)]

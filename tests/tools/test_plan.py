@@ -28,7 +28,7 @@ MODEL = dict(
 def program(*args: str, **env: str) -> subprocess.CompletedProcess:
     base = {key: value for key, value in os.environ.items() if key not in ("WORLD_SIZE", "RANK")}
     command = [sys.executable, str(ROOT / "tools/plan.py"), *args]
-    return subprocess.run(command, capture_output=True, text=True, env={**base, **env}, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, env={**base, **env}, timeout=280)
 
 
 @pytest.fixture

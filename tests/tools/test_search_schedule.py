@@ -252,8 +252,9 @@ def started(folder, launch):
     heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(launch, env=environment(), preexec_fn=heed, start_new_session=True, **pipes)
-    deadline = time.monotonic() + 120
-    while not (folder / "schedule.json").exists() and process.poll() is None and time.monotonic() < deadline:
+    deadline = time.monotonic() + 240
+    while not (folder / "schedule.json").exists() and process.poll() is None:
+        assert time.monotonic() < deadline, "no schedule yet"
         time.sleep(0.05)
     time.sleep(1)
     return process
@@ -262,9 +263,9 @@ def started(folder, launch):
 def ended(process):
     """Its output, once no search of its session is left."""
     try:
-        return process.communicate(timeout=60)
+        return process.communicate(timeout=240)
     finally:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while ranks_of(process) and time.monotonic() < deadline:
             time.sleep(0.1)
         left = ranks_of(process)
