@@ -64,5 +64,6 @@ def convert(
     if json.loads(json.dumps(asdict(spec))) != facts.models[role]:
         raise InputError(f"{like} is of another shape than the {role} of {checkpoint.folder}; give --like its folder")
     weights = StoredWeights(checkpoint.reader, role, getattr(torch, facts.settings["trainer.dtype"]))
+    head = role == "critic"
     with output_folder(out, force) as fresh:
-        write_folder(fresh, hf_tensors(weights, spec, role == "critic"), like, shard_bytes)
+        write_folder(fresh, hf_tensors(weights, spec, head), like, shard_bytes, scalar_head=head)

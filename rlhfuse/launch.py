@@ -21,6 +21,7 @@ from rlhfuse.config import RunConfig, dump_config
 from rlhfuse.errors import writing
 from rlhfuse.gen.warm_up import compile_kernels
 from rlhfuse.models import invariance
+from rlhfuse.models.hf import has_scalar_head
 from rlhfuse.monitor.watchdog import Limits, Watchdog
 from rlhfuse.parallel.collect import all_gather_bytes, together
 from rlhfuse.parallel.device import Device, allow_many_files, choose_device, local_rank
@@ -125,7 +126,9 @@ def start_line(prepared: Prepared) -> str:
         note = f"; {moved}: equal to about 1e-5 from here on, not bit for bit" if moved else ""
         return f"resuming from {prepared.resume.folder}: {prepared.resume.iteration} iterations are done{note}"
     why = "no checkpoint to resume from" if prepared.config.trainer.resume == "auto" else "trainer.resume=never"
-    return f"fresh start: {why}"
+    critic = prepared.checkpoints.paths.get("critic")
+    headless = critic and not has_scalar_head(critic)
+    return f"fresh start: {why}" + (f"; {critic} has no value head: the critic's begins at 0" if headless else "")
 
 
 def settle(prepared: Prepared, name: str, rank: int, device: Device) -> tuple[Schedule, Plan, Path]:

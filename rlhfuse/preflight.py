@@ -74,7 +74,7 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
     tasks = check_layouts(config, specs, world_size)
     _check_inference_layouts(config)
     for role, path in checkpoints.paths.items():
-        check_checkpoint(path, specs[role], scalar_head=role in ("critic", "reward"))
+        check_checkpoint(path, specs[role], scalar_head=role in ("critic", "reward"), fresh_head=role == "critic")
     tokenizer = load_tokenizer(resolve_checkpoint(config.actor.tokenizer, "actor"), specs["actor"])
     prompts = load_prompts(
         config.data.train_files, config.data.prompt_key, encoder(tokenizer, config), config.data.max_prompt_tokens,

@@ -43,7 +43,7 @@ def export_checkpoint(weights: Mapping[str, Tensor], spec: ModelSpec, scalar_hea
     try:
         with writing(out):
             work.mkdir(parents=True)
-        write_folder(work, hf_tensors(weights, spec, scalar_head), like)
+        write_folder(work, hf_tensors(weights, spec, scalar_head), like, scalar_head=scalar_head)
         with writing(out):
             shutil.rmtree(out, ignore_errors=True)
             os.replace(work, out)
@@ -53,17 +53,23 @@ def export_checkpoint(weights: Mapping[str, Tensor], spec: ModelSpec, scalar_hea
 
 
 def write_folder(
-    folder: Path, tensors: Iterable[tuple[str, Tensor]], like: Path, shard_bytes: int | None = None
-) -> None:
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], like: Path, shard_bytes: int | None = None, *,
+    scalar_head: bool,
+) -> None:  # fmt: skip
     """Fill an empty folder with (name, tensor) in files of at most `shard_bytes` each, but at least one tensor.
 
-    Raises InputError naming a file that cannot be written.
+    A model with a scalar head may come from a language model: its config then says what it has become. Raises
+    InputError naming a file that cannot be written.
     """
     dtype = _write_weights(folder, tensors, shard_bytes)
     config = json.loads((like / "config.json").read_text())
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = str(dtype).removeprefix("torch.")
+    if scalar_head:
+        names = config.get("architectures", [])
+        config["architectures"] = [name.replace("ForCausalLM", "ForSequenceClassification") for name in names]
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     with writing(folder / "config.json"):
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for name in COPIED_FILES:
