@@ -60,7 +60,7 @@ def main() -> None:
         "serial_ms": milliseconds(lambda: simulate_gen_infer(batches[0], *setting, ()), args.rounds),
         "fused_ms": milliseconds(lambda: simulate_gen_infer(batches[0], *setting, triggers), args.rounds),
         "iteration_ms": milliseconds(
-            lambda: simulate_iteration(batches[0], *setting, triggers, (1.0, 1.0), 8), args.rounds
+            lambda: simulate_iteration(batches[0], *setting, triggers, (1.0, 1.0), 8, 0.0), args.rounds
         ),
         "sweep_ms": milliseconds(lambda: sweep_threshold(batches, *setting), max(1, args.rounds // 10)),
         "asked_iteration_ms": ASKED_MS,

@@ -2,7 +2,7 @@
 
     start    every rank copies what it owns to host memory and goes on; its thread writes `iteration-N.partial`
              rank 0's thread waits for all files, writes the manifest and renames the folder: the checkpoint is there
-    check    all ranks end together where one thread has failed
+    one_end  all ranks end together where one thread has failed, or one rank in the block
     finish   waits for the thread; the next `start` and the end of the run call it
 
 A crash at any moment leaves the checkpoint before. The threads talk through files alone, so that they never meet
@@ -16,13 +16,14 @@ import os
 import shutil
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Mapping, Sequence
+from typing import Iterator, Mapping, Sequence
 
 from rlhfuse.checkpoint import MANIFEST, Manifest, RunState, checkpoints_in, folder_of
-from rlhfuse.errors import InputError
-from rlhfuse.parallel.collect import all_gather_bytes
+from rlhfuse.errors import InputError, JointError, writing
+from rlhfuse.parallel.collect import all_gather_bytes, together
 from rlhfuse.parallel.fragments import Fragment
 from rlhfuse.run_facts import RunFacts
 from rlhfuse.schedule.io import write_text
@@ -32,7 +33,7 @@ POLL_SECONDS = 0.02
 
 
 class CheckpointWriter:
-    """One rank's part in saving; `start`, `check` and `finish` are collectives of all ranks."""
+    """One rank's part in saving; `start`, `one_end` and `finish` are collectives of all ranks."""
 
     def __init__(
         self, run_dir: Path, rank: int, world_size: int, facts: RunFacts, keep: int, timeout_seconds: float
@@ -48,7 +49,7 @@ class CheckpointWriter:
     def start(self, iteration: int, state: RunState, roles: Mapping[str, Sequence[Fragment]]) -> None:
         """Begin to write checkpoints/iteration-N, after the one under way; `roles` may change when this returns.
 
-        Raises InputError as `check` does.
+        Raises JointError as `one_end` does.
         """
         self.finish()
         begin = time.time()
@@ -60,34 +61,44 @@ class CheckpointWriter:
         )
         self._thread.start()
 
-    def check(self) -> None:
-        """Raise InputError on every rank, naming rank and file, if any rank cannot write."""
-        if self._thread is not None:
-            self._agree()
+    @contextmanager
+    def one_end(self) -> Iterator[None]:
+        """A block that writes. If a rank raises InputError in it, or cannot save, all leave by the same JointError.
+
+        It names the file and the last good checkpoint. The one under way is dropped.
+        """
+        try:
+            with together():
+                yield
+                if self._problem:
+                    raise InputError(self._problem)
+        except JointError as error:
+            self._abandon()
+            left = checkpoints_in(self._run_dir)
+            where = f"the last good checkpoint is {left[-1]}" if left else "no checkpoint was saved"
+            raise JointError(f"{error}; {where}: start again with trainer.resume=auto") from None
 
     def finish(self) -> None:
-        """Wait until the checkpoint under way is complete, if there is one. Raises InputError as `check` does."""
+        """Wait until the checkpoint under way is complete, if there is one. Raises JointError as `one_end` does."""
         if self._thread is None:
             return
-        self._written.wait()
-        self._agree()
-        self._thread.join()
-        self._agree()
+        with self.one_end():
+            self._written.wait()
+        with self.one_end():
+            self._thread.join()
         self._thread = None
 
-    def _agree(self) -> None:
-        problems = [one.decode() for one in all_gather_bytes(self._problem.encode()) if one]
-        if not problems:
-            return
+    def _abandon(self) -> None:
+        """Drop the checkpoint under way, if there is one; a collective."""
         self._abandoned.set()
-        self._thread.join()
-        self._thread = None
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        all_gather_bytes(b"")  # nobody writes any more
         if self._rank == 0:
             for partial in folder_of(self._run_dir).glob("*.partial"):
                 shutil.rmtree(partial, ignore_errors=True)
-        left = checkpoints_in(self._run_dir)
-        fix = f"the last good checkpoint is {left[-1]}" if left else "there is no checkpoint yet"
-        raise InputError(f"{problems[0]}; {fix}: free space there and start again with trainer.resume=auto")
+        all_gather_bytes(b"")  # all see the same checkpoints
 
     # the thread -----------------------------------------------------------------------------------------------
 
@@ -97,16 +108,19 @@ class CheckpointWriter:
         done = folder_of(self._run_dir) / f"iteration-{iteration}"
         partial = done.with_name(f"{done.name}.partial")
         try:
-            partial.mkdir(parents=True, exist_ok=True)
-            mine = write_rank_file(partial, self._rank, copies)
+            with writing(partial):
+                partial.mkdir(parents=True, exist_ok=True)
+            with writing(partial / file_name(self._rank)):
+                mine = write_rank_file(partial, self._rank, copies)
             write_text(_note(partial, self._rank), json.dumps(asdict(mine)))
             self._written.set()
             if self._rank == 0 and (files := self._gather(partial)):
-                size = self._commit(partial, done, Manifest(iteration, self._facts, state, files))
+                with writing(partial / MANIFEST):
+                    size = self._commit(partial, done, Manifest(iteration, self._facts, state, files))
                 told = f"{size / 1e6:.1f} MB in {time.time() - begin:.2f} s, {copied:.2f} s of it in the step"
                 print(f"saved checkpoints/{done.name}: {told}", flush=True)
-        except (OSError, InputError) as error:
-            self._problem = f"rank {self._rank} cannot write {partial / file_name(self._rank)}: {error}"
+        except InputError as error:
+            self._problem = f"rank {self._rank}: {error}"
         finally:
             self._written.set()
 

@@ -38,7 +38,7 @@ class ActorConfig:
 
 @dataclass
 class CriticConfig:
-    path: str = ""  # default: reward.path, its scalar head included
+    path: str = ""  # default: reward.path with its scalar head, else actor.path; without a head it begins at 0
     optim: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
 
 
@@ -276,7 +276,7 @@ def _resolve(config: RunConfig) -> RunConfig:
     """Fill the defaults that depend on other keys and check ranges and combinations."""
     config.actor.tokenizer = config.actor.tokenizer or config.actor.path
     if config.algorithm.has_critic:
-        config.critic.path = config.critic.path or config.reward.path
+        config.critic.path = config.critic.path or config.reward.path or config.actor.path
     config.reference.path = config.reference.path or config.actor.path
     parallel = config.parallel
     parallel.inference = parallel.inference or parallel.generation

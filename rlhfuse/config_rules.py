@@ -170,8 +170,6 @@ def _check_models(config: RunConfig) -> None:
             raise InputError(f"reward.{kind}_weight=0.0 takes no notice of reward.{source}; drop reward.{source}")
     if not (reward.timeout_seconds > 0 and math.isfinite(reward.timeout_seconds)):
         raise InputError(f"reward.timeout_seconds={reward.timeout_seconds} must be above 0 and finite")
-    if algorithm.has_critic and not config.critic.path:
-        raise InputError("critic.path is not set, and there is no reward.path that it could default to; set it")
     if not algorithm.has_critic and config.critic.path:
         raise InputError(
             f"algorithm.name={algorithm.name} has no critic, but critic.path={config.critic.path}; drop critic.path"

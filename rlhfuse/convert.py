@@ -54,7 +54,7 @@ def convert(
     """Write `role` as a Hugging Face folder `out`, with config and tokenizer of `like`, by default where it came from.
 
     Weights have the dtype that the run trains in, as in its export/. Raises InputError for a role that was not
-    trained and for a `like` of another shape.
+    trained, for a `like` of another shape and for a disk that is full.
     """
     facts = checkpoint.manifest.facts
     if role not in checkpoint.reader.roles():
@@ -64,5 +64,6 @@ def convert(
     if json.loads(json.dumps(asdict(spec))) != facts.models[role]:
         raise InputError(f"{like} is of another shape than the {role} of {checkpoint.folder}; give --like its folder")
     weights = StoredWeights(checkpoint.reader, role, getattr(torch, facts.settings["trainer.dtype"]))
+    head = role == "critic"
     with output_folder(out, force) as fresh:
-        write_folder(fresh, hf_tensors(weights, spec, role == "critic"), like, shard_bytes)
+        write_folder(fresh, hf_tensors(weights, spec, head), like, shard_bytes, scalar_head=head)

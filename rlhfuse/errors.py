@@ -6,19 +6,27 @@ a failure of the program and keeps its traceback. Knows nothing of torch or of a
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
-from typing import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Callable, Iterator
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 RANK_0_FIRST_SECONDS = 5.0
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk full, quota used up, above the limit of a file's size
 
 
 class InputError(ValueError):
     """What the user gave cannot be used. The message is one line: the value and the fix."""
+
+
+class JointError(InputError):
+    """An InputError that every rank of the job raises at the same place, so that none is left waiting for another."""
 
 
 class ScheduleError(InputError):
@@ -31,6 +39,19 @@ class ScheduleError(InputError):
 
 class RewardError(RuntimeError):
     """A reward function failed on a sample: it raised, took too long, or gave no finite number."""
+
+
+@contextmanager
+def writing(path: str | Path, otherwise: str = "make it writable") -> Iterator[None]:
+    """Of a block that writes `path`: an OSError leaves it as an InputError with the file, the error and the fix.
+
+    `otherwise`: what to do when the reason is not that there is no room.
+    """
+    try:
+        yield
+    except OSError as error:
+        fix = "free space there" if error.errno in NO_ROOM else otherwise
+        raise InputError(f"cannot write {path}: {error.strerror or error}; {fix}") from None
 
 
 def run_program(main: Callable[[], int | None]) -> None:

@@ -18,10 +18,12 @@ import torch.distributed as dist
 
 from rlhfuse.checkpoint import is_finished
 from rlhfuse.config import RunConfig, dump_config
+from rlhfuse.errors import writing
 from rlhfuse.gen.warm_up import compile_kernels
 from rlhfuse.models import invariance
+from rlhfuse.models.hf import has_scalar_head
 from rlhfuse.monitor.watchdog import Limits, Watchdog
-from rlhfuse.parallel.collect import all_gather_bytes
+from rlhfuse.parallel.collect import all_gather_bytes, together
 from rlhfuse.parallel.device import Device, allow_many_files, choose_device, local_rank
 from rlhfuse.parallel.groups import connect
 from rlhfuse.preflight import Prepared, prepare
@@ -124,25 +126,34 @@ def start_line(prepared: Prepared) -> str:
         note = f"; {moved}: equal to about 1e-5 from here on, not bit for bit" if moved else ""
         return f"resuming from {prepared.resume.folder}: {prepared.resume.iteration} iterations are done{note}"
     why = "no checkpoint to resume from" if prepared.config.trainer.resume == "auto" else "trainer.resume=never"
-    return f"fresh start: {why}"
+    critic = prepared.checkpoints.paths.get("critic")
+    headless = critic and not has_scalar_head(critic)
+    return f"fresh start: {why}" + (f"; {critic} has no value head: the critic's begins at 0" if headless else "")
 
 
 def settle(prepared: Prepared, name: str, rank: int, device: Device) -> tuple[Schedule, Plan, Path]:
     """Schedule, plan and run directory, the same on every rank; rank 0 writes and prints them."""
     config = prepared.config
     told = b""
-    if rank == 0:
-        run_dir = Path(config.trainer.output_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        run_dir.mkdir(parents=True, exist_ok=True)
-        plan, schedule = plan_run(config, prepared.checkpoints.specs, prepared.world_size)
-        write_text(run_dir / "config.yaml", dump_config(config))
-        save_schedule(run_dir / "schedule.json", schedule, {"source": plan.schedule.source})
-        save_plan(plan, run_dir / "plan.json")
-        print(start_line(prepared), flush=True)
-        print(f"run directory: {run_dir}\ndevice: {device.torch_device} ({device.backend}), {prepared.prompts}")
-        print(f"{plan.render()}\n{schedule.text()}", flush=True)
-        told = json.dumps([str(run_dir), plan.to_dict(), schedule.text()]).encode()
+    with together():
+        if rank == 0:
+            run_dir = Path(config.trainer.output_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+            plan, schedule = plan_run(config, prepared.checkpoints.specs, prepared.world_size)
+            write_start(run_dir, config, plan, schedule)
+            print(start_line(prepared), flush=True)
+            print(f"run directory: {run_dir}\ndevice: {device.torch_device} ({device.backend}), {prepared.prompts}")
+            print(f"{plan.render()}\n{schedule.text()}", flush=True)
+            told = json.dumps([str(run_dir), plan.to_dict(), schedule.text()]).encode()
     folder, plan_dict, text = json.loads(all_gather_bytes(told)[0])
     schedule = Schedule.parse(prepared.problem, text)
     verify(lower(schedule, prepared.ranks, tied=prepared.tied), schedule, prepared.ranks, tied=prepared.tied)
     return schedule, Plan.from_dict(plan_dict), Path(folder)
+
+
+def write_start(run_dir: Path, config: RunConfig, plan: Plan, schedule: Schedule) -> None:
+    """What a run is before its first iteration. Raises InputError naming the file that cannot be written."""
+    with writing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+    write_text(run_dir / "config.yaml", dump_config(config))
+    save_schedule(run_dir / "schedule.json", schedule, {"source": plan.schedule.source})
+    save_plan(plan, run_dir / "plan.json")

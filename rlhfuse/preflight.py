@@ -25,13 +25,21 @@ from rlhfuse.schedule.builders import serial_1f1b
 from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.problem import FusionProblem
 from rlhfuse.schedule.ranks import FusedRanks, rank_map
-from rlhfuse.simulator.cost import AnalyticCost
+from rlhfuse.simulator.cost import AnalyticCost, CostModel
 from rlhfuse.simulator.hardware import hardware_by_name
 from rlhfuse.simulator.layouts import BatchArithmetic, Task, batch_arithmetic, check_layouts, training_layouts
 from rlhfuse.simulator.memory_check import memory_limit, refuse_unless_fits, run_memory
-from rlhfuse.simulator.planner import check_threshold, element_bytes, kv_blocks, task_costs, training_problem
+from rlhfuse.simulator.planner import (
+    check_threshold,
+    element_bytes,
+    kv_blocks,
+    starting_costs,
+    task_costs,
+    training_problem,
+)
 from rlhfuse.simulator.threshold import load_threshold
 from rlhfuse.spec import ModelSpec, ParallelLayout
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -47,6 +55,8 @@ class Prepared:
     problem: FusionProblem
     facts: RunFacts
     resume: Checkpoint | None  # None: a fresh start
+    costs: CostModel  # of generation and inference, until the run has measured its own
+    costs_name: str
 
     @property
     def tied(self) -> frozenset[str]:
@@ -64,7 +74,7 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
     tasks = check_layouts(config, specs, world_size)
     _check_inference_layouts(config)
     for role, path in checkpoints.paths.items():
-        check_checkpoint(path, specs[role], scalar_head=role in ("critic", "reward"))
+        check_checkpoint(path, specs[role], scalar_head=role in ("critic", "reward"), fresh_head=role == "critic")
     tokenizer = load_tokenizer(resolve_checkpoint(config.actor.tokenizer, "actor"), specs["actor"])
     prompts = load_prompts(
         config.data.train_files, config.data.prompt_key, encoder(tokenizer, config), config.data.max_prompt_tokens,
@@ -85,7 +95,8 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
     _check_memory(config, world_size, specs["actor"], costs, batch)
     facts = RunFacts.of(config, specs, tasks, world_size, tokenizer.get_vocab())
     resume = find_checkpoint(config, facts)
-    return Prepared(config, world_size, checkpoints, tokenizer, prompts, tasks, ranks, problem, facts, resume)
+    priced = starting_costs(config, specs, costs, world_size)
+    return Prepared(config, world_size, checkpoints, tokenizer, prompts, tasks, ranks, problem, facts, resume, *priced)
 
 
 def _check_memory(

@@ -83,7 +83,7 @@ def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, 
                 specs[role], grid, groups, rank, scalar_head=head, dtype=dtype, device=device, stage=stage,
                 activations=activations,
             )  # fmt: skip
-            load_part(chunks[stage], paths[role], specs[role], grid, rank, head, stage)
+            load_part(chunks[stage], paths[role], specs[role], grid, rank, head, stage, fresh_head=head)
         optimizer = ModelOptimizer(chunks, getattr(config, role).optim, groups, device)
         stages = {
             stage: TrainingStage(
@@ -149,14 +149,17 @@ def whole_copy(
 
 def load_part(
     model: torch.nn.Module, path: Path, spec: ModelSpec, grid: ModelGrid, rank: int, head: bool,
-    stage: int | None = None,
+    stage: int | None = None, fresh_head: bool = False,
 ) -> None:  # fmt: skip
-    """Fill this rank's part of the model, or its given `stage`, from a Hugging Face folder."""
+    """Fill this rank's part of the model, or its given `stage`, from a Hugging Face folder.
+
+    `fresh_head`: a scalar head that is not there is zero.
+    """
     _, lowest, tp_rank = grid.position(rank)
     stage = lowest if stage is None else stage
     weights = load_weights(
         path, spec, tp_rank=tp_rank, tp_size=grid.tp, layers=stage_layers(spec, grid)[stage], first=stage == 0,
-        last=stage == grid.stages - 1, scalar_head=head,
+        last=stage == grid.stages - 1, scalar_head=head, fresh_head=fresh_head,
     )  # fmt: skip
     fill(model, weights)
 

@@ -14,6 +14,7 @@ from typing import Any, Sequence
 
 from rlhfuse.checkpoint import METRICS
 from rlhfuse.config import RunConfig
+from rlhfuse.errors import writing
 from rlhfuse.monitor.console import ProgressPrinter
 from rlhfuse.monitor.metrics import Metrics, MetricsWriter
 from rlhfuse.monitor.phase_times import render_phase_times
@@ -36,12 +37,13 @@ class RunLog:
         self._traced: list[list[Span]] = []
 
     def write(self, metrics: Metrics, spans: list[Span], samples: Sequence[SampleText]) -> None:
-        """One iteration."""
+        """One iteration. Raises InputError naming the file that cannot be written."""
         self._metrics.write(metrics)
         self._samples.write(samples)
         for board in self._boards:
             board.log(metrics, samples)
-        self._printer.print(metrics)
+        with writing("standard output"):
+            self._printer.print(metrics)
         self._rows.append({name: value for name, value in metrics.items() if not isinstance(value, list)})
         self._traced = [*self._traced, spans][-self._trace_iterations :]
         save_trace([span for one in self._traced for span in one], self._run_dir / "trace.json")

@@ -19,10 +19,10 @@ from typing import Any, Mapping, Sequence
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhfuse.errors import InputError
+from rlhfuse.models.tensor_file import save_tensors
 from rlhfuse.parallel.fragments import Fragment, Place, assemble
 
 
@@ -59,16 +59,13 @@ def file_digest(file: Path) -> str:
 
 
 def write_rank_file(folder: Path, rank: int, state: Mapping[str, Sequence[Fragment]]) -> FileFacts:
-    """One rank's fragments by role, on disk when this returns. Raises OSError naming the file."""
+    """One rank's fragments by role, on disk when this returns. Raises OSError."""
     tensors, header = {}, {}
     for role, fragments in state.items():
         header[role] = [[one.name, one.step, list(one.tensors), one.place.to_list()] for one in fragments]
         tensors |= {f"{role}.{kind}.{one.name}": value for one in fragments for kind, value in one.tensors.items()}
     file = folder / file_name(rank)
-    try:
-        save_file(tensors, str(file), metadata={"fragments": json.dumps(header)})
-    except SafetensorError as error:
-        raise OSError(f"{file}: {error}") from None
+    save_tensors(tensors, file, {"fragments": json.dumps(header)})
     os.chmod(file, 0o644)
     with open(file, "rb") as stream:
         os.fsync(stream.fileno())

@@ -101,11 +101,11 @@ class ThresholdControl:
     """Holds the R_t in force and what it was chosen from. All ranks hold the same values."""
 
     def __init__(
-        self, config: RunConfig, plan: Plan, specs: dict[str, ModelSpec], analytic: CostModel, device: Device
+        self, config: RunConfig, plan: Plan, actor: ModelSpec, costs: CostModel, costs_name: str, device: Device
     ) -> None:
-        """`analytic` prices decoding and moving until the first iteration has been measured."""
+        """`costs` price everything until the first iteration has been measured; the log calls them `costs_name`."""
         self._config = config
-        self._spec = specs["actor"]
+        self._spec = actor
         self._instances = plan.batch.instances
         self._adapts = config.fusion.inter_stage and config.threshold() is None and self._instances > 1
         first = (plan.threshold_samples,) if plan.threshold_samples else ()
@@ -113,13 +113,14 @@ class ThresholdControl:
         self._transfers = probe_transfer(device) if config.fusion.inter_stage and self._instances > 1 else []
         self._observed: deque[dict] = deque(maxlen=RECENT_ITERATIONS)
         self._lengths: deque[SampleLengths] = deque(maxlen=RECENT_ITERATIONS)
-        self._costs: CostModel = analytic
+        self._costs: CostModel = costs
+        self._costs_name = costs_name
         self._seen = 0  # iterations of this process
         self.limits = self._fusion_limits(self._instance_limits())
 
     def observe(self, iteration: int, report: GenInferReport, batch: RolloutBatch) -> str:
         """Take an iteration in; a collective. Returns a line for the log when R_t is set or moves, else ''."""
-        lengths_before, costs_before = self._lengths_seen(), self._costs
+        lengths_before, costs_before, name_before = self._lengths_seen(), self._costs, self._costs_name
         if self._seen == 1:
             self._observed.pop()  # the process's first iteration compiled kernels: it counts while there is no other
         self._seen += 1
@@ -128,6 +129,8 @@ class ThresholdControl:
             SampleLengths(tuple(batch.prompt_lengths.tolist()), tuple(batch.response_lengths.tolist()))
         )
         self._costs = self._fit()
+        count = len(self._observed)
+        self._costs_name = f"costs measured over {count} iteration{'s' if count > 1 else ''}"
         limits = self._instance_limits()
         decided = b""
         if self._adapts and dist.get_rank() == 0:
@@ -136,8 +139,9 @@ class ThresholdControl:
             if lengths_before:
                 lengths = f"{lengths}, before: {lengths_before}"
             costs = changes(costs_before, self._costs, limits, median_context(self._lengths[-1]))
-            known = "costs of the last iterations" if iteration else "measured against assumed costs"
-            decided = json.dumps([triggers, f"{why}; {lengths}; {known}: {costs}"]).encode()
+            against = "those before" if name_before.startswith("costs measured") else name_before
+            told = f"{why}; {lengths}; {self._costs_name}, against {against}: {costs}"
+            decided = json.dumps([triggers, told]).encode()
         decided = all_gather_bytes(decided)[0]
         self.limits = self._fusion_limits(limits)
         if not self._adapts:
@@ -206,6 +210,7 @@ class ThresholdControl:
                 return
             self._observed.extend(state["observations"])
             self._costs = MeasuredCost.from_dict(state["costs"], where)
+            self._costs_name = "costs of the checkpoint"
             if self._adapts:
                 self.triggers = tuple(state["triggers"])
         except (KeyError, TypeError) as error:

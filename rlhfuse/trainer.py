@@ -65,10 +65,9 @@ from rlhfuse.run_metrics import (
 from rlhfuse.schedule.lowering import lower
 from rlhfuse.schedule.program_times import makespan
 from rlhfuse.schedule.schedule import Schedule
-from rlhfuse.simulator.hardware import hardware_by_name
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.plan import Plan
-from rlhfuse.simulator.planner import job_cost, kv_blocks, task_costs
+from rlhfuse.simulator.planner import kv_blocks
 from rlhfuse.threshold_control import ThresholdControl
 from rlhfuse.timeline import StageTimes
 
@@ -100,10 +99,8 @@ class Trainer:
             rank, prepared.ranks, schedule, self.programs, self.roles.trained, self.roles.channels, config.algorithm,
             config.rollout.temperature, device.torch_device, watchdog.progress,
         )  # fmt: skip
-        hardware = hardware_by_name(config.trainer.hardware, device.torch_device.type)
-        specs = prepared.checkpoints.specs
-        analytic = job_cost(task_costs(config, specs, prepared.tasks, hardware), prepared.world_size)
-        self.threshold = ThresholdControl(config, plan, specs, analytic, device)
+        actor = prepared.checkpoints.specs["actor"]
+        self.threshold = ThresholdControl(config, plan, actor, prepared.costs, prepared.costs_name, device)
         self.stage_times = StageTimes()
         self.sampler = PromptSampler(len(prepared.prompts), config.trainer.seed)
         self.rewarder = self._start_rewarder()
@@ -155,29 +152,39 @@ class Trainer:
     # the loop -------------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
-        """Run all iterations that are not done yet, then export the models that were trained."""
+        """Run all iterations that are not done yet, then export the models that were trained.
+
+        Raises JointError where a file cannot be written; what was saved before stays.
+        """
         leads = self.rank == 0
         first = self._restore()
-        if leads and (stale := rewind(self.run_dir, first)):
-            print(f"removed from {self.run_dir / 'checkpoints'}: {', '.join(stale)}", flush=True)
-        kept = metrics_kept(self.prepared.resume, self.run_dir)
-        log = RunLog(self.run_dir, self.config, first, kept) if leads else None
+        with self.checkpoints.one_end():
+            log = self._start_log(first) if leads else None
         for iteration in range(first, self.config.trainer.iterations):
             metrics, spans, samples = self.iterate(iteration)
-            if log:
-                log.write(metrics, spans, samples)
-                self.threshold.save_costs(self.run_dir / "costs.json")
-            self.checkpoints.check()
-            if self._save_due(iteration + 1):
-                self.save(iteration + 1, log.position() if log else 0)
+            due, position = self._save_due(iteration + 1), 0
+            with self.checkpoints.one_end():
+                if log:
+                    log.write(metrics, spans, samples)
+                    self.threshold.save_costs(self.run_dir / "costs.json")
+                    position = log.position() if due else 0
+            if due:
+                self.save(iteration + 1, position)
         if self.config.trainer.export:
             self.export()
         self.checkpoints.finish()
-        for opened in (log, self.rewarder):
-            if opened:
-                opened.close()
-        if leads:
-            mark_finished(self.run_dir, self.config.trainer.iterations)
+        with self.checkpoints.one_end():
+            for opened in (log, self.rewarder):
+                if opened:
+                    opened.close()
+            if leads:
+                mark_finished(self.run_dir, self.config.trainer.iterations)
+
+    def _start_log(self, first: int) -> RunLog:
+        """Of a run that goes on with iteration `first`; what it is going to write again is removed."""
+        if stale := rewind(self.run_dir, first):
+            print(f"removed from {self.run_dir / 'checkpoints'}: {', '.join(stale)}", flush=True)
+        return RunLog(self.run_dir, self.config, first, metrics_kept(self.prepared.resume, self.run_dir))
 
     def iterate(self, iteration: int) -> tuple[dict[str, Any], list[Span], list[SampleText]]:
         """One PPO iteration; returns its metrics, every rank's spans (on rank 0 the forecast's too), a few samples."""
@@ -370,9 +377,9 @@ class Trainer:
         for role, trained in self.roles.trained.items():
             copy = whole_copy(self.config, self.prepared.checkpoints, role, self.rank, self.device)
             self.resharder.move(trained.optimizer.modules.values(), copy)
-            if self.rank == 0:
-                paths, specs = self.prepared.checkpoints.paths, self.prepared.checkpoints.specs
-                weights = dict(copy.named_parameters())
-                out = self.run_dir / "export" / role
-                export_checkpoint(weights, specs[role], trained.scalar_head, paths[role], out)
-        dist.barrier()
+            with self.checkpoints.one_end():
+                if self.rank == 0:
+                    paths, specs = self.prepared.checkpoints.paths, self.prepared.checkpoints.specs
+                    weights = dict(copy.named_parameters())
+                    out = self.run_dir / "export" / role
+                    export_checkpoint(weights, specs[role], trained.scalar_head, paths[role], out)

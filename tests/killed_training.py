@@ -1,14 +1,16 @@
-"""tools/train_ppo.py that ends by SIGKILL at one moment, for the tests of restart; everything else is the program.
+"""tools/train_ppo.py that is killed, or meets a full disk, at one moment; everything else is the program.
 
     KILL_AT="RANK WHO COUNT REGEX"    when rank RANK says the COUNT-th text that REGEX finds
 
-WHO dies: one, or all with torchrun. Texts are what a rank tells its watchdog, and in the thread that saves
-"file begins", "file written" (of this rank), "commit begins", "commit ends" (of the checkpoint, on rank 0). Before
-each stands "start+K, iteration N: ", where K iterations came before it since the start.
+WHO dies: one, or all with torchrun; or "full": nobody, but the disk of the folder FULL_DISK has no byte left. Texts
+are what a rank tells its watchdog, and in the thread that saves "file begins", "file written" (of this rank), "commit
+begins", "commit ends" (of the checkpoint, on rank 0). Before each stands "start+K, iteration N: ", where K iterations
+came before it since the start.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -48,16 +50,31 @@ class Killer:
         with self.lock:
             self.left -= self.armed and self.regex.search(text) is not None
             if self.armed and self.left == 0:
+                self.armed = False
                 print(f"killed in: {text}", flush=True)
                 self.kill()
 
     def kill(self) -> None:
+        if self.who == "full":
+            fill(Path(os.environ["FULL_DISK"]) / "ballast")
+            return
         if self.who == "all":
             launcher = psutil.Process(os.getppid())
             for one in (launcher, *launcher.children()):
                 if one.pid != os.getpid():
                     one.kill()
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fill(ballast: Path) -> None:
+    """Write until the disk is full to the last byte."""
+    with open(ballast, "ab", buffering=0) as stream:
+        try:
+            while True:
+                stream.write(bytes(4096))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
 
 
 def main() -> int:

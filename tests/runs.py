@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,8 +38,10 @@ def finish(process: subprocess.Popen) -> str:
     return out
 
 
-def killed(config: Path, moment: str, *overrides: str) -> None:
-    """A run that ends by SIGKILL at the moment (tests/killed_training.py)."""
+def killed(config: Path, moment: str, *overrides: str) -> str:
+    """A run that ends by SIGKILL at the moment (tests/killed_training.py). Returns in what it was killed."""
     process = start(config, *overrides, program=ROOT / "tests" / "killed_training.py", KILL_AT=moment)
     out = ended(process)
-    assert process.returncode != 0 and "killed in:" in out, out
+    found = re.search(r"killed in: (.*)", out)
+    assert process.returncode != 0 and found, out
+    return found[1]

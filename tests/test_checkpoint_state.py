@@ -13,7 +13,7 @@ from tiny import write_checkpoint
 from rlhfuse.checkpoint import Checkpoint, RunState
 from rlhfuse.checkpoint_writer import CheckpointWriter
 from rlhfuse.config import OptimizerConfig, ParallelConfig, RunConfig
-from rlhfuse.errors import InputError
+from rlhfuse.errors import InputError, JointError
 from rlhfuse.parallel.fragments import Fragment, Place
 from rlhfuse.run_facts import RunFacts
 from rlhfuse.schedule.ranks import rank_map
@@ -63,7 +63,8 @@ def save(rank: int, out: Path, iteration: int, models: dict) -> None:
 
     writer = CheckpointWriter(out, rank, 4, NO_FACTS, 2, 60)
     writer.start(iteration, STATE, {role: export_state(model) for role, model in models.items()})
-    writer.check()
+    with writer.one_end():
+        pass
     one_step(rank, models, 99)  # what is written must be the state at the call
     writer.finish()
 
@@ -183,11 +184,36 @@ def write_with_a_full_disk(rank: int, out: Path) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def fail_alone(rank: int, out: Path) -> str:
+    """Rank 0 cannot write a line of its own while checkpoint 1 is under way. Returns what this rank's error says."""
+    place = Place((400,), 0, ((0, 400),), 100 * rank, 100 * (rank + 1))
+    writer = CheckpointWriter(out, rank, 4, NO_FACTS, 2, 60)
+    with writer.one_end():
+        pass
+    writer.start(1, STATE, {"actor": [Fragment("w", place, 1, {"main": torch.arange(100.0)})]})
+    writer.finish()
+    try:
+        with writer.one_end():
+            if rank == 0:
+                raise InputError("cannot write lines")
+        return "nothing was raised"
+    except JointError as error:
+        return str(error)
+
+
+def test_what_one_rank_cannot_write_ends_all_ranks(workers, tmp_path):
+    good = tmp_path / "checkpoints" / "iteration-1"
+    words = f"cannot write lines; the last good checkpoint is {good}: start again with trainer.resume=auto"
+    assert workers.run(fail_alone, tmp_path) == [words] * 4
+
+
 def test_a_disk_that_is_full_ends_all_ranks_and_leaves_the_last_good_one(workers, tmp_path):
     messages = workers.run(write_with_a_full_disk, tmp_path)
     folder = tmp_path / "checkpoints"
     file = folder / "iteration-2.partial" / "rank-2.safetensors"
-    assert len(set(messages)) == 1 and messages[0].startswith(f"rank 2 cannot write {file}: "), messages
+    assert len(set(messages)) == 1 and messages[0].startswith(
+        f"rank 2: cannot write {file}: File too large; free space there; "
+    ), messages
     assert f"the last good checkpoint is {folder / 'iteration-1'}" in messages[0] and "\n" not in messages[0]
     assert sorted(f.name for f in folder.iterdir()) == ["iteration-1", "latest"]
     whole = Checkpoint.open(folder / "latest").reader.whole("actor", "w")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections import Counter
 
 import pytest
 from runs import finish, killed, start
@@ -38,6 +40,14 @@ TWENTY_KILLS = (
     "1 one 1 exporting models",
 )
 ITERATIONS = 16
+PHASES = {  # of what a run was killed in
+    "generation": "generation: ",
+    "migration": "inter-stage: migration",
+    "inference": "inference: ",
+    "training": "training mini-batch|actor:|critic:",
+    "saving": "file |commit |exporting",
+}
+CURVES = ("actor/grad_norm", "critic/score/mean", "critic/grad_norm", "response_length/mean")
 
 
 @pytest.fixture(scope="module")
@@ -55,21 +65,35 @@ def test_twenty_kills(whole, tmp_path):
     config, run_dir = whole
     broken = tmp_path / "killed"
     settings = [f"trainer.output_dir={broken}", "trainer.resume=auto"]
-    for moment in TWENTY_KILLS:
-        killed(config, moment, *settings)
+    ends = Counter()
+    for number, moment in enumerate(TWENTY_KILLS, start=1):
+        where = killed(config, moment, *settings)
+        print(f"{number}: {moment.split()[1]} killed in {where}", flush=True)
+        ends[phase_of(where), moment.split()[1]] += 1
+    print(dict(ends), flush=True)
+    assert {phase for phase, _ in ends} >= PHASES.keys() and {who for _, who in ends} == {"one", "all"}
     finish(start(config, *settings))
     assert [row["iteration"] for row in read_metrics(broken / "metrics.jsonl")] == list(range(ITERATIONS))
     comparisons = compare_runs(run_dir, broken)
     assert len(comparisons) == 3 and all(c.entries > 10 and not c.differences for c in comparisons), comparisons
-    assert tensorboard_steps(broken) == tensorboard_steps(run_dir) == list(range(ITERATIONS))
+    assert (broken / "samples.jsonl").read_bytes() == (run_dir / "samples.jsonl").read_bytes()
+    curves = tensorboard_curves(broken)
+    assert curves == tensorboard_curves(run_dir)
+    assert all([step for step, _ in curve] == list(range(ITERATIONS)) for curve in curves.values())
+    assert [one.name for one in (broken / "checkpoints").glob("*.partial")] == []
 
 
-def tensorboard_steps(run_dir):
+def phase_of(where: str) -> str:
+    return next((phase for phase, texts in PHASES.items() if re.search(texts, where)), "between")
+
+
+def tensorboard_curves(run_dir):
+    """(step, value) of CURVES, as TensorBoard shows them: what a later start repeated is purged."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run_dir / "tensorboard"))
     events.Reload()
-    return [event.step for event in events.Scalars("actor/grad_norm")]
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in CURVES}
 
 
 def test_other_layouts_and_world_sizes(tmp_path):

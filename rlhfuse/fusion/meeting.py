@@ -18,7 +18,7 @@ from rlhfuse.fusion.request import FusionLimits
 from rlhfuse.gen.engine import Engine
 from rlhfuse.parallel.collect import all_gather_bytes
 from rlhfuse.ppo.rollout import Rollout, pack_rollouts, unpack_rollouts
-from rlhfuse.simulator.migration import MigrationPlan, SequenceState, destination_count, plan_migration
+from rlhfuse.simulator.migration import MigrationPlan, SequenceState, plan_meeting
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,11 @@ class Meeting:
         return Meeting(among, tuple(states), tuple(free))
 
     def plan(self, trigger: int, limits: FusionLimits) -> MigrationPlan | None:
-        """Whom to free at R_t = `trigger`; None where nothing is left to decode or fewer than two instances met."""
-        if not self.states or len(self.among) < 2:
-            return None
-        m = destination_count(
-            trigger, limits.bs_max, limits.sample_kv_bytes, limits.capacity_kv_bytes, len(self.among)
-        )
-        return plan_migration(
-            self.states, len(self.free_blocks), m, self.free_blocks, limits.block_tokens, limits.move_cost, self.among
-        )
+        """Whom to free at R_t = `trigger`, if anybody; by `plan_meeting`, which has the rule for meetings in words."""
+        return plan_meeting(
+            trigger, self.states, self.among, self.free_blocks, limits.block_tokens, limits.bs_max,
+            limits.sample_kv_bytes, limits.capacity_kv_bytes, limits.move_cost,
+        )  # fmt: skip
 
     def bytes_needed(self, plan: MigrationPlan, block_tokens: int, block_bytes: int) -> int:
         """Bytes of the KV blocks that the plan moves, a block that samples share once for a pair of instances."""

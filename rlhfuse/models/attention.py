@@ -46,7 +46,9 @@ def varlen_attention(
     if flash is not None:
         return flash.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=causal)
     bounds = cu_seqlens.tolist()
-    pieces = [_dense(q[a:b], k[a:b], v[a:b], causal) for a, b in zip(bounds, bounds[1:]) if b > a]
+    lengths = [b - a for a, b in zip(bounds, bounds[1:])]
+    # Split and not sliced: the gradient of one split is one cat, that of each slice a whole tensor of zeros.
+    pieces = [_dense(*one, causal) for one in zip(*(x.split(lengths) for x in (q, k, v))) if len(one[0])]
     return torch.cat(pieces) if pieces else torch.empty_like(q)
 
 

@@ -27,6 +27,7 @@ from rlhfuse.errors import InputError
 from rlhfuse.spec import ModelSpec
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+SCALAR_HEAD = "score.weight"
 
 
 def resolve_checkpoint(name: str, role: str) -> Path:
@@ -118,18 +119,28 @@ def expected_tensors(spec: ModelSpec, scalar_head: bool) -> dict[str, tuple[int,
             shapes |= {p + f"self_attn.{n}_norm.weight": (spec.head_dim,) for n in "qk"}
     shapes["model.norm.weight"] = (spec.hidden,)
     if scalar_head:
-        shapes["score.weight"] = (1, spec.hidden)
+        shapes[SCALAR_HEAD] = (1, spec.hidden)
     elif not spec.tied_embeddings:
         shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
     return shapes
 
 
-def check_checkpoint(path: Path, spec: ModelSpec, scalar_head: bool) -> None:
-    """Raise InputError unless the folder holds every tensor with the shape that config.json says."""
+def has_scalar_head(path: Path) -> bool:
+    """Whether the folder's model gives one number per token. Raises InputError for a bad checkpoint."""
+    return SCALAR_HEAD in checkpoint_index(path)
+
+
+def check_checkpoint(path: Path, spec: ModelSpec, scalar_head: bool, fresh_head: bool = False) -> None:
+    """Raise InputError unless the folder holds every tensor with the shape that config.json says.
+
+    With `fresh_head` the scalar head may be missing.
+    """
     index = checkpoint_index(path)
     for name, shape in expected_tensors(spec, scalar_head).items():
+        if name == SCALAR_HEAD and name not in index and fresh_head:
+            continue
         if name not in index:
-            fix = "train one with tools/train_reward.py" if name == "score.weight" else "fetch the checkpoint again"
+            fix = "train one with tools/train_reward.py" if name == SCALAR_HEAD else "fetch the checkpoint again"
             raise InputError(f"{path} has no tensor {name}; {fix}")
         if index[name].shape != shape:
             raise InputError(f"{path}: {name} has shape {list(index[name].shape)}, config.json says {list(shape)}")
@@ -169,15 +180,17 @@ def load_weights(
     first: bool = True,
     last: bool = True,
     scalar_head: bool = False,
+    fresh_head: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
     """This rank's weights under Megatron-core names: global layers `layers` (default all), renumbered from 0.
 
     `first` adds the embedding, `last` the final norm and the head. With tied embeddings the head is absent
-    when `first` is also loaded and a copy of the embedding otherwise. Raises InputError for a bad checkpoint.
+    when `first` is also loaded and a copy of the embedding otherwise. A scalar head that the folder lacks is zero
+    with `fresh_head`, so that every value begins at 0 in any layout. Raises InputError for a bad checkpoint.
     """
     path = Path(path)
-    check_checkpoint(path, spec, scalar_head)
+    check_checkpoint(path, spec, scalar_head, fresh_head)
     read = _Reader(path, dtype)
     weights: dict[str, Tensor] = {}
     if first:
@@ -187,7 +200,8 @@ def load_weights(
     if last:
         weights["decoder.final_layernorm.weight"] = read.rows("model.norm.weight")
         if scalar_head:
-            weights["output_layer.weight"] = read.rows("score.weight")
+            there = SCALAR_HEAD in read.index
+            weights["output_layer.weight"] = read.rows(SCALAR_HEAD) if there else torch.zeros(1, spec.hidden, dtype=dtype)
         elif not spec.tied_embeddings:
             weights["output_layer.weight"] = _vocab_part(read, spec, "lm_head", tp_rank, tp_size)
         elif not first:
@@ -239,7 +253,7 @@ def hf_tensors(weights: Mapping[str, Tensor], spec: ModelSpec, scalar_head: bool
         yield from _hf_layer(weights, spec, f"model.layers.{layer}.", f"decoder.layers.{layer}.").items()
     yield "model.norm.weight", weights["decoder.final_layernorm.weight"]
     if scalar_head:
-        yield "score.weight", weights["output_layer.weight"]
+        yield SCALAR_HEAD, weights["output_layer.weight"]
     elif not spec.tied_embeddings:
         yield "lm_head.weight", weights["output_layer.weight"][: spec.vocab]
 

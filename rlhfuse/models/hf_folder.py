@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Iterable, Iterator, Mapping
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from rlhfuse.errors import InputError, writing
 from rlhfuse.models.hf import hf_tensors
+from rlhfuse.models.tensor_file import save_tensors
 from rlhfuse.spec import ModelSpec
 
 COPIED_FILES = (
@@ -34,36 +35,56 @@ COPIED_FILES = (
 def export_checkpoint(weights: Mapping[str, Tensor], spec: ModelSpec, scalar_head: bool, like: Path, out: Path) -> None:
     """Write a Hugging Face folder: whole-model `weights`, config and tokenizer of the folder `like`.
 
-    The folder is written beside `out` and renamed; an older `out` is replaced.
+    The folder is written beside `out` and renamed; an older `out` is replaced. Raises InputError where it cannot be
+    written: then there is no half of it, and an older one stays.
     """
     work = out.with_name(out.name + ".partial")
     shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    write_folder(work, hf_tensors(weights, spec, scalar_head), like)
-    shutil.rmtree(out, ignore_errors=True)
-    os.replace(work, out)
+    try:
+        with writing(out):
+            work.mkdir(parents=True)
+        write_folder(work, hf_tensors(weights, spec, scalar_head), like, scalar_head=scalar_head)
+        with writing(out):
+            shutil.rmtree(out, ignore_errors=True)
+            os.replace(work, out)
+    except InputError:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
 
 
 def write_folder(
-    folder: Path, tensors: Iterable[tuple[str, Tensor]], like: Path, shard_bytes: int | None = None
-) -> None:
-    """Fill an empty folder with (name, tensor) in files of at most `shard_bytes` each, but at least one tensor."""
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], like: Path, shard_bytes: int | None = None, *,
+    scalar_head: bool,
+) -> None:  # fmt: skip
+    """Fill an empty folder with (name, tensor) in files of at most `shard_bytes` each, but at least one tensor.
+
+    A model with a scalar head may come from a language model: its config then says what it has become. Raises
+    InputError naming a file that cannot be written.
+    """
     dtype = _write_weights(folder, tensors, shard_bytes)
     config = json.loads((like / "config.json").read_text())
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if scalar_head:
+        names = config.get("architectures", [])
+        config["architectures"] = [name.replace("ForCausalLM", "ForSequenceClassification") for name in names]
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    with writing(folder / "config.json"):
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for name in COPIED_FILES:
         if (like / name).exists():
-            shutil.copyfile(like / name, folder / name)
+            with writing(folder / name):
+                shutil.copyfile(like / name, folder / name)
 
 
 def _write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int | None) -> torch.dtype:
     """The weight files and, of several, their index. Returns the dtype that they have."""
     places, total, dtype, number = {}, 0, None, 0
     for number, shard in enumerate(_shards(tensors, shard_bytes), start=1):
-        save_file(shard, str(folder / f"model-{number:05}.safetensors"), metadata={"format": "pt"})
+        file = folder / f"model-{number:05}.safetensors"
+        with writing(file):
+            save_tensors(shard, file, {"format": "pt"})
         places |= dict.fromkeys(shard, number)
         total += sum(tensor.nbytes for tensor in shard.values())
         dtype = next(iter(shard.values())).dtype
@@ -75,7 +96,8 @@ def _write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_by
         os.replace(folder / f"model-{n:05}.safetensors", folder / name)
     if several:
         index = {"metadata": {"total_size": total}, "weight_map": {key: names[n] for key, n in places.items()}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        with writing(folder / "model.safetensors.index.json"):
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     return dtype
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Mapping
 
 from rlhfuse.errors import InputError
+from rlhfuse.monitor.append_file import AppendFile
 
 Metrics = Mapping[str, float | int | str | bool | None]
 
@@ -21,29 +22,27 @@ Metrics = Mapping[str, float | int | str | bool | None]
 class MetricsWriter:
     """Appends to `path`. With `keep_bytes`, what lies behind that position is dropped first: a resumed run's past.
 
-    Without, only an unfinished last line is dropped. Raises InputError when the position is not the end of a line.
+    Without, only an unfinished last line is dropped. Raises InputError when the position is not the end of a line,
+    and where the file cannot be written: then it stays as it was.
     """
 
     def __init__(self, path: str | Path, keep_bytes: int | None = None) -> None:
         self.path = Path(path)
         if self.path.exists():
             _cut(self.path, keep_bytes)
-        self._stream = open(self.path, "a", encoding="utf-8")
+        self._file = AppendFile(self.path)
 
     def position(self) -> int:
         """Bytes written so far, all of them on disk when this returns."""
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        return self.path.stat().st_size
+        return self._file.position()
 
     def write(self, metrics: Metrics) -> None:
         """One line; `iteration` comes first, the others in alphabetical order. Scalars of numpy and torch will do."""
         plain = {name: _plain(metrics[name]) for name in sorted(metrics, key=lambda name: (name != "iteration", name))}
-        self._stream.write(json.dumps(plain, allow_nan=False) + "\n")
-        self._stream.flush()
+        self._file.append((json.dumps(plain, allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
-        self._stream.close()
+        self._file.close()
 
     def __enter__(self) -> "MetricsWriter":
         return self

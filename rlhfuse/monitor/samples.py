@@ -7,12 +7,13 @@ to repeat, as `metrics.py` does. Knows nothing of tokens: texts come decoded.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Iterable
 
 from rlhfuse.errors import InputError
+from rlhfuse.monitor.append_file import AppendFile
+from rlhfuse.schedule.io import write_text
 
 
 @dataclass(frozen=True)
@@ -35,17 +36,15 @@ class SampleWriter:
         self.path = Path(path)
         if self.path.exists():
             kept = [one for one in read_samples(self.path) if one.iteration < first_iteration]
-            beside = self.path.with_name(self.path.name + ".tmp")
-            beside.write_text("".join(_line(one) for one in kept), encoding="utf-8")
-            os.replace(beside, self.path)
-        self._stream = open(self.path, "a", encoding="utf-8")
+            write_text(self.path, "".join(_line(one) for one in kept))
+        self._file = AppendFile(self.path)
 
     def write(self, samples: Iterable[SampleText]) -> None:
-        self._stream.write("".join(_line(one) for one in samples))
-        self._stream.flush()
+        """All of them, or none: raises InputError where the file cannot be written."""
+        self._file.append("".join(_line(one) for one in samples).encode())
 
     def close(self) -> None:
-        self._stream.close()
+        self._file.close()
 
 
 def _line(sample: SampleText) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence
 
 from rlhfuse.errors import InputError
+from rlhfuse.schedule.io import write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -84,7 +85,7 @@ class Trace:
 
 
 def save_trace(spans: Sequence[Span], path: str | Path) -> None:
-    """Write a Chrome trace beside `path` and rename it into place."""
+    """Write a Chrome trace beside `path` and rename it into place. Raises InputError where that fails."""
     tracks = sorted({(GROUPS.index(span.group), span.rank) for span in spans})
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": GROUPS[pid]}}
@@ -107,9 +108,7 @@ def save_trace(spans: Sequence[Span], path: str | Path) -> None:
         }
         for span in sorted(spans, key=lambda span: (span.group, span.rank, span.start_seconds))
     ]
-    beside = Path(f"{path}.tmp")
-    beside.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}), encoding="utf-8")
-    os.replace(beside, path)
+    write_text(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))
 
 
 def load_trace(path: str | Path) -> list[Span]:

@@ -15,6 +15,7 @@ from typing import Any, Iterable
 from rlhfuse.errors import InputError
 from rlhfuse.monitor.metrics import Metrics
 from rlhfuse.monitor.samples import SampleText
+from rlhfuse.schedule.io import write_text
 
 MODES = ("online", "offline")
 
@@ -55,5 +56,5 @@ class WandbLogger:
 def _run_id(path: Path) -> str:
     """The run's id, made at its first start."""
     if not path.exists():
-        path.write_text(uuid.uuid4().hex[:8] + "\n", encoding="utf-8")
+        write_text(path, uuid.uuid4().hex[:8] + "\n")
     return path.read_text(encoding="utf-8").strip()

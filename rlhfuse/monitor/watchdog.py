@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Callable, Protocol
 
+from rlhfuse.errors import JointError
 from rlhfuse.monitor.heartbeat import (
     DONE,
     FAILED,
@@ -235,6 +236,8 @@ class Watchdog:
             self.stop()
         elif isinstance(error, KeyboardInterrupt):
             self.stop(INTERRUPTED)
+        elif isinstance(error, JointError):  # all ranks leave by it: nobody died, and nobody waits
+            self.stop()
         else:
             # a collective that raises because its peer died is not the cause: name the peer if it is known
             self._end_thread()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from typing import Iterator
+
 import torch
 import torch.distributed as dist
+
+from rlhfuse.errors import InputError, JointError
 
 
 def all_gather_bytes(payload: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
@@ -18,3 +23,18 @@ def all_gather_bytes(payload: bytes, group: dist.ProcessGroup | None = None) -> 
     rows = [torch.empty_like(mine) for _ in range(world)]
     dist.all_gather(rows, mine, group=group)
     return [row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes)]
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """A collective: where any rank raises an InputError in the block, all leave it by a JointError of these words.
+
+    So what one rank alone does, such as writing the run's files, ends the job on all of them and at once.
+    """
+    problem = ""
+    try:
+        yield
+    except InputError as error:
+        problem = str(error)
+    if said := [one.decode() for one in all_gather_bytes(problem.encode()) if one]:
+        raise JointError(said[0])

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
-from rlhfuse.errors import InputError, ScheduleError
+from rlhfuse.errors import InputError, ScheduleError, writing
 from rlhfuse.schedule.action import Action, Kind
 from rlhfuse.schedule.bounds import latency_bound, memory_bound
 from rlhfuse.schedule.builders import serial_makespan, serial_peak_memory
@@ -165,22 +165,21 @@ def render_json(raw: Mapping[str, Any]) -> str:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write beside and rename. Raises InputError when the folder is missing or not writable."""
+    """Write beside and rename. Raises InputError when the folder is missing, not writable or full."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
-    """Write beside and rename. Raises InputError when the folder is missing or not writable."""
+    """Write beside and rename. Raises InputError when the folder is missing, not writable or full."""
     path = Path(path)
-    try:
+    with writing(path, "give a path in a writable folder"):
         descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}; give a path in a writable folder") from None
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        os.chmod(beside, 0o644)
-        os.replace(beside, path)
-    except OSError as error:
+        with writing(path, "give the path of a file"):
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+            os.chmod(beside, 0o644)
+            os.replace(beside, path)
+    except InputError:
         os.unlink(beside)
-        raise InputError(f"cannot write {path}: {error.strerror}; give the path of a file") from None
+        raise

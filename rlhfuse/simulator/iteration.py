@@ -175,12 +175,10 @@ class _Fused:
         return seconds
 
     def _meet(self, now: float) -> None:
-        """A later trigger: skipped where fewer than two instances still decode."""
-        trigger = self.triggers.pop(0)
-        if len(self.tail.decoding) > 1:
-            meeting = self.tail.meet(now, trigger)
-            if meeting:
-                self._take_in(meeting)
+        """A later trigger; a meeting that frees nobody takes no time."""
+        meeting = self.tail.meet(now, self.triggers.pop(0))
+        if meeting:
+            self._take_in(meeting)
 
     def _take_in(self, meeting: Meeting) -> None:
         """Note what everybody did; freed instances, and destinations without a sample, become workers."""
@@ -224,8 +222,9 @@ def move_cost(costs: CostModel, limits: InstanceLimits) -> MoveCost:
 
 @dataclass(frozen=True)
 class IterationSeconds:
-    """Predicted seconds of one iteration's two parts, serial and fused."""
+    """Predicted seconds of one iteration's parts, serial and fused; the weights move one model after the other."""
 
+    weight_moves: float  # into the layouts of generation and inference, fused or not
     gen_infer_serial: float
     gen_infer_fused: float
     training_serial: float
@@ -233,11 +232,11 @@ class IterationSeconds:
 
     @property
     def serial(self) -> float:
-        return self.gen_infer_serial + self.training_serial
+        return self.weight_moves + self.gen_infer_serial + self.training_serial
 
     @property
     def fused(self) -> float:
-        return self.gen_infer_fused + self.training_fused
+        return self.weight_moves + self.gen_infer_fused + self.training_fused
 
     @property
     def speedup(self) -> float:
@@ -255,8 +254,14 @@ def simulate_iteration(
     triggers: Sequence[int],
     minibatch_seconds: tuple[float, float],
     minibatches: int,
+    weight_moves: float,
 ) -> IterationSeconds:
-    """A whole iteration; `minibatch_seconds` are a mini-batch's training makespans (serial, fused)."""
+    """A whole iteration.
+
+    `minibatch_seconds` are a mini-batch's training makespans (serial, fused), `weight_moves` the seconds of all moves
+    between layouts.
+    """
     batch = BatchSimulation(lengths, instances, costs, limits)
     serial, fused = batch.timeline(()).total_seconds, batch.timeline(triggers).total_seconds
-    return IterationSeconds(serial, fused, minibatch_seconds[0] * minibatches, minibatch_seconds[1] * minibatches)
+    training = (minibatch_seconds[0] * minibatches, minibatch_seconds[1] * minibatches)
+    return IterationSeconds(weight_moves, serial, fused, *training)

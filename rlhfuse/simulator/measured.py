@@ -13,7 +13,6 @@ Knows nothing of models or layouts. Paper section 4.2 (the threshold is refined 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Sequence
@@ -21,6 +20,7 @@ from typing import Sequence
 import numpy as np
 
 from rlhfuse.errors import InputError
+from rlhfuse.schedule.io import write_text
 from rlhfuse.simulator.cost import check_neighbour
 from rlhfuse.simulator.lines import Line, LineTable
 
@@ -168,7 +168,5 @@ def read_cost_file(path: str | Path) -> dict:
 
 
 def save_measured_cost(costs: MeasuredCost, path: str | Path) -> None:
-    """Write beside and rename."""
-    beside = Path(f"{path}.tmp")
-    beside.write_text(json.dumps(costs.to_dict(), indent=1) + "\n")
-    os.replace(beside, path)
+    """Write beside and rename. Raises InputError where that fails."""
+    write_text(path, json.dumps(costs.to_dict(), indent=1) + "\n")

@@ -211,6 +211,34 @@ def destination_count(
     return min(max(math.ceil(needed - 1e-9), 1), instances - 1)
 
 
+def plan_meeting(
+    trigger: int,
+    states: Sequence[SequenceState],
+    among: Sequence[int],
+    free_blocks: Sequence[int],
+    block_tokens: int,
+    bs_max: int,
+    sample_kv_bytes: float,
+    capacity_kv_bytes: float,
+    cost: MoveCost,
+) -> MigrationPlan | None:
+    """What the instances `among` that meet at R_t = `trigger` agree on; None where nobody can be freed.
+
+    The rule for meetings, in the runtime and on paper:
+
+    * Every trigger has a meeting of its own, in order. One that has been reached when the meeting before it is over
+      follows at once, before another step, on what that one has left.
+    * The first meeting is everybody's, with samples or without. To a later one come those that the meeting before
+      left decoding and that still have samples; an instance that has ended its last one scores already.
+    * Nobody is freed where nothing is left to decode or fewer than two come; the trigger is then past.
+    * A sample that arrived with its keys and values at the meeting before moves on with them, if that is quicker.
+    """
+    if not states or len(among) < 2:
+        return None
+    m = destination_count(trigger, bs_max, sample_kv_bytes, capacity_kv_bytes, len(among))
+    return plan_migration(states, len(free_blocks), m, free_blocks, block_tokens, cost, among)
+
+
 def plan_migration(
     states: Sequence[SequenceState],
     instances: int,

@@ -7,11 +7,11 @@ it is made (simulator/planner.py) and nothing of torch, process groups or the en
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlhfuse.errors import InputError
+from rlhfuse.schedule.io import write_text
 from rlhfuse.simulator.generation import InstanceLimits
 from rlhfuse.simulator.iteration import IterationSeconds
 from rlhfuse.simulator.layout_moves import LayoutMove
@@ -20,6 +20,8 @@ from rlhfuse.simulator.memory import PhaseMemory, readable_bytes
 from rlhfuse.simulator.migration import MoveCost
 from rlhfuse.simulator.threshold import Threshold
 from rlhfuse.spec import ParallelLayout
+
+VERSION = 2  # 1 had no weight moves in its seconds
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Plan:
     reasons: tuple[str, ...]
 
     def to_dict(self) -> dict:
-        raw = {"version": 1, **asdict(self)}
+        raw = {"version": VERSION, **asdict(self)}
         raw["tasks"] = [{**asdict(task), "layout": str(task.layout), "ranks": list(task.ranks)} for task in self.tasks]
         raw["threshold"] = self.threshold.to_dict() if self.threshold else None
         raw["weight_moves"] = [move.to_dict() for move in self.weight_moves]
@@ -72,8 +74,10 @@ class Plan:
         """Inverse of `to_dict`. Raises InputError naming `where` and the field."""
         try:
             fields = dict(raw)
-            if fields.pop("version") != 1:
-                raise InputError(f"{where}: version {raw['version']!r} is unknown; this program reads version 1")
+            if fields.pop("version") != VERSION:
+                raise InputError(
+                    f"{where}: version {raw['version']!r} is unknown; this program reads version {VERSION}"
+                )
             fields["tasks"] = tuple(
                 Task(row["name"], row["role"], ParallelLayout.parse(row["layout"]), tuple(row["ranks"]))
                 for row in raw["tasks"]
@@ -122,6 +126,7 @@ class Plan:
     def _seconds_lines(self) -> tuple[str, ...]:
         s = self.seconds
         return (
+            f"weights moved             serial {s.weight_moves:9.4g}  fused {s.weight_moves:9.4g}",
             f"generation and inference  serial {s.gen_infer_serial:9.4g}  fused {s.gen_infer_fused:9.4g}",
             f"training                  serial {s.training_serial:9.4g}  fused {s.training_fused:9.4g}",
             f"iteration                 serial {s.serial:9.4g}  fused {s.fused:9.4g}  (x{s.speedup:.2f})",
@@ -141,7 +146,5 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write beside and rename."""
-    beside = Path(f"{path}.tmp")
-    beside.write_text(json.dumps(plan.to_dict(), indent=1) + "\n")
-    os.replace(beside, path)
+    """Write beside and rename. Raises InputError where that fails."""
+    write_text(path, json.dumps(plan.to_dict(), indent=1) + "\n")

@@ -73,6 +73,18 @@ def job_cost(costs: Mapping[str, AnalyticCost], world_size: int) -> JobCost:
     return JobCost(generation, tuple(costs[name] for name in SCORERS if name in costs), cross_node=crosses)
 
 
+def starting_costs(
+    config: RunConfig, specs: Mapping[str, ModelSpec], analytic: Mapping[str, AnalyticCost], world_size: int
+) -> tuple[CostModel, str]:
+    """Costs of generation and inference before a run has measured any, and what they are called.
+
+    Those of fusion.profile, else analytic. Raises InputError for a file that is no profile of this run.
+    """
+    if config.fusion.profile:
+        return load_run_costs(config, specs), f"costs of fusion.profile={config.fusion.profile}"
+    return job_cost(analytic, world_size), "analytic costs"
+
+
 def generation_cost(
     config: RunConfig, specs: Mapping[str, ModelSpec], instances: int, hardware: HardwareSpec
 ) -> JobCost:
@@ -179,21 +191,20 @@ def plan_run(
     mean_tokens = (sum(known.prompt) + sum(known.output)) / len(known)
     reasons = [_lengths_reason(config, lengths)]
 
-    profile = load_run_costs(config, specs) if config.fusion.profile else None
-    schedule, source = choose_schedule(config, training_problem(costs, batch, mean_tokens, profile))
+    job, priced_by = starting_costs(config, specs, costs, world_size)
+    schedule, source = choose_schedule(config, training_problem(costs, batch, mean_tokens, job))
     summary = summarise_schedule(schedule, source)
     reasons.append(_schedule_reason(summary))
 
-    job = profile or job_cost(costs, world_size)
-    if profile:
-        training = "training too" if isinstance(profile, ProfiledCost) else "training analytically"
-        reasons.append(f"generation and inference are priced by {config.fusion.profile}, {training}")
+    training = "training too" if isinstance(job, ProfiledCost) else "training analytically"
+    reasons.append(f"generation and inference are priced by {priced_by}, {training}")
     limits = instance_limits(config, specs["actor"], batch.instances, job, median_context(known))
     batches = known.draw(batch.samples, DRAWS, config.trainer.seed) if lengths else (known,)
     setting = _Setting(config, batch, job, limits, batches)
     threshold_samples, threshold, reason = _choose_threshold(setting, sweep=lengths is not None)
     reasons += [reason, _limits_reason(config, limits)]
-    seconds = _predict(setting, summary, threshold_samples, threshold)
+    moves = layout_moves(tasks, specs, element_bytes(config), hardware)
+    seconds = _predict(setting, summary, threshold_samples, threshold, sum(move.seconds for move in moves))
 
     full = training_problem(costs, batch, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
     memory = run_memory(config, costs, batch, limits.kv_capacity_bytes, Schedule(full, schedule.orders))
@@ -207,7 +218,7 @@ def plan_run(
         batch=batch,
         memory=memory,
         memory_limit=limit,
-        weight_moves=layout_moves(tasks, specs, element_bytes(config), hardware),
+        weight_moves=moves,
         seconds=seconds,
         schedule=summary,
         threshold_samples=threshold_samples,
@@ -285,19 +296,20 @@ def check_threshold(found: Threshold, config: RunConfig, batch: BatchArithmetic)
 
 
 def _predict(
-    setting: _Setting, summary: ScheduleSummary, threshold_samples: int | None, threshold: Threshold | None
-) -> IterationSeconds:
-    """Means over the batches; a threshold's own curve where there is one."""
+    setting: _Setting, summary: ScheduleSummary, threshold_samples: int | None, threshold: Threshold | None,
+    moves: float,
+) -> IterationSeconds:  # fmt: skip
+    """Means over the batches; a threshold's own curve where there is one. `moves`: seconds of the weights' moves."""
     minibatch = (summary.serial_makespan_seconds, summary.makespan_seconds)
     batch, count = setting.batch, setting.batch.optimizer_steps
     if threshold is not None:
         return IterationSeconds(
-            threshold.serial_seconds, threshold.fused_seconds, minibatch[0] * count, minibatch[1] * count
+            moves, threshold.serial_seconds, threshold.fused_seconds, minibatch[0] * count, minibatch[1] * count
         )
     triggers = (threshold_samples,) if threshold_samples else ()
     runs = [
         simulate_iteration(
-            one, batch.instances, setting.job, setting.limits, triggers, minibatch, count
+            one, batch.instances, setting.job, setting.limits, triggers, minibatch, count, moves
         ).to_dict()
         for one in setting.batches
     ]

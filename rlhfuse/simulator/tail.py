@@ -22,8 +22,7 @@ from rlhfuse.simulator.migration import (
     MigrationPlan,
     MoveCost,
     SequenceState,
-    destination_count,
-    plan_migration,
+    plan_meeting,
     transfer_order,
 )
 
@@ -50,6 +49,7 @@ class Tail:
         """`costs` prices the transfers, `move` chooses between the two ways to move."""
         self._runs, self._limits, self._costs, self._move = runs, limits, costs, move
         self.decoding = set(range(len(runs)))
+        self._met = False  # the first meeting has been
         self._taken = [0] * len(runs)  # samples of each instance's `finished` that the caller has been told of
         self._ahead: list[tuple[float, int, int]] = []  # ends to come (seconds, sample, instance), the last first
         self._futures: dict[int, InstanceRun] = {}  # of the decoding instances, at the present pace
@@ -94,23 +94,29 @@ class Tail:
         self._ahead = sorted(ahead, reverse=True)
 
     def meet(self, now: float, trigger: int) -> Meeting | None:
-        """Stop, plan and move at the first step boundaries after `now`; None where nothing is left to decode."""
-        among = sorted(self.decoding)
-        for instance in among:
+        """Stop, plan and move at the first step boundaries after `now`; None where nobody can be freed.
+
+        Who comes, and to what, is `plan_meeting`'s rule.
+        """
+        for instance in self.decoding:
             self._runs[instance].run(now)
+        emptied = {instance for instance in self.decoding if self._met and not self._runs[instance].unfinished}
+        among = sorted(self.decoding - emptied)
+        plan = self._plan(among, trigger)
+        if plan is None:
+            return None
+        self._met = True
         stopped = {instance: self._runs[instance].clock for instance in among}
         agreed = max(now, *stopped.values())
-        if not any(self._runs[instance].unfinished for instance in among):
-            return None
-        plan = self._plan(among, trigger)
         ends = self._hand_over(plan, agreed)
         moved = sum(move.kv_tokens for move in plan.moves) * self._limits.kv_bytes_per_token
         for instance in plan.destinations:
             self._runs[instance].clock = ends[instance]
-        self.decoding = {instance for instance in plan.destinations if self._runs[instance].unfinished}
+        # who has just ended its last sample is let go by `take_next`, like anybody who does between two meetings
+        self.decoding = emptied | {instance for instance in plan.destinations if self._runs[instance].unfinished}
         return Meeting(agreed, plan, stopped, ends, moved)
 
-    def _plan(self, among: Sequence[int], trigger: int) -> MigrationPlan:
+    def _plan(self, among: Sequence[int], trigger: int) -> MigrationPlan | None:
         limits, block = self._limits, self._limits.block_tokens
         states, free_blocks = [], [0] * len(self._runs)
         for instance in among:
@@ -118,14 +124,15 @@ class Tail:
             free = limits.kv_capacity_tokens // block
             for sequence in run.unfinished:
                 tokens = run.tokens_of(sequence)
-                running = sequence.sample_id in run.running
-                states.append(SequenceState(sequence.sample_id, instance, tokens, tokens if running else 0))
-                free -= -(-tokens // block) if running else 0
+                in_cache = sequence.cached or sequence.sample_id in run.running
+                kv_tokens = tokens - 1 if in_cache else 0  # those of the last token come with the next step
+                states.append(SequenceState(sequence.sample_id, instance, tokens, kv_tokens))
+                free -= -(-kv_tokens // block)
             free_blocks[instance] = max(0, free)
-        count = destination_count(
-            trigger, limits.bs_max, limits.sample_kv_bytes, limits.kv_capacity_bytes, len(among)
-        )
-        return plan_migration(states, len(self._runs), count, free_blocks, block, self._move, among)
+        return plan_meeting(
+            trigger, states, among, free_blocks, block, limits.bs_max, limits.sample_kv_bytes,
+            limits.kv_capacity_bytes, self._move,
+        )  # fmt: skip
 
     def _hand_over(self, plan: MigrationPlan, agreed: float) -> dict[int, float]:
         """Move the samples; until when each instance was at it."""

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
 from inter_stage_case import Case, clean_up, iterate, write_models
 
 from rlhfuse.errors import InputError
-from rlhfuse.simulator.iteration import check_triggers
+from rlhfuse.simulator.iteration import check_triggers, simulate_gen_infer
+from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.lines import Line
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "simulator"))
+
+from sim_helpers import limits, linear_cost  # noqa: E402
 
 LENGTHS = {
     "long tail": (3, 5, 2, 4, 6, 3, 60, 4, 5, 2, 3, 7, 4, 44, 3, 5),
@@ -163,6 +171,58 @@ def test_several_waiting_samples_of_the_tail_are_scored_together(run):
     lengths = (2,) * 8 + (30,) * 8  # the last two instances' samples end in one step
     report = run(Case(lengths, (8,), score_tokens=512, step_seconds=SLOWER))["report"]
     assert report.plans and any(row[1] > 1 and row[0] > 30 * row[1] for row in report.observations["score"])
+
+
+# as simulated ---------------------------------------------------------------------------------------------
+
+
+def together_from_the_third_step(stage, scorer, made, case, store):
+    """Nobody takes a third step before all samples of two tokens are told; from then on a step takes a while."""
+    short, step, steps = sum(n <= 2 for n in case.lengths), made.engine.step, iter(range(10_000))
+
+    def patient():
+        if next(steps) >= 2:
+            deadline = time.monotonic() + 60
+            while store.add("iteration/0/finished", 0) < short:
+                assert time.monotonic() < deadline, "the short samples did not end"
+                time.sleep(0.002)
+            time.sleep(0.01)
+        return step()
+
+    made.engine.step = patient
+
+
+SHORT, LONG = 2, 80
+AT_ONCE = (LONG,) * 8 + (SHORT,) * 6 + (LONG,) * 2 + (SHORT,) * 7 + (LONG,) + (SHORT,) * 7 + (LONG,)
+ENDS_FIRST = AT_ONCE[:23] + (30,) + (SHORT,) * 8
+
+
+def facts_of(plan):
+    """What a plan decides; how many tokens a sample has by then depends on when exactly they met."""
+    return plan.destinations, plan.freed, plan.stays, [(m.sample_id, m.source, m.destination, m.mode) for m in plan.moves]
+
+
+@pytest.mark.parametrize("lengths, triggers", [(AT_ONCE, (20, 12)), (AT_ONCE, (20, 12, 2)), (ENDS_FIRST, (20, 10))])
+def test_meetings_are_those_of_the_simulation(run, lengths, triggers):
+    """Twelve long samples are left at once: the second trigger has been reached at the first one's meeting.
+
+    What arrived there moves on with its cache. In the last case an instance has ended its last sample by then.
+    """
+    case = Case(lengths, triggers, bs_max=7)
+    report = run(case, disturb=together_from_the_third_step)["report"]
+    prompts = tuple(len(request.prompt) for request in case.requests())
+    lim = limits(bs_max=7, block_tokens=8, kv_capacity_bytes=640 * 100.0, max_prompt_tokens=9, max_output_tokens=LONG)
+    costs = replace(linear_cost(), migration=Line(0.0, (1e-12,)))  # a cache is always quicker than a prefill
+    line = simulate_gen_infer(SampleLengths(prompts, lengths), 4, costs, lim, triggers)
+    simulated = [replace(plan, **moved_ids(plan)) for plan in line.plans]
+    assert [facts_of(plan) for plan in report.plans] == [facts_of(plan) for plan in simulated]
+    assert len(report.plans) >= 2 and report.plans[1].moves
+
+
+def moved_ids(plan):
+    """The simulation numbers samples from 0."""
+    moves = tuple(replace(move, sample_id=move.sample_id + 1000) for move in plan.moves)
+    return {"moves": moves, "stays": tuple(sample + 1000 for sample in plan.stays)}
 
 
 # memory ---------------------------------------------------------------------------------------------------

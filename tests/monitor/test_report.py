@@ -109,13 +109,14 @@ def test_where_the_time_went_leaves_the_first_iteration_out():
 
 def test_plan_stands_beside_the_mean_of_what_was_measured(folder):
     (folder / "plan.json").write_text(
-        '{"seconds": {"gen_infer_fused": 1.0, "training_fused": 0.6}, "world_size": 2, "hardware": "cpu",'
+        '{"seconds": {"weight_moves": 0.25, "gen_infer_fused": 1.0, "training_fused": 0.6}, "world_size": 2, "hardware": "cpu",'
         ' "dtype": "float32", "reasons": ["because"], "schedule": {"source": "made", "makespan_seconds": 1,'
         ' "lower_bound_seconds": 1, "serial_makespan_seconds": 2}}'
     )
     run = RunFiles.read(folder)
-    assert [(one.predicted, one.measured) for one in compare_plan(run)] == [(1.0, 1.25), (0.6, 0.5), (1.6, 2.0)]
-    assert compare_plan(run)[0].error == pytest.approx(-0.2)
+    pairs = [(one.predicted, one.measured) for one in compare_plan(run)]
+    assert pairs == [(0.25, 0.0), (1.0, 1.25), (0.6, 0.5), (1.85, 2.0)]
+    assert compare_plan(run)[1].error == pytest.approx(-0.2)
     assert "because" in read(render_report(run)).text
 
 

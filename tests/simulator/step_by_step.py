@@ -129,7 +129,8 @@ class StepByStep:
                 self.told.add(number)
                 self.stream.append(self.tokens[number])
         for place in self.places:
-            if place.role == "decodes" and not place.running and not place.waiting and place.busy_until <= now:
+            decoding = place.role in ("decodes", "stopping")
+            if decoding and not place.running and not place.waiting and place.busy_until <= now:
                 self.join(place, now)
 
     def join(self, place: Place, seconds: float) -> None:
@@ -141,12 +142,14 @@ class StepByStep:
             all_left = self.triggers[0] >= len(self.lengths) and not self.met
             if (now > 0 if all_left else self.remaining(now) <= self.triggers[0]):
                 self.meets = self.triggers.pop(0)
-                if self.met and len(decoding) < 2:
-                    self.meets = None
-                    return
                 for i in decoding:
                     self.places[i].role = "stopping"
         if self.meets is not None and all(self.places[i].busy_until <= now for i in decoding):
+            if self.met and len(decoding) < 2:
+                self.meets = None
+                for i in decoding:
+                    self.places[i].role = "decodes"
+                return self.trigger(now)
             self.meet(decoding, now)
             self.trigger(now)  # the next one may have been reached already
 
@@ -155,9 +158,10 @@ class StepByStep:
         lim, states, free = self.limits, [], [0] * len(self.places)
         for i in decoding:
             place = self.places[i]
-            states += [SequenceState(s.number, i, s.tokens, s.tokens) for s in place.running]
-            states += [SequenceState(s.number, i, s.tokens, 0) for s in place.waiting]
-            blocks = sum(-(-s.tokens // lim.block_tokens) for s in place.running)
+            states += [SequenceState(s.number, i, s.tokens, s.tokens - 1) for s in place.running]
+            states += [SequenceState(s.number, i, s.tokens, s.cached * (s.tokens - 1)) for s in place.waiting]
+            held = [*place.running, *(s for s in place.waiting if s.cached)]
+            blocks = sum(-(-(s.tokens - 1) // lim.block_tokens) for s in held)
             free[i] = max(0, lim.kv_capacity_tokens // lim.block_tokens - blocks)
         for i in decoding:
             self.places[i].role = "decodes"

@@ -103,11 +103,13 @@ def test_move_cost_reads_linear_costs_exactly():
     assert cost.prefill_latency_seconds == pytest.approx(2e-3)
 
 
-def test_iteration_adds_training():
-    seconds = simulate_iteration(long_tail(32), 4, linear_cost(), limits(), (8,), (2.0, 1.5), 3)
+def test_an_iteration_adds_its_parts():
+    seconds = simulate_iteration(long_tail(32), 4, linear_cost(), limits(), (8,), (2.0, 1.5), 3, 0.75)
     assert (seconds.training_serial, seconds.training_fused) == (6.0, 4.5)
     assert seconds.speedup == pytest.approx(seconds.serial / seconds.fused)
     assert seconds.gen_infer_fused < seconds.gen_infer_serial
+    assert seconds.serial == pytest.approx(0.75 + seconds.gen_infer_serial + 6.0)
+    assert seconds.fused == pytest.approx(0.75 + seconds.gen_infer_fused + 4.5)
 
 
 def test_a_threshold_beyond_the_batch_is_refused():

@@ -99,7 +99,13 @@ def test_what_cannot_fit_is_refused(monkeypatch):
 
 
 def test_weight_moves_are_in_the_plan():
-    actor, critic = make_plan(run(), SPECS, 4).weight_moves
+    plan = make_plan(run(), SPECS, 4)
+    actor, critic = plan.weight_moves
+    assert plan.seconds.weight_moves == actor.seconds + critic.seconds > 0
+    for seconds, side in ((plan.seconds.serial, "serial"), (plan.seconds.fused, "fused")):
+        parts = (getattr(plan.seconds, f"{part}_{side}") for part in ("gen_infer", "training"))
+        assert seconds == pytest.approx(actor.seconds + critic.seconds + sum(parts))
+    assert f"weights moved             serial {plan.seconds.weight_moves:9.4g}" in plan.render()
     assert (actor.source, actor.target) == ("actor_train d1t1p4", "generation d4t1p1")
     whole = 4 * SPECS["actor"].parameters()
     assert actor.traffic.stays == whole and actor.traffic.within == 3 * whole and actor.traffic.across == 0
@@ -181,7 +187,7 @@ def test_memory_that_does_not_fit_is_said():
 
 def test_bad_plan_files_are_refused(tmp_path):
     file = tmp_path / "plan.json"
-    for text, message in (("{", "not valid JSON"), ('{"version": 2}', "version 2 is unknown"), ("{}", "no plan.json")):
+    for text, message in (("{", "not valid JSON"), ('{"version": 1}', "version 1 is unknown"), ("{}", "no plan.json")):
         file.write_text(text)
         with pytest.raises(InputError, match=message):
             load_plan(file)
