@@ -51,7 +51,7 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
 class Workers:
     """A pool of ranks."""
 
-    def __init__(self, world: int, timeout_seconds: float = 300.0) -> None:
+    def __init__(self, world: int, timeout_seconds: float = 540.0) -> None:  # a hang: a busy machine needs minutes
         from rlhfuse.parallel.device import allow_many_files
 
         allow_many_files()  # tensors that come back through a pipe are open files here

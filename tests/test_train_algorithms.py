@@ -27,7 +27,7 @@ SERIAL = ("fusion.inter_stage=false", "fusion.intra_stage=false")
 
 @pytest.fixture(scope="module")
 def workers():
-    pool = Workers(2, timeout_seconds=240)
+    pool = Workers(2)
     yield pool
     pool.close()
 

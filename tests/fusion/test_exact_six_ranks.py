@@ -10,7 +10,7 @@ from training_case import Case, run_case
 
 @pytest.fixture(scope="module")
 def six():
-    pool = Workers(6, timeout_seconds=240)
+    pool = Workers(6)
     yield pool
     pool.close()
 

@@ -15,7 +15,7 @@ CASES = [((1,), "kv"), ((6,), "kv"), ((6,), "tokens"), ((12,), "kv"), ((6, 2), "
 def test_any_number_of_instances_gives_the_same_bits(tmp_path, instances):
     folders = write_models(tmp_path)
     layout = f"d{instances}t1p1"
-    pool = Workers(instances, timeout_seconds=300.0)
+    pool = Workers(instances)
     try:
         digests = set()
         for number, (triggers, by) in enumerate([((), "kv"), *CASES]):

@@ -21,7 +21,7 @@ LENGTHS = ((40, 20), (30,))
 
 @pytest.fixture(scope="module")
 def pair():
-    pool = Workers(2, timeout_seconds=300.0)
+    pool = Workers(2)
     yield pool
     pool.close()
 
