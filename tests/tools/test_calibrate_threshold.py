@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_plan import ROOT, run_yaml  # noqa: F401  (a fixture)
 
 from rlhfuse.errors import run_program
 
+ROOT = Path(__file__).resolve().parents[2]
 TRACE = ROOT / "../shared/data/traces/azure2023_conv.csv"
 
 
