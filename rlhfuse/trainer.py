@@ -42,6 +42,7 @@ from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.memory import PhaseMeter
 from rlhfuse.parallel.offload import WeightMemory
 from rlhfuse.parallel.optimizer_state import check_exportable, export_state, import_state
+from rlhfuse.parallel.peak_rate import peak_flops, peak_line
 from rlhfuse.parallel.reshard import Resharder
 from rlhfuse.phases import Phases
 from rlhfuse.ppo.advantage import add_advantages
@@ -50,12 +51,13 @@ from rlhfuse.ppo.kl_control import KLControl
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.ppo.token_rewards import add_token_rewards, sample_kl
 from rlhfuse.preflight import Prepared
-from rlhfuse.roles import Roles, build_roles, whole_copy
+from rlhfuse.roles import DTYPES, Roles, build_roles, whole_copy
 from rlhfuse.run_log import RunLog
 from rlhfuse.run_metrics import (
     fusion_metrics,
     lengths_of,
     memory_metrics,
+    mfu_metrics,
     reward_metrics,
     rewarded,
     rollout_metrics,
@@ -65,6 +67,7 @@ from rlhfuse.run_metrics import (
 from rlhfuse.schedule.lowering import lower
 from rlhfuse.schedule.program_times import makespan
 from rlhfuse.schedule.schedule import Schedule
+from rlhfuse.simulator.flops import IterationFlops
 from rlhfuse.simulator.hardware import hardware_by_name
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.plan import Plan
@@ -105,6 +108,7 @@ class Trainer:
         analytic = job_cost(task_costs(config, specs, prepared.tasks, hardware), prepared.world_size)
         self.threshold = ThresholdControl(config, plan, specs, analytic, device)
         self.stage_times = StageTimes()
+        self.peak_flops = peak_flops(config.trainer.peak_tflops, DTYPES[config.trainer.dtype], device)
         self.sampler = PromptSampler(len(prepared.prompts), config.trainer.seed)
         self.rewarder = self._start_rewarder()
         self.kl = KLControl(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
@@ -161,7 +165,9 @@ class Trainer:
         if leads and (stale := rewind(self.run_dir, first)):
             print(f"removed from {self.run_dir / 'checkpoints'}: {', '.join(stale)}", flush=True)
         kept = metrics_kept(self.prepared.resume, self.run_dir)
-        log = RunLog(self.run_dir, self.config, first, kept) if leads else None
+        log = RunLog(self.run_dir, self.config, self.plan, first, kept) if leads else None
+        if leads:
+            print(peak_line(self.peak_flops, self.device), flush=True)
         for iteration in range(first, self.config.trainer.iterations):
             metrics, spans, samples = self.iterate(iteration)
             if log:
@@ -197,6 +203,7 @@ class Trainer:
         metrics = {"iteration": iteration, **rollout_metrics(batch, algorithm)}
         metrics |= self._metrics(report, results, everyone, used)
         metrics |= speed_metrics(batch, time.time() - begin)
+        metrics |= mfu_metrics(self._flops(batch), metrics, self.prepared.world_size, self.peak_flops)
         if batch.ref_logprobs is not None:
             self.kl = self.kl.after(float(sample_kl(batch).mean()), len(batch))
         lengths = lengths_of(batch)
@@ -298,6 +305,7 @@ class Trainer:
         metrics |= fusion_metrics(report, used, len(self.roles.placement.instances))
         for key in ("reshard", "adv", "train"):  # by one rank's clock, so that the parts add up to the iteration
             metrics[f"timing_s/{key}"] = everyone[0]["seconds"][key]
+        metrics["perf/microbatch_tokens"] = max(max(result.parts_tokens) for result in results)
         metrics["fusion/makespan_predicted_seconds"] = self._predicted_makespan(len(results))
         metrics["fusion/makespan_measured_seconds"] = max(one["program_seconds"] for one in everyone)
         return metrics | memory_metrics(everyone)
@@ -311,6 +319,10 @@ class Trainer:
             return Batch(self.threshold.simulate(used, one), sum(one.prompt) + sum(one.output))
 
         return self.forecaster.forecast(batch(lengths), [batch(one) for one in self.threshold.recent_lengths])
+
+    def _flops(self, batch: RolloutBatch) -> IterationFlops:
+        config, specs = self.config, self.prepared.checkpoints.specs
+        return IterationFlops.of(specs, config.trained(), config.scorers(), lengths_of(batch), config.algorithm.epochs)
 
     def _predicted_makespan(self, minibatches: int) -> float:
         """Of this iteration's mini-batches, from the times its actions took, each on its own core or GPU."""

@@ -224,12 +224,17 @@ def move_cost(costs: CostModel, limits: InstanceLimits) -> MoveCost:
 
 @dataclass(frozen=True)
 class IterationSeconds:
-    """Predicted seconds of one iteration's two parts, serial and fused."""
+    """Predicted seconds of one iteration's parts, serial and fused.
+
+    `generation_*`, part of `gen_infer_*`: until the last sample is generated; None where only the whole is known.
+    """
 
     gen_infer_serial: float
     gen_infer_fused: float
     training_serial: float
     training_fused: float
+    generation_serial: float | None = None
+    generation_fused: float | None = None
 
     @property
     def serial(self) -> float:
@@ -258,5 +263,8 @@ def simulate_iteration(
 ) -> IterationSeconds:
     """A whole iteration; `minibatch_seconds` are a mini-batch's training makespans (serial, fused)."""
     batch = BatchSimulation(lengths, instances, costs, limits)
-    serial, fused = batch.timeline(()).total_seconds, batch.timeline(triggers).total_seconds
-    return IterationSeconds(serial, fused, minibatch_seconds[0] * minibatches, minibatch_seconds[1] * minibatches)
+    serial, fused = batch.timeline(()), batch.timeline(triggers)
+    return IterationSeconds(
+        serial.total_seconds, fused.total_seconds, minibatch_seconds[0] * minibatches,
+        minibatch_seconds[1] * minibatches, serial.generation_seconds, fused.generation_seconds,
+    )  # fmt: skip
