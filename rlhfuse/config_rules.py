@@ -49,6 +49,8 @@ LOWEST = {
     "trainer.save_every": 0,
     "trainer.keep_checkpoints": 1,
     "trainer.threads_per_rank": 1,
+    "trainer.memory_limit_gb": 0,
+    "trainer.peak_tflops": 0,
 }
 NAMES = {
     "algorithm.name": ("ppo", "grpo", "rloo", "reinforce++"),

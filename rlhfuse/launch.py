@@ -31,9 +31,10 @@ from rlhfuse.schedule.io import save_schedule, write_text
 from rlhfuse.schedule.lowering import lower
 from rlhfuse.schedule.schedule import Schedule
 from rlhfuse.schedule.verify import verify
+from rlhfuse.simulator.hardware import gpu_by_name
+from rlhfuse.simulator.layouts import planned_world_size
 from rlhfuse.simulator.plan import Plan, save_plan
 from rlhfuse.simulator.planner import make_plan, plan_run
-from rlhfuse.spec import ParallelLayout
 from rlhfuse.trainer import Trainer
 
 
@@ -43,7 +44,7 @@ def dry_run(config: RunConfig, world_size: int | None) -> int:
     if is_finished(config):
         print(finished_line(config))
         return 0
-    world = world_size or int(os.environ.get("WORLD_SIZE", ParallelLayout.parse(config.parallel.actor_train).size))
+    world = planned_world_size(config, world_size)
     prepared = prepare(config, world)
     print(start_line(prepared))
     print(prepared.prompts)
@@ -101,9 +102,15 @@ def load_kernels(config: RunConfig) -> None:
 
 
 def name_device(config: RunConfig) -> None:
-    """Replace trainer.device=auto by what this machine has: plan and run must be about the same device."""
-    if config.trainer.device == "auto":
-        config.trainer.device = "cuda" if torch.cuda.is_available() else "cpu"
+    """Replace trainer.device=auto by what this machine has, and trainer.hardware=auto by a GPU that is known.
+
+    Plan and run must be about the same device.
+    """
+    trainer = config.trainer
+    if trainer.device == "auto":
+        trainer.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if trainer.hardware == "auto" and trainer.device == "cuda" and torch.cuda.is_available():
+        trainer.hardware = gpu_by_name(torch.cuda.get_device_name()) or "auto"
 
 
 def check_arithmetic(prepared: Prepared) -> None:

@@ -18,7 +18,6 @@ from rlhfuse.data.prompts import PromptSet, load_prompts
 from rlhfuse.data.reward_function import RewardFunction
 from rlhfuse.errors import InputError
 from rlhfuse.models.hf import check_checkpoint, load_tokenizer, resolve_checkpoint
-from rlhfuse.parallel.memory import resident_bytes
 from rlhfuse.roles import Checkpoints
 from rlhfuse.run_facts import RunFacts
 from rlhfuse.schedule.builders import serial_1f1b
@@ -108,7 +107,7 @@ def _check_memory(
     token_bytes = actor.kv_bytes_per_token(element_bytes(config))
     capacity = kv_blocks(config, batch.instances) * config.rollout.block_tokens * token_bytes
     phases = run_memory(config, costs, batch, capacity, serial_1f1b(full))
-    refuse_unless_fits(phases, hardware, memory_limit(config, hardware, world_size), resident_bytes())
+    refuse_unless_fits(phases, hardware, memory_limit(config, hardware, world_size))
 
 
 def check_reward_function(config: RunConfig, prompts: PromptSet) -> None:

@@ -13,8 +13,9 @@ from tiny import write_checkpoint, write_run, write_tokenizer
 
 from rlhfuse.config import load_config
 from rlhfuse.errors import InputError
+from rlhfuse.launch import dry_run
 from rlhfuse.preflight import prepare
-from rlhfuse.simulator.planner import make_plan
+from rlhfuse.simulator.planner import make_plan, read_specs
 
 ROLES = ("actor", "critic", "reference", "reward")
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,6 +45,13 @@ def test_a_good_run_is_prepared(good):
     prepared = prepare(load_config(good), 2)
     assert len(prepared.prompts) == 12 and prepared.world_size == 2
     assert prepared.prompts[0].tokens[0] == 1  # the tokenizer's own beginning-of-text token
+
+
+def test_the_dry_run_prints_the_plan_that_the_planner_makes(good, capsys):
+    settings = ["fusion.intra_stage=false", "trainer.device=cpu"]  # nothing is searched, so nothing depends on time
+    assert dry_run(load_config(good, settings), 2) == 0
+    config = load_config(good, settings)
+    assert capsys.readouterr().out.endswith(make_plan(config, read_specs(config), 2).render() + "\n")
 
 
 def test_a_missing_checkpoint(folder):

@@ -224,13 +224,18 @@ def move_cost(costs: CostModel, limits: InstanceLimits) -> MoveCost:
 
 @dataclass(frozen=True)
 class IterationSeconds:
-    """Predicted seconds of one iteration's parts, serial and fused; the weights move one model after the other."""
+    """Predicted seconds of one iteration's parts, serial and fused; the weights move one model after the other.
+
+    `generation_*`, part of `gen_infer_*`: until the last sample is generated; None where only the whole is known.
+    """
 
     weight_moves: float  # into the layouts of generation and inference, fused or not
     gen_infer_serial: float
     gen_infer_fused: float
     training_serial: float
     training_fused: float
+    generation_serial: float | None = None
+    generation_fused: float | None = None
 
     @property
     def serial(self) -> float:
@@ -264,6 +269,8 @@ def simulate_iteration(
     between layouts.
     """
     batch = BatchSimulation(lengths, instances, costs, limits)
-    serial, fused = batch.timeline(()).total_seconds, batch.timeline(triggers).total_seconds
-    training = (minibatch_seconds[0] * minibatches, minibatch_seconds[1] * minibatches)
-    return IterationSeconds(weight_moves, serial, fused, *training)
+    serial, fused = batch.timeline(()), batch.timeline(triggers)
+    return IterationSeconds(
+        weight_moves, serial.total_seconds, fused.total_seconds, minibatch_seconds[0] * minibatches,
+        minibatch_seconds[1] * minibatches, serial.generation_seconds, fused.generation_seconds,
+    )  # fmt: skip
