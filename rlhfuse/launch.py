@@ -47,7 +47,7 @@ def dry_run(config: RunConfig, world_size: int | None) -> int:
     world = planned_world_size(config, world_size)
     prepared = prepare(config, world)
     print(start_line(prepared))
-    print(prepared.prompts)
+    print(prompts_line(prepared))
     print(make_plan(config, prepared.checkpoints.specs, world).render())
     return 0
 
@@ -138,6 +138,14 @@ def start_line(prepared: Prepared) -> str:
     return f"fresh start: {why}" + (f"; {critic} has no value head: the critic's begins at 0" if headless else "")
 
 
+def prompts_line(prepared: Prepared) -> str:
+    """What was read, for people; and whether an iteration must draw a prompt twice."""
+    wanted = prepared.config.rollout.prompts_per_iteration
+    if len(prepared.prompts) >= wanted:
+        return str(prepared.prompts)
+    return f"{prepared.prompts}; an iteration draws {wanted}: some more than once"
+
+
 def settle(prepared: Prepared, name: str, rank: int, device: Device) -> tuple[Schedule, Plan, Path]:
     """Schedule, plan and run directory, the same on every rank; rank 0 writes and prints them."""
     config = prepared.config
@@ -148,7 +156,7 @@ def settle(prepared: Prepared, name: str, rank: int, device: Device) -> tuple[Sc
             plan, schedule = plan_run(config, prepared.checkpoints.specs, prepared.world_size)
             write_start(run_dir, config, plan, schedule)
             print(start_line(prepared), flush=True)
-            print(f"run directory: {run_dir}\ndevice: {device.torch_device} ({device.backend}), {prepared.prompts}")
+            print(f"run directory: {run_dir}\ndevice: {device.torch_device} ({device.backend}), {prompts_line(prepared)}")
             print(f"{plan.render()}\n{schedule.text()}", flush=True)
             told = json.dumps([str(run_dir), plan.to_dict(), schedule.text()]).encode()
     folder, plan_dict, text = json.loads(all_gather_bytes(told)[0])

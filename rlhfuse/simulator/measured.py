@@ -176,6 +176,8 @@ def read_cost_file(path: str | Path) -> dict:
         raw = json.loads(Path(path).read_text())
     except FileNotFoundError:
         raise InputError(f"cost file {path} does not exist") from None
+    except OSError as error:
+        raise InputError(f"cost file {path} cannot be read: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"cost file {path} is not valid JSON: {error}") from None
     if not isinstance(raw, dict):

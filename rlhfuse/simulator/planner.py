@@ -108,6 +108,14 @@ def generation_cost(
     return job_cost(costs, instances * layouts["generation"].tp)
 
 
+def hardware_of(config: RunConfig) -> HardwareSpec:
+    """The machine that is planned for. Raises InputError naming the key and the known ones."""
+    try:
+        return hardware_by_name(config.trainer.hardware, config.trainer.device)
+    except InputError as error:
+        raise InputError(f"trainer.hardware: {error}") from None
+
+
 def kv_blocks(config: RunConfig, instances: int) -> int:
     """KV blocks of one instance: as configured, else room for every sample of the instance at full length."""
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
@@ -193,7 +201,7 @@ def plan_run(
     """
     tasks = check_layouts(config, specs, world_size)
     batch = batch_arithmetic(config, tasks)
-    hardware = hardware_by_name(config.trainer.hardware, config.trainer.device)
+    hardware = hardware_of(config)
     costs = task_costs(config, specs, tasks, hardware)
     known = _known_lengths(config, lengths)
     mean_tokens = (sum(known.prompt) + sum(known.output)) / len(known)
