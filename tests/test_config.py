@@ -112,7 +112,6 @@ def test_a_run_has_the_models_that_it_needs(tmp_path, overrides, roles, scorers)
         (["algorithm.overlong_penalty=1"], "belong together; set both or neither"),
         (["algorithm.overlong_penalty=1", "algorithm.overlong_tokens=500"], "overlong_tokens=500 > rollout"),
         (["reward.path=''"], "reward.path is not set, nor is reward.function"),
-        (["reward.path=''", "reward.function=m:f"], "critic.path is not set, and there is no reward.path"),
         (["reward.function_weight=2"], "weighs a function, but reward.function is not set"),
         (["reward.function=m:f", "reward.model_weight=0"], "takes no notice of reward.path; drop reward.path"),
         (["reward.signature=other"], "reward.signature='other' must be one of verl, trl"),
