@@ -114,7 +114,7 @@ FUSION = dict(
 )  # fmt: skip
 TRAINER = dict(
     iterations=bits(ITERATION_BITS), save_every=AT_LEAST_0, keep_checkpoints=AT_LEAST_1,
-    seed=((0, 2**63 - 1), (-1, 2**63)), memory_limit_gb=REAL_0, threads_per_rank=PROCESSES,
+    seed=((0, 2**63 - 1), (-1, 2**63)), memory_limit_gb=REAL_0, peak_tflops=REAL_0, threads_per_rank=PROCESSES,
     watchdog_seconds=SECONDS, hang_seconds=SECONDS, sample_texts=AT_LEAST_0, trace_iterations=AT_LEAST_0,
 )  # fmt: skip
 REWARD = dict(timeout_seconds=SECONDS, workers=PROCESSES, model_weight=REAL, function_weight=REAL)
