@@ -7,7 +7,8 @@
 Starts the training as users do, with torchrun and tools/train_ppo.py, and looks at its ranks from outside whenever a
 line of metrics.jsonl is there. The first iterations, in which kernels compile and caches fill, are left out.
 
-Memory of one moment depends on where in its iteration a rank is, so each figure is the median of five iterations.
+Memory of one moment depends on where in its iteration a rank is, so each figure is the median of five iterations;
+of open files and threads it is the least of the five.
 Time per iteration changes for a good reason too: responses get longer or shorter as the policy learns. Hence two
 slopes, of seconds per iteration and of seconds per generated token, each with its standard error, in percent of the
 mean per 100 iterations. On a busy machine slopes say how busy it was; memory and files do not care.
@@ -25,14 +26,14 @@ import tempfile
 import time
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 import psutil
 from rich.table import Table
 from search_runs import console, counting, finish, machine
 
-from rlhfuse.errors import InputError, run_program
+from rlhfuse.errors import InputError, run_program, writing
 from rlhfuse.monitor.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,16 +61,16 @@ class Look:
 
 @dataclass(frozen=True)
 class RankLife:
-    """What became of one rank: medians of the first and the last iterations after the warm-up, and the most seen."""
+    """What became of one rank over the first and the last iterations after the warm-up."""
 
     rank: int
-    memory_begin_bytes: float
+    memory_begin_bytes: float  # medians
     memory_end_bytes: float
-    memory_most_bytes: int
-    files_begin: float
-    files_end: float
-    threads_begin: float
-    threads_end: float
+    memory_most_bytes: int  # in between
+    files_begin: int  # least: a checkpoint that is being written is a file and a thread more
+    files_end: int
+    threads_begin: int
+    threads_end: int
 
     @property
     def growth(self) -> float:
@@ -81,11 +82,11 @@ class RankLife:
         width = max(min(WINDOW, len(looks) // 2), 1)
         first, last = looks[:width], looks[-width:]
 
-        def middles(name: str) -> tuple[float, float]:
-            return tuple(statistics.median(getattr(one, name) for one in part) for part in (first, last))
+        def ends(figure: Callable[[list[int]], float], name: str) -> list[float]:
+            return [figure([getattr(one, name) for one in part]) for part in (first, last)]
 
-        memory, most = middles("resident_bytes"), max(one.resident_bytes for one in looks)
-        return RankLife(rank, *memory, most, *middles("files"), *middles("threads"))
+        memory, most = ends(statistics.median, "resident_bytes"), max(one.resident_bytes for one in looks)
+        return RankLife(rank, *memory, most, *ends(min, "files"), *ends(min, "threads"))
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,9 @@ def train(arguments: argparse.Namespace, run_dir: Path, output: Path) -> list[Lo
     command += ["trainer.export=false", *(QUICK if arguments.quick else ()), *arguments.overrides]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     looks: list[Look] = []
-    with open(output, "w") as stream, open(arguments.samples or os.devnull, "w") as table:
+    with writing(arguments.samples or os.devnull, "give a path in a writable folder"):
+        table = open(arguments.samples or os.devnull, "w")
+    with open(output, "w") as stream, table:
         print(*(field.name for field in fields(Look)), sep=",", file=table)
         process = subprocess.Popen(
             command, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}, stdout=stream,
@@ -248,7 +251,7 @@ def memory_table(lives: Sequence[RankLife]) -> Table:
     table = Table("rank", "MB begin", "MB end", "ratio", "MB most", "files", "threads", title="ranks after the warm-up")
     for one in lives:
         sizes = [f"{size / 1e6:.1f}" for size in (one.memory_begin_bytes, one.memory_end_bytes, one.memory_most_bytes)]
-        files, threads = f"{one.files_begin:g} -> {one.files_end:g}", f"{one.threads_begin:g} -> {one.threads_end:g}"
+        files, threads = f"{one.files_begin} -> {one.files_end}", f"{one.threads_begin} -> {one.threads_end}"
         table.add_row(str(one.rank), *sizes[:2], f"{one.growth:.3f}", sizes[2], files, threads)
     return table
 

@@ -97,6 +97,12 @@ class WithTaskCost:
     def migration_seconds(self, kv_bytes: float) -> float:
         return self.base.migration_seconds(kv_bytes)
 
+    def meeting_seconds(self) -> float:
+        return self.base.meeting_seconds()
+
+    def release_seconds(self) -> float:
+        return self.base.release_seconds()
+
     def beside(self, neighbour: str) -> "WithTaskCost":
         return self
 

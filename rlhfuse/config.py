@@ -6,14 +6,16 @@ Defaults live here and nowhere else. An unknown key is an InputError that names 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Sequence
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from rlhfuse.config_rules import check_config
+from rlhfuse.config_values import check_type
 from rlhfuse.errors import InputError
 
 
@@ -166,6 +168,7 @@ class TrainerConfig:
     device: str = "auto"  # auto, cpu or cuda
     hardware: str = "auto"  # auto, cpu, a100, h100, h800, h200: used by the planner
     memory_limit_gb: float = 0.0  # of one rank, in 10^9 bytes; 0 = the GPU's, or its part of the machine on CPU
+    peak_tflops: float = 0.0  # of one rank, what perf/mfu is of; 0 = the GPU's data sheet, or measured on CPU
     threads_per_rank: int = 1  # torch threads of one rank on CPU
     watchdog_seconds: float = 15.0  # a silent rank is declared dead after this
     hang_seconds: float = 600.0  # when no rank makes progress for this long the job ends
@@ -227,20 +230,29 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         from_file = OmegaConf.load(file)
     except FileNotFoundError:
         raise InputError(f"config file {file} does not exist") from None
+    except OSError as error:
+        raise InputError(f"config file {file} cannot be read: {error.strerror or error}") from None
     except Exception as error:  # yaml raises many kinds; all of them mean: not YAML
-        raise InputError(f"config file {file} is not valid YAML: {error}") from None
-    for argument in overrides:
-        if "=" not in argument:
-            raise InputError(f"argument {argument!r} is not of the form key=value")
+        raise InputError(f"config file {file} is not valid YAML: {' '.join(str(error).split())}") from None
     _check_keys(OmegaConf.to_container(from_file), RunConfig, "", str(file))
-    for argument in overrides:
-        _check_keys(OmegaConf.to_container(OmegaConf.from_dotlist([argument])), RunConfig, "", f"argument {argument!r}")
+    given = [_argument(text) for text in overrides]
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), from_file, OmegaConf.from_dotlist(list(overrides)))
-        config = OmegaConf.to_object(merged)
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), from_file, *given))
     except OmegaConfBaseException as error:
         raise InputError(f"{file}: {getattr(error, 'full_key', '')}: {str(error).splitlines()[0]}") from None
     return _resolve(config)
+
+
+def _argument(text: str) -> DictConfig:
+    """One `key=value`, its keys and types checked."""
+    if "=" not in text:
+        raise InputError(f"argument {text!r} is not of the form key=value")
+    try:
+        given = OmegaConf.from_dotlist([text])
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise InputError(f"argument {text!r} cannot be read: {' '.join(str(error).split())[:200]}") from None
+    _check_keys(OmegaConf.to_container(given), RunConfig, "", f"argument {text!r}")
+    return given
 
 
 def dump_config(config: RunConfig) -> str:
@@ -259,17 +271,23 @@ def _check_keys(raw: Any, kind: type, prefix: str, where: str) -> None:
             every = _all_keys(RunConfig, "")
             near = difflib.get_close_matches(f"{prefix}{key}", every, n=1, cutoff=0.0)
             raise InputError(f"{where}: unknown key {prefix}{key}; did you mean {near[0]}?")
-        inner = known[key].default_factory() if callable(known[key].default_factory) else None
-        if is_dataclass(inner):
-            _check_keys(value, type(inner), f"{prefix}{key}.", where)
+        default = _default(known[key])
+        if is_dataclass(default):
+            _check_keys(value, type(default), f"{prefix}{key}.", where)
+        else:
+            check_type(f"{prefix}{key}", value, default, where)
 
 
 def _all_keys(kind: type, prefix: str) -> list[str]:
     keys = []
     for f in fields(kind):
-        inner = f.default_factory() if callable(f.default_factory) else None
+        inner = _default(f)
         keys += _all_keys(type(inner), f"{prefix}{f.name}.") if is_dataclass(inner) else [f"{prefix}{f.name}"]
     return keys
+
+
+def _default(one: Field) -> Any:
+    return one.default_factory() if callable(one.default_factory) else one.default
 
 
 def _resolve(config: RunConfig) -> RunConfig:

@@ -1,117 +1,55 @@
-"""What the values of a configuration must keep: ranges, names, and combinations that do not contradict each other.
+"""What the values of a configuration must keep together: combinations that do not contradict each other.
 
-Every refusal is an InputError that names the key, its value and what would do. Rules that need models, files or the
-number of ranks stand where those are read (preflight.py, simulator/layouts.py).
+Every refusal is an InputError that names the key, its value and what would do. What a value may be by itself stands in
+config_values.py; rules that need models, files or the number of ranks stand where those are read (preflight.py,
+simulator/layouts.py).
 """
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import TYPE_CHECKING
 
+from rlhfuse.config_values import check_values
 from rlhfuse.errors import InputError
+from rlhfuse.spec import ParallelLayout
 
 if TYPE_CHECKING:
     from rlhfuse.config import RunConfig
 
-LOWEST = {
-    "rollout.prompts_per_iteration": 1,
-    "rollout.samples_per_prompt": 1,
-    "rollout.max_response_tokens": 1,
-    "rollout.block_tokens": 1,
-    "rollout.max_sequences_per_instance": 1,
-    "rollout.max_batched_tokens": 1,
-    "rollout.top_k": 0,
-    "rollout.kv_blocks_per_instance": 0,
-    "data.max_prompt_tokens": 1,
-    "trainer.sample_texts": 0,
-    "fusion.least_threshold": 0,
-    "algorithm.minibatches": 1,
-    "algorithm.epochs": 1,
-    "algorithm.kl_coef": 0,
-    "algorithm.kl_target": 0,
-    "algorithm.kl_horizon": 1,
-    "algorithm.clip_eps_high": 0,
-    "algorithm.dual_clip": 0,
-    "algorithm.value_clip_eps": 0,
-    "algorithm.value_loss_coef": 0,
-    "algorithm.score_clip": 0,
-    "algorithm.missing_eos_penalty": 0,
-    "algorithm.length_penalty": 0,
-    "algorithm.overlong_penalty": 0,
-    "algorithm.overlong_tokens": 0,
-    "reward.workers": 1,
-    "fusion.actor_microbatches": 1,
-    "fusion.bs_max": 0,
-    "fusion.max_triggers": 1,
-    "fusion.bucket_mib": 1,
-    "trainer.iterations": 1,
-    "trainer.save_every": 0,
-    "trainer.keep_checkpoints": 1,
-    "trainer.threads_per_rank": 1,
-}
-NAMES = {
-    "algorithm.name": ("ppo", "grpo", "rloo", "reinforce++"),
-    "algorithm.kl_estimator": ("k1", "k2", "k3"),
-    "algorithm.kl_in": ("reward", "loss"),
-    "reward.signature": ("verl", "trl"),
-    "actor.optim.name": ("adam", "sgd"),
-    "critic.optim.name": ("adam", "sgd"),
-    "trainer.dtype": ("float32", "bfloat16"),
-    "trainer.wandb": ("off", "online", "offline"),
-    "trainer.recompute": ("none", "full"),
-    "trainer.device": ("auto", "cpu", "cuda"),
-}
-FINITE = ("gamma", "lam", "kl_coef", "clip_eps", "entropy_coef", "score_scale", "score_clip", "overlong_penalty")
-
 
 def check_config(config: RunConfig) -> None:
     """Raise InputError for the first rule that `config`, its defaults filled, does not keep."""
-    for key, low in LOWEST.items():
-        if not value_of(config, key) >= low:
-            raise InputError(f"{key}={value_of(config, key)} must be at least {low}")
-    for key, known in NAMES.items():
-        if value_of(config, key) not in known:
-            raise InputError(f"{key}={value_of(config, key)!r} must be one of {', '.join(known)}")
-    _check_rollout(config)
+    check_values(config)
+    _check_layouts(config)
     _check_algorithm(config)
     _check_kl(config)
     _check_penalties(config)
     _check_models(config)
     _check_threshold(config)
+    _check_waits(config)
+    _check_trainer(config)
     if not config.data.train_files:
         raise InputError("data.train_files is empty; give at least one prompt file")
 
 
-def value_of(config: RunConfig, key: str) -> Any:
-    """The value under a dotted key."""
-    found: Any = config
-    for name in key.split("."):
-        found = getattr(found, name)
-    return found
-
-
-def _check_rollout(config: RunConfig) -> None:
-    if not config.rollout.temperature > 0:
-        raise InputError(f"rollout.temperature={config.rollout.temperature} must be above 0: PPO samples its rollouts")
-    if not 0 < config.rollout.top_p <= 1:
-        raise InputError(f"rollout.top_p={config.rollout.top_p} must be in (0, 1]")
+def _check_layouts(config: RunConfig) -> None:
+    for field in fields(config.parallel):
+        value = getattr(config.parallel, field.name)
+        if not isinstance(value, str):
+            continue
+        try:
+            ParallelLayout.parse(value)
+        except InputError as error:
+            raise InputError(f"parallel.{field.name}={value}: {error}") from None
 
 
 def _check_algorithm(config: RunConfig) -> None:
     algorithm = config.algorithm
-    for key in FINITE:
-        if not math.isfinite(getattr(algorithm, key)):
-            raise InputError(f"algorithm.{key}={getattr(algorithm, key)} must be finite")
-    for key in ("gamma", "lam"):
-        if not 0 <= getattr(algorithm, key) <= 1:
-            raise InputError(f"algorithm.{key}={getattr(algorithm, key)} must be in [0, 1]")
-    if not 0 < algorithm.clip_eps < 1:
-        raise InputError(f"algorithm.clip_eps={algorithm.clip_eps} must be in (0, 1)")
     if 0 < algorithm.dual_clip <= 1:
         raise InputError(f"algorithm.dual_clip={algorithm.dual_clip} must be above 1, or 0 for none")
-    if str(algorithm.whiten_advantages).lower() not in ("auto", "true", "false"):
-        raise InputError(f"algorithm.whiten_advantages={algorithm.whiten_advantages!r} must be auto, true or false")
+    if not algorithm.score_scale:
+        raise InputError("algorithm.score_scale=0.0 takes no notice of any score; use 1 for none, below 0 to turn it")
     copies = config.rollout.samples_per_prompt
     if algorithm.groups and copies < 2:
         raise InputError(
@@ -159,17 +97,12 @@ def _check_models(config: RunConfig) -> None:
         raise InputError("actor.path is not set; give a Hugging Face folder or hub name")
     if not reward.path and not reward.function:
         raise InputError("reward.path is not set, nor is reward.function; give a model, a function or both")
-    for key in ("model_weight", "function_weight"):
-        if not math.isfinite(getattr(reward, key)):
-            raise InputError(f"reward.{key}={getattr(reward, key)} must be finite")
     for kind, source in (("model", "path"), ("function", "function")):
         weight = getattr(reward, f"{kind}_weight")
         if weight != 1 and not getattr(reward, source):
             raise InputError(f"reward.{kind}_weight={weight} weighs a {kind}, but reward.{source} is not set")
         if weight == 0 and getattr(reward, source):
             raise InputError(f"reward.{kind}_weight=0.0 takes no notice of reward.{source}; drop reward.{source}")
-    if not (reward.timeout_seconds > 0 and math.isfinite(reward.timeout_seconds)):
-        raise InputError(f"reward.timeout_seconds={reward.timeout_seconds} must be above 0 and finite")
     if not algorithm.has_critic and config.critic.path:
         raise InputError(
             f"algorithm.name={algorithm.name} has no critic, but critic.path={config.critic.path}; drop critic.path"
@@ -177,13 +110,49 @@ def _check_models(config: RunConfig) -> None:
 
 
 def _check_threshold(config: RunConfig) -> None:
-    threshold = config.fusion.threshold
+    threshold, least, samples = config.fusion.threshold, config.fusion.least_threshold, config.samples_per_iteration
+    if least > samples:
+        raise InputError(f"fusion.least_threshold={least} > {samples} samples of one iteration; use a smaller one")
     if threshold == "auto":
         return
-    if not threshold.isdigit():
+    if not (threshold.isascii() and threshold.isdigit() and len(threshold) < 20):
         raise InputError(f"fusion.threshold={threshold!r} must be auto or a number of samples")
-    if int(threshold) > config.samples_per_iteration:
+    if int(threshold) > samples:
+        raise InputError(f"fusion.threshold={threshold} > {samples} samples of one iteration; use a smaller one")
+    if int(threshold) < least:
         raise InputError(
-            f"fusion.threshold={threshold} > {config.samples_per_iteration} samples of one iteration; "
-            "use a smaller one"
+            f"fusion.threshold={threshold} < fusion.least_threshold={least}, which is for threshold=auto; drop one"
         )
+
+
+def _check_waits(config: RunConfig) -> None:
+    """What a rank may wait for must end before the job is taken for hanging."""
+    hang = config.trainer.hang_seconds
+    waits = {"trainer.watchdog_seconds": config.trainer.watchdog_seconds}
+    if config.reward.function:
+        waits["reward.timeout_seconds"] = config.reward.timeout_seconds
+    if config.fusion.intra_stage and not config.fusion.schedule:
+        waits["fusion.search_seconds"] = config.fusion.search_seconds
+    for key, seconds in waits.items():
+        if seconds >= hang:
+            raise InputError(f"{key}={seconds:g} must be below trainer.hang_seconds={hang:g}, which ends the job")
+
+
+def _check_trainer(config: RunConfig) -> None:
+    trainer, data = config.trainer, config.data
+    if not trainer.resume:
+        raise InputError("trainer.resume='' must be auto, never or the path of a checkpoint")
+    if trainer.wandb != "off" and not trainer.wandb_project:
+        raise InputError("trainer.wandb_project='' has no name for the run's project; set it or trainer.wandb=off")
+    if data.apply_chat_template and data.add_bos != "auto":
+        raise InputError(
+            f"data.add_bos={data.add_bos} is for plain text: data.apply_chat_template=true leaves it to the template; "
+            "use auto"
+        )
+    for role in config.trained():
+        optim = getattr(config, role).optim
+        if optim.name == "sgd" and (trainer.save_every or trainer.resume not in ("auto", "never")):
+            raise InputError(
+                f"{role}.optim.name=sgd has no checkpoints; set trainer.save_every=0 and trainer.resume=never, or "
+                f"{role}.optim.name=adam"
+            )

@@ -59,7 +59,7 @@ def convert(
     facts = checkpoint.manifest.facts
     if role not in checkpoint.reader.roles():
         raise InputError(f"{checkpoint.folder} has no {role}, only {', '.join(checkpoint.reader.roles())}")
-    like = like or resolve_checkpoint(facts.settings[f"{role}.path"], role)
+    like = like or resolve_checkpoint(facts.settings[f"{role}.path"], f"{role}.path")
     spec = ModelSpec.from_config(like)
     if json.loads(json.dumps(asdict(spec))) != facts.models[role]:
         raise InputError(f"{like} is of another shape than the {role} of {checkpoint.folder}; give --like its folder")

@@ -2,7 +2,8 @@
 
     reshard   moving weights                          the median of the iterations before
     gen       until the last sample is generated      the simulator, with costs fitted to them
-    infer     from then until all are scored          the same
+    infer     from then until all are scored          the same, and the median of what lay before the first step and
+                                                      after the last score
     adv       rewards and advantages                  a line over tokens, fitted to them
     train     all mini-batches                        a line over tokens for every stage's forward and backward, laid
                                                       out in the order of the ranks' programs, and what lay between
@@ -38,12 +39,17 @@ RECENT_ITERATIONS = 8
 
 @dataclass(frozen=True)
 class Measured:
-    """An iteration that has run: seconds of every phase, its tokens, and how long its training's actions took."""
+    """An iteration that has run: seconds of every phase, its tokens, and how long its training's actions took.
+
+    `start`, `gather`: seconds of generation with inference before the first step and after the last score.
+    """
 
     seconds: Mapping[str, float]
     tokens: int
     minibatches: int
     stage_times: StageTimes
+    start: float = 0.0
+    gather: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,8 @@ class Forecast:
     blind: Mapping[str, float]  # with those of the iterations before: their mean
     timeline: GenInferTimeline
     step_times: Mapping[int, Sequence[TimedAction]]  # of one mini-batch, by rank
+    start: float  # before the time line
+    gather: float  # after it
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -73,9 +81,9 @@ class Forecast:
     def spans(self, placement: Placement, world: int, begin: float, starts: Sequence[float]) -> list[Span]:
         """The iteration from `begin` on, on all `world` ranks; `starts`: when its mini-batches were seen to start."""
         spans = phase_spans("reshard", range(world), begin, self.known["reshard"])
-        begin += self.known["reshard"]
+        begin += self.known["reshard"] + self.start
         spans += gen_infer_spans(self.timeline, placement, begin)
-        begin += self.timeline.total_seconds
+        begin += self.timeline.total_seconds + self.gather
         spans += phase_spans("adv", range(world), begin, self.known["adv"])
         return spans + training_spans(self.step_times, begin + self.known["adv"], starts)
 
@@ -107,7 +115,9 @@ class Forecaster:
         """Of an iteration with the batch `known`; and of one of which only the `recent` batches are known."""
         each = [self._seconds(batch) for batch in recent]
         blind = {phase: statistics.mean(seconds[phase] for seconds in each) for phase in PHASES}
-        return Forecast(self._seconds(known), blind, known.timeline, self._step_times(known.tokens))
+        return Forecast(
+            self._seconds(known), blind, known.timeline, self._step_times(known.tokens), *self._edges()
+        )
 
     def _seconds(self, batch: Batch) -> dict[str, float]:
         gen, tokens = batch.timeline.generation_seconds, batch.tokens
@@ -115,11 +125,15 @@ class Forecaster:
         seconds = {
             "reshard": self._median(lambda one: one.seconds["reshard"]),
             "gen": gen,
-            "infer": batch.timeline.total_seconds - gen,
+            "infer": batch.timeline.total_seconds - gen + sum(self._edges()),
             "adv": self._line([one.seconds["adv"] for one in self._recent])(tokens),
             "train": self._train_seconds(tokens),
         }
         return {**seconds, "step": sum(seconds.values()) + between}
+
+    def _edges(self) -> tuple[float, float]:
+        """What lies before the first step and after the last score."""
+        return self._median(lambda one: one.start), self._median(lambda one: one.gather)
 
     def _step_times(self, tokens: float) -> dict[int, tuple[TimedAction, ...]]:
         """One mini-batch of a batch of `tokens`, every rank on a core or GPU of its own."""

@@ -43,9 +43,9 @@ def run_trial(config: RunConfig, prompts: int, progress: Callable[[str], None]) 
 
     Raises InputError for a model, a tokenizer or data that a run would refuse.
     """
-    folder = resolve_checkpoint(config.actor.path, "actor")
+    folder = resolve_checkpoint(config.actor.path, "actor.path")
     spec = ModelSpec.from_config(folder)
-    tokenizer = load_tokenizer(resolve_checkpoint(config.actor.tokenizer, "actor"), spec)
+    tokenizer = load_tokenizer(resolve_checkpoint(config.actor.tokenizer, "actor.tokenizer"), spec)
     data = load_prompts(
         config.data.train_files, config.data.prompt_key, encoder(tokenizer, config), config.data.max_prompt_tokens,
         config.data.filter_long_prompts, dialogues_as_turns=config.data.apply_chat_template,

@@ -31,9 +31,10 @@ from rlhfuse.schedule.io import save_schedule, write_text
 from rlhfuse.schedule.lowering import lower
 from rlhfuse.schedule.schedule import Schedule
 from rlhfuse.schedule.verify import verify
+from rlhfuse.simulator.hardware import gpu_by_name
+from rlhfuse.simulator.layouts import planned_world_size
 from rlhfuse.simulator.plan import Plan, save_plan
 from rlhfuse.simulator.planner import make_plan, plan_run
-from rlhfuse.spec import ParallelLayout
 from rlhfuse.trainer import Trainer
 
 
@@ -43,10 +44,10 @@ def dry_run(config: RunConfig, world_size: int | None) -> int:
     if is_finished(config):
         print(finished_line(config))
         return 0
-    world = world_size or int(os.environ.get("WORLD_SIZE", ParallelLayout.parse(config.parallel.actor_train).size))
+    world = planned_world_size(config, world_size)
     prepared = prepare(config, world)
     print(start_line(prepared))
-    print(prepared.prompts)
+    print(prompts_line(prepared))
     print(make_plan(config, prepared.checkpoints.specs, world).render())
     return 0
 
@@ -101,9 +102,15 @@ def load_kernels(config: RunConfig) -> None:
 
 
 def name_device(config: RunConfig) -> None:
-    """Replace trainer.device=auto by what this machine has: plan and run must be about the same device."""
-    if config.trainer.device == "auto":
-        config.trainer.device = "cuda" if torch.cuda.is_available() else "cpu"
+    """Replace trainer.device=auto by what this machine has, and trainer.hardware=auto by a GPU that is known.
+
+    Plan and run must be about the same device.
+    """
+    trainer = config.trainer
+    if trainer.device == "auto":
+        trainer.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if trainer.hardware == "auto" and trainer.device == "cuda" and torch.cuda.is_available():
+        trainer.hardware = gpu_by_name(torch.cuda.get_device_name()) or "auto"
 
 
 def check_arithmetic(prepared: Prepared) -> None:
@@ -131,6 +138,14 @@ def start_line(prepared: Prepared) -> str:
     return f"fresh start: {why}" + (f"; {critic} has no value head: the critic's begins at 0" if headless else "")
 
 
+def prompts_line(prepared: Prepared) -> str:
+    """What was read, for people; and whether an iteration must draw a prompt twice."""
+    wanted = prepared.config.rollout.prompts_per_iteration
+    if len(prepared.prompts) >= wanted:
+        return str(prepared.prompts)
+    return f"{prepared.prompts}; an iteration draws {wanted}: some more than once"
+
+
 def settle(prepared: Prepared, name: str, rank: int, device: Device) -> tuple[Schedule, Plan, Path]:
     """Schedule, plan and run directory, the same on every rank; rank 0 writes and prints them."""
     config = prepared.config
@@ -141,7 +156,7 @@ def settle(prepared: Prepared, name: str, rank: int, device: Device) -> tuple[Sc
             plan, schedule = plan_run(config, prepared.checkpoints.specs, prepared.world_size)
             write_start(run_dir, config, plan, schedule)
             print(start_line(prepared), flush=True)
-            print(f"run directory: {run_dir}\ndevice: {device.torch_device} ({device.backend}), {prepared.prompts}")
+            print(f"run directory: {run_dir}\ndevice: {device.torch_device} ({device.backend}), {prompts_line(prepared)}")
             print(f"{plan.render()}\n{schedule.text()}", flush=True)
             told = json.dumps([str(run_dir), plan.to_dict(), schedule.text()]).encode()
     folder, plan_dict, text = json.loads(all_gather_bytes(told)[0])

@@ -18,7 +18,6 @@ from rlhfuse.data.prompts import PromptSet, load_prompts
 from rlhfuse.data.reward_function import RewardFunction
 from rlhfuse.errors import InputError
 from rlhfuse.models.hf import check_checkpoint, load_tokenizer, resolve_checkpoint
-from rlhfuse.parallel.memory import resident_bytes
 from rlhfuse.roles import Checkpoints
 from rlhfuse.run_facts import RunFacts
 from rlhfuse.schedule.builders import serial_1f1b
@@ -26,12 +25,12 @@ from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.problem import FusionProblem
 from rlhfuse.schedule.ranks import FusedRanks, rank_map
 from rlhfuse.simulator.cost import AnalyticCost, CostModel
-from rlhfuse.simulator.hardware import hardware_by_name
 from rlhfuse.simulator.layouts import BatchArithmetic, Task, batch_arithmetic, check_layouts, training_layouts
 from rlhfuse.simulator.memory_check import memory_limit, refuse_unless_fits, run_memory
 from rlhfuse.simulator.planner import (
     check_threshold,
     element_bytes,
+    hardware_of,
     kv_blocks,
     starting_costs,
     task_costs,
@@ -75,7 +74,7 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
     _check_inference_layouts(config)
     for role, path in checkpoints.paths.items():
         check_checkpoint(path, specs[role], scalar_head=role in ("critic", "reward"), fresh_head=role == "critic")
-    tokenizer = load_tokenizer(resolve_checkpoint(config.actor.tokenizer, "actor"), specs["actor"])
+    tokenizer = load_tokenizer(resolve_checkpoint(config.actor.tokenizer, "actor.tokenizer"), specs["actor"])
     prompts = load_prompts(
         config.data.train_files, config.data.prompt_key, encoder(tokenizer, config), config.data.max_prompt_tokens,
         config.data.filter_long_prompts, dialogues_as_turns=config.data.apply_chat_template,
@@ -83,7 +82,7 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
     if config.reward.function:
         check_reward_function(config, prompts)
     ranks = rank_map(training_layouts(tasks))
-    hardware = hardware_by_name(config.trainer.hardware, config.trainer.device)
+    hardware = hardware_of(config)
     costs = task_costs(config, specs, tasks, hardware)
     tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens / 2
     batch = batch_arithmetic(config, tasks)
@@ -108,7 +107,7 @@ def _check_memory(
     token_bytes = actor.kv_bytes_per_token(element_bytes(config))
     capacity = kv_blocks(config, batch.instances) * config.rollout.block_tokens * token_bytes
     phases = run_memory(config, costs, batch, capacity, serial_1f1b(full))
-    refuse_unless_fits(phases, hardware, memory_limit(config, hardware, world_size), resident_bytes())
+    refuse_unless_fits(phases, hardware, memory_limit(config, hardware, world_size))
 
 
 def check_reward_function(config: RunConfig, prompts: PromptSet) -> None:
@@ -120,7 +119,9 @@ def check_reward_function(config: RunConfig, prompts: PromptSet) -> None:
 
 def find_checkpoints(config: RunConfig) -> Checkpoints:
     """Local folder and shape of each role of the run; the critic's defaults to the reward model's."""
-    paths = {role: resolve_checkpoint(getattr(config, role).path, role) for role in config.roles()}
+    order = sorted(config.roles(), key=("actor", "reward", "reference", "critic").index)  # what others default to first
+    found = {role: resolve_checkpoint(getattr(config, role).path, f"{role}.path") for role in order}
+    paths = {role: found[role] for role in config.roles()}
     return Checkpoints(paths, {role: ModelSpec.from_config(path) for role, path in paths.items()})
 
 

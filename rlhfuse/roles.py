@@ -60,10 +60,12 @@ class Roles:
         return self.trained["actor"]
 
     def held_bytes(self, with_host: bool) -> int:
-        """What models and optimizers hold on the device now; `with_host`: and in host memory, parked."""
+        """What models and optimizers hold on the device now; `with_host`: and in host memory, parked or remembered."""
         held = sum(weight.nbytes for weight in self.generation.parameters())
         held += sum(model.optimizer.held_bytes for model in self.trained.values())
-        return held + (sum(model.parked.host_bytes for model in self.frozen.values()) if with_host else 0)
+        parked = sum(model.parked.host_bytes for model in self.frozen.values())
+        remembered = sum(model.optimizer.remembered_bytes for model in self.trained.values())
+        return held + (parked + remembered if with_host else 0)
 
 
 def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, rank: int, device: Device) -> Roles:

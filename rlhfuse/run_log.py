@@ -16,18 +16,23 @@ from rlhfuse.checkpoint import METRICS
 from rlhfuse.config import RunConfig
 from rlhfuse.errors import writing
 from rlhfuse.monitor.console import ProgressPrinter
+from rlhfuse.monitor.memory_table import MemoryTable
 from rlhfuse.monitor.metrics import Metrics, MetricsWriter
 from rlhfuse.monitor.phase_times import render_phase_times
 from rlhfuse.monitor.samples import SampleText, SampleWriter
 from rlhfuse.monitor.trace import Span, save_trace
+from rlhfuse.simulator.plan import Plan
 
 
 class RunLog:
     """The open files of one run."""
 
-    def __init__(self, run_dir: Path, config: RunConfig, first_iteration: int, metrics_bytes: int | None) -> None:
+    def __init__(
+        self, run_dir: Path, config: RunConfig, plan: Plan, first_iteration: int, metrics_bytes: int | None
+    ) -> None:
         """`metrics_bytes`: of metrics.jsonl, those that stay; None for all of them."""
         trainer = config.trainer
+        self._plan = plan
         self._run_dir, self._trace_iterations = run_dir, trainer.trace_iterations
         self._metrics = MetricsWriter(run_dir / METRICS, keep_bytes=metrics_bytes)
         self._samples = SampleWriter(run_dir / "samples.jsonl", first_iteration)
@@ -55,6 +60,8 @@ class RunLog:
     def close(self) -> None:
         if self._rows:
             print(render_phase_times(self._rows), flush=True)
+            if table := MemoryTable.of(self._plan.to_dict(), self._rows):
+                print(table.text(), flush=True)
         for opened in (self._metrics, self._samples, *self._boards):
             opened.close()
 

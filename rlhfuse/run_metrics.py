@@ -17,6 +17,7 @@ from rlhfuse.fusion.training_step import MinibatchResult
 from rlhfuse.ppo.losses import actor_metrics, critic_metrics
 from rlhfuse.ppo.metrics import batch_metrics
 from rlhfuse.ppo.rollout import RolloutBatch
+from rlhfuse.simulator.flops import IterationFlops
 from rlhfuse.simulator.lengths import SampleLengths
 
 
@@ -101,6 +102,22 @@ def speed_metrics(batch: RolloutBatch, seconds: float) -> dict[str, float]:
         "perf/throughput": len(batch.tokens) / seconds,
         "perf/samples_per_second": len(batch) / seconds,
     }
+
+
+def mfu_metrics(
+    flops: IterationFlops, metrics: Mapping[str, float], ranks: int, peak_flops: float | None
+) -> dict[str, float]:
+    """Model FLOP utilisation: FLOPs over seconds, ranks and a rank's peak; nothing where the peak is not known.
+
+    Models train at once on all ranks, so each counts the seconds of both, and their sum is training's.
+    """
+    if not peak_flops:
+        return {}
+    shares = {role: (count, metrics["timing_s/train"]) for role, count in flops.training.items()}
+    shares["gen_infer"] = flops.generation + flops.inference, metrics["fusion/gen_infer_seconds"]
+    shares["step"] = flops.total, metrics["timing_s/step"]
+    used = {name: count / (seconds * ranks * peak_flops) for name, (count, seconds) in shares.items()}
+    return {f"perf/mfu/{name}": share for name, share in used.items()} | {"actor/mfu": used["actor"]}
 
 
 def lengths_of(batch: RolloutBatch) -> SampleLengths:

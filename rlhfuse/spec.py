@@ -236,6 +236,7 @@ class HardwareSpec:
     devices_per_node: int = 8
     decode_layer_seconds: float = 0.0  # of a layer's decode step, beside its work: kernels that start and end
     call_seconds: float = 0.0  # of every call of a model on its mesh: gathering its batch, asking its workers
+    process_bytes: int = 0  # of `memory_bytes`, what a rank's process takes beside models: interpreter, libraries
 
     def __post_init__(self) -> None:
         for name in ("flops", "memory_bandwidth", "memory_bytes", "node_link_bandwidth", "cross_link_bandwidth"):

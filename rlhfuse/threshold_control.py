@@ -60,6 +60,7 @@ def changes(before: CostModel, after: CostModel, limits: InstanceLimits, context
         "prefill": lambda costs: costs.beside("decoding").prefill_seconds(limits.max_prompt_tokens, 1),
         "scoring": lambda costs: costs.beside("decoding").score_seconds(tokens, max(1, tokens // limits.longest)),
         "loading": lambda costs: costs.swap_in_seconds(),
+        "a meeting": lambda costs: costs.meeting_seconds() + costs.release_seconds(),
         "moving a sample": lambda costs: costs.migration_seconds(limits.sample_kv_bytes),
     }
     parts = []
@@ -218,8 +219,8 @@ class ThresholdControl:
         self.limits = self._fusion_limits(self._instance_limits())
 
     def _fit(self) -> MeasuredCost:
-        def rows(kind: str) -> list[list]:
-            return [row for observed in self._observed for row in observed[kind]]
+        def rows(kind: str) -> list[list]:  # a checkpoint of an older program lacks some kinds
+            return [row for observed in self._observed for row in observed.get(kind, [])]
 
         moved = [*self._transfers, *(row[:2] for row in rows("migration"))]
         scores = bool(self._config.scorers())  # without models to score with, scoring and loading take no time
@@ -232,6 +233,8 @@ class ThresholdControl:
             ],
             migration=[BytesObservation(int(b), s) for b, s in moved] or [BytesObservation(0, 0.0)],
             swap_in=[row[0] for row in rows("load")] if scores else [0.0],
+            meeting=[row[0] for row in rows("meeting")] or [0.0],
+            release=[row[0] for row in rows("release")] or [0.0],
         )
 
     def _instance_limits(self) -> InstanceLimits:

@@ -12,6 +12,7 @@ same numbers, or by rank 0 and sent. Fusion changes when things happen, never wh
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from dataclasses import replace
@@ -42,6 +43,7 @@ from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.memory import PhaseMeter
 from rlhfuse.parallel.offload import WeightMemory
 from rlhfuse.parallel.optimizer_state import check_exportable, export_state, import_state
+from rlhfuse.parallel.peak_rate import peak_flops, peak_line
 from rlhfuse.parallel.reshard import Resharder
 from rlhfuse.phases import Phases
 from rlhfuse.ppo.advantage import add_advantages
@@ -50,12 +52,13 @@ from rlhfuse.ppo.kl_control import KLControl
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.ppo.token_rewards import add_token_rewards, sample_kl
 from rlhfuse.preflight import Prepared
-from rlhfuse.roles import Roles, build_roles, whole_copy
+from rlhfuse.roles import DTYPES, Roles, build_roles, whole_copy
 from rlhfuse.run_log import RunLog
 from rlhfuse.run_metrics import (
     fusion_metrics,
     lengths_of,
     memory_metrics,
+    mfu_metrics,
     reward_metrics,
     rewarded,
     rollout_metrics,
@@ -65,6 +68,7 @@ from rlhfuse.run_metrics import (
 from rlhfuse.schedule.lowering import lower
 from rlhfuse.schedule.program_times import makespan
 from rlhfuse.schedule.schedule import Schedule
+from rlhfuse.simulator.flops import IterationFlops
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.plan import Plan
 from rlhfuse.simulator.planner import kv_blocks
@@ -102,6 +106,7 @@ class Trainer:
         actor = prepared.checkpoints.specs["actor"]
         self.threshold = ThresholdControl(config, plan, actor, prepared.costs, prepared.costs_name, device)
         self.stage_times = StageTimes()
+        self.peak_flops = peak_flops(config.trainer.peak_tflops, DTYPES[config.trainer.dtype], device)
         self.sampler = PromptSampler(len(prepared.prompts), config.trainer.seed)
         self.rewarder = self._start_rewarder()
         self.kl = KLControl(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
@@ -156,10 +161,22 @@ class Trainer:
 
         Raises JointError where a file cannot be written; what was saved before stays.
         """
-        leads = self.rank == 0
         first = self._restore()
+        # What is there now stays: a full collection that walks it takes a third of a second, in any phase.
+        gc.collect()
+        gc.freeze()
+        try:
+            self._fit(first)
+        finally:
+            gc.unfreeze()
+
+    def _fit(self, first: int) -> None:
+        """From iteration `first` on."""
+        leads = self.rank == 0
         with self.checkpoints.one_end():
             log = self._start_log(first) if leads else None
+        if leads:
+            print(peak_line(self.peak_flops, self.device), flush=True)
         for iteration in range(first, self.config.trainer.iterations):
             metrics, spans, samples = self.iterate(iteration)
             due, position = self._save_due(iteration + 1), 0
@@ -184,7 +201,8 @@ class Trainer:
         """Of a run that goes on with iteration `first`; what it is going to write again is removed."""
         if stale := rewind(self.run_dir, first):
             print(f"removed from {self.run_dir / 'checkpoints'}: {', '.join(stale)}", flush=True)
-        return RunLog(self.run_dir, self.config, first, metrics_kept(self.prepared.resume, self.run_dir))
+        kept = metrics_kept(self.prepared.resume, self.run_dir)
+        return RunLog(self.run_dir, self.config, self.plan, first, kept)
 
     def iterate(self, iteration: int) -> tuple[dict[str, Any], list[Span], list[SampleText]]:
         """One PPO iteration; returns its metrics, every rank's spans (on rank 0 the forecast's too), a few samples."""
@@ -204,6 +222,7 @@ class Trainer:
         metrics = {"iteration": iteration, **rollout_metrics(batch, algorithm)}
         metrics |= self._metrics(report, results, everyone, used)
         metrics |= speed_metrics(batch, time.time() - begin)
+        metrics |= mfu_metrics(self._flops(batch), metrics, self.prepared.world_size, self.peak_flops)
         if batch.ref_logprobs is not None:
             self.kl = self.kl.after(float(sample_kl(batch).mean()), len(batch))
         lengths = lengths_of(batch)
@@ -212,7 +231,8 @@ class Trainer:
         if message and self.rank == 0:
             print(message, flush=True)
         seconds = {phase: metrics[f"timing_s/{phase}"] for phase in PHASES}
-        self.forecaster.observe(Measured(seconds, len(batch.tokens), len(results), self.stage_times))
+        edges = report.start_seconds, report.gather_seconds
+        self.forecaster.observe(Measured(seconds, len(batch.tokens), len(results), self.stage_times, *edges))
         spans = [Span(**span) for one in everyone for span in one["spans"]]
         if self.rank == 0:
             metrics |= forecast.metrics() if forecast else {}
@@ -305,6 +325,7 @@ class Trainer:
         metrics |= fusion_metrics(report, used, len(self.roles.placement.instances))
         for key in ("reshard", "adv", "train"):  # by one rank's clock, so that the parts add up to the iteration
             metrics[f"timing_s/{key}"] = everyone[0]["seconds"][key]
+        metrics["perf/microbatch_tokens"] = max(max(result.parts_tokens) for result in results)
         metrics["fusion/makespan_predicted_seconds"] = self._predicted_makespan(len(results))
         metrics["fusion/makespan_measured_seconds"] = max(one["program_seconds"] for one in everyone)
         return metrics | memory_metrics(everyone)
@@ -318,6 +339,10 @@ class Trainer:
             return Batch(self.threshold.simulate(used, one), sum(one.prompt) + sum(one.output))
 
         return self.forecaster.forecast(batch(lengths), [batch(one) for one in self.threshold.recent_lengths])
+
+    def _flops(self, batch: RolloutBatch) -> IterationFlops:
+        config, specs = self.config, self.prepared.checkpoints.specs
+        return IterationFlops.of(specs, config.trained(), config.scorers(), lengths_of(batch), config.algorithm.epochs)
 
     def _predicted_makespan(self, minibatches: int) -> float:
         """Of this iteration's mini-batches, from the times its actions took, each on its own core or GPU."""

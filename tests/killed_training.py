@@ -60,7 +60,8 @@ class Killer:
             return
         if self.who == "all":
             launcher = psutil.Process(os.getppid())
-            for one in (launcher, *launcher.children()):
+            both = [] if "multiprocessing.forkserver" in " ".join(launcher.cmdline()) else [launcher]  # see runs.py
+            for one in [*both, *launcher.children()]:
                 if one.pid != os.getpid():
                     one.kill()
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,11 +1,18 @@
-"""Whole runs as processes under torchrun: started, waited for, killed at a moment."""
+"""Whole runs as processes under torchrun: started, waited for, killed at a moment.
+
+`killed_forked` does without torchrun: its ranks are forked from a process that has loaded all modules, which takes
+longer than a short run. They find each other through a store of rank 0.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -45,3 +52,41 @@ def killed(config: Path, moment: str, *overrides: str) -> str:
     found = re.search(r"killed in: (.*)", out)
     assert process.returncode != 0 and found, out
     return found[1]
+
+
+def killed_forked(config: Path, moment: str, log: Path, *overrides: str, ranks: int = 2) -> str:
+    """As `killed`. What the ranks say goes to `log`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])  # for the process that loads modules
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["killed_training", "rlhfuse.launch", "rlhfuse.monitor.loggers"])
+    processes = []
+    for rank in range(ranks):
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": ranks, "RANK": rank,
+                       "LOCAL_RANK": rank, "KILL_AT": moment}  # fmt: skip
+        arguments = ["--config", str(config), *overrides]
+        processes.append(context.Process(target=run_rank, args=(environment, arguments, log)))
+        processes[-1].start()
+    until = time.monotonic() + TIMEOUT_SECONDS
+    for process in processes:
+        process.join(max(until - time.monotonic(), 0))
+        process.kill()
+        process.join()
+    out = log.read_text()
+    found = re.search(r"killed in: (.*)", out)
+    assert found and all(process.exitcode for process in processes), out
+    return found[1]
+
+
+def run_rank(environment: dict, arguments: list[str], log: Path) -> None:
+    """The program of a forked rank."""
+    import killed_training
+
+    with open(log, "ab") as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    os.environ.update({name: str(value) for name, value in environment.items()}, OMP_NUM_THREADS="1")
+    sys.argv = ["killed_training.py", *arguments]
+    killed_training.run_program(killed_training.main)

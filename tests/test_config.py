@@ -44,14 +44,20 @@ def test_resolved_config_reads_back_equal(tmp_path):
         (["actor.optim.learning_rate=3"], "unknown key actor.optim.learning_rate"),
         (["trainer.iterations"], "not of the form key=value"),
         (["trainer.iterations=many"], "trainer.iterations"),
-        (["trainer.iterations=0"], "trainer.iterations=0 must be at least 1"),
-        (["rollout.temperature=0"], "must be above 0"),
+        (["trainer.iterations=0"], r"trainer.iterations=0 must be in \[1, 16777216\]"),
+        (["rollout.temperature=0"], r"rollout.temperature=0.0 must be in \[0.001, 1000\]"),
         (["rollout.top_p=1.5"], r"must be in \(0, 1\]"),
         (["algorithm.gamma=2"], r"algorithm.gamma=2.0 must be in \[0, 1\]"),
         (["algorithm.kl_estimator=k4"], "must be one of k1, k2, k3"),
         (["trainer.dtype=float16"], "must be one of float32, bfloat16"),
         (["fusion.threshold=some"], "must be auto or a number of samples"),
         (["fusion.threshold=65"], "65 > 64 samples of one iteration"),
+        (["fusion.threshold=²"], "must be auto or a number of samples"),
+        (["trainer.seed=${"], r"argument 'trainer.seed=\$\{' cannot be read"),
+        (["trainer.seed=[1"], r"argument 'trainer.seed=\[1' cannot be read"),
+        (["trainer.seed=${nothing}"], "trainer.seed: Interpolation key 'nothing' not found"),
+        (["=3"], "unknown key ; did you mean"),
+        (["parallel.generation=d1p1"], "parallel.generation=d1p1: layout 'd1p1' is not of the form d1t2p4"),
         (["actor.path="], "actor.path: Incompatible value"),
         (["actor.path=''"], "actor.path is not set"),
         (["data.train_files=[]"], "data.train_files is empty"),
@@ -97,12 +103,12 @@ def test_a_run_has_the_models_that_it_needs(tmp_path, overrides, roles, scorers)
         (["algorithm.kl_target=6", "algorithm.kl_coef=0"], "cannot start at 0"),
         (["algorithm.kl_in=both"], "must be one of reward, loss"),
         (["algorithm.kl_coef=-1"], "algorithm.kl_coef=-1.0 must be at least 0"),
-        (["algorithm.kl_coef=nan"], "algorithm.kl_coef=nan must be at least 0"),
+        (["algorithm.kl_coef=nan"], "algorithm.kl_coef=nan must be finite"),
         (["algorithm.score_scale=inf"], "algorithm.score_scale=inf must be finite"),
         (["algorithm.dual_clip=0.5"], "algorithm.dual_clip=0.5 must be above 1"),
         (["algorithm.clip_eps=0"], r"algorithm.clip_eps=0.0 must be in \(0, 1\)"),
         (["algorithm.epochs=0"], "algorithm.epochs=0 must be at least 1"),
-        (["algorithm.whiten_advantages=some"], "must be auto, true or false"),
+        (["algorithm.whiten_advantages=some"], "must be one of auto, true, false"),
         (["algorithm.overlong_penalty=1"], "belong together; set both or neither"),
         (["algorithm.overlong_penalty=1", "algorithm.overlong_tokens=500"], "overlong_tokens=500 > rollout"),
         (["reward.path=''"], "reward.path is not set, nor is reward.function"),
@@ -110,8 +116,19 @@ def test_a_run_has_the_models_that_it_needs(tmp_path, overrides, roles, scorers)
         (["reward.function_weight=2"], "weighs a function, but reward.function is not set"),
         (["reward.function=m:f", "reward.model_weight=0"], "takes no notice of reward.path; drop reward.path"),
         (["reward.signature=other"], "reward.signature='other' must be one of verl, trl"),
-        (["reward.timeout_seconds=0"], "reward.timeout_seconds=0.0 must be above 0"),
-        (["reward.workers=0"], "reward.workers=0 must be at least 1"),
+        (["reward.timeout_seconds=0"], r"reward.timeout_seconds=0.0 must be in \(0, 1e\+07\]"),
+        (["algorithm.score_scale=0"], "takes no notice of any score"),
+        (["reward.function=m:f", "trainer.hang_seconds=60"], "reward.timeout_seconds=60 must be below trainer.hang_s"),
+        (["fusion.search_seconds=700"], "fusion.search_seconds=700 must be below trainer.hang_seconds=600"),
+        (["trainer.watchdog_seconds=600"], "trainer.watchdog_seconds=600 must be below trainer.hang_seconds=600"),
+        (["fusion.least_threshold=65"], "fusion.least_threshold=65 > 64 samples"),
+        (["fusion.least_threshold=9", "fusion.threshold=8"], "fusion.threshold=8 < fusion.least_threshold=9"),
+        (["trainer.resume=''"], "must be auto, never or the path of a checkpoint"),
+        (["trainer.wandb=offline", "trainer.wandb_project=''"], "set it or trainer.wandb=off"),
+        (["data.add_bos=true", "data.apply_chat_template=true"], "data.add_bos=True is for plain text"),
+        (["critic.optim.name=sgd", "trainer.save_every=1"], "critic.optim.name=sgd has no checkpoints"),
+        (["actor.optim.name=sgd", "trainer.resume=x"], "actor.optim.name=sgd has no checkpoints"),
+        (["reward.workers=0"], r"reward.workers=0 must be in \[1, 1024\]"),
     ],
 )
 def test_settings_that_contradict_each_other(tmp_path, overrides, message):
@@ -133,16 +150,29 @@ def test_whitening_may_be_given_as_a_yaml_truth(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, message", [("a: [", "not valid YAML"), ("- 1\n", "must be a mapping"), ("actor: 3", "actor")]
+    "text, message",
+    [
+        ("a: [", "not valid YAML"),
+        ("- 1\n", "must be a mapping"),
+        ("actor: 3", "actor must be a mapping, not 3"),
+        ("3", "cannot be read: Invalid loaded object type: int"),
+        ("", "actor.path is not set"),
+        ("trainer: {seed: 1, seed: 2}", "not valid YAML: .*duplicate key seed"),
+        (b"actor: {path: \xff}", "not valid YAML: .*can't decode byte 0xff"),
+    ],
 )
 def test_broken_files(tmp_path, text, message):
-    with pytest.raises(InputError, match=message):
-        load(tmp_path, text)
+    (tmp_path / "run.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(InputError, match=message) as caught:
+        load_config(tmp_path / "run.yaml")
+    assert "\n" not in str(caught.value) and "run.yaml" in str(caught.value) or not text
 
 
 def test_missing_file(tmp_path):
     with pytest.raises(InputError, match="does not exist"):
         load_config(tmp_path / "none.yaml")
+    with pytest.raises(InputError, match="cannot be read: Is a directory"):
+        load_config(tmp_path)
 
 
 def test_key_of_the_file_is_named_with_the_file(tmp_path):

@@ -1,8 +1,11 @@
 """What an iteration is expected to take: by hand, from the iterations before it alone; and the table of a run."""
 
 import json
+from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlhfuse.errors import InputError
 from rlhfuse.forecast import Batch, Forecaster, Measured
@@ -64,6 +67,35 @@ def test_phases_follow_the_tokens_of_the_batch():
     first = min(span.start_seconds for span in spans if span.kind == "actor F")
     assert first == pytest.approx(7.0 + found.known["reshard"] + 2.5 + found.known["adv"]), "one phase after the other"
     assert set(found.metrics()) == {forecast_key(phase, blind) for phase in PHASES for blind in (False, True)}
+
+
+def test_what_lies_around_the_time_line_counts_as_inference_beyond_it():
+    maker = forecaster()
+    for start, gather in ((0.1, 0.4), (0.2, 0.3), (0.6, 0.2)):
+        maker.observe(replace(measured(100, 1.0), start=start, gather=gather))
+    found = maker.forecast(batch(2.0, 2.5, 100), [batch(2.0, 2.5, 100)])
+    assert found.known["infer"] == pytest.approx(0.5 + 0.4 + 0.25), "medians, without the run's first iteration"
+    spans = found.spans(Placement(((0,), (1,)), ((0,), (1,))), 2, 0.0, [0.0, 1.0])
+    advantages = next(span for span in spans if span.kind == "adv")
+    assert advantages.start_seconds == pytest.approx(sum(found.known[part] for part in ("reshard", "gen", "infer")))
+
+
+@settings(derandomize=True, deadline=None, max_examples=8)
+@given(
+    st.lists(st.tuples(st.integers(50, 900), st.floats(0.01, 9), st.floats(0, 2), st.floats(0, 2)), min_size=1, max_size=9),
+    st.floats(0, 50), st.floats(0, 50), st.integers(1, 999),
+)  # fmt: skip
+def test_the_parts_add_up(seen, generation, scoring, tokens):
+    """An iteration is the sum of its phases and of the 0.05 s that lie between them in every one that was seen."""
+    maker = forecaster()
+    for count, forward, start, gather in seen:
+        maker.observe(replace(measured(count, forward), start=start, gather=gather))
+    one = batch(generation, generation + scoring, tokens)
+    found = maker.forecast(one, [one, batch(1.0, 2.0, 100)])
+    for seconds in (found.known, found.blind):
+        assert seconds["step"] == pytest.approx(sum(seconds[part] for part in PARTS) + 0.05)
+    assert found.known["gen"] + found.known["infer"] == pytest.approx(generation + scoring + found.start + found.gather)
+    assert all(value >= 0 for value in found.known.values())
 
 
 def test_the_first_iteration_counts_while_there_is_no_other():

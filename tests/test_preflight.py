@@ -13,8 +13,9 @@ from tiny import write_checkpoint, write_run, write_tokenizer
 
 from rlhfuse.config import load_config
 from rlhfuse.errors import InputError
+from rlhfuse.launch import dry_run
 from rlhfuse.preflight import prepare
-from rlhfuse.simulator.planner import make_plan
+from rlhfuse.simulator.planner import make_plan, read_specs
 
 ROLES = ("actor", "critic", "reference", "reward")
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,6 +45,13 @@ def test_a_good_run_is_prepared(good):
     prepared = prepare(load_config(good), 2)
     assert len(prepared.prompts) == 12 and prepared.world_size == 2
     assert prepared.prompts[0].tokens[0] == 1  # the tokenizer's own beginning-of-text token
+
+
+def test_the_dry_run_prints_the_plan_that_the_planner_makes(good, capsys):
+    settings = ["fusion.intra_stage=false", "trainer.device=cpu"]  # nothing is searched, so nothing depends on time
+    assert dry_run(load_config(good, settings), 2) == 0
+    config = load_config(good, settings)
+    assert capsys.readouterr().out.endswith(make_plan(config, read_specs(config), 2).render() + "\n")
 
 
 def test_a_missing_checkpoint(folder):
@@ -97,7 +105,17 @@ def test_a_model_folder_without_tokenizer(folder):
         ("data.max_prompt_tokens=2", "prompts.jsonl:1"),
         ("trainer.dtype=float16", "float32, bfloat16"),
         ("fusion.schedule=/nowhere/schedule.json", "/nowhere/schedule.json"),
-        ("data.train_files=[/nowhere/p.jsonl]", "/nowhere/p.jsonl"),
+        ("data.train_files=[/nowhere/p.jsonl]", "/nowhere/p.jsonl does not exist; check data.train_files"),
+        ("data.train_files=[/]", "prompt file / is a folder"),
+        ("trainer.hardware=abacus", "trainer.hardware: hardware 'abacus' is not known; use auto or one of cpu, a100"),
+        ("fusion.profile=/nowhere/costs.json", "cost file /nowhere/costs.json does not exist"),
+        ("fusion.profile=/", "cost file / cannot be read: Is a directory"),
+        ("fusion.threshold_file=/nowhere/t.json", "/nowhere/t.json"),
+        ("actor.tokenizer=/nowhere", "actor.tokenizer=/nowhere is no folder"),
+        ("reward.path=/nowhere", "reward.path=/nowhere is no folder"),  # the critic's default: the key that was set
+        ("trainer.resume=/nowhere", "/nowhere is no whole checkpoint; set trainer.resume"),
+        ("rollout.kv_blocks_per_instance=1", "use at least 3"),
+        ("data.prompt_key=''", "no key ''; found 'prompt': set data.prompt_key"),
     ],
 )
 def test_settings_that_cannot_work(good, override, words):
@@ -159,14 +177,28 @@ def test_an_output_folder_that_holds_a_run(folder):
     assert "holds a run" in refused(folder)
 
 
-def test_the_program_exits_with_2_and_one_line(good):
+@pytest.mark.parametrize(
+    "override, line",
+    [
+        (
+            "trainer.iteration=3",
+            "argument 'trainer.iteration=3': unknown key trainer.iteration; did you mean trainer.iterations?",
+        ),
+        ("trainer.export=2", "argument 'trainer.export=2': trainer.export=2 must be true or false"),
+        pytest.param(  # the others are read after torch and Megatron are loaded
+            "data.max_prompt_tokens=2",
+            "{folder}/prompts.jsonl:1: the prompt has 3 tokens, more than data.max_prompt_tokens=2; raise it, or set "
+            "data.filter_long_prompts=true to drop such rows",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_the_program_exits_with_2_and_one_line(good, override, line):
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools/train_ppo.py"), "--config", str(good), "--dry-run", "trainer.iteration=3"],
+        [sys.executable, str(ROOT / "tools/train_ppo.py"), "--config", str(good), "--dry-run", override],
         capture_output=True,
         text=True,
         timeout=280,
     )
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.splitlines() == [
-        "error: argument 'trainer.iteration=3': unknown key trainer.iteration; did you mean trainer.iterations?"
-    ]
+    assert done.stderr.splitlines() == ["error: " + line.format(folder=good.parent)]

@@ -8,7 +8,7 @@ import shutil
 from collections import Counter
 
 import pytest
-from runs import finish, killed, start
+from runs import finish, killed_forked, start
 from tiny import write_run
 
 from rlhfuse.monitor.compare import compare_runs
@@ -67,7 +67,7 @@ def test_twenty_kills(whole, tmp_path):
     settings = [f"trainer.output_dir={broken}", "trainer.resume=auto"]
     ends = Counter()
     for number, moment in enumerate(TWENTY_KILLS, start=1):
-        where = killed(config, moment, *settings)
+        where = killed_forked(config, moment, tmp_path / f"{number}.log", *settings)
         print(f"{number}: {moment.split()[1]} killed in {where}", flush=True)
         ends[phase_of(where), moment.split()[1]] += 1
     print(dict(ends), flush=True)

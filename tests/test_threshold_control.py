@@ -1,18 +1,70 @@
-"""What R_t does while a run goes on, without a run: steadiness and the words of the log."""
+"""What R_t does while a run goes on, without a run: what it starts from, steadiness and the words of the log."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "simulator"))
 
 from sim_helpers import limits, linear_cost, long_tail  # noqa: E402
+from test_planner import SPECS, run  # noqa: E402
 
+from rlhfuse.fusion.gen_infer_report import OBSERVED  # noqa: E402
+from rlhfuse.parallel.device import choose_device  # noqa: E402
+from rlhfuse.simulator.iteration import move_cost, simulate_gen_infer  # noqa: E402
 from rlhfuse.simulator.lines import Line, LineTable  # noqa: E402
+from rlhfuse.simulator.measured import save_measured_cost  # noqa: E402
+from rlhfuse.simulator.hardware import hardware_by_name  # noqa: E402
+from rlhfuse.simulator.layouts import check_layouts  # noqa: E402
+from rlhfuse.simulator.planner import make_plan, starting_costs, task_costs  # noqa: E402
 from rlhfuse.simulator.threshold import sweep_threshold  # noqa: E402
-from rlhfuse.threshold_control import WORTH_MOVING, changes, spoken, steady  # noqa: E402
+from rlhfuse.threshold_control import WORTH_MOVING, ThresholdControl, changes, spoken, steady  # noqa: E402
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def control(config):
+    analytic = task_costs(config, SPECS, check_layouts(config, SPECS, 4), hardware_by_name("cpu"))
+    costs, name = starting_costs(config, SPECS, analytic, 4)
+    device = choose_device("cpu", 0, 1)
+    return ThresholdControl(config, make_plan(config, SPECS, 4), SPECS["actor"], costs, name, device)
+
+
+def iteration(lengths):
+    """What an iteration shows: every step of one sequence took a millisecond, meetings three."""
+    rows = {"decode": [1, 10, 1e-3, "decoding"], "prefill": [10, 1, 1e-3, "decoding"], "score": [10, 1, 1e-3, "scoring"]}
+    rows |= {"load": [1e-3, "scoring"], "migration": [100, 1e-3, "idle"], "meeting": [3e-3], "release": [2e-3]}
+    assert set(rows) == set(OBSERVED)
+    batch = SimpleNamespace(prompt_lengths=torch.tensor(lengths.prompt), response_lengths=torch.tensor(lengths.output))
+    return SimpleNamespace(observations={kind: [row] for kind, row in rows.items()}), batch
+
+
+def test_it_starts_from_the_profile_and_says_so(alone, tmp_path):
+    """R_t, limits and the choice how a sample moves; then its own observations take over."""
+    profile, lengths = linear_cost(), long_tail(64, longest=256)
+    save_measured_cost(profile, tmp_path / "costs.json")
+    priced = control(run(fusion__profile=str(tmp_path / "costs.json")))
+    assert priced.limits.move_cost == move_cost(profile, priced._instance_limits())
+    assert priced.simulate((9,), lengths) == simulate_gen_infer(lengths, 4, profile, priced._instance_limits(), (9,))
+    said = priced.observe(0, *iteration(lengths))
+    assert f"costs measured over 1 iteration, against costs of fusion.profile={tmp_path}/costs.json: decode step -" in said
+    assert (priced._costs.meeting_seconds(), priced._costs.release_seconds()) == (3e-3, 2e-3)
+    analytic = control(run())
+    assert analytic.limits.move_cost != priced.limits.move_cost
+    assert "costs measured over 1 iteration, against analytic costs: " in analytic.observe(0, *iteration(lengths))
 
 
 def test_small_gains_do_not_move_it():

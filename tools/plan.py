@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+from pathlib import Path
 
 from rlhfuse.config import load_config
-from rlhfuse.errors import InputError, run_program
+from rlhfuse.errors import run_program
 from rlhfuse.schedule.io import write_text
+from rlhfuse.simulator.layouts import planned_world_size
 from rlhfuse.simulator.lengths import load_lengths
 from rlhfuse.simulator.planner import plan_run, read_specs
-from rlhfuse.spec import ParallelLayout
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
 
 def main() -> int:
@@ -32,21 +34,16 @@ def main() -> int:
     args = parser.parse_intermixed_args()
     config = load_config(args.config, args.overrides)
     lengths = load_lengths(args.lengths, default_prompt=config.data.max_prompt_tokens).lengths if args.lengths else None
-    world_size = args.world_size if args.world_size is not None else _default_world_size(config.parallel.actor_train)
+    world_size = planned_world_size(config, args.world_size)
+    if NVIDIA_DRIVER.exists():
+        from rlhfuse.launch import name_device  # torch, which takes seconds, is asked only where there may be a GPU
+
+        name_device(config)
     plan, schedule = plan_run(config, read_specs(config), world_size, lengths=lengths)
     if args.problem:
         write_text(args.problem, json.dumps(schedule.problem.to_dict(), indent=1) + "\n")
     print(json.dumps(plan.to_dict(), indent=1) if args.json else plan.render())
     return 0
-
-
-def _default_world_size(actor_train: str) -> int:
-    text = os.environ.get("WORLD_SIZE", "")
-    if not text:
-        return ParallelLayout.parse(actor_train).size
-    if not text.isdigit() or int(text) < 1:
-        raise InputError(f"WORLD_SIZE={text!r} is no number of ranks; unset it or give --world-size")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Print how long each phase of a run's iterations took, beside what was predicted before it began.
+"""Print how long each phase of a run's iterations took and what memory it needed, beside what was predicted.
 
     python tools/show_forecast.py runs/quickstart-20260101-120000 --skip 2
 
-Predictions come from the iterations before alone: with the iteration's own lengths, and without. Reads the run's
-metrics.jsonl and writes forecast.json beside it; trace.json holds the same as a time line (tools/show_timeline.py).
+Times are predicted from the iterations before alone: with the iteration's own lengths, and without. Memory is
+plan.json's, at most and with the run's lengths. Reads the run's metrics.jsonl and plan.json and writes forecast.json
+beside them; trace.json holds the times as a time line (tools/show_timeline.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from pathlib import Path
 
 from rlhfuse.errors import run_program
 from rlhfuse.monitor.forecast_table import ForecastTable, read_metrics
+from rlhfuse.monitor.memory_table import MemoryTable
 from rlhfuse.schedule.io import write_text
+from rlhfuse.simulator.plan import load_plan
 
 
 def main() -> int:
@@ -22,12 +25,21 @@ def main() -> int:
     parser.add_argument("run", help="run directory (a trainer.output_dir)")
     parser.add_argument("--skip", type=int, default=0, metavar="N", help="leave the first N iterations out")
     args = parser.parse_args()
-    table = ForecastTable.of(read_metrics(args.run), args.skip)
+    metrics = read_metrics(args.run)
+    table, memory = ForecastTable.of(metrics, args.skip), MemoryTable.of(_plan(Path(args.run)), metrics)
     print(table.text())
+    if memory:
+        print(memory.text())
     written = Path(args.run) / "forecast.json"
-    write_text(written, json.dumps(table.to_dict(), indent=1) + "\n")
+    kept = table.to_dict() | {"memory": memory.to_dict() if memory else None}
+    write_text(written, json.dumps(kept, indent=1) + "\n")
     print(f"written: {written}")
     return 0
+
+
+def _plan(run: Path) -> dict | None:
+    """The run's plan, if it kept one."""
+    return load_plan(run / "plan.json").to_dict() if (run / "plan.json").exists() else None
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,8 +103,11 @@ def load_prompts(
 
 def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Rows of one file with their line (jsonl, csv: from 1) or row number (json, parquet: from 1)."""
-    if not file.is_file():
-        raise InputError(f"prompt file {file} does not exist; check data.train_files")
+    if file.is_dir():
+        raise InputError(f"prompt file {file} is a folder; name the files in it in data.train_files")
+    if not os.access(file, os.R_OK):
+        fault = "cannot be read" if file.exists() else "does not exist"
+        raise InputError(f"prompt file {file} {fault}; check data.train_files")
     if file.name.endswith((".jsonl", ".jsonl.gz")):
         return _jsonl_rows(file)
     readers = {".json": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}

@@ -9,18 +9,21 @@ the spans, which are its own. Observations are rows of numbers, with what the ot
     score       tokens, samples, seconds                       a pack, by all models that there are
     load        seconds                                        all models, one after the other
     migration   bytes of keys and values, seconds              from one instance to another
+    meeting     seconds                                        from the last to come until all go on, moves apart
+    release     seconds                                        to give back the cache and the actor's weights
 """
 
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass, field
 from typing import Any, Sequence
 
 from rlhfuse.ppo.rollout import Rollout
 from rlhfuse.simulator.migration import MigrationPlan
 
-OBSERVED = ("decode", "prefill", "score", "load", "migration")
+OBSERVED = ("decode", "prefill", "score", "load", "migration", "meeting", "release")
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class PhaseSpan:
 class GenInferReport:
     """All samples of the iteration, scored and sorted, and what happened.
 
-    Equal on every rank but for `spans`, `begin_seconds` and `total_seconds`, which are its own.
+    Equal on every rank but for `spans` and `begin_`, `start_`, `gather_` and `total_seconds`, which are its own.
     """
 
     rollouts: list[Rollout] = field(default_factory=list)
@@ -51,6 +54,8 @@ class GenInferReport:
     generation_seconds: float = 0.0
     total_seconds: float = 0.0
     begin_seconds: float = 0.0  # wall clock
+    start_seconds: float = 0.0  # until this rank began to generate
+    gather_seconds: float = 0.0  # since the last worker had scored its last sample; clocks must agree
     function_scores: dict[int, float] = field(default_factory=dict)  # sample id -> what a Rewarder said
     observations: dict[str, list[list]] = field(default_factory=dict)
     spans: list[PhaseSpan] = field(default_factory=list)
@@ -86,6 +91,7 @@ class Diary:
     observed: dict[str, list[list]] = field(default_factory=lambda: {kind: [] for kind in OBSERVED})
     hand_overs: list[HandOver] = field(default_factory=list)
     stops: list[Stop] = field(default_factory=list)
+    meetings: list[tuple[int, float]] = field(default_factory=list)  # which, seconds without what was moved
     bytes_needed: int = 0
     scored_early: int = 0
     agreement_seconds: float = 0.0
@@ -100,12 +106,20 @@ class Diary:
         if self.leads:
             self.observed[kind].append(list(row))
 
+    def met(self, meeting: int, seconds: float) -> None:
+        """This instance was at a meeting for so long, what it moved there included."""
+        if self.leads:
+            moving = sum(one.seconds for one in self.hand_overs if one.meeting == meeting)
+            self.meetings.append((meeting, max(0.0, seconds - moving)))
+
     def to_json(self, scores: dict[int, float]) -> bytes:
         """What the others need to know, with the scores that a reward function gave."""
         told = {
             "observed": self.observed,
             "hand_overs": [vars(one) for one in self.hand_overs],
             "stops": [vars(one) for one in self.stops],
+            "meetings": self.meetings,
+            "done_seconds": max((s.end_seconds for s in self.spans if s.kind == "score"), default=time.time()),
             "bytes_needed": self.bytes_needed,
             "scored_early": self.scored_early,
             "agreement_seconds": self.agreement_seconds,
@@ -129,6 +143,9 @@ def summarize(told: Sequence[dict[str, Any]]) -> GenInferReport:
         plan = plans[one.meeting]
         alone = len(plan.destinations) + len(plan.freed) == 2
         observations["migration"].append([one.kv_bytes, one.seconds, "idle" if alone else "decoding"])
+    met = [meeting for one in told for meeting in one["meetings"]]
+    for number in sorted({number for number, _ in met}):  # who came last did not wait for the others
+        observations["meeting"].append([min(seconds for at, seconds in met if at == number)])
     moves = [move for plan in plans for move in plan.moves]
     return GenInferReport(
         plans=plans,

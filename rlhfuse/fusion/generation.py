@@ -40,6 +40,7 @@ class Generation:
         self._instances, self._total = instances, total
         self._progress = progress
         self._begin = time.time()
+        self._in_engine = 0.0  # seconds of the running step
 
     def add(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -49,17 +50,21 @@ class Generation:
         """Decode until at most `trigger` samples of the whole batch remain (0: all are done); returns this share's."""
         relay, done, steps = Relay(self._team, GO_ON), [], 0
         neighbour = "decoding" if self._instances > 1 else "idle"
-        start = busy_until = time.time()
+        start = busy_until = self._begin = time.time()
         while True:
-            if self._engine.has_unfinished():
-                finished = self._step(neighbour)
+            begun, decoded = time.perf_counter(), self._engine.has_unfinished()
+            if decoded:
+                finished = self._step()
                 self._tell(len(finished))
                 done += finished
                 busy_until = time.time()
             else:
                 time.sleep(IDLE_SECONDS)
             steps += 1
-            if self._reached(trigger, relay, f"generation: step {steps}"):
+            reached = self._reached(trigger, relay, f"generation: step {steps}")
+            if decoded:
+                self._observe(begun, neighbour)
+            if reached:
                 break
         relay.close()
         self._diary.span("generate", start, busy_until)
@@ -76,24 +81,24 @@ class Generation:
         if self._courier:
             self._courier.watch_scoring()
         while self._engine.has_unfinished():
+            begun = time.perf_counter()
             left = len(self._engine.unfinished())
             if trigger and self._reached(trigger, relay, f"generation of the long tail: {left} samples left here"):
                 break
             if not trigger:
                 self._progress(f"generation of the long tail: {left} samples left here")
-            finished = self._step(self._tail_neighbour(others))
+            neighbour = self._tail_neighbour(others)
+            finished = self._step()
             self._tell(len(finished), [rollout.to_bytes() for rollout in finished])
+            self._observe(begun, neighbour)
         relay.close()
         self._diary.span("generate", start, time.time())
         self._diary.generation_seconds = time.time() - self._begin
 
-    def _step(self, neighbour: str) -> list[Rollout]:
+    def _step(self) -> list[Rollout]:
+        start = time.perf_counter()
         results = self._engine.step()
-        stats = self._engine.last_step
-        if stats.prefill_tokens:
-            self._diary.observe("prefill", stats.prefill_tokens, stats.batch, stats.seconds, neighbour)
-        else:
-            self._diary.observe("decode", stats.batch, stats.context_tokens, stats.seconds, neighbour)
+        self._in_engine = time.perf_counter() - start
         for result in results:
             if result.finish_reason == "error":
                 raise FloatingPointError(f"sample {result.sample_id}: the actor's logits are not finite")
@@ -101,6 +106,18 @@ class Generation:
         if rollouts and self._rewarder and self._team.leads:
             self._rewarder.submit(rollouts)
         return rollouts
+
+    def _observe(self, begun: float, neighbour: str) -> None:
+        """Note the step that began at `begun` and is over now, from boundary to boundary.
+
+        What lies between the engine's steps is theirs: small models spend a good part of their time there.
+        """
+        stats = self._engine.last_step
+        seconds = stats.seconds + time.perf_counter() - begun - self._in_engine
+        if stats.prefill_tokens:
+            self._diary.observe("prefill", stats.prefill_tokens, stats.batch, seconds, neighbour)
+        else:
+            self._diary.observe("decode", stats.batch, stats.context_tokens, seconds, neighbour)
 
     def _tell(self, count: int, samples: Sequence[bytes] = ()) -> None:
         start = time.perf_counter()

@@ -15,7 +15,7 @@ from typing import Callable, Sequence
 
 from rlhfuse.fusion.board import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, Board
 from rlhfuse.fusion.gen_infer_report import Diary
-from rlhfuse.fusion.inference import Scorer
+from rlhfuse.fusion.inference import PackWork, Scorer
 from rlhfuse.fusion.team import Team
 from rlhfuse.ppo.rollout import Rollout
 from rlhfuse.simulator.packing import deal, scoring_packs, streamed_pack
@@ -37,6 +37,7 @@ class ScoringDesk:
         self._diary, self._progress = diary, progress
         self._scored: list[Rollout] = []
         self._fetched: dict[int, Rollout] = {}
+        self._asked = 0.0  # when the leader last looked for work and found some
         self._known_left = True
         self._joined = False
 
@@ -45,8 +46,10 @@ class ScoringDesk:
         own = [known[i] for i in deal([tokens_of(one) for one in known], self._workers)[self._worker]]
         neighbour = "scoring" if self._workers > 1 else "idle"
         for pack in self._packs(own, 1):
+            self._asked = time.perf_counter()
             self._progress(f"inference: {len(self._scored)} of {len(own)} samples scored here")
-            self._score(pack, neighbour)
+            work, waited = self._score(pack)
+            self._observe(work, waited, neighbour)
         return self._finish(neighbour)
 
     def join(self) -> None:
@@ -70,17 +73,21 @@ class ScoringDesk:
                 return self._finish("decoding" if generating else "scoring")
             if kind == WAIT:
                 continue
+            if not self._team.leads:
+                self._asked = time.perf_counter()
             self.join()
             pack = packs[first] if kind == KNOWN else [self._fetch(index) for index in range(first, last)]
             self._progress(f"inference: {'pack' if kind == KNOWN else 'long tail'} {first}")
-            self._score(pack, "decoding" if generating else "scoring")
-            generating = self._generating(total)
+            work, waited = self._score(pack)
+            neighbour, generating = "decoding" if generating else "scoring", self._generating(total)
+            self._observe(work, waited, neighbour)
             if generating:
                 self._diary.scored_early += len(pack) * self._team.leads
 
     # the leader's choice --------------------------------------------------------------------------------------
 
     def _next(self, packs: Sequence[Sequence[Rollout]], streamed: int) -> Work:
+        self._asked = time.perf_counter()
         if self._known_left:
             ticket = self._board.claim()
             if ticket < len(packs):
@@ -96,6 +103,7 @@ class ScoringDesk:
     def _take_streamed(self, streamed: int) -> Work:
         deadline, pause = time.monotonic() + TELL_SECONDS, FIRST_PAUSE_SECONDS
         while time.monotonic() < deadline:
+            self._asked = time.perf_counter()
             taken, published = self._board.taken(), self._board.published()
             if taken == streamed:
                 return DONE, 0, 0
@@ -126,16 +134,26 @@ class ScoringDesk:
             self._fetched[index] = Rollout.from_bytes(self._board.fetch(index))
         return self._fetched[index]
 
-    def _score(self, pack: Sequence[Rollout], neighbour: str) -> None:
+    def _score(self, pack: Sequence[Rollout]) -> tuple[PackWork, float]:
+        """The pack's work, and seconds that passed waiting for weights."""
+        start = time.time()
         if not self._scored:
-            start = time.time()
             self._scorer.wait_for_first()
             self._diary.span("load", start, time.time())
-        start = time.time()
+        loaded = time.time()
         scored, work = self._scorer.score(pack)
+        end = time.time()
         self._scored += scored
-        self._diary.span("score", start, time.time())
-        self._diary.observe("score", work.tokens, work.samples, work.seconds, neighbour)
+        self._diary.span("score", loaded, end)
+        return work, end - start - work.seconds
+
+    def _observe(self, work: PackWork, waited: float, neighbour: str) -> None:
+        """Note the pack that was asked for last and is over now, from one draw to the next.
+
+        Drawing and fetching are the pack's; waiting for work or for weights is not.
+        """
+        seconds = time.perf_counter() - self._asked - waited
+        self._diary.observe("score", work.tokens, work.samples, max(seconds, work.seconds), neighbour)
 
     def _finish(self, neighbour: str) -> list[Rollout]:
         """This worker's samples, from its leader."""

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from rlhfuse.errors import InputError
 from rlhfuse.monitor.metrics import read_metrics
 
-IGNORED = ("timing_s/", "forecast_s/", "forecast_blind_s/", "perf/", "fusion/")
+IGNORED = ("timing_s/", "forecast_s/", "forecast_blind_s/", "perf/", "fusion/", "actor/mfu")
 EXPORTS = ("actor", "critic")
 
 

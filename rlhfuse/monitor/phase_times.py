@@ -16,6 +16,12 @@ PHASES = {  # metric -> what people call it
     "timing_s/reshard": "weights moved",
     "timing_s/adv": "rewards and advantages",
 }
+UTILISATION = {
+    "perf/mfu/gen_infer": "generation and inference",
+    "perf/mfu/actor": "actor's training",
+    "perf/mfu/critic": "critic's training",
+    "perf/mfu/step": "whole iteration",
+}
 WARM_UP_ITERATIONS = 1
 
 
@@ -62,4 +68,5 @@ def render_phase_times(rows: Sequence[dict[str, Any]]) -> str:
     width = max(len(one.name) for one in times)
     lines = [f"mean of {len(kept)} iterations, {samples_per_second(rows):.4g} samples per second"]
     lines += [f"  {one.name:{width}s} {one.seconds:9.3f} s {one.share:6.1%}" for one in times]
-    return "\n".join(lines)
+    used = [f"{name} {_mean(kept, metric):.1%}" for metric, name in UTILISATION.items() if metric in kept[-1]]
+    return "\n".join([*lines, f"share of the ranks' peak FLOP/s: {', '.join(used)}"] if used else lines)

@@ -13,6 +13,7 @@ from typing import Any, Sequence
 import jinja2
 
 from rlhfuse.monitor import charts
+from rlhfuse.monitor.memory_table import MemoryTable
 from rlhfuse.monitor.phase_times import after_warm_up, phase_times, samples_per_second
 from rlhfuse.monitor.run_files import RunFiles
 from rlhfuse.monitor.trace import iteration_figure
@@ -31,7 +32,7 @@ CURVES = (  # title, metrics drawn together
     ("learning rate", ("actor/lr", "critic/lr")),
     ("log-probability, generation against training", ("rollout/train_logprob_abs_diff",)),
     ("samples per second", ("perf/samples_per_second",)),
-    ("model FLOP utilisation", ("perf/mfu/actor", "perf/mfu/critic")),
+    ("model FLOP utilisation", ("perf/mfu/actor", "perf/mfu/critic", "perf/mfu/gen_infer")),
     ("peak memory, GB", tuple(f"perf/peak_memory_gb/{phase}" for phase in ("generation", "inference", "training"))),
 )
 MOST_SAMPLES = 24  # shown: the first and the last iterations' are what people compare
@@ -74,6 +75,7 @@ def render_report(run: RunFiles) -> str:
         schedule=charts.inline(draw_schedule(run.schedule, "svg").decode()) if run.schedule else "",
         threshold=charts.threshold_history(rows),
         comparisons=compare_plan(run),
+        memory=MemoryTable.of(run.plan, rows),
         samples=_chosen(run.samples),
     )
 

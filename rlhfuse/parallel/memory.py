@@ -39,7 +39,7 @@ class PhaseMeter:
         self._phase: str | None = None
         self._peaks: dict[str, int] = {}
         self.exact = self._reset()
-        self.base_bytes: int | None = None
+        self.base_bytes = 0
 
     def switch(self, phase: str | None) -> None:
         """Leave the phase that runs, if any, and begin another, or none. A phase may come more than once."""
@@ -50,9 +50,8 @@ class PhaseMeter:
         self._reset()
 
     def note_base(self, held_bytes: int) -> None:
-        """Take what is held now beyond the models' `held_bytes` as the base, the first time that this is called."""
-        if self.base_bytes is None:
-            self.base_bytes = self._read("VmRSS", torch.cuda.memory_allocated) - held_bytes
+        """Take what is held now beyond the models' `held_bytes` as the base: it grows while libraries warm up."""
+        self.base_bytes = self._read("VmRSS", torch.cuda.memory_allocated) - held_bytes
 
     def take(self) -> dict[str, int]:
         """Bytes at the peak of each phase since the last call, base included; ends the phase that runs."""

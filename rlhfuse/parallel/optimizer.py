@@ -111,6 +111,11 @@ class ModelOptimizer:
         states = (state for part in self._parts() for state in part.optimizer.state.values())
         return weights + sum(value.nbytes for state in states for value in state.values() if torch.is_tensor(value))
 
+    @property
+    def remembered_bytes(self) -> int:
+        """Host memory by which the last step can be taken back."""
+        return self._undo.bytes
+
     def zero_grad(self) -> None:
         for buffer in self._buffers():
             storage = buffer.grad_data.untyped_storage()

@@ -51,6 +51,12 @@ class CostModel(Protocol):
     def migration_seconds(self, kv_bytes: float) -> float:
         """Sending (or receiving) `kv_bytes` of keys and values between two instances."""
 
+    def meeting_seconds(self) -> float:
+        """Agreeing who holds what, from the last instance to come until all go on; without what is then moved."""
+
+    def release_seconds(self) -> float:
+        """Giving back the cache and the weights of an instance that decodes no more, before others are loaded."""
+
     def beside(self, neighbour: str) -> "CostModel":
         """The costs while the other instances are `neighbour`, one of NEIGHBOURS. Raises InputError on another."""
 
@@ -261,6 +267,13 @@ class JobCost:
         machine = self.actor.hardware
         link = machine.cross_link_bandwidth if self.cross_node else machine.node_link_bandwidth
         return kv_bytes / self.actor.layout.tp / link
+
+    def meeting_seconds(self) -> float:
+        """0: no data sheet says what a few messages and a freed allocation cost; a job's own measurements do."""
+        return 0.0
+
+    def release_seconds(self) -> float:
+        return 0.0
 
     def beside(self, neighbour: str) -> "JobCost":
         """Itself: the devices of an instance and its memory are its own."""

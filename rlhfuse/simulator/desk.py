@@ -1,7 +1,7 @@
 """Scoring on paper: the packs, the streamed samples, and the workers that draw them.
 
-A worker begins to load the weights when it joins and scores its first pack while they come in: model i scores as
-soon as it is there. Whoever is free draws the next pack of the samples known at the trigger, in order; then what
+A freed instance begins to load the weights when it joins, another worker when it has drawn its first pack, which is
+scored while they come in: model i scores as soon as it is there. Whoever is free draws the next pack of the samples known at the trigger, in order; then what
 has been streamed, several samples together where several wait. Of several that are free, one that has its weights
 comes first, then the lower instance.
 
@@ -36,7 +36,7 @@ class ScoringDesk:
         self._streamed: deque[int] = deque()  # tokens
         self._coming: list[tuple[float, int]] = []  # heap of (seconds, instance): when a worker is free to draw
         self._free: list[tuple[bool, int]] = []  # heap of (must load first, instance) with nothing to draw
-        self._joined: dict[int, float] = {}  # until its first pack: when a worker began to load
+        self._joined: dict[int, float | None] = {}  # until its first pack: when a worker began to load, if it has
         self._scoring: set[int] = set()
         self._workers: set[int] = set()  # that have joined so far
 
@@ -49,9 +49,9 @@ class ScoringDesk:
     def scores(self) -> bool:
         return bool(self._scoring)
 
-    def join(self, seconds: float, instance: int) -> None:
-        """A worker that loads from `seconds` on."""
-        self._joined[instance] = seconds
+    def join(self, seconds: float, instance: int, loads: bool) -> None:
+        """A worker from `seconds` on; `loads`: at once, and not only when there is work for it."""
+        self._joined[instance] = seconds if loads else None
         heapq.heappush(self._coming, (seconds, instance))
 
     def stream(self, tokens: int) -> None:
@@ -83,10 +83,11 @@ class ScoringDesk:
 
     def _score(self, instance: int, now: float, tokens: int, samples: int, costs: CostModel) -> float:
         seconds = costs.score_seconds(tokens, samples)
-        begun = self._joined.pop(instance, None)
-        if begun is None:
+        if instance not in self._joined:
             self.spans.append(Span(instance, "score", now, now + seconds))
             return now + seconds
+        loads_since = self._joined.pop(instance)
+        begun = now if loads_since is None else loads_since
         ready, end = first_pack(begun, now, costs.swap_in_seconds(), seconds, self._limits.scoring_models)
         self.spans += [Span(instance, "swap_in", begun, ready), Span(instance, "score", max(now, ready), end)]
         return end

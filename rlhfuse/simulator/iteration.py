@@ -104,16 +104,17 @@ class BatchSimulation:
         spans = [Span(instance, "generate", 0.0, run.clock) for instance, run in enumerate(self._whole)]
         generation = self._ends[-1]
         costs = self.beside["scoring" if self.instances > 1 else "idle"]
+        begin = generation + costs.meeting_seconds() + costs.release_seconds()
         for instance, share in enumerate(deal(self.tokens, self.instances)):
             own = [self.tokens[i] for i in share]
-            clock = generation
+            clock = begin
             for number, pack in enumerate(scoring_packs(own, 1, self.limits.score_tokens)):
                 start, seconds = clock, costs.score_seconds(sum(own[i] for i in pack), len(pack))
                 clock = start + seconds
                 if number == 0:
                     models = self.limits.scoring_models
-                    start, clock = first_pack(generation, generation, costs.swap_in_seconds(), seconds, models)
-                    spans.append(Span(instance, "swap_in", generation, start))
+                    start, clock = first_pack(begin, begin, costs.swap_in_seconds(), seconds, models)
+                    spans.append(Span(instance, "swap_in", begin, start))
                 spans.append(Span(instance, "score", start, clock))
         total = max(span.end for span in spans)
         return GenInferTimeline(
@@ -140,6 +141,7 @@ class _Fused:
         self.spans: list[Span] = []
         self.resumed = dict.fromkeys(range(batch.instances), 0.0)  # since when an instance decodes
         self.pace = batch.beside["decoding"]
+        self.release = self.pace.release_seconds()
         self._take_in(meeting)
 
     def simulate(self) -> GenInferTimeline:
@@ -171,7 +173,7 @@ class _Fused:
         self.remaining -= 1
         if emptied is not None:
             self.spans.append(Span(emptied, "generate", self.resumed[emptied], seconds))
-            self.desk.join(seconds, emptied)
+            self.desk.join(seconds + self.release, emptied, loads=False)
         return seconds
 
     def _meet(self, now: float) -> None:
@@ -187,7 +189,7 @@ class _Fused:
             self.spans.append(Span(instance, "generate", self.resumed[instance], stopped))
             self.spans.append(Span(instance, "migrate", meeting.seconds, meeting.ends[instance]))
             if instance not in self.tail.decoding:
-                self.desk.join(meeting.ends[instance], instance)
+                self.desk.join(meeting.ends[instance] + self.release, instance, instance in meeting.plan.freed)
             self.resumed[instance] = meeting.ends[instance]
         self.tail.look_ahead()
 
@@ -222,13 +224,18 @@ def move_cost(costs: CostModel, limits: InstanceLimits) -> MoveCost:
 
 @dataclass(frozen=True)
 class IterationSeconds:
-    """Predicted seconds of one iteration's parts, serial and fused; the weights move one model after the other."""
+    """Predicted seconds of one iteration's parts, serial and fused; the weights move one model after the other.
+
+    `generation_*`, part of `gen_infer_*`: until the last sample is generated; None where only the whole is known.
+    """
 
     weight_moves: float  # into the layouts of generation and inference, fused or not
     gen_infer_serial: float
     gen_infer_fused: float
     training_serial: float
     training_fused: float
+    generation_serial: float | None = None
+    generation_fused: float | None = None
 
     @property
     def serial(self) -> float:
@@ -262,6 +269,8 @@ def simulate_iteration(
     between layouts.
     """
     batch = BatchSimulation(lengths, instances, costs, limits)
-    serial, fused = batch.timeline(()).total_seconds, batch.timeline(triggers).total_seconds
-    training = (minibatch_seconds[0] * minibatches, minibatch_seconds[1] * minibatches)
-    return IterationSeconds(weight_moves, serial, fused, *training)
+    serial, fused = batch.timeline(()), batch.timeline(triggers)
+    return IterationSeconds(
+        weight_moves, serial.total_seconds, fused.total_seconds, minibatch_seconds[0] * minibatches,
+        minibatch_seconds[1] * minibatches, serial.generation_seconds, fused.generation_seconds,
+    )  # fmt: skip

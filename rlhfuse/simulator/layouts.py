@@ -8,6 +8,7 @@ Knows nothing of time or memory.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Mapping
 
@@ -98,6 +99,18 @@ class BatchArithmetic:
             *((f"{self.minibatches} mini-batches x {self.epochs} epochs = {self.optimizer_steps} optimizer steps",)
               if self.epochs > 1 else ()),
         )
+
+
+def planned_world_size(config: RunConfig, given: int | None) -> int:
+    """Ranks to plan for: as given, else WORLD_SIZE, else as many as parallel.actor_train has. Raises InputError."""
+    if given is not None:
+        return given
+    text = os.environ.get("WORLD_SIZE", "")
+    if not text:
+        return ParallelLayout.parse(config.parallel.actor_train).size
+    if not text.isdigit() or int(text) < 1:
+        raise InputError(f"WORLD_SIZE={text!r} is no number of ranks; unset it or give --world-size")
+    return int(text)
 
 
 def task_table(config: RunConfig, world_size: int) -> tuple[Task, ...]:

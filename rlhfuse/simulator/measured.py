@@ -3,7 +3,7 @@
 Each kind of work is linear in a few counts, with coefficients that cannot be negative:
 
     decode step = a + b x batch + c x context tokens        prefill, scoring = a + b x tokens + c x sequences
-    migration   = a + b x bytes                             swap-in = its median
+    migration   = a + b x bytes                             swap-in, meeting, release = their medians
 
 Decoding, prefill and scoring have one line for each neighbour that they were observed beside (lines.py).
 
@@ -25,6 +25,7 @@ from rlhfuse.simulator.cost import check_neighbour
 from rlhfuse.simulator.lines import Line, LineTable
 
 COLUMNS = {"decode": ("batch", "context tokens"), "prefill": ("tokens", "sequences"), "score": ("tokens", "sequences")}
+MEDIANS = ("swap_in", "meeting", "release")
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class MeasuredCost:
     score: LineTable  # of tokens, sequences; all models that score
     migration: Line  # of bytes
     swap_in: float  # seconds
+    meeting: float = 0.0
+    release: float = 0.0
     neighbour: str = "idle"
 
     @staticmethod
@@ -76,18 +79,23 @@ class MeasuredCost:
         score: Sequence[TokensObservation],
         migration: Sequence[BytesObservation],
         swap_in: Sequence[float],
+        meeting: Sequence[float] = (0.0,),
+        release: Sequence[float] = (0.0,),
     ) -> "MeasuredCost":
         """Fit every line. Raises InputError naming the kind without observations or with a bad number.
 
-        A job that never migrated measures one transfer and one swap-in at start (as profiling does) or keeps
+        Who measured single steps alone, as profiling does, has no meetings and nothing released. A job that never migrated measures one transfer and one swap-in at start (as profiling does) or keeps
         the lines of its previous fit: nothing is guessed here.
         """
-        kinds = {"decode": decode, "prefill": prefill, "score": score, "migration": migration, "swap_in": swap_in}
+        kinds = {
+            "decode": decode, "prefill": prefill, "score": score, "migration": migration, "swap_in": swap_in,
+            "meeting": meeting, "release": release,
+        }  # fmt: skip
         for kind, seen in kinds.items():
             if not len(seen):
                 raise InputError(f"no {kind} observation to fit costs from; measure at least one")
             for one in seen:
-                seconds = one if kind == "swap_in" else one.seconds
+                seconds = one if kind in MEDIANS else one.seconds
                 if not (np.isfinite(seconds) and seconds >= 0):
                     raise InputError(f"{kind} observation {one}: seconds must be finite and >= 0")
                 if kind in COLUMNS:
@@ -97,7 +105,7 @@ class MeasuredCost:
             prefill=LineTable.fit([((o.tokens, o.sequences), o.seconds, o.neighbour) for o in prefill]),
             score=LineTable.fit([((o.tokens, o.sequences), o.seconds, o.neighbour) for o in score]),
             migration=Line.fit([(o.kv_bytes,) for o in migration], [o.seconds for o in migration]),
-            swap_in=float(np.median(np.asarray(swap_in))),
+            **{kind: float(np.median(np.asarray(kinds[kind]))) for kind in MEDIANS},
         )
 
     def prefill_seconds(self, tokens: float, sequences: float) -> float:
@@ -115,37 +123,45 @@ class MeasuredCost:
     def migration_seconds(self, kv_bytes: float) -> float:
         return self.migration(kv_bytes) if kv_bytes > 0 else 0.0
 
+    def meeting_seconds(self) -> float:
+        return self.meeting
+
+    def release_seconds(self) -> float:
+        return self.release
+
     def beside(self, neighbour: str) -> "MeasuredCost":
         return replace(self, neighbour=check_neighbour(neighbour))
 
     def __str__(self) -> str:
         rows = [line for kind, names in COLUMNS.items() for line in getattr(self, kind).describe(kind, names)]
         move = f"{self.migration.constant * 1e6:.1f} us + {self.migration.slopes[0] * 1e6:.6f} us x bytes"
-        return "\n".join((*rows, f"migration  {move}", f"swap-in    {self.swap_in * 1e6:.1f} us"))
+        medians = (f"{kind.replace('_', '-'):10s} {getattr(self, kind) * 1e6:.1f} us" for kind in MEDIANS)
+        return "\n".join((*rows, f"migration  {move}", *medians))
 
     def to_dict(self) -> dict:
         return {
-            "version": 2,
+            "version": 3,
             **{kind: getattr(self, kind).to_dict() for kind in COLUMNS},
             "migration": self.migration.to_dict(),
-            "swap_in": self.swap_in,
+            **{kind: getattr(self, kind) for kind in MEDIANS},
         }
 
     @staticmethod
     def from_dict(raw: dict, where: str = "measured costs") -> "MeasuredCost":
-        """Inverse of `to_dict`; in version 1 one line stands for every neighbour.
+        """Inverse of `to_dict`; in version 1 one line stands for every neighbour, before 3 meetings took no time.
 
         Raises InputError naming `where` and the field.
         """
         try:
-            if raw["version"] not in (1, 2):
-                raise InputError(f"{where}: version is {raw['version']!r}; only 1 and 2 are known")
-            read = LineTable.from_dict if raw["version"] == 2 else LineTable.from_line
+            if raw["version"] not in (1, 2, 3):
+                raise InputError(f"{where}: version is {raw['version']!r}; only 1, 2 and 3 are known")
+            read = LineTable.from_line if raw["version"] == 1 else LineTable.from_dict
             tables = {kind: read(raw[kind], 2, f"{where}: {kind}") for kind in COLUMNS}
             migration = Line.from_dict(raw["migration"], 1, f"{where}: migration")
-            return MeasuredCost(**tables, migration=migration, swap_in=float(raw["swap_in"]))
+            medians = MEDIANS if raw["version"] == 3 else MEDIANS[:1]
+            return MeasuredCost(**tables, migration=migration, **{kind: float(raw[kind]) for kind in medians})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            known = ", ".join((*COLUMNS, "migration", "swap_in"))
+            known = ", ".join((*COLUMNS, "migration", *MEDIANS))
             raise InputError(f"{where}: {error} is missing or no number; needed are version, {known}") from None
 
 
@@ -160,6 +176,8 @@ def read_cost_file(path: str | Path) -> dict:
         raw = json.loads(Path(path).read_text())
     except FileNotFoundError:
         raise InputError(f"cost file {path} does not exist") from None
+    except OSError as error:
+        raise InputError(f"cost file {path} cannot be read: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"cost file {path} is not valid JSON: {error}") from None
     if not isinstance(raw, dict):

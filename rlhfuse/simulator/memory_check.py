@@ -27,7 +27,7 @@ def run_memory(
     full_length: Schedule,
 ) -> tuple[PhaseMemory, ...]:  # fmt: skip
     """The phases of a run whose samples are all as long as they can become; `full_length` is priced for these."""
-    longest = batch.samples_per_microbatch * (config.data.max_prompt_tokens + config.rollout.max_response_tokens)
+    longest = longest_microbatch(config, batch)
     activations = evaluate(full_length).peak_memory
     activations += max(cost.passing_bytes(longest) for task, cost in costs.items() if task in TRAINED)
     return memory_by_phase(
@@ -36,13 +36,31 @@ def run_memory(
     )  # fmt: skip
 
 
+def longest_microbatch(config: RunConfig, batch: BatchArithmetic) -> float:
+    """Tokens of a micro-batch whose samples are all as long as they can become."""
+    return batch.samples_per_microbatch * (config.data.max_prompt_tokens + config.rollout.max_response_tokens)
+
+
 def memory_limit(config: RunConfig, hardware: HardwareSpec, world_size: int) -> float:
     """Bytes that one rank may use."""
     if config.trainer.memory_limit_gb:
         return config.trainer.memory_limit_gb * 1e9
     if hardware.name != "cpu":
         return hardware.memory_bytes
-    return machine_bytes() / int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return machine_bytes() / _ranks_of_machine(world_size)
+
+
+def memory_limit_source(config: RunConfig, hardware: HardwareSpec, world_size: int) -> str:
+    """Where `memory_limit` is from, for people."""
+    if config.trainer.memory_limit_gb:
+        return "trainer.memory_limit_gb"
+    if hardware.name != "cpu":
+        return f"of one {hardware.name}"
+    return f"this machine's {readable_bytes(machine_bytes())} / {_ranks_of_machine(world_size)} ranks"
+
+
+def _ranks_of_machine(world_size: int) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
 def machine_bytes() -> int:
@@ -52,30 +70,30 @@ def machine_bytes() -> int:
     return total if allowed == "max" else min(total, int(allowed))
 
 
-def needed_bytes(phase: PhaseMemory, hardware: HardwareSpec, base_bytes: int) -> int:
-    """What a rank needs of the memory that `memory_limit` is about; `base_bytes`: of a process without models."""
-    return phase.device + (phase.host + base_bytes if hardware.name == "cpu" else 0)
+def needed_bytes(phase: PhaseMemory, hardware: HardwareSpec) -> int:
+    """What a rank needs of the memory that `memory_limit` is about."""
+    return phase.device + hardware.process_bytes + (phase.host if hardware.name == "cpu" else 0)
 
 
-def refuse_unless_fits(
-    phases: Sequence[PhaseMemory], hardware: HardwareSpec, limit: float, base_bytes: int
-) -> None:
+def refuse_unless_fits(phases: Sequence[PhaseMemory], hardware: HardwareSpec, limit: float) -> None:
     """Raise InputError naming the fullest phase, what it is made of, and what would make it smaller."""
-    fullest = max(phases, key=lambda phase: needed_bytes(phase, hardware, base_bytes))
-    needed = needed_bytes(fullest, hardware, base_bytes)
+    fullest = max(phases, key=lambda phase: needed_bytes(phase, hardware))
+    needed = needed_bytes(fullest, hardware)
     if needed <= limit:
         return
     names = ("weights", "optimizer", "gradients", "activations", "kv", "buckets")
     parts = [f"{name} {readable_bytes(getattr(fullest, name))}" for name in names if getattr(fullest, name)]
     if hardware.name == "cpu":
-        parts += [f"host copies {readable_bytes(fullest.host)}", f"the process {readable_bytes(base_bytes)}"]
+        parts.append(f"host copies {readable_bytes(fullest.host)}")
+    if hardware.process_bytes:
+        parts.append(f"the process {readable_bytes(hardware.process_bytes)}")
     raise InputError(
         f"memory: {fullest.phase} needs {readable_bytes(needed)} per rank ({', '.join(parts)}), but a rank of this "
-        f"{hardware.name} has {readable_bytes(limit)}; {_REMEDIES[fullest.phase]}, or set trainer.memory_limit_gb"
+        f"{hardware.name} has {readable_bytes(limit)}; {REMEDIES[fullest.phase]}, or set trainer.memory_limit_gb"
     )
 
 
-_REMEDIES = {
+REMEDIES = {
     "moves": "use more tensor ranks for parallel.generation and parallel.inference",
     "generation": "lower rollout.kv_blocks_per_instance or use more tensor ranks for parallel.generation",
     "inference": "lower rollout.max_batched_tokens or use more tensor ranks for parallel.inference",

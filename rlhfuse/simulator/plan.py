@@ -24,6 +24,9 @@ from rlhfuse.spec import ParallelLayout
 VERSION = 2  # 1 had no weight moves in its seconds
 
 
+WORTH_SEARCHING = 0.01  # gap of a schedule above which people should know how to search on
+
+
 @dataclass(frozen=True)
 class ScheduleSummary:
     """One mini-batch's training schedule; seconds are predictions, activations are bytes on the fullest rank."""
@@ -35,14 +38,33 @@ class ScheduleSummary:
     serial_makespan_seconds: float
     peak_activation_bytes: float
 
+    @property
+    def gap(self) -> float:
+        """How much longer than the bound, which no schedule can beat, as a part of it."""
+        return self.makespan_seconds / self.lower_bound_seconds - 1
+
+    def lines(self) -> tuple[str, ...]:
+        longer = (
+            "to search longer, also under MPI: tools/plan.py --problem, tools/search_schedule.py, then fusion.schedule",
+        )
+        return (
+            f"{self.makespan_seconds:.4g} s, lower bound {self.lower_bound_seconds:.4g} s: gap {self.gap:.2%}; all "
+            f"models one after the other, each 1F1B: {self.serial_makespan_seconds:.4g} s",
+            f"activations up to {readable_bytes(self.peak_activation_bytes)} on the fullest rank",
+            self.source,
+            *(longer if self.gap > WORTH_SEARCHING else ()),
+        )
+
 
 @dataclass(frozen=True)
 class Plan:
     """What a run will do and what it is predicted to cost.
 
-    `threshold_samples` is R_t, or None where it is chosen from the lengths of the first iteration; `threshold`
-    holds the curve it was read from, if any. `limits` and `move_cost` are the numbers from which every rank computes
-    the same migration plan.
+    `memory` holds where all samples are as long as they can become: micro-batches then have `microbatch_tokens`.
+    `process_bytes` is what a rank's process takes of `memory_limit` beside it. `threshold_samples` is R_t, or None
+    where it is chosen from the lengths of the first iteration; `threshold` holds the curve it was read from, if any.
+    `limits` and `move_cost` are the numbers from which every rank computes the same migration plan. `files` are what
+    the run will write: names, and what each is.
     """
 
     world_size: int
@@ -52,6 +74,9 @@ class Plan:
     batch: BatchArithmetic
     memory: tuple[PhaseMemory, ...]
     memory_limit: float
+    memory_limit_source: str
+    microbatch_tokens: float
+    process_bytes: int
     weight_moves: tuple[LayoutMove, ...]
     seconds: IterationSeconds
     schedule: ScheduleSummary
@@ -59,6 +84,8 @@ class Plan:
     threshold: Threshold | None
     limits: InstanceLimits
     move_cost: MoveCost
+    files: tuple[tuple[str, str], ...]
+    threshold_reasons: tuple[str, ...]
     reasons: tuple[str, ...]
 
     def to_dict(self) -> dict:
@@ -66,8 +93,8 @@ class Plan:
         raw["tasks"] = [{**asdict(task), "layout": str(task.layout), "ranks": list(task.ranks)} for task in self.tasks]
         raw["threshold"] = self.threshold.to_dict() if self.threshold else None
         raw["weight_moves"] = [move.to_dict() for move in self.weight_moves]
-        raw["memory"], raw["reasons"] = [asdict(phase) for phase in self.memory], list(self.reasons)
-        return raw
+        raw["memory"] = [asdict(phase) for phase in self.memory]
+        return json.loads(json.dumps(raw))  # tuples as JSON has them
 
     @staticmethod
     def from_dict(raw: dict, where: str = "plan") -> "Plan":
@@ -89,29 +116,42 @@ class Plan:
             fields["schedule"] = ScheduleSummary(**raw["schedule"])
             fields["threshold"] = Threshold.from_dict(raw["threshold"], where) if raw["threshold"] else None
             fields["limits"], fields["move_cost"] = InstanceLimits(**raw["limits"]), MoveCost(**raw["move_cost"])
-            fields["reasons"] = tuple(raw["reasons"])
+            fields["files"] = tuple((path, what) for path, what in raw["files"])
+            fields["reasons"], fields["threshold_reasons"] = tuple(raw["reasons"]), tuple(raw["threshold_reasons"])
             return Plan(**fields)
         except (KeyError, TypeError) as error:
             raise InputError(f"{where} is no plan.json: {error}; write one with tools/plan.py --json") from None
 
     def render(self) -> str:
         """The plan as text for people."""
-        title = f"plan for {self.world_size} ranks of {self.hardware}, {self.dtype}"
-        blocks = [(title, ())]
-        blocks.append(("tasks", tuple(str(task) for task in self.tasks)))
-        blocks.append(("batch", self.batch.lines()))
-        blocks.append((f"memory per rank (limit {readable_bytes(self.memory_limit)})", self._memory_lines()))
-        blocks.append(("weight moves per iteration, all ranks together", self._move_lines()))
-        blocks.append(("predicted seconds per iteration", self._seconds_lines()))
-        blocks.append(("why", self.reasons))
+        blocks = (
+            (f"plan for {self.world_size} ranks of {self.hardware}, {self.dtype}", ()),
+            ("tasks", tuple(str(task) for task in self.tasks)),
+            ("batch", (*self.batch.lines(), f"a micro-batch has up to {self.microbatch_tokens:,.0f} tokens")),
+            ("memory per rank, at most: when all samples are as long as they can become", self._memory_lines()),
+            ("weight moves per iteration, all ranks together", self._move_lines()),
+            ("predicted seconds per iteration", self._seconds_lines()),
+            ("training schedule of a mini-batch", self.schedule.lines()),
+            ("R_t, the unfinished samples at which instances are freed to score", self.threshold_reasons),
+            ("files", tuple(f"{path:28s} {what}" for path, what in self.files)),
+            ("why", self.reasons),
+        )
         return "\n".join("\n".join((head, *(f"  {line}" for line in lines))) for head, lines in blocks)
 
+    def needed_bytes(self, phase: PhaseMemory) -> int:
+        """Of `memory_limit`, on the fullest rank; on a CPU host copies are part of it."""
+        return phase.device + self.process_bytes + (phase.host if self.hardware == "cpu" else 0)
+
     def _memory_lines(self) -> tuple[str, ...]:
-        columns = ("weights", "optimizer", "gradients", "activations", "kv", "buckets", "device", "host")
-        lines = ["phase      " + "".join(f"{name:>12s}" for name in columns)]
+        columns = ("weights", "optimizer", "gradients", "activations", "kv", "buckets", "host")
+        lines = ["phase      " + "".join(f"{name:>12s}" for name in (*columns, "process", "needed", "of limit"))]
         for phase in self.memory:
-            values = "".join(f"{readable_bytes(getattr(phase, name)):>12s}" for name in columns)
-            lines.append(f"{phase.phase:11s}{values}")
+            needed = self.needed_bytes(phase)
+            shown = [readable_bytes(getattr(phase, name)) for name in columns]
+            shown += [readable_bytes(self.process_bytes), readable_bytes(needed), f"{needed / self.memory_limit:.1%}"]
+            lines.append(f"{phase.phase:11s}" + "".join(f"{text:>12s}" for text in shown))
+        host = "host copies count" if self.hardware == "cpu" else "host copies lie in host memory and do not count"
+        lines.append(f"limit {readable_bytes(self.memory_limit)} ({self.memory_limit_source}); {host}")
         return tuple(lines)
 
     def _move_lines(self) -> tuple[str, ...]:
@@ -125,12 +165,18 @@ class Plan:
 
     def _seconds_lines(self) -> tuple[str, ...]:
         s = self.seconds
-        return (
-            f"weights moved             serial {s.weight_moves:9.4g}  fused {s.weight_moves:9.4g}",
-            f"generation and inference  serial {s.gen_infer_serial:9.4g}  fused {s.gen_infer_fused:9.4g}",
-            f"training                  serial {s.training_serial:9.4g}  fused {s.training_fused:9.4g}",
-            f"iteration                 serial {s.serial:9.4g}  fused {s.fused:9.4g}  (x{s.speedup:.2f})",
-        )
+        rows = [
+            ("weights moved", s.weight_moves, s.weight_moves),
+            ("generation and inference", s.gen_infer_serial, s.gen_infer_fused),
+            (f"training, {self.batch.optimizer_steps} mini-batches", s.training_serial, s.training_fused),
+            ("iteration", s.serial, s.fused),
+        ]
+        if s.generation_serial is not None and s.generation_fused is not None:
+            rest = s.gen_infer_serial - s.generation_serial, s.gen_infer_fused - s.generation_fused
+            rows[1:2] = [("generation", s.generation_serial, s.generation_fused), ("inference beyond it", *rest)]
+        head = f"{'':26s}{'serial':>12s}{'fused':>12s}"
+        lines = [f"{name:26s}{serial:12.4g}{fused:12.4g}" for name, serial, fused in rows]
+        return (head, *lines[:-1], f"{lines[-1]}  (x{s.speedup:.2f})")
 
 
 def load_plan(path: str | Path) -> Plan:

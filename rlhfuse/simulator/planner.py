@@ -31,7 +31,15 @@ from rlhfuse.simulator.layout_moves import layout_moves
 from rlhfuse.simulator.layouts import TASK_ROLES, BatchArithmetic, Task, batch_arithmetic, check_layouts
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.memory import SCORERS, TRAINED, PhaseMemory, readable_bytes
-from rlhfuse.simulator.memory_check import memory_limit, needed_bytes, run_memory
+from rlhfuse.simulator.memory_check import (
+    REMEDIES,
+    longest_microbatch,
+    memory_limit,
+    memory_limit_source,
+    needed_bytes,
+    run_memory,
+)
+from rlhfuse.simulator.output import output_files
 from rlhfuse.simulator.plan import Plan, ScheduleSummary
 from rlhfuse.simulator.profile import ProfiledCost, load_run_costs
 from rlhfuse.simulator.threshold import Threshold, load_threshold, sweep_threshold
@@ -98,6 +106,14 @@ def generation_cost(
         for task, layout in layouts.items()
     }
     return job_cost(costs, instances * layouts["generation"].tp)
+
+
+def hardware_of(config: RunConfig) -> HardwareSpec:
+    """The machine that is planned for. Raises InputError naming the key and the known ones."""
+    try:
+        return hardware_by_name(config.trainer.hardware, config.trainer.device)
+    except InputError as error:
+        raise InputError(f"trainer.hardware: {error}") from None
 
 
 def kv_blocks(config: RunConfig, instances: int) -> int:
@@ -185,7 +201,7 @@ def plan_run(
     """
     tasks = check_layouts(config, specs, world_size)
     batch = batch_arithmetic(config, tasks)
-    hardware = hardware_by_name(config.trainer.hardware, config.trainer.device)
+    hardware = hardware_of(config)
     costs = task_costs(config, specs, tasks, hardware)
     known = _known_lengths(config, lengths)
     mean_tokens = (sum(known.prompt) + sum(known.output)) / len(known)
@@ -194,15 +210,17 @@ def plan_run(
     job, priced_by = starting_costs(config, specs, costs, world_size)
     schedule, source = choose_schedule(config, training_problem(costs, batch, mean_tokens, job))
     summary = summarise_schedule(schedule, source)
-    reasons.append(_schedule_reason(summary))
 
-    training = "training too" if isinstance(job, ProfiledCost) else "training analytically"
-    reasons.append(f"generation and inference are priced by {priced_by}, {training}")
+    if config.fusion.profile:
+        training = "training too" if isinstance(job, ProfiledCost) else "training analytically"
+        reasons.append(f"generation and inference are priced by {priced_by}, {training}")
+    else:
+        reasons.append(_costs_reason(config, hardware))
     limits = instance_limits(config, specs["actor"], batch.instances, job, median_context(known))
     batches = known.draw(batch.samples, DRAWS, config.trainer.seed) if lengths else (known,)
-    setting = _Setting(config, batch, job, limits, batches)
-    threshold_samples, threshold, reason = _choose_threshold(setting, sweep=lengths is not None)
-    reasons += [reason, _limits_reason(config, limits)]
+    setting = _Setting(config, batch, job, limits, batches, lengths is not None)
+    threshold_samples, threshold, reason = _choose_threshold(setting)
+    threshold_reasons = (reason, *_threshold_hints(config, threshold_samples, lengths), _limits_reason(config, limits))
     moves = layout_moves(tasks, specs, element_bytes(config), hardware)
     seconds = _predict(setting, summary, threshold_samples, threshold, sum(move.seconds for move in moves))
 
@@ -218,6 +236,9 @@ def plan_run(
         batch=batch,
         memory=memory,
         memory_limit=limit,
+        memory_limit_source=memory_limit_source(config, hardware, world_size),
+        microbatch_tokens=longest_microbatch(config, batch),
+        process_bytes=hardware.process_bytes,
         weight_moves=moves,
         seconds=seconds,
         schedule=summary,
@@ -225,6 +246,8 @@ def plan_run(
         threshold=threshold,
         limits=limits,
         move_cost=move_cost(job, limits),
+        files=output_files(config, specs, element_bytes(config)),
+        threshold_reasons=threshold_reasons,
         reasons=tuple(reasons),
     )
     return plan, schedule
@@ -257,10 +280,11 @@ class _Setting:
     job: CostModel
     limits: InstanceLimits
     batches: tuple[SampleLengths, ...]
+    lengths_known: bool  # the batches are drawn from real lengths
 
 
-def _choose_threshold(setting: _Setting, sweep: bool) -> tuple[int | None, Threshold | None, str]:
-    """R_t, its curve if there is one, and the sentence that says why; `sweep`: the lengths are real ones."""
+def _choose_threshold(setting: _Setting) -> tuple[int | None, Threshold | None, str]:
+    """R_t, its curve if there is one, and the sentence that says why."""
     config, batch = setting.config, setting.batch
     if not config.fusion.inter_stage:
         return 0, None, "R_t = 0: fusion.inter_stage is false"
@@ -272,7 +296,7 @@ def _choose_threshold(setting: _Setting, sweep: bool) -> tuple[int | None, Thres
         found = load_threshold(config.fusion.threshold_file)
         check_threshold(found, config, batch)
         return found.threshold, found, f"{config.fusion.threshold_file}: {found.explain()}"
-    if sweep:
+    if setting.lengths_known:
         found = sweep_threshold(
             setting.batches, batch.instances, setting.job, setting.limits, max_triggers=config.fusion.max_triggers,
             least=config.fusion.least_threshold,
@@ -299,14 +323,19 @@ def _predict(
     setting: _Setting, summary: ScheduleSummary, threshold_samples: int | None, threshold: Threshold | None,
     moves: float,
 ) -> IterationSeconds:  # fmt: skip
-    """Means over the batches; a threshold's own curve where there is one. `moves`: seconds of the weights' moves."""
+    """Means over the batches; of a threshold made for lengths that are not known here, what its curve says.
+
+    `moves`: seconds of the weights' moves.
+    """
     minibatch = (summary.serial_makespan_seconds, summary.makespan_seconds)
     batch, count = setting.batch, setting.batch.optimizer_steps
-    if threshold is not None:
+    if threshold is not None and not setting.lengths_known:  # read from a file: its curve is all there is
+        generation = {point.threshold: point.generation_seconds for point in threshold.sweep}
         return IterationSeconds(
-            moves, threshold.serial_seconds, threshold.fused_seconds, minibatch[0] * count, minibatch[1] * count
-        )
-    triggers = (threshold_samples,) if threshold_samples else ()
+            moves, threshold.serial_seconds, threshold.fused_seconds, minibatch[0] * count, minibatch[1] * count,
+            generation.get(0), None if len(threshold.triggers) > 1 else generation.get(threshold.threshold),
+        )  # fmt: skip
+    triggers = threshold.triggers if threshold else (threshold_samples,) if threshold_samples else ()
     runs = [
         simulate_iteration(
             one, batch.instances, setting.job, setting.limits, triggers, minibatch, count, moves
@@ -331,18 +360,35 @@ def _lengths_reason(config: RunConfig, lengths: SampleLengths | None) -> str:
             f"no lengths are known yet: every sample counts {config.data.max_prompt_tokens} + "
             f"{config.rollout.max_response_tokens} tokens, so times are upper bounds and show no tail to hide"
         )
-    marks = lengths.percentiles()
+    marks, limit = lengths.percentiles(), config.rollout.max_response_tokens
+    cut = sum(output > limit for output in lengths.output)
     return (
-        f"lengths of {len(lengths)} past samples: output p50 {marks['p50']}, p99.9 {marks['p999']}, max {marks['max']}"
+        f"times are means of {DRAWS} batches drawn from {len(lengths)} past samples: output p50 {marks['p50']}, p99.9 "
+        f"{marks['p999']}, max {marks['max']}; {cut} of them are cut to this run's {limit}"
     )
 
 
-def _schedule_reason(summary: ScheduleSummary) -> str:
+def _costs_reason(config: RunConfig, hardware: HardwareSpec) -> str:
+    assumed = " (trainer.hardware=auto: assumed)" if config.trainer.hardware == "auto" and hardware.name != "cpu" else ""
     return (
-        f"training schedule ({summary.source}): {summary.makespan_seconds:.4g} s per mini-batch, lower bound "
-        f"{summary.lower_bound_seconds:.4g} s, serial {summary.serial_makespan_seconds:.4g} s; activations up to "
-        f"{readable_bytes(summary.peak_activation_bytes)}"
+        f"times are a roofline with the rates of a {hardware.name}{assumed}; nothing was measured here: set "
+        "fusion.profile to a past run's costs.json, or to what tools/profile_costs.py measures"
     )
+
+
+def _threshold_hints(config: RunConfig, chosen: int | None, lengths: SampleLengths | None) -> tuple[str, ...]:
+    """What R_t would need to be known, or what the run does with lengths of its own."""
+    if chosen is None:
+        return (
+            "until then iterations are serial; with --lengths FILE[:COLUMN] of past responses tools/plan.py predicts it,"
+            " and with fusion.threshold_file (tools/calibrate_threshold.py) the run begins with it",
+        )
+    if lengths is not None and config.threshold() is None and not config.fusion.threshold_file and chosen:
+        return (
+            "a prediction: the run chooses from its own lengths and costs, from its second iteration on; to begin with "
+            "a known one set fusion.threshold_file (tools/calibrate_threshold.py)",
+        )
+    return ()
 
 
 def _limits_reason(config: RunConfig, limits: InstanceLimits) -> str:
@@ -354,11 +400,12 @@ def _limits_reason(config: RunConfig, limits: InstanceLimits) -> str:
 
 
 def _memory_reason(memory: tuple[PhaseMemory, ...], hardware: HardwareSpec, limit: float) -> str:
-    needs = {phase.phase: needed_bytes(phase, hardware, 0) for phase in memory}
+    needs = {phase.phase: needed_bytes(phase, hardware) for phase in memory}
     fullest = max(needs, key=needs.__getitem__)
     fits = "fits in" if needs[fullest] <= limit else "DOES NOT FIT in"
-    with_host = ", host copies included," if hardware.name == "cpu" else ""
+    with_host = ", host copies and the process itself included," if hardware.name == "cpu" else ""
+    remedy = "" if needs[fullest] <= limit else f": {REMEDIES[fullest]}"
     return (
         f"the fullest phase, {fullest}, needs {readable_bytes(needs[fullest])} per rank{with_host} and {fits} "
-        f"{readable_bytes(limit)} of a {hardware.name}"
+        f"{readable_bytes(limit)}{remedy}"
     )

@@ -86,6 +86,13 @@ class ProfiledCost:
     def migration_seconds(self, kv_bytes: float) -> float:
         return self.move(kv_bytes) if kv_bytes > 0 else 0.0
 
+    def meeting_seconds(self) -> float:
+        """0, as is `release_seconds`: a profile is of one instance's work; a job measures what lies between."""
+        return 0.0
+
+    def release_seconds(self) -> float:
+        return 0.0
+
     def beside(self, neighbour: str) -> "ProfiledCost":
         return replace(self, neighbour=check_neighbour(neighbour))
 

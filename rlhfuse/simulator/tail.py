@@ -4,7 +4,7 @@ What they will do at their present pace is run ahead on copies, so that the call
 pace takes hold at each instance's next step boundary. A meeting waits for the last of them to end its step; then
 pairs of instances hand samples over in `transfer_order`, each pair when both are free:
 
-    0  ====|  .. |recv from 2|recv from 3|=====       |: step boundary after the trigger, ..: waits for the others
+    0  ====|  .. |recv from 2|recv from 3|=====       |: step boundary after the trigger, ..: waits, and they agree
     2  ======|.. |send to 0  |  freed
     3  =====|... |           |send to 0  |  freed
 
@@ -107,7 +107,7 @@ class Tail:
             return None
         self._met = True
         stopped = {instance: self._runs[instance].clock for instance in among}
-        agreed = max(now, *stopped.values())
+        agreed = max(now, *stopped.values()) + self._costs.meeting_seconds()
         ends = self._hand_over(plan, agreed)
         moved = sum(move.kv_tokens for move in plan.moves) * self._limits.kv_bytes_per_token
         for instance in plan.destinations:

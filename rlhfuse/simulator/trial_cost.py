@@ -51,6 +51,12 @@ class TrialCost:
     def migration_seconds(self, kv_bytes: float) -> float:
         return self.rest.migration_seconds(kv_bytes)
 
+    def meeting_seconds(self) -> float:
+        return self.rest.meeting_seconds()
+
+    def release_seconds(self) -> float:
+        return self.rest.release_seconds()
+
     def beside(self, neighbour: str) -> "TrialCost":
         """Steps as in the trial, which had no neighbour; the rest beside it."""
         return replace(self, rest=self.rest.beside(neighbour))

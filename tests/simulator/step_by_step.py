@@ -37,6 +37,7 @@ class Place:
     role: str = "decodes"  # decodes, stopping, joins, scores or free
     kept_out: bool = False  # nothing is admitted after a preemption until a sample ends
     loads_from: float | None = None
+    new: bool = False  # has scored no pack
 
 
 class StepByStep:
@@ -131,10 +132,10 @@ class StepByStep:
         for place in self.places:
             decoding = place.role in ("decodes", "stopping")
             if decoding and not place.running and not place.waiting and place.busy_until <= now:
-                self.join(place, now)
+                self.join(place, now + self.costs.release_seconds())
 
     def join(self, place: Place, seconds: float) -> None:
-        place.role, place.loads_from, place.busy_until = "joins", seconds, seconds
+        place.role, place.busy_until, place.new = "joins", seconds, True
 
     def trigger(self, now: float) -> None:
         decoding = [i for i, p in enumerate(self.places) if p.role in ("decodes", "stopping")]
@@ -171,6 +172,7 @@ class StepByStep:
         move = move_cost(self.costs, lim)
         plan = plan_migration(states, len(self.places), m, free, lim.block_tokens, move, decoding)
         self.plans.append(plan)
+        now += self.costs.meeting_seconds()
         until = dict.fromkeys(decoding, now)
         for source, target in transfer_order(plan):
             tokens = sum(one.kv_tokens for one in plan.moves if (one.source, one.destination) == (source, target))
@@ -192,11 +194,13 @@ class StepByStep:
             place = self.places[i]
             place.busy_until = until[i]
             if not place.running and not place.waiting:
-                self.join(place, until[i])
+                self.join(place, until[i] + self.costs.release_seconds())
+                if i in plan.freed:
+                    place.loads_from = place.busy_until
 
     def draw(self, now: float) -> None:
         ready = [i for i, p in enumerate(self.places) if p.role in ("free", "joins") and p.busy_until <= now]
-        for i in sorted(ready, key=lambda i: (self.places[i].loads_from is not None, i)):
+        for i in sorted(ready, key=lambda i: (self.places[i].new, i)):
             if self.packs:
                 pack = self.packs.pop(0)
             elif self.stream:
@@ -213,11 +217,13 @@ class StepByStep:
     def score(self, place: Place, now: float, pack: list[int], costs) -> float:
         """Model after model; on a worker that still loads, each as soon as it is there."""
         clock, models = now, self.limits.scoring_models
+        if place.new and place.loads_from is None:
+            place.loads_from = now
         for model in range(models):
             if place.loads_from is not None:
                 clock = max(clock, place.loads_from + (model + 1) * costs.swap_in_seconds() / models)
             clock += costs.score_seconds(sum(pack), len(pack)) / models
-        place.loads_from = None
+        place.loads_from, place.new = None, False
         self.scored.append((clock, len(pack)))
         return clock
 
@@ -227,7 +233,8 @@ class StepByStep:
             return False
         costs = self.costs.beside("scoring" if len(self.places) > 1 else "idle")
         for place, share in zip(self.places, deal(self.tokens, len(self.places))):
-            clock, place.loads_from = now, now
+            begin = now + self.costs.meeting_seconds() + self.costs.release_seconds()
+            clock, place.loads_from = begin, begin
             own = [self.tokens[i] for i in share]
             for pack in scoring_packs(own, 1, self.limits.score_tokens):
                 clock = self.score(place, clock, [own[i] for i in pack], costs)

@@ -91,7 +91,7 @@ def test_measured_costs_print_save_and_load(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"version": 3}, "version is 3"),
+        ({"version": 4}, "version is 4"),
         ({"swap_in": "soon"}, "swap_in|no number"),
         ({"decode": {"idle": {"constant": 1.0, "slopes": [1.0]}}}, "decode beside idle needs a constant and 2 slopes"),
         ({"score": {"idle": {"constant": -1.0, "slopes": [1.0, 0.0]}}}, "finite and >= 0"),

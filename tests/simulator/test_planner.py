@@ -15,6 +15,7 @@ from rlhfuse.schedule.io import save_schedule
 from rlhfuse.simulator.hardware import hardware_by_name
 from rlhfuse.simulator.layouts import batch_arithmetic, check_layouts
 from rlhfuse.simulator.measured import save_measured_cost
+from rlhfuse.simulator.memory import readable_bytes
 from rlhfuse.simulator.memory_check import machine_bytes, memory_limit, refuse_unless_fits
 from rlhfuse.simulator.plan import load_plan, save_plan
 from rlhfuse.simulator.planner import make_plan, plan_run, task_costs, training_problem
@@ -41,6 +42,9 @@ def test_a_plan_says_what_and_why():
     text = plan.render()
     for words in ("16 prompts x 4 copies = 64 samples", "actor_train", "d1t1p4", "upper bounds", "lower bound"):
         assert words in text
+    longest = f"{4 * (128 + 256):,} tokens"
+    for words in (longest, "gap 0.00%", "--lengths FILE[:COLUMN]", "metrics.jsonl", "inference beyond it"):
+        assert words in text
     assert max(len(line) for line in text.splitlines()) < 200
 
 
@@ -49,6 +53,35 @@ def test_lengths_give_a_threshold():
     assert plan.threshold is not None and plan.threshold_samples == plan.threshold.threshold
     assert plan.threshold.samples == 64 and plan.threshold.instances == 4
     assert plan.seconds.gen_infer_fused <= plan.seconds.gen_infer_serial
+    assert plan.seconds.gen_infer_fused == pytest.approx(plan.threshold.fused_seconds)
+    assert 0 < plan.seconds.generation_fused < plan.seconds.gen_infer_fused
+    assert "drawn from 500 past samples" in plan.render() and "fusion.threshold_file" in plan.render()
+
+
+@pytest.mark.parametrize(
+    "keys, needed, limit",
+    [
+        ({"trainer__memory_limit_gb": 2.0}, lambda phase: phase.device + phase.host + 620_000_000, 2e9),
+        ({"trainer__hardware": "a100"}, lambda phase: phase.device, 80e9),
+    ],
+)
+def test_memory_is_shown_against_what_a_rank_has(keys, needed, limit):
+    plan = make_plan(run(**keys), SPECS, 4)
+    for phase in plan.memory:
+        assert plan.needed_bytes(phase) == needed(phase) and plan.memory_limit == limit
+        rows = [line for line in plan.render().splitlines() if line.startswith(f"  {phase.phase} ")]
+        assert any(row.endswith(f" {needed(phase) / limit:.1%}") for row in rows)
+
+
+def test_files_are_those_that_the_run_will_write():
+    keys = dict(trainer__save_every=5, trainer__tensorboard=False, trainer__wandb="offline")
+    files = dict(make_plan(run(**keys), SPECS, 4).files)
+    assert files["checkpoints/iteration-N/"].startswith("every 5 iterations, ") and "wandb/" in files
+    assert "tensorboard/" not in files and "export/critic/" in files and "(no checkpoints)" not in files
+    states = 12 * (SPECS["actor"].parameters() + SPECS["critic"].parameters(scalar_head=True))
+    assert readable_bytes(states) in files["checkpoints/iteration-N/"]
+    none = dict(make_plan(run(trainer__export=False), SPECS, 4).files)
+    assert "(no checkpoints)" in none and "export/actor/" not in none
 
 
 def test_the_plan_round_trips(tmp_path):
@@ -87,11 +120,12 @@ def test_memory_by_hand():
 def test_what_cannot_fit_is_refused(monkeypatch):
     machine = hardware_by_name("a100")
     phases = make_plan(run(), SPECS, 4).memory
-    refuse_unless_fits(phases, machine, 1e9, 10**12)  # on a GPU the process's own memory does not count
+    refuse_unless_fits(phases, machine, 1e9)
     with pytest.raises(InputError, match=r"memory: training needs .* per rank \(weights .*, but a rank of this a100"):
-        refuse_unless_fits(phases, machine, 1e6, 0)
+        refuse_unless_fits(phases, machine, 1e6)
+    laptop = replace(hardware_by_name("cpu"), process_bytes=10**12)
     with pytest.raises(InputError, match="the process 931 GiB.*trainer.memory_limit_gb"):
-        refuse_unless_fits(phases, hardware_by_name("cpu"), 1e9, 10**12)
+        refuse_unless_fits(phases, laptop, 1e9)
     assert memory_limit(run(), machine, 4) == machine.memory_bytes
     assert memory_limit(run(trainer__memory_limit_gb=3.0), machine, 4) == 3e9
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
@@ -128,7 +162,7 @@ ONE_INSTANCE = {f"parallel__{row}": "d1t4p1" for row in ROWS}
 def test_threshold_from_the_config(keys, world, expected, reason):
     plan = make_plan(run(**keys), SPECS, world)
     assert plan.threshold_samples == expected
-    assert any(reason in sentence for sentence in plan.reasons)
+    assert any(reason in sentence for sentence in plan.threshold_reasons)
 
 
 def test_threshold_file_is_used_and_checked(tmp_path):

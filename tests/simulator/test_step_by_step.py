@@ -34,6 +34,8 @@ def exact_costs(swap_in: int, per_token: int) -> MeasuredCost:
         score=table(forward(4), forward(8), forward(12)),
         migration=Line(1024 * TICK, (TICK,)),
         swap_in=swap_in * TICK,
+        meeting=3072 * TICK,
+        release=swap_in // 2 * TICK,
     )
 
 

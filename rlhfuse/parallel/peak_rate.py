@@ -1,0 +1,53 @@
+"""How many floating-point operations a second this rank could do at its best: what utilisation is measured against.
+
+    trainer.peak_tflops     as the user says
+    CUDA                    the data sheet, for bfloat16 on the GPUs that simulator/hardware.py knows by name
+    CPU                     measured: matrix products on all ranks side by side, since they share the cores
+
+None where nothing is known. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from rlhfuse.parallel.device import Device
+from rlhfuse.simulator.hardware import data_sheets, gpu_by_name
+
+SIDE = 512  # of the matrices: large enough for a core's best rate, small enough for many in MEASURED_SECONDS
+MEASURED_SECONDS = 0.2
+
+
+def peak_flops(peak_tflops: float, dtype: torch.dtype, device: Device) -> float | None:
+    """FLOP/s of one rank, the mean over the ranks where it is measured; a collective. `peak_tflops`: 0 = not given."""
+    if peak_tflops:
+        return peak_tflops * 1e12
+    if not device.is_cuda:
+        return _measured_flops(dtype)
+    sheet = gpu_by_name(torch.cuda.get_device_name(device.torch_device))
+    return data_sheets()[sheet].flops if sheet and dtype is torch.bfloat16 else None
+
+
+def peak_line(flops: float | None, device: Device) -> str:
+    """What utilisation is measured against, for people."""
+    if flops is None:
+        name = torch.cuda.get_device_name(device.torch_device)
+        return f"no perf/mfu: the peak of {name} in this number format is not known; set trainer.peak_tflops"
+    return f"perf/mfu/* are shares of {flops / 1e12:.4g} TFLOP/s per rank; trainer.peak_tflops sets another peak"
+
+
+def _measured_flops(dtype: torch.dtype) -> float:
+    """Of products that all ranks compute at the same time."""
+    matrix = torch.ones(SIDE, SIDE, dtype=dtype)
+    out = matrix @ matrix
+    dist.barrier()
+    products, start = 0, time.perf_counter()
+    while time.perf_counter() - start < MEASURED_SECONDS:
+        torch.matmul(matrix, matrix, out=out)
+        products += 1
+    rate = torch.tensor(2 * SIDE**3 * products / (time.perf_counter() - start), dtype=torch.float64)
+    dist.all_reduce(rate)
+    return float(rate) / dist.get_world_size()
