@@ -24,6 +24,8 @@ from rlhfuse.preflight import prepare
 from rlhfuse.run_facts import RunFacts
 from rlhfuse.shard_files import FileFacts
 
+pytestmark = pytest.mark.timeout(1800)  # five trainings are started for the first one
+
 # the folder -----------------------------------------------------------------------------------------------------
 
 
