@@ -165,6 +165,9 @@ def test_observations_say_what_the_others_did(run):
     serial = run.serial(Case(STAIRS))["report"].observations
     assert {row[-1] for row in serial["decode"]} == {"decoding"} and not serial["migration"]
     assert {row[-1] for row in serial["score"]} == {"scoring"} and len(serial["load"]) == 4
+    for seen in (fused, serial):
+        assert all(row[0] > 0 for kind in ("load", "release") for row in seen[kind])
+        assert len(seen["release"]) == 4 and len(seen["meeting"]) == 1
 
 
 def test_several_waiting_samples_of_the_tail_are_scored_together(run):
