@@ -202,7 +202,8 @@ ENDS_FIRST = AT_ONCE[:23] + (30,) + (SHORT,) * 8
 
 def facts_of(plan):
     """What a plan decides; how many tokens a sample has by then depends on when exactly they met."""
-    return plan.destinations, plan.freed, plan.stays, [(m.sample_id, m.source, m.destination, m.mode) for m in plan.moves]
+    moves = [(move.sample_id, move.source, move.destination, move.mode) for move in plan.moves]
+    return plan.destinations, plan.freed, plan.stays, moves
 
 
 @pytest.mark.parametrize("lengths, triggers", [(AT_ONCE, (20, 12)), (AT_ONCE, (20, 12, 2)), (ENDS_FIRST, (20, 10))])
