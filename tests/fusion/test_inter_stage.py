@@ -76,7 +76,7 @@ def test_later_triggers_free_more_instances_and_change_no_bit(run, by):
     report = result["report"]
     assert result["digest"] == run.serial_digest(case)
     kept = [len(plan.destinations) for plan in report.plans]
-    assert kept == [3, 2, 1] or kept == [3, 1]  # an instance may have ended before the second meeting
+    assert kept in ([3, 2, 1], [3, 1], [3, 2])  # an instance may have ended before the second or the third meeting
     for before, after in zip(report.plans, report.plans[1:]):
         assert set(after.destinations) | set(after.freed) <= set(before.destinations)
         moved = {move.sample_id for move in before.moves} | set(before.stays)
