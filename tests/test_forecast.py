@@ -82,9 +82,13 @@ def test_what_lies_around_the_time_line_counts_as_inference_beyond_it():
 
 @settings(derandomize=True, deadline=None, max_examples=8)
 @given(
-    st.lists(st.tuples(st.integers(50, 900), st.floats(0.01, 9), st.floats(0, 2), st.floats(0, 2)), min_size=1, max_size=9),
-    st.floats(0, 50), st.floats(0, 50), st.integers(1, 999),
-)  # fmt: skip
+    st.lists(
+        st.tuples(st.integers(50, 900), st.floats(0.01, 9), st.floats(0, 2), st.floats(0, 2)), min_size=1, max_size=9
+    ),
+    st.floats(0, 50),
+    st.floats(0, 50),
+    st.integers(1, 999),
+)
 def test_the_parts_add_up(seen, generation, scoring, tokens):
     """An iteration is the sum of its phases and of the 0.05 s that lie between them in every one that was seen."""
     maker = forecaster()

@@ -45,8 +45,8 @@ def control(config):
 
 def iteration(lengths):
     """What an iteration shows: every step of one sequence took a millisecond, meetings three."""
-    rows = {"decode": [1, 10, 1e-3, "decoding"], "prefill": [10, 1, 1e-3, "decoding"], "score": [10, 1, 1e-3, "scoring"]}
-    rows |= {"load": [1e-3, "scoring"], "migration": [100, 1e-3, "idle"], "meeting": [3e-3], "release": [2e-3]}
+    rows = {"decode": [1, 10, 1e-3, "decoding"], "prefill": [10, 1, 1e-3, "decoding"]}
+    rows |= {"score": [10, 1, 1e-3, "scoring"], "load": [1e-3, "scoring"], "migration": [100, 1e-3, "idle"], "meeting": [3e-3], "release": [2e-3]}
     assert set(rows) == set(OBSERVED)
     batch = SimpleNamespace(prompt_lengths=torch.tensor(lengths.prompt), response_lengths=torch.tensor(lengths.output))
     return SimpleNamespace(observations={kind: [row] for kind, row in rows.items()}), batch
@@ -60,7 +60,8 @@ def test_it_starts_from_the_profile_and_says_so(alone, tmp_path):
     assert priced.limits.move_cost == move_cost(profile, priced._instance_limits())
     assert priced.simulate((9,), lengths) == simulate_gen_infer(lengths, 4, profile, priced._instance_limits(), (9,))
     said = priced.observe(0, *iteration(lengths))
-    assert f"costs measured over 1 iteration, against costs of fusion.profile={tmp_path}/costs.json: decode step -" in said
+    before = f"costs of fusion.profile={tmp_path}/costs.json"
+    assert f"costs measured over 1 iteration, against {before}: decode step -" in said
     assert (priced._costs.meeting_seconds(), priced._costs.release_seconds()) == (3e-3, 2e-3)
     analytic = control(run())
     assert analytic.limits.move_cost != priced.limits.move_cost

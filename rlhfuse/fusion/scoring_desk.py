@@ -157,9 +157,9 @@ class ScoringDesk:
 
     def _finish(self, neighbour: str) -> list[Rollout]:
         """This worker's samples, from its leader."""
-        self._scorer.release()
-        if self._scored:
+        if self._scored:  # all models have been waited for
             self._diary.observe("load", self._scorer.load_seconds, neighbour)
+        self._scorer.release()
         return self._scored if self._team.leads else []
 
     def _packs(self, rollouts: Sequence[Rollout], workers: int) -> list[list[Rollout]]:

@@ -1,9 +1,9 @@
 """Scoring on paper: the packs, the streamed samples, and the workers that draw them.
 
 A freed instance begins to load the weights when it joins, another worker when it has drawn its first pack, which is
-scored while they come in: model i scores as soon as it is there. Whoever is free draws the next pack of the samples known at the trigger, in order; then what
-has been streamed, several samples together where several wait. Of several that are free, one that has its weights
-comes first, then the lower instance.
+scored while they come in: model i scores as soon as it is there. Whoever is free draws the next pack of the samples
+known at the trigger, in order; then what has been streamed, several samples together where several wait. Of several
+that are free, one that has its weights comes first, then the lower instance.
 
     joins    |w1|w2|w3|             w: weights of a model, s: that model scores the pack
     first pack  |s1|s2 |s3|  then packs of its own, without loading

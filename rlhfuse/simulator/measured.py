@@ -84,8 +84,8 @@ class MeasuredCost:
     ) -> "MeasuredCost":
         """Fit every line. Raises InputError naming the kind without observations or with a bad number.
 
-        Who measured single steps alone, as profiling does, has no meetings and nothing released. A job that never migrated measures one transfer and one swap-in at start (as profiling does) or keeps
-        the lines of its previous fit: nothing is guessed here.
+        A job that never migrated measures one transfer and one swap-in at start (as profiling does) or keeps the lines
+        of its previous fit: nothing is guessed here. Who measured single steps alone has no meetings and no releases.
         """
         kinds = {
             "decode": decode, "prefill": prefill, "score": score, "migration": migration, "swap_in": swap_in,

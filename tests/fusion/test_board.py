@@ -155,9 +155,13 @@ def test_the_report_adds_up_what_ranks_tell():
     freed.agreement_seconds, stays.generation_seconds, stays.bytes_needed = 0.01, 4.0, 700
     freed.stops += [Stop(0, 0, 1.0, 2.0), Stop(0, 2, 1.0, 2.0), Stop(1, 0, 5.0, 6.0), Stop(1, 2, 5.0, 6.0)]
     stays.stops += [Stop(0, 1, 1.0, 2.0), Stop(1, 1, 5.0, 6.0)]
+    freed.met(0, 0.75)
+    stays.met(0, 0.3125)  # came last, and moved nothing itself
+    stays.met(1, 0.5)
     report = summarize([json.loads(one.to_json({})) for one in (freed, stays)])
     assert report.plans == (PLAN, PLAN) and report.migrated_samples == 4 and report.recomputed_samples == 2
     assert report.migrated_bytes == 640 and report.bytes_needed == 700 and report.scored_before_generation_end == 3
     assert report.agreement_seconds == 0.01 and report.generation_seconds == 4.0
     assert report.observations["score"] == [[10, 2, 0.5, "decoding"]]
     assert report.observations["migration"] == [[640, 0.5, "decoding"]]
+    assert report.observations["meeting"] == [[0.25], [0.5]], "without what was moved; of each, who waited least"

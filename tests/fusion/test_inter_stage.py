@@ -76,7 +76,7 @@ def test_later_triggers_free_more_instances_and_change_no_bit(run, by):
     report = result["report"]
     assert result["digest"] == run.serial_digest(case)
     kept = [len(plan.destinations) for plan in report.plans]
-    assert kept == [3, 2, 1] or kept == [3, 1]  # an instance may have ended before the second meeting
+    assert kept in ([3, 2, 1], [3, 1], [3, 2])  # an instance may have ended before the second or the third meeting
     for before, after in zip(report.plans, report.plans[1:]):
         assert set(after.destinations) | set(after.freed) <= set(before.destinations)
         moved = {move.sample_id for move in before.moves} | set(before.stays)
@@ -165,6 +165,9 @@ def test_observations_say_what_the_others_did(run):
     serial = run.serial(Case(STAIRS))["report"].observations
     assert {row[-1] for row in serial["decode"]} == {"decoding"} and not serial["migration"]
     assert {row[-1] for row in serial["score"]} == {"scoring"} and len(serial["load"]) == 4
+    for seen in (fused, serial):
+        assert all(row[0] > 0 for kind in ("load", "release") for row in seen[kind])
+        assert len(seen["release"]) == 4 and len(seen["meeting"]) == 1
 
 
 def test_several_waiting_samples_of_the_tail_are_scored_together(run):
@@ -199,7 +202,8 @@ ENDS_FIRST = AT_ONCE[:23] + (30,) + (SHORT,) * 8
 
 def facts_of(plan):
     """What a plan decides; how many tokens a sample has by then depends on when exactly they met."""
-    return plan.destinations, plan.freed, plan.stays, [(m.sample_id, m.source, m.destination, m.mode) for m in plan.moves]
+    moves = [(move.sample_id, move.source, move.destination, move.mode) for move in plan.moves]
+    return plan.destinations, plan.freed, plan.stays, moves
 
 
 @pytest.mark.parametrize("lengths, triggers", [(AT_ONCE, (20, 12)), (AT_ONCE, (20, 12, 2)), (ENDS_FIRST, (20, 10))])

@@ -109,8 +109,8 @@ def test_where_the_time_went_leaves_the_first_iteration_out():
 
 def test_plan_stands_beside_the_mean_of_what_was_measured(folder):
     (folder / "plan.json").write_text(
-        '{"seconds": {"weight_moves": 0.25, "gen_infer_fused": 1.0, "training_fused": 0.6}, "world_size": 2, "hardware": "cpu",'
-        ' "dtype": "float32", "reasons": ["because"], "schedule": {"source": "made", "makespan_seconds": 1,'
+        '{"seconds": {"weight_moves": 0.25, "gen_infer_fused": 1.0, "training_fused": 0.6}, "world_size": 2,'
+        ' "hardware": "cpu", "dtype": "float32", "reasons": ["because"], "schedule": {"source": "made", "makespan_seconds": 1,'
         ' "lower_bound_seconds": 1, "serial_makespan_seconds": 2}}'
     )
     run = RunFiles.read(folder)
