@@ -207,6 +207,24 @@ def test_what_one_rank_cannot_write_ends_all_ranks(workers, tmp_path):
     assert workers.run(fail_alone, tmp_path) == [words] * 4
 
 
+def write_each_to_its_own(rank: int, out: Path) -> str:
+    """Every rank has an `out` that the others do not see. Returns what this rank's error says."""
+    place = Place((400,), 0, ((0, 400),), 100 * rank, 100 * (rank + 1))
+    writer = CheckpointWriter(out / str(rank), rank, 4, NO_FACTS, 2, 0.2)
+    writer.start(1, STATE, {"actor": [Fragment("w", place, 1, {"main": torch.arange(100.0)})]})
+    try:
+        writer.finish()
+        return "nothing was raised"
+    except JointError as error:
+        return str(error)
+
+
+def test_ranks_that_share_no_storage_are_told_so(workers, tmp_path):
+    messages = workers.run(write_each_to_its_own, tmp_path)
+    words = "rank 0: no file of rank 1 after 0 s: output_dir must be storage all nodes share; no checkpoint was saved"
+    assert all(message.startswith(words) for message in messages), messages
+
+
 def test_a_disk_that_is_full_ends_all_ranks_and_leaves_the_last_good_one(workers, tmp_path):
     messages = workers.run(write_with_a_full_disk, tmp_path)
     folder = tmp_path / "checkpoints"

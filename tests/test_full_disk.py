@@ -72,6 +72,7 @@ def test_samples_of_an_iteration_are_written_all_or_none(narrow):
         lambda i: writer.write([SampleText(i, n, "p", "r" * 700, 0.0, 1, "stop") for n in (0, 1)]), narrow, file
     )
     assert [one.iteration for one in read_samples(file)] == [i for i in range(done) for _ in (0, 1)]
+    assert file.read_bytes().endswith(b"}\n")
     writer.close()
 
 

@@ -63,7 +63,7 @@ class Store(Protocol):
 class Limits:
     """Seconds between heartbeats, of silence before a rank counts as dead, and of no progress anywhere."""
 
-    watchdog_seconds: float = 15.0
+    watchdog_seconds: float = 60.0
     hang_seconds: float = 600.0
     interval_seconds: float = 1.0
 
