@@ -369,7 +369,8 @@ def _lengths_reason(config: RunConfig, lengths: SampleLengths | None) -> str:
 
 
 def _costs_reason(config: RunConfig, hardware: HardwareSpec) -> str:
-    assumed = " (trainer.hardware=auto: assumed)" if config.trainer.hardware == "auto" and hardware.name != "cpu" else ""
+    unsure = config.trainer.hardware == "auto" and hardware.name != "cpu"
+    assumed = " (trainer.hardware=auto: assumed)" if unsure else ""
     return (
         f"times are a roofline with the rates of a {hardware.name}{assumed}; nothing was measured here: set "
         "fusion.profile to a past run's costs.json, or to what tools/profile_costs.py measures"
@@ -380,8 +381,8 @@ def _threshold_hints(config: RunConfig, chosen: int | None, lengths: SampleLengt
     """What R_t would need to be known, or what the run does with lengths of its own."""
     if chosen is None:
         return (
-            "until then iterations are serial; with --lengths FILE[:COLUMN] of past responses tools/plan.py predicts it,"
-            " and with fusion.threshold_file (tools/calibrate_threshold.py) the run begins with it",
+            "until then iterations are serial; with --lengths FILE[:COLUMN] of past responses tools/plan.py predicts "
+            "it, and with fusion.threshold_file (tools/calibrate_threshold.py) the run begins with it",
         )
     if lengths is not None and config.threshold() is None and not config.fusion.threshold_file and chosen:
         return (

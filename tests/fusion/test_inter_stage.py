@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -293,6 +294,33 @@ def test_freed_instances_score_while_destinations_stand_still(run, layout, infer
     left = len(report.plans[0].moves) + len(report.plans[0].stays)
     assert report.scored_before_generation_end >= len(lengths) - left > 0
     assert result["digest"] == run.serial_digest(case)
+
+
+def refuse_weights_beside_a_cache(stage, scorer, made, case, store):
+    """Loading a model fails while this rank has keys and values, or anybody still holds their memory."""
+    engine = made.engine
+    keys, values = weakref.ref(engine._cache.keys), weakref.ref(engine._cache.values)
+    assert engine.kv_bytes > 0
+
+    def loading(load):
+        if engine.kv_bytes or keys() is not None or values() is not None:
+            raise MemoryError(f"weights come in beside {engine.kv_bytes} bytes of keys and values")
+        load()
+
+    for model in made.frozen.values():
+        model.parked.begin_load = partial(loading, model.parked.begin_load)
+
+
+def load_as_before(stage, scorer, made, case, store):
+    for model in made.frozen.values():
+        del model.parked.begin_load
+
+
+@pytest.mark.parametrize("triggers", [(), (8, 2)])
+def test_a_freed_instance_has_given_its_cache_back_before_weights_come_in(run, triggers):
+    case = Case(LENGTHS["long tail"], triggers)
+    result = run(case, disturb=refuse_weights_beside_a_cache)
+    assert run(case, disturb=load_as_before)["digest"] == result["digest"]
 
 
 def test_triggers_must_descend_within_the_batch():

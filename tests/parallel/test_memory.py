@@ -17,6 +17,7 @@ WIDE = dict(
 BUCKET = 2 << 20
 NOISE = 3 << 20  # bytes that allocator and interpreter come and go with
 LENGTHS = ((40, 20), (30,))
+BROAD = {**WIDE, "hidden_size": 512, "num_hidden_layers": 4, "intermediate_size": 3072, "vocab_size": 64}
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +78,43 @@ def test_a_switch_releases_before_it_acquires_and_moves_in_buckets(pair, tmp_pat
         if result["exact"]:
             grown = result["peak"] - result["released"]
             assert result["weights"] - NOISE <= grown <= result["weights"] + BUCKET + NOISE
+
+
+def move_by_buckets(rank: int, folder, bucket: int) -> dict:
+    """One move from two tensor ranks to a whole copy on each: how far resident memory grew, and what came to stay."""
+    from rlhfuse.models.build import WHOLE, build_model
+    from rlhfuse.parallel.device import choose_device
+    from rlhfuse.parallel.groups import GroupMaker, plain_grid
+    from rlhfuse.parallel.memory import PhaseMeter, resident_bytes
+    from rlhfuse.parallel.offload import WeightMemory
+    from rlhfuse.parallel.reshard import Resharder
+
+    ranks, maker, device = ranks_of(actor="d1t2p1"), GroupMaker(60), choose_device("cpu", 0, 1)
+    built = build(rank, maker, ranks, "actor", folder, WHOLE)
+    grid = plain_grid(ParallelLayout.parse("d2t1p1"))
+    copy = build_model(
+        built.spec, grid, maker.for_model("generation", grid, rank), rank, scalar_head=False, dtype=torch.float32,
+        device=device,
+    )  # fmt: skip
+    memory, resharder, meter = WeightMemory(copy, device), Resharder(device, bucket_bytes=bucket), PhaseMeter(device)
+    resharder.move(built.optimizer.modules.values(), copy)  # makes the plan
+    weights = memory.device_bytes
+    memory.release()
+    meter.switch("moves")
+    before = resident_bytes()
+    memory.allocate()
+    resharder.move(built.optimizer.modules.values(), copy)
+    grown = meter.take()["moves"] - before
+    maker.close()
+    return {"exact": meter.exact, "grown": grown, "weights": weights}
+
+
+def test_the_bucket_decides_how_far_a_move_grows(pair, tmp_path):
+    """Half of every down projection arrives as columns, which need a buffer: 12.6 MB where one bucket takes all."""
+    folder = write_checkpoint(tmp_path / "actor", **BROAD)
+    small, large = (pair.run(move_by_buckets, folder, bucket) for bucket in (BUCKET, 64 << 20))
+    for kept, exceeding in zip(small, large):
+        if kept["exact"]:
+            bound = kept["weights"] + BUCKET + NOISE
+            assert kept["weights"] - NOISE <= kept["grown"] <= bound
+            assert exceeding["grown"] > bound, "the bound cannot tell a bucket from another"

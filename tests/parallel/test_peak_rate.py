@@ -1,0 +1,49 @@
+"""What utilisation is measured against: as set, by the GPU's name, measured on a CPU, or not known."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlhfuse.parallel.device import Device
+from rlhfuse.parallel.peak_rate import peak_flops, peak_line
+from rlhfuse.simulator.hardware import data_sheets, gpu_by_name, hardware_by_name
+
+CPU, CUDA = Device(torch.device("cpu"), "gloo"), Device(torch.device("cuda", 0), "nccl")
+
+
+def test_what_is_set_holds_on_any_device():
+    assert peak_flops(2.5, torch.float32, CPU) == peak_flops(2.5, torch.bfloat16, CUDA) == 2.5e12
+
+
+@pytest.mark.parametrize(
+    "name, dtype, sheet",
+    [
+        ("NVIDIA H200", torch.bfloat16, "h200"),
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, "h100"),
+        ("NVIDIA H100 80GB HBM3", torch.float32, None),  # the sheet is about bf16
+        ("NVIDIA H100 PCIe", torch.bfloat16, None),  # another card
+    ],
+)
+def test_a_gpu_is_known_by_its_name(monkeypatch, name, dtype, sheet):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
+    found = peak_flops(0.0, dtype, CUDA)
+    assert found == (data_sheets()[sheet].flops if sheet else None)
+    if not sheet:
+        assert name in peak_line(found, CUDA) and "set trainer.peak_tflops" in peak_line(found, CUDA)
+
+
+def test_every_name_is_of_a_gpu_in_the_table():
+    assert hardware_by_name(gpu_by_name("NVIDIA A100-SXM4-80GB")).memory_bytes == 80e9
+
+
+def test_a_cpu_is_measured():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = peak_flops(0.0, torch.float32, CPU)
+    finally:
+        dist.destroy_process_group()
+    assert found > 0 and math.isfinite(found) and "TFLOP/s per rank" in peak_line(found, CPU)
