@@ -28,10 +28,18 @@ from rlhfuse.schedule.ranks import FusedRanks, rank_map
 from rlhfuse.simulator.cost import AnalyticCost
 from rlhfuse.simulator.layouts import BatchArithmetic, Task, batch_arithmetic, check_layouts, training_layouts
 from rlhfuse.simulator.memory_check import memory_limit, refuse_unless_fits, run_memory
-from rlhfuse.simulator.planner import check_threshold, element_bytes, hardware_of, kv_blocks, task_costs, training_problem
+from rlhfuse.simulator.planner import (
+    check_threshold,
+    element_bytes,
+    hardware_of,
+    kv_blocks,
+    task_costs,
+    training_problem,
+)
 from rlhfuse.simulator.profile import load_run_costs
 from rlhfuse.simulator.threshold import load_threshold
 from rlhfuse.spec import ModelSpec, ParallelLayout
+
 
 @dataclass(frozen=True)
 class Prepared:
