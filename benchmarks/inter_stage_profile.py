@@ -90,7 +90,8 @@ class Profile:
                 "decode": beside.decode_step_seconds, "prefill": beside.prefill_seconds, "score": beside.score_seconds
             }[kind]  # fmt: skip
             seconds = statistics.median(seconds for _, seconds in measured)
-            rows.append({"work": kind, "beside": neighbour, "counts": counts, "seconds": seconds, "fit": price(*counts)})
+            row = {"work": kind, "beside": neighbour, "counts": counts, "seconds": seconds}
+            rows.append(row | {"fit": price(*counts)})
         return rows
 
     def step_ratio(self, batch: int) -> dict[str, float]:

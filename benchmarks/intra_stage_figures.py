@@ -180,7 +180,8 @@ def markdown(cases: Iterable[Mapping[str, Any]]) -> str:
         lines.append(
             f"| {case['case'].split()[0]} | {case['microbatches']} | {cell(MEGATRON)} | {cell(SERIAL)} "
             f"| {cell(NO_BARRIER)} | {cell(FUSED)} "
-            f"| **{head['speedup']:.2f}** ({head['least']:.2f}-{head['most']:.2f}) | {head['predicted']:.2f} | {head['of_predicted']:.3f} | {case['bound']:.2f} "
+            f"| **{head['speedup']:.2f}** ({head['least']:.2f}-{head['most']:.2f}) | {head['predicted']:.2f} "
+            f"| {head['of_predicted']:.3f} | {case['bound']:.2f} "
             f"| {case['with_optimizer_steps']['speedup']:.2f} |"
         )
     return "\n".join(lines) + "\n"

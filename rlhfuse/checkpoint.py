@@ -36,7 +36,7 @@ class RunState:
     """What a run knows beside its tensors, as JSON values."""
 
     threshold: Mapping[str, Any]  # ThresholdControl's: R_t, length statistics, measured costs
-    algorithm: Mapping[str, Any]  # what the algorithm carries from one iteration to the next: `kl_coef`
+    algorithm: Mapping[str, Any]  # what the algorithm carries on: `kl_coef`, and `scores`, their RunningSpread
     position: Mapping[str, Any]  # `metrics_bytes`; and for people: prompts drawn, learning rates
 
 

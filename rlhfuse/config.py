@@ -106,6 +106,7 @@ class AlgorithmConfig:
     minibatches: int = 4  # optimizer steps per epoch
     epochs: int = 1  # passes over the batch of an iteration, each in an order of its own
     score_scale: float = 1.0  # scores are multiplied by this
+    scale_scores: bool = False  # and divided by the standard deviation of all scores of the run so far
     score_clip: float = 0.0  # 0 = off; else scaled scores are clipped to [-score_clip, score_clip]
     missing_eos_penalty: float = 0.0  # subtracted from the score of a sample cut at max_response_tokens
     length_penalty: float = 0.0  # subtracted from the score of a response of max_response_tokens, shorter ones less

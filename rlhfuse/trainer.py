@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import json
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ from rlhfuse.ppo.advantage import add_advantages
 from rlhfuse.ppo.balance import cut_minibatches
 from rlhfuse.ppo.kl_control import KLControl
 from rlhfuse.ppo.rollout import RolloutBatch
+from rlhfuse.ppo.running_spread import RunningSpread
 from rlhfuse.ppo.token_rewards import add_token_rewards, sample_kl
 from rlhfuse.preflight import Prepared
 from rlhfuse.roles import DTYPES, Roles, build_roles, whole_copy
@@ -110,6 +111,7 @@ class Trainer:
         self.sampler = PromptSampler(len(prepared.prompts), config.trainer.seed)
         self.rewarder = self._start_rewarder()
         self.kl = KLControl(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
+        self.spread = RunningSpread()
         self.forecaster = Forecaster(self.programs, prepared.ranks)
         self.checkpoints = CheckpointWriter(
             run_dir, rank, prepared.world_size, prepared.facts, config.trainer.keep_checkpoints,
@@ -214,8 +216,10 @@ class Trainer:
         report = self.inter_stage.run(iteration, self._requests(iteration), used, self.threshold.limits)
         phases.note_generation(report)
         start = time.time()
-        algorithm = replace(self.config.algorithm, kl_coef=self.kl.coef)
-        batch = self._with_advantages(report, algorithm)
+        batch = rewarded(RolloutBatch.from_rollouts(report.rollouts), report.function_scores, self.config.reward)
+        algorithm = self._in_force(batch)
+        batch = add_token_rewards(batch, algorithm, self.config.rollout.max_response_tokens)
+        batch = add_advantages(batch, algorithm, prompt_groups(batch.sample_ids))
         phases.done("adv", start)
         results = self._train(iteration, batch, phases)
         everyone = self._exchange(phases, results)
@@ -255,12 +259,13 @@ class Trainer:
             for copy in range(rollout.samples_per_prompt)
         ]
 
-    def _with_advantages(self, report: GenInferReport, algorithm: AlgorithmConfig) -> RolloutBatch:
-        """The whole batch with scores, token rewards, advantages and returns."""
-        batch = RolloutBatch.from_rollouts(report.rollouts)
-        batch = rewarded(batch, report.function_scores, self.config.reward)
-        batch = add_token_rewards(batch, algorithm, self.config.rollout.max_response_tokens)
-        return add_advantages(batch, algorithm, prompt_groups(batch.sample_ids))
+    def _in_force(self, batch: RolloutBatch) -> AlgorithmConfig:
+        """The algorithm's settings with what moves in a run: the KL's weight, and the scale of this batch's scores."""
+        algorithm = replace(self.config.algorithm, kl_coef=self.kl.coef)
+        if not algorithm.scale_scores:
+            return algorithm
+        self.spread = self.spread.after(batch.scores)
+        return replace(algorithm, score_scale=algorithm.score_scale / self.spread.std)
 
     def _move_weights(self, phases: Phases) -> None:
         """Actor into the generation layout; a critic into the inference layout and parked in host memory."""
@@ -375,7 +380,8 @@ class Trainer:
             "prompts_drawn": done * self.config.rollout.prompts_per_iteration,
             "learning_rate": {role: self._lr(role, done - 1) for role in self.roles.trained},
         }
-        state = RunState(self.threshold.state(), {"kl_coef": self.kl.coef}, position)
+        carried = {"kl_coef": self.kl.coef, "scores": asdict(self.spread)}
+        state = RunState(self.threshold.state(), carried, position)
         self.checkpoints.start(
             done, state, {role: export_state(model.optimizer) for role, model in self.roles.trained.items()}
         )
@@ -393,6 +399,8 @@ class Trainer:
         state, moved = resume.manifest.state, self.prepared.facts.relayout(resume.manifest.facts)
         if self.kl.target:
             self.kl = replace(self.kl, coef=state.algorithm["kl_coef"])
+        if self.config.algorithm.scale_scores:
+            self.spread = RunningSpread(**state.algorithm["scores"])
         self.threshold.restore(dict(state.threshold), str(resume.folder), lengths_alone=bool(moved))
         return resume.iteration
 

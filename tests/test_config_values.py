@@ -38,7 +38,9 @@ WRONG = {  # what a leaf of a kind refuses, as it stands in a file
     str: ("[a]", "{a: b}", "null", "'???'"),
     list: ("a.jsonl", "3", "[1]", "[[a]]", "{a: b}", "null", "['???']"),
 }
-CASES = [(key, WRONG[type(value)][place % len(WRONG[type(value)])]) for place, (key, value) in enumerate(LEAVES.items())]
+CASES = [
+    (key, WRONG[type(value)][place % len(WRONG[type(value)])]) for place, (key, value) in enumerate(LEAVES.items())
+]
 CASES += [("data.train_files", wrong) for wrong in WRONG[list]] + [("trainer.export", wrong) for wrong in WRONG[bool]]
 
 

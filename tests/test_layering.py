@@ -84,6 +84,14 @@ def _forbidden(path, own, name):
         yield "the schedule knows nothing of the simulator"
 
 
+def test_no_line_is_longer_than_120_columns():
+    folders = ("rlhfuse", "tools", "benchmarks", "tests")
+    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+    lines = [(file, n, line) for file in files for n, line in enumerate(file.read_text().splitlines(), start=1)]
+    long = [f"{file.relative_to(ROOT)}:{n}: {len(line)}" for file, n, line in lines if len(line) > 120]
+    assert len(files) > 100 and not long, "wrap: " + ", ".join(long)
+
+
 def test_project_holds_the_table():
     assert violations(ROOT) == []
 

@@ -122,9 +122,10 @@ def test_without_critic_reference_and_reward_model(workers, config, name):
 
 
 @pytest.mark.slow
-def test_a_steered_coefficient_is_resumed(workers, config):
-    """The checkpoint holds the coefficient: the resumed run is the uninterrupted one."""
-    settings = ("algorithm.name=rloo", "algorithm.kl_target=0.01", "algorithm.kl_horizon=50", "trainer.iterations=3")
+def test_what_moves_from_iteration_to_iteration_is_resumed(workers, config):
+    """The checkpoint holds the KL's coefficient and the spread of scores: the resumed run is the uninterrupted one."""
+    moving = ("algorithm.kl_target=0.01", "algorithm.kl_horizon=50", "algorithm.scale_scores=true")
+    settings = ("algorithm.name=rloo", *moving, "trainer.iterations=3")
     whole, part = config.parent / "steered", config.parent / "resumed"
     workers.run(job, config, whole, settings)
     first = (*settings[:-1], "trainer.iterations=2", "trainer.save_every=2", "trainer.export=false")
@@ -132,6 +133,7 @@ def test_a_steered_coefficient_is_resumed(workers, config):
     assert len(rows(part)) == 2
     (part / "finished.json").unlink()
     workers.run(job, config, part, (*settings, "trainer.resume=auto"))
-    assert len({row["actor/kl_coef"] for row in rows(whole)}) == 3
+    for name in ("actor/kl_coef", "critic/score_scale"):
+        assert len({row[name] for row in rows(whole)}) == 3, name
     for compared in compare_runs(whole, part):
         assert not compared.differences, compared

@@ -188,7 +188,8 @@ def ranks_of(session: int) -> dict[int, int]:
     found = {}
     for folder in Path("/proc").iterdir():
         try:
-            if folder.name.isdigit() and os.getsid(int(folder.name)) and b"train_ppo.py" in (folder / "cmdline").read_bytes():
+            alive = folder.name.isdigit() and os.getsid(int(folder.name))
+            if alive and b"train_ppo.py" in (folder / "cmdline").read_bytes():
                 variables = dict(v.split(b"=", 1) for v in (folder / "environ").read_bytes().split(b"\0") if b"=" in v)
                 parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
                 if b"RANK" in variables and parent == session:

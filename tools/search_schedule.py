@@ -142,7 +142,12 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--problem", required=True, help="problem.json: pipelines, placement, times, memory")
     parser.add_argument("--out", required=True, help="schedule.json to write")
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop after this long, counted from when the kernels are ready")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help="stop after this long, counted from when the kernels are ready",
+    )
     parser.add_argument("--iterations", type=int, metavar="N", help="stop after N tried moves per rank; repeatable")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(

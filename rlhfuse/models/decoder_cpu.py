@@ -52,8 +52,9 @@ def _product_tile(w, first, rows, x, offsets, panel, panels, out, out_at, out_ro
             else:
                 for p in range(panels):
                     _row_narrow(
-                        w, (first + r) * k, k, x, offsets, panel + p, LANES, k, out, at + p * out_panel, out_row, out_panel
-                    )
+                        w, (first + r) * k, k, x, offsets, panel + p, LANES, k, out, at + p * out_panel, out_row,
+                        out_panel,
+                    )  # fmt: skip
 
 
 @njit(cache=True, nogil=True, parallel=True)

@@ -70,7 +70,9 @@ def make_tile(rows: int, panels: int, add: bool = False, ahead: str = "") -> Cal
         next_rows = [builder.gep(w_base, [builder.mul(w_row, _INDEX(rows))])] if ahead == "rows" else []
         places = [
             builder.bitcast(
-                builder.gep(out_base, [builder.add(builder.mul(out_row, _INDEX(r)), builder.mul(out_panel, _INDEX(p)))]),
+                builder.gep(
+                    out_base, [builder.add(builder.mul(out_row, _INDEX(r)), builder.mul(out_panel, _INDEX(p)))]
+                ),
                 _VECTOR.as_pointer(),
             )
             for r in range(rows)

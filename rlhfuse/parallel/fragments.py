@@ -1,6 +1,6 @@
 """Stretches of whole parameters: what a rank owns of one, and how to put any part together from what others saved.
 
-    whole parameter --cut along `dim` over tensor ranks--> a tensor rank's part --flat, cut over ZeRO-1 shards--> stretch
+    whole parameter -cut along `dim` over tensor ranks-> a tensor rank's part -flat, cut over ZeRO-1 shards-> stretch
 
 A `Place` says all of that in numbers, so that a part of one layout can be filled from the stretches of another.
 Knows nothing of models, ranks and files.
@@ -95,7 +95,7 @@ def assemble(wanted: Place, stored: Iterable[tuple[Place, Read]], dtype: torch.d
 
 
 def _overlaps(wanted: Place, place: Place) -> Iterator[tuple[Span, Span, Span, Span]]:
-    """(rows of the wanted part, rows of the stored part, columns, columns) of what both have; dimension 1 is columns."""
+    """(rows of the wanted part, rows of the stored part, columns, columns) of what both have; columns: dimension 1."""
 
     def cut(one: Place, dim: int) -> tuple[Span, ...]:
         size = one.shape[dim] if dim < len(one.shape) else 1

@@ -16,7 +16,7 @@ from rlhfuse.ppo.token_rewards import kl_estimate, sample_rewards
 def batch_metrics(batch: RolloutBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
     """Mean, max and min of scores, rewards, advantages, returns and lengths, and the mean KL per token.
 
-    Values only where there is a critic, the KL only where there is a reference.
+    Values only where there is a critic, the KL only where there is a reference, the scale of scores where it moves.
     """
     metrics = {}
     for name, array in (
@@ -34,6 +34,8 @@ def batch_metrics(batch: RolloutBatch, algorithm: AlgorithmConfig) -> dict[str, 
         kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, algorithm.kl_estimator)
         metrics["actor/ref_kl"] = float(kl.double().mean())
         metrics["actor/kl_coef"] = algorithm.kl_coef
+    if algorithm.scale_scores:
+        metrics["critic/score_scale"] = algorithm.score_scale
     metrics["response_length/clip_ratio"] = float(batch.truncated.double().mean())
     return metrics
 

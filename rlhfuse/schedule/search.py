@@ -243,7 +243,8 @@ class _Clock:
             self.pace = FIRST_ROUND_MOVES
         else:
             self.moving_seconds += now - before
-            wanted = ROUND_SECONDS if self.time_limit is None else min(ROUND_SECONDS, self.time_limit + self.uncounted - now)
+            left = math.inf if self.time_limit is None else self.time_limit + self.uncounted - now
+            wanted = min(ROUND_SECONDS, left)
             self.pace = min(8 * self.pace, max(2, int(done.tried * wanted / max(now - before, 1e-6))))
         if self.iterations is not None:
             self.pace = self.fixed_round

@@ -26,7 +26,9 @@ def folders(tmp_path_factory):
     return {"actor": actor, "reference": actor, "critic": critic, "reward": critic}
 
 
-@pytest.mark.parametrize("actor, critic", [("d1t2p2", "d1t1p4"), pytest.param("d2t2p1", "d1t2p2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "actor, critic", [("d1t2p2", "d1t1p4"), pytest.param("d2t2p1", "d1t2p2", marks=pytest.mark.slow)]
+)
 def test_neither_schedule_nor_recomputation_changes_a_bit(workers, folders, actor, critic):
     """In the first pair the critic has no tensor ranks, and two of its stages are merged on a node."""
     plain = workers.run(digests, folders, actor, critic, "serial", True, "none")

@@ -33,8 +33,8 @@ def make_batch(seed: int, samples: int = 20) -> RolloutBatch:
         response = torch.randint(3, 200, (length,), generator=generator)
         noise = torch.randn(3, length, generator=generator)
         rollouts.append(
-            Rollout(i, tuple(prompt.tolist()), tuple(response.tolist()), -5 + 0.1 * noise[0], "stop", -5 + 0.1 * noise[1],
-                    noise[2], 0.5)  # fmt: skip
+            Rollout(i, tuple(prompt.tolist()), tuple(response.tolist()), -5 + 0.1 * noise[0], "stop",
+                    -5 + 0.1 * noise[1], noise[2], 0.5)  # fmt: skip
         )
     batch = RolloutBatch.from_rollouts(rollouts)
     count = batch.response_tokens
@@ -112,8 +112,9 @@ def build_pair(
     from rlhfuse.roles import Checkpoints, build_roles
 
     device = choose_device("cpu", 0, 1)
-    inference = {task: "d4t1p1" for task in ("inference", "reference_inference", "reward_inference", "critic_inference")}
-    config = RunConfig(parallel=ParallelConfig(actor_train=actor, critic_train=critic, generation="d4t1p1", **inference))
+    tasks = ("generation", "inference", "reference_inference", "reward_inference", "critic_inference")
+    layouts = {"actor_train": actor, "critic_train": critic} | dict.fromkeys(tasks, "d4t1p1")
+    config = RunConfig(parallel=ParallelConfig(**layouts))
     config.trainer.dtype, config.trainer.recompute = dtype, recompute
     config.parallel.sequence_parallel = sequence_parallel
     config.actor.optim = OptimizerConfig(name=optimizer, lr=LR["actor"], clip_grad=1.0)

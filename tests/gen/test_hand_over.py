@@ -138,7 +138,8 @@ def _fail_at_call(k: int, source: Engine, destination: Engine, ids: list[int]) -
     def profile(frame, event, _):
         nonlocal count
         file = Path(frame.f_code.co_filename)
-        books = file.name in ("block_manager.py", "running_table.py", "scheduler.py")  # a step from list to list is one operation
+        # in these a step from list to list is one operation
+        books = file.name in ("block_manager.py", "running_table.py", "scheduler.py")
         if file.parent == GEN and (event == "call" or (event == "c_call" and not books)):
             count += 1
             if count == k + 1:

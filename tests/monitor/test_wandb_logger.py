@@ -10,7 +10,7 @@ wandb = pytest.importorskip("wandb", reason="the wandb package is an optional ex
 
 
 def records(file):
-    """The records of a .wandb file: a header of 7 bytes, then LevelDB log chunks (crc, length, type) in 32 KiB blocks."""
+    """The records of a .wandb file: 7 bytes of header, then LevelDB log chunks (crc, length, type) in 32 KiB blocks."""
     from wandb.proto import wandb_internal_pb2
 
     data, at, whole = file.read_bytes(), 7, b""

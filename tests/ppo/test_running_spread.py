@@ -1,0 +1,43 @@
+"""The running spread of scores against statistics over all of them at once, and through JSON."""
+
+import json
+import statistics
+from dataclasses import asdict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfuse.ppo.running_spread import RunningSpread
+
+BATCHES = st.lists(st.lists(st.floats(-1e3, 1e3, width=32), max_size=5), min_size=1, max_size=5)
+
+
+def after(batches, spread=RunningSpread()):
+    for batch in batches:
+        spread = spread.after(torch.tensor(batch, dtype=torch.float32))
+    return spread
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(batches=BATCHES, offset=st.sampled_from([0.0, 1e4]))
+def test_batches_one_after_the_other_are_all_at_once(batches, offset):
+    batches = [[float(torch.tensor(x + offset)) for x in batch] for batch in batches]
+    scores = [x for batch in batches for x in batch]
+    spread = after(batches)
+    assert spread.count == len(scores)
+    if scores:
+        assert spread.mean == pytest.approx(statistics.fmean(scores), rel=1e-12, abs=1e-12)
+        expected = statistics.pstdev(scores)
+        assert spread.std == pytest.approx(expected, rel=1e-6, abs=1e-9) or expected < 1e-5
+
+
+def test_equal_scores_are_not_divided():
+    assert RunningSpread().std == after([[]]).std == after([[3.0]]).std == after([[3.0, 3.0], [3.0]]).std == 1.0
+
+
+def test_a_checkpoint_keeps_every_bit():
+    before = after([[0.1, 0.7], [1 / 3]])
+    restored = RunningSpread(**json.loads(json.dumps(asdict(before))))
+    assert restored == before and after([[0.2, 5.0]], restored) == after([[0.2, 5.0]], before)
