@@ -21,6 +21,7 @@ def test_defaults_follow_other_keys(tmp_path):
     assert config.parallel.inference == config.parallel.critic_inference == "d2t1p1"
     assert config.samples_per_iteration == 64 and config.threshold() is None
     assert config.trainer.resume == "never"
+    assert load(tmp_path, overrides=["reward.path=''", "reward.function=m:f"]).critic.path == "models/a"
 
 
 def test_overrides_win_over_the_file(tmp_path):
@@ -106,7 +107,6 @@ def test_a_run_has_the_models_that_it_needs(tmp_path, overrides, roles, scorers)
         (["algorithm.overlong_penalty=1"], "belong together; set both or neither"),
         (["algorithm.overlong_penalty=1", "algorithm.overlong_tokens=500"], "overlong_tokens=500 > rollout"),
         (["reward.path=''"], "reward.path is not set, nor is reward.function"),
-        (["reward.path=''", "reward.function=m:f"], "critic.path is not set, and there is no reward.path"),
         (["reward.function_weight=2"], "weighs a function, but reward.function is not set"),
         (["reward.function=m:f", "reward.model_weight=0"], "takes no notice of reward.path; drop reward.path"),
         (["reward.signature=other"], "reward.signature='other' must be one of verl, trl"),
