@@ -113,6 +113,7 @@ class Trainer:
         self.kl = KLControl(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
         self.spread = RunningSpread()
         self.forecaster = Forecaster(self.programs, prepared.ranks)
+        self.returned: float | None = None  # when the last iteration was over, its books but not its logs included
         self.checkpoints = CheckpointWriter(
             run_dir, rank, prepared.world_size, prepared.facts, config.trainer.keep_checkpoints,
             config.trainer.hang_seconds,
@@ -209,6 +210,7 @@ class Trainer:
     def iterate(self, iteration: int) -> tuple[dict[str, Any], list[Span], list[SampleText]]:
         """One PPO iteration; returns its metrics, every rank's spans (on rank 0 the forecast's too), a few samples."""
         begin = time.time()
+        logging_seconds = begin - (self.returned or begin)
         phases = Phases(self.rank)
         self.watchdog.progress(f"iteration {iteration}: moving weights")
         self._move_weights(phases)
@@ -225,7 +227,8 @@ class Trainer:
         everyone = self._exchange(phases, results)
         metrics = {"iteration": iteration, **rollout_metrics(batch, algorithm)}
         metrics |= self._metrics(report, results, everyone, used)
-        metrics |= speed_metrics(batch, time.time() - begin)
+        ended = time.time()
+        metrics |= speed_metrics(batch, ended - begin)
         metrics |= mfu_metrics(self._flops(batch), metrics, self.prepared.world_size, self.peak_flops)
         if batch.ref_logprobs is not None:
             self.kl = self.kl.after(float(sample_kl(batch).mean()), len(batch))
@@ -243,7 +246,10 @@ class Trainer:
             starts = [result.spans[0].start_seconds for result in results]
             expected = forecast or self._forecast(used, lengths)  # of the first iteration, by its own times
             spans += expected.spans(self.roles.placement, self.prepared.world_size, begin, starts)
-        return metrics, spans, self._sample_texts(iteration, report, batch)
+        samples = self._sample_texts(iteration, report, batch)
+        self.returned = time.time()
+        metrics["timing_s/books"] = logging_seconds + self.returned - ended
+        return metrics, spans, samples
 
     def _requests(self, iteration: int) -> list[Request]:
         """The whole batch's samples, the same on every rank."""

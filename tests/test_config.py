@@ -21,6 +21,7 @@ def test_defaults_follow_other_keys(tmp_path):
     assert config.parallel.inference == config.parallel.critic_inference == "d2t1p1"
     assert config.samples_per_iteration == 64 and config.threshold() is None
     assert config.trainer.resume == "never"
+    assert load(tmp_path, overrides=["reward.path=''", "reward.function=m:f"]).critic.path == "models/a"
 
 
 def test_overrides_win_over_the_file(tmp_path):

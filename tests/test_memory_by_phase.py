@@ -32,7 +32,8 @@ def test_phases_need_what_was_planned(tmp_path):
     raw["algorithm"]["minibatches"] = 1
     file.write_text(yaml.safe_dump(raw))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "tools/train_ppo.py"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["tools/train_ppo.py"]
     subprocess.run([*command, "--config", str(file)], cwd=ROOT, env=environment, check=True, timeout=900)
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

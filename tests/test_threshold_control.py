@@ -46,7 +46,8 @@ def control(config):
 def iteration(lengths):
     """What an iteration shows: every step of one sequence took a millisecond, meetings three."""
     rows = {"decode": [1, 10, 1e-3, "decoding"], "prefill": [10, 1, 1e-3, "decoding"]}
-    rows |= {"score": [10, 1, 1e-3, "scoring"], "load": [1e-3, "scoring"], "migration": [100, 1e-3, "idle"], "meeting": [3e-3], "release": [2e-3]}
+    rows |= {"score": [10, 1, 1e-3, "scoring"], "load": [1e-3, "scoring"], "migration": [100, 1e-3, "idle"]}
+    rows |= {"meeting": [3e-3], "release": [2e-3]}
     assert set(rows) == set(OBSERVED)
     batch = SimpleNamespace(prompt_lengths=torch.tensor(lengths.prompt), response_lengths=torch.tensor(lengths.output))
     return SimpleNamespace(observations={kind: [row] for kind, row in rows.items()}), batch

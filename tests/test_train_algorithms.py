@@ -100,9 +100,10 @@ def test_ppo_with_a_mixed_reward(workers, config):
     run, exported = run_both(
         workers, config, "mixed", function, "reward.model_weight=0.5", "reward.function_weight=2",
         "algorithm.clip_eps_high=0.28", "algorithm.dual_clip=3", "algorithm.missing_eos_penalty=1",
-        "trainer.iterations=1",
+        "trainer.iterations=1", f"critic.path={config.parent}/actor",
     )  # fmt: skip
     assert exported == ["actor", "critic"]
+    assert rows(run)[0]["critic/values/mean"] == 0, "a critic that begins as the actor has a value head of zeros"
     for row in rows(run):
         mixed = 0.5 * row["reward/model/mean"] + 2 * row["reward/function/mean"]
         assert row["critic/score/mean"] == pytest.approx(mixed, rel=1e-5)

@@ -3,9 +3,9 @@
     reward.function=rlhfuse.data.sentiment:vader    reward.signature=trl    any rows
 
 VADER sums up the words of a lexicon, with rules for negation, emphasis and punctuation, into a `compound` between
--1 and 1; the reward is (compound + 1) / 2, so 0.5 is neutral. It reads words and not sense: a policy that repeats
-glad words gets all of it. That makes it a quick test of learning, and no goal for a product. Needs the vaderSentiment
-package: pip install 'rlhfuse[sentiment]'.
+-1 and 1, which is the reward. It reads words and not sense: a policy that repeats glad words gets all of it. That
+makes it a quick test of learning, and no goal for a product. Needs the vaderSentiment package:
+pip install 'rlhfuse[sentiment]'.
 """
 
 from __future__ import annotations
@@ -23,6 +23,6 @@ def analyser() -> SentimentIntensityAnalyzer:
 
 
 def vader(completions: list, **columns: Any) -> list[float]:
-    """Sentiment between 0 (bad) and 1 (glad) of each completion, a text or chat turns; the prompt does not count."""
+    """Sentiment between -1 (bad) and 1 (glad) of each completion, a text or chat turns; the prompt does not count."""
     texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
-    return [(analyser().polarity_scores(text)["compound"] + 1) / 2 for text in texts]
+    return [analyser().polarity_scores(text)["compound"] for text in texts]

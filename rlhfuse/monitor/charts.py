@@ -44,7 +44,8 @@ def phase_bars(rows: Rows) -> str:
     steps, below = [row["iteration"] for row in rows], [0.0] * len(rows)
     parts = {label: [_number(row.get(name)) or 0.0 for row in rows] for name, label in PHASES.items()}
     known = [sum(values) for values in zip(*parts.values())]
-    parts["other"] = [max((_number(row.get("timing_s/step")) or 0.0) - had, 0.0) for row, had in zip(rows, known)]
+    whole = [(_number(row.get("timing_s/step")) or 0.0) + (_number(row.get("timing_s/books")) or 0.0) for row in rows]
+    parts["other"] = [max(seconds - had, 0.0) for seconds, had in zip(whole, known)]
     for label, values in parts.items():
         axes.bar(steps, values, bottom=below, width=0.9, label=label)
         below = [low + value for low, value in zip(below, values)]

@@ -15,6 +15,7 @@ PHASES = {  # metric -> what people call it
     "timing_s/train": "training",
     "timing_s/reshard": "weights moved",
     "timing_s/adv": "rewards and advantages",
+    "timing_s/books": "books and logs",
 }
 UTILISATION = {
     "perf/mfu/gen_infer": "generation and inference",
@@ -39,10 +40,15 @@ def after_warm_up(rows: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
     return [row for row in rows if row["iteration"] >= WARM_UP_ITERATIONS] or rows
 
 
+def whole_seconds(row: dict[str, Any]) -> float:
+    """From the start of an iteration to the start of the next: the step, then forecasts, R_t, logs and checkpoints."""
+    return row["timing_s/step"] + row.get("timing_s/books", 0.0)
+
+
 def phase_times(rows: Sequence[dict[str, Any]]) -> list[PhaseTime]:
     """One row per phase of `PHASES` that the run measured, then "other" and "iteration"."""
     kept = after_warm_up(rows)
-    whole = _mean(kept, "timing_s/step")
+    whole = sum(map(whole_seconds, kept)) / len(kept) if kept else 0.0
     seconds = {name: _mean(kept, metric) for metric, name in PHASES.items() if any(metric in row for row in kept)}
     seconds["other"] = whole - sum(seconds.values())
     seconds["iteration"] = whole
@@ -52,7 +58,7 @@ def phase_times(rows: Sequence[dict[str, Any]]) -> list[PhaseTime]:
 def samples_per_second(rows: Sequence[dict[str, Any]]) -> float:
     """Samples over time, of the iterations after warm-up."""
     kept = after_warm_up(rows)
-    seconds = sum(row["timing_s/step"] for row in kept)
+    seconds = sum(map(whole_seconds, kept))
     return sum(row["perf/samples_per_second"] * row["timing_s/step"] for row in kept) / seconds if seconds else 0.0
 
 

@@ -77,7 +77,8 @@ class Run:
         context = multiprocessing.get_context("forkserver")  # loads torch and Megatron once, not once per rank
         context.set_forkserver_preload(["rlhfuse.fusion.training_step", "rlhfuse.roles"])
         self.ranks = [
-            context.Process(target=work, args=(rank, self.store.port, folder, models, what, fault)) for rank in range(WORLD)
+            context.Process(target=work, args=(rank, self.store.port, folder, models, what, fault))
+            for rank in range(WORLD)
         ]
         for process in self.ranks:
             process.start()

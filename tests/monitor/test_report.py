@@ -105,12 +105,17 @@ def test_where_the_time_went_leaves_the_first_iteration_out():
     assert samples_per_second(rows) == 8.0
     assert "mean of 2 iterations, 8 samples per second" in render_phase_times(rows)
     assert phase_times(rows[:1])[-1].seconds == 20.0
+    booked = [row(1, **{"timing_s/books": 2.0})]  # after the step: the iteration is so much longer
+    table = {one.name: one.seconds for one in phase_times(booked)}
+    assert table["books and logs"] == 2.0 and table["other"] == 0.25 and table["iteration"] == 4.0
+    assert samples_per_second(booked) == 4.0
 
 
 def test_plan_stands_beside_the_mean_of_what_was_measured(folder):
     (folder / "plan.json").write_text(
         '{"seconds": {"weight_moves": 0.25, "gen_infer_fused": 1.0, "training_fused": 0.6}, "world_size": 2,'
-        ' "hardware": "cpu", "dtype": "float32", "reasons": ["because"], "schedule": {"source": "made", "makespan_seconds": 1,'
+        ' "hardware": "cpu", "dtype": "float32", "reasons": ["because"], "schedule": {"source": "made",'
+        ' "makespan_seconds": 1,'
         ' "lower_bound_seconds": 1, "serial_makespan_seconds": 2}}'
     )
     run = RunFiles.read(folder)
