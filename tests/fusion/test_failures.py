@@ -85,7 +85,7 @@ class Run:
     def wait(self) -> float:
         """Seconds from the fault to the end of the last rank; kills what is left after a while."""
         try:
-            deadline = time.monotonic() + 240
+            deadline = time.monotonic() + 540
             while any(process.is_alive() for process in self.ranks):
                 assert time.monotonic() < deadline, [self.stderr(rank)[-2000:] for rank in range(WORLD)]
                 time.sleep(0.05)
