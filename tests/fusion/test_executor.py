@@ -238,7 +238,8 @@ def losses_and_weights(rank: int, folders: dict, layouts: tuple[str, str], kind:
 
 
 def test_chunks_give_the_same_bits_in_any_schedule_and_the_losses_of_one_stage_each(workers, folders):
-    runs = {kind: workers.run(losses_and_weights, folders, CHUNKED, kind) for kind in ("fused", "serial", "interleaved")}
+    kinds = ("fused", "serial", "interleaved")
+    runs = {kind: workers.run(losses_and_weights, folders, CHUNKED, kind) for kind in kinds}
     plain = workers.run(losses_and_weights, folders, ("d2t1p2", "d2t1p2"), "serial")
     for rank in range(4):
         assert runs["fused"][rank] == runs["serial"][rank] == runs["interleaved"][rank]

@@ -76,9 +76,8 @@ class Run:
         self.folder = folder
         context = multiprocessing.get_context("forkserver")  # loads torch and Megatron once, not once per rank
         context.set_forkserver_preload(["rlhfuse.fusion.training_step", "rlhfuse.roles"])
-        self.ranks = [
-            context.Process(target=work, args=(rank, self.store.port, folder, models, what, fault)) for rank in range(WORLD)
-        ]
+        arguments = (self.store.port, folder, models, what, fault)
+        self.ranks = [context.Process(target=work, args=(rank, *arguments)) for rank in range(WORLD)]
         for process in self.ranks:
             process.start()
 
