@@ -198,7 +198,7 @@ def test_the_program_exits_with_2_and_one_line(good, override, line):
         [sys.executable, str(ROOT / "tools/train_ppo.py"), "--config", str(good), "--dry-run", override],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=540,
     )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.splitlines() == ["error: " + line.format(folder=good.parent)]

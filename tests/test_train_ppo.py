@@ -45,7 +45,7 @@ def nothing_left_behind():
             job.wait()
 
 
-def finish(job: subprocess.Popen, seconds: float = 280) -> str:
+def finish(job: subprocess.Popen, seconds: float = 540) -> str:
     try:
         out, _ = job.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -139,7 +139,7 @@ def test_another_seed_is_told_apart(fused, config):
 def test_a_killed_rank_ends_the_job_and_is_named(config):
     run = config.parent / "killed"
     job = launch(config, f"trainer.output_dir={run}", "trainer.iterations=10000")
-    deadline = time.monotonic() + 280
+    deadline = time.monotonic() + 540
     while not (run / "metrics.jsonl").exists() or len(rows(run)) < 2:
         assert job.poll() is None and time.monotonic() < deadline, "the job did not get going"
         time.sleep(0.2)

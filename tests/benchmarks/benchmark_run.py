@@ -20,7 +20,7 @@ def environment() -> dict[str, str]:
 
 def run(program: str, *arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(
-        command(program, *arguments), env=environment(), capture_output=True, text=True, timeout=500
+        command(program, *arguments), env=environment(), capture_output=True, text=True, timeout=540
     )
 
 

@@ -69,7 +69,7 @@ def workers(file):
     """Makes workers for a function of the file; all are ended."""
     made = []
 
-    def start(function, signature="verl", count=1, timeout=120.0):
+    def start(function, signature="verl", count=1, timeout=540.0):
         made.append(RewardWorkers(f"{file}:{function}", signature, count, timeout))
         return made[-1]
 
@@ -216,7 +216,7 @@ if __name__ == "__main__":
     child = int(parent.stdout.readline())
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 540
     while alive(child):
         assert time.monotonic() < deadline, "the worker outlived its parent"
         time.sleep(0.05)

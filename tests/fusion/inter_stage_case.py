@@ -176,7 +176,7 @@ def inter_stage(rank, folders, case, number, progress=lambda _: None, rewarder=N
     store = store or dist.PrefixStore(f"test{number}", dist.distributed_c10d._get_default_store())
     stage = InterStage(
         rank, made.placement, made.engine, scorer, store, instance_group=made.tp_group,
-        worker_group=made.worker_group, timeout_seconds=240, progress=progress, bucket_bytes=case.bucket_bytes,
+        worker_group=made.worker_group, timeout_seconds=540, progress=progress, bucket_bytes=case.bucket_bytes,
         rewarder=rewarder,
     )  # fmt: skip
     made.engine.resume()

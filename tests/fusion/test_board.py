@@ -23,7 +23,7 @@ PLAN = MigrationPlan((1,), (0, 2), (Move(7, 0, 1, "kv", 20), Move(8, 2, 1, "toke
 @pytest.fixture
 def board():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return Board(dist.PrefixStore("job", store), 3, timeout_seconds=120)
+    return Board(dist.PrefixStore("job", store), 3, timeout_seconds=540)
 
 
 def test_published_samples_are_taken_once_however_many_workers_try(board):

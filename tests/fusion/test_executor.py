@@ -48,7 +48,7 @@ def held_back(rank: int, folders: dict) -> dict:
         return result
 
     def finish_late(stage):
-        store.wait([f"held back/{other}" for other in range(4)], timedelta(seconds=280))
+        store.wait([f"held back/{other}" for other in range(4)], timedelta(seconds=540))
         start(stage)
         finish(stage)
 
@@ -82,7 +82,7 @@ def stopped_backward(rank: int, folders: dict) -> bool:
 
     def late(microbatch, gradient):
         if rank == 3 and microbatch == 3:
-            store.wait([f"stopped/{other}" for other in range(4)], timedelta(seconds=280))
+            store.wait([f"stopped/{other}" for other in range(4)], timedelta(seconds=540))
             held.append(microbatch)
         return backward(microbatch, gradient)
 
@@ -125,7 +125,7 @@ def under_way(rank: int, folders: dict) -> bool | None:
         start = actor.optimizer.start_reduction
 
         def join(stage, finite):
-            store.wait(["under way"], timedelta(seconds=280))
+            store.wait(["under way"], timedelta(seconds=540))
             start(stage, finite)
 
         actor.optimizer.start_reduction = join

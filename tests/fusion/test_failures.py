@@ -76,17 +76,15 @@ class Run:
         self.folder = folder
         context = multiprocessing.get_context("forkserver")  # loads torch and Megatron once, not once per rank
         context.set_forkserver_preload(["rlhfuse.fusion.training_step", "rlhfuse.roles"])
-        self.ranks = [
-            context.Process(target=work, args=(rank, self.store.port, folder, models, what, fault))
-            for rank in range(WORLD)
-        ]
+        arguments = (self.store.port, folder, models, what, fault)
+        self.ranks = [context.Process(target=work, args=(rank, *arguments)) for rank in range(WORLD)]
         for process in self.ranks:
             process.start()
 
     def wait(self) -> float:
         """Seconds from the fault to the end of the last rank; kills what is left after a while."""
         try:
-            deadline = time.monotonic() + 240
+            deadline = time.monotonic() + 540
             while any(process.is_alive() for process in self.ranks):
                 assert time.monotonic() < deadline, [self.stderr(rank)[-2000:] for rank in range(WORLD)]
                 time.sleep(0.05)

@@ -186,7 +186,7 @@ def together_from_the_third_step(stage, scorer, made, case, store):
 
     def patient():
         if next(steps) >= 2:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 540
             while store.add("iteration/0/finished", 0) < short:
                 assert time.monotonic() < deadline, "the short samples did not end"
                 time.sleep(0.002)
@@ -262,7 +262,7 @@ def stand_still(stage, scorer, made, case, store):
         return done
 
     def standing():
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 540
         while known and store.add("scored", 0) < known[0] * share:
             assert time.monotonic() < deadline, f"{store.add('scored', 0)} of {known[0]} samples scored"
             time.sleep(0.005)

@@ -63,7 +63,7 @@ def outcome(folder, fault: str) -> tuple[list[int], list[str]]:
     try:
         for process in ranks:
             process.start()
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 540
         while any(process.is_alive() for process in ranks):
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -91,7 +91,7 @@ def samples_on(threads: int, folder: Path) -> dict[str, list]:
     paths = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/gen")]
     run = subprocess.run(
         [sys.executable, "-c", program, str(threads), str(folder), *paths], capture_output=True, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}, timeout=200,
+        env=os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}, timeout=540,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])

@@ -28,7 +28,7 @@ assert not compiled.buffer, [data.data["dispatcher"] for _, data in compiled.buf
 
 def check(dtype: str) -> None:
     code = CODE.format(dtype=dtype, folder=str(Path(__file__).parent))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -156,6 +156,6 @@ def test_a_browser_shows_it(folder, tmp_path):
     page.write_text(render_report(RunFiles.read(folder)))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     shown = subprocess.run(
-        [browser, *flags, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=280, check=True
+        [browser, *flags, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=540, check=True
     ).stdout
     assert shown.count("<svg") == 6 and "Where the time went" in shown

@@ -228,7 +228,7 @@ class Job:
             process.start()
 
     def wait_ready(self):
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 540
         while not all((self.folder / f"ready{rank}").exists() for rank in range(len(self.ranks))):
             assert time.monotonic() < deadline, [self.stderr(rank) for rank in range(len(self.ranks))]
             time.sleep(0.05)
@@ -238,7 +238,7 @@ class Job:
         file = self.folder / f"stderr{rank}"
         return file.read_text() if file.exists() else ""
 
-    def exit_codes(self, ranks, seconds=120):
+    def exit_codes(self, ranks, seconds=540):
         for rank in ranks:
             self.ranks[rank].join(seconds)
         return [self.ranks[rank].exitcode for rank in ranks]

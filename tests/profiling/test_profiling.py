@@ -106,7 +106,7 @@ def company_on(rank: int) -> list[str]:
 
     singles = [dist.new_group([one]) for one in range(2)]
     store = dist.PrefixStore("company", dist.distributed_c10d._get_default_store())
-    company = Company(store, rank, 1, singles[rank], torch.device("cpu"), timeout_seconds=120)
+    company = Company(store, rank, 1, singles[rank], torch.device("cpu"), timeout_seconds=540)
     seen: list[str] = []
     if rank:
         def unit(name: str):
@@ -155,7 +155,7 @@ def test_ranks_that_hold_no_whole_replica_are_refused():
 def test_bad_input_ends_the_program_with_2(tmp_path, arguments, message):
     command = [sys.executable, "tools/profile_costs.py", "--config", "examples/quickstart.yaml"]
     done = subprocess.run(
-        [*command, "--out", str(tmp_path / "p.json"), *arguments], cwd=ROOT, capture_output=True, text=True, timeout=280
+        [*command, "--out", str(tmp_path / "p.json"), *arguments], cwd=ROOT, capture_output=True, text=True, timeout=540
     )
     assert done.returncode == 2 and message in done.stderr and not list(tmp_path.iterdir()), done.stderr
 

@@ -210,7 +210,7 @@ def test_three_ranks_agree(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=540,
     )
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == [f"rank {rank} agrees" for rank in range(3)]

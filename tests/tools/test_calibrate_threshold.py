@@ -19,7 +19,7 @@ TRACE = ROOT / "../shared/data/traces/azure2023_conv.csv"
 
 def program(*args: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(ROOT / "tools/calibrate_threshold.py"), *args]
-    return subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), timeout=280)
+    return subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), timeout=540)
 
 
 @pytest.fixture(scope="module")

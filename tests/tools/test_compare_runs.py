@@ -34,7 +34,7 @@ def run_tool(*arguments):
         env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=540,
     )
 
 

@@ -25,7 +25,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 def run_tool(name: str, *arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, str(ROOT / "tools" / name), *map(str, arguments)]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=540)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def program(*args: str, **env: str) -> subprocess.CompletedProcess:
     base = {key: value for key, value in os.environ.items() if key not in ("WORLD_SIZE", "RANK")}
     command = [sys.executable, str(ROOT / "tools/plan.py"), *args]
-    return subprocess.run(command, capture_output=True, text=True, env={**base, **env}, timeout=280)
+    return subprocess.run(command, capture_output=True, text=True, env={**base, **env}, timeout=540)
 
 
 def test_text_and_json(run_yaml):

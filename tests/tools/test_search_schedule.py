@@ -61,12 +61,12 @@ def environment(**more):
 
 
 def run(folder, *arguments):
-    return subprocess.run(command(folder, *arguments), env=environment(), capture_output=True, text=True, timeout=240)
+    return subprocess.run(command(folder, *arguments), env=environment(), capture_output=True, text=True, timeout=540)
 
 
 def mpirun(folder, *arguments):
     launch = [str(MPIRUN), "--oversubscribe", "-n", "2", *command(folder, *arguments)]
-    return subprocess.run(launch, env=environment(), capture_output=True, text=True, timeout=240)
+    return subprocess.run(launch, env=environment(), capture_output=True, text=True, timeout=540)
 
 
 @pytest.fixture
@@ -252,7 +252,7 @@ def started(folder, launch):
     heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(launch, env=environment(), preexec_fn=heed, start_new_session=True, **pipes)
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 540
     while not (folder / "schedule.json").exists() and process.poll() is None:
         assert time.monotonic() < deadline, "no schedule yet"
         time.sleep(0.05)
@@ -263,9 +263,9 @@ def started(folder, launch):
 def ended(process):
     """Its output, once no search of its session is left."""
     try:
-        return process.communicate(timeout=240)
+        return process.communicate(timeout=540)
     finally:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 540
         while ranks_of(process) and time.monotonic() < deadline:
             time.sleep(0.1)
         left = ranks_of(process)
@@ -292,7 +292,7 @@ def ranks_of(process):
 @pytest.mark.parametrize("number, code, name", [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")])
 def test_signals_keep_the_best_so_far(folder, number, code, name):
     write(folder, ENDLESS)
-    process = started(folder, command(folder, "--time-limit", 200))
+    process = started(folder, command(folder, "--time-limit", 3600))
     process.send_signal(number)
     _, stderr = ended(process)
     assert process.returncode == code and f"stopped by {name} after" in stderr and "go on with --resume" in stderr
@@ -329,7 +329,7 @@ def test_bad_input_under_mpirun_is_said_once(folder):
 def test_a_signal_ends_all_ranks(folder, whom):
     """mpirun passes SIGUSR1 on; a signal to one rank alone must end the others too."""
     write(folder, ENDLESS)
-    launch = [str(MPIRUN), "--oversubscribe", "-n", "2", *command(folder, "--time-limit", 200)]
+    launch = [str(MPIRUN), "--oversubscribe", "-n", "2", *command(folder, "--time-limit", 3600)]
     process = started(folder, launch)
     os.kill(process.pid if whom == "mpirun" else ranks_of(process)[-1], signal.SIGUSR1)
     _, stderr = ended(process)
@@ -341,7 +341,7 @@ def test_a_signal_ends_all_ranks(folder, whom):
 @needs_mpi
 def test_a_killed_rank_leaves_a_whole_file(folder):
     write(folder, ENDLESS)
-    launch = [str(MPIRUN), "--oversubscribe", "-n", "2", *command(folder, "--time-limit", 200)]
+    launch = [str(MPIRUN), "--oversubscribe", "-n", "2", *command(folder, "--time-limit", 3600)]
     process = started(folder, launch)
     os.kill(ranks_of(process)[-1], signal.SIGKILL)
     ended(process)
@@ -356,7 +356,7 @@ def test_the_launcher_makes_a_clean_end_of_what_mpirun_would_kill(folder, number
     write(folder, ENDLESS)
     script = str(ROOT / "scripts/search_schedule.sh")
     folders = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    launch = ["env", f"PATH={folders}", "bash", script, "2", *options(folder, "--time-limit", 200)]
+    launch = ["env", f"PATH={folders}", "bash", script, "2", *options(folder, "--time-limit", 3600)]
     process = started(folder, launch)
     process.send_signal(number)
     _, stderr = ended(process)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def show(*arguments):
     command = [sys.executable, str(ROOT / "tools/show_forecast.py"), *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540)
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def show(folder, *arguments):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=540,
     )
 
 

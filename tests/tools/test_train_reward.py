@@ -21,7 +21,7 @@ GOOD = {"prompt": "One day", "chosen": " she was happy.", "rejected": " she was 
 
 def train_reward(*arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, str(ROOT / "tools" / "train_reward.py"), *map(str, arguments)]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=540)
 
 
 def write_pairs(path: Path, lines: list) -> Path:
