@@ -97,6 +97,7 @@ def test_a_model_folder_without_tokenizer(folder):
         ("data.max_prompt_tokens=2", "prompts.jsonl:1"),
         ("trainer.dtype=float16", "float32, bfloat16"),
         ("fusion.schedule=/nowhere/schedule.json", "/nowhere/schedule.json"),
+        ("fusion.profile=/nowhere/profile.json", "/nowhere/profile.json does not exist"),
         ("data.train_files=[/nowhere/p.jsonl]", "/nowhere/p.jsonl"),
     ],
 )
