@@ -104,7 +104,9 @@ class BatchSimulation:
         spans = [Span(instance, "generate", 0.0, run.clock) for instance, run in enumerate(self._whole)]
         generation = self._ends[-1]
         costs = self.beside["scoring" if self.instances > 1 else "idle"]
-        begin = generation + costs.meeting_seconds() + costs.release_seconds()
+        met = generation + costs.meeting_seconds()
+        spans += [Span(instance, "meet", generation, met) for instance in range(self.instances)]
+        begin = met + costs.release_seconds()
         for instance, share in enumerate(deal(self.tokens, self.instances)):
             own = [self.tokens[i] for i in share]
             clock = begin
@@ -187,6 +189,8 @@ class _Fused:
         self.meetings.append(meeting)
         for instance, stopped in meeting.stopped.items():
             self.spans.append(Span(instance, "generate", self.resumed[instance], stopped))
+            met_since = max(stopped, meeting.seconds - self.pace.meeting_seconds())  # until then it waits
+            self.spans.append(Span(instance, "meet", met_since, meeting.seconds))
             self.spans.append(Span(instance, "migrate", meeting.seconds, meeting.ends[instance]))
             if instance not in self.tail.decoding:
                 self.desk.join(meeting.ends[instance] + self.release, instance, instance in meeting.plan.freed)

@@ -16,7 +16,7 @@ class Span:
     """What one instance does from `start` to `end`, in seconds of the iteration."""
 
     instance: int
-    kind: str  # generate, migrate, swap_in, score or idle
+    kind: str  # generate, meet, migrate, swap_in, score or idle
     start: float
     end: float
 

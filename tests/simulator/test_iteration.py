@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +23,20 @@ def test_serial_closed_form():
     assert line.generation_seconds == generation
     assert line.total_seconds == pytest.approx(generation + 0.5 + 5e-3 + 120 * 1e-3)
     assert [span.kind for span in line.of(0)] == ["generate", "swap_in", "score"]
+
+
+def test_meetings_and_releases_take_their_time():
+    """Serial: between generation and loading. Fused: the tail stands still, and who is freed loads later."""
+    lengths = SampleLengths((10,) * 8, (20,) * 8)
+    costs = replace(linear_cost(), meeting=0.25, release=0.125)
+    plain, line = (simulate_gen_infer(lengths, 2, one, limits(), ()) for one in (linear_cost(), costs))
+    assert line.total_seconds == pytest.approx(plain.total_seconds + 0.375)
+    assert [span.kind for span in line.of(0)] == ["generate", "meet", "idle", "swap_in", "score"]
+    lengths = SampleLengths((10, 10, 10, 10), (20, 200, 20, 20))
+    plain, line = (simulate_gen_infer(lengths, 2, one, limits(), (1,)) for one in (linear_cost(), costs))
+    assert line.generation_seconds == pytest.approx(plain.generation_seconds + 0.25)
+    loads = [next(span.start for span in one.of(1) if span.kind == "swap_in") for one in (plain, line)]
+    assert loads[1] == pytest.approx(loads[0] + 0.375)
 
 
 def test_equal_lengths_leave_nothing_to_migrate():
