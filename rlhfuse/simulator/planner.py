@@ -219,6 +219,7 @@ def plan_run(
         memory_limit_source=memory_limit_source(config, hardware, world_size),
         microbatch_tokens=longest_microbatch(config, batch),
         process_bytes=hardware.process_bytes,
+        ranks_per_node=min(world_size, hardware.devices_per_node),
         weight_moves=layout_moves(tasks, specs, element_bytes(config), hardware),
         seconds=seconds,
         schedule=summary,
