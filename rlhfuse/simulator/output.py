@@ -37,8 +37,8 @@ def output_files(
         often = f"every {trainer.save_every} iterations, {size} each; the last {trainer.keep_checkpoints} are kept"
         rows.append(("checkpoints/iteration-N/", often))
     else:
-        why = "a run that dies begins again; trainer.save_every=N saves one every N iterations"
-        rows.append(("(no checkpoints)", why))
+        remedy = "a run that dies begins again; trainer.save_every=N saves one every N iterations"
+        rows.append(("(no checkpoints)", remedy))
     if trainer.export:
         rows += [(f"export/{role}/", f"{readable_bytes(count * element_bytes)}, in Hugging Face layout, at the end")
                  for role, count in counts.items()]  # fmt: skip

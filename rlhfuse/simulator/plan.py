@@ -77,6 +77,7 @@ class Plan:
     memory_limit_source: str
     microbatch_tokens: float
     process_bytes: int
+    ranks_per_node: int
     weight_moves: tuple[LayoutMove, ...]
     seconds: IterationSeconds
     schedule: ScheduleSummary
@@ -150,7 +151,10 @@ class Plan:
             shown = [readable_bytes(getattr(phase, name)) for name in columns]
             shown += [readable_bytes(self.process_bytes), readable_bytes(needed), f"{needed / self.memory_limit:.1%}"]
             lines.append(f"{phase.phase:11s}" + "".join(f"{text:>12s}" for text in shown))
-        host = "host copies count" if self.hardware == "cpu" else "host copies lie in host memory and do not count"
+        host = "host copies count"
+        if self.hardware != "cpu":
+            parked = readable_bytes(self.ranks_per_node * max(phase.host for phase in self.memory))
+            host += f" for host memory alone: {parked} on a node of {self.ranks_per_node} ranks"
         lines.append(f"limit {readable_bytes(self.memory_limit)} ({self.memory_limit_source}); {host}")
         return tuple(lines)
 

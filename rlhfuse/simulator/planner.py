@@ -239,6 +239,7 @@ def plan_run(
         memory_limit_source=memory_limit_source(config, hardware, world_size),
         microbatch_tokens=longest_microbatch(config, batch),
         process_bytes=hardware.process_bytes,
+        ranks_per_node=min(world_size, hardware.devices_per_node),
         weight_moves=moves,
         seconds=seconds,
         schedule=summary,
