@@ -45,4 +45,4 @@ class FunctionRewarder:
             self._drawn = iteration, self._sampler.prompts_of(iteration, self._count)
         prompt = self._prompts[self._drawn[1][place]]
         text = self._tokenizer.decode(rollout.response_tokens, skip_special_tokens=True)
-        return RewardCall(rollout.sample_id, prompt.row, prompt.text, text, rollout.response_tokens)
+        return RewardCall(rollout.sample_id, prompt.row, prompt.text, text, rollout.response_tokens, prompt.where)

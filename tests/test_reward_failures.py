@@ -49,10 +49,14 @@ def test_the_job_ends_with_one_line(tmp_path, name, said, iteration):
     out = ended(process)
     assert process.returncode == 1, out
     errors = [line for line in out.splitlines() if line.startswith("error: ")]
-    match = re.fullmatch(rf"error: reward function {re.escape(function)}, sample (\d+): {re.escape(said)}", errors[0])
-    assert match and sample_origin(int(match[1]))[0] == iteration, out
-    assert set(errors) == {errors[0]} or iteration == 0, out  # each rank may have met one that never returns
-    assert "Traceback" not in out
+    assert 1 <= len(errors) <= 2, out  # both instances may meet one before the job ends
+    for error in errors:
+        match = re.fullmatch(
+            rf"error: reward function {re.escape(function)}, sample (\d+) of {tmp_path}/prompts.jsonl:\d+: "
+            rf"{re.escape(said)}", error,
+        )  # fmt: skip
+        assert match and sample_origin(int(match[1]))[0] == iteration, out
+    assert "train_ppo.py\", line" not in out  # a traceback of ours; torchrun prints one of its own
     metrics = tmp_path / "run" / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     assert [row["iteration"] for row in rows] == list(range(iteration))

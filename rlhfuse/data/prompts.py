@@ -16,6 +16,7 @@ import gzip
 import json
 import os
 import re
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
@@ -131,9 +132,10 @@ def _prompt_of(row: Any, key: str, where: str, dialogues_as_turns: bool) -> Text
     if key not in row:
         raise InputError(f"{where}: no key {key!r}; found {', '.join(map(repr, row)) or 'none'}: set data.prompt_key")
     value = row[key]
-    if isinstance(value, str) and value:
-        return value
-    if _are_turns(value):
+    words = [value] if isinstance(value, str) else [turn["content"] for turn in value] if _are_turns(value) else []
+    if any(map(_is_torn, words)):
+        raise InputError(f"{where}: {key} has half a character (a lone surrogate); write it again as UTF-8")
+    if any(text.strip() for text in words):
         return value
     raise InputError(
         f"{where}: {key} is {str(value)[:40]!r}; it must be a non-empty text or a list of "
@@ -164,6 +166,11 @@ def _turns_of(text: str) -> list[dict[str, str]]:
     return [{"role": roles[who], "content": words.strip()} for who, words in zip(pieces[1::2], pieces[2::2])]
 
 
+def _is_torn(text: str) -> bool:
+    """Whether it holds what JSON can escape, but no encoding can say."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def _are_turns(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(_is_turn(turn) for turn in value)
 
@@ -172,12 +179,15 @@ def _is_turn(turn: Any) -> bool:
     return isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
 
 
-def _decode(data: bytes, where: str) -> str:
+def _decode(data: bytes, file: Path, line: int = 1) -> str:
+    """Text of a whole file, or of its `line`."""
     try:
         return data.decode("utf-8-sig")  # a byte order mark is not part of the text
     except UnicodeDecodeError as error:
+        before = data[: error.start]
+        place, column = line + before.count(b"\n"), error.start - (before.rfind(b"\n") + 1)
         raise InputError(
-            f"{where}: not UTF-8 (byte 0x{data[error.start]:02x} at {error.start}); convert the file, e.g. with iconv"
+            f"{file}:{place}: not UTF-8 (byte 0x{data[error.start]:02x} at {column}); convert the file, e.g. with iconv"
         ) from None
 
 
@@ -185,10 +195,10 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as stream:
         try:
             for number, raw in enumerate(stream, start=1):
-                text = _decode(raw, f"{file}:{number}").strip()
+                text = _decode(raw, file, number).strip()
                 if text:
                     yield number, _parse(text, f"{file}:{number}")
-        except (gzip.BadGzipFile, EOFError) as error:
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise InputError(f"{file} is not a whole gzip file ({error}); make it again") from None
 
 
@@ -198,19 +208,21 @@ def _parse(text: str, where: str) -> Any:
     except json.JSONDecodeError as error:
         at = where if error.lineno == 1 else f"{where}:{error.lineno}"  # a file of one JSON value has many lines
         raise InputError(f"{at}: not valid JSON ({error.msg} at column {error.colno}): {text[:40]!r}") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise InputError(f"{where}: not valid JSON ({error}): {text[:40]!r}") from None
     except RecursionError:
         raise InputError(f"{where}: JSON nested too deeply; remove the row") from None
 
 
 def _json_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    rows = _parse(_decode(file.read_bytes(), str(file)).strip() or "[]", str(file))
+    rows = _parse(_decode(file.read_bytes(), file).strip() or "[]", str(file))
     if not isinstance(rows, list):
         raise InputError(f"{file}: must be a list of rows; for one object per line name it .jsonl")
     yield from enumerate(rows, start=1)
 
 
 def _csv_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    lines = [_decode(raw, f"{file}:{i}") for i, raw in enumerate(file.read_bytes().splitlines(keepends=True), start=1)]
+    lines = [_decode(raw, file, i) for i, raw in enumerate(file.read_bytes().splitlines(keepends=True), start=1)]
     reader = csv.DictReader(lines, strict=True)
     try:
         for row in reader:

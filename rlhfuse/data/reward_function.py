@@ -36,6 +36,7 @@ class RewardCall:
     prompt: str | list[dict[str, str]]  # text, or chat turns
     completion: str
     completion_ids: tuple[int, ...]
+    where: str = ""  # file:line of the row, for messages
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class RewardFunction:
             module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
         except InputError:
             raise
-        except Exception as error:  # a module may raise anything while it is imported
+        except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
             raise InputError(f"reward.function={name}: {place} cannot be imported ({_told(error)})") from None
         function = getattr(module, attribute, None)
         if not callable(function):
@@ -114,32 +115,34 @@ class RewardFunction:
             return ("data_source", "solution_str", "ground_truth", "extra_info")
         return ("prompts", "completions", "completion_ids", *(key for key in row if key.isidentifier()))
 
-    def number(self, returned: Any, sample_id: int) -> float:
-        """The score in what a call gave back. Raises RewardError naming function and sample."""
-        value = returned
+    def number(self, returned: Any, call: RewardCall) -> float:
+        """The score in what a call gave back. Raises RewardError naming function, sample and row."""
+        value, about = returned, about_sample(self.name, call)
         if self.signature == "trl":
             if not hasattr(returned, "__len__") or isinstance(returned, (str, Mapping)):
-                raise RewardError(f"{self.about(sample_id)} returned {_short(returned)}, not a list of one number")
+                raise RewardError(f"{about} returned {_short(returned)}, not a list of one number")
             if len(returned) != 1:
-                raise RewardError(f"{self.about(sample_id)} returned {len(returned)} numbers for one sample")
+                raise RewardError(f"{about} returned {len(returned)} numbers for one sample")
             value = returned[0]
         elif isinstance(returned, Mapping):
             value = returned.get("score")
         try:
             score = float(value)
-        except (TypeError, ValueError):
-            raise RewardError(f"{self.about(sample_id)} returned {_short(returned)}, not a number") from None
+        except (TypeError, ValueError, OverflowError):
+            raise RewardError(f"{about} returned {_short(returned)}, not a number") from None
         if not math.isfinite(score):
-            raise RewardError(f"{self.about(sample_id)} returned {score}; a score must be finite")
+            raise RewardError(f"{about} returned {score}; a score must be finite")
         return score
 
-    def about(self, sample_id: int) -> str:
-        """How a message begins."""
-        return f"reward function {self.name}, sample {sample_id}:"
-
-    def failed(self, error: BaseException, sample_id: int) -> str:
+    def failed(self, error: BaseException, call: RewardCall) -> str:
         """What to say of an exception that it raised."""
-        return f"{self.about(sample_id)} raised {_told(error)}"
+        return f"{about_sample(self.name, call)} raised {_told(error)}"
+
+
+def about_sample(name: str, call: RewardCall) -> str:
+    """How a message about the function `name` and one of its samples begins."""
+    row = f" of {call.where}" if call.where else ""
+    return f"reward function {name}, sample {call.sample_id}{row}:"
 
 
 def _from_file(file: Path) -> ModuleType:

@@ -22,7 +22,7 @@ import time
 from multiprocessing.connection import Connection, wait
 from typing import Any, Sequence
 
-from rlhfuse.data.reward_function import RewardCall, RewardFunction
+from rlhfuse.data.reward_function import RewardCall, RewardFunction, about_sample
 from rlhfuse.errors import RewardError
 
 ASYNC_AT_ONCE = 64
@@ -39,7 +39,7 @@ class RewardWorkers:
         self._calls = context.Queue()
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        self._pending: set[int] = set()
+        self._pending: dict[int, RewardCall] = {}
         self._began: dict[int, tuple[float, int]] = {}  # sample -> (monotonic seconds, worker) of its call
         self._scores: dict[int, float] = {}
         for number in range(workers):
@@ -55,7 +55,7 @@ class RewardWorkers:
     def submit(self, calls: Sequence[RewardCall]) -> None:
         """Queue the samples; returns at once. Raises RewardError when an earlier one is known to have failed."""
         for call in calls:
-            self._pending.add(call.sample_id)
+            self._pending[call.sample_id] = call
             self._calls.put(call)
         self._collect(0.0)
 
@@ -94,10 +94,8 @@ class RewardWorkers:
                     self._lost(self._pipes.index(pipe))
         late = [sample for sample, (began, _) in self._began.items() if time.monotonic() - began > self._timeout]
         if late:
-            self._fail(
-                f"reward function {self._name}, sample {min(late)}: no result after {self._timeout:g} s "
-                "(reward.timeout_seconds)"
-            )
+            about = about_sample(self._name, self._pending[min(late)])
+            self._fail(f"{about} no result after {self._timeout:g} s (reward.timeout_seconds)")
 
     def _take(self, worker: int, kind: str, sample: int, said: Any) -> None:
         if kind == STARTED:
@@ -106,15 +104,15 @@ class RewardWorkers:
         if kind == FAILED:
             self._fail(said)
         self._began.pop(sample)
-        self._pending.discard(sample)
+        self._pending.pop(sample)
         self._scores[sample] = said
 
     def _lost(self, worker: int) -> None:
         self._processes[worker].join(1.0)
         code = self._processes[worker].exitcode
         held = sorted(sample for sample, (_, by) in self._began.items() if by == worker)
-        where = f", sample {held[0]}" if held else ""
-        self._fail(f"reward function {self._name}{where}: its process ended with exit code {code}")
+        about = about_sample(self._name, self._pending[held[0]]) if held else f"reward function {self._name}:"
+        self._fail(f"{about} its process ended with exit code {code}")
 
     def _fail(self, message: str) -> None:
         self.close()
@@ -135,9 +133,9 @@ def _serve(name: str, signature: str, calls: Any, results: Connection) -> None:
         call: RewardCall = calls.get()
         results.send((STARTED, call.sample_id, time.monotonic()))
         try:
-            said = (SCORED, call.sample_id, loaded.number(loaded.function(**loaded.arguments(call)), call.sample_id))
+            said = (SCORED, call.sample_id, loaded.number(loaded.function(**loaded.arguments(call)), call))
         except BaseException as error:
-            said = _failure(loaded, error, call.sample_id)
+            said = _failure(loaded, error, call)
         results.send(said)
 
 
@@ -149,9 +147,9 @@ async def _serve_async(loaded: RewardFunction, calls: Any, results: Connection) 
         results.send((STARTED, call.sample_id, time.monotonic()))
         try:
             returned = await loaded.function(**loaded.arguments(call))
-            said = (SCORED, call.sample_id, loaded.number(returned, call.sample_id))
+            said = (SCORED, call.sample_id, loaded.number(returned, call))
         except BaseException as error:
-            said = _failure(loaded, error, call.sample_id)
+            said = _failure(loaded, error, call)
         results.send(said)
         room.release()
 
@@ -163,10 +161,10 @@ async def _serve_async(loaded: RewardFunction, calls: Any, results: Connection) 
         task.add_done_callback(running.discard)
 
 
-def _failure(loaded: RewardFunction, error: BaseException, sample_id: int) -> tuple[str, int, str]:
+def _failure(loaded: RewardFunction, error: BaseException, call: RewardCall) -> tuple[str, int, str]:
     """SystemExit included: whatever leaves the function is the function's failure."""
-    text = str(error) if isinstance(error, RewardError) else loaded.failed(error, sample_id)
-    return FAILED, sample_id, text
+    text = str(error) if isinstance(error, RewardError) else loaded.failed(error, call)
+    return FAILED, call.sample_id, text
 
 
 def _end_with_parent() -> None:

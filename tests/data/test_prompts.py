@@ -68,6 +68,7 @@ def test_chat_turns_reach_encode_from_json_and_parquet(tmp_path):
 
 
 GOOD = '{"prompt": "x"}\n'
+SPOILT = gzip.compress(GOOD.encode() * 999)[:12] + b"\xff" * 30
 
 
 @pytest.mark.parametrize(
@@ -95,6 +96,21 @@ GOOD = '{"prompt": "x"}\n'
         ("p.csv", 'prompt,answer\na,b\n"x\n', "p.csv:3: not valid CSV"),
         ("p.csv", "prompt,answer\na\n", "p.csv:2: not 2 fields as in the header"),
         ("p.parquet", "no parquet", "not a readable parquet file"),
+        ("p.csv", "", "holds no rows"),
+        ("p.csv", "prompt,answer\na,b\na,b,c\n", "p.csv:3: not 2 fields as in the header"),
+        ("p.csv", "question,answer\na,b\n", "p.csv:2: no key 'prompt'; found 'question', 'answer': set"),
+        ("p.csv", b"prompt\na\n\xe9\n", "p.csv:3: not UTF-8 .byte 0xe9 at 0."),
+        ("p.csv", "prompt,answer\n,b\n", "p.csv:2: prompt is ''; it must be a non-empty text"),
+        ("p.json", b'[{"prompt": "x"},\n {"prompt": "\xe9"}]', "p.json:2: not UTF-8 .byte 0xe9 at 13."),
+        ("p.json", "[3]", "p.json:1: a row must be an object"),
+        ("p.jsonl", GOOD + '{"prompt": ' + "9" * 5000 + "}", "p.jsonl:2: not valid JSON .Exceeds the limit"),
+        ("p.jsonl", r'{"prompt": "half \ud83d"}', "p.jsonl:1: prompt has half a character"),
+        ("p.jsonl", '{"prompt": " \\n "}', "must be a non-empty text"),
+        ("p.jsonl", '{"prompt": [{"role": "user", "content": ""}]}', "must be a non-empty text"),
+        ("p.jsonl", '{"prompt": [{"role": "user"}]}', "must be a non-empty text or a list of"),
+        ("p.jsonl", '{"prompt": [{"role": "user", "content": null}]}', "must be a non-empty text or a list of"),
+        ("p.jsonl", '{"prompt": [{"content": "x", "role": 1}]}', "must be a non-empty text or a list of"),
+        ("p.jsonl.gz", SPOILT, "not a whole gzip file"),
         ("p.txt", "x", "of no known kind; use one of .jsonl"),
         ("p.jsonl", json.dumps({"prompt": "x" * 101}), "101 tokens, more than data.max_prompt_tokens=100"),
     ],
@@ -103,6 +119,15 @@ def test_refusals_name_place_and_fix(tmp_path, name, content, message):
     with pytest.raises(InputError, match=message) as caught:
         load(write(tmp_path, name, content))
     assert str(tmp_path / name) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_parquet_without_the_column_and_a_folder(tmp_path):
+    file = write_parquet(tmp_path, [{"question": "q"}])
+    with pytest.raises(InputError, match="p.parquet:1: no key 'prompt'; found 'question': set data.prompt_key"):
+        load(file)
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(InputError, match="folder.jsonl is a folder; name the files in it"):
+        load(tmp_path / "folder.jsonl")
 
 
 DIALOGUE = "\n\nHuman: what?\n\nAssistant: this.\n\nHuman: and?\n\nAssistant: that,\n\nor that."

@@ -31,9 +31,17 @@ waiting = []
 
 async def together(data_source, solution_str, ground_truth, extra_info=None):
     waiting.append(solution_str)
-    while len(waiting) < 20:
+    while len(waiting) < 20:  # comes back only when 20 calls are under way at once
         await asyncio.sleep(0.001)
     return float(ground_truth)
+
+async def trips(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(0)
+    raise KeyError(solution_str)
+
+def loud(data_source, solution_str, ground_truth, extra_info=None):
+    print("scoring", solution_str)
+    return 1.5
 
 def several(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "raise":
@@ -61,7 +69,7 @@ def file(tmp_path_factory):
 
 
 def call(sample, text, row=ROW, prompt="p"):
-    return RewardCall(sample, row, prompt, text, (5, 6))
+    return RewardCall(sample, row, prompt, text, (5, 6), f"p.jsonl:{sample + 1}")
 
 
 @pytest.fixture
@@ -101,6 +109,9 @@ def test_a_module_that_fails(tmp_path):
     (tmp_path / "broken.py").write_text("import math\nmath.nothing\n")
     with pytest.raises(InputError, match=r"broken.py cannot be imported \(AttributeError"):
         RewardFunction.load(f"{tmp_path}/broken.py:f", "verl")
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(InputError, match=r"leaves.py cannot be imported \(SystemExit: 0\)"):
+        RewardFunction.load(f"{tmp_path}/leaves.py:f", "verl")
 
 
 @pytest.mark.parametrize(
@@ -154,24 +165,31 @@ def test_async_functions_wait_together(workers):
     assert awaiting.finish() == dict.fromkeys(range(20), 4.0)
 
 
+def test_an_async_function_that_raises_and_one_that_prints(workers):
+    trips, loud = workers("trips"), workers("loud")
+    trips.submit([call(17, "here")])
+    loud.submit([call(17, "here")])
+    with pytest.raises(RewardError, match="mine.py:trips, sample 17 of p.jsonl:18: raised KeyError: 'here'"):
+        trips.finish()
+    assert loud.finish() == {17: 1.5}
+
+
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("raise", "mine.py:several, sample 17: raised KeyError: 'no such thing'"),
-        ("nan", "mine.py:several, sample 17: returned nan; a score must be finite"),
-        ("none", "mine.py:several, sample 17: returned None, not a number"),
-        ("text", "mine.py:several, sample 17: returned 'abc', not a number"),
-        ("list", "mine.py:several, sample 17: returned [1.0, 2.0], not a number"),
-        ("exit", "mine.py:several, sample 17: its process ended with exit code 7"),
-        ("forever", "mine.py:several, sample 17: no result after 0.5 s (reward.timeout_seconds)"),
+        ("raise", "mine.py:several, sample 17 of p.jsonl:18: raised KeyError: 'no such thing'"),
+        ("nan", "mine.py:several, sample 17 of p.jsonl:18: returned nan; a score must be finite"),
+        ("none", "mine.py:several, sample 17 of p.jsonl:18: returned None, not a number"),
+        ("text", "mine.py:several, sample 17 of p.jsonl:18: returned 'abc', not a number"),
+        ("list", "mine.py:several, sample 17 of p.jsonl:18: returned [1.0, 2.0], not a number"),
+        ("exit", "mine.py:several, sample 17 of p.jsonl:18: its process ended with exit code 7"),
+        ("forever", "mine.py:several, sample 17 of p.jsonl:18: no result after 0.5 s (reward.timeout_seconds)"),
     ],
 )
 def test_failures_name_function_and_sample(workers, text, message):
-    if text == "forever":
-        failing = workers("several", timeout=0.5)
-    else:
-        failing = workers("several")
-        failing.submit([call(3, "fine")])
+    failing = workers("several", timeout=0.5 if text == "forever" else 540.0)
+    if text != "forever":
+        failing.submit([call(3, "fine")])  # with that time-out it could be late itself, where much else is running
     failing.submit([call(17, text)])
     with pytest.raises(RewardError) as caught:
         failing.finish()
@@ -181,13 +199,18 @@ def test_failures_name_function_and_sample(workers, text, message):
 
 def test_numbers_of_a_call(file):
     dictionary = RewardFunction.load(f"{file}:as_dict", "verl")
-    assert dictionary.number({"score": 2.5}, 0) == 2.5 and dictionary.number(True, 0) == 1.0
+    assert dictionary.number({"score": 2.5}, call(0, "")) == 2.5 and dictionary.number(True, call(0, "")) == 1.0
+    for wrong in ({}, {"other": 1.0}, 10**400, [1.0], "1,0"):
+        with pytest.raises(RewardError, match="sample 4 of p.jsonl:5: returned .*, not a number"):
+            dictionary.number(wrong, call(4, ""))
     listed = RewardFunction.load(f"{file}:two", "trl")
-    assert listed.number([3], 0) == 3.0
-    with pytest.raises(RewardError, match="sample 4: returned 2 numbers for one sample"):
-        listed.number([1.0, 2.0], 4)
-    with pytest.raises(RewardError, match="sample 4: returned 1.0, not a list of one number"):
-        listed.number(1.0, 4)
+    assert listed.number([3], call(0, "")) == 3.0
+    with pytest.raises(RewardError, match="sample 4 of p.jsonl:5: returned 2 numbers for one sample"):
+        listed.number([1.0, 2.0], call(4, ""))
+    with pytest.raises(RewardError, match="returned 0 numbers for one sample"):
+        listed.number([], call(4, ""))
+    with pytest.raises(RewardError, match="sample 4 of p.jsonl:5: returned 1.0, not a list of one number"):
+        listed.number(1.0, call(4, ""))
 
 
 def test_workers_end_with_a_killed_parent(file, tmp_path):
