@@ -113,13 +113,16 @@ class Forecaster:
 
     def forecast(self, known: Batch, recent: Sequence[Batch]) -> Forecast:
         """Of an iteration with the batch `known`; and of one of which only the `recent` batches are known."""
-        each = [self._seconds(batch) for batch in recent]
+        between = self._between_minibatches()
+        lines: dict[tuple[str, int, str], Line] = {}  # what one batch needed, the next finds here
+        each = [self._seconds(batch, between, lines) for batch in recent]
         blind = {phase: statistics.mean(seconds[phase] for seconds in each) for phase in PHASES}
-        return Forecast(
-            self._seconds(known), blind, known.timeline, self._step_times(known.tokens), *self._edges()
-        )
+        seconds = self._seconds(known, between, lines)
+        return Forecast(seconds, blind, known.timeline, self._step_times(known.tokens, lines), *self._edges())
 
-    def _seconds(self, batch: Batch) -> dict[str, float]:
+    def _seconds(
+        self, batch: Batch, between_minibatches: float, lines: dict[tuple[str, int, str], Line]
+    ) -> dict[str, float]:
         gen, tokens = batch.timeline.generation_seconds, batch.tokens
         between = self._median(lambda one: one.seconds["step"] - sum(one.seconds[part] for part in PARTS))
         seconds = {
@@ -127,7 +130,7 @@ class Forecaster:
             "gen": gen,
             "infer": batch.timeline.total_seconds - gen + sum(self._edges()),
             "adv": self._line([one.seconds["adv"] for one in self._recent])(tokens),
-            "train": self._train_seconds(tokens),
+            "train": self._recent[-1].minibatches * makespan(self._step_times(tokens, lines)) + between_minibatches,
         }
         return {**seconds, "step": sum(seconds.values()) + between}
 
@@ -135,9 +138,10 @@ class Forecaster:
         """What lies before the first step and after the last score."""
         return self._median(lambda one: one.start), self._median(lambda one: one.gather)
 
-    def _step_times(self, tokens: float) -> dict[int, tuple[TimedAction, ...]]:
-        """One mini-batch of a batch of `tokens`, every rank on a core or GPU of its own."""
-        lines: dict[tuple[str, int, str], Line] = {}
+    def _step_times(
+        self, tokens: float, lines: dict[tuple[str, int, str], Line]
+    ) -> dict[int, tuple[TimedAction, ...]]:
+        """One mini-batch of a batch of `tokens`, every rank on a core or GPU of its own; fills `lines`."""
 
         def seconds(action: Action) -> float:
             key = (action.pipeline, action.stage, str(action.kind))
@@ -149,14 +153,12 @@ class Forecaster:
 
         return program_times(self._programs, self._ranks, seconds)
 
-    def _train_seconds(self, tokens: float) -> float:
-        """The mini-batches' makespans, and what lay between them and on their ranks."""
-        latest = self._recent[-1]
-        between = self._median(
+    def _between_minibatches(self) -> float:
+        """Seconds of training that are not the mini-batches' makespans: between them, and on their ranks."""
+        return self._median(
             lambda one: one.seconds["train"]
             - one.minibatches * makespan(one.stage_times.step_times(self._programs, self._ranks))
         )
-        return latest.minibatches * makespan(self._step_times(tokens)) + between
 
     def _line(self, seconds: Sequence[float]) -> Line:
         """Of the recent iterations' seconds over their tokens."""
