@@ -15,7 +15,7 @@ from rlhfuse.config import AlgorithmConfig, RewardConfig
 from rlhfuse.fusion.inter_stage import GenInferReport
 from rlhfuse.fusion.training_step import MinibatchResult
 from rlhfuse.ppo.losses import actor_metrics, critic_metrics
-from rlhfuse.ppo.metrics import batch_metrics
+from rlhfuse.ppo.metrics import balance_metrics, batch_metrics
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.simulator.flops import IterationFlops
 from rlhfuse.simulator.lengths import SampleLengths
@@ -61,6 +61,9 @@ def training_metrics(results: Sequence[MinibatchResult], everyone: Sequence[Mapp
     for role in sums:
         metrics[f"{role}/grad_norm"] = sum(r.steps[role].grad_norm for r in results) / len(results)
         metrics[f"{role}/lr"] = results[-1].steps[role].lr
+    cuts = [balance_metrics(result.sample_tokens, result.parts_tokens) for result in results]
+    for name in cuts[0]:
+        metrics[name] = sum(cut[name] for cut in cuts) / len(cuts)
     first = sum(one["stats"][0].get("actor", {}).get("logprob_abs_diff", 0.0) for one in everyone)
     metrics["rollout/train_logprob_abs_diff"] = first / results[0].tokens
     return metrics

@@ -63,7 +63,8 @@ class MinibatchResult:
 
     stats: Mapping[str, Stats]  # role -> sums
     tokens: int  # response tokens of the whole mini-batch
-    parts_tokens: tuple[int, ...]  # tokens of every micro-batch
+    sample_tokens: tuple[int, ...]  # of every sample, prompt included, in the mini-batch's order
+    parts_tokens: tuple[int, ...]  # of every micro-batch
     steps: Mapping[str, StepResult]  # role -> its optimizer step
     report: StepReport
 
@@ -135,7 +136,7 @@ class TrainingStep:
             self._executor.undo()
             self._raise_fault(report)
         steps = {role: report.steps[pipeline] for role, pipeline in self._pipelines.items()}
-        return MinibatchResult(stats, batch.response_tokens, tokens, steps, report)
+        return MinibatchResult(stats, batch.response_tokens, tuple(lengths), tokens, steps, report)
 
     def _raise_fault(self, report: StepReport) -> None:
         """Tell every rank what each saw, and raise the same FloatingPointError everywhere; a collective."""

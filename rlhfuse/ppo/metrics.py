@@ -6,6 +6,8 @@ included); lengths are in tokens. Reads a batch with advantages and returns; cha
 
 from __future__ import annotations
 
+from typing import Sequence
+
 from torch import Tensor
 
 from rlhfuse.config import AlgorithmConfig
@@ -38,6 +40,19 @@ def batch_metrics(batch: RolloutBatch, algorithm: AlgorithmConfig) -> dict[str, 
         metrics["critic/score_scale"] = algorithm.score_scale
     metrics["response_length/clip_ratio"] = float(batch.truncated.double().mean())
     return metrics
+
+
+def balance_metrics(lengths: Sequence[int], parts: Sequence[int]) -> dict[str, float]:
+    """Tokens of the lightest and heaviest micro-batch: of `lengths` cut in given order, and of the balanced `parts`."""
+    size, extra = divmod(len(lengths), len(parts))
+    starts = [part * size + min(part, extra) for part in range(len(parts) + 1)]
+    plain = [sum(lengths[a:b]) for a, b in zip(starts, starts[1:])]
+    return {
+        "global_seqlen/min": min(plain),
+        "global_seqlen/max": max(plain),
+        "global_seqlen/balanced_min": min(parts),
+        "global_seqlen/balanced_max": max(parts),
+    }
 
 
 def _spread(name: str, array: Tensor) -> dict[str, float]:

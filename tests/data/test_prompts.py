@@ -48,7 +48,7 @@ def test_every_format_gives_the_same_prompts(tmp_path):
     files = [
         write(tmp_path, "p.jsonl", lines),
         write(tmp_path, "bom.jsonl", b"\xef\xbb\xbf" + lines.encode()),
-        write(tmp_path, "p.jsonl.gz", gzip.compress(lines.encode())),
+        write(tmp_path, "p.jsonl.gz", gzip.compress(lines.encode(), mtime=0)),
         write(tmp_path, "p.json", json.dumps(rows)),
         write(tmp_path, "p.csv", 'prompt,answer\n"one, two",3\r\n"say ""é""",4\n'),
         write_parquet(tmp_path, rows),
@@ -68,7 +68,7 @@ def test_chat_turns_reach_encode_from_json_and_parquet(tmp_path):
 
 
 GOOD = '{"prompt": "x"}\n'
-SPOILT = gzip.compress(GOOD.encode() * 999)[:12] + b"\xff" * 30
+SPOILT = gzip.compress(GOOD.encode() * 999, mtime=0)[:12] + b"\xff" * 30
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ SPOILT = gzip.compress(GOOD.encode() * 999)[:12] + b"\xff" * 30
         ("p.jsonl", GOOD.encode() + b'{"prompt": "\xe9"}', "p.jsonl:2: not UTF-8 .byte 0xe9 at 12."),
         ("p.jsonl", "[" * 100000, "p.jsonl:1: JSON nested too deeply"),
         ("p.jsonl.gz", b"no gzip", "not a whole gzip file"),
-        ("p.jsonl.gz", gzip.compress(GOOD.encode() * 999)[:-9], "not a whole gzip file"),
+        ("p.jsonl.gz", gzip.compress(GOOD.encode() * 999, mtime=0)[:-9], "not a whole gzip file"),
         ("p.json", '{"prompt": "x"}', "must be a list of rows; for one object per line name it .jsonl"),
         ("p.json", '[\n{"prompt": "x"},\n{"prompt" "y"}]', "p.json:3: not valid JSON .Expecting ':'"),
         ("p.jsonl", '{"chosen": "no turns", "rejected": ""}', "p.jsonl:1: chosen is 'no turns'; it must be a dialogue"),

@@ -7,7 +7,7 @@ import torch
 
 from rlhfuse.config import AlgorithmConfig
 from rlhfuse.ppo.advantage import add_advantages
-from rlhfuse.ppo.metrics import batch_metrics
+from rlhfuse.ppo.metrics import balance_metrics, batch_metrics
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.ppo.token_rewards import add_token_rewards
 
@@ -38,3 +38,12 @@ def test_batch_metrics():
     scaled = replace(algorithm, scale_scores=True, score_scale=0.25)
     assert batch_metrics(batch, scaled)["critic/score_scale"] == 0.25
     assert metrics["critic/advantages/mean"] == pytest.approx(0, abs=1e-6)
+
+
+def test_balance_metrics():
+    assert balance_metrics([9, 8, 1, 2], [10, 10]) == {
+        "global_seqlen/min": 3,
+        "global_seqlen/max": 17,
+        "global_seqlen/balanced_min": 10,
+        "global_seqlen/balanced_max": 10,
+    }
