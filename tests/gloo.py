@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 import traceback
+from multiprocessing.connection import wait
 from typing import Any, Callable
 
 import torch.distributed as dist
@@ -69,17 +71,27 @@ class Workers:
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         for pipe in self._pipes:
             pipe.send((function, arguments))
-        results = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(self._timeout):
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + self._timeout
+        while len(results) < len(self._pipes):  # in any order: while one failed, others may wait for it
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results}
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
                 self.kill()
-                raise TimeoutError(f"rank {rank} did not answer within {self._timeout} s")
-            good, value = pipe.recv()
-            if not good:
-                self.kill()
-                raise RuntimeError(f"rank {rank} failed:\n{value}")
-            results.append(value)
-        return results
+                ranks = ", ".join(map(str, waiting.values()))
+                raise TimeoutError(f"no answer within {self._timeout} s from ranks {ranks}")
+            for pipe in ready:
+                rank = waiting[pipe]
+                try:
+                    good, value = pipe.recv()
+                except EOFError:
+                    self.kill()
+                    raise RuntimeError(f"rank {rank} ended without an answer") from None
+                if not good:
+                    self.kill()
+                    raise RuntimeError(f"rank {rank} failed:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(len(self._pipes))]
 
     def kill(self) -> None:
         for process in self._processes:

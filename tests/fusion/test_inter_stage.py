@@ -181,15 +181,27 @@ def test_several_waiting_samples_of_the_tail_are_scored_together(run):
 
 
 def together_from_the_third_step(stage, scorer, made, case, store):
-    """Nobody takes a third step before all samples of two tokens are told; from then on a step takes a while."""
+    """All samples of two tokens are told before anybody meets or takes a third step, which then takes a while.
+
+    They end in the second step. Nobody takes it before all have looked at the count behind their first one: it has
+    nothing to meet for there.
+    """
     short, step, steps = sum(n <= 2 for n in case.lengths), made.engine.step, iter(range(10_000))
+    ranks = len(made.placement.instances)
+
+    def until(key, count):
+        deadline = time.monotonic() + 500
+        while store.add(key, 0) < count:
+            assert time.monotonic() < deadline, f"{key} stays below {count}"
+            time.sleep(0.002)
 
     def patient():
-        if next(steps) >= 2:
-            deadline = time.monotonic() + 540
-            while store.add("iteration/0/finished", 0) < short:
-                assert time.monotonic() < deadline, "the short samples did not end"
-                time.sleep(0.002)
+        number = next(steps)
+        if number == 1:
+            store.add("second", 1)
+            until("second", ranks)
+        elif number >= 2:
+            until("iteration/0/finished", short)
             time.sleep(0.01)
         return step()
 
