@@ -201,7 +201,8 @@ def load_weights(
         weights["decoder.final_layernorm.weight"] = read.rows("model.norm.weight")
         if scalar_head:
             there = SCALAR_HEAD in read.index
-            weights["output_layer.weight"] = read.rows(SCALAR_HEAD) if there else torch.zeros(1, spec.hidden, dtype=dtype)
+            fresh = torch.zeros(1, spec.hidden, dtype=dtype)
+            weights["output_layer.weight"] = read.rows(SCALAR_HEAD) if there else fresh
         elif not spec.tied_embeddings:
             weights["output_layer.weight"] = _vocab_part(read, spec, "lm_head", tp_rank, tp_size)
         elif not first:
