@@ -7,16 +7,16 @@
 The task is that of examples/stories_grpo.yaml: the stories260K model in float32, 8 prompts x 8 samples in an
 iteration, up to 64 new tokens each at temperature 1 over the whole vocabulary, VADER's sentiment as the reward, one
 optimizer step on all 64 samples, the same learning rate, no reference. Both use two cores: this project as two ranks
-of one thread under torchrun; TRL as one process of two threads or as two processes of one thread under torchrun, whichever
-a short trial of both finds to be faster. Where TRL has a slower default for a CPU (bfloat16, gradient checkpointing) the
-faster choice is made for it; see end_to_end_trl.py. Both call the same reward function, write their logs and no
-checkpoints.
+of one thread under torchrun; TRL as one process of two threads or as two processes of one thread under torchrun,
+whichever a short trial of both finds to be faster. Where TRL has a slower default for a CPU (bfloat16, gradient
+checkpointing) the faster choice is made for it; see end_to_end_trl.py. Both call the same reward function, write
+their logs and no checkpoints.
 
-They run in turns, one at a time and each in a start of its own, another one first in each round. Start-up, loading
-of the model and the first steps are left out of both: an iteration's seconds are those from its start (TRL: the end of the
-one before) to the start of the next, and a run's speed is that of its median iteration. The ratio is of the medians over
-rounds, with the least and the most of a single round. `reward` and `tokens` show that both did the same work: samples
-of the same length, and a policy that learns.
+They run in turns, one at a time and each in a start of its own, another one first in each round. Start-up, loading of
+the model and the first steps are left out of both: an iteration's seconds are those from its start (TRL: the end of
+the one before) to the start of the next, and a run's speed is that of its median iteration. The ratio is of the
+medians over rounds, with the least and the most of a single round. `reward` and `tokens` show that both did the same
+work: samples of the same length, and a policy that learns.
 
 Nothing else should run meanwhile: on a busy machine threads that wait for each other lose more than processes do.
 Progress goes to stderr, one JSON object to stdout.
