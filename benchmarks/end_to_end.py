@@ -9,8 +9,8 @@ iteration, up to 64 new tokens each at temperature 1 over the whole vocabulary, 
 optimizer step on all 64 samples, the same learning rate, no reference. Both use two cores: this project as two ranks
 of one thread under torchrun; TRL as one process of two threads or as two processes of one thread under torchrun,
 whichever a short trial of both finds to be faster. Where TRL has a slower default for a CPU (bfloat16, gradient
-checkpointing) the faster choice is made for it; see end_to_end_trl.py. Both call the same reward function, write their
-logs and no checkpoints.
+checkpointing) the faster choice is made for it; see end_to_end_trl.py. Both call the same reward function, write
+their logs and no checkpoints.
 
 They run in turns, one at a time and each in a start of its own, another one first in each round. Start-up, loading of
 the model and the first steps are left out of both: an iteration's seconds are those from its start (TRL: the end of

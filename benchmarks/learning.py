@@ -137,8 +137,8 @@ def columns(one: Learnt) -> list[str]:
     reached = "not reached" if one.reached is None else str(one.reached)
     kl = "" if one.kl[-1] is None else f"{one.kl[-1]:.2f}"
     rewards = [f"{reward:+.2f}" for reward in one.rewards]
-    entropy, seconds = f"{one.entropy[-1]:.2f}", f"{one.iteration_seconds:.2f}"
-    return [one.algorithm, str(one.seed), *rewards, reached, kl, entropy, seconds]
+    ends = [reached, kl, f"{one.entropy[-1]:.2f}", f"{one.iteration_seconds:.2f}"]
+    return [one.algorithm, str(one.seed), *rewards, *ends]
 
 
 HEAD = ["", "seed", *map(str, range(1, ITERATIONS + 1)), "0.9 at", "KL", "entropy", "s / iteration"]

@@ -38,7 +38,7 @@ def config_file(algorithm: str) -> Path:
 
 
 def train(config: Path, model: Path, out: Path, overrides: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Run it into the folder `out`; one row of metrics per iteration. Raises RuntimeError: what a failed run said."""
+    """Run it into the folder `out`; metrics by iteration. Raises RuntimeError with what a failed run said."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     settings = [f"actor.path={model}", f"trainer.output_dir={out}", f"data.train_files=[{prompts_file()}]"]
     program = [str(ROOT / "tools" / "train_ppo.py"), "--config", str(config), *settings, *overrides]

@@ -171,6 +171,7 @@ class TrainerConfig:
     memory_limit_gb: float = 0.0  # of one rank, in 10^9 bytes; 0 = the GPU's, or its part of the machine on CPU
     peak_tflops: float = 0.0  # of one rank, what perf/mfu is of; 0 = the GPU's data sheet, or measured on CPU
     threads_per_rank: int = 1  # torch threads of one rank on CPU
+    return_memory: bool = True  # on CPU freed memory goes back to the system at every phase; false is faster
     watchdog_seconds: float = 60.0  # a silent rank is declared dead after this
     hang_seconds: float = 600.0  # when no rank makes progress for this long the job ends
     tensorboard: bool = True

@@ -89,7 +89,7 @@ class Trainer:
         self.rank, self.device, self.run_dir = rank, device, run_dir
         self.watchdog = watchdog
         watchdog.progress("building models")
-        self.memory = PhaseMeter(device)
+        self.memory = PhaseMeter(device, config.trainer.return_memory)
         self.roles: Roles = build_roles(config, prepared.checkpoints, prepared.ranks, rank, device)
         self.resharder = Resharder(device, bucket_bytes=config.fusion.bucket_mib << 20)
         self.generation_memory = WeightMemory(self.roles.generation, device)

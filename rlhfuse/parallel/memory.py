@@ -2,7 +2,9 @@
 
 On CUDA the allocator's own peak. On a CPU the peak of resident memory (VmHWM), which Linux lets a process reset
 through /proc/self/clear_refs; freed memory that the C library still keeps is given back at every switch, as ranks of
-one node share it. The *base* is what a process holds beside models: the interpreter, libraries, buffers of transports.
+one node share it, unless it is to be kept: then the next phase need not ask for it again, page by page, and its peak
+holds what earlier ones left. The *base* is what a process holds beside models: the interpreter, libraries, buffers of
+transports.
 
 Knows nothing of what the memory is for; who asks says what the models hold.
 """
@@ -34,11 +36,12 @@ def _status_bytes(line: str) -> int:
 class PhaseMeter:
     """Peaks by phase. `exact` is False where peaks cannot be reset: a phase then shows the largest up to its end."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, device: Device, return_memory: bool = True) -> None:
+        """`return_memory`: on CPU give freed memory back at every switch, which peaks by phase need to be exact."""
+        self._device, self._return_memory = device, return_memory
         self._phase: str | None = None
         self._peaks: dict[str, int] = {}
-        self.exact = self._reset()
+        self.exact = self._reset() and (return_memory or device.is_cuda)
         self.base_bytes = 0
 
     def switch(self, phase: str | None) -> None:
@@ -69,7 +72,7 @@ class PhaseMeter:
             torch.cuda.reset_peak_memory_stats(self._device.torch_device)
             return True
         gc.collect(0)
-        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        if self._return_memory and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
             libc.malloc_trim(0)
         try:
             CLEAR.write_text(RESET_PEAK)

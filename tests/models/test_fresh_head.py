@@ -1,4 +1,4 @@
-"""A critic that begins as a language model: a value head of zeros, whatever part is loaded, an export that scores."""
+"""A critic that begins as a language model: a value head of zeros, and an export that scores."""
 
 import json
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from gloo import Workers
 from stages import build, one_step, random_rows, ranks_of
 from tiny import write_checkpoint
 
+from rlhfuse.parallel.device import choose_device
+from rlhfuse.parallel.memory import PhaseMeter, resident_bytes
 from rlhfuse.spec import ParallelLayout
 
 WIDE = dict(
@@ -30,9 +34,7 @@ def pair():
 def switch(rank: int, folder) -> dict:
     """A training step, then the switch to generation: bytes of each part, resident memory, gradients."""
     from rlhfuse.models.build import WHOLE, build_model
-    from rlhfuse.parallel.device import choose_device
     from rlhfuse.parallel.groups import GroupMaker, plain_grid
-    from rlhfuse.parallel.memory import PhaseMeter, resident_bytes
     from rlhfuse.parallel.offload import WeightMemory
     from rlhfuse.parallel.reshard import Resharder
 
@@ -89,7 +91,7 @@ def move_by_buckets(rank: int, folder, bucket: int) -> dict:
     from rlhfuse.parallel.offload import WeightMemory
     from rlhfuse.parallel.reshard import Resharder
 
-    ranks, maker, device = ranks_of(actor="d1t2p1"), GroupMaker(60), choose_device("cpu", 0, 1)
+    ranks, maker, device = ranks_of(actor="d1t2p1"), GroupMaker(540), choose_device("cpu", 0, 1)
     built = build(rank, maker, ranks, "actor", folder, WHOLE)
     grid = plain_grid(ParallelLayout.parse("d2t1p1"))
     copy = build_model(
@@ -118,3 +120,18 @@ def test_the_bucket_decides_how_far_a_move_grows(pair, tmp_path):
             bound = kept["weights"] + BUCKET + NOISE
             assert kept["weights"] - NOISE <= kept["grown"] <= bound
             assert exceeding["grown"] > bound, "the bound cannot tell a bucket from another"
+
+
+@pytest.mark.parametrize("return_memory", [False, True])
+def test_freed_memory_goes_back_or_is_kept(return_memory):
+    meter = PhaseMeter(choose_device("cpu", 0, 1), return_memory)
+    if not hasattr(ctypes.CDLL(None), "malloc_trim"):
+        pytest.skip("this C library gives no memory back when asked")
+    held = [torch.ones(25_000) for _ in range(1000)]  # 100 KB each: none is a mapping of its own
+    pins = held[::10]  # between them, so that the heap cannot shrink by itself
+    full = resident_bytes()
+    del held
+    meter.switch("generation")
+    given_back = full - resident_bytes()
+    assert given_back > 60e6 if return_memory else given_back < 20e6, given_back
+    assert len(pins) == 100 and (return_memory or not meter.exact)
