@@ -118,7 +118,10 @@ def test_a_run_has_the_models_that_it_needs(tmp_path, overrides, roles, scorers)
         (["reward.signature=other"], "reward.signature='other' must be one of verl, trl"),
         (["reward.timeout_seconds=0"], r"reward.timeout_seconds=0.0 must be in \(0, 1e\+07\]"),
         (["algorithm.score_scale=0"], "takes no notice of any score"),
-        (["reward.function=m:f", "trainer.hang_seconds=60"], "reward.timeout_seconds=60 must be below trainer.hang_s"),
+        (
+            ["reward.function=m:f", "trainer.hang_seconds=60", "trainer.watchdog_seconds=30"],
+            "reward.timeout_seconds=60 must be below trainer.hang_seconds=60",
+        ),
         (["fusion.search_seconds=700"], "fusion.search_seconds=700 must be below trainer.hang_seconds=600"),
         (["trainer.watchdog_seconds=600"], "trainer.watchdog_seconds=600 must be below trainer.hang_seconds=600"),
         (["fusion.least_threshold=65"], "fusion.least_threshold=65 > 64 samples"),

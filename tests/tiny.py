@@ -87,7 +87,7 @@ def write_run(folder: Path, **settings: object) -> Path:
         "fusion": {"actor_microbatches": 2, "search_seconds": 0.2},
         "parallel": {"actor_train": "d1t1p2", "critic_train": "d2t1p1", "generation": "d2t1p1"},
         # silence means nothing on a busy machine; that a rank is gone is seen at once
-        "trainer": {"iterations": 3, "tensorboard": False, "output_dir": str(folder / "run"), "watchdog_seconds": 600},
+        "trainer": {"iterations": 3, "tensorboard": False, "output_dir": str(folder / "run"), "watchdog_seconds": 590},
     }
     for key, value in settings.items():
         group, name = key.split("__")

@@ -30,13 +30,13 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 SCALAR_HEAD = "score.weight"
 
 
-def resolve_checkpoint(name: str, role: str) -> Path:
-    """Local folder of a path or hub name. Raises InputError when there is neither."""
+def resolve_checkpoint(name: str, key: str) -> Path:
+    """Local folder of a path or hub name, set under `key`. Raises InputError when there is neither."""
     path = Path(name)
     if path.is_dir():
         return path
     if path.exists() or name.startswith((".", "/")) or name.count("/") > 1:
-        raise InputError(f"{role}.path={name} is no folder; give a Hugging Face model folder or hub name")
+        raise InputError(f"{key}={name} is no folder; give a Hugging Face model folder or hub name")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -44,7 +44,7 @@ def resolve_checkpoint(name: str, role: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise InputError(f"{role}.path={name} is no folder and no hub model that can be fetched: {reason}") from None
+        raise InputError(f"{key}={name} is no folder and no hub model that can be fetched: {reason}") from None
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,8 @@ def load_weights(
         weights["decoder.final_layernorm.weight"] = read.rows("model.norm.weight")
         if scalar_head:
             there = SCALAR_HEAD in read.index
-            fresh = torch.zeros(1, spec.hidden, dtype=dtype)
-            weights["output_layer.weight"] = read.rows(SCALAR_HEAD) if there else fresh
+            head = read.rows(SCALAR_HEAD) if there else torch.zeros(1, spec.hidden, dtype=dtype)
+            weights["output_layer.weight"] = head
         elif not spec.tied_embeddings:
             weights["output_layer.weight"] = _vocab_part(read, spec, "lm_head", tp_rank, tp_size)
         elif not first:

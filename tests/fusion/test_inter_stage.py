@@ -159,16 +159,17 @@ def test_samples_of_one_prompt_move_in_small_buckets_and_send_it_once(run):
 
 
 def test_observations_say_what_the_others_did(run):
-    fused = run(Case(STAIRS, (4,), step_seconds=SLOW))["report"].observations
-    assert {row[-1] for row in fused["prefill"]} == {"decoding"} < {row[-1] for row in fused["decode"]}
+    case = Case(AT_ONCE, (20, 12), bs_max=7)
+    fused = run(case, disturb=together_from_the_third_step)["report"].observations
+    assert "decoding" in {row[-1] for row in fused["prefill"]} and {row[-1] for row in fused["decode"]} > {"decoding"}
     assert {row[-1] for row in fused["score"]} >= {"decoding"} and len(fused["migration"]) >= 1
-    assert sum(row[1] for row in fused["score"]) == 16 and all(row[0] > 0 < row[1] for row in fused["migration"])
+    assert sum(row[1] for row in fused["score"]) == 32 and all(row[0] > 0 < row[1] for row in fused["migration"])
     serial = run.serial(Case(STAIRS))["report"].observations
     assert {row[-1] for row in serial["decode"]} == {"decoding"} and not serial["migration"]
     assert {row[-1] for row in serial["score"]} == {"scoring"} and len(serial["load"]) == 4
-    for seen in (fused, serial):
+    for seen, meetings in ((fused, 2), (serial, 1)):
         assert all(row[0] > 0 for kind in ("load", "release") for row in seen[kind])
-        assert len(seen["release"]) == 4 and len(seen["meeting"]) == 1
+        assert len(seen["release"]) == 4 and len(seen["meeting"]) == meetings
 
 
 def test_several_waiting_samples_of_the_tail_are_scored_together(run):

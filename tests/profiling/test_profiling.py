@@ -21,7 +21,7 @@ SETTINGS = [
     f"actor.path={TINY}/actor", f"reward.path={TINY}/reward", "trainer.device=cpu", "parallel.generation=d2t1p1",
     "parallel.actor_train=d1t1p2", "parallel.critic_train=d1t1p2", "data.max_prompt_tokens=32",
     "rollout.max_response_tokens=32", "rollout.prompts_per_iteration=4", "rollout.samples_per_prompt=1",
-    "algorithm.minibatches=1", "rollout.max_batched_tokens=128",
+    "algorithm.minibatches=1", "rollout.max_batched_tokens=128", "fusion.least_threshold=0",
 ]  # fmt: skip
 
 

@@ -86,7 +86,7 @@ class StepByStep:
     def step(self, place: Place, now: float) -> None:
         """One prefill, one preemption or one decode step."""
         lim, costs = self.limits, self.costs_beside()
-        admitted = []
+        admitted, context = [], 0
         while place.waiting and len(place.running) < lim.max_sequences and not place.kept_out:
             context = sum(s.tokens for s in place.running) if not admitted else context + admitted[-1][1]
             first = place.waiting[0]
