@@ -129,6 +129,7 @@ def lengths_of(batch: RolloutBatch) -> SampleLengths:
 
 
 def memory_metrics(everyone: list[dict]) -> dict[str, float]:
-    """Peak bytes of each phase on the fullest rank, in 10^9 bytes."""
+    """Peak bytes of each phase, and of the whole iteration, on the fullest rank, in 10^9 bytes."""
     peaks = [one["peaks"] for one in everyone]
-    return {f"perf/peak_memory_gb/{phase}": max(one[phase] for one in peaks) / 1e9 for phase in peaks[0]}
+    metrics = {f"perf/peak_memory_gb/{phase}": max(one[phase] for one in peaks) / 1e9 for phase in peaks[0]}
+    return metrics | {"perf/max_memory_allocated_gb": max(metrics.values())}

@@ -7,7 +7,7 @@ import torch
 
 from rlhfuse.config import RewardConfig
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
-from rlhfuse.run_metrics import mfu_metrics, rewarded
+from rlhfuse.run_metrics import memory_metrics, mfu_metrics, rewarded
 from rlhfuse.simulator.flops import IterationFlops
 
 SECONDS = {"timing_s/train": 4.0, "fusion/gen_infer_seconds": 2.0, "timing_s/step": 10.0}
@@ -28,6 +28,13 @@ def test_without_a_critic_or_a_peak():
     flops = IterationFlops(3e12, 0.0, {"actor": 8e12})
     assert "perf/mfu/critic" not in mfu_metrics(flops, SECONDS, 4, 1e12)
     assert mfu_metrics(flops, SECONDS, 4, None) == {}
+
+
+def test_memory_is_that_of_the_fullest_rank():
+    ranks = [{"peaks": {"base": 1e9, "generation": 3e9}}, {"peaks": {"base": 2e9, "generation": 2.5e9}}]
+    assert memory_metrics(ranks) == {
+        "perf/peak_memory_gb/base": 2.0, "perf/peak_memory_gb/generation": 3.0, "perf/max_memory_allocated_gb": 3.0
+    }  # fmt: skip
 
 
 def batch_of(scores: list[float | None]) -> RolloutBatch:
