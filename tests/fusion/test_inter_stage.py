@@ -185,11 +185,12 @@ def test_several_waiting_samples_of_the_tail_are_scored_together(run):
 def together_from_the_third_step(stage, scorer, made, case, store):
     """All meet behind their third step; from there on a step takes a while.
 
-    The samples of two tokens end in the second step, but no courier tells of them before all are in their third, and
-    nobody takes that one before it has heard of all of them.
+    The samples of two tokens end in the second step, but no courier tells of them before all are in their third (who
+    has one), and nobody takes that one before it has heard of all of them.
     """
     short, step, steps = sum(n <= 2 for n in case.lengths), made.engine.step, iter(range(10_000))
-    ranks = len(made.placement.instances)
+    share = len(case.lengths) // len(made.placement.instances)
+    ranks = sum(max(case.lengths[first : first + share]) > 2 for first in range(0, len(case.lengths), share))
 
     def until(count, enough):
         deadline = time.monotonic() + 500
