@@ -6,13 +6,15 @@ a failure of the program and keeps its traceback. Knows nothing of torch or of a
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import sys
+import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable, Iterator, NoReturn
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -54,8 +56,25 @@ def writing(path: str | Path, otherwise: str = "make it writable") -> Iterator[N
         raise InputError(f"cannot write {path}: {error.strerror or error}; {fix}") from None
 
 
-def run_program(main: Callable[[], int | None]) -> None:
-    """Run `main` and leave the process with its exit code.
+def leave(code: int) -> NoReturn:
+    """End this process with `code`: exit functions run and output is flushed, but nothing is torn down.
+
+    For processes that were in a process group. A gloo thread that was put aside by a busy machine may still hold the
+    tensor of a collective that is long finished; to free it takes the interpreter's lock, and that aborts the process
+    ("terminate called without an active exception") once the interpreter is being torn down. The threads end with
+    the group's last holder, and modules hold their groups through cycles that no collector sees. The steps are those
+    of the interpreter, and of multiprocessing for the processes it forks.
+    """
+    threading._shutdown()  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BrokenPipeError):
+            stream.flush()
+    os._exit(code)
+
+
+def run_program(main: Callable[[], int | None], tear_down: bool = True) -> None:
+    """Run `main` and leave the process with its exit code; without `tear_down`, by `leave`.
 
     An InputError prints `error: ...` on stderr, from rank 0 only when torchrun set RANK, and every rank
     exits with 2. A RewardError is the same line from whichever rank met it, exit code 1. Ctrl-C exits with 130. Any
@@ -75,4 +94,6 @@ def run_program(main: Callable[[], int | None]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         code = EXIT_INTERRUPTED
+    if not tear_down:
+        leave(code)
     sys.exit(code)

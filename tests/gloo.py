@@ -35,6 +35,7 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
+    from rlhfuse.errors import leave
     from rlhfuse.parallel.device import allow_many_files
 
     torch.set_num_threads(1)
@@ -48,6 +49,7 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
             pipe.send((False, traceback.format_exc()))
         gc.collect()  # models and their groups form cycles, and every group holds sockets
     dist.destroy_process_group()
+    leave(0)
 
 
 class Workers:

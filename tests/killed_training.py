@@ -105,4 +105,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    run_program(main, tear_down=False)

@@ -1,6 +1,8 @@
 """Layer 0: layouts print and parse back, model specs count parameters, programs leave with the right code."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -173,3 +175,33 @@ def test_only_rank_0_prints_the_error(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert leave_with(raiser(InputError("x"))) == 2
     assert capsys.readouterr().err == ""
+
+
+def test_a_program_may_leave_without_being_torn_down():
+    source = """
+import atexit, threading, time
+from rlhfuse.errors import run_program
+
+class Kept:
+    def __del__(self):
+        print("torn down")
+
+kept = Kept()
+kept.itself = kept
+atexit.register(print, "exit function")
+
+def main():
+    threading.Thread(target=lambda: (time.sleep(0.3), print("thread"))).start()
+    print("main", end=" ")
+    return 3
+
+run_program(main, tear_down=TEAR_DOWN)
+"""
+    said = {}
+    for tear_down in (True, False):
+        text = source.replace("TEAR_DOWN", str(tear_down))
+        ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+        assert (ended.returncode, ended.stderr) == (3, "")
+        said[tear_down] = ended.stdout.split("\n")[:-1]
+    assert said[False] == ["main thread", "exit function"]
+    assert said[True] == [*said[False], "torn down"]

@@ -272,4 +272,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    run_program(main)
+    run_program(main, tear_down=False)

@@ -88,4 +88,4 @@ def measure(config: RunConfig, out: Path, limit_seconds: float) -> int:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    run_program(main, tear_down=False)

@@ -43,4 +43,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    run_program(main, tear_down=False)

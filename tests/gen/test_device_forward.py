@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from gen_models import random_weights, tiny_spec
 
-from rlhfuse.errors import InputError
+from rlhfuse.errors import InputError, leave
 from rlhfuse.gen import device_forward
 from rlhfuse.gen.decode_graphs import DecodeGraphs
 from rlhfuse.gen.decode_inputs import DecodeInputs, DecodeShape, Staging, padded_arrays
@@ -226,6 +226,7 @@ def run_rank(rank: int, folder: str) -> None:
     results = engine.generate([[9, 10, 11], [12], list(range(20, 60))], SamplingParams(max_tokens=12, ignore_eos=True))
     torch.save((results, repeater.recorded, forward._graphs.shapes), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+    leave(0)
 
 
 def test_two_tensor_parallel_ranks_record_the_same_shapes_and_agree(tmp_path):

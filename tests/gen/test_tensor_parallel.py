@@ -7,6 +7,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from gen_models import random_weights, tiny_spec
 
+from rlhfuse.errors import leave
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.gen.migration import move_sequences
 
@@ -36,6 +37,7 @@ def run_rank(rank: int, folder: str) -> None:
     moved.sort(key=lambda r: r.sample_id)
     torch.save((batched, alone, moved), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+    leave(0)
 
 
 def test_two_ranks(tmp_path):
