@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Sequence
 
+from rlhfuse.allowance import Allowance
 from rlhfuse.checkpoint import METRICS
 from rlhfuse.config import RunConfig
 from rlhfuse.errors import writing
@@ -22,6 +23,8 @@ from rlhfuse.monitor.phase_times import render_phase_times
 from rlhfuse.monitor.samples import SampleText, SampleWriter
 from rlhfuse.monitor.trace import Span, save_trace
 from rlhfuse.simulator.plan import Plan
+
+TRACE_SHARE = 0.005  # of the time may go into writing trace.json again; the end of a run always does
 
 
 class RunLog:
@@ -40,6 +43,7 @@ class RunLog:
         self._printer = ProgressPrinter(trainer.iterations)
         self._rows: list[Metrics] = []
         self._traced: list[list[Span]] = []
+        self._traces = Allowance(TRACE_SHARE)
 
     def write(self, metrics: Metrics, spans: list[Span], samples: Sequence[SampleText]) -> None:
         """One iteration. Raises InputError naming the file that cannot be written."""
@@ -51,14 +55,21 @@ class RunLog:
             self._printer.print(metrics)
         self._rows.append({name: value for name, value in metrics.items() if not isinstance(value, list)})
         self._traced = [*self._traced, spans][-self._trace_iterations :]
-        save_trace([span for one in self._traced for span in one], self._run_dir / "trace.json")
+        if self._traces.due():
+            self._save_trace()
+
+    def _save_trace(self) -> None:
+        with self._traces.spend():
+            save_trace([span for one in self._traced for span in one], self._run_dir / "trace.json")
 
     def position(self) -> int:
         """Bytes of metrics.jsonl so far."""
         return self._metrics.position()
 
     def close(self) -> None:
+        """Print the tables of the run. Raises InputError naming the file that cannot be written."""
         if self._rows:
+            self._save_trace()
             print(render_phase_times(self._rows), flush=True)
             if table := MemoryTable.of(self._plan.to_dict(), self._rows):
                 print(table.text(), flush=True)

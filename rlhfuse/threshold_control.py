@@ -1,8 +1,9 @@
 """R_t while training runs: from the plan at first, then from what the run itself shows.
 
 After each iteration rank 0 fits the costs of decoding, prefill, scoring, migration and loading to the recent
-observations, simulates every R_t over the recent lengths, and tells the others (paper section 4.2). A fixed
-`fusion.threshold` is kept; without inter-stage fusion R_t is 0.
+observations and tells the others. It simulates every R_t over the recent lengths (paper section 4.2) after the first
+iterations, and from then on as often as LOOK_SHARE of the time allows: after every iteration that takes seconds on
+many ranks, after every few of a small run. A fixed `fusion.threshold` is kept; without inter-stage fusion R_t is 0.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import json
 import time
 from collections import deque
 from pathlib import Path
-from typing import Sequence
+from typing import Any, Sequence
 
 import torch
 import torch.distributed as dist
 
+from rlhfuse.allowance import Allowance
 from rlhfuse.config import RunConfig
 from rlhfuse.errors import InputError
 from rlhfuse.fusion.inter_stage import FusionLimits, GenInferReport
@@ -39,6 +41,8 @@ from rlhfuse.simulator.threshold import Threshold, predicted_seconds, sweep_thre
 from rlhfuse.spec import ModelSpec
 
 RECENT_ITERATIONS = 4
+LOOK_SHARE = 0.01  # of the time may go into simulating R_t again
+FIRST_LOOKS = 2  # iterations after which it is simulated in any case: the second is the first without compiling
 WORTH_MOVING = 0.02  # the curve over R_t is flat around its minimum: smaller gains are noise
 WORTH_NAMING = 0.1  # costs that changed by less are not mentioned in the log
 NO_SCORING = (0, 0, 0.0, "idle")
@@ -98,6 +102,12 @@ def probe_transfer(device: Device) -> list[list[float]]:
     return json.loads(all_gather_bytes(json.dumps(rows if rank == 0 else []).encode())[0])
 
 
+def _from_rank_0(value: Any) -> Any:
+    """Rank 0's value, which JSON can hold; a collective."""
+    payload = json.dumps(value).encode() if dist.get_rank() == 0 else b""
+    return json.loads(all_gather_bytes(payload)[0])
+
+
 class ThresholdControl:
     """Holds the R_t in force and what it was chosen from. All ranks hold the same values."""
 
@@ -117,11 +127,12 @@ class ThresholdControl:
         self._costs: CostModel = costs
         self._costs_name = costs_name
         self._seen = 0  # iterations of this process
+        self._looks = Allowance(LOOK_SHARE)
+        self._basis = self._basis_now()  # what the triggers in force stand on
         self.limits = self._fusion_limits(self._instance_limits())
 
     def observe(self, iteration: int, report: GenInferReport, batch: RolloutBatch) -> str:
         """Take an iteration in; a collective. Returns a line for the log when R_t is set or moves, else ''."""
-        lengths_before, costs_before, name_before = self._lengths_seen(), self._costs, self._costs_name
         if self._seen == 1:
             self._observed.pop()  # the process's first iteration compiled kernels: it counts while there is no other
         self._seen += 1
@@ -129,29 +140,36 @@ class ThresholdControl:
         self._lengths.append(
             SampleLengths(tuple(batch.prompt_lengths.tolist()), tuple(batch.response_lengths.tolist()))
         )
-        self._costs = self._fit()
+        leads = dist.get_rank() == 0
+        self._costs = MeasuredCost.from_dict(_from_rank_0(self._fit().to_dict() if leads else None), "rank 0's costs")
         count = len(self._observed)
         self._costs_name = f"costs measured over {count} iteration{'s' if count > 1 else ''}"
         limits = self._instance_limits()
-        decided = b""
-        if self._adapts and dist.get_rank() == 0:
-            triggers, why = self._choose(limits)
-            lengths = f"lengths over {len(self._lengths)} iterations: {self._lengths_seen()}"
-            if lengths_before:
-                lengths = f"{lengths}, before: {lengths_before}"
-            costs = changes(costs_before, self._costs, limits, median_context(self._lengths[-1]))
-            against = "those before" if name_before.startswith("costs measured") else name_before
-            told = f"{why}; {lengths}; {self._costs_name}, against {against}: {costs}"
-            decided = json.dumps([triggers, told]).encode()
-        decided = all_gather_bytes(decided)[0]
         self.limits = self._fusion_limits(limits)
         if not self._adapts:
             return ""
-        before, (triggers, reason) = self.triggers, json.loads(decided)
+        if not (look := _from_rank_0(self._look(limits) if leads and self._look_due() else None)):
+            return ""
+        before, (triggers, reason) = self.triggers, look
         self.triggers = tuple(triggers)
         if before != self.triggers:
             return f"R_t {spoken(before)} -> {spoken(self.triggers)}: {reason}"
         return f"R_t stays {spoken(before)}: {reason}" if iteration == 0 else ""
+
+    def _look_due(self) -> bool:
+        return self._seen <= FIRST_LOOKS or self._looks.due()
+
+    def _look(self, limits: InstanceLimits) -> tuple[tuple[int, ...], str]:
+        """The triggers from now on, and why: which lengths and costs they stand on, and what the last ones stood on."""
+        with self._looks.spend():
+            triggers, why = self._choose(limits)
+        (lengths_before, costs_before, name_before), self._basis = self._basis, self._basis_now()
+        lengths = f"lengths over {len(self._lengths)} iterations: {self._lengths_seen()}"
+        if lengths_before:
+            lengths = f"{lengths}, before: {lengths_before}"
+        costs = changes(costs_before, self._costs, limits, median_context(self._lengths[-1]))
+        against = "those before" if name_before.startswith("costs measured") else name_before
+        return triggers, f"{why}; {lengths}; {self._costs_name}, against {against}: {costs}"
 
     def _choose(self, limits: InstanceLimits) -> tuple[tuple[int, ...], str]:
         """The triggers for the next iteration, by simulation of the recent ones, and why."""
@@ -167,6 +185,9 @@ class ThresholdControl:
         if chosen == self.triggers:
             return chosen, f"the best, {spoken(found.triggers)}, would gain {gain}"
         return chosen, f"{found.explain()}; {gain} faster than at {spoken(self.triggers)}"
+
+    def _basis_now(self) -> tuple[str, CostModel, str]:
+        return self._lengths_seen(), self._costs, self._costs_name
 
     def _lengths_seen(self) -> str:
         """Output lengths of the recent iterations; '' before the first."""
@@ -212,6 +233,7 @@ class ThresholdControl:
             self._observed.extend(state["observations"])
             self._costs = MeasuredCost.from_dict(state["costs"], where)
             self._costs_name = "costs of the checkpoint"
+            self._basis = self._basis_now()
             if self._adapts:
                 self.triggers = tuple(state["triggers"])
         except (KeyError, TypeError) as error:

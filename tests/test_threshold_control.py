@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "simulator"))
 from sim_helpers import limits, linear_cost, long_tail  # noqa: E402
 from test_planner import SPECS, run  # noqa: E402
 
+from rlhfuse.allowance import Allowance  # noqa: E402
 from rlhfuse.fusion.gen_infer_report import OBSERVED  # noqa: E402
 from rlhfuse.parallel.device import choose_device  # noqa: E402
 from rlhfuse.simulator.iteration import move_cost, simulate_gen_infer  # noqa: E402
@@ -25,7 +27,7 @@ from rlhfuse.simulator.hardware import hardware_by_name  # noqa: E402
 from rlhfuse.simulator.layouts import check_layouts  # noqa: E402
 from rlhfuse.simulator.planner import make_plan, starting_costs, task_costs  # noqa: E402
 from rlhfuse.simulator.threshold import sweep_threshold  # noqa: E402
-from rlhfuse.threshold_control import WORTH_MOVING, ThresholdControl, changes, spoken, steady  # noqa: E402
+from rlhfuse.threshold_control import LOOK_SHARE, WORTH_MOVING, ThresholdControl, changes, spoken, steady  # noqa: E402
 
 
 @pytest.fixture
@@ -67,6 +69,31 @@ def test_it_starts_from_the_profile_and_says_so(alone, tmp_path):
     analytic = control(run())
     assert analytic.limits.move_cost != priced.limits.move_cost
     assert "costs measured over 1 iteration, against analytic costs: " in analytic.observe(0, *iteration(lengths))
+
+
+def test_it_looks_again_as_often_as_its_share_of_the_time_allows(alone, monkeypatch):
+    """The first two iterations, and then when a hundred times what a look took has passed; costs follow each time."""
+    followed = control(run())
+    clock = SimpleNamespace(seconds=0.0)
+    followed._looks = Allowance(LOOK_SHARE, lambda: clock.seconds)
+    choose, looked = followed._choose, []
+
+    def choose_slowly(limits):
+        looked.append(number)
+        clock.seconds += 1.0
+        return choose(limits)
+
+    monkeypatch.setattr(followed, "_choose", choose_slowly)
+    said = []
+    for number in range(8):
+        report, batch = iteration(long_tail(64, longest=256, seed=number))
+        report.observations["meeting"] = [[1e-3 * number]]
+        said.append(followed.observe(number, report, batch))
+        recent = range(max(number - 3, min(number, 1)), number + 1)  # four, without the first once there is another
+        assert followed._costs.meeting_seconds() == pytest.approx(1e-3 * statistics.median(recent))
+        clock.seconds += 48.0
+    assert looked == [0, 1, 4, 7] and said[0].startswith("R_t ")
+    assert not any(said[number] for number in (2, 3, 5, 6))
 
 
 def test_small_gains_do_not_move_it():

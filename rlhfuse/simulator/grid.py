@@ -23,7 +23,11 @@ from rlhfuse.simulator.lines import Line
 
 @dataclass(frozen=True)
 class Grid:
-    """`seconds[i * len(axes[1]) + j]` were measured at (axes[0][i], axes[1][j]); one axis or two."""
+    """`seconds[i * len(axes[1]) + j]` were measured at (axes[0][i], axes[1][j]); one axis or two.
+
+    Beyond the end of one axis it rises as steeply as it does for any smaller count of the other, so that more work
+    never costs less there either.
+    """
 
     axes: tuple[tuple[float, ...], ...]
     seconds: tuple[float, ...]
@@ -41,11 +45,23 @@ class Grid:
         first, weight = _place(self.axes[0], counts[0])
         if len(self.axes) == 1:
             return self._along(first, weight, self.seconds)
-        width = len(self.axes[1])
         second, other = _place(self.axes[1], counts[1])
-        rows = (self.seconds[row * width : (row + 1) * width] for row in (first, min(first + 1, len(self.axes[0]) - 1)))
-        low, high = (self._along(second, other, row) for row in rows)
-        return max(0.0, low + weight * (high - low))
+        following = min(first + 1, len(self.axes[0]) - 1)
+        low, high = self._in_row(first, second, other), self._in_row(following, second, other)
+        if weight <= 1:
+            return low + weight * (high - low)
+        below = (self._at(following, column) - self._at(first, column) for column in range(second + 1))
+        return high + (weight - 1) * max(high - low, *below)
+
+    def _at(self, row: int, column: int) -> float:
+        return self.seconds[row * len(self.axes[1]) + column]
+
+    def _in_row(self, row: int, index: int, weight: float) -> float:
+        following = min(index + 1, len(self.axes[1]) - 1)
+        if weight <= 1:
+            return self._at(row, index) + weight * (self._at(row, following) - self._at(row, index))
+        steepest = max(self._at(one, following) - self._at(one, index) for one in range(row + 1))
+        return self._at(row, following) + (weight - 1) * steepest
 
     @staticmethod
     def _along(index: int, weight: float, values: Sequence[float]) -> float:

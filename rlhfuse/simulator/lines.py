@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Iterable, Sequence
 
 import numpy as np
@@ -56,15 +57,19 @@ class Line:
         target = np.asarray(seconds, dtype=np.float64)
         matrix = np.column_stack([np.ones(len(target)), np.asarray(counts, dtype=np.float64).reshape(len(target), -1)])
         scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
+        # what no combination of columns reaches is the same for all subsets: the rest is a problem of few rows
+        basis, matrix = np.linalg.qr(matrix / scale)
+        reached = basis.T @ target
+        beyond = float(np.sum((target - basis @ reached) ** 2))
         best, best_error = np.zeros(matrix.shape[1]), float(target @ target)
         columns = range(matrix.shape[1])
         for size in range(1, len(columns) + 1):
             for chosen in itertools.combinations(reversed(columns), size):
-                part = matrix[:, chosen] / scale[list(chosen)]
-                solution = np.linalg.lstsq(part, target, rcond=1e-10)[0]
+                part = matrix[:, chosen]
+                solution = np.linalg.lstsq(part, reached, rcond=1e-10)[0]
                 if (solution < 0).any():
                     continue
-                error = float(np.sum((part @ solution - target) ** 2))
+                error = beyond + float(np.sum((part @ solution - reached) ** 2))
                 if error < best_error * (1 - 1e-9):  # strictly better, not by rounding
                     best, best_error = np.zeros(len(columns)), error
                     best[list(chosen)] = solution / scale[list(chosen)]
@@ -120,7 +125,12 @@ class LineTable:
         return nearest(neighbour, (name for name, _ in self.lines))
 
     def beside(self, neighbour: str) -> Line:
-        return dict(self.lines)[self.source(neighbour)]
+        return self._answers[neighbour]
+
+    @cached_property
+    def _answers(self) -> dict[str, Line]:
+        """The line for every neighbour; a simulation asks thousands of times."""
+        return {neighbour: dict(self.lines)[self.source(neighbour)] for neighbour in NEIGHBOURS}
 
     def describe(self, kind: str, names: Sequence[str]) -> list[str]:
         """One text line for each neighbour, which says where another one's line stands in; equal lines are one."""
