@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rlhfuse.checkpoint import is_finished
 from rlhfuse.config import RunConfig, dump_config
 from rlhfuse.errors import writing
-from rlhfuse.gen.warm_up import compile_kernels
+from rlhfuse.gen.warm_up import compile_kernels, compile_kernels_apart
 from rlhfuse.models import invariance
 from rlhfuse.models.hf import has_scalar_head
 from rlhfuse.monitor.watchdog import Limits, Watchdog
@@ -27,6 +27,7 @@ from rlhfuse.parallel.collect import all_gather_bytes, together
 from rlhfuse.parallel.device import Device, allow_many_files, choose_device, local_rank
 from rlhfuse.parallel.groups import connect
 from rlhfuse.preflight import Prepared, prepare
+from rlhfuse.schedule import kernels
 from rlhfuse.schedule.io import save_schedule, write_text
 from rlhfuse.schedule.lowering import lower
 from rlhfuse.schedule.schedule import Schedule
@@ -95,9 +96,11 @@ def run_job(prepared: Prepared, name: str, rank: int, device: Device) -> Path:
 
 
 def load_kernels(config: RunConfig) -> None:
-    """The first rank of every host compiles the engine's CPU kernels, unless they are cached; then the others load."""
+    """The first rank of every host has the engine's CPU kernels compiled, unless they are cached; then all can load."""
     if local_rank() == 0:
-        compile_kernels(getattr(torch, config.trainer.dtype))
+        dtype = getattr(torch, config.trainer.dtype)
+        compile_kernels_apart(dtype)
+        compile_kernels(dtype)
     dist.barrier()
 
 
@@ -153,6 +156,8 @@ def settle(prepared: Prepared, name: str, rank: int, device: Device) -> tuple[Sc
     with together():
         if rank == 0:
             run_dir = Path(config.trainer.output_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+            if config.fusion.intra_stage and not config.fusion.schedule:
+                kernels.compile_kernels_apart()  # of the search that this plan begins with
             plan, schedule = plan_run(config, prepared.checkpoints.specs, prepared.world_size)
             write_start(run_dir, config, plan, schedule)
             print(start_line(prepared), flush=True)

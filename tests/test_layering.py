@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = {
-    **dict.fromkeys(("allowance", "errors", "spec", "config", "config_rules", "config_values"), 0),
+    **dict.fromkeys(("allowance", "kernel_cache", "errors", "spec", "config", "config_rules", "config_values"), 0),
     **dict.fromkeys(("schedule", "simulator"), 1),
     **dict.fromkeys(("parallel", "models"), 2),
     **dict.fromkeys(("ppo", "data", "monitor", "gen"), 3),

@@ -6,9 +6,13 @@ they would each compile the same. Knows nothing of ranks.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+from rlhfuse.gen.sampler_cpu import draw_rows
+from rlhfuse.kernel_cache import compile_apart
 from rlhfuse.spec import ModelSpec
 
 
@@ -31,3 +35,12 @@ def compile_kernels(dtype: torch.dtype = torch.float32) -> None:
     weights = {name: torch.ones(shape, dtype=dtype) for name, shape in shapes.items()}
     engine = Engine(spec, weights, EngineOptions(num_blocks=4, block_tokens=8), dtype=dtype)
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, top_k=2, top_p=0.9, ignore_eos=True))
+
+
+def compile_kernels_apart(dtype: torch.dtype = torch.float32) -> None:
+    """The same in another process, unless they are cached; that of the sampler is the last that a step calls."""
+    compile_apart(draw_rows, "rlhfuse.gen.warm_up", str(dtype).removeprefix("torch."))
+
+
+if __name__ == "__main__":
+    compile_kernels(getattr(torch, sys.argv[1]))

@@ -12,12 +12,14 @@ import time
 from contextlib import contextmanager
 from typing import Any, Iterator
 
+from rlhfuse.kernel_cache import compile_apart
 from rlhfuse.schedule.builders import greedy
 from rlhfuse.schedule.chain import Chain
 from rlhfuse.schedule.goal import Goal, Incumbent
 from rlhfuse.schedule.graph import build_graph
 from rlhfuse.schedule.paper_chain import PaperChain
 from rlhfuse.schedule.problem import FusionProblem, Pipeline
+from rlhfuse.schedule.stretch import order_by_aim
 
 NAP_SECONDS = 0.001
 
@@ -36,6 +38,11 @@ def load_kernels(method: str) -> None:
         chain.round(start, 1, 0.0)
     for number, stretcher in enumerate(chain.stretchers):
         stretcher.best(chain.levels[number].best, chain.levels[number + 1].better)
+
+
+def compile_kernels_apart() -> None:
+    """Those of the default search in another process, unless they are cached; the stretching is the last it calls."""
+    compile_apart(order_by_aim, "rlhfuse.schedule.kernels")
 
 
 @contextmanager
@@ -64,3 +71,7 @@ def _meet(comm: Any) -> None:
     request = comm.Ibarrier()
     while not request.Test():
         time.sleep(NAP_SECONDS)
+
+
+if __name__ == "__main__":
+    load_kernels("default")

@@ -21,7 +21,7 @@ import numpy as np
 
 from rlhfuse.errors import InputError
 from rlhfuse.schedule.io import write_text
-from rlhfuse.simulator.cost import check_neighbour
+from rlhfuse.simulator.cost import NEIGHBOURS, check_neighbour
 from rlhfuse.simulator.lines import Line, LineTable
 
 COLUMNS = {"decode": ("batch", "context tokens"), "prefill": ("tokens", "sequences"), "score": ("tokens", "sequences")}
@@ -98,7 +98,7 @@ class MeasuredCost:
                 seconds = one if kind in MEDIANS else one.seconds
                 if not (np.isfinite(seconds) and seconds >= 0):
                     raise InputError(f"{kind} observation {one}: seconds must be finite and >= 0")
-                if kind in COLUMNS:
+                if kind in COLUMNS and one.neighbour not in NEIGHBOURS:
                     check_neighbour(one.neighbour, f"{kind} observation {one}")
         return MeasuredCost(
             decode=LineTable.fit([((o.batch, o.context_tokens), o.seconds, o.neighbour) for o in decode]),

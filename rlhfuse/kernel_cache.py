@@ -1,0 +1,28 @@
+"""Fills numba's cache in a process of its own, so that what the compiler took ends with it.
+
+A rank that compiles keeps hundreds of megabytes which it never needs again, and which no plan of its memory knows of.
+Compiled kernels are loaded from the cache in a fraction of a second.
+
+Knows nothing of what the kernels do.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def is_cached(kernel: Any) -> bool:
+    """Whether a process compiled this numba function before, for whatever types, and the machine still has it."""
+    return any(Path(kernel.stats.cache_path).glob(f"*.{kernel.__name__}-*.nbi"))
+
+
+def compile_apart(kernel: Any, module: str, *arguments: str) -> None:
+    """Run `python -m module arguments` unless `kernel`, the last that it compiles, is cached.
+
+    Raises CalledProcessError where that fails, after it has said why.
+    """
+    if not is_cached(kernel):
+        subprocess.run([sys.executable, "-m", module, *arguments], check=True)

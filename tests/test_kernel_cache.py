@@ -1,0 +1,56 @@
+"""Kernels are compiled by another process, once."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from rlhfuse.kernel_cache import compile_apart, is_cached
+
+KERNEL = """
+import os
+import sys
+from pathlib import Path
+
+from numba import njit
+
+
+@njit(cache=True)
+def double(number):
+    return 2 * number
+
+
+if __name__ == "__main__":
+    with open(sys.argv[1], "a") as said:
+        said.write(f"{os.getppid()}\\n")
+    import kernel_of_a_test
+
+    kernel_of_a_test.double(1.0)
+"""
+
+
+@pytest.fixture
+def kernel(tmp_path, monkeypatch):
+    """The kernel in a module of its own, its cache beside it."""
+    (tmp_path / "kernel_of_a_test.py").write_text(KERNEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    yield importlib.import_module("kernel_of_a_test").double
+    del sys.modules["kernel_of_a_test"]
+
+
+def test_what_another_process_compiled_is_loaded(kernel, tmp_path):
+    said = tmp_path / "said"
+    assert not is_cached(kernel)
+    for _ in range(2):  # the second finds it
+        compile_apart(kernel, "kernel_of_a_test", str(said))
+        assert is_cached(kernel)
+    assert len(said.read_text().split()) == 1
+    assert kernel(3.0) == 6.0
+    assert sum(kernel.stats.cache_hits.values()) == 1 and not sum(kernel.stats.cache_misses.values())
+
+
+def test_a_failure_there_is_one_here(kernel):
+    with pytest.raises(subprocess.CalledProcessError):
+        compile_apart(kernel, "kernel_of_a_test")
