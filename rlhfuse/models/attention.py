@@ -5,9 +5,9 @@
     decode_attention   the same for one query per sequence, in fixed shapes that a CUDA graph can hold
 
 On CUDA with flash-attn installed all are its kernels, where `flash_obstacle` names nothing against it. Elsewhere
-torch's own attention takes each sequence of several queries by itself, and those of one query together. The numba
-kernel of paged_cpu.py serves generation on CPU. This is the only file that imports flash_attn. Knows nothing of
-models or of scheduling.
+torch's own attention takes each sequence of several queries by itself, neighbours of one length and those of one query
+together. The numba kernel of paged_cpu.py serves generation on CPU. This is the only file that imports flash_attn.
+Knows nothing of models or of scheduling.
 
 Letters: T tokens, H query heads, G key/value heads (H % G == 0), D head_dim, S sequences, R rows, W columns.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -47,16 +48,19 @@ def varlen_attention(
         return flash.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=causal)
     bounds = cu_seqlens.tolist()
     lengths = [b - a for a, b in zip(bounds, bounds[1:])]
+    # Neighbours of one length, often the samples of one prompt that were cut, are one batch: same bits, fewer calls.
+    runs = [(length, sum(1 for _ in run)) for length, run in groupby(lengths) if length]
     # Split and not sliced: the gradient of one split is one cat, that of each slice a whole tensor of zeros.
-    pieces = [_dense(*one, causal) for one in zip(*(x.split(lengths) for x in (q, k, v))) if len(one[0])]
+    parts = zip(*(x.split([length * count for length, count in runs]) for x in (q, k, v)))
+    pieces = [_dense(*part, causal, count) for part, (_, count) in zip(parts, runs)]
     return torch.cat(pieces) if pieces else torch.empty_like(q)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Attention of one sequence, [T, heads, D] in and out."""
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, sequences: int = 1) -> Tensor:
+    """Attention of so many sequences of one length that lie one after another, [T, heads, D] in and out."""
+    q, k, v = (x.unflatten(0, (sequences, -1)).transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
-    return out.squeeze(0).transpose(0, 1)
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 @dataclass(frozen=True, eq=False)

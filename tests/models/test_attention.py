@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -123,6 +125,26 @@ def test_varlen_attention_and_its_gradients(groups):
     for a, b in zip(bounds, bounds[1:]):  # packing changes nothing
         one = varlen_attention(q[a:b], k[a:b], v[a:b], torch.tensor([0, b - a]).int(), int(b - a))
         assert torch.equal(one, out[a:b])
+
+
+@pytest.mark.parametrize("heads, groups, dim", [(8, 4, 8), (4, 4, 16), (8, 2, 64)])
+@pytest.mark.parametrize("lengths", [(5, 5, 5, 1, 1, 5), (85,) * 8, (300, 300, 7, 7)])
+def test_neighbours_of_one_length_change_no_bit(heads, groups, dim, lengths):
+    """They are one batch for torch; each by itself, the same output and gradients."""
+    torch.manual_seed(len(lengths))
+    tokens = sum(lengths)
+    whole = [torch.randn(tokens, count, dim, requires_grad=True) for count in (heads, groups, groups)]
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    out = varlen_attention(*whole, bounds, max(lengths))
+    gradient = torch.randn_like(out)
+    together = [out, *torch.autograd.grad(out, whole, gradient)]
+    alone = []
+    for start, end in zip(bounds.tolist(), bounds[1:].tolist()):
+        one = [x[start:end].detach().requires_grad_() for x in whole]
+        out = varlen_attention(*one, torch.tensor([0, end - start], dtype=torch.int32), end - start)
+        alone.append([out, *torch.autograd.grad(out, one, gradient[start:end])])
+    for found, parts in zip(together, zip(*alone)):
+        assert torch.equal(found, torch.cat(parts))
 
 
 def test_not_causal():
