@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import psutil
+from launched import end
 from rich.table import Table
 from search_runs import console, counting, finish, machine
 
@@ -42,7 +42,6 @@ ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = 10  # iterations
 WINDOW = 5  # iterations of a median
 POLL_SECONDS = 0.05
-END_SECONDS = 20.0  # what the launcher gets to end its ranks
 LEAST = 4  # iterations in a slope
 CPU = "CPU of all ranks at equal tokens"
 MEMORY_GOAL = 1.05  # at the end, of what it was after the warm-up
@@ -220,16 +219,6 @@ def look(launcher: int, iteration: int) -> Iterator[Look]:
                 yield Look(iteration, int(rank), one.memory_info().rss, one.num_fds(), one.num_threads(), cpu)
         except (psutil.NoSuchProcess, psutil.AccessDenied):  # a rank that has ended has no environment to read
             continue
-
-
-def end(process: subprocess.Popen) -> None:
-    if process.poll() is None:
-        process.terminate()  # the launcher passes it on to its ranks
-        try:
-            process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 # figures --------------------------------------------------------------------------------------------------------

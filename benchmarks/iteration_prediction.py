@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from launched import end
 from omegaconf import OmegaConf
 from search_runs import console, counting, finish, machine
 
@@ -35,7 +35,6 @@ ROOT = Path(__file__).resolve().parents[1]
 RANKS = 2
 SKIPPED = 2  # iterations at the beginning
 ERROR_GOAL = 0.10
-END_SECONDS = 20.0  # what the launcher gets to end its ranks
 
 
 def main() -> None:
@@ -117,13 +116,7 @@ def train(config: Path, timeout: float) -> None:
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"the training took more than {timeout} s; give a longer --timeout") from None
     finally:
-        if process.poll() is None:
-            process.terminate()  # the launcher passes it on to its ranks
-            try:
-                process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        end(process)
 
 
 def goal(table: ForecastTable) -> dict[str, Any]:

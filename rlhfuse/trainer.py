@@ -13,7 +13,6 @@ same numbers, or by rank 0 and sent. Fusion changes when things happen, never wh
 from __future__ import annotations
 
 import gc
-import json
 import time
 from dataclasses import asdict, replace
 from functools import partial
@@ -22,23 +21,21 @@ from typing import Any
 
 import torch.distributed as dist
 
+from rlhfuse.books import Books, Finished
 from rlhfuse.checkpoint import RunState, metrics_kept
 from rlhfuse.checkpoint_writer import CheckpointWriter, mark_finished, rewind
 from rlhfuse.config import AlgorithmConfig
 from rlhfuse.data.sampler import PromptSampler, prompt_groups, sample_id
-from rlhfuse.forecast import Batch, Forecast, Forecaster, Measured
 from rlhfuse.function_reward import FunctionRewarder
 from rlhfuse.fusion.inference import Scorer
-from rlhfuse.fusion.inter_stage import GenInferReport, InterStage, Request
+from rlhfuse.fusion.inter_stage import InterStage, Request
 from rlhfuse.fusion.training_step import MinibatchResult, TrainingStep
 from rlhfuse.gen.engine import Engine, EngineOptions
 from rlhfuse.gen.sequence import SamplingParams
 from rlhfuse.models.hf_folder import export_checkpoint
-from rlhfuse.monitor.forecast_table import PHASES
 from rlhfuse.monitor.samples import SampleText
 from rlhfuse.monitor.trace import Span
 from rlhfuse.monitor.watchdog import Watchdog
-from rlhfuse.parallel.collect import all_gather_bytes
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.memory import PhaseMeter
 from rlhfuse.parallel.offload import WeightMemory
@@ -55,26 +52,12 @@ from rlhfuse.ppo.token_rewards import add_token_rewards, sample_kl
 from rlhfuse.preflight import Prepared
 from rlhfuse.roles import DTYPES, Roles, build_roles, whole_copy
 from rlhfuse.run_log import RunLog
-from rlhfuse.run_metrics import (
-    fusion_metrics,
-    lengths_of,
-    memory_metrics,
-    mfu_metrics,
-    reward_metrics,
-    rewarded,
-    rollout_metrics,
-    speed_metrics,
-    training_metrics,
-)
+from rlhfuse.run_metrics import rewarded
 from rlhfuse.schedule.lowering import lower
-from rlhfuse.schedule.program_times import makespan
 from rlhfuse.schedule.schedule import Schedule
-from rlhfuse.simulator.flops import IterationFlops
-from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.plan import Plan
 from rlhfuse.simulator.planner import kv_blocks
 from rlhfuse.threshold_control import ThresholdControl
-from rlhfuse.timeline import StageTimes
 
 
 class Trainer:
@@ -106,14 +89,12 @@ class Trainer:
         )  # fmt: skip
         actor = prepared.checkpoints.specs["actor"]
         self.threshold = ThresholdControl(config, plan, actor, prepared.costs, prepared.costs_name, device)
-        self.stage_times = StageTimes()
         self.peak_flops = peak_flops(config.trainer.peak_tflops, DTYPES[config.trainer.dtype], device)
         self.sampler = PromptSampler(len(prepared.prompts), config.trainer.seed)
         self.rewarder = self._start_rewarder()
         self.kl = KLControl(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
         self.spread = RunningSpread()
-        self.forecaster = Forecaster(self.programs, prepared.ranks)
-        self.returned: float | None = None  # when the last iteration was over, its books but not its logs included
+        self.books = Books(prepared, self.programs, self.roles.placement, rank, self.threshold, self.peak_flops)
         self.checkpoints = CheckpointWriter(
             run_dir, rank, prepared.world_size, prepared.facts, config.trainer.keep_checkpoints,
             config.trainer.hang_seconds,
@@ -209,8 +190,7 @@ class Trainer:
 
     def iterate(self, iteration: int) -> tuple[dict[str, Any], list[Span], list[SampleText]]:
         """One PPO iteration; returns its metrics, every rank's spans (on rank 0 the forecast's too), a few samples."""
-        begin = time.time()
-        logging_seconds = begin - (self.returned or begin)
+        begin = self.books.open()
         phases = Phases(self.rank)
         self.watchdog.progress(f"iteration {iteration}: moving weights")
         self._move_weights(phases)
@@ -224,32 +204,11 @@ class Trainer:
         batch = add_advantages(batch, algorithm, prompt_groups(batch.sample_ids))
         phases.done("adv", start)
         results = self._train(iteration, batch, phases)
-        everyone = self._exchange(phases, results)
-        metrics = {"iteration": iteration, **rollout_metrics(batch, algorithm)}
-        metrics |= self._metrics(report, results, everyone, used)
-        ended = time.time()
-        metrics |= speed_metrics(batch, ended - begin)
-        metrics |= mfu_metrics(self._flops(batch), metrics, self.prepared.world_size, self.peak_flops)
         if batch.ref_logprobs is not None:
             self.kl = self.kl.after(float(sample_kl(batch).mean()), len(batch))
-        lengths = lengths_of(batch)
-        forecast = self._forecast(used, lengths) if self.rank == 0 else None
-        message = self.threshold.observe(iteration, report, batch)
-        if message and self.rank == 0:
-            print(message, flush=True)
-        seconds = {phase: metrics[f"timing_s/{phase}"] for phase in PHASES}
-        edges = report.start_seconds, report.gather_seconds
-        self.forecaster.observe(Measured(seconds, len(batch.tokens), len(results), self.stage_times, *edges))
-        spans = [Span(**span) for one in everyone for span in one["spans"]]
-        if self.rank == 0:
-            metrics |= forecast.metrics() if forecast else {}
-            starts = [result.spans[0].start_seconds for result in results]
-            expected = forecast or self._forecast(used, lengths)  # of the first iteration, by its own times
-            spans += expected.spans(self.roles.placement, self.prepared.world_size, begin, starts)
-        samples = self._sample_texts(iteration, report, batch)
-        self.returned = time.time()
-        metrics["timing_s/books"] = logging_seconds + self.returned - ended
-        return metrics, spans, samples
+        peaks = {"base": self.memory.base_bytes, **self.memory.take()}
+        done = Finished(iteration, begin, used, report, batch, algorithm, results, phases, peaks)
+        return self.books.close(done)
 
     def _requests(self, iteration: int) -> list[Request]:
         """The whole batch's samples, the same on every rank."""
@@ -312,64 +271,6 @@ class Trainer:
     def _lr(self, role: str, iteration: int) -> float:
         optim = getattr(self.config, role).optim
         return optim.lr * min(1.0, (iteration + 1) / max(optim.warmup_iterations, 1))
-
-    # what is reported -----------------------------------------------------------------------------------------
-
-    def _exchange(self, phases: Phases, results: list[MinibatchResult]) -> list[dict]:
-        """Every rank's sums, times and spans."""
-        mine = {
-            "stats": [{role: {k: float(v) for k, v in s.items()} for role, s in r.stats.items()} for r in results],
-            "seconds": dict(phases.seconds),
-            "program_seconds": sum(r.program_seconds for r in results),
-            "stage_times": StageTimes.of(results).to_list(),
-            "spans": [vars(span) for span in phases.spans],
-            "peaks": {"base": self.memory.base_bytes, **self.memory.take()},
-        }
-        everyone = [json.loads(data) for data in all_gather_bytes(json.dumps(mine).encode())]
-        self.stage_times = StageTimes.merge([StageTimes.from_list(one["stage_times"]) for one in everyone])
-        return everyone
-
-    def _metrics(
-        self, report: GenInferReport, results: list[MinibatchResult], everyone: list[dict], used: tuple[int, ...]
-    ) -> dict[str, Any]:
-        metrics = training_metrics(results, everyone) | reward_metrics(report)
-        metrics |= fusion_metrics(report, used, len(self.roles.placement.instances))
-        for key in ("reshard", "adv", "train"):  # by one rank's clock, so that the parts add up to the iteration
-            metrics[f"timing_s/{key}"] = everyone[0]["seconds"][key]
-        metrics["perf/microbatch_tokens"] = max(max(result.parts_tokens) for result in results)
-        metrics["fusion/makespan_predicted_seconds"] = self._predicted_makespan(len(results))
-        metrics["fusion/makespan_measured_seconds"] = max(one["program_seconds"] for one in everyone)
-        return metrics | memory_metrics(everyone)
-
-    def _forecast(self, used: tuple[int, ...], lengths: SampleLengths) -> Forecast | None:
-        """What the iterations so far say of one with these lengths; None before the first."""
-        if not self.forecaster.ready:
-            return None
-
-        def batch(one: SampleLengths) -> Batch:
-            return Batch(self.threshold.simulate(used, one), sum(one.prompt) + sum(one.output))
-
-        return self.forecaster.forecast(batch(lengths), [batch(one) for one in self.threshold.recent_lengths])
-
-    def _flops(self, batch: RolloutBatch) -> IterationFlops:
-        config, specs = self.config, self.prepared.checkpoints.specs
-        return IterationFlops.of(specs, config.trained(), config.scorers(), lengths_of(batch), config.algorithm.epochs)
-
-    def _predicted_makespan(self, minibatches: int) -> float:
-        """Of this iteration's mini-batches, from the times its actions took, each on its own core or GPU."""
-        return minibatches * makespan(self.stage_times.step_times(self.programs, self.prepared.ranks))
-
-    def _sample_texts(self, iteration: int, report: GenInferReport, batch: RolloutBatch) -> list[SampleText]:
-        """The first samples of the batch, for people to read."""
-        decode = partial(self.prepared.tokenizer.decode, skip_special_tokens=True)
-        first = zip(report.rollouts[: self.config.trainer.sample_texts], batch.scores.tolist())
-        return [
-            SampleText(
-                iteration, one.sample_id, decode(one.prompt_tokens), decode(one.response_tokens), score,
-                len(one.response_tokens), one.finish_reason,
-            )  # fmt: skip
-            for one, score in first
-        ]
 
     # checkpoints ----------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ LAYERS = {
     **dict.fromkeys(("ppo", "data", "monitor", "gen"), 3),
     "fusion": 4,
     **dict.fromkeys(("launch", "preflight", "roles", "threshold_control", "timeline", "trainer", "checkpoint"), 5),
-    **dict.fromkeys(("function_reward", "generation_trial", "phases", "run_log", "run_metrics"), 5),
+    **dict.fromkeys(("books", "function_reward", "generation_trial", "phases", "run_log", "run_metrics"), 5),
     **dict.fromkeys(("forecast", "profiling"), 5),
     **dict.fromkeys(("run_facts", "shard_files", "checkpoint_writer", "convert"), 5),
 }
