@@ -17,8 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 WEIGHTS = {"a.weight": torch.arange(6.0).view(2, 3), "b.bias": torch.tensor([0.0, 1.0]).bfloat16()}
 
 
+def unlike(iteration):
+    """What may differ from run to run: of the clock, and of the cut into micro-batches."""
+    return {"timing_s/gen": os.urandom(1)[0], "global_seqlen/max": iteration + os.urandom(1)[0]}
+
+
 def make_run(folder, metrics=None, actor=WEIGHTS, critic=WEIGHTS):
-    rows = metrics or [{"iteration": i, "critic/score/mean": 0.1 * i, "timing_s/gen": os.urandom(1)[0]} for i in (1, 2)]
+    rows = metrics or [{"iteration": i, "critic/score/mean": 0.1 * i, **unlike(i)} for i in (1, 2)]
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, weights in (("actor", actor), ("critic", critic)):
