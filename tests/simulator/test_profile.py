@@ -51,6 +51,14 @@ def test_more_work_never_costs_less_and_nothing_is_negative(grid, first, second,
         assert 0 <= grid(*counts) <= grid(*larger) * (1 + 1e-9) + 1e-9
 
 
+def test_beyond_its_ends_a_grid_rises_as_it_does_for_less_of_the_other():
+    """From 0 to 0.8 for the smaller count alone: straight on, 3 of it would cost more than 3 of the larger."""
+    steep = Grid(((1.0, 2.0), (1.0, 2.0)), (0.0, 1.0, 0.8, 1.0))
+    assert steep(3.0, 1.0) == pytest.approx(1.6) and steep(3.0, 2.0) == pytest.approx(1.8)
+    turned = Grid(((1.0, 2.0), (1.0, 2.0)), (0.0, 0.8, 1.0, 1.0))
+    assert turned(1.0, 3.0) == pytest.approx(1.6) and turned(2.0, 3.0) == pytest.approx(1.8)
+
+
 def test_points_that_were_not_measured_lie_on_the_line_through_the_others():
     axes = ((1, 2, 4, 8), (10, 20, 40))
 
