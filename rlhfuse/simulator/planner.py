@@ -30,17 +30,11 @@ from rlhfuse.simulator.iteration import IterationSeconds, move_cost, simulate_it
 from rlhfuse.simulator.layout_moves import layout_moves
 from rlhfuse.simulator.layouts import TASK_ROLES, BatchArithmetic, Task, batch_arithmetic, check_layouts
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.memory import SCORERS, TRAINED, PhaseMemory, readable_bytes
-from rlhfuse.simulator.memory_check import (
-    REMEDIES,
-    longest_microbatch,
-    memory_limit,
-    memory_limit_source,
-    needed_bytes,
-    run_memory,
-)
+from rlhfuse.simulator.memory import SCORERS, TRAINED
+from rlhfuse.simulator.memory_check import longest_microbatch, memory_limit, memory_limit_source, run_memory
 from rlhfuse.simulator.output import output_files
 from rlhfuse.simulator.plan import Plan, ScheduleSummary
+from rlhfuse.simulator.plan_reasons import costs_reason, lengths_reason, limits_reason, memory_reason, threshold_hints
 from rlhfuse.simulator.profile import ProfiledCost, load_run_costs
 from rlhfuse.simulator.threshold import Threshold, load_threshold, sweep_threshold
 from rlhfuse.spec import HardwareSpec, ModelSpec, ParallelLayout
@@ -205,7 +199,7 @@ def plan_run(
     costs = task_costs(config, specs, tasks, hardware)
     known = _known_lengths(config, lengths)
     mean_tokens = (sum(known.prompt) + sum(known.output)) / len(known)
-    reasons = [_lengths_reason(config, lengths)]
+    reasons = [lengths_reason(config, lengths, DRAWS)]
 
     job, priced_by = starting_costs(config, specs, costs, world_size)
     schedule, source = choose_schedule(config, training_problem(costs, batch, mean_tokens, job))
@@ -215,19 +209,19 @@ def plan_run(
         training = "training too" if isinstance(job, ProfiledCost) else "training analytically"
         reasons.append(f"generation and inference are priced by {priced_by}, {training}")
     else:
-        reasons.append(_costs_reason(config, hardware))
+        reasons.append(costs_reason(config, hardware))
     limits = instance_limits(config, specs["actor"], batch.instances, job, median_context(known))
     batches = known.draw(batch.samples, DRAWS, config.trainer.seed) if lengths else (known,)
     setting = _Setting(config, batch, job, limits, batches, lengths is not None)
     threshold_samples, threshold, reason = _choose_threshold(setting)
-    threshold_reasons = (reason, *_threshold_hints(config, threshold_samples, lengths), _limits_reason(config, limits))
+    threshold_reasons = (reason, *threshold_hints(config, threshold_samples, lengths), limits_reason(config, limits))
     moves = layout_moves(tasks, specs, element_bytes(config), hardware)
     seconds = _predict(setting, summary, threshold_samples, threshold, sum(move.seconds for move in moves))
 
     full = training_problem(costs, batch, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
     memory = run_memory(config, costs, batch, limits.kv_capacity_bytes, Schedule(full, schedule.orders))
     limit = memory_limit(config, hardware, world_size)
-    reasons.append(_memory_reason(memory, hardware, limit))
+    reasons.append(memory_reason(memory, hardware, limit))
     plan = Plan(
         world_size=world_size,
         hardware=hardware.name,
@@ -353,61 +347,3 @@ def _known_lengths(config: RunConfig, lengths: SampleLengths | None) -> SampleLe
         return lengths.clip(prompt, response)
     samples = config.samples_per_iteration
     return SampleLengths((prompt,) * samples, (response,) * samples)
-
-
-def _lengths_reason(config: RunConfig, lengths: SampleLengths | None) -> str:
-    if lengths is None:
-        return (
-            f"no lengths are known yet: every sample counts {config.data.max_prompt_tokens} + "
-            f"{config.rollout.max_response_tokens} tokens, so times are upper bounds and show no tail to hide"
-        )
-    marks, limit = lengths.percentiles(), config.rollout.max_response_tokens
-    cut = sum(output > limit for output in lengths.output)
-    return (
-        f"times are means of {DRAWS} batches drawn from {len(lengths)} past samples: output p50 {marks['p50']}, p99.9 "
-        f"{marks['p999']}, max {marks['max']}; {cut} of them are cut to this run's {limit}"
-    )
-
-
-def _costs_reason(config: RunConfig, hardware: HardwareSpec) -> str:
-    unsure = config.trainer.hardware == "auto" and hardware.name != "cpu"
-    assumed = " (trainer.hardware=auto: assumed)" if unsure else ""
-    return (
-        f"times are a roofline with the rates of a {hardware.name}{assumed}; nothing was measured here: set "
-        "fusion.profile to a past run's costs.json, or to what tools/profile_costs.py measures"
-    )
-
-
-def _threshold_hints(config: RunConfig, chosen: int | None, lengths: SampleLengths | None) -> tuple[str, ...]:
-    """What R_t would need to be known, or what the run does with lengths of its own."""
-    if chosen is None:
-        return (
-            "until then iterations are serial; with --lengths FILE[:COLUMN] of past responses tools/plan.py predicts "
-            "it, and with fusion.threshold_file (tools/calibrate_threshold.py) the run begins with it",
-        )
-    if lengths is not None and config.threshold() is None and not config.fusion.threshold_file and chosen:
-        return (
-            "a prediction: the run chooses from its own lengths and costs, from its second iteration on; to begin with "
-            "a known one set fusion.threshold_file (tools/calibrate_threshold.py)",
-        )
-    return ()
-
-
-def _limits_reason(config: RunConfig, limits: InstanceLimits) -> str:
-    source = "fusion.bs_max" if config.fusion.bs_max else "decode steps within 10% of batch 1"
-    return (
-        f"BS_max = {limits.bs_max} ({source}); KV of one sample at most M = "
-        f"{readable_bytes(limits.sample_kv_bytes)}, of an instance C = {readable_bytes(limits.kv_capacity_bytes)}"
-    )
-
-
-def _memory_reason(memory: tuple[PhaseMemory, ...], hardware: HardwareSpec, limit: float) -> str:
-    needs = {phase.phase: needed_bytes(phase, hardware) for phase in memory}
-    fullest = max(needs, key=needs.__getitem__)
-    fits = "fits in" if needs[fullest] <= limit else "DOES NOT FIT in"
-    with_host = ", host copies and the process itself included," if hardware.name == "cpu" else ""
-    remedy = "" if needs[fullest] <= limit else f": {REMEDIES[fullest]}"
-    return (
-        f"the fullest phase, {fullest}, needs {readable_bytes(needs[fullest])} per rank{with_host} and {fits} "
-        f"{readable_bytes(limit)}{remedy}"
-    )
