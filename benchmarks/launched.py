@@ -1,4 +1,4 @@
-"""Ends a training that a benchmark started under torchrun, in a session of its own."""
+"""Ends what a benchmark started under torchrun or mpirun, in a session of its own."""
 
 from __future__ import annotations
 

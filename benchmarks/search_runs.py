@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Iterator, Mapping, Sequence
 
+from launched import end
 from rich.console import Console
 
 from rlhfuse.errors import InputError, run_program
@@ -32,7 +33,6 @@ from rlhfuse.schedule.problem import FusionProblem, Number
 from rlhfuse.schedule.search import SearchReport, search, world_communicator
 from rlhfuse.schedule.table3 import SETTINGS
 
-END_SECONDS = 10.0  # what the ranks get to end after the benchmark was told to
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,8 @@ def launch(runs: Sequence[Run], ranks: int) -> Iterator[Outcome]:
             if process.wait() != 0:
                 raise RuntimeError(f"the search ranks ended with code {process.returncode}")
         finally:
-            _end(process)
+            end(process)
+            process.stdout.close()
 
 
 def _launcher(ranks: int) -> list[str]:
@@ -116,17 +117,6 @@ def _environment() -> dict[str, str]:
     if os.geteuid() == 0:  # mpirun refuses root unless told twice
         more |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return {**os.environ, "OMP_NUM_THREADS": "1", **more}
-
-
-def _end(process: subprocess.Popen) -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    process.stdout.close()
 
 
 def main() -> None:
