@@ -172,7 +172,7 @@ class ThresholdControl:
         return triggers, f"{why}; {lengths}; {self._costs_name}, against {against}: {costs}"
 
     def _choose(self, limits: InstanceLimits) -> tuple[tuple[int, ...], str]:
-        """The triggers for the next iteration, by simulation of the recent ones, and why."""
+        """The triggers from now on, by simulation of the recent iterations, and why."""
         setting = self._instances, self._costs, limits
         fusion = self._config.fusion
         found = sweep_threshold(

@@ -1,7 +1,8 @@
 """Compiles the CPU kernels of the engine, or loads them from numba's cache, before anything waits for a step.
 
 The first start on a machine compiles for many seconds. On a host with several ranks one does it for all: together
-they would each compile the same. Knows nothing of ranks.
+they would each compile the same. `python -m rlhfuse.gen.warm_up float32` is the process of its own that does it, so
+that the compiler's memory is no rank's. Knows nothing of ranks.
 """
 
 from __future__ import annotations

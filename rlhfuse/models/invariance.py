@@ -89,7 +89,8 @@ def self_test(
 ) -> None:
     """Check every rule on this machine at a model's widths. Raises InputError naming what breaks; ~0.1 s if small.
 
-    `mlp` and `vocab` are this rank's shares. Attention needs no check: each sequence is computed by itself.
+    `mlp` and `vocab` are this rank's shares. Attention needs no check: every head of every sequence is computed by
+    itself, batched or not.
     """
     generator = torch.Generator().manual_seed(0)
 

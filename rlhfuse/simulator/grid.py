@@ -1,7 +1,7 @@
 """Seconds measured on a grid of counts, and what lies between the points.
 
 Between points the seconds are interpolated along straight lines in every direction; beyond the last point they
-go on as they came there; before the first they stay. More work never costs less: a measured value that lies
+go on at least as they came there; before the first they stay. More work never costs less: a measured value that lies
 below a smaller count's, which is noise, is raised to it.
 
 Knows nothing of what the counts are.

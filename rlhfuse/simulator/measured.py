@@ -98,7 +98,7 @@ class MeasuredCost:
                 seconds = one if kind in MEDIANS else one.seconds
                 if not (np.isfinite(seconds) and seconds >= 0):
                     raise InputError(f"{kind} observation {one}: seconds must be finite and >= 0")
-                if kind in COLUMNS and one.neighbour not in NEIGHBOURS:
+                if kind in COLUMNS and one.neighbour not in NEIGHBOURS:  # of thousands: no words for the good ones
                     check_neighbour(one.neighbour, f"{kind} observation {one}")
         return MeasuredCost(
             decode=LineTable.fit([((o.batch, o.context_tokens), o.seconds, o.neighbour) for o in decode]),
