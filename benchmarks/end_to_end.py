@@ -32,18 +32,19 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from rich.table import Table
 from search_runs import console, counting, finish, machine
 from stories_runs import config_file, model_folder, prompts_file, run_program_of, seconds_of, train
 
-from rlhfuse.config import RunConfig, load_config
+from rlhfuse.config.settings import RunConfig, load_config
 from rlhfuse.errors import InputError, run_program
-from rlhfuse.monitor.phase_times import phase_times
-from rlhfuse.schedule.io import write_text
+from rlhfuse.files import write_text
+from rlhfuse.monitor.report.phase_times import phase_times
 
 OWN, TRL = "rlhfuse", "trl"
 GOAL = 2.0
@@ -159,36 +160,50 @@ def run_own(model: Path, iterations: int) -> Speed:
         rows = train(config_file("grpo"), model, Path(folder) / "run", settings)
         kept = rows[WARM_UP:]
         return Speed(
-            OWN, "2 ranks x 1 thread", seconds_of(kept), len(rows[0]["lengths/output"]),
+            OWN,
+            "2 ranks x 1 thread",
+            seconds_of(kept),
+            len(rows[0]["lengths/output"]),
             [row["critic/score/mean"] for row in rows],
             statistics.mean(row["response_length/mean"] for row in kept),
-            time.monotonic() - begin, {one.name: one.seconds for one in phase_times(kept)},
-        )  # fmt: skip
+            time.monotonic() - begin,
+            {one.name: one.seconds for one in phase_times(kept)},
+        )
 
 
-def run_trl(
-    python: str, way: Way, model: Path, config: RunConfig, iterations: int, versions: dict[str, str]
-) -> Speed:
+def run_trl(python: str, way: Way, model: Path, config: RunConfig, iterations: int, versions: dict[str, str]) -> Speed:
     rollout = config.rollout
     with tempfile.TemporaryDirectory() as folder:
         begin, out = time.monotonic(), Path(folder) / "trl.json"
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(way.processes)]
         settings = {
-            "model": model, "prompts": prompts_file(), "out": out, "folder": Path(folder) / "trl",
+            "model": model,
+            "prompts": prompts_file(),
+            "out": out,
+            "folder": Path(folder) / "trl",
             "steps": iterations + 1,  # the first has no end before it to count from
-            "prompts-per-step": rollout.prompts_per_iteration, "generations": rollout.samples_per_prompt,
-            "tokens": rollout.max_response_tokens, "lr": config.actor.optim.lr, "threads": way.threads,
+            "prompts-per-step": rollout.prompts_per_iteration,
+            "generations": rollout.samples_per_prompt,
+            "tokens": rollout.max_response_tokens,
+            "lr": config.actor.optim.lr,
+            "threads": way.threads,
             "seed": config.trainer.seed,
-        }  # fmt: skip
+        }
         words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
         program = [*(launcher if way.processes > 1 else []), str(WORKER), *words]
         run_program_of([python, *program], threads=way.threads)
         said = json.loads(out.read_text())
         versions |= said["versions"]
         return Speed(
-            TRL, str(way), said["step_seconds"][WARM_UP:], config.samples_per_iteration, said["reward"],
-            statistics.mean(said["tokens"]), time.monotonic() - begin, {},
-        )  # fmt: skip
+            TRL,
+            str(way),
+            said["step_seconds"][WARM_UP:],
+            config.samples_per_iteration,
+            said["reward"],
+            statistics.mean(said["tokens"]),
+            time.monotonic() - begin,
+            {},
+        )
 
 
 def told(screen: Any, one: Speed) -> Speed:

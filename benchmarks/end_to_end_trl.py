@@ -68,9 +68,12 @@ def main() -> None:
     )
     clock = StepClock()
     trainer = GRPOTrainer(
-        model=str(arguments.model), reward_funcs=vader, args=config, train_dataset=Dataset.from_list(rows),
+        model=str(arguments.model),
+        reward_funcs=vader,
+        args=config,
+        train_dataset=Dataset.from_list(rows),
         callbacks=[clock],
-    )  # fmt: skip
+    )
     trainer.train()
     if trainer.accelerator.is_main_process:
         logged = [row for row in trainer.state.log_history if "reward" in row]

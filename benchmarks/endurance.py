@@ -25,9 +25,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import psutil
@@ -46,9 +47,13 @@ LEAST = 4  # iterations in a slope
 CPU = "CPU of all ranks at equal tokens"
 MEMORY_GOAL = 1.05  # at the end, of what it was after the warm-up
 QUICK = (
-    "rollout.prompts_per_iteration=8", "rollout.samples_per_prompt=2", "rollout.max_response_tokens=16",
-    "fusion.search_seconds=0.3", "fusion.least_threshold=0", "algorithm.minibatches=1",
-)  # fmt: skip
+    "rollout.prompts_per_iteration=8",
+    "rollout.samples_per_prompt=2",
+    "rollout.max_response_tokens=16",
+    "fusion.search_seconds=0.3",
+    "fusion.least_threshold=0",
+    "algorithm.minibatches=1",
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class RankLife:
         return self.memory_end_bytes / self.memory_begin_bytes
 
     @staticmethod
-    def of(rank: int, looks: Sequence[Look]) -> "RankLife":
+    def of(rank: int, looks: Sequence[Look]) -> RankLife:
         """`looks`: of this rank after the warm-up, in order."""
         width = max(min(WINDOW, len(looks) // 2), 1)
         first, last = looks[:width], looks[-width:]
@@ -102,7 +107,7 @@ class Slope:
     standard_error: float
 
     @staticmethod
-    def of(values: Mapping[int, float], beside: Mapping[int, float] | None = None) -> "Slope":
+    def of(values: Mapping[int, float], beside: Mapping[int, float] | None = None) -> Slope:
         """Ordinary least squares; `values` by iteration, four at least. `beside`: the second regressor."""
         columns = [[1.0, one, *([beside[one]] if beside else [])] for one in values]
         x, y = np.asarray(columns, dtype=float), np.asarray(list(values.values()), dtype=float)
@@ -181,9 +186,13 @@ def train(arguments: argparse.Namespace, run_dir: Path, output: Path) -> list[Lo
     with open(output, "w") as stream, table:
         print(*(field.name for field in fields(Look)), sep=",", file=table)
         process = subprocess.Popen(
-            command, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}, stdout=stream,
-            stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True,
-        )  # fmt: skip
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            start_new_session=True,
+        )
         try:
             for one in watch(process, run_dir / "metrics.jsonl", arguments.timeout):
                 looks.append(one)

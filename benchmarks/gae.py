@@ -14,7 +14,7 @@ import argparse
 import json
 import time
 import weakref
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor

@@ -46,7 +46,7 @@ from generation_worker import SPARE
 from search_runs import console, counting, finish, machine
 
 from rlhfuse.errors import InputError, run_program
-from rlhfuse.schedule.io import write_bytes
+from rlhfuse.files import write_bytes
 
 HEAD_DIM = 64
 SMALL = {  # 4.5M parameters

@@ -17,8 +17,8 @@ from typing import Any
 from generation_peers import LIMITS, OWN, Fleet, Model, medians, ratios
 from rich.console import Console
 
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.errors import InputError
-from rlhfuse.spec import ModelSpec
 
 TRACE = Path(__file__).resolve().parents[1] / "../shared/data/traces/arxiv_llama2tok.csv"
 PROFILE_ROWS = 12
@@ -51,10 +51,21 @@ class Sizes:
 
 FULL = Sizes()
 QUICK = Sizes(
-    sequences=16, response_tokens=16, requests=32, context=96, small_batches=(1, 2), decode_steps=8,
-    limit_batches=(1, 4), limit_context=32, contexts=(32, 128), context_batch=2, batches=(1, 8), batch_context=16,
-    bandwidth_bytes=2**26, gemm_size=512,
-)  # fmt: skip
+    sequences=16,
+    response_tokens=16,
+    requests=32,
+    context=96,
+    small_batches=(1, 2),
+    decode_steps=8,
+    limit_batches=(1, 4),
+    limit_context=32,
+    contexts=(32, 128),
+    context_batch=2,
+    batches=(1, 8),
+    batch_context=16,
+    bandwidth_bytes=2**26,
+    gemm_size=512,
+)
 
 
 @dataclass(frozen=True)
@@ -137,9 +148,7 @@ def small_batches(bench: Bench) -> Rows:
     rows = []
     for batch in bench.sizes.small_batches:
         lengths = [bench.sizes.response_tokens] * batch
-        answers = bench.fleet.rounds(
-            _engines(bench, "small", "few"), lambda _, number: bench.generate(lengths, number)
-        )
+        answers = bench.fleet.rounds(_engines(bench, "small", "few"), lambda _, number: bench.generate(lengths, number))
         for answer in (answer for each in answers.values() for answer in each):
             answer["step_milliseconds"] = 1e3 * answer["seconds"] / bench.sizes.response_tokens
         found = medians(answers, "step_milliseconds")
@@ -276,7 +285,7 @@ def trace_lengths(path: Path, count: int, longest: int, seed: int) -> list[int]:
     try:
         known = [int(row["num_decode_tokens"]) for row in rows]
     except (KeyError, ValueError) as error:
-        raise InputError(f"--trace {path}: num_decode_tokens is not a column of whole numbers ({error})")
+        raise InputError(f"--trace {path}: num_decode_tokens is not a column of whole numbers ({error})") from None
     if len(known) < count:
         raise InputError(f"--trace {path} holds {len(known)} requests, {count} are needed; give a longer one")
     drawn = random.Random(seed).sample(known, count)

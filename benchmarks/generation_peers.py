@@ -16,15 +16,16 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Callable, Iterable
+from typing import Any
 
 from rich.console import Console
 
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.errors import InputError
-from rlhfuse.spec import ModelSpec
 
 OWN = "rlhfuse"
 LIMITS = "limits"  # not an engine: what the machine allows
@@ -172,7 +173,7 @@ class Fleet:
         self._folder = folder
         self._workers: dict[tuple[str, str, Path], Worker] = {}
 
-    def __enter__(self) -> "Fleet":
+    def __enter__(self) -> Fleet:
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -74,9 +74,7 @@ class Vllm:
         return {"step_seconds": statistics.median(times)}
 
     def _param(self, length: int, **more: Any) -> Any:
-        return self._params(
-            temperature=1.0, max_tokens=length, min_tokens=0, ignore_eos=True, detokenize=False, **more
-        )
+        return self._params(temperature=1.0, max_tokens=length, min_tokens=0, ignore_eos=True, detokenize=False, **more)
 
 
 class Transformers:

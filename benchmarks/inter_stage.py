@@ -53,15 +53,15 @@ from rank_processes import ALLOCATOR, Ranks, warn_of_company
 from rich.console import Console
 from search_runs import console, counting, finish, machine, named
 
+from rlhfuse.costs.analytic import NEIGHBOURS
+from rlhfuse.costs.grid import Grid
+from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.errors import run_program
+from rlhfuse.files import write_text
 from rlhfuse.monitor.trace import Span, save_trace
-from rlhfuse.schedule.io import write_text
-from rlhfuse.simulator.cost import NEIGHBOURS
-from rlhfuse.simulator.generation import InstanceLimits
-from rlhfuse.simulator.grid import Grid
+from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.iteration import GenInferTimeline, move_cost, simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.profile import ProfiledCost
 from rlhfuse.simulator.threshold import sweep_threshold
 
 QUICK_ROUNDS = 2
@@ -212,9 +212,7 @@ class Turns:
         return run
 
 
-def simulated(
-    lengths: SampleLengths, costs: ProfiledCost, limits: InstanceLimits, threshold: int
-) -> GenInferTimeline:
+def simulated(lengths: SampleLengths, costs: ProfiledCost, limits: InstanceLimits, threshold: int) -> GenInferTimeline:
     return simulate_gen_infer(lengths, INSTANCES, costs, limits, (threshold,) if threshold else ())
 
 

@@ -7,17 +7,17 @@ reference is of the actor's shape. Knows nothing of processes or of torch.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Sequence
 
 import numpy as np
 
+from rlhfuse.config.spec import ModelSpec
+from rlhfuse.costs.analytic import CostModel, largest_flat_batch
 from rlhfuse.errors import InputError
-from rlhfuse.simulator.cost import CostModel, largest_flat_batch
-from rlhfuse.simulator.generation import InstanceLimits
+from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
-from rlhfuse.spec import ModelSpec
 
 INSTANCES = 2
 ROLES = ("actor", "reference", "critic", "reward")
@@ -50,9 +50,16 @@ class Sizes:
         heads = self.hidden // HEAD_DIM
         layers = self.layers if role in ("actor", "reference") else self.scorer_layers
         return ModelSpec(
-            "llama", layers, self.hidden, heads, heads, HEAD_DIM, self.mlp, self.vocab,
+            "llama",
+            layers,
+            self.hidden,
+            heads,
+            heads,
+            HEAD_DIM,
+            self.mlp,
+            self.vocab,
             context=self.max_prompt + self.max_output,
-        )  # fmt: skip
+        )
 
     def parameters(self, role: str) -> int:
         spec = self.spec(role)

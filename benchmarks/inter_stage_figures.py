@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any
 
 from inter_stage_cases import INSTANCES
 from inter_stage_runs import Run
@@ -152,9 +153,12 @@ def goals(case: str, found: dict[str, Any]) -> list[dict[str, Any]]:
     )
     return [
         {
-            "case": case, "figure": figure, "goal": goal, "measured": measured,
+            "case": case,
+            "figure": figure,
+            "goal": goal,
+            "measured": measured,
             "reached": measured >= goal if at_least else measured <= goal,
-        }  # fmt: skip
+        }
         for figure, goal, measured, at_least in rows
     ]
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from inter_stage_cases import BLOCK_TOKENS
 
-from rlhfuse.simulator.cost import NEIGHBOURS
-from rlhfuse.simulator.grid import Grid
-from rlhfuse.simulator.profile import ProfiledCost
+from rlhfuse.costs.analytic import NEIGHBOURS
+from rlhfuse.costs.grid import Grid
+from rlhfuse.costs.profiled import ProfiledCost
 
 SCORERS = "scorers"  # all models that score together: they are measured as one
 
@@ -48,7 +49,7 @@ class Profile:
     migration: Sequence[Sequence[float]]
 
     @staticmethod
-    def of(answers: Sequence[tuple[str, Rows]], migration: Sequence[Sequence[float]]) -> "Profile":
+    def of(answers: Sequence[tuple[str, Rows]], migration: Sequence[Sequence[float]]) -> Profile:
         """From (neighbour, rows) of each time that a rank was measured."""
         beside: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
         for neighbour, rows in answers:
@@ -87,8 +88,10 @@ class Profile:
             counts = [statistics.mean(values) for values in zip(*(counts for counts, _ in measured))]
             beside = costs.beside(neighbour)
             price = {
-                "decode": beside.decode_step_seconds, "prefill": beside.prefill_seconds, "score": beside.score_seconds
-            }[kind]  # fmt: skip
+                "decode": beside.decode_step_seconds,
+                "prefill": beside.prefill_seconds,
+                "score": beside.score_seconds,
+            }[kind]
             seconds = statistics.median(seconds for _, seconds in measured)
             row = {"work": kind, "beside": neighbour, "counts": counts, "seconds": seconds}
             rows.append(row | {"fit": price(*counts)})

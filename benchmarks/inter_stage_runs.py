@@ -5,10 +5,10 @@ Times are wall-clock seconds (`time.time`), as in the product's report. This fil
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Mapping, Sequence
 
-from rlhfuse.simulator.migration import MigrationPlan
+from rlhfuse.decisions.migration import MigrationPlan
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Run:
     plan: MigrationPlan | None = None
 
     @staticmethod
-    def of(ranks: Sequence[RankRun]) -> "Run":
+    def of(ranks: Sequence[RankRun]) -> Run:
         plans = ranks[0].plans  # two instances: at most one can be freed
         return Run(tuple(ranks), MigrationPlan.parse(plans[0]) if plans else None)
 

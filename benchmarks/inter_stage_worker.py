@@ -10,7 +10,8 @@ import gc
 import hashlib
 import time
 import warnings
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated", module="torch.distributed")
@@ -22,22 +23,22 @@ from inter_stage_runs import RankRun
 from intra_stage_worker import draw_weights
 from rank_processes import TIMEOUT_SECONDS
 
-from rlhfuse.fusion.inference import FrozenModel, Scorer
-from rlhfuse.fusion.inter_stage import FusionLimits, GenInferReport, InterStage, Request
-from rlhfuse.fusion.placement import Placement
+from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.decisions.migration import MoveCost
+from rlhfuse.fusion.inter.inference import FrozenModel, Scorer
+from rlhfuse.fusion.inter.inter_stage import FusionLimits, GenInferReport, InterStage, Request
+from rlhfuse.fusion.inter.placement import Placement
 from rlhfuse.gen.engine import Engine, EngineOptions
+from rlhfuse.gen.migration.transfer import HeadPlan, receive_shipment, send_shipment
 from rlhfuse.gen.sequence import SamplingParams
-from rlhfuse.gen.transfer import HeadPlan, receive_shipment, send_shipment
 from rlhfuse.models.build import build_model
 from rlhfuse.models.stage import PipelineStage
 from rlhfuse.parallel.device import choose_device
 from rlhfuse.parallel.groups import GroupMaker, plain_grid
 from rlhfuse.parallel.offload import ParkedWeights
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
-from rlhfuse.simulator.generation import InstanceLimits
+from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.migration import MoveCost
-from rlhfuse.spec import ParallelLayout
 
 LAYOUT = ParallelLayout(INSTANCES, 1, 1)
 FIRST_TOKEN = 3  # those below may mean something to a model
@@ -56,21 +57,33 @@ class FusionRank:
         self.store = dist.PrefixStore("inter_stage", dist.distributed_c10d._get_default_store())
         modules = {role: self._model(role, seed + number) for number, role in enumerate(ROLES)}
         self.engine = Engine(
-            sizes.spec("actor"), dict(modules["actor"].named_parameters()),
+            sizes.spec("actor"),
+            dict(modules["actor"].named_parameters()),
             EngineOptions(sizes.blocks, BLOCK_TOKENS, sizes.samples, max_batched_tokens=2048),
-        )  # fmt: skip
+        )
         self.engine.pause()
         frozen = {role: self._frozen(role, modules[role]) for role in SCORERS}
         self.scorer = Scorer(
-            frozen["reference"], frozen["critic"], frozen["reward"],
-            vocab=sizes.vocab, temperature=1.0, device=self.device.torch_device,
-        )  # fmt: skip
+            frozen["reference"],
+            frozen["critic"],
+            frozen["reward"],
+            vocab=sizes.vocab,
+            temperature=1.0,
+            device=self.device.torch_device,
+        )
         self.sides = tuple((rank,) for rank in range(INSTANCES))
         alone = self.maker.for_model("generation", plain_grid(LAYOUT), rank).tp
         self.inter_stage = InterStage(
-            rank, Placement(self.sides, self.sides), self.engine, self.scorer, self.store,
-            instance_group=alone, worker_group=alone, timeout_seconds=TIMEOUT_SECONDS, progress=lambda _: None,
-        )  # fmt: skip
+            rank,
+            Placement(self.sides, self.sides),
+            self.engine,
+            self.scorer,
+            self.store,
+            instance_group=alone,
+            worker_group=alone,
+            timeout_seconds=TIMEOUT_SECONDS,
+            progress=lambda _: None,
+        )
         self.iteration = 0
         self.fresh = 1 << 20  # sample ids of the profile: above those of any batch
 
@@ -78,9 +91,14 @@ class FusionRank:
         grid = plain_grid(LAYOUT)
         groups = self.maker.for_model(role, grid, self.rank)
         model = build_model(
-            self.sizes.spec(role), grid, groups, self.rank, scalar_head=role in ("critic", "reward"),
-            dtype=torch.float32, device=self.device,
-        )  # fmt: skip
+            self.sizes.spec(role),
+            grid,
+            groups,
+            self.rank,
+            scalar_head=role in ("critic", "reward"),
+            dtype=torch.float32,
+            device=self.device,
+        )
         draw_weights(model, seed)
         return model.requires_grad_(False)
 
@@ -118,9 +136,13 @@ class FusionRank:
     # the profile ------------------------------------------------------------------------------------------------
 
     def profile(
-        self, rank: int, neighbour: str, batches: Sequence[tuple[int, int]], packs: Sequence[tuple[int, int]],
+        self,
+        rank: int,
+        neighbour: str,
+        batches: Sequence[tuple[int, int]],
+        packs: Sequence[tuple[int, int]],
         repeats: int,
-    ) -> dict[str, list[list[float]]]:  # fmt: skip
+    ) -> dict[str, list[list[float]]]:
         """What work costs on `rank` while the other one is "idle", "decoding" or "scoring"; the other answers {}.
 
         `batches`: (sequences, tokens of context of each) of decode steps; `packs`: (sequences, tokens of each) that are
@@ -231,9 +253,13 @@ class FusionRank:
 
 def fusion_limits(limits: InstanceLimits, moving: MoveCost) -> FusionLimits:
     return FusionLimits(
-        bs_max=limits.bs_max, sample_kv_bytes=limits.sample_kv_bytes, capacity_kv_bytes=limits.kv_capacity_bytes,
-        block_tokens=limits.block_tokens, move_cost=moving, score_tokens=limits.score_tokens,
-    )  # fmt: skip
+        bs_max=limits.bs_max,
+        sample_kv_bytes=limits.sample_kv_bytes,
+        capacity_kv_bytes=limits.kv_capacity_bytes,
+        block_tokens=limits.block_tokens,
+        move_cost=moving,
+        score_tokens=limits.score_tokens,
+    )
 
 
 def forced(output: int) -> SamplingParams:

@@ -33,7 +33,8 @@ import argparse
 import os
 import statistics
 import time
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from intra_stage_cases import (
     FULL,
@@ -59,10 +60,10 @@ from rank_processes import ALLOCATOR, Ranks, warn_of_company
 from search_runs import console, counting, finish, machine, named
 
 from rlhfuse.errors import InputError, run_program
+from rlhfuse.files import write_text
 from rlhfuse.monitor.trace import save_trace
-from rlhfuse.schedule.io import write_text
-from rlhfuse.schedule.lowering import lower
-from rlhfuse.schedule.program import Program, Programs
+from rlhfuse.schedule.program.lowering import lower
+from rlhfuse.schedule.program.program import Program, Programs
 
 PROFILE_CYCLES = 8
 QUICK_ROUNDS = 2
@@ -135,9 +136,7 @@ def chosen_cases(arguments: argparse.Namespace) -> list[Case]:
     return [Case(sizes, count) for sizes in named("--sizes", arguments.sizes, known) for count in counts]
 
 
-def measure(
-    case: Case, ranks: Ranks, rounds: int, seed: int, spans: list[Any]
-) -> tuple[dict[str, Any], list[Any]]:
+def measure(case: Case, ranks: Ranks, rounds: int, seed: int, spans: list[Any]) -> tuple[dict[str, Any], list[Any]]:
     """Profile, make the schedules, let the sides take turns; figures, and `spans` with this case's added."""
     ranks.ask("load", case, {})
     times = profiled(ranks.ask("profile", PROFILE_CYCLES))

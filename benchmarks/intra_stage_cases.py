@@ -6,17 +6,17 @@ on two ranks, in opposite directions. Knows nothing of processes or of torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Mapping
 
-from rlhfuse.schedule.bounds import latency_bound
-from rlhfuse.schedule.builders import serial_1f1b, serial_makespan
-from rlhfuse.schedule.evaluate import evaluate
-from rlhfuse.schedule.problem import FusionProblem, StageCosts, fused_problem
-from rlhfuse.schedule.ranks import FusedRanks, rank_map
-from rlhfuse.schedule.schedule import Schedule
-from rlhfuse.schedule.search import search
-from rlhfuse.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.schedule.bounds.bounds import latency_bound
+from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
+from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
+from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.schedule.rules.builders import serial_1f1b, serial_makespan
+from rlhfuse.schedule.search.search import search
 
 RANKS = 2
 LAYOUT = ParallelLayout(1, 1, RANKS)
@@ -56,9 +56,16 @@ class Sizes:
     def spec(self, model: str) -> ModelSpec:
         heads = self.hidden // HEAD_DIM
         return ModelSpec(
-            "llama", self.layers[MODELS.index(model)], self.hidden, heads, heads, HEAD_DIM, self.mlp, self.vocab,
+            "llama",
+            self.layers[MODELS.index(model)],
+            self.hidden,
+            heads,
+            heads,
+            HEAD_DIM,
+            self.mlp,
+            self.vocab,
             context=self.prompt_tokens + self.response_tokens,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,7 @@ class Schedules:
     peak_live: tuple[int, ...]  # most micro-batches that the fused schedule keeps on each rank
 
     @staticmethod
-    def of(problem: FusionProblem, seed: int) -> "Schedules":
+    def of(problem: FusionProblem, seed: int) -> Schedules:
         serial = serial_1f1b(problem)
         fused, _ = search(problem, iterations=SEARCH_MOVES, seed=seed)
         timeline = evaluate(fused)

@@ -7,7 +7,8 @@ nothing of how runs were made.
 from __future__ import annotations
 
 import statistics
-from typing import Any, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from intra_stage_cases import (
     BASELINES,
@@ -25,8 +26,8 @@ from intra_stage_cases import (
 from intra_stage_ranks import Round, Run
 
 from rlhfuse.monitor.trace import Span
-from rlhfuse.schedule.evaluate import evaluate
-from rlhfuse.schedule.schedule import Schedule
+from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.ir.schedule import Schedule
 
 GAP_SECONDS = 0.05  # between two runs in the trace
 NEEDED = 0.95  # of the predicted speedup
@@ -157,9 +158,12 @@ def goals(cases: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         ]
     return [
         {
-            "case": case["case"], "figure": figure, "goal": goal, "measured": measured,
+            "case": case["case"],
+            "figure": figure,
+            "goal": goal,
+            "measured": measured,
             "reached": measured >= goal if at_least else measured < goal,
-        }  # fmt: skip
+        }
         for case, figure, goal, measured, at_least in rows
     ]
 
@@ -207,9 +211,14 @@ def predicted_spans(schedule: Schedule, begin: float, facts: dict[str, Any]) -> 
     timeline = evaluate(schedule)
     return [
         Span(
-            str(action), f"{action.pipeline} {action.kind}", node, begin + first / MICROSECONDS,
-            begin + last / MICROSECONDS, "predicted", facts,
-        )  # fmt: skip
+            str(action),
+            f"{action.pipeline} {action.kind}",
+            node,
+            begin + first / MICROSECONDS,
+            begin + last / MICROSECONDS,
+            "predicted",
+            facts,
+        )
         for node, order in enumerate(schedule.orders)
         for action, first, last in zip(order, timeline.starts[node], timeline.ends[node])
     ]

@@ -5,8 +5,8 @@ This file does without torch, so that the benchmark itself starts at once and st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Sequence
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Round:
     runs: tuple[Run, ...]  # by rank
 
     @staticmethod
-    def of(runs: Sequence[Run]) -> "Round":
+    def of(runs: Sequence[Run]) -> Round:
         start = min(run.start for run in runs)
         actions = tuple(
             replace(action, start=action.start - start, end=action.end - start)

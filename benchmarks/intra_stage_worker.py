@@ -14,8 +14,8 @@ import hashlib
 import resource
 import time
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Callable, Mapping
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated", module="torch.distributed")
@@ -29,10 +29,11 @@ from megatron_1f1b import megatron_1f1b
 from rank_processes import TIMEOUT_SECONDS
 from torch import Tensor
 
-from rlhfuse.config import AlgorithmConfig, OptimizerConfig
-from rlhfuse.fusion.intra_stage import PipelineParts, PipelineWork, ProgramExecutor
-from rlhfuse.fusion.p2p import Channels
-from rlhfuse.fusion.step_report import StepReport
+from rlhfuse.config.settings import AlgorithmConfig, OptimizerConfig
+from rlhfuse.config.spec import ModelSpec
+from rlhfuse.fusion.intra.executor import PipelineParts, PipelineWork, ProgramExecutor
+from rlhfuse.fusion.intra.p2p import Channels
+from rlhfuse.fusion.intra.report import StepReport
 from rlhfuse.models.build import build_model
 from rlhfuse.models.heads import token_logprobs
 from rlhfuse.models.stage import LossFunction, PackedTokens, PipelineStage, TrainingStage
@@ -41,10 +42,9 @@ from rlhfuse.parallel.groups import GroupMaker, ModelGrid
 from rlhfuse.parallel.optimizer import ModelOptimizer
 from rlhfuse.ppo.losses import policy_loss_sum, value_loss_sum
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
-from rlhfuse.roles import neighbour_pairs
-from rlhfuse.schedule.action import Kind
-from rlhfuse.schedule.program import Program
-from rlhfuse.spec import ModelSpec
+from rlhfuse.run.roles import neighbour_pairs
+from rlhfuse.schedule.ir.action import Kind
+from rlhfuse.schedule.program.program import Program
 
 Phase = Callable[[], "StepReport | None"]
 WARM_CYCLES = 2  # of the profile, not counted
@@ -84,9 +84,7 @@ class TrainingRank:
         spec, head = self.sizes.spec(model), model == "critic"
         grid = ModelGrid(rank_layout().pipelines(model))
         groups = self.maker.for_model(model, grid, self.rank)
-        built = build_model(
-            spec, grid, groups, self.rank, scalar_head=head, dtype=torch.float32, device=self.device
-        )  # fmt: skip
+        built = build_model(spec, grid, groups, self.rank, scalar_head=head, dtype=torch.float32, device=self.device)
         stage = grid.position(self.rank)[1]
         draw_weights(built, self.seed + 100 * MODELS.index(model) + stage)
         optimizer = ModelOptimizer({stage: built}, OptimizerConfig(), groups, self.device)
@@ -213,15 +211,16 @@ def page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def run_of(
-    rank: int, start: float, end: float, cpu_seconds: float, faults: int, reports: list[StepReport]
-) -> Run:  # fmt: skip
+def run_of(rank: int, start: float, end: float, cpu_seconds: float, faults: int, reports: list[StepReport]) -> Run:
     """In words that need no torch to be read."""
     actions = tuple(
         Action(
-            rank, str(span.action), (span.action.pipeline, span.action.stage, str(span.action.kind)),
-            span.start_seconds, span.end_seconds,
-        )  # fmt: skip
+            rank,
+            str(span.action),
+            (span.action.pipeline, span.action.stage, str(span.action.kind)),
+            span.start_seconds,
+            span.end_seconds,
+        )
         for report in reports
         for span in report.spans
     )

@@ -28,8 +28,8 @@ from omegaconf import OmegaConf
 from search_runs import console, counting, finish, machine
 
 from rlhfuse.errors import InputError, run_program
-from rlhfuse.monitor.forecast_table import ForecastTable, read_metrics
-from rlhfuse.schedule.io import write_text
+from rlhfuse.files import write_text
+from rlhfuse.monitor.report.forecast_table import ForecastTable, read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 2
@@ -90,14 +90,17 @@ def settings(arguments: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
         "rollout": {"prompts_per_iteration": prompts, "samples_per_prompt": 4, "max_response_tokens": tokens},
         "algorithm": {"minibatches": 2, "kl_coef": 0.05},
         "fusion": {"actor_microbatches": 4, "search_seconds": 1},
-        "parallel": {
-            "actor_train": "d1t1p2", "critic_train": "d1t1p2", "generation": "d2t1p1", "inference": "d2t1p1"
-        },
+        "parallel": {"actor_train": "d1t1p2", "critic_train": "d1t1p2", "generation": "d2t1p1", "inference": "d2t1p1"},
         "trainer": {
-            "iterations": arguments.iterations, "tensorboard": False, "export": False, "save_every": 0, "seed": 1,
-            "trace_iterations": arguments.iterations, "output_dir": str(run_dir),
+            "iterations": arguments.iterations,
+            "tensorboard": False,
+            "export": False,
+            "save_every": 0,
+            "seed": 1,
+            "trace_iterations": arguments.iterations,
+            "output_dir": str(run_dir),
         },
-    }  # fmt: skip
+    }
 
 
 def train(config: Path, timeout: float) -> None:
@@ -106,9 +109,13 @@ def train(config: Path, timeout: float) -> None:
     command += [str(ROOT / "tools/train_ppo.py"), "--config", str(config)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
         output, _ = process.communicate(timeout=timeout)
         if process.returncode:

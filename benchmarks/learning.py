@@ -22,16 +22,17 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from rich.table import Table
 from search_runs import console, finish, machine
 from stories_runs import config_file, model_folder, samples_of, seconds_of, train
 
 from rlhfuse.errors import InputError, run_program
-from rlhfuse.schedule.io import write_text
+from rlhfuse.files import write_text
 
 ALGORITHMS = ("grpo", "ppo")
 GOAL = 0.9
@@ -116,14 +117,15 @@ def learn(algorithm: str, seed: int, model: Path) -> Learnt:
         settings = (f"trainer.seed={seed}", f"trainer.iterations={ITERATIONS}", "trainer.export=false")
         rows = train(config_file(algorithm), model, out, settings)
         return Learnt(
-            algorithm, seed,
+            algorithm,
+            seed,
             rewards=[row["critic/score/mean"] for row in rows],
             kl=[row.get("actor/ref_kl") for row in rows],
             entropy=[row["actor/entropy"] for row in rows],
             seconds=time.monotonic() - begin,
             iteration_seconds=statistics.median(seconds_of(rows)[1:]),
             texts=[{key: one[key] for key in ("prompt", "response", "score")} for one in samples_of(out, TEXTS)],
-        )  # fmt: skip
+        )
 
 
 def told(one: Learnt) -> str:

@@ -13,7 +13,8 @@ Knows nothing of optimizers: gradients accumulate in the stage's buffers, and no
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -27,9 +28,12 @@ from rlhfuse.parallel.device import Device
 
 
 def megatron_1f1b(
-    stage: PipelineStage, batches: Sequence[PackedTokens], loss: LossFunction, groups: ProcessGroupCollection,
+    stage: PipelineStage,
+    batches: Sequence[PackedTokens],
+    loss: LossFunction,
+    groups: ProcessGroupCollection,
     device: Device,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """One pipeline's micro-batches through forward and backward; a collective over `groups.pp`.
 
     `groups` are what the stage's model was built with. Returns the losses in micro-batch order on the last stage, an

@@ -4,7 +4,7 @@
 
 Four model pairs (actor/critic; the reference has the actor's size, the reward model the critic's), maximum lengths 512,
 1024 and 2048, 512 samples on 256 GPUs: 32 generation instances of tp 8, training in tp 8 with 4, 8 and 16 stages
-for 13B, 33B and 65B. H800-like GPUs at assumed efficiencies (simulator/hardware.py). Lengths are lognormal, since the
+for 13B, 33B and 65B. H800-like GPUs at assumed efficiencies (costs/hardware.py). Lengths are lognormal, since the
 paper's are not published: outputs of median 100 and sigma 1, prompts of median 150 and sigma 0.8. The paper does
 not say whether inference and training ran on padded batches, nor what a task costs beside its arithmetic:
 
@@ -22,23 +22,23 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.costs.analytic import AnalyticCost, CostModel, JobCost
+from rlhfuse.costs.collectives import ring_all_reduce_seconds
+from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.errors import InputError, run_program
-from rlhfuse.schedule.bounds import latency_bound
-from rlhfuse.schedule.builders import serial_makespan
-from rlhfuse.schedule.problem import fused_problem
-from rlhfuse.simulator.collectives import ring_all_reduce_seconds
-from rlhfuse.simulator.cost import AnalyticCost, CostModel, JobCost
-from rlhfuse.simulator.generation import InstanceLimits
-from rlhfuse.simulator.hardware import hardware_by_name
+from rlhfuse.schedule.bounds.bounds import latency_bound
+from rlhfuse.schedule.ir.problem import fused_problem
+from rlhfuse.schedule.rules.builders import serial_makespan
+from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
-from rlhfuse.spec import ModelSpec, ParallelLayout
 
 PAIRS = (("13B", "33B"), ("33B", "13B"), ("33B", "65B"), ("65B", "33B"))
 MAX_LENGTHS = (512, 1024, 2048)
@@ -103,16 +103,18 @@ class WithTaskCost:
     def release_seconds(self) -> float:
         return self.base.release_seconds()
 
-    def beside(self, neighbour: str) -> "WithTaskCost":
+    def beside(self, neighbour: str) -> WithTaskCost:
         return self
 
 
-@lru_cache(maxsize=None)
+@cache
 def model(name: str) -> tuple[ModelSpec, int]:
     """A LLaMA of the paper's size and its pipeline stages in training."""
     layers, hidden, heads, mlp, stages = {
-        "13B": (40, 5120, 40, 13824, 4), "33B": (60, 6656, 52, 17920, 8), "65B": (80, 8192, 64, 22016, 16),
-    }[name]  # fmt: skip
+        "13B": (40, 5120, 40, 13824, 4),
+        "33B": (60, 6656, 52, 17920, 8),
+        "65B": (80, 8192, 64, 22016, 16),
+    }[name]
     return ModelSpec("llama", layers, hidden, heads, heads, hidden // heads, mlp, 32000, 8192), stages
 
 
@@ -140,11 +142,16 @@ def sweep(pair: tuple[str, str], max_length: int, variant: str, batches: tuple[S
     if variant == "K.3":
         costs = WithTaskCost(costs, TASK_SECONDS * len(scorers))
     limits = InstanceLimits(
-        max_sequences=256, kv_capacity_bytes=KV_BYTES,
-        kv_bytes_per_token=model(actor)[0].kv_bytes_per_token(ELEMENT_BYTES), block_tokens=16, bs_max=BS_MAX,
-        max_prompt_tokens=MAX_PROMPT, max_output_tokens=max_length, score_tokens=SCORE_TOKENS,
+        max_sequences=256,
+        kv_capacity_bytes=KV_BYTES,
+        kv_bytes_per_token=model(actor)[0].kv_bytes_per_token(ELEMENT_BYTES),
+        block_tokens=16,
+        bs_max=BS_MAX,
+        max_prompt_tokens=MAX_PROMPT,
+        max_output_tokens=max_length,
+        score_tokens=SCORE_TOKENS,
         padded_score_tokens=MAX_PROMPT + max_length if variant == "P" else 0,
-    )  # fmt: skip
+    )
     return sweep_threshold(batches, INSTANCES, costs, limits)
 
 
@@ -159,9 +166,7 @@ def training_seconds(pair: tuple[str, str], tokens: float) -> tuple[float, float
     stage_costs = {role: cost.stage_costs(tokens, 1, TICK_SECONDS) for role, cost in costs.items()}
     problem = fused_problem(layouts, microbatches, stage_costs)
     link = hardware_by_name("h800").cross_link_bandwidth
-    reduction = sum(
-        ring_all_reduce_seconds(cost.weights_bytes(), cost.layout.dp, link) for cost in costs.values()
-    )
+    reduction = sum(ring_all_reduce_seconds(cost.weights_bytes(), cost.layout.dp, link) for cost in costs.values())
     parts = serial_makespan(problem), latency_bound(problem)
     serial, fused = (MINIBATCHES * (float(ticks) * TICK_SECONDS + reduction) for ticks in parts)
     return serial, fused
@@ -175,9 +180,16 @@ def predict(pair: tuple[str, str], max_length: int, variant: str, draws: int) ->
         tokens = sum(sum(b.prompt) + sum(b.output) for b in batches) / (SAMPLES * draws)
     at_20 = next(point.fused_seconds for point in found.sweep if point.ratio == 0.2)
     return Cell(
-        "/".join(pair), max_length, variant, found.sweep[0].generation_seconds, found.serial_seconds,
-        found.fused_seconds, found.ratio, at_20 / found.fused_seconds - 1, *training_seconds(pair, tokens),
-    )  # fmt: skip
+        "/".join(pair),
+        max_length,
+        variant,
+        found.sweep[0].generation_seconds,
+        found.serial_seconds,
+        found.fused_seconds,
+        found.ratio,
+        at_20 / found.fused_seconds - 1,
+        *training_seconds(pair, tokens),
+    )
 
 
 def within(cells: list[Cell], what: str) -> int:
@@ -216,10 +228,16 @@ def table(cells: list[Cell]) -> Table:
     for cell in cells:
         gains = [f"{value:.2f}" for value in cell.speedups.values()]
         made.add_row(
-            cell.variant, str(cell.max_length), cell.pair, f"{cell.generation_seconds:.2f}",
-            f"{cell.serial_seconds:.2f}", f"{cell.fused_seconds:.2f}", f"{cell.best_ratio:.2f}",
-            f"{cell.ratio_20_loss:.1%}", *gains,
-        )  # fmt: skip
+            cell.variant,
+            str(cell.max_length),
+            cell.pair,
+            f"{cell.generation_seconds:.2f}",
+            f"{cell.serial_seconds:.2f}",
+            f"{cell.fused_seconds:.2f}",
+            f"{cell.best_ratio:.2f}",
+            f"{cell.ratio_20_loss:.1%}",
+            *gains,
+        )
     return made
 
 

@@ -12,7 +12,8 @@ import multiprocessing
 import os
 import socket
 import traceback
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 
@@ -57,7 +58,7 @@ class Ranks:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def __enter__(self) -> "Ranks":
+    def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -12,9 +12,10 @@ import argparse
 import json
 from dataclasses import asdict
 
-from rlhfuse.simulator.calibration import compare, end_to_end_seconds, fit_calibration, mean_error
-from rlhfuse.simulator.hardware import ASSUMED, REAL_H100, Calibration
-from rlhfuse.simulator.real_tables import BATCH, EAGER_END_TO_END, END_TO_END, real_rows
+from real.calibration import compare, end_to_end_seconds, fit_calibration, mean_error
+from real.tables import BATCH, EAGER_END_TO_END, END_TO_END, real_rows
+
+from rlhfuse.costs.hardware import ASSUMED, REAL_H100, Calibration
 
 
 def main() -> None:

@@ -17,18 +17,19 @@ import argparse
 import io
 import re
 import time
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
+from paper.table3 import Setting
 from rich.table import Table
 from search_runs import Outcome, Run, console, counting, finish, launch, machine, positive
 
 from rlhfuse.errors import InputError, run_program
-from rlhfuse.schedule.builders import greedy
-from rlhfuse.schedule.evaluate import evaluate
-from rlhfuse.schedule.io import write_bytes
-from rlhfuse.schedule.problem import FusionProblem
-from rlhfuse.schedule.search import METHODS
-from rlhfuse.schedule.table3 import Setting
+from rlhfuse.files import write_bytes
+from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.ir.problem import FusionProblem
+from rlhfuse.schedule.rules.builders import greedy
+from rlhfuse.schedule.search.search import METHODS
 
 SIZES = "8x6,8x16,16x16,16x64,32x64,32x128,64x128,64x256"
 

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
+from paper.table3 import SETTINGS, TRACED
 from rich.table import Table
 from schedule_table import number, progress, row_numbers
 from search_runs import Outcome, Run, console, counting, finish, launch, machine, middle, positive, worst
 
 from rlhfuse.errors import run_program
-from rlhfuse.schedule.search import METHODS
-from rlhfuse.schedule.table3 import SETTINGS, TRACED
+from rlhfuse.schedule.search.search import METHODS
 
 ROWS = "2,8,12"  # the two where memory is hardest, and the largest
 

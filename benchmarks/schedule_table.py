@@ -16,18 +16,19 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
+from paper.table3 import PRINTED, SETTINGS, TRACED, one_f_one_b_plus_makespan
 from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from search_runs import Outcome, Run, console, counting, finish, launch, machine, middle, positive, worst
 
 from rlhfuse.errors import InputError, run_program
-from rlhfuse.schedule.builders import serial_makespan, serial_peak_memory
-from rlhfuse.schedule.evaluate import TOLERANCE, evaluate
-from rlhfuse.schedule.paper_greedy import paper_greedy
-from rlhfuse.schedule.table3 import PRINTED, SETTINGS, TRACED, one_f_one_b_plus_makespan
+from rlhfuse.schedule.ir.evaluate import TOLERANCE, evaluate
+from rlhfuse.schedule.rules.builders import serial_makespan, serial_peak_memory
+from rlhfuse.schedule.search.paper_greedy import paper_greedy
 
 SOON_SECONDS = 2.0
 

@@ -20,19 +20,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any
 
 from launched import end
+from paper.table3 import SETTINGS
 from rich.console import Console
 
 from rlhfuse.errors import InputError, run_program
-from rlhfuse.schedule.io import write_text
-from rlhfuse.schedule.problem import FusionProblem, Number
-from rlhfuse.schedule.search import SearchReport, search, world_communicator
-from rlhfuse.schedule.table3 import SETTINGS
-
+from rlhfuse.files import write_text
+from rlhfuse.schedule.ir.problem import FusionProblem, Number
+from rlhfuse.schedule.search.search import SearchReport, search, world_communicator
 
 
 @dataclass(frozen=True)

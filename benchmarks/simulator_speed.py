@@ -13,17 +13,17 @@ import argparse
 import json
 import statistics
 import time
-from typing import Callable
+from collections.abc import Callable
 
 from paper_settings import BS_MAX, INSTANCES, KV_BYTES, MAX_PROMPT, SAMPLES, SCORE_TOKENS, TP, cost_of, draw_lengths
 
+from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.costs.analytic import JobCost
 from rlhfuse.errors import InputError, run_program
-from rlhfuse.simulator.cost import JobCost
-from rlhfuse.simulator.generation import InstanceLimits
+from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.iteration import simulate_gen_infer, simulate_iteration
 from rlhfuse.simulator.lengths import load_lengths
 from rlhfuse.simulator.threshold import sweep_threshold
-from rlhfuse.spec import ParallelLayout
 
 MAX_LENGTH, DRAWS, ASKED_MS = 1024, 5, 50.0
 

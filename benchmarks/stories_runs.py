@@ -12,11 +12,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from rlhfuse.errors import InputError
-from rlhfuse.monitor.phase_times import whole_seconds
+from rlhfuse.monitor.report.phase_times import whole_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "../shared/data/stories260K-hf"

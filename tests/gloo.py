@@ -13,8 +13,9 @@ import gc
 import os
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import wait
-from typing import Any, Callable
+from typing import Any
 
 import torch.distributed as dist
 import torch.multiprocessing as mp

@@ -22,8 +22,18 @@ TIMEOUT_SECONDS = 900  # a hang; a machine with other work needs minutes for the
 
 
 def start(config: Path, *overrides: str, program: Path = ROOT / "tools" / "train_ppo.py", ranks: int = 2, **more: str):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
-               str(program), "--config", str(config), *overrides]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        str(program),
+        "--config",
+        str(config),
+        *overrides,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
@@ -61,11 +71,17 @@ def killed_forked(config: Path, moment: str, log: Path, *overrides: str, ranks: 
         port = probe.getsockname()[1]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])  # for the process that loads modules
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["killed_training", "rlhfuse.launch", "rlhfuse.monitor.loggers"])
+    context.set_forkserver_preload(["killed_training", "rlhfuse.run.launch", "rlhfuse.monitor.loggers"])
     processes = []
     for rank in range(ranks):
-        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": ranks, "RANK": rank,
-                       "LOCAL_RANK": rank, "KILL_AT": moment}  # fmt: skip
+        environment = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "WORLD_SIZE": ranks,
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "KILL_AT": moment,
+        }
         arguments = ["--config", str(config), *overrides]
         processes.append(context.Process(target=run_rank, args=(environment, arguments, log)))
         processes[-1].start()

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 import torch
 
-from rlhfuse.config import OptimizerConfig
-from rlhfuse.schedule.builders import serial_1f1b
-from rlhfuse.schedule.lowering import lower
-from rlhfuse.schedule.problem import StageCosts, fused_problem
-from rlhfuse.schedule.ranks import FusedRanks, rank_map
-from rlhfuse.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.settings import OptimizerConfig
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.schedule.ir.problem import StageCosts, fused_problem
+from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
+from rlhfuse.schedule.program.lowering import lower
+from rlhfuse.schedule.rules.builders import serial_1f1b
 
 LENGTHS = ((7, 12, 3), (40,), (2, 2, 5), (19, 30))  # of the sequences of each micro-batch
 VOCAB = 200
@@ -125,14 +126,21 @@ def load(rank: int, grid, groups, folder: Path, head: bool, activations, config:
     from rlhfuse.models.build import build_model
     from rlhfuse.models.stage import PipelineStage, TrainingStage
     from rlhfuse.parallel.optimizer import ModelOptimizer
-    from rlhfuse.roles import load_part
+    from rlhfuse.run.roles import load_part
 
     spec, chunks = ModelSpec.from_config(folder), {}
     for stage in grid.stages_of(rank):
         chunks[stage] = build_model(
-            spec, grid, groups, rank, scalar_head=head, dtype=torch.float32, device=device, stage=stage,
+            spec,
+            grid,
+            groups,
+            rank,
+            scalar_head=head,
+            dtype=torch.float32,
+            device=device,
+            stage=stage,
             activations=activations,
-        )  # fmt: skip
+        )
         load_part(chunks[stage], folder, spec, grid, rank, head, stage)
     owner = ModelOptimizer(chunks, config, groups, device)
     stages = {
@@ -155,9 +163,9 @@ def one_step(rank: int, maker, ranks: FusedRanks, models: Mapping[str, Built], r
 
     `rows[model][pipeline]` are the micro-batches of a pipeline, as many in each of them.
     """
-    from rlhfuse.fusion.intra_stage import PipelineParts, PipelineWork, ProgramExecutor
-    from rlhfuse.fusion.p2p import Channels
-    from rlhfuse.roles import neighbour_pairs
+    from rlhfuse.fusion.intra.executor import PipelineParts, PipelineWork, ProgramExecutor
+    from rlhfuse.fusion.intra.p2p import Channels
+    from rlhfuse.run.roles import neighbour_pairs
 
     layouts = ranks.shape.layouts
     costs = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfuse.config import RunConfig
+from rlhfuse.config.settings import RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -33,7 +33,7 @@ def test_every_setting_is_documented_with_its_default():
     page = {key: default for key, default, _ in rows}
     known = {key: shown(default) for key, default in settings(RunConfig()).items()}
     assert len(rows) == len(page), "a key stands twice in docs/configuration.md"
-    assert page == known, "docs/configuration.md differs from rlhfuse/config.py"
+    assert page == known, "docs/configuration.md differs from rlhfuse/config/settings.py"
     assert all(help_.strip() for _, _, help_ in rows)
 
 

@@ -7,26 +7,36 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = {
-    **dict.fromkeys(("allowance", "kernel_cache", "errors", "spec", "config", "config_rules", "config_values"), 0),
-    **dict.fromkeys(("schedule", "simulator"), 1),
-    **dict.fromkeys(("parallel", "models"), 2),
-    **dict.fromkeys(("ppo", "data", "monitor", "gen"), 3),
-    "fusion": 4,
-    **dict.fromkeys(("launch", "preflight", "roles", "threshold_control", "timeline", "trainer", "checkpoint"), 5),
-    **dict.fromkeys(("books", "function_reward", "generation_trial", "phases", "run_log", "run_metrics"), 5),
-    **dict.fromkeys(("forecast", "profiling"), 5),
-    **dict.fromkeys(("run_facts", "shard_files", "checkpoint_writer", "convert"), 5),
+    **dict.fromkeys(("errors", "files", "kernel_cache"), 0),
+    "config": 1,
+    "schedule": 2,
+    **dict.fromkeys(("decisions", "costs"), 3),
+    "simulator": 4,
+    "planning": 5,
+    **dict.fromkeys(("parallel", "models"), 6),
+    **dict.fromkeys(("ppo", "data", "monitor", "gen", "checkpoint"), 7),
+    "fusion": 8,
+    "run": 9,
+}
+# Within a package: a subpackage may import those before it and its own modules; modules beside them import all.
+FLOORS = {
+    "schedule": ("ir", "bounds", "rules", "program", "search"),
+    "gen": ("cpu", "gpu", "migration"),
+    "fusion": ("intra", "inter"),
+    "monitor": ("report",),
+    "models": ("cpu",),
+    "run": ("profiling",),
 }
 STRANGERS = {"ppo", "data", "monitor", "gen"}  # do not know each other
 # package -> where it may be imported: folders end with "/"
 RESTRICTED = {
-    "mpi4py": ("rlhfuse/schedule/search.py",),
+    "mpi4py": ("rlhfuse/schedule/search/search.py",),
     "transformers": ("rlhfuse/models/hf.py", "tools/"),
     "flash_attn": ("rlhfuse/models/attention.py",),
     "wandb": ("rlhfuse/monitor/wandb_logger.py",),
     "megatron": ("rlhfuse/parallel/", "rlhfuse/models/"),
 }
-TORCH_FREE_LAYERS = (0, 1)
+TORCH_FREE_LAYERS = (0, 1, 2, 3, 4, 5)
 
 
 def imports(file, package):
@@ -80,16 +90,6 @@ def _forbidden(path, own, name):
         yield f"layer {LAYERS[own]} imports {name} of layer {LAYERS[other]}"
     elif own in STRANGERS and other in STRANGERS:
         yield f"imports {name}: {own} and {other} do not know each other"
-    elif (own, other) == ("schedule", "simulator"):
-        yield "the schedule knows nothing of the simulator"
-
-
-def test_no_line_is_longer_than_120_columns():
-    folders = ("rlhfuse", "tools", "benchmarks", "tests")
-    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
-    lines = [(file, n, line) for file in files for n, line in enumerate(file.read_text().splitlines(), start=1)]
-    long = [f"{file.relative_to(ROOT)}:{n}: {len(line)}" for file, n, line in lines if len(line) > 120]
-    assert len(files) > 100 and not long, "wrap: " + ", ".join(long)
 
 
 def test_project_holds_the_table():
@@ -100,15 +100,19 @@ def test_project_holds_the_table():
     "path, text, complaint",
     [
         ("rlhfuse/schedule/a.py", "import torch.nn", "imports torch"),
-        ("rlhfuse/schedule/a.py", "from mpi4py import MPI", "mpi4py, allowed only in rlhfuse/schedule/search.py"),
-        ("rlhfuse/schedule/a.py", "from rlhfuse.simulator.cost import x", "nothing of the simulator"),
-        ("rlhfuse/errors.py", "from rlhfuse import ppo", "layer 0 imports rlhfuse.ppo of layer 3"),
+        (
+            "rlhfuse/schedule/a.py",
+            "from mpi4py import MPI",
+            "mpi4py, allowed only in rlhfuse/schedule/search/search.py",
+        ),
+        ("rlhfuse/schedule/a.py", "from rlhfuse.costs.analytic import x", "nothing of the simulator"),
+        ("rlhfuse/errors.py", "from rlhfuse import ppo", "layer 0 imports rlhfuse.ppo of layer 7"),
         ("rlhfuse/ppo/a.py", "from rlhfuse.gen.engine import Engine", "do not know each other"),
         ("rlhfuse/ppo/a.py", "def f():\n    from ..data import prompts", "do not know each other"),
         ("rlhfuse/gen/a.py", "from megatron.core import x", "imports megatron"),
         ("rlhfuse/models/build.py", "import transformers", "imports transformers"),
         ("rlhfuse/fusion/a.py", "import flash_attn", "imports flash_attn"),
-        ("rlhfuse/parallel/a.py", "from rlhfuse import trainer", "layer 2 imports rlhfuse.trainer of layer 5"),
+        ("rlhfuse/parallel/a.py", "from rlhfuse import trainer", "layer 2 imports rlhfuse.run.trainer of layer 5"),
         ("rlhfuse/ppo/__init__.py", '"""Doc."""\nfrom rlhfuse.ppo.losses import x', "a docstring and nothing else"),
         ("rlhfuse/ppo/__init__.py", "", "a docstring and nothing else"),
         ("rlhfuse/utils.py", "x = 1", "utils has no layer"),
@@ -126,11 +130,11 @@ def test_a_made_up_offence_is_found(tmp_path, path, text, complaint):
 @pytest.mark.parametrize(
     "path, text",
     [
-        ("rlhfuse/schedule/search.py", "from mpi4py import MPI"),
+        ("rlhfuse/schedule/search/search.py", "from mpi4py import MPI"),
         ("rlhfuse/simulator/a.py", "from rlhfuse.schedule import problem"),
         ("rlhfuse/models/hf.py", "import transformers, torch, megatron.core"),
         ("rlhfuse/gen/a.py", "from rlhfuse.models.build import x\nfrom . import sequence"),
-        ("tools/a.py", "import transformers, torch\nfrom rlhfuse.trainer import x"),
+        ("tools/a.py", "import transformers, torch\nfrom rlhfuse.run.trainer import x"),
         ("rlhfuse/ppo/__init__.py", '"""Only words."""'),
     ],
 )

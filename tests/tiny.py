@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.hf import expected_tensors
-from rlhfuse.spec import ModelSpec
 
 SHAPE = dict(
     hidden_size=64,

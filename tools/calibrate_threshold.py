@@ -17,16 +17,16 @@ import os
 import sys
 from pathlib import Path
 
-from rlhfuse.config import RunConfig, load_config
+from rlhfuse.config.settings import RunConfig, load_config
+from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.costs.analytic import CostModel
+from rlhfuse.costs.hardware import hardware_by_name
+from rlhfuse.costs.profiled import load_run_costs
+from rlhfuse.costs.trial import TrialCost
 from rlhfuse.errors import InputError, run_program
-from rlhfuse.simulator.cost import CostModel
-from rlhfuse.simulator.hardware import hardware_by_name
+from rlhfuse.planning.planner import generation_cost, instance_limits, median_context, read_specs
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
-from rlhfuse.simulator.planner import generation_cost, instance_limits, median_context, read_specs
-from rlhfuse.simulator.profile import load_run_costs
 from rlhfuse.simulator.threshold import Threshold, save_threshold, sweep_threshold
-from rlhfuse.simulator.trial_cost import TrialCost
-from rlhfuse.spec import ParallelLayout
 
 
 def main() -> int:
@@ -102,7 +102,7 @@ def _read_lengths(config: RunConfig, args: argparse.Namespace) -> tuple[SampleLe
 
 def _trial(config: RunConfig, prompts: int, costs: CostModel) -> tuple[SampleLengths, CostModel, list[str]]:
     """Lengths that the engine makes here, and costs with its steps in them where an instance is one process."""
-    from rlhfuse.generation_trial import run_trial  # the one part that needs torch
+    from rlhfuse.run.generation_trial import run_trial  # the one part that needs torch
 
     def progress(text: str) -> None:
         print(f"\rtrial: {text}", end="", file=sys.stderr, flush=True)
@@ -122,9 +122,7 @@ def _trial(config: RunConfig, prompts: int, costs: CostModel) -> tuple[SampleLen
     return trial.lengths, measured, told
 
 
-def _calibrate(
-    config: RunConfig, draws: int, lengths: SampleLengths, instances: int, costs: CostModel
-) -> Threshold:
+def _calibrate(config: RunConfig, draws: int, lengths: SampleLengths, instances: int, costs: CostModel) -> Threshold:
     limits = instance_limits(config, read_specs(config)["actor"], instances, costs, median_context(lengths))
     batches = lengths.draw(config.samples_per_iteration, draws, config.trainer.seed)
     most = config.fusion.max_triggers

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rlhfuse.errors import run_program
-from rlhfuse.monitor.compare import IGNORED, Comparison, compare_runs
+from rlhfuse.monitor.report.compare import IGNORED, Comparison, compare_runs
 
 
 def main() -> int:

@@ -28,7 +28,7 @@ def main() -> int:
     if args.like and not args.role:
         raise InputError("--like is the folder of one model; say which with --role")
 
-    from rlhfuse.convert import convert, open_checkpoint  # torch loads only for arguments that can be read
+    from rlhfuse.checkpoint.convert import convert, open_checkpoint  # torch loads only for arguments that can be read
     from rlhfuse.models.output_folder import check_output_folder
 
     out = Path(args.out)
@@ -39,9 +39,13 @@ def main() -> int:
         check_output_folder(folder, args.force)
     for role, folder in folders.items():
         convert(
-            checkpoint, role, folder, like=Path(args.like) if args.like else None,
-            shard_bytes=int(args.shard_gb * 1e9) if args.shard_gb else None, force=args.force,
-        )  # fmt: skip
+            checkpoint,
+            role,
+            folder,
+            like=Path(args.like) if args.like else None,
+            shard_bytes=int(args.shard_gb * 1e9) if args.shard_gb else None,
+            force=args.force,
+        )
         print(f"{role} after {checkpoint.iteration} iterations: {folder}")
     return 0
 

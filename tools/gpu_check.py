@@ -19,9 +19,10 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # run from a checkout as well as installed
@@ -33,7 +34,8 @@ import torch.distributed as dist
 from gpu_checks import generation, speed
 from gpu_checks.result import TOLERANCE, relative, require, run_check
 
-from rlhfuse.config import OptimizerConfig
+from rlhfuse.config.settings import OptimizerConfig
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.errors import run_program
 from rlhfuse.models.build import build_model, fill
 from rlhfuse.models.heads import token_logprobs
@@ -44,14 +46,26 @@ from rlhfuse.parallel.groups import GroupMaker, plain_grid
 from rlhfuse.parallel.offload import ParkedWeights
 from rlhfuse.parallel.optimizer import ModelOptimizer
 from rlhfuse.parallel.reshard import Resharder
-from rlhfuse.spec import ModelSpec, ParallelLayout
 
 TINY = dict(
-    architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=64, num_hidden_layers=4, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=32, intermediate_size=96, vocab_size=200, max_position_embeddings=256,
-    rms_norm_eps=1e-5, rope_theta=10000.0, hidden_act="silu", bos_token_id=1, eos_token_id=2,
-    tie_word_embeddings=False, torch_dtype="float32",
-)  # fmt: skip
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    hidden_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    intermediate_size=96,
+    vocab_size=200,
+    max_position_embeddings=256,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    hidden_act="silu",
+    bos_token_id=1,
+    eos_token_id=2,
+    tie_word_embeddings=False,
+    torch_dtype="float32",
+)
 
 
 # random models ------------------------------------------------------------------------------------------------
@@ -67,8 +81,13 @@ def write_model(folder: Path, shape: dict, *, scalar_head: bool = False, seed: i
     folder.mkdir(parents=True)
     config = dict(shape)
     if scalar_head:
-        config |= {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1, "id2label": {"0": "LABEL_0"},
-                   "label2id": {"LABEL_0": 0}, "pad_token_id": 0}  # fmt: skip
+        config |= {
+            "architectures": ["LlamaForSequenceClassification"],
+            "num_labels": 1,
+            "id2label": {"0": "LABEL_0"},
+            "label2id": {"LABEL_0": 0},
+            "pad_token_id": 0,
+        }
     (folder / "config.json").write_text(json.dumps(config))
     spec = ModelSpec.from_config(folder)
     generator = torch.Generator().manual_seed(seed)
@@ -122,8 +141,14 @@ def check_training(model: Path, device: Device, dtype: torch.dtype) -> dict:
     there = train_once(model, device, dtype)
     errors = {name: relative(there["gradients"][name], wanted) for name, wanted in here["gradients"].items()}
     worst = max(errors, key=lambda name: errors[name])
-    detail = {"loss": there["loss"], "loss_on_cpu": here["loss"], "grad_norm": there["norm"],
-              "grad_norm_on_cpu": here["norm"], "worst_gradient": worst, "relative_error": errors[worst]}  # fmt: skip
+    detail = {
+        "loss": there["loss"],
+        "loss_on_cpu": here["loss"],
+        "grad_norm": there["norm"],
+        "grad_norm_on_cpu": here["norm"],
+        "worst_gradient": worst,
+        "relative_error": errors[worst],
+    }
     return require(
         abs(there["loss"] - here["loss"]) < TOLERANCE[dtype] * abs(here["loss"])
         and abs(there["norm"] - here["norm"]) < 2 * TOLERANCE[dtype] * here["norm"]
@@ -197,8 +222,12 @@ def check_ppo(folder: Path, device: torch.device) -> dict:
     require(done.returncode == 0, {"exit_code": done.returncode, "end": (done.stdout + done.stderr)[-1500:]})
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     difference = max(line["rollout/train_logprob_abs_diff"] for line in lines)
-    detail = {"iterations": len(lines), "seconds": round(seconds, 1), "train_logprob_abs_diff": difference,
-              "models": "examples/tiny" if have else "random"}  # fmt: skip
+    detail = {
+        "iterations": len(lines),
+        "seconds": round(seconds, 1),
+        "train_logprob_abs_diff": difference,
+        "models": "examples/tiny" if have else "random",
+    }
     return require(len(lines) == 2 and difference < 1e-4, detail)
 
 
@@ -207,8 +236,14 @@ def check_ppo(folder: Path, device: torch.device) -> dict:
 
 def environment(device: torch.device) -> dict:
     """What the figures were measured on."""
-    found = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda_of_torch": torch.version.cuda,
-             "device": str(device), "flash_attn": None, "nccl": None}  # fmt: skip
+    found = {
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "cuda_of_torch": torch.version.cuda,
+        "device": str(device),
+        "flash_attn": None,
+        "nccl": None,
+    }
     if importlib.util.find_spec("flash_attn"):
         from importlib.metadata import version
 

@@ -98,14 +98,17 @@ def train_tokenizer(texts: list[str], folder: Path) -> None:
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
     )
     tokenizer.save(str(folder / "tokenizer.json"))
-    write_json(folder / "tokenizer_config.json", {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "pad_token": "<pad>",
-        "model_max_length": CONTEXT,
-        "clean_up_tokenization_spaces": False,
-    })
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "pad_token": "<pad>",
+            "model_max_length": CONTEXT,
+            "clean_up_tokenization_spaces": False,
+        },
+    )
 
 
 def actor_config() -> LlamaConfig:

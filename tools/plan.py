@@ -13,12 +13,12 @@ import argparse
 import json
 from pathlib import Path
 
-from rlhfuse.config import load_config
+from rlhfuse.config.settings import load_config
+from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.errors import run_program
-from rlhfuse.schedule.io import write_text
-from rlhfuse.simulator.layouts import planned_world_size
+from rlhfuse.files import write_text
+from rlhfuse.planning.planner import plan_run, read_specs
 from rlhfuse.simulator.lengths import load_lengths
-from rlhfuse.simulator.planner import plan_run, read_specs
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
@@ -36,7 +36,7 @@ def main() -> int:
     lengths = load_lengths(args.lengths, default_prompt=config.data.max_prompt_tokens).lengths if args.lengths else None
     world_size = planned_world_size(config, args.world_size)
     if NVIDIA_DRIVER.exists():
-        from rlhfuse.launch import name_device  # torch, which takes seconds, is asked only where there may be a GPU
+        from rlhfuse.run.launch import name_device  # torch, which takes seconds, is asked only where there may be a GPU
 
         name_device(config)
     plan, schedule = plan_run(config, read_specs(config), world_size, lengths=lengths)

@@ -19,13 +19,13 @@ from pathlib import Path
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated", module="torch.distributed")
 
-from rlhfuse.config import RunConfig, load_config
+from rlhfuse.config.settings import RunConfig, load_config
+from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.costs.profiled import save_profile
+from rlhfuse.decisions.layouts import check_layouts
 from rlhfuse.errors import InputError, run_program
-from rlhfuse.profiling.points import check_world
-from rlhfuse.simulator.layouts import check_layouts
-from rlhfuse.simulator.planner import read_specs
-from rlhfuse.simulator.profile import save_profile
-from rlhfuse.spec import ParallelLayout
+from rlhfuse.planning.planner import read_specs
+from rlhfuse.run.profiling.points import check_world
 
 
 def main() -> int:
@@ -58,7 +58,7 @@ def measure(config: RunConfig, out: Path, limit_seconds: float) -> int:
 
     from rlhfuse.parallel.device import allow_many_files, choose_device, local_rank
     from rlhfuse.parallel.groups import connect
-    from rlhfuse.profiling.run import Profiler
+    from rlhfuse.run.profiling.run import Profiler
 
     if config.trainer.device == "auto":
         config.trainer.device = "cuda" if torch.cuda.is_available() else "cpu"

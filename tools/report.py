@@ -12,8 +12,8 @@ import os
 from pathlib import Path
 
 from rlhfuse.errors import InputError, run_program
-from rlhfuse.monitor.report import render_report
-from rlhfuse.monitor.run_files import RunFiles
+from rlhfuse.monitor.report.report import render_report
+from rlhfuse.monitor.report.run_files import RunFiles
 
 
 def main() -> int:

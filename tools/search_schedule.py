@@ -17,21 +17,22 @@ import argparse
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from rlhfuse.errors import EXIT_BAD_INPUT, InputError, run_program
-from rlhfuse.schedule.goal import OBJECTIVES, Goal
 from rlhfuse.schedule.io import load_schedule
-from rlhfuse.schedule.live_line import LiveLine, describe
-from rlhfuse.schedule.paper_chain import PaperSettings
-from rlhfuse.schedule.problem import FusionProblem, load_problem, read_json
-from rlhfuse.schedule.result_file import ResultFile, Spent
-from rlhfuse.schedule.schedule import Schedule
-from rlhfuse.schedule.search import METHODS, SearchReport, search, world_communicator
-from rlhfuse.schedule.signals import Signals
-from rlhfuse.schedule.smallest import check_caps
+from rlhfuse.schedule.ir.objective import OBJECTIVES, Goal
+from rlhfuse.schedule.ir.problem import FusionProblem, load_problem, read_json
+from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.schedule.rules.min_memory import check_caps
+from rlhfuse.schedule.search.live_line import LiveLine, describe
+from rlhfuse.schedule.search.paper_chain import PaperSettings
+from rlhfuse.schedule.search.result_file import ResultFile, Spent
+from rlhfuse.schedule.search.search import METHODS, SearchReport, search, world_communicator
+from rlhfuse.schedule.search.signals import Signals
 
 EXIT_CODES = """exit codes:
   0    done: proved optimal, or the time limit or the number of moves is reached

@@ -15,14 +15,14 @@ import argparse
 import json
 from pathlib import Path
 
+from rlhfuse.costs.measured import load_measured_cost
 from rlhfuse.errors import run_program
-from rlhfuse.monitor.forecast_table import ForecastTable, read_metrics
-from rlhfuse.monitor.memory_table import MemoryTable
-from rlhfuse.monitor.span_table import span_rows, span_table
+from rlhfuse.files import write_text
+from rlhfuse.monitor.report.forecast_table import ForecastTable, read_metrics
+from rlhfuse.monitor.report.memory_table import MemoryTable
+from rlhfuse.monitor.report.span_table import span_rows, span_table
 from rlhfuse.monitor.trace import load_trace
-from rlhfuse.schedule.io import write_text
-from rlhfuse.simulator.measured import load_measured_cost
-from rlhfuse.simulator.plan import load_plan
+from rlhfuse.planning.plan import load_plan
 
 
 def main() -> int:

@@ -1,8 +1,8 @@
 """Show a schedule.json: summary, text grid, picture, Chrome trace, the programs of all ranks.
 
-    python tools/show_schedule.py schedule.json --text --png schedule.png --trace schedule.trace.json
-    python tools/show_schedule.py schedule.json --png start.png --nodes 0-7 --from 0 --to 120
-    python tools/show_schedule.py schedule.json --programs actor=d1t1p8,critic=d2t1p4
+python tools/show_schedule.py schedule.json --text --png schedule.png --trace schedule.trace.json
+python tools/show_schedule.py schedule.json --png start.png --nodes 0-7 --from 0 --to 120
+python tools/show_schedule.py schedule.json --programs actor=d1t1p8,critic=d2t1p4
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from __future__ import annotations
 import argparse
 import re
 
+from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.errors import InputError, run_program
-from rlhfuse.schedule.bounds import latency_bound, memory_bound
-from rlhfuse.schedule.builders import serial_makespan, serial_peak_memory
-from rlhfuse.schedule.evaluate import Timeline, evaluate
-from rlhfuse.schedule.io import load_schedule, write_bytes, write_text
-from rlhfuse.schedule.lowering import lower
-from rlhfuse.schedule.ranks import rank_map
-from rlhfuse.schedule.schedule import Schedule
-from rlhfuse.schedule.verify import verify
-from rlhfuse.spec import ParallelLayout
+from rlhfuse.files import write_bytes, write_text
+from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
+from rlhfuse.schedule.io import load_schedule
+from rlhfuse.schedule.ir.evaluate import Timeline, evaluate
+from rlhfuse.schedule.ir.ranks import rank_map
+from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.schedule.program.lowering import lower
+from rlhfuse.schedule.program.verify import verify
+from rlhfuse.schedule.rules.builders import serial_makespan, serial_peak_memory
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated", module="torch.distributed")
 
-from rlhfuse.config import load_config
+from rlhfuse.config.settings import load_config
 from rlhfuse.errors import InputError, run_program
 
 
@@ -30,7 +30,7 @@ def main() -> int:
     args = parser.parse_intermixed_args()
     config = load_config(args.config, args.overrides)
 
-    from rlhfuse.launch import dry_run, train  # torch and Megatron load only for a config that can be read
+    from rlhfuse.run.launch import dry_run, train  # torch and Megatron load only for a config that can be read
 
     if args.dry_run:
         return dry_run(config, args.world_size)

@@ -17,9 +17,10 @@ import json
 import os
 import re
 import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any
 
 from rlhfuse.errors import InputError
 

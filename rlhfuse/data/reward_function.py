@@ -17,10 +17,11 @@ import importlib.util
 import inspect
 import math
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Callable, Mapping
+from typing import Any
 
 from rlhfuse.errors import InputError, RewardError
 
@@ -48,7 +49,7 @@ class RewardFunction:
     function: Callable[..., Any]
 
     @staticmethod
-    def load(name: str, signature: str) -> "RewardFunction":
+    def load(name: str, signature: str) -> RewardFunction:
         """Import it. Raises InputError naming what is missing, or what its module raised."""
         place, colon, attribute = name.rpartition(":")
         if not colon or not place or not attribute:
@@ -66,9 +67,8 @@ class RewardFunction:
 
     @property
     def is_async(self) -> bool:
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
-            getattr(self.function, "__call__", None)
-        )
+        call = type(self.function).__call__ if callable(self.function) else None
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
 
     def check(self, row: Mapping[str, Any], prompt: str | list[dict[str, str]], where: str) -> None:
         """Raise InputError unless the row has what the signature needs and the function takes it; no call is made."""

@@ -19,8 +19,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any, Sequence
+from typing import Any
 
 from rlhfuse.data.reward_function import RewardCall, RewardFunction, about_sample
 from rlhfuse.errors import RewardError

@@ -28,21 +28,64 @@ NAMES = tuple(
     (name, "she", "her", "her")
     for name in ("Anna", "Lily", "Mia", "Rosa", "Zoe", "Ella", "Ruby", "Nina", "Clara", "Molly")
 ) + tuple(
-    (name, "he", "him", "his")
-    for name in ("Tim", "Ben", "Max", "Sam", "Leo", "Finn", "Jack", "Hugo", "Peter", "Oscar")
+    (name, "he", "him", "his") for name in ("Tim", "Ben", "Max", "Sam", "Leo", "Finn", "Jack", "Hugo", "Peter", "Oscar")
 )
 ANIMALS = (
-    "fox", "bear", "cat", "dog", "mouse", "pig", "rabbit", "duck", "goat", "frog", "horse", "sheep",
-    "squirrel", "turtle", "donkey", "monkey",
+    "fox",
+    "bear",
+    "cat",
+    "dog",
+    "mouse",
+    "pig",
+    "rabbit",
+    "duck",
+    "goat",
+    "frog",
+    "horse",
+    "sheep",
+    "squirrel",
+    "turtle",
+    "donkey",
+    "monkey",
 )
 KINDS = ("little", "small", "young", "tall", "brown", "white", "quick", "shy", "clever", "gentle", "hungry", "funny")
 PLACES = (
-    "river", "forest", "garden", "hill", "farm", "village", "lake", "market", "school", "bridge", "barn",
-    "beach", "castle", "meadow", "harbor", "valley",
+    "river",
+    "forest",
+    "garden",
+    "hill",
+    "farm",
+    "village",
+    "lake",
+    "market",
+    "school",
+    "bridge",
+    "barn",
+    "beach",
+    "castle",
+    "meadow",
+    "harbor",
+    "valley",
 )
 THINGS = (
-    "ball", "kite", "hat", "drum", "boat", "book", "lamp", "bell", "cup", "shell", "toy", "flower", "basket",
-    "mirror", "whistle", "blanket", "ribbon", "lantern",
+    "ball",
+    "kite",
+    "hat",
+    "drum",
+    "boat",
+    "book",
+    "lamp",
+    "bell",
+    "cup",
+    "shell",
+    "toy",
+    "flower",
+    "basket",
+    "mirror",
+    "whistle",
+    "blanket",
+    "ribbon",
+    "lantern",
 )
 FOODS = ("cake", "plum", "pie", "berry", "carrot", "cookie", "pear", "nut", "peach", "pancake")
 TIMES = ("One day", "Once", "One morning", "Last summer", "Long ago", "One night", "In winter", "On Sunday")

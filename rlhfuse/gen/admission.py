@@ -5,9 +5,9 @@ from __future__ import annotations
 import operator
 from typing import SupportsIndex
 
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.errors import InputError
 from rlhfuse.gen.sequence import SamplingParams, Sequence
-from rlhfuse.spec import ModelSpec
 
 
 def new_sequence(

@@ -14,7 +14,7 @@ exactly: no hash can collide. Running out of blocks is an answer (`can_grow`), n
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Iterable
+from collections.abc import Iterable
 
 from rlhfuse.gen.sequence import Sequence
 

@@ -22,14 +22,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhfuse.config.spec import ModelSpec
+from rlhfuse.decisions.migration import MoveCost, Together
 from rlhfuse.errors import InputError
 from rlhfuse.gen.admission import new_sequence
-from rlhfuse.gen.arrival import Arrival
 from rlhfuse.gen.block_manager import BlockManager
 from rlhfuse.gen.engine_reports import SequenceState, StepStats
 from rlhfuse.gen.forward_batch import ForwardBatch
 from rlhfuse.gen.kv_cache import KVCache
-from rlhfuse.gen.migration import BUCKET_BYTES, BlockShape, Manifest, MoveMode, Shipment, Traveller, buckets, pack
+from rlhfuse.gen.migration.arrival import Arrival
+from rlhfuse.gen.migration.migration import (
+    BUCKET_BYTES,
+    BlockShape,
+    Manifest,
+    MoveMode,
+    Shipment,
+    Traveller,
+    buckets,
+    pack,
+)
 from rlhfuse.gen.model_runner import Kernels, ModelRunner
 from rlhfuse.gen.prefill_rate import PrefillRate
 from rlhfuse.gen.sampler import DrawBatch, draw_tokens
@@ -37,8 +48,6 @@ from rlhfuse.gen.scheduler import Scheduler, Work
 from rlhfuse.gen.sequence import GenerationResult, SamplingParams, Sequence
 from rlhfuse.gen.stop_text import completes_stop_text
 from rlhfuse.gen.tokenizer import read_tokenizer
-from rlhfuse.simulator.migration import MoveCost, Together
-from rlhfuse.spec import ModelSpec
 
 __all__ = ["Engine", "EngineOptions", "GenerationResult", "SamplingParams", "SequenceState", "StepStats"]
 
@@ -83,9 +92,15 @@ class Engine:
         self.spec, self.options, self.dtype = spec, options, dtype
         self.device = torch.device(device)
         self.runner = ModelRunner(
-            spec, weights, device=self.device, dtype=dtype, tp_group=tp_group, max_sequences=options.max_sequences,
-            kernels=options.kernels, cuda_graphs=options.cuda_graphs,
-        )  # fmt: skip
+            spec,
+            weights,
+            device=self.device,
+            dtype=dtype,
+            tp_group=tp_group,
+            max_sequences=options.max_sequences,
+            kernels=options.kernels,
+            cuda_graphs=options.cuda_graphs,
+        )
         self.scheduler = Scheduler(
             BlockManager(options.num_blocks, options.block_tokens), options.max_sequences, options.max_batched_tokens
         )
@@ -106,7 +121,7 @@ class Engine:
         *,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
-    ) -> "Engine":
+    ) -> Engine:
         """An engine over a Hugging Face folder, in a plain process. Stop texts need its tokenizer.json."""
         from rlhfuse.models.hf import load_weights
 
@@ -344,9 +359,13 @@ class Engine:
         if sample_id in self._sequences:
             raise InputError(f"sample {sample_id} is already in the engine; use another id")
         return new_sequence(
-            sample_id, prompt, params, self.spec, self.options.block_tokens * self.options.num_blocks,
+            sample_id,
+            prompt,
+            params,
+            self.spec,
+            self.options.block_tokens * self.options.num_blocks,
             can_detokenize=self._detokenize is not None,
-        )  # fmt: skip
+        )
 
     def _enter(self, seq: Sequence) -> None:
         self._sequences[seq.sample_id] = seq

@@ -30,7 +30,7 @@ class ForwardBatch:
     draw_rows: np.ndarray  # [R] int64: rows whose logits are wanted
 
     @staticmethod
-    def of(work: list[Work], table: RunningTable, block_tokens: int) -> "ForwardBatch":
+    def of(work: list[Work], table: RunningTable, block_tokens: int) -> ForwardBatch:
         counts = np.array([count for _, count, _ in work])
         contexts = np.array([seq.computed_tokens + count for seq, count, _ in work])  # w.context, in place: hot
         rows = np.array([seq.row for seq, _, _ in work])

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlhfuse.models.tiles import lanes_up
+from rlhfuse.models.cpu.tiles import lanes_up
 
 
 class KVCache:

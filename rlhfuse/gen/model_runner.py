@@ -13,21 +13,22 @@ of sequences, scheduling or sampling.
 
 from __future__ import annotations
 
-from typing import Literal, Mapping
+from collections.abc import Mapping
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.errors import InputError
-from rlhfuse.gen.cpu_forward import CpuForward
-from rlhfuse.gen.device_forward import DeviceForward
+from rlhfuse.gen.cpu.forward import CpuForward
 from rlhfuse.gen.forward_batch import ForwardBatch
+from rlhfuse.gen.gpu.forward import DeviceForward
+from rlhfuse.gen.gpu.rotary import rotary_tables
 from rlhfuse.gen.kv_cache import KVCache
-from rlhfuse.gen.rotary import rotary_tables
 from rlhfuse.gen.tensor_parallel import TensorParallel
 from rlhfuse.gen.weights import LayerWeights, ModelWeights
-from rlhfuse.spec import ModelSpec
 
 Kernels = Literal["auto", "torch"]
 

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfuse.gen import sampler_cpu
+from rlhfuse.gen.cpu import sampling as sampler_cpu
 from rlhfuse.gen.running_table import RunningTable
 from rlhfuse.gen.sequence import Sequence
-from rlhfuse.models.cpu_threads import share_threads
+from rlhfuse.models.cpu.threads import share_threads
 
 _MASK32 = 0xFFFFFFFF
 
@@ -47,7 +47,7 @@ class DrawBatch:
     banned: np.ndarray  # [R, B] int64, unused places -1
 
     @staticmethod
-    def of(drawing: list[Sequence], totals: np.ndarray, table: RunningTable) -> "DrawBatch":
+    def of(drawing: list[Sequence], totals: np.ndarray, table: RunningTable) -> DrawBatch:
         """For the next tokens of running sequences that have `totals` [R] tokens."""
         rows = np.array([seq.row for seq in drawing], np.int64)
         return DrawBatch(

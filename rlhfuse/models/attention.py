@@ -74,7 +74,7 @@ class PagedQueries:
     contexts: list[int]  # [S] tokens up to the last query
 
     @staticmethod
-    def of(tables: Tensor, starts: list[int], contexts: list[int]) -> "PagedQueries":
+    def of(tables: Tensor, starts: list[int], contexts: list[int]) -> PagedQueries:
         """The same from the host's lists, copied to the device of `tables`."""
         query_starts = torch.tensor(starts, dtype=torch.int32, device=tables.device)
         key_starts = torch.tensor([0, *contexts], device=tables.device).cumsum(0).int()
@@ -109,9 +109,16 @@ def paged_attention(q: Tensor, keys: Tensor, values: Tensor, queries: PagedQueri
     lengths = [b - a for a, b in zip(starts, starts[1:])]
     if flash is not None:
         return flash.flash_attn_varlen_func(
-            q, keys, values, queries.query_starts, queries.key_starts, max(lengths), max(contexts), causal=True,
+            q,
+            keys,
+            values,
+            queries.query_starts,
+            queries.key_starts,
+            max(lengths),
+            max(contexts),
+            causal=True,
             block_table=queries.tables,
-        )  # fmt: skip
+        )
     out = torch.empty_like(q)
     single = [s for s, length in enumerate(lengths) if length == 1]
     if single:

@@ -28,13 +28,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rlhfuse.models import invariance
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.models.attention import varlen_attention
+from rlhfuse.models.cpu import invariance
 from rlhfuse.models.heads import ScalarHead
 from rlhfuse.models.rotary import rotary_frequencies
 from rlhfuse.parallel.device import Device, cpu_stands_in
 from rlhfuse.parallel.groups import ModelGrid
-from rlhfuse.spec import ModelSpec, ParallelLayout
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,9 @@ class PackedCoreAttention(torch.nn.Module):
     def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, **__: Any) -> None:
         super().__init__()
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, packed_seq_params: Any,
-                **_: Any) -> Tensor:  # fmt: skip
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, packed_seq_params: Any, **_: Any
+    ) -> Tensor:
         """[T, heads * D]. Causal within each sequence; there is no mask to pass."""
         out = varlen_attention(
             query, key, value, packed_seq_params.cu_seqlens_q, int(packed_seq_params.max_seqlen_q), causal=True

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from rlhfuse.models.invariance import linear
+from rlhfuse.models.cpu.invariance import linear
 
 
 class ScalarHead(torch.nn.Module):

@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.errors import InputError
-from rlhfuse.spec import ModelSpec
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 SCALAR_HEAD = "score.weight"

@@ -8,16 +8,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.errors import InputError, writing
 from rlhfuse.models.hf import hf_tensors
 from rlhfuse.models.tensor_file import save_tensors
-from rlhfuse.spec import ModelSpec
 
 COPIED_FILES = (
     "generation_config.json",
@@ -53,9 +53,13 @@ def export_checkpoint(weights: Mapping[str, Tensor], spec: ModelSpec, scalar_hea
 
 
 def write_folder(
-    folder: Path, tensors: Iterable[tuple[str, Tensor]], like: Path, shard_bytes: int | None = None, *,
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    like: Path,
+    shard_bytes: int | None = None,
+    *,
     scalar_head: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Fill an empty folder with (name, tensor) in files of at most `shard_bytes` each, but at least one tensor.
 
     A model with a scalar head may come from a language model: its config then says what it has become. Raises

@@ -11,7 +11,8 @@ Knows nothing of tokenizers or files: texts come as lists of token ids.
 from __future__ import annotations
 
 import random
-from typing import Iterator, NamedTuple, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 

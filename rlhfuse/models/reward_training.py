@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Iterator, NamedTuple, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -189,9 +190,7 @@ def scale_scores(model: torch.nn.Module, factor: float) -> None:
         model.score.weight.mul_(factor)
 
 
-def measure(
-    model: torch.nn.Module, held_out: Sequence[TokenPair], train_pairs: int, pad_token_id: int
-) -> RewardResult:
+def measure(model: torch.nn.Module, held_out: Sequence[TokenPair], train_pairs: int, pad_token_id: int) -> RewardResult:
     chosen, rejected = score_pairs(model, held_out, pad_token_id)
     every = torch.cat([chosen, rejected])
     accuracy = (chosen > rejected).float().mean()

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from rlhfuse.spec import ModelSpec, RopeScaling
+from rlhfuse.config.spec import ModelSpec, RopeScaling
 
 
 def rotary_frequencies(spec: ModelSpec) -> Tensor:

@@ -8,20 +8,20 @@ Under sequence parallelism each of tp tensor ranks holds T/tp rows of a hidden s
 `PipelineStage` is a forward pass. `TrainingStage` remembers each micro-batch between its forward and its
 backward, and knows what its own last stage computes as loss; which micro-batch comes when is the caller's
 business. On CPU a short packed batch is filled up with a dummy sequence, because the bits of a GEMM's row
-depend on the number of rows below that count (models/invariance.py).
+depend on the number of rows below that count (models/cpu/invariance.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Callable, Sequence
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from rlhfuse.models.invariance import SAFE_ROWS
+from rlhfuse.models.cpu.invariance import SAFE_ROWS
 from rlhfuse.parallel.device import current_device_is_cpu
 
 LossFunction = Callable[[Tensor, int], Tensor]  # (last stage's output, micro-batch) -> scalar loss
@@ -40,7 +40,7 @@ class PackedTokens:
     padding: int = 0
 
     @staticmethod
-    def pack(sequences: Sequence[Sequence[int]], device: torch.device, shards: int = 1) -> "PackedTokens":
+    def pack(sequences: Sequence[Sequence[int]], device: torch.device, shards: int = 1) -> PackedTokens:
         """Pack `sequences` (at least one, none empty), filled up to equal parts of `shards` tensor ranks.
 
         No part is shorter than SAFE_ROWS tokens. `shards` is that of the stage that will run them.

@@ -26,7 +26,7 @@ class ProcessName:
     started: str  # the kernel's start time, "" where there is no /proc
 
     @staticmethod
-    def own() -> "ProcessName":
+    def own() -> ProcessName:
         pid = os.getpid()
         status = _process_status(pid)
         return ProcessName(socket.gethostname(), _machine(), pid, status[1] if status else "")
@@ -57,7 +57,7 @@ class Heartbeat:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(data: str | bytes) -> "Heartbeat":
+    def from_json(data: str | bytes) -> Heartbeat:
         raw = json.loads(data)
         return Heartbeat(**{**raw, "process": ProcessName(**raw["process"])})
 

@@ -12,8 +12,8 @@ import math
 import os
 import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Iterable
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -21,7 +21,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import scalar, text
 
 from rlhfuse.errors import writing
-from rlhfuse.monitor.append_file import AppendFile
+from rlhfuse.files import AppendFile
 from rlhfuse.monitor.metrics import Metrics
 from rlhfuse.monitor.samples import SampleText
 

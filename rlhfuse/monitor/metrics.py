@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 from rlhfuse.errors import InputError
-from rlhfuse.monitor.append_file import AppendFile
+from rlhfuse.files import AppendFile
 
 Metrics = Mapping[str, float | int | str | bool | None]
 
@@ -44,7 +45,7 @@ class MetricsWriter:
     def close(self) -> None:
         self._file.close()
 
-    def __enter__(self) -> "MetricsWriter":
+    def __enter__(self) -> MetricsWriter:
         return self
 
     def __exit__(self, *_: object) -> None:

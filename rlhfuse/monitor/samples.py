@@ -7,13 +7,12 @@ to repeat, as `metrics.py` does. Knows nothing of tokens: texts come decoded.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Iterable
 
 from rlhfuse.errors import InputError
-from rlhfuse.monitor.append_file import AppendFile
-from rlhfuse.schedule.io import write_text
+from rlhfuse.files import AppendFile, write_text
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,14 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rlhfuse.errors import InputError
-from rlhfuse.schedule.io import write_text
+from rlhfuse.files import write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -145,8 +146,8 @@ def draw_iteration(spans: Sequence[Span], path: str | Path, title: str = "") -> 
 
 def iteration_figure(spans: Sequence[Span], title: str = "") -> Figure:
     """The spans of one iteration as one row per rank (predicted above measured), coloured by kind."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: a run without pictures should not load it
     from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: a run without pictures should not load it
     from matplotlib.figure import Figure
 
     def colour(number: int) -> tuple[float, ...]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Iterable
+from typing import Any
 
 from rlhfuse.errors import InputError
+from rlhfuse.files import write_text
 from rlhfuse.monitor.metrics import Metrics
 from rlhfuse.monitor.samples import SampleText
-from rlhfuse.schedule.io import write_text
 
 MODES = ("online", "offline")
 
@@ -32,9 +33,15 @@ class WandbLogger:
         folder = Path(folder)
         settings = wandb.Settings(console="off", silent=True)
         self._run = wandb.init(
-            project=project, id=_run_id(folder / "wandb_id"), name=folder.name, dir=str(folder), mode=mode,
-            resume="allow", config=config, settings=settings,
-        )  # fmt: skip
+            project=project,
+            id=_run_id(folder / "wandb_id"),
+            name=folder.name,
+            dir=str(folder),
+            mode=mode,
+            resume="allow",
+            config=config,
+            settings=settings,
+        )
 
     def log(self, metrics: Metrics, samples: Iterable[SampleText] = ()) -> None:
         """Every finite number under its own name at step `iteration`, and the samples as a table."""

@@ -28,9 +28,10 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Callable, Protocol
+from typing import Protocol
 
 from rlhfuse.errors import JointError
 from rlhfuse.monitor.heartbeat import (
@@ -213,7 +214,7 @@ class Watchdog:
         own = self._own
         self._own = replace(own, doing=doing, progress=own.progress + 1)
 
-    def start(self) -> "Watchdog":
+    def start(self) -> Watchdog:
         """Take over SIGTERM and begin. Call in the main thread: only there may Python set signal handlers."""
         self._old_handler = signal.signal(signal.SIGTERM, lambda *_: None)  # the thread reads the descriptor
         self._old_wakeup = signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
@@ -228,7 +229,7 @@ class Watchdog:
         self._farewell(state, because)
         self._release_signals()
 
-    def __enter__(self) -> "Watchdog":
+    def __enter__(self) -> Watchdog:
         return self.start()
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: TracebackType | None) -> None:

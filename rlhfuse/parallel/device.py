@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from rlhfuse.errors import InputError
-
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 

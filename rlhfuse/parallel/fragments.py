@@ -9,8 +9,9 @@ Knows nothing of models, ranks and files.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Callable, Iterable, Iterator, Mapping, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,11 +31,11 @@ class Place:
     stop: int
 
     @staticmethod
-    def whole(shape: tuple[int, ...]) -> "Place":
+    def whole(shape: tuple[int, ...]) -> Place:
         return Place(shape, 0, ((0, shape[0]),), 0, math.prod(shape))
 
     @staticmethod
-    def from_list(row: list) -> "Place":
+    def from_list(row: list) -> Place:
         """Inverse of `to_list`. Raises ValueError for a place that cannot be."""
         shape, dim, segments, start, stop = row
         place = Place(tuple(shape), dim, tuple((first, last) for first, last in segments), start, stop)
@@ -67,7 +68,7 @@ class Fragment(NamedTuple):
     step: int  # of Adam; 0: it has no state yet
     tensors: Mapping[str, Tensor]  # kind -> [stop - start]
 
-    def to_host(self) -> "Fragment":
+    def to_host(self) -> Fragment:
         """A copy that later steps do not change."""
         return self._replace(tensors={k: v.detach().to("cpu", copy=True) for k, v in self.tensors.items()})
 
@@ -107,9 +108,11 @@ def _overlaps(wanted: Place, place: Place) -> Iterator[tuple[Span, Span, Span, S
 
 
 def _matches(
-    targets: tuple[Span, ...], sources: tuple[Span, ...], target_limit: Span | None = None,
+    targets: tuple[Span, ...],
+    sources: tuple[Span, ...],
+    target_limit: Span | None = None,
     source_limit: Span | None = None,
-) -> Iterator[tuple[Span, Span]]:  # fmt: skip
+) -> Iterator[tuple[Span, Span]]:
     """Where indices that both have are stored, as stretches of equal length within the limits."""
     at = 0
     for t_first, t_last in targets:
@@ -129,9 +132,16 @@ def _matches(
 
 
 def _copy(
-    values: Tensor, filled: Tensor, first: int, target_rows: Span, source_rows: Span, target_columns: Span,
-    source_columns: Span, place: Place, read: Read,
-) -> None:  # fmt: skip
+    values: Tensor,
+    filled: Tensor,
+    first: int,
+    target_rows: Span,
+    source_rows: Span,
+    target_columns: Span,
+    source_columns: Span,
+    place: Place,
+    read: Read,
+) -> None:
     """Take the stored rows in as far as the stretch has them; its first and last row may be there in part."""
     inner = place.part_shape[1:]
     width = math.prod(inner)

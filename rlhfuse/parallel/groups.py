@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from rlhfuse.schedule.ranks import plain_cells
-from rlhfuse.spec import ParallelLayout
+from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.schedule.ir.ranks import plain_cells
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,25 @@ class GroupMaker:
         alone = mine("single", [(r,) for r in grid.ranks])
         everyone = self.group(f"{purpose}.all", grid.ranks)
         return ProcessGroupCollection(
-            tp=tp, pp=pp, mp=mp, dp=dp, cp=alone, ep=alone, embd=_if_member(embd, rank), pos_embd=None,
-            tp_cp=tp, tp_ep=tp, tp_ep_pp=mp, expt_tp=tp, dp_cp=dp, intra_dp_cp=dp, expt_dp=dp, intra_expt_dp=dp,
-            tp_dp_cp=tp_dp, intra_dist_opt=everyone,
-        )  # fmt: skip
+            tp=tp,
+            pp=pp,
+            mp=mp,
+            dp=dp,
+            cp=alone,
+            ep=alone,
+            embd=_if_member(embd, rank),
+            pos_embd=None,
+            tp_cp=tp,
+            tp_ep=tp,
+            tp_ep_pp=mp,
+            expt_tp=tp,
+            dp_cp=dp,
+            intra_dp_cp=dp,
+            expt_dp=dp,
+            intra_expt_dp=dp,
+            tp_dp_cp=tp_dp,
+            intra_dist_opt=everyone,
+        )
 
     def channels(self, purpose: str, pairs: list[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:
         """One two-rank group for each directed (sender, receiver) pair, made in sorted order."""

@@ -63,9 +63,7 @@ class ParkedWeights(WeightMemory):
         """Copy the module's weights to the host and release the device memory."""
         for name, parameter in self.module.named_parameters():
             if name not in self._host:
-                self._host[name] = torch.empty(
-                    parameter.shape, dtype=parameter.dtype, pin_memory=self._device.is_cuda
-                )
+                self._host[name] = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=self._device.is_cuda)
             self._host[name].copy_(parameter.data)
         self._device.synchronize()
         self.release()

@@ -15,8 +15,8 @@ was asked to remember can be undone bit for bit. The context of device.py is ope
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Mapping
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from rlhfuse.config import OptimizerConfig
+from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.parallel.device import Device, cpu_stands_in
 from rlhfuse.parallel.undo import UndoCopy
 
@@ -49,9 +49,12 @@ class ModelOptimizer:
     """
 
     def __init__(
-        self, chunks: Mapping[int, torch.nn.Module], config: OptimizerConfig, groups: ProcessGroupCollection,
+        self,
+        chunks: Mapping[int, torch.nn.Module],
+        config: OptimizerConfig,
+        groups: ProcessGroupCollection,
         device: Device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._config = config
         self._groups = groups
         self._device = device

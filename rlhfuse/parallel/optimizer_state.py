@@ -13,7 +13,7 @@ exports and imports alone: there is no collective here. Knows nothing of files.
 from __future__ import annotations
 
 import math
-from typing import Callable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist

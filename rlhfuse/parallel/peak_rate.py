@@ -1,7 +1,7 @@
 """How many floating-point operations a second this rank could do at its best: what utilisation is measured against.
 
     trainer.peak_tflops     as the user says
-    CUDA                    the data sheet, for bfloat16 on the GPUs that simulator/hardware.py knows by name
+    CUDA                    the data sheet, for bfloat16 on the GPUs that costs/hardware.py knows by name
     CPU                     measured: matrix products on all ranks side by side, since they share the cores
 
 None where nothing is known. Knows nothing of models.
@@ -14,8 +14,8 @@ import time
 import torch
 import torch.distributed as dist
 
+from rlhfuse.costs.hardware import data_sheets, gpu_by_name
 from rlhfuse.parallel.device import Device
-from rlhfuse.simulator.hardware import data_sheets, gpu_by_name
 
 SIDE = 512  # of the matrices: large enough for a core's best rate, small enough for many in MEASURED_SECONDS
 MEASURED_SECONDS = 0.2

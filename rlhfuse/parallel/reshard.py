@@ -1,4 +1,4 @@
-"""Weights from one layout to another: the plan of simulator/weight_moves.py, carried out by Megatron-core's transports.
+"""Weights from one layout to another: the plan of decisions/weight_moves.py, carried out by Megatron-core's transports.
 
     every rank names its shards -> all compute the same plan -> bucket by bucket: send, receive, write
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from typing import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,10 @@ from megatron.core.resharding.copy_services.nccl_copy_service import NCCLCopySer
 from megatron.core.resharding.utils import ParameterMetadata, _build_layer_module_prefix_map, extract_param_metadata
 from torch import Tensor
 
+from rlhfuse.decisions.shards import Shard, tensor_segments
+from rlhfuse.decisions.weight_moves import Traffic, Transfer, in_buckets, minimum_across, plan_moves
 from rlhfuse.parallel.collect import all_gather_bytes
 from rlhfuse.parallel.device import Device, ranks_per_node
-from rlhfuse.simulator.shards import Shard, tensor_segments
-from rlhfuse.simulator.weight_moves import Traffic, Transfer, in_buckets, minimum_across, plan_moves
 
 BUCKET_BYTES = 64 << 20
 
@@ -66,9 +66,7 @@ class LocatedShard:
 class Resharder:
     """Moves a model's weights between two built modules. Every rank of both layouts must call `move`."""
 
-    def __init__(
-        self, device: Device, devices_per_node: int | None = None, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
+    def __init__(self, device: Device, devices_per_node: int | None = None, bucket_bytes: int = BUCKET_BYTES) -> None:
         """`devices_per_node`: where a node ends; by default as the launcher says."""
         self._service: CopyService = _NcclTransport() if device.is_cuda else _GlooTransport()
         self._devices_per_node = devices_per_node or ranks_per_node(dist.get_world_size())
@@ -98,20 +96,21 @@ class Resharder:
 
     def _planned(
         self, sources: Mapping[str, LocatedShard], targets: Mapping[str, LocatedShard], destination: torch.nn.Module
-    ) -> "_Planned":
+    ) -> _Planned:
         if destination not in self._plans:
             mine = [[list(one.shard) for one in side.values()] for side in (sources, targets)]
             everyone = [json.loads(data) for data in all_gather_bytes(json.dumps(mine).encode())]
             has, wants = ([_shard(row) for one in everyone for row in one[side]] for side in (0, 1))
-            self._plans[destination] = _Planned(
-                has, wants, self._devices_per_node, self._bucket_bytes, dist.get_rank()
-            )
+            self._plans[destination] = _Planned(has, wants, self._devices_per_node, self._bucket_bytes, dist.get_rank())
         return self._plans[destination]
 
     def _run(
-        self, bucket: Sequence[Transfer], number: int, sources: Mapping[str, LocatedShard],
+        self,
+        bucket: Sequence[Transfer],
+        number: int,
+        sources: Mapping[str, LocatedShard],
         targets: Mapping[str, LocatedShard],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """This rank's part of one bucket. Both ends of a pair post in the order of the bucket."""
         rank = dist.get_rank()
         staged: list[tuple[Tensor, Tensor]] = []

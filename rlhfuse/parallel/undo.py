@@ -7,7 +7,8 @@ order) and are allocated once. Knows nothing of Megatron.
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhfuse.config import AlgorithmConfig
+from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.errors import InputError
 from rlhfuse.ppo.gae import discounted_returns, generalized_advantages
 from rlhfuse.ppo.rollout import RolloutBatch

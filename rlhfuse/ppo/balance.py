@@ -11,7 +11,7 @@ Every rank computes the same cut from the same numbers, so shapes are never exch
 from __future__ import annotations
 
 import heapq
-from typing import Sequence
+from collections.abc import Sequence
 
 import numpy as np
 

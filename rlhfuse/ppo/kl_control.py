@@ -20,7 +20,7 @@ class KLControl:
     target: float = 0.0
     horizon: int = 10000
 
-    def after(self, kl: float, samples: int) -> "KLControl":
+    def after(self, kl: float, samples: int) -> KLControl:
         """The control for the next iteration, when `samples` samples had a KL of `kl` nats each in the mean."""
         if not self.target:
             return self

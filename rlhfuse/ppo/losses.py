@@ -14,7 +14,7 @@ or ranks.
 
 from __future__ import annotations
 
-from typing import Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -25,9 +25,13 @@ Stats = dict[str, Tensor]  # name -> float64 scalar, a sum over tokens; detached
 
 
 def policy_loss_sum(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_eps: float, clip_eps_high: float = 0.0,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_eps: float,
+    clip_eps_high: float = 0.0,
     dual_clip: float = 0.0,
-) -> tuple[Tensor, Stats]:  # fmt: skip
+) -> tuple[Tensor, Stats]:
     """Clipped surrogate loss summed over the tokens; all arguments are [R]. Gradient flows into `logprobs`.
 
     `clip_eps_high` 0: the same as `clip_eps`; `dual_clip` 0: none.

@@ -6,11 +6,11 @@ included); lengths are in tokens. Reads a batch with advantages and returns; cha
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from rlhfuse.config import AlgorithmConfig
+from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.ppo.token_rewards import kl_estimate, sample_rewards
 

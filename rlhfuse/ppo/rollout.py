@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ class Rollout:
 
     def with_scores(
         self, ref_logprobs: Tensor | None = None, values: Tensor | None = None, score: float | None = None
-    ) -> "Rollout":
+    ) -> Rollout:
         """A copy that gained what is given; None leaves a field as it is."""
         given = {"ref_logprobs": ref_logprobs, "values": values, "score": score}
         return replace(self, **{name: value for name, value in given.items() if value is not None})
@@ -97,7 +97,7 @@ class Rollout:
         return header + reason + tokens + b"".join(array.numpy().tobytes() for array in arrays)
 
     @staticmethod
-    def from_bytes(data: bytes) -> "Rollout":
+    def from_bytes(data: bytes) -> Rollout:
         """Inverse of `to_bytes`, bit for bit."""
         rollout, end = _read_rollout(bytearray(data), 0)
         if end != len(data):
@@ -169,7 +169,7 @@ class RolloutBatch:
     returns: Tensor | None = None  # float32 [R]
 
     @staticmethod
-    def from_rollouts(rollouts: Sequence[Rollout]) -> "RolloutBatch":
+    def from_rollouts(rollouts: Sequence[Rollout]) -> RolloutBatch:
         """Pack rollouts sorted by sample id.
 
         Raises InputError when they are not strictly ascending, or when only some of them are scored.
@@ -228,11 +228,11 @@ class RolloutBatch:
         """Positions in `tokens` whose logits and values predict the response tokens: int64 [R]."""
         return self.response_index - 1
 
-    def with_fields(self, **arrays: Tensor) -> "RolloutBatch":
+    def with_fields(self, **arrays: Tensor) -> RolloutBatch:
         """A new batch with these fields set."""
         return replace(self, **arrays)
 
-    def select(self, indices: Sequence[int] | Tensor) -> "RolloutBatch":
+    def select(self, indices: Sequence[int] | Tensor) -> RolloutBatch:
         """The samples at these positions of the batch, in the given order: a mini-batch or a micro-batch."""
         chosen = torch.as_tensor(indices, dtype=torch.int64, device=self.tokens.device)
         lengths, responses = self.lengths, self.response_lengths
@@ -253,7 +253,7 @@ class RolloutBatch:
             **arrays,
         )
 
-    def to(self, device: torch.device | str) -> "RolloutBatch":
+    def to(self, device: torch.device | str) -> RolloutBatch:
         arrays = {field.name: getattr(self, field.name) for field in fields(self)}
         return RolloutBatch(**{name: None if a is None else a.to(device) for name, a in arrays.items()})
 

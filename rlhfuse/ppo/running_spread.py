@@ -25,7 +25,7 @@ class RunningSpread:
     mean: float = 0.0
     squares: float = 0.0
 
-    def after(self, scores: Tensor) -> "RunningSpread":
+    def after(self, scores: Tensor) -> RunningSpread:
         """With one batch more; `scores` [N], in an order that is the same on every rank."""
         n, wide = len(scores), scores.double()
         if not n:

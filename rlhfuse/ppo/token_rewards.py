@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhfuse.config import AlgorithmConfig
+from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.ppo.rollout import RolloutBatch
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is still far from overflow

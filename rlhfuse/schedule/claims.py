@@ -10,11 +10,12 @@ Knows nothing of how figures are computed: both sides come in the JSON form of s
 from __future__ import annotations
 
 import math
-from typing import Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rlhfuse.errors import ScheduleError
-from rlhfuse.schedule.evaluate import TOLERANCE
-from rlhfuse.schedule.goal import reaches
+from rlhfuse.schedule.ir.evaluate import TOLERANCE
+from rlhfuse.schedule.ir.objective import reaches
 
 FIGURES = ("makespan", "peak_memory", "serial_makespan", "serial_peak_memory")
 BOUNDS = ("lower_bound", "memory_lower_bound")

@@ -23,12 +23,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from rlhfuse.schedule.bounds import latency_bound, memory_bound
-from rlhfuse.schedule.builders import serial_makespan, serial_peak_memory
-from rlhfuse.schedule.evaluate import Timeline, evaluate, memory_profile
-from rlhfuse.schedule.graph import kinds_of
-from rlhfuse.schedule.problem import FusionProblem
-from rlhfuse.schedule.schedule import Schedule
+from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
+from rlhfuse.schedule.ir.evaluate import Timeline, evaluate, memory_profile
+from rlhfuse.schedule.ir.graph import kinds_of
+from rlhfuse.schedule.ir.problem import FusionProblem
+from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.schedule.rules.builders import serial_makespan, serial_peak_memory
 
 # (forward, backward, weight gradient) of the first, second, ... model
 _HUES = (
@@ -165,7 +165,7 @@ class _Lanes:
     full: float
 
     @staticmethod
-    def of(problem: FusionProblem, timeline: Timeline) -> "_Lanes":
+    def of(problem: FusionProblem, timeline: Timeline) -> _Lanes:
         nodes = range(problem.nodes)
         static = [_at(problem.static_memory, node) for node in nodes]
         serial = float(serial_peak_memory(problem))

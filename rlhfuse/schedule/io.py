@@ -9,20 +9,20 @@ and renamed, so that half a file is never seen.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 
-from rlhfuse.errors import InputError, ScheduleError, writing
-from rlhfuse.schedule.action import Action, Kind
-from rlhfuse.schedule.bounds import latency_bound, memory_bound
-from rlhfuse.schedule.builders import serial_makespan, serial_peak_memory
+from rlhfuse.errors import InputError, ScheduleError
+from rlhfuse.files import write_text
+from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
 from rlhfuse.schedule.claims import check_claims
-from rlhfuse.schedule.evaluate import evaluate, tidy
-from rlhfuse.schedule.goal import loosen, reaches
-from rlhfuse.schedule.problem import FusionProblem, Number, read_json
-from rlhfuse.schedule.schedule import Schedule
+from rlhfuse.schedule.ir.action import Action, Kind
+from rlhfuse.schedule.ir.evaluate import evaluate, tidy
+from rlhfuse.schedule.ir.objective import loosen, reaches
+from rlhfuse.schedule.ir.problem import FusionProblem, Number, read_json
+from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.schedule.rules.builders import serial_makespan, serial_peak_memory
 
 
 def schedule_dict(schedule: Schedule, search: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -162,24 +162,3 @@ def render_json(raw: Mapping[str, Any]) -> str:
         else:
             parts.append(f"{json.dumps(key)}: {json.dumps(value)}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
-def write_text(path: str | Path, text: str) -> None:
-    """Write beside and rename. Raises InputError when the folder is missing, not writable or full."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: str | Path, data: bytes) -> None:
-    """Write beside and rename. Raises InputError when the folder is missing, not writable or full."""
-    path = Path(path)
-    with writing(path, "give a path in a writable folder"):
-        descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with writing(path, "give the path of a file"):
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-            os.chmod(beside, 0o644)
-            os.replace(beside, path)
-    except InputError:
-        os.unlink(beside)
-        raise

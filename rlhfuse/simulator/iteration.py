@@ -21,16 +21,16 @@ are left out. Knows nothing of how R_t is chosen (threshold.py). Paper sections 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Sequence
 
+from rlhfuse.costs.analytic import NEIGHBOURS, CostModel
+from rlhfuse.decisions.migration import MoveCost
+from rlhfuse.decisions.packing import deal, scoring_packs
 from rlhfuse.errors import InputError
-from rlhfuse.simulator.cost import NEIGHBOURS, CostModel
-from rlhfuse.simulator.desk import ScoringDesk, first_pack
-from rlhfuse.simulator.generation import InstanceLimits, InstanceRun, start_instances
+from rlhfuse.simulator.instances import InstanceLimits, InstanceRun, start_instances
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.migration import MoveCost
-from rlhfuse.simulator.packing import deal, scoring_packs
+from rlhfuse.simulator.scoring_queue import ScoringDesk, first_pack
 from rlhfuse.simulator.spans import GenInferTimeline, Span, tile
 from rlhfuse.simulator.tail import Meeting, Tail
 
@@ -275,6 +275,11 @@ def simulate_iteration(
     batch = BatchSimulation(lengths, instances, costs, limits)
     serial, fused = batch.timeline(()), batch.timeline(triggers)
     return IterationSeconds(
-        weight_moves, serial.total_seconds, fused.total_seconds, minibatch_seconds[0] * minibatches,
-        minibatch_seconds[1] * minibatches, serial.generation_seconds, fused.generation_seconds,
-    )  # fmt: skip
+        weight_moves,
+        serial.total_seconds,
+        fused.total_seconds,
+        minibatch_seconds[0] * minibatches,
+        minibatch_seconds[1] * minibatches,
+        serial.generation_seconds,
+        fused.generation_seconds,
+    )

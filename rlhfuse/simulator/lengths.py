@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator
 
 import numpy as np
 
@@ -58,7 +58,7 @@ class SampleLengths:
         named = {name: int(ordered[max(0, int(np.ceil(q * len(ordered) - 1e-9)) - 1)]) for name, q in ranks.items()}
         return {**named, "max": int(ordered[-1])}
 
-    def clip(self, max_prompt: int, max_output: int) -> "SampleLengths":
+    def clip(self, max_prompt: int, max_output: int) -> SampleLengths:
         """Lengths cut to what the run can make; those that were longer are counted."""
         return SampleLengths(
             prompt=tuple(min(p, max_prompt) for p in self.prompt),
@@ -67,7 +67,7 @@ class SampleLengths:
             clipped_prompts=self.clipped_prompts + sum(p > max_prompt for p in self.prompt),
         )
 
-    def draw(self, samples: int, draws: int, seed: int) -> tuple["SampleLengths", ...]:
+    def draw(self, samples: int, draws: int, seed: int) -> tuple[SampleLengths, ...]:
         """`draws` batches of `samples` (prompt, output) pairs each, with replacement; the same for the same seed."""
         generator = np.random.default_rng(seed)
         batches = []

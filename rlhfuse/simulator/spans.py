@@ -5,10 +5,10 @@ Knows nothing of how it comes about.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
-from rlhfuse.simulator.migration import MigrationPlan
+from rlhfuse.decisions.migration import MigrationPlan
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,18 @@ Knows nothing of scoring and of why the pace changes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
-from rlhfuse.simulator.cost import CostModel
-from rlhfuse.simulator.generation import InstanceLimits, InstanceRun
-from rlhfuse.simulator.migration import (
+from rlhfuse.costs.analytic import CostModel
+from rlhfuse.decisions.migration import (
     MigrationPlan,
     MoveCost,
     SequenceState,
     plan_meeting,
     transfer_order,
 )
+from rlhfuse.simulator.instances import InstanceLimits, InstanceRun
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,16 @@ class Tail:
                 free -= -(-kv_tokens // block)
             free_blocks[instance] = max(0, free)
         return plan_meeting(
-            trigger, states, among, free_blocks, block, limits.bs_max, limits.sample_kv_bytes,
-            limits.kv_capacity_bytes, self._move,
-        )  # fmt: skip
+            trigger,
+            states,
+            among,
+            free_blocks,
+            block,
+            limits.bs_max,
+            limits.sample_kv_bytes,
+            limits.kv_capacity_bytes,
+            self._move,
+        )
 
     def _hand_over(self, plan: MigrationPlan, agreed: float) -> dict[int, float]:
         """Move the samples; until when each instance was at it."""

@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Sequence
 
 import numpy as np
 
+from rlhfuse.costs.analytic import CostModel
+from rlhfuse.decisions.migration import destination_count
 from rlhfuse.errors import InputError
-from rlhfuse.simulator.cost import CostModel
-from rlhfuse.simulator.generation import InstanceLimits
+from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.iteration import BatchSimulation, check_triggers
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.migration import destination_count
 
 SWEEP_PERCENT = tuple(range(0, 100, 5))
 FLAT = 0.01  # R_t predicted within this part of the best are as good as it
@@ -116,7 +116,7 @@ class Threshold:
         return {**asdict(self), "sweep": [asdict(point) for point in self.sweep]}
 
     @staticmethod
-    def from_dict(raw: dict, where: str = "threshold") -> "Threshold":
+    def from_dict(raw: dict, where: str = "threshold") -> Threshold:
         """Inverse of `to_dict`. Raises InputError naming `where` and the field."""
         try:
             sweep = tuple(SweepPoint(**point) for point in raw["sweep"])
@@ -238,9 +238,7 @@ def _point(simulations: Sequence[BatchSimulation], threshold: int, ratio: float)
     limits, instances = simulations[0].limits, simulations[0].instances
     count = 0
     if threshold:
-        count = destination_count(
-            threshold, limits.bs_max, limits.sample_kv_bytes, limits.kv_capacity_bytes, instances
-        )
+        count = destination_count(threshold, limits.bs_max, limits.sample_kv_bytes, limits.kv_capacity_bytes, instances)
     return SweepPoint(
         ratio=ratio,
         threshold=threshold,

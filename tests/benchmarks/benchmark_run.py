@@ -19,9 +19,7 @@ def environment() -> dict[str, str]:
 
 
 def run(program: str, *arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command(program, *arguments), env=environment(), capture_output=True, text=True, timeout=540
-    )
+    return subprocess.run(command(program, *arguments), env=environment(), capture_output=True, text=True, timeout=540)
 
 
 def check_refused(message: str, program: str, *arguments: object) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TRL_PYTHON = os.environ.get("RLHFUSE_TRL_PYTHON", "")
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import end_to_end  # noqa: E402
 import stories_runs  # noqa: E402

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from endurance import CPU, Look, RankLife, Slope, cpu_of, goals, main, slopes_of  # noqa: E402
 
@@ -53,11 +52,13 @@ def life(memory=lambda i: 1000, files=lambda i: 7, threads=lambda i: 3):
 def test_what_is_called_grown():
     flat = {CPU: Slope(1.0, 3.0, 2.0)}
     assert all(one["reached"] for one in goals([life()], flat))
-    for figure, grown in enumerate((
-        [life(), life(memory=lambda i: 1000 + 2 * i)],
-        [life(files=lambda i: 7 + i // 20)],
-        [life(threads=lambda i: i)],
-    )):  # fmt: skip
+    for figure, grown in enumerate(
+        (
+            [life(), life(memory=lambda i: 1000 + 2 * i)],
+            [life(files=lambda i: 7 + i // 20)],
+            [life(threads=lambda i: i)],
+        )
+    ):
         assert [one["reached"] for one in goals(grown, flat)] == [place != figure for place in range(4)]
     assert not goals([life()], {CPU: Slope(1.0, 5.0, 2.0)})[3]["reached"]
 

@@ -1,12 +1,7 @@
 """The benchmark of GAE: its two loops agree with the product, and its memory counts what is alive."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from gae import LiveBytes, compare, padded_loop, scalar_loop  # noqa: E402
 
 

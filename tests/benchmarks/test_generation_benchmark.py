@@ -5,15 +5,12 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-from benchmark_run import ROOT, check_refused, run
-from rich.console import Console
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
 import generation  # noqa: E402
+import pytest
+from benchmark_run import check_refused, run
 from generation_cases import QUICK, product_shapes, step_bytes, step_flops, trace_lengths  # noqa: E402
 from generation_peers import OWN, Configuration, Fleet, Worker, choose, ratios  # noqa: E402
+from rich.console import Console
 
 from rlhfuse.errors import InputError  # noqa: E402
 

@@ -1,13 +1,9 @@
 """The benchmark of fused generation and inference as its users run it, in small: output, figures by hand, bad input."""
 
 import json
-import sys
 
 import pytest
-from benchmark_run import ROOT, check_refused, run
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
+from benchmark_run import check_refused, run
 from inter_stage_cases import (  # noqa: E402
     BLOCK_TOKENS,
     FULL,
@@ -24,9 +20,9 @@ from inter_stage_profile import Profile  # noqa: E402
 from inter_stage_runs import RankRun, Run  # noqa: E402
 from inter_stage_tables import line, markdown  # noqa: E402
 
+from rlhfuse.costs.analytic import NEIGHBOURS  # noqa: E402
 from rlhfuse.monitor.trace import load_trace  # noqa: E402
-from rlhfuse.simulator.cost import NEIGHBOURS  # noqa: E402
-from rlhfuse.simulator.generation import InstanceLimits  # noqa: E402
+from rlhfuse.simulator.instances import InstanceLimits  # noqa: E402
 from rlhfuse.simulator.iteration import simulate_gen_infer  # noqa: E402
 from rlhfuse.simulator.lengths import SampleLengths  # noqa: E402
 
@@ -99,9 +95,7 @@ def run_of(seconds, timeline):
         spans = [("generate", 100.0, 100.1), ("migrate", 100.1, 100.11 + 0.01 * number)]
         spans += [("generate", 100.13, 100.3)] if plans and number in timeline.plans[0].destinations else []
         observed = {"decode": 0.3, "prefill": 0.0, "score": 0.1}
-        return RankRun(
-            100.0, seconds, 0.25, tuple(spans), plans, 1, 64, 64, 3, observed, 0.19, 0.004, 0.03, "digest"
-        )
+        return RankRun(100.0, seconds, 0.25, tuple(spans), plans, 1, 64, 64, 3, observed, 0.19, 0.004, 0.03, "digest")
 
     return Run.of([rank(0), rank(1)])
 
@@ -141,9 +135,12 @@ def test_figures_by_hand():
     assert found["cpu_share"] == pytest.approx(0.38 / 0.4)
     assert [row["threshold"] for row in found["points"]] == [0, 1] and len(found["points"][0]["raw"]) == 3
     case = {
-        **found, "case": "1:2", "samples": 4, "lengths": LENGTHS.percentiles(),
+        **found,
+        "case": "1:2",
+        "samples": 4,
+        "lengths": LENGTHS.percentiles(),
         "profile": profile().table(profile().fit()),
-    }  # fmt: skip
+    }
     assert [goal["reached"] for goal in goals("1:2", found)] == [True, True, False, False, True]
     assert "2.000 times as fast (1.20-2.20)" in line(case)
     text = markdown([case])

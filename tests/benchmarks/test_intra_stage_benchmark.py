@@ -1,13 +1,9 @@
 """The benchmark of fused training as its users run it, in small: output, figures by hand, bad input."""
 
 import json
-import sys
 
 import pytest
-from benchmark_run import ROOT, check_refused, run
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
+from benchmark_run import check_refused, run
 from intra_stage import line, side_programs  # noqa: E402
 from intra_stage_cases import (  # noqa: E402
     FULL,
@@ -28,7 +24,6 @@ from intra_stage_ranks import Action, Round, Run, Spent  # noqa: E402
 from rank_processes import Ranks  # noqa: E402
 
 from rlhfuse.monitor.trace import load_trace  # noqa: E402
-
 
 BOTH = ("predicted", "measured")
 

@@ -2,18 +2,14 @@
 
 import argparse
 import json
-import sys
 
 import pytest
-from benchmark_run import ROOT, check_refused, run
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
+from benchmark_run import check_refused, run
 from iteration_prediction import goal, settings  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 
-from rlhfuse.config import load_config  # noqa: E402
-from rlhfuse.monitor.forecast_table import PHASES, ForecastTable, PhaseRow  # noqa: E402
+from rlhfuse.config.settings import load_config  # noqa: E402
+from rlhfuse.monitor.report.forecast_table import PHASES, ForecastTable, PhaseRow  # noqa: E402
 from rlhfuse.monitor.trace import load_trace  # noqa: E402
 
 

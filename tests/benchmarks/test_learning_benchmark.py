@@ -10,7 +10,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "../shared/data/stories260K-hf"
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import learning  # noqa: E402
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from paper_settings import PAIRS, Cell, conclusions, draw_lengths, sweep, training_seconds, within  # noqa: E402
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def padded(pair: tuple[str, str]):
     return sweep(pair, 1024, "P", draw_lengths(1024, 3))
 

@@ -147,9 +147,11 @@ def test_a_dialogue_is_asked_up_to_its_last_answer(tmp_path):
 
 def test_verl_rows_keep_all_their_fields(tmp_path):
     row = {
-        "data_source": "x", "prompt": TURNS, "reward_model": {"ground_truth": "4", "style": "rule"},
+        "data_source": "x",
+        "prompt": TURNS,
+        "reward_model": {"ground_truth": "4", "style": "rule"},
         "extra_info": {"index": 1},
-    }  # fmt: skip
+    }
     for file in (write(tmp_path, "p.json", json.dumps([row])), write_parquet(tmp_path, [row])):
         assert load(file)[0].row == row and load(file)[0].text == TURNS
 

@@ -12,7 +12,7 @@ from rlhfuse.data.reward_function import RewardCall, RewardFunction
 from rlhfuse.data.reward_workers import RewardWorkers
 from rlhfuse.errors import InputError, RewardError
 
-SOURCE = '''
+SOURCE = """
 import asyncio, os, time
 
 def length(data_source, solution_str, ground_truth, extra_info=None):
@@ -57,7 +57,7 @@ def two(completions):
     return [1.0, 2.0]
 
 NUMBER = 3
-'''
+"""
 ROW = {"data_source": "x", "prompt": "p", "reward_model": {"ground_truth": "4"}, "level": 3}
 
 

@@ -22,9 +22,7 @@ def test_same_seed_and_purpose_give_the_same_story(seed, purpose):
 
 
 def test_another_seed_and_another_purpose_give_other_stories():
-    texts = {
-        stories.draw_story(stories.generator(seed, purpose)) for seed, purpose in ((1, "a"), (2, "a"), (1, "b"))
-    }
+    texts = {stories.draw_story(stories.generator(seed, purpose)) for seed, purpose in ((1, "a"), (2, "a"), (1, "b"))}
     assert len(texts) == 3
 
 
@@ -58,10 +56,16 @@ def test_mood_is_the_mean_over_sentences_that_have_one():
     opening = stories.Opening("x", stories.Hero("Anna", "she", "her", "her", "fox", "bear", "hat"), False)
     rng = stories.generator(5, "moods")
     glad_words, sad_words = ("happy", "hugged", "sweet"), ("very sad", "pushed", "mean word")
-    glad = [r.mood for r in (stories.draw_response(rng, opening) for _ in range(3000))
-            if r.sentences == 1 and any(word in r.text for word in glad_words)]
-    sad = [r.mood for r in (stories.draw_response(rng, opening) for _ in range(3000))
-           if r.sentences == 1 and any(word in r.text for word in sad_words)]
+    glad = [
+        r.mood
+        for r in (stories.draw_response(rng, opening) for _ in range(3000))
+        if r.sentences == 1 and any(word in r.text for word in glad_words)
+    ]
+    sad = [
+        r.mood
+        for r in (stories.draw_response(rng, opening) for _ in range(3000))
+        if r.sentences == 1 and any(word in r.text for word in sad_words)
+    ]
     assert glad and set(glad) == {1.0}
     assert sad and set(sad) == {-1.0}
 
@@ -79,9 +83,7 @@ def test_noise_turns_pairs_round_at_its_rate():
         right, turned = (stories.draw_pair(stories.generator(seed, "noise"), noise=noise) for noise in (0.0, 1.0))
         assert (right.chosen, right.rejected) == (turned.rejected, turned.chosen)
     rng_right, rng_noisy = (stories.generator(1, "rate") for _ in range(2))
-    turned = sum(
-        stories.draw_pair(rng_right) != stories.draw_pair(rng_noisy, noise=0.3) for _ in range(1000)
-    )
+    turned = sum(stories.draw_pair(rng_right) != stories.draw_pair(rng_noisy, noise=0.3) for _ in range(1000))
     assert 240 < turned < 360
 
 

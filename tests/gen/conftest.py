@@ -6,8 +6,8 @@ import pytest
 import torch
 from gen_models import random_weights, tiny_spec
 
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.engine import Engine, EngineOptions
-from rlhfuse.spec import ModelSpec
 
 
 @pytest.fixture(autouse=True)

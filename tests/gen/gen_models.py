@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from rlhfuse.spec import ModelSpec
+from rlhfuse.config.spec import ModelSpec
 
 
 def tiny_spec(**changes) -> ModelSpec:
     facts = dict(
-        architecture="llama", layers=2, hidden=64, heads=4, kv_heads=2, head_dim=32, mlp=172, vocab=301, context=256,
+        architecture="llama",
+        layers=2,
+        hidden=64,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        mlp=172,
+        vocab=301,
+        context=256,
         eos_token_ids=(7,),
-    )  # fmt: skip
+    )
     return ModelSpec(**(facts | changes))
 
 

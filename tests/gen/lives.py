@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from gen_models import random_weights, tiny_spec
 
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.engine import Engine, EngineOptions, GenerationResult, SamplingParams
-from rlhfuse.gen.migration import Manifest, Shipment
-from rlhfuse.spec import ModelSpec
+from rlhfuse.gen.migration.migration import Manifest, Shipment
 
 SPEC = tiny_spec(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=40, vocab=61, context=96, eos_token_ids=())
 

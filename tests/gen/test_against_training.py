@@ -13,7 +13,7 @@ import torch
 from gloo import Workers
 from tiny import write_checkpoint
 
-from rlhfuse.spec import ModelSpec
+from rlhfuse.config.spec import ModelSpec
 
 STORIES = Path(__file__).resolve().parents[2] / "../shared/data/stories260K-hf"
 BOUND = 1e-5
@@ -38,14 +38,14 @@ def sample_and_score(
     rank: int, folder: Path, layout: str, lengths: tuple[int, ...], temperature: float
 ) -> torch.Tensor:
     """Difference of each response token's log-probability between engine and training model, on this rank."""
+    from rlhfuse.config.spec import ParallelLayout
     from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
     from rlhfuse.models.build import build_model
     from rlhfuse.models.heads import token_logprobs
     from rlhfuse.models.stage import PackedTokens, PipelineStage
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.parallel.groups import GroupMaker, plain_grid
-    from rlhfuse.roles import load_part
-    from rlhfuse.spec import ParallelLayout
+    from rlhfuse.run.roles import load_part
 
     device, maker, spec = choose_device("cpu", 0, 1), GroupMaker(600), ModelSpec.from_config(folder)
     grid = plain_grid(ParallelLayout.parse(layout))

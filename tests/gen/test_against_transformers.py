@@ -11,9 +11,13 @@ from rlhfuse.gen.engine import Engine, SamplingParams
 
 STORIES = Path(__file__).resolve().parents[2] / "../shared/data/stories260K-hf"
 ROPE_LLAMA3 = {
-    "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64, "rope_theta": 10000.0,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+}
 CASES = {
     "llama": ("LlamaConfig", dict(head_dim=32)),
     "llama3-rope": ("LlamaConfig", dict(head_dim=32, rope_parameters=ROPE_LLAMA3, tie_word_embeddings=True)),
@@ -43,9 +47,20 @@ def test_random_model(tmp_path, case):
 
     name, changes = CASES[case]
     config = getattr(transformers, name)(
-        **(dict(vocab_size=211, hidden_size=96, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.1) | changes)
-    )  # fmt: skip
+        **(
+            dict(
+                vocab_size=211,
+                hidden_size=96,
+                intermediate_size=80,
+                num_hidden_layers=2,
+                num_attention_heads=6,
+                num_key_value_heads=2,
+                max_position_embeddings=256,
+                initializer_range=0.1,
+            )
+            | changes
+        )
+    )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():  # biases and norms start as constants: make them count

@@ -102,10 +102,17 @@ def test_bad_prompts_are_refused_and_leave_the_engine_usable(make_engine, prompt
 @pytest.mark.parametrize(
     "bad",
     [
-        dict(temperature=-1), dict(temperature=math.nan), dict(top_p=0), dict(top_p=1.1), dict(top_k=-1),
-        dict(max_tokens=0), dict(min_tokens=5, max_tokens=4), dict(stop=("",)), dict(max_tokens=1.5),
+        dict(temperature=-1),
+        dict(temperature=math.nan),
+        dict(top_p=0),
+        dict(top_p=1.1),
+        dict(top_k=-1),
+        dict(max_tokens=0),
+        dict(min_tokens=5, max_tokens=4),
+        dict(stop=("",)),
+        dict(max_tokens=1.5),
     ],
-)  # fmt: skip
+)
 def test_bad_params_are_refused(bad):
     with pytest.raises(InputError):
         SamplingParams(**bad)

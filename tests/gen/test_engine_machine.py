@@ -23,9 +23,11 @@ class TwoEngines(RuleBasedStateMachine):
     world = World(draw_requests(24, seed=5, longest_stem=20, most_tokens=8))
 
     @initialize(
-        block_tokens=st.integers(1, 6), spare=st.tuples(*[st.integers(0, 12)] * 2),
-        sequences=st.tuples(*[st.integers(1, 8)] * 2), budgets=st.tuples(*[st.integers(1, 40)] * 2),
-    )  # fmt: skip
+        block_tokens=st.integers(1, 6),
+        spare=st.tuples(*[st.integers(0, 12)] * 2),
+        sequences=st.tuples(*[st.integers(1, 8)] * 2),
+        budgets=st.tuples(*[st.integers(1, 40)] * 2),
+    )
     def begin(self, block_tokens, spare, sequences, budgets):
         fewest = self.world.fewest_blocks(list(self.world.requests), block_tokens)
         options = [

@@ -6,7 +6,7 @@ import pytest
 from gen_models import random_weights, tiny_spec
 
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.gen.migration import Manifest, Shipment, move_sequences
+from rlhfuse.gen.migration.migration import Manifest, Shipment, move_sequences
 
 PARAMS = [
     SamplingParams(temperature=t, top_k=k, top_p=p, seed=s, max_tokens=40, ignore_eos=True)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.spec import ModelSpec
 
 STORIES = Path(__file__).resolve().parents[2] / "../shared/data/stories260K-hf"
 PROMPTS_FOLDER = Path(__file__).resolve().parents[2] / "../shared/data/prompts"
@@ -24,13 +24,24 @@ FEW = 0.005  # of all positions
 ROUNDING = 3e-5  # of a log-probability; on random prompts transformers' own float32 is 1.5e-5 from its float64
 
 SHAPE = dict(
-    vocab_size=397, hidden_size=128, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=64, max_position_embeddings=256, initializer_range=0.1,
-)  # fmt: skip
+    vocab_size=397,
+    hidden_size=128,
+    intermediate_size=176,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=256,
+    initializer_range=0.1,
+)
 LLAMA3 = dict(
-    rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
-    original_max_position_embeddings=32, rope_theta=1e4,
-)  # fmt: skip
+    rope_type="llama3",
+    factor=4.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+    rope_theta=1e4,
+)
 CASES = {
     "llama": ("LlamaConfig", dict()),
     "llama-tied-llama3-rope": ("LlamaConfig", dict(tie_word_embeddings=True, rope_parameters=LLAMA3)),

@@ -8,7 +8,7 @@ from gen_models import random_weights, tiny_spec
 
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.gen.kv_cache import KVCache
-from rlhfuse.gen.migration import move_sequences
+from rlhfuse.gen.migration.migration import move_sequences
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -34,9 +34,10 @@ def draw_pair(world: World, rng: random.Random, wide: bool) -> tuple[Pair, list[
     """Two engines of random size and the samples that will live in them."""
     block_tokens = rng.choice((1, 2, 3, 4)) if wide else rng.choice((1, 2, 3, 4, 5, 8, 16))
     fitting = [
-        sample_id for sample_id, request in world.requests.items()
+        sample_id
+        for sample_id, request in world.requests.items()
         if not wide or len(request.prompt) + len(world.alone(sample_id, block_tokens).tokens) - 1 > 4 * block_tokens
-    ]  # fmt: skip
+    ]
     samples = rng.sample(fitting, WIDE if wide else rng.randint(1, 9))
     fewest = world.fewest_blocks(samples, block_tokens)
     options = [
@@ -108,8 +109,17 @@ def check_seen(seen: Counter[str], cases: int) -> None:
     print(dict(seen))
     assert seen["cases"] == cases and seen["wide cases"] * 10 >= cases
     assert seen["samples compared"] > 5 * cases
-    for event in ("aborted", "preempted by hand", "preempted for lack of blocks", "weights loaded", "paused",
-                  "moved with KV", "moved as tokens", "chunked", "prefix shared"):  # fmt: skip
+    for event in (
+        "aborted",
+        "preempted by hand",
+        "preempted for lack of blocks",
+        "weights loaded",
+        "paused",
+        "moved with KV",
+        "moved as tokens",
+        "chunked",
+        "prefix shared",
+    ):
         assert seen[event] > cases // 10, f"{event} happened {seen[event]} times in {cases} cases"
 
 

@@ -9,11 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfuse.gen import sampler, sampler_cpu
+from rlhfuse.gen import sampler
+from rlhfuse.gen.cpu import sampling as sampler_cpu
+from rlhfuse.gen.cpu.topp_cutoff import BINS, row_threshold
 from rlhfuse.gen.running_table import RunningTable
 from rlhfuse.gen.sampler import DrawBatch, draw_tokens
 from rlhfuse.gen.sequence import SamplingParams, Sequence
-from rlhfuse.gen.threshold_cpu import BINS, row_threshold
 
 OFF = dict(temperature=1.0, top_k=0, top_p=1.0, banned=(), seed=0)
 
@@ -100,9 +101,15 @@ def test_both_implementations_agree():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(40, 1003, generator=generator) * 3
     options = [
-        {}, {"temperature": 0.0}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.5}, {"banned": (1, 2)},
-        {"top_k": 9, "top_p": 0.7, "temperature": 1.5}, {"top_k": 2, "banned": (3,)},
-    ]  # fmt: skip
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.6},
+        {"top_k": 5},
+        {"top_p": 0.5},
+        {"banned": (1, 2)},
+        {"top_k": 9, "top_p": 0.7, "temperature": 1.5},
+        {"top_k": 2, "banned": (3,)},
+    ]
     batch = draw_batch([options[i % 8] for i in range(40)])
     ours, theirs = draw_tokens(logits, batch), sampler._draw_torch(logits, batch)
     assert ours.tokens == theirs.tokens
@@ -165,9 +172,14 @@ def threshold_twin(row: np.ndarray, temperature: float, top_k: int, top_p: float
 
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(
-    st.integers(0, 2**31), st.integers(1, 2000), st.sampled_from([1e-3, 0.1, 3, 40, 1000]), st.booleans(),
-    st.floats(0.05, 5), st.integers(0, 2100), st.floats(0.01, 1),
-)  # fmt: skip
+    st.integers(0, 2**31),
+    st.integers(1, 2000),
+    st.sampled_from([1e-3, 0.1, 3, 40, 1000]),
+    st.booleans(),
+    st.floats(0.05, 5),
+    st.integers(0, 2100),
+    st.floats(0.01, 1),
+)
 def test_threshold_is_exact(seed, vocab, spread, ties, temperature, top_k, top_p):
     """Within float32 exponentials of top_p two thresholds are right; elsewhere there is one."""
     generator = np.random.default_rng(seed)

@@ -99,9 +99,10 @@ def test_integrity_names_a_row_that_disagrees():
 
 @FAST
 @given(
-    st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(4, 12),
+    st.lists(st.integers(1, 60), min_size=1, max_size=8),
+    st.integers(4, 12),
     st.lists(st.tuples(st.integers(0, 20), st.integers(2, 9), st.booleans()), max_size=3),
-)  # fmt: skip
+)
 def test_decoding_never_waits_for_a_prefill(prompts, budget, arrivals):
     """However long the prompts, each decoding sequence gets its token in every step; new ones are admitted in order.
 

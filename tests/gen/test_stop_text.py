@@ -77,8 +77,8 @@ def test_engine_ends_at_the_stop_text_and_min_tokens_passes_it_over(engine):
 def test_a_stop_text_in_the_prompt_or_across_its_end_is_not_one(engine):
     free = engine.generate([[9, 14, 15]], SamplingParams(max_tokens=12, ignore_eos=True))[0].tokens
     text = spell([9, 14, 15])
-    stop = next(text[-1] + c for c in "ab é漢" if text[-1] + c not in spell(list(free)))
-    for stop in (stop, text):
+    across = next(text[-1] + c for c in "ab é漢" if text[-1] + c not in spell(list(free)))
+    for stop in (across, text):
         if stop in spell(list(free)):
             continue
         params = SamplingParams(max_tokens=12, ignore_eos=True, stop=(stop,))

@@ -9,7 +9,7 @@ from gen_models import random_weights, tiny_spec
 
 from rlhfuse.errors import leave
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.gen.migration import move_sequences
+from rlhfuse.gen.migration.migration import move_sequences
 
 SPEC = tiny_spec(qkv_bias=True, qk_norm=True, head_dim=16)
 PROMPTS = [[9, 10, 11], [12], list(range(20, 60)), [300, 299]]
@@ -21,11 +21,13 @@ def run_rank(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     engine, other = (
         Engine(
-            SPEC, random_weights(SPEC, tp_rank=rank, tp_size=2), EngineOptions(num_blocks=12, max_batched_tokens=32),
+            SPEC,
+            random_weights(SPEC, tp_rank=rank, tp_size=2),
+            EngineOptions(num_blocks=12, max_batched_tokens=32),
             tp_group=dist.group.WORLD,
         )
         for _ in range(2)
-    )  # fmt: skip
+    )
     batched = engine.generate(PROMPTS, PARAMS)
     alone = [engine.generate([p], PARAMS, [i])[0] for i, p in enumerate(PROMPTS)]
     for i, prompt in enumerate(PROMPTS):

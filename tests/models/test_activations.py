@@ -11,9 +11,9 @@ import torch
 from stages import LENGTHS, build, one_step, packed_for, random_rows, ranks_of, write_reference_gradients
 from tiny import write_checkpoint
 
-from rlhfuse.simulator.cost import AnalyticCost
-from rlhfuse.simulator.hardware import hardware_by_name
-from rlhfuse.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.hardware import hardware_by_name
 
 TOLERANCE = 1e-6
 MODELS = {
@@ -52,10 +52,15 @@ def step(rank: int, role: str, folder, gradients, layout: str, sequence_parallel
     errors, found = {}, built.gradients()
     for stage in built.stages:
         wanted = load_weights(
-            gradients, built.spec, tp_rank=tp_rank, tp_size=built.grid.tp, first=stage == 0,
-            last=stage == built.grid.stages - 1, layers=stage_layers(built.spec, built.grid)[stage],
+            gradients,
+            built.spec,
+            tp_rank=tp_rank,
+            tp_size=built.grid.tp,
+            first=stage == 0,
+            last=stage == built.grid.stages - 1,
+            layers=stage_layers(built.spec, built.grid)[stage],
             scalar_head=built.head,
-        )  # fmt: skip
+        )
         assert {name for number, name in found if number == stage} == wanted.keys()
         for name, want in wanted.items():
             got = found[stage, name] / pipelines  # each pipeline ran the same micro-batches
@@ -95,9 +100,14 @@ def test_gradients_are_those_of_the_whole_model(workers, references, name, layou
     check(workers.run(step, role, folder, gradients, layout, sequence_parallel, False), losses)
 
 
-@pytest.mark.parametrize("name, layout, sequence_parallel", [
-    ("tied qwen2", "d1t2p2v2", True), ("critic", "d1t1p4", False), ("qwen3", "d1t4p1", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, layout, sequence_parallel",
+    [
+        ("tied qwen2", "d1t2p2v2", True),
+        ("critic", "d1t1p4", False),
+        ("qwen3", "d1t4p1", True),
+    ],
+)
 def test_recomputation_gives_the_same_bits(workers, references, name, layout, sequence_parallel):
     role, folder, gradients, _ = references[name]
     plain = workers.run(step, role, folder, gradients, layout, sequence_parallel, False)

@@ -7,10 +7,10 @@ import torch
 from tiny import write_checkpoint
 from transformers import AutoModelForSequenceClassification
 
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.errors import InputError
 from rlhfuse.models.hf import check_checkpoint, has_scalar_head, load_weights
 from rlhfuse.models.hf_folder import export_checkpoint
-from rlhfuse.spec import ModelSpec
 
 HEAD = "output_layer.weight"
 

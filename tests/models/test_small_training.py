@@ -39,8 +39,14 @@ def test_packed_loss_is_the_loss_of_the_texts_alone():
     """Guards the separation of texts: with a cache switched on, a text would attend to its neighbours."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, initializer_range=0.5,
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.5,
     )
     model = LlamaForCausalLM(config)
     packed = next_token_loss(model, next(window_batches(pack(TEXTS, 12), 2, random.Random(0))))

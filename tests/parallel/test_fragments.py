@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhfuse.decisions.shards import tensor_segments
 from rlhfuse.parallel.fragments import Place, assemble
-from rlhfuse.simulator.shards import tensor_segments
 
 
 def places(shape: tuple[int, ...], dim: int, joined: int, tp: int, cuts: list[int]) -> list[Place]:

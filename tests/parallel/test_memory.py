@@ -10,14 +10,19 @@ from gloo import Workers
 from stages import build, one_step, random_rows, ranks_of
 from tiny import write_checkpoint
 
+from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.parallel.device import choose_device
 from rlhfuse.parallel.memory import PhaseMeter, resident_bytes
-from rlhfuse.spec import ParallelLayout
 
 WIDE = dict(
-    hidden_size=256, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=4, head_dim=64,
-    intermediate_size=1024, vocab_size=3000,
-)  # fmt: skip
+    hidden_size=256,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=64,
+    intermediate_size=1024,
+    vocab_size=3000,
+)
 BUCKET = 2 << 20
 NOISE = 3 << 20  # bytes that allocator and interpreter come and go with
 LENGTHS = ((40, 20), (30,))
@@ -42,9 +47,14 @@ def switch(rank: int, folder) -> dict:
     built = build(rank, maker, ranks, "actor", folder, WHOLE)
     grid = plain_grid(ParallelLayout.parse("d2t1p1"))
     copy = build_model(
-        built.spec, grid, maker.for_model("generation", grid, rank), rank, scalar_head=False, dtype=torch.float32,
+        built.spec,
+        grid,
+        maker.for_model("generation", grid, rank),
+        rank,
+        scalar_head=False,
+        dtype=torch.float32,
         device=device,
-    )  # fmt: skip
+    )
     memory, resharder, meter = WeightMemory(copy, device), Resharder(device, bucket_bytes=BUCKET), PhaseMeter(device)
     rows = random_rows(LENGTHS, 7)
     one_step(rank, maker, ranks, {"actor": built}, {"actor": [rows]})
@@ -65,10 +75,15 @@ def switch(rank: int, folder) -> dict:
     memory.release()
     maker.close()
     return {
-        "exact": meter.exact, "training": training, "released": released, "peak": peak, "weights": weights,
-        "left": memory.device_bytes, "gradients": sum(g.nbytes for g in first.values()),
+        "exact": meter.exact,
+        "training": training,
+        "released": released,
+        "peak": peak,
+        "weights": weights,
+        "left": memory.device_bytes,
+        "gradients": sum(g.nbytes for g in first.values()),
         "same": all(torch.equal(first[key], again[key]) for key in first),
-    }  # fmt: skip
+    }
 
 
 def test_a_switch_releases_before_it_acquires_and_moves_in_buckets(pair, tmp_path):
@@ -95,9 +110,14 @@ def move_by_buckets(rank: int, folder, bucket: int) -> dict:
     built = build(rank, maker, ranks, "actor", folder, WHOLE)
     grid = plain_grid(ParallelLayout.parse("d2t1p1"))
     copy = build_model(
-        built.spec, grid, maker.for_model("generation", grid, rank), rank, scalar_head=False, dtype=torch.float32,
+        built.spec,
+        grid,
+        maker.for_model("generation", grid, rank),
+        rank,
+        scalar_head=False,
+        dtype=torch.float32,
         device=device,
-    )  # fmt: skip
+    )
     memory, resharder, meter = WeightMemory(copy, device), Resharder(device, bucket_bytes=bucket), PhaseMeter(device)
     resharder.move(built.optimizer.modules.values(), copy)  # makes the plan
     weights = memory.device_bytes

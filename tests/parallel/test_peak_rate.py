@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlhfuse.costs.hardware import data_sheets, gpu_by_name, hardware_by_name
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.peak_rate import peak_flops, peak_line
-from rlhfuse.simulator.hardware import data_sheets, gpu_by_name, hardware_by_name
 
 CPU, CUDA = Device(torch.device("cpu"), "gloo"), Device(torch.device("cuda", 0), "nccl")
 

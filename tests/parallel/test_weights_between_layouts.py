@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from stages import build, ranks_of
 from tiny import write_checkpoint
 
-from rlhfuse.schedule.ranks import plain_cells
-from rlhfuse.simulator.shards import model_shards
-from rlhfuse.simulator.weight_moves import minimum_across, plan_moves
-from rlhfuse.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.decisions.shards import model_shards
+from rlhfuse.decisions.weight_moves import minimum_across, plan_moves
+from rlhfuse.schedule.ir.ranks import plain_cells
 
 NODE = 2  # ranks of a pretended node
 
@@ -38,7 +38,7 @@ def there_and_back(rank: int, role: str, folder, layout: str, generation: str, s
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.parallel.groups import GroupMaker, plain_grid
     from rlhfuse.parallel.reshard import Resharder
-    from rlhfuse.roles import load_part
+    from rlhfuse.run.roles import load_part
 
     ranks, maker, device = ranks_of(**{role: layout}), GroupMaker(600), choose_device("cpu", 0, 1)
     built = build(rank, maker, ranks, role, folder, Activations(sequence_parallel))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfuse.config import AlgorithmConfig
+from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.ppo.advantage import add_advantages, whiten
 from rlhfuse.ppo.gae import BLOCK, generalized_advantages
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch

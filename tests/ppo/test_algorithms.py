@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfuse.config import AlgorithmConfig
+from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.errors import InputError
 from rlhfuse.ppo.advantage import add_advantages, group_normalised, leave_one_out, whiten
 from rlhfuse.ppo.gae import BLOCK, discounted_returns, generalized_advantages
@@ -156,9 +156,13 @@ def test_whitening_counts_only_what_the_mask_keeps():
 def test_scores_are_scaled_clipped_and_penalised():
     batch = make_batch([10.0, 1.0, 1.0, -1.0], [2, 6, 8, 10], reasons=["stop", "stop", "stop", "length"])
     algorithm = AlgorithmConfig(
-        score_scale=2.0, score_clip=3.0, missing_eos_penalty=0.5, length_penalty=1.0, overlong_penalty=2.0,
+        score_scale=2.0,
+        score_clip=3.0,
+        missing_eos_penalty=0.5,
+        length_penalty=1.0,
+        overlong_penalty=2.0,
         overlong_tokens=4,
-    )  # fmt: skip
+    )
     # of 10 tokens the last 4 cost up to 2.0: 6 tokens nothing, 8 half of it, 10 all
     expected = [3.0 - 0.2, 2.0 - 0.6, 2.0 - 0.8 - 1.0, -2.0 - 1.0 - 2.0 - 0.5]
     assert shaped_scores(batch, algorithm, 10).tolist() == pytest.approx(expected)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhfuse.config import AlgorithmConfig
+from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.ppo.advantage import add_advantages
 from rlhfuse.ppo.metrics import balance_metrics, batch_metrics
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch

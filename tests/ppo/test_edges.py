@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfuse.config import AlgorithmConfig
+from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.ppo.advantage import group_normalised, leave_one_out, whiten
 from rlhfuse.ppo.gae import discounted_returns, generalized_advantages
 from rlhfuse.ppo.losses import (
@@ -37,9 +37,7 @@ def advantage_sums(rewards, values, gamma, lam):
     """A_t = sum over j >= t of (gamma lam)^(j - t) (r_j + gamma V_{j+1} - V_j): the definition, no recursion."""
     following = [*values[1:], 0.0]
     deltas = [r + gamma * n - v for r, n, v in zip(rewards, following, values)]
-    return [
-        math.fsum((gamma * lam) ** (j - t) * deltas[j] for j in range(t, len(deltas))) for t in range(len(deltas))
-    ]
+    return [math.fsum((gamma * lam) ** (j - t) * deltas[j] for j in range(t, len(deltas))) for t in range(len(deltas))]
 
 
 # advantages and returns -----------------------------------------------------------------------------------------
@@ -55,9 +53,11 @@ def test_one_token(gamma, lam):
 
 @settings(derandomize=True, deadline=None, max_examples=25)
 @given(
-    data=st.data(), gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]), lam=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
+    data=st.data(),
+    gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
+    lam=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
     garbage=st.sampled_from(GARBAGE),
-)  # fmt: skip
+)
 def test_gaps_hold_garbage_and_the_sums_run_over_what_is_left(data, gamma, lam, garbage):
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     total = sum(lengths)
@@ -166,8 +166,11 @@ def test_metrics_of_one_token():
     assert metrics["actor/pg_clipfrac"] == 1.0
     _, stats = value_loss_sum(wide(1.0), wide(1.0), wide(3.0), 0.0)
     assert critic_metrics(stats, 1) == {
-        "critic/vf_loss": 2.0, "critic/vf_clipfrac": 0.0, "critic/vpred_mean": 1.0, "critic/vf_explained_var": 0.0,
-    }  # fmt: skip
+        "critic/vf_loss": 2.0,
+        "critic/vf_clipfrac": 0.0,
+        "critic/vpred_mean": 1.0,
+        "critic/vf_explained_var": 0.0,
+    }
 
 
 # token rewards --------------------------------------------------------------------------------------------------
@@ -183,10 +186,15 @@ def test_overlong_share(length, limit, late, share):
 
 @settings(derandomize=True, deadline=None, max_examples=25)
 @given(
-    lengths=st.lists(st.integers(1, 8), min_size=1, max_size=4), estimator=st.sampled_from(["k1", "k2", "k3"]),
-    kl_coef=st.sampled_from([0.0, 0.1, 2.0]), seed=st.integers(0, 99), clip=st.sampled_from([0.0, 1.5]),
-    missing=st.sampled_from([0.0, 0.5]), long=st.sampled_from([0.0, 0.25]), late=st.sampled_from([0, 3, 8]),
-)  # fmt: skip
+    lengths=st.lists(st.integers(1, 8), min_size=1, max_size=4),
+    estimator=st.sampled_from(["k1", "k2", "k3"]),
+    kl_coef=st.sampled_from([0.0, 0.1, 2.0]),
+    seed=st.integers(0, 99),
+    clip=st.sampled_from([0.0, 1.5]),
+    missing=st.sampled_from([0.0, 0.5]),
+    long=st.sampled_from([0.0, 0.25]),
+    late=st.sampled_from([0, 3, 8]),
+)
 def test_token_rewards_equal_the_loop(lengths, estimator, kl_coef, seed, clip, missing, long, late):
     generator = torch.Generator().manual_seed(seed)
     rollouts = []
@@ -196,9 +204,15 @@ def test_token_rewards_equal_the_loop(lengths, estimator, kl_coef, seed, clip, m
         ref[0] -= 100.0 * (seed % 2)  # an improbable token
         rollouts.append(Rollout(i, (1,), (2,) * length, old, "length" if length == 8 else "stop", ref, None, score))
     algorithm = AlgorithmConfig(
-        kl_estimator=estimator, kl_coef=kl_coef, score_scale=-0.5, score_clip=clip, missing_eos_penalty=missing,
-        length_penalty=long, overlong_penalty=2.0 if late else 0.0, overlong_tokens=late,
-    )  # fmt: skip
+        kl_estimator=estimator,
+        kl_coef=kl_coef,
+        score_scale=-0.5,
+        score_clip=clip,
+        missing_eos_penalty=missing,
+        length_penalty=long,
+        overlong_penalty=2.0 if late else 0.0,
+        overlong_tokens=late,
+    )
     batch = add_token_rewards(RolloutBatch.from_rollouts(rollouts), algorithm, 8)
     expected, kls = [], []
     for rollout in rollouts:

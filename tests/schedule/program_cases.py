@@ -7,12 +7,12 @@ import random
 from dataclasses import replace
 from itertools import product
 
-from rlhfuse.schedule.graph import build_graph
-from rlhfuse.schedule.problem import StageCosts, fused_problem
-from rlhfuse.schedule.program import Program
-from rlhfuse.schedule.ranks import rank_map
-from rlhfuse.schedule.schedule import Schedule
-from rlhfuse.spec import ParallelLayout
+from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.schedule.ir.graph import build_graph
+from rlhfuse.schedule.ir.problem import StageCosts, fused_problem
+from rlhfuse.schedule.ir.ranks import rank_map
+from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.schedule.program.program import Program
 
 L = ParallelLayout.parse
 
@@ -89,16 +89,18 @@ def dropped(programs):
     """Every instruction left out once."""
     for rank, program in programs.items():
         for i, instruction in enumerate(program.instructions):
-            yield f"{rank}.{i} {instruction} dropped", changed(
-                programs, rank, program.instructions[:i] + program.instructions[i + 1 :]
+            yield (
+                f"{rank}.{i} {instruction} dropped",
+                changed(programs, rank, program.instructions[:i] + program.instructions[i + 1 :]),
             )
 
 
 def doubled(programs):
     for rank, program in programs.items():
         for i, instruction in enumerate(program.instructions):
-            yield f"{rank}.{i} {instruction} doubled", changed(
-                programs, rank, program.instructions[: i + 1] + program.instructions[i:]
+            yield (
+                f"{rank}.{i} {instruction} doubled",
+                changed(programs, rank, program.instructions[: i + 1] + program.instructions[i:]),
             )
 
 
@@ -110,8 +112,9 @@ def readdressed(programs):
                 continue
             for peer in [None, *(set(programs) - {instruction.peer})]:
                 wrong = (replace(instruction, peer=peer),)
-                yield f"{rank}.{i} {instruction} to {peer}", changed(
-                    programs, rank, program.instructions[:i] + wrong + program.instructions[i + 1 :]
+                yield (
+                    f"{rank}.{i} {instruction} to {peer}",
+                    changed(programs, rank, program.instructions[:i] + wrong + program.instructions[i + 1 :]),
                 )
 
 
@@ -126,8 +129,9 @@ def renumbered(programs):
                 else action._replace(microbatch=action.microbatch + 1)
             )
             wrong = (replace(instruction, action=other),)
-            yield f"{rank}.{i} {instruction} as {other}", changed(
-                programs, rank, program.instructions[:i] + wrong + program.instructions[i + 1 :]
+            yield (
+                f"{rank}.{i} {instruction} as {other}",
+                changed(programs, rank, program.instructions[:i] + wrong + program.instructions[i + 1 :]),
             )
 
 

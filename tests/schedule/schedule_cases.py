@@ -3,7 +3,7 @@
 import math
 import random
 
-from rlhfuse.schedule.problem import FusionProblem, Pipeline
+from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 
 # (P0, P1, M0, M1, f0, f1, a0, a1), serial 1F1B, latency bound, serial memory, memory bound at the latency bound
 TABLE_3 = [

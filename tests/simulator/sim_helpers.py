@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from rlhfuse.simulator.generation import InstanceLimits
+from rlhfuse.costs.lines import Line, LineTable
+from rlhfuse.costs.measured import MeasuredCost
+from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.lines import Line, LineTable
-from rlhfuse.simulator.measured import MeasuredCost
 
 
 def linear_cost(swap_in: float = 0.5, score_token: float = 1e-3) -> MeasuredCost:

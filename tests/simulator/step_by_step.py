@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from rlhfuse.decisions.migration import SequenceState, destination_count, plan_migration, transfer_order
+from rlhfuse.decisions.packing import deal, scoring_packs, streamed_pack
 from rlhfuse.simulator.iteration import move_cost
-from rlhfuse.simulator.migration import SequenceState, destination_count, plan_migration, transfer_order
-from rlhfuse.simulator.packing import deal, scoring_packs, streamed_pack
 
 
 @dataclass
@@ -56,7 +56,7 @@ class StepByStep:
         self.scored: list[tuple[float, int]] = []
         self.plans = []
 
-    def run(self) -> "StepByStep":
+    def run(self) -> StepByStep:
         now, steps = 0.0, 0
         while now < math.inf:
             for place in self.places:
@@ -141,7 +141,7 @@ class StepByStep:
         decoding = [i for i, p in enumerate(self.places) if p.role in ("decodes", "stopping")]
         if len(self.places) > 1 and self.meets is None and self.triggers:
             all_left = self.triggers[0] >= len(self.lengths) and not self.met
-            if (now > 0 if all_left else self.remaining(now) <= self.triggers[0]):
+            if now > 0 if all_left else self.remaining(now) <= self.triggers[0]:
                 self.meets = self.triggers.pop(0)
                 for i in decoding:
                     self.places[i].role = "stopping"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sim_helpers import lengths_strategy, limits, linear_cost, long_tail
 
 from rlhfuse.errors import InputError
-from rlhfuse.simulator.generation import simulate_generation
+from rlhfuse.simulator.instances import simulate_generation
 from rlhfuse.simulator.iteration import move_cost, simulate_gen_infer, simulate_iteration
 from rlhfuse.simulator.lengths import SampleLengths
 

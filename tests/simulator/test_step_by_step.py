@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from sim_helpers import lengths_strategy, limits
 from step_by_step import StepByStep
 
+from rlhfuse.costs.lines import Line, LineTable
+from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.simulator.iteration import simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.lines import Line, LineTable
-from rlhfuse.simulator.measured import MeasuredCost
 
 TICK = 2.0**-20  # all costs are whole multiples of it, so every sum of them is exact
 
@@ -52,9 +52,13 @@ def exact_costs(swap_in: int, per_token: int) -> MeasuredCost:
 )
 def test_jumping_equals_stepping(lengths, instances, triggers, capacity, swap_in, per_token, bs_max, models):
     lim = limits(
-        kv_capacity_bytes=capacity * 100.0, max_prompt_tokens=60, max_output_tokens=80,
-        bs_max=bs_max, scoring_models=models, max_sequences=6,
-    )  # fmt: skip
+        kv_capacity_bytes=capacity * 100.0,
+        max_prompt_tokens=60,
+        max_output_tokens=80,
+        bs_max=bs_max,
+        scoring_models=models,
+        max_sequences=6,
+    )
     triggers = tuple(sorted((one for one in triggers if one <= len(lengths)), reverse=True))
     costs = exact_costs(swap_in, per_token)
     line = simulate_gen_infer(lengths, instances, costs, lim, triggers)
@@ -77,9 +81,13 @@ def test_jumping_equals_stepping_on_larger_cases(seed):
         prompt, output = (tuple(draw.integers(1, most + 1, samples).tolist()) for most in (60, 80))
         triggers = tuple(sorted(set(draw.integers(1, samples + 1, 2).tolist()), reverse=True))
         lim = limits(
-            kv_capacity_bytes=int(draw.integers(140, 900)) * 100.0, max_prompt_tokens=60, max_output_tokens=80,
-            bs_max=int(draw.integers(1, 9)), scoring_models=2, max_sequences=6,
-        )  # fmt: skip
+            kv_capacity_bytes=int(draw.integers(140, 900)) * 100.0,
+            max_prompt_tokens=60,
+            max_output_tokens=80,
+            bs_max=int(draw.integers(1, 9)),
+            scoring_models=2,
+            max_sequences=6,
+        )
         setting = SampleLengths(prompt, output), instances, exact_costs(1 << 14, 1024), lim, triggers
         line, slow = simulate_gen_infer(*setting), StepByStep(*setting).run()
         assert list(line.plans) == slow.plans and line.generation_seconds == max(slow.ended.values())

@@ -158,10 +158,17 @@ def test_a_generation_trial(tmp_path):
     """The tiny actor of this repository writes eight responses; their lengths and steps are used."""
     out = tmp_path / "t.json"
     done = program(
-        "--config", str(ROOT / "examples/quickstart.yaml"), "--trial", "8", "--out", str(out),
-        "rollout.max_response_tokens=24", f"actor.path={ROOT}/examples/tiny/actor",
-        f"reward.path={ROOT}/examples/tiny/reward", f"data.train_files=[{ROOT}/examples/prompts/quickstart.jsonl]",
-    )  # fmt: skip
+        "--config",
+        str(ROOT / "examples/quickstart.yaml"),
+        "--trial",
+        "8",
+        "--out",
+        str(out),
+        "rollout.max_response_tokens=24",
+        f"actor.path={ROOT}/examples/tiny/actor",
+        f"reward.path={ROOT}/examples/tiny/reward",
+        f"data.train_files=[{ROOT}/examples/prompts/quickstart.jsonl]",
+    )
     assert done.returncode == 0, done.stderr
     assert "8 prompts generated here" in done.stdout and "a decode step took" in done.stdout
     raw = json.loads(out.read_text())

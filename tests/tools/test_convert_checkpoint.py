@@ -13,13 +13,13 @@ import torch
 from tiny import write_checkpoint, write_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhfuse.checkpoint import Manifest, RunState
+from rlhfuse.checkpoint.checkpoint import Manifest, RunState
+from rlhfuse.checkpoint.compatibility import RunFacts
+from rlhfuse.checkpoint.shard_files import write_rank_file
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.decisions.shards import model_shards
 from rlhfuse.models.hf import load_weights
 from rlhfuse.parallel.fragments import Fragment, Place
-from rlhfuse.run_facts import RunFacts
-from rlhfuse.shard_files import write_rank_file
-from rlhfuse.simulator.shards import model_shards
-from rlhfuse.spec import ModelSpec, ParallelLayout
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = ("linear_proj.weight", "linear_fc2.weight")

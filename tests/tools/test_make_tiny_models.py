@@ -13,9 +13,9 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.data import stories
 from rlhfuse.models.reward_training import encode_pairs, score_pairs
-from rlhfuse.spec import ModelSpec, ParallelLayout
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "examples" / "tiny"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfuse.schedule.problem import load_problem
+from rlhfuse.schedule.ir.problem import load_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 

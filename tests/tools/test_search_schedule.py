@@ -21,14 +21,35 @@ PROBLEM = {
     "version": 1,
     "nodes": 4,
     "pipelines": [
-        {"name": "actor", "model": "actor", "placement": [0, 1, 2, 3], "microbatches": 4, "forward": 5, "backward": 10,
-         "activation": 1.95},
-        {"name": "critic.0", "model": "critic", "placement": [1, 0], "microbatches": 2, "forward": 4, "backward": 8,
-         "activation": 2.0},
-        {"name": "critic.1", "model": "critic", "placement": [3, 2], "microbatches": 2, "forward": 4, "backward": 8,
-         "activation": 2.0},
+        {
+            "name": "actor",
+            "model": "actor",
+            "placement": [0, 1, 2, 3],
+            "microbatches": 4,
+            "forward": 5,
+            "backward": 10,
+            "activation": 1.95,
+        },
+        {
+            "name": "critic.0",
+            "model": "critic",
+            "placement": [1, 0],
+            "microbatches": 2,
+            "forward": 4,
+            "backward": 8,
+            "activation": 2.0,
+        },
+        {
+            "name": "critic.1",
+            "model": "critic",
+            "placement": [3, 2],
+            "microbatches": 2,
+            "forward": 4,
+            "backward": 8,
+            "activation": 2.0,
+        },
     ],
-}  # fmt: skip
+}
 ENDLESS = {**PROBLEM, "memory_cap": 4}  # its latency bound cannot be met, so that a search goes on
 needs_mpi = pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun beside this Python: pip install rlhfuse[mpi]")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfuse.monitor.forecast_table import PHASES, forecast_key
+from rlhfuse.monitor.report.forecast_table import PHASES, forecast_key
 
 ROOT = Path(__file__).resolve().parents[2]
 

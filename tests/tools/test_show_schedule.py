@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from rlhfuse.schedule.builders import greedy
+from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.schedule.draw import chrome_trace, draw_schedule
-from rlhfuse.schedule.evaluate import evaluate
 from rlhfuse.schedule.io import save_schedule
-from rlhfuse.schedule.lowering import lower
-from rlhfuse.schedule.problem import FusionProblem, Pipeline
-from rlhfuse.schedule.program import Programs
-from rlhfuse.schedule.ranks import rank_map
-from rlhfuse.schedule.schedule import Schedule
-from rlhfuse.spec import ParallelLayout
+from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
+from rlhfuse.schedule.ir.ranks import rank_map
+from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.schedule.program.lowering import lower
+from rlhfuse.schedule.program.program import Programs
+from rlhfuse.schedule.rules.builders import greedy
 
 ROOT = Path(__file__).resolve().parents[2]
 

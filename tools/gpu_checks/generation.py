@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from gpu_checks.result import TOLERANCE, relative, require
 
+from gpu_checks.result import TOLERANCE, relative, require
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.models.attention import PagedQueries, decode_attention, paged_attention, varlen_attention
 
@@ -116,11 +116,13 @@ def check_graphs(model: Path, device: torch.device, dtype: torch.dtype) -> dict:
     params = [SamplingParams(max_tokens=10 + 4 * i, ignore_eos=True) for i in range(len(prompts))]  # batches shrink
     graphs, eager = (
         Engine.from_pretrained(
-            model, EngineOptions(num_blocks=64, block_tokens=256, kernels="torch", cuda_graphs=on),
-            device=device, dtype=dtype,
+            model,
+            EngineOptions(num_blocks=64, block_tokens=256, kernels="torch", cuda_graphs=on),
+            device=device,
+            dtype=dtype,
         )
         for on in (True, False)
-    )  # fmt: skip
+    )
     wanted, difference, equal = eager.generate(prompts, params), 0.0, 0
     total = 2 * sum(len(a.tokens) for a in wanted)
     for _ in range(2):
@@ -130,6 +132,10 @@ def check_graphs(model: Path, device: torch.device, dtype: torch.dtype) -> dict:
             difference = max([difference, *(abs(x - y) for x, y in zip(a.logprobs[:same], b.logprobs[:same]))])
         graphs.pause()
         graphs.resume()
-    detail = {"tokens": total, "equal_tokens": equal, "max_logprob_difference": difference,
-              "capture_seconds": graphs.runner.recording_seconds}  # fmt: skip
+    detail = {
+        "tokens": total,
+        "equal_tokens": equal,
+        "max_logprob_difference": difference,
+        "capture_seconds": graphs.runner.recording_seconds,
+    }
     return require(equal >= total * 0.9 and difference < TOLERANCE[dtype], detail)

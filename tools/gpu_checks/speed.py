@@ -13,32 +13,65 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 import torch
 
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.models.attention import flash_obstacle
-from rlhfuse.spec import ModelSpec
 
 LLAMA = dict(
-    architectures=["LlamaForCausalLM"], model_type="llama", num_key_value_heads=8, vocab_size=128256,
-    max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=500000.0, hidden_act="silu", bos_token_id=1,
-    eos_token_id=2, torch_dtype="bfloat16",
-)  # fmt: skip
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    num_key_value_heads=8,
+    vocab_size=128256,
+    max_position_embeddings=8192,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    hidden_act="silu",
+    bos_token_id=1,
+    eos_token_id=2,
+    torch_dtype="bfloat16",
+)
 SHAPES = {
-    "1b": dict(LLAMA, hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, head_dim=64,
-               intermediate_size=8192, tie_word_embeddings=True),
-    "8b": dict(LLAMA, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, head_dim=128,
-               intermediate_size=14336, tie_word_embeddings=False),
-}  # fmt: skip
+    "1b": dict(
+        LLAMA,
+        hidden_size=2048,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        head_dim=64,
+        intermediate_size=8192,
+        tie_word_embeddings=True,
+    ),
+    "8b": dict(
+        LLAMA,
+        hidden_size=4096,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        head_dim=128,
+        intermediate_size=14336,
+        tie_word_embeddings=False,
+    ),
+}
 # Memory bandwidth in the makers' data sheets, bytes/s, by a part of the device's name; the first match counts.
 DATA_SHEET = (
-    ("B200", 8.0e12), ("H200", 4.8e12), ("H100 PCIe", 2.0e12), ("H100 NVL", 3.9e12), ("H100", 3.35e12),
-    ("H800 PCIe", 2.0e12), ("H800", 3.35e12), ("A100-SXM4-80GB", 2.039e12), ("A100 80GB PCIe", 1.935e12),
-    ("A100", 1.555e12), ("A800", 2.039e12), ("L40S", 0.864e12), ("A10", 0.6e12), ("RTX 4090", 1.008e12),
-)  # fmt: skip
+    ("B200", 8.0e12),
+    ("H200", 4.8e12),
+    ("H100 PCIe", 2.0e12),
+    ("H100 NVL", 3.9e12),
+    ("H100", 3.35e12),
+    ("H800 PCIe", 2.0e12),
+    ("H800", 3.35e12),
+    ("A100-SXM4-80GB", 2.039e12),
+    ("A100 80GB PCIe", 1.935e12),
+    ("A100", 1.555e12),
+    ("A800", 2.039e12),
+    ("L40S", 0.864e12),
+    ("A10", 0.6e12),
+    ("RTX 4090", 1.008e12),
+)
 ELEMENT = 2  # bytes of a bfloat16
 PROMPT, RESPONSE = 128, 32  # tokens of a sample in the decode measurement
 BATCHES = (1, 16, 64, 256)
@@ -183,17 +216,25 @@ def measure(shape: dict, folder: Path, device: torch.device, block_tokens: int, 
     prompts = 16 if device.type == "cuda" else 2
     attention = f"torch: {obstacle}" if obstacle else "flash-attn"
     found: dict = {
-        "parameters": spec.parameters(), "block_tokens": block_tokens, "attention": attention,
-        "copy_bytes_per_second": bandwidth, "data_sheet_bytes_per_second": sheet, "gemm_operations_per_second": rate,
-    }  # fmt: skip
+        "parameters": spec.parameters(),
+        "block_tokens": block_tokens,
+        "attention": attention,
+        "copy_bytes_per_second": bandwidth,
+        "data_sheet_bytes_per_second": sheet,
+        "gemm_operations_per_second": rate,
+    }
     for name, graphs in (("graphs", True), ("eager", False)):
         if graphs and device.type != "cuda":
             continue
         blocks = max(max(batches) * -(-longest // block_tokens), prompts * -(-length // block_tokens))
         options = EngineOptions(
-            num_blocks=blocks, block_tokens=block_tokens, max_sequences=max(*batches, prompts), kernels="torch",
-            max_batched_tokens=prompts * length, cuda_graphs=graphs,
-        )  # fmt: skip
+            num_blocks=blocks,
+            block_tokens=block_tokens,
+            max_sequences=max(*batches, prompts),
+            kernels="torch",
+            max_batched_tokens=prompts * length,
+            cuda_graphs=graphs,
+        )
         engine = Engine(spec, weights, options, device=device, dtype=torch.bfloat16)
         rows = {}
         for batch in batches:

@@ -1,0 +1,94 @@
+"""Seconds of one call of a model on its whole mesh: generate, infer or train a global batch.
+
+The batch is cut over dp replicas, then into passes (one after the other), then into the micro-batches that a
+pipeline keeps in flight. A pipeline of unequal stages with m micro-batches takes
+
+    sum of its stages + (m - 1) x its slowest stage,
+
+forward or, for 1F1B, forward and backward together. Decoding keeps PP micro-batches in flight, so every one of
+them advances by a token in PP x the slowest stage. Between stages the hidden states are sent point to point.
+
+Knows nothing of what else runs (call_graph.py). The paper that the constants are fitted to: REAL, appendix A.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.collectives import link_bandwidth, ring_gather_seconds
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """One model in one layout on a mesh of dp x tp x pp ranks."""
+
+    model: AnalyticCost
+
+    def generate_seconds(self, batch: float, prompt_tokens: int, output_tokens: int, passes: int = 1) -> float:
+        """Generate `output_tokens` for each of `batch` prompts; `passes` go one after the other.
+
+        Prefill draws the first token, each decode step one more.
+        """
+        pp = self.model.layout.pp
+        sequences = batch / (self.model.layout.dp * passes * pp)
+        tokens = sequences * prompt_tokens
+        body = self._forward_stages(tokens, sequences, outputs=sequences)
+        prefill = sum(body) + (pp - 1) * max(body)
+        context = sequences * (prompt_tokens + output_tokens / 2)
+        decode = pp * max(self._decode_stages(sequences, context)) * (output_tokens - 1)
+        return self.model.hardware.call_seconds + passes * (prefill + decode)
+
+    def infer_seconds(self, batch: float, sample_tokens: int, passes: int = 1) -> float:
+        """Forward over `batch` samples of `sample_tokens` with an output for every token."""
+        pp = self.model.layout.pp
+        sequences = batch / (self.model.layout.dp * passes * pp)
+        tokens = sequences * sample_tokens
+        stages = self._forward_stages(tokens, sequences, outputs=tokens)
+        return self.model.hardware.call_seconds + passes * (sum(stages) + (pp - 1) * max(stages))
+
+    def train_seconds(self, batch: float, sample_tokens: int, minibatches: int, microbatches: int) -> float:
+        """`minibatches` optimizer steps over `batch` samples, each of `microbatches` per pipeline in 1F1B order."""
+        sequences = batch / (self.model.layout.dp * minibatches * microbatches)
+        tokens = sequences * sample_tokens
+        costs = self.model.stage_costs(tokens, sequences, tick_seconds=1e-6)
+        send = 2 * self.send_seconds(tokens)  # hidden states on, their gradients back
+        stages = [1e-6 * (f + b) + send for f, b in zip(costs.forward, costs.backward)]
+        step = sum(stages) + (microbatches - 1) * max(stages)
+        return self.model.hardware.call_seconds + minibatches * (step + self.gradient_seconds())
+
+    def gradient_seconds(self) -> float:
+        """Once per step over the data-parallel group (ZeRO-1): gradients reduce-scattered, weights gathered."""
+        layout = self.model.layout
+        whole = self.model.gradient_bytes() + self.model.weights_bytes()
+        return ring_gather_seconds(whole, layout.dp, link_bandwidth(self.model.hardware, layout.tp * layout.dp))
+
+    def send_seconds(self, tokens: float) -> float:
+        """Hidden states of `tokens` from one stage to the next, each tensor rank its share; 0 without a pipeline."""
+        layout, machine = self.model.layout, self.model.hardware
+        if layout.pp == 1:
+            return 0.0
+        volume = tokens * self.model.spec.hidden * self.model.element_bytes / layout.tp
+        return volume / link_bandwidth(machine, layout.size)
+
+    def weights_seconds(self) -> float:
+        """Bringing this model's weights into its layout from another layout: each rank receives its part.
+
+        From another node where the mesh has several; the sources are taken to share the work evenly.
+        """
+        return self.model.weights_bytes() / link_bandwidth(self.model.hardware, self.model.layout.size)
+
+    def _forward_stages(self, tokens: float, sequences: float, outputs: float) -> list[float]:
+        """Seconds of each stage's forward over one micro-batch, the send to the next one included."""
+        return self._stages(self.model.layer_seconds(tokens, sequences), tokens, outputs)
+
+    def _decode_stages(self, sequences: float, context_tokens: float) -> list[float]:
+        return self._stages(self.model.decode_layer_seconds(sequences, context_tokens), sequences, sequences)
+
+    def _stages(self, layer_seconds: float, tokens: float, outputs: float) -> list[float]:
+        send = self.send_seconds(tokens)
+        stages = [
+            len(layers) * layer_seconds + send for layers in self.model.layout.stage_layers(self.model.spec.layers)
+        ]
+        stages[-1] += self.model.head_seconds(outputs)
+        return stages

@@ -1,0 +1,216 @@
+"""Checkpoints of a run: written whole or not at all, and checked before anything is launched.
+
+    OUTPUT_DIR/checkpoints/iteration-N/rank-R.safetensors    what rank R owns of every trained model (shard_files.py)
+                                      /manifest.json         everything else, and size and sha256 of every file
+                           latest                            the name of the newest, for people and scripts
+    OUTPUT_DIR/finished.json                                 written when a run has done all its iterations
+
+N counts finished iterations: the run that continues starts with iteration N. Random draws are functions of
+(seed, purpose, iteration, ...), so no generator is stored, and the data position follows from N.
+
+This file finds and opens checkpoints; checkpoint_writer.py writes them. Knows nothing of models and optimizers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rlhfuse.checkpoint.compatibility import RunFacts
+from rlhfuse.checkpoint.shard_files import FileFacts, ShardReader
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.errors import InputError
+
+VERSION = 2
+MANIFEST = "manifest.json"
+METRICS = "metrics.jsonl"
+RANDOM = "every draw is a function of trainer.seed, its purpose and its place: there is nothing to restore"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a run knows beside its tensors, as JSON values."""
+
+    threshold: Mapping[str, Any]  # ThresholdControl's: R_t, length statistics, measured costs
+    algorithm: Mapping[str, Any]  # what the algorithm carries on: `kl_coef`, and `scores`, their RunningSpread
+    position: Mapping[str, Any]  # `metrics_bytes`; and for people: prompts drawn, learning rates
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What manifest.json says."""
+
+    iteration: int
+    facts: RunFacts
+    state: RunState
+    files: tuple[FileFacts, ...]
+
+    def to_text(self) -> str:
+        """JSON with one line per field."""
+        raw = {"version": VERSION, **asdict(self), "random": RANDOM}
+        return "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in raw.items()) + "\n}\n"
+
+    @staticmethod
+    def parse(text: str, where: str) -> Manifest:
+        """Inverse of `to_text`. Raises InputError naming `where`."""
+        try:
+            raw = json.loads(text)
+            if raw["version"] != VERSION:
+                raise InputError(f"{where}: version {raw['version']!r} is unknown; this program reads {VERSION}")
+            return Manifest(
+                int(raw["iteration"]),
+                RunFacts(**raw["facts"]),
+                RunState(**raw["state"]),
+                tuple(FileFacts(**row) for row in raw["files"]),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"{where} is no manifest of a checkpoint ({error!r}); use another checkpoint") from None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk that was found whole."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def iteration(self) -> int:
+        """The first iteration that is not in it."""
+        return self.manifest.iteration
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder.parent.parent
+
+    @property
+    def metrics_bytes(self) -> int:
+        """Length of metrics.jsonl when it was saved."""
+        return int(self.manifest.state.position["metrics_bytes"])
+
+    @staticmethod
+    def open(folder: Path) -> Checkpoint:
+        """Read the manifest and hold every file against it. Raises InputError naming the file and what is wrong."""
+        if folder.name == "latest" and folder.is_file():
+            folder = folder.with_name(folder.read_text().strip())
+        try:
+            text = (folder / MANIFEST).read_text()
+        except (OSError, UnicodeDecodeError):
+            raise InputError(
+                f"{folder / MANIFEST} is missing or unreadable: {folder} is no whole checkpoint; "
+                "set trainer.resume to auto, never or a folder checkpoints/iteration-N"
+            ) from None
+        manifest = Manifest.parse(text, str(folder / MANIFEST))
+        for facts in manifest.files:
+            facts.check(folder)
+        return Checkpoint(folder, manifest)
+
+    @cached_property
+    def reader(self) -> ShardReader:
+        """The tensors of all ranks, memory-mapped."""
+        return ShardReader([self.folder / facts.name for facts in self.manifest.files])
+
+
+# finding --------------------------------------------------------------------------------------------------------
+
+
+def find_checkpoint(config: RunConfig, facts: RunFacts) -> Checkpoint | None:
+    """What `trainer.resume` asks for; None for a fresh start or a finished run. Checks everything.
+
+    Under `auto` the newest checkpoint of output_dir is taken. A broken one is not passed over in silence: the
+    InputError names the newest whole one before it.
+    """
+    trainer = config.trainer
+    if trainer.resume == "never" or is_finished(config):
+        return None
+    found = _open_newest(config) if trainer.resume == "auto" else Checkpoint.open(Path(trainer.resume))
+    if found is None:
+        return None
+    where = str(found.folder)
+    facts.check(found.manifest.facts, where)
+    if trainer.output_dir:
+        _check_metrics(found, Path(trainer.output_dir))
+    if found.iteration > trainer.iterations:
+        raise InputError(
+            f"{where} has {found.iteration} iterations done, trainer.iterations={trainer.iterations}; set it higher"
+        )
+    return found
+
+
+def checkpoints_in(run_dir: Path) -> list[Path]:
+    """Folders of complete checkpoints, oldest first; unfinished `.partial` ones are left out."""
+    folders = folder_of(run_dir).glob("iteration-*")
+    named = [(re.fullmatch(r"iteration-(\d+)", folder.name), folder) for folder in folders]
+    return [folder for _, folder in sorted((int(match[1]), folder) for match, folder in named if match)]
+
+
+def finished_iterations(run_dir: Path) -> int:
+    """Iterations of the run that was finished in this folder, or 0. Raises InputError for a broken file."""
+    file = run_dir / "finished.json"
+    if not file.exists():
+        return 0
+    try:
+        return int(json.loads(file.read_text())["iterations"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file} cannot be read ({error!r}); remove it to continue the run") from None
+
+
+def is_finished(config: RunConfig) -> bool:
+    """Whether `auto` has nothing left to do."""
+    trainer = config.trainer
+    if trainer.resume != "auto" or not trainer.output_dir:
+        return False
+    return finished_iterations(Path(trainer.output_dir)) >= trainer.iterations
+
+
+def _open_newest(config: RunConfig) -> Checkpoint | None:
+    """The newest checkpoint of output_dir, None where there is none."""
+    if not config.trainer.output_dir:
+        raise InputError("trainer.resume=auto looks into trainer.output_dir, which is not set; set it")
+    run_dir = Path(config.trainer.output_dir)
+    folders = checkpoints_in(run_dir)
+    if not folders:
+        if done := finished_iterations(run_dir):  # a fresh start would write over it
+            raise InputError(
+                f"{run_dir} holds a finished run of {done} iterations without checkpoints: it cannot be continued to "
+                f"trainer.iterations={config.trainer.iterations}; choose another output_dir"
+            )
+        return None
+    try:
+        return Checkpoint.open(folders[-1])
+    except InputError as broken:
+        for folder in reversed(folders[:-1]):
+            try:
+                Checkpoint.open(folder)
+            except InputError:
+                continue
+            raise InputError(f"{broken}; the newest good one: set trainer.resume={folder}") from None
+        raise InputError(f"{broken}; no good one before it: remove {folders[-1].parent} to start afresh") from None
+
+
+def metrics_kept(checkpoint: Checkpoint | None, run_dir: Path) -> int:
+    """Bytes of metrics.jsonl that stay when a run goes on from `checkpoint` in `run_dir`: those of its own past."""
+    own = checkpoint is not None and checkpoint.run_dir.resolve() == run_dir.resolve()
+    return checkpoint.metrics_bytes if own else 0
+
+
+def _check_metrics(checkpoint: Checkpoint, run_dir: Path) -> None:
+    """A run that goes on in its folder must still have the lines that it had."""
+    file, had = run_dir / METRICS, metrics_kept(checkpoint, run_dir)
+    size = file.stat().st_size if file.exists() else 0
+    if size < had:
+        raise InputError(
+            f"{file} has {size} bytes, but {checkpoint.folder} was saved when it had {had}: lines are lost; bring the "
+            f"file back, or go on elsewhere with trainer.resume={checkpoint.folder} and another output_dir"
+        )
+
+
+def folder_of(run_dir: Path) -> Path:
+    return run_dir / "checkpoints"

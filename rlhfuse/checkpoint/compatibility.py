@@ -1,0 +1,93 @@
+"""What a checkpoint and the run that continues it must have in common, and what may differ.
+
+models, vocabulary, settings that change a number    must be equal: anything else would be another run
+world size, layouts, number of micro-batches         may differ: they change the order of sums, so about 1e-5
+where, how long, how watched, when things happen     are not looked at: they change nothing
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import ModelSpec
+from rlhfuse.decisions.layouts import Task
+from rlhfuse.errors import InputError
+
+FREE_GROUPS = ("fusion", "trainer", "parallel")  # layouts are compared as layouts, with their defaults filled
+FREE_KEYS = ("reward.timeout_seconds", "reward.workers")  # of the other groups, yet change no number
+FIXED_KEYS = ("trainer.seed", "trainer.dtype")  # of the free groups, yet change numbers
+ORDER_KEYS = ("fusion.actor_microbatches", "parallel.sequence_parallel")  # change the order of sums, like a layout
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """The facts of one run."""
+
+    world_size: int
+    layouts: Mapping[str, str]  # task -> layout, and the settings of ORDER_KEYS
+    models: Mapping[str, Mapping[str, Any]]  # role -> fields of its ModelSpec
+    vocabulary: str  # digest of the tokenizer's tokens
+    settings: Mapping[str, Any]  # dotted key -> value, of keys that change a number
+
+    @staticmethod
+    def of(
+        config: RunConfig,
+        specs: Mapping[str, ModelSpec],
+        tasks: tuple[Task, ...],
+        world_size: int,
+        vocabulary: Mapping[str, int],
+    ) -> RunFacts:
+        """In JSON's values, so that what was read compares equal to what was written. `vocabulary`: token -> id."""
+        flat = _flatten(asdict(config), "")
+        free = {k for k in flat if k in FREE_KEYS or k.split(".")[0] in FREE_GROUPS and k not in FIXED_KEYS}
+        facts = RunFacts(
+            world_size,
+            {task.name: str(task.layout) for task in tasks} | {key: str(flat[key]) for key in ORDER_KEYS},
+            {role: asdict(spec) for role, spec in specs.items()},
+            hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest(),
+            {key: value for key, value in flat.items() if key not in free},
+        )
+        return RunFacts(**json.loads(json.dumps(asdict(facts))))
+
+    def check(self, other: RunFacts, where: str) -> None:
+        """Raise InputError naming the first fact of the checkpoint `other` with which this run cannot go on."""
+        if other.models.keys() != self.models.keys():
+            raise InputError(
+                f"{where} has the models {', '.join(sorted(other.models))}, this run {', '.join(sorted(self.models))}; "
+                "set algorithm.name, reference.path, reward.path and reward.function as they were"
+            )
+        for role, shape in self.models.items():
+            for name, value in shape.items():
+                found = other.models[role].get(name)
+                if found != value:
+                    raise InputError(
+                        f"{where} has a {role} of {name}={found}, {role}.path holds one of {value}; use the same model"
+                    )
+        if other.vocabulary != self.vocabulary:
+            raise InputError(f"{where} was saved with another vocabulary; set actor.tokenizer to the tokenizer it had")
+        for key in sorted(self.settings.keys() | other.settings.keys()):
+            mine, found = self.settings.get(key), other.settings.get(key)
+            if mine != found:
+                raise InputError(f"{where} was saved with {key}={found}, this run has {mine}; set {key}={found}")
+
+    def relayout(self, other: RunFacts) -> str:
+        """How this run lies on its ranks otherwise than `other` did, '' where it does not."""
+        changed = [] if other.world_size == self.world_size else [f"{other.world_size} -> {self.world_size} ranks"]
+        changed += [
+            f"{task} {other.layouts.get(task)} -> {layout}"
+            for task, layout in self.layouts.items()
+            if other.layouts.get(task) != layout
+        ]
+        return ", ".join(changed)
+
+
+def _flatten(raw: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in raw.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

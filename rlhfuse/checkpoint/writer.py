@@ -1,0 +1,197 @@
+"""Writes checkpoints beside the run: a copy in the step, the files on a thread, the name when the last byte is down.
+
+    start    every rank copies what it owns to host memory and goes on; its thread writes `iteration-N.partial`
+             rank 0's thread waits for all files, writes the manifest and renames the folder: the checkpoint is there
+    one_end  all ranks end together where one thread has failed, or one rank in the block
+    finish   waits for the thread; the next `start` and the end of the run call it
+
+A crash at any moment leaves the checkpoint before. The threads talk through files alone, so that they never meet
+the collectives of the running iteration.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from rlhfuse.checkpoint.checkpoint import MANIFEST, Manifest, RunState, checkpoints_in, folder_of
+from rlhfuse.checkpoint.compatibility import RunFacts
+from rlhfuse.checkpoint.shard_files import FileFacts, file_name, write_rank_file
+from rlhfuse.errors import InputError, JointError, writing
+from rlhfuse.files import write_text
+from rlhfuse.parallel.collect import all_gather_bytes, together
+from rlhfuse.parallel.fragments import Fragment
+
+POLL_SECONDS = 0.02
+
+
+class CheckpointWriter:
+    """One rank's part in saving; `start`, `one_end` and `finish` are collectives of all ranks."""
+
+    def __init__(
+        self, run_dir: Path, rank: int, world_size: int, facts: RunFacts, keep: int, timeout_seconds: float
+    ) -> None:
+        """`keep`: how many checkpoints stay. `timeout_seconds`: rank 0 waits so long for the other ranks' files."""
+        self._run_dir, self._rank, self._world_size = run_dir, rank, world_size
+        self._facts, self._keep, self._timeout = facts, keep, timeout_seconds
+        self._thread: threading.Thread | None = None
+        self._written = threading.Event()  # this rank's file is down, or will never be
+        self._abandoned = threading.Event()  # a file of another rank will never come
+        self._problem = ""
+
+    def start(self, iteration: int, state: RunState, roles: Mapping[str, Sequence[Fragment]]) -> None:
+        """Begin to write checkpoints/iteration-N, after the one under way; `roles` may change when this returns.
+
+        Raises JointError as `one_end` does.
+        """
+        self.finish()
+        begin = time.time()
+        copies = {role: [one.to_host() for one in fragments] for role, fragments in roles.items()}
+        self._written.clear()
+        copied = time.time() - begin
+        self._thread = threading.Thread(
+            target=self._run, args=(iteration, state, copies, begin, copied), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    @contextmanager
+    def one_end(self) -> Iterator[None]:
+        """A block that writes. If a rank raises InputError in it, or cannot save, all leave by the same JointError.
+
+        It names the file and the last good checkpoint. The one under way is dropped.
+        """
+        try:
+            with together():
+                yield
+                if self._problem:
+                    raise InputError(self._problem)
+        except JointError as error:
+            self._abandon()
+            left = checkpoints_in(self._run_dir)
+            where = f"the last good checkpoint is {left[-1]}" if left else "no checkpoint was saved"
+            raise JointError(f"{error}; {where}: start again with trainer.resume=auto") from None
+
+    def finish(self) -> None:
+        """Wait until the checkpoint under way is complete, if there is one. Raises JointError as `one_end` does."""
+        if self._thread is None:
+            return
+        with self.one_end():
+            self._written.wait()
+        with self.one_end():
+            self._thread.join()
+        self._thread = None
+
+    def _abandon(self) -> None:
+        """Drop the checkpoint under way, if there is one; a collective."""
+        self._abandoned.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        all_gather_bytes(b"")  # nobody writes any more
+        if self._rank == 0:
+            for partial in folder_of(self._run_dir).glob("*.partial"):
+                shutil.rmtree(partial, ignore_errors=True)
+        all_gather_bytes(b"")  # all see the same checkpoints
+
+    # the thread -----------------------------------------------------------------------------------------------
+
+    def _run(
+        self, iteration: int, state: RunState, copies: Mapping[str, Sequence[Fragment]], begin: float, copied: float
+    ) -> None:
+        done = folder_of(self._run_dir) / f"iteration-{iteration}"
+        partial = done.with_name(f"{done.name}.partial")
+        try:
+            with writing(partial):
+                partial.mkdir(parents=True, exist_ok=True)
+            with writing(partial / file_name(self._rank)):
+                mine = write_rank_file(partial, self._rank, copies)
+            write_text(_note(partial, self._rank), json.dumps(asdict(mine)))
+            self._written.set()
+            if self._rank == 0 and (files := self._gather(partial)):
+                with writing(partial / MANIFEST):
+                    size = self._commit(partial, done, Manifest(iteration, self._facts, state, files))
+                told = f"{size / 1e6:.1f} MB in {time.time() - begin:.2f} s, {copied:.2f} s of it in the step"
+                print(f"saved checkpoints/{done.name}: {told}", flush=True)
+        except InputError as error:
+            self._problem = f"rank {self._rank}: {error}"
+        finally:
+            self._written.set()
+
+    def _gather(self, partial: Path) -> tuple[FileFacts, ...]:
+        """All ranks' files, once they are there; none when one will not come. Raises InputError after a time."""
+        until = time.monotonic() + self._timeout
+        files = []
+        for rank in range(self._world_size):
+            while not _note(partial, rank).is_file():
+                if self._abandoned.wait(POLL_SECONDS):
+                    return ()
+                if time.monotonic() > until:
+                    waited = f"no file of rank {rank} after {self._timeout:.0f} s"
+                    raise InputError(f"{waited}: output_dir must be storage all nodes share")
+            files.append(FileFacts(**json.loads(_note(partial, rank).read_text())))
+        return tuple(files)
+
+    def _commit(self, partial: Path, done: Path, manifest: Manifest) -> int:
+        """Give the folder its name, drop old ones; returns the bytes of its files."""
+        for rank in range(self._world_size):
+            _note(partial, rank).unlink()
+        with open(partial / MANIFEST, "w", encoding="utf-8") as stream:
+            stream.write(manifest.to_text())
+            stream.flush()
+            os.fsync(stream.fileno())
+        _sync_folder(partial)
+        os.replace(partial, done)
+        _sync_folder(done.parent)
+        write_text(done.parent / "latest", done.name + "\n")
+        for old in checkpoints_in(self._run_dir)[: -self._keep]:
+            _remove(old)
+        return sum(file.size_bytes for file in manifest.files)
+
+
+def rewind(run_dir: Path, iteration: int) -> list[str]:
+    """Remove what a run that continues with `iteration` is going to make again; returns the names. Rank 0 alone."""
+    late = [folder for folder in checkpoints_in(run_dir) if int(folder.name.partition("-")[2]) > iteration]
+    stale = [*late, *folder_of(run_dir).glob("iteration-*.partial")]
+    for folder in stale:
+        _remove(folder)
+    left = checkpoints_in(run_dir)
+    if late and left:
+        write_text(folder_of(run_dir) / "latest", left[-1].name + "\n")
+    elif late:
+        (folder_of(run_dir) / "latest").unlink(missing_ok=True)
+    (run_dir / "finished.json").unlink(missing_ok=True)
+    return sorted(folder.name for folder in stale)
+
+
+def mark_finished(run_dir: Path, iterations: int) -> None:
+    """Say that all iterations and the export are done; rank 0 alone, as its last act."""
+    write_text(run_dir / "finished.json", json.dumps({"iterations": iterations}) + "\n")
+
+
+def _note(partial: Path, rank: int) -> Path:
+    """What rank R says of its file once that is down."""
+    return partial / f"rank-{rank}.json"
+
+
+def _remove(folder: Path) -> None:
+    """Under another name first: a checkpoint half removed must not look like one."""
+    doomed = folder.with_name(f"{folder.name.removesuffix('.partial')}.partial")
+    if doomed != folder:
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.replace(folder, doomed)
+    shutil.rmtree(doomed)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Settings of a run and the shapes of models, layouts and hardware."""

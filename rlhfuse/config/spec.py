@@ -1,0 +1,245 @@
+"""Facts about a model, a parallel layout and a machine, as frozen values.
+
+`ModelSpec` is what a Hugging Face config.json says about a decoder; `ParallelLayout` is the text
+`d2t2p4@0-15` as numbers; `HardwareSpec` is one device and its links. None of them knows torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rlhfuse.errors import InputError
+
+ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+VOCAB_MULTIPLE = 64  # the padded vocabulary divides by every tensor degree up to this
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama-3 or linear rescaling of the rotary frequencies."""
+
+    kind: str  # "linear" or "llama3"
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The shape of a Llama-like decoder. Sizes are in elements, `context` in tokens."""
+
+    architecture: str  # a key of ARCHITECTURES
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    context: int
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = field(default=())
+
+    @property
+    def layer_parameters(self) -> int:
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        bias = self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
+        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        return attention + bias + 3 * self.hidden * self.mlp + norms
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding as built: the vocabulary rounded up to a multiple of VOCAB_MULTIPLE."""
+        return -(-self.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    def parameters(self, scalar_head: bool = False) -> int:
+        """Parameter count; with `scalar_head` the output layer is one row of `hidden` numbers."""
+        body = self.layers * self.layer_parameters + self.hidden + self.embedding_parameters
+        if scalar_head:
+            return body + self.hidden
+        return body + (0 if self.tied_embeddings else self.embedding_parameters)
+
+    def kv_bytes_per_token(self, element_bytes: int) -> int:
+        """Bytes of key and value of one token over all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes
+
+    @staticmethod
+    def from_config(path: str | Path) -> ModelSpec:
+        """Read `config.json` of a Hugging Face folder. Raises InputError naming the file and the field."""
+        file = Path(path) / "config.json"
+        try:
+            raw = json.loads(file.read_text())
+        except FileNotFoundError:
+            raise InputError(f"{file} is missing: {path} is no Hugging Face model folder; give its path") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise InputError(f"{file} is not valid JSON ({error}); download the checkpoint again") from None
+        return _from_config_dict(raw, str(file))
+
+
+def _from_config_dict(raw: dict, where: str) -> ModelSpec:
+    kind = raw.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise InputError(f"{where}: model_type {kind!r} is not supported; use one of {', '.join(ARCHITECTURES)}")
+
+    def need(name: str) -> int:
+        value = raw.get(name)
+        if not isinstance(value, int) or value <= 0:
+            raise InputError(f"{where}: {name} is {value!r}; a positive integer is needed")
+        return value
+
+    heads, hidden, context = need("num_attention_heads"), need("hidden_size"), need("max_position_embeddings")
+    window = raw.get("sliding_window")
+    if window and (kind == "mistral" or raw.get("use_sliding_window", False)):
+        context = min(context, int(window))  # within the window sliding attention is full attention
+    rope = raw.get("rope_parameters") or {}
+    eos = raw.get("eos_token_id")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise InputError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported; only silu is")
+    if kind == "llama" and raw.get("mlp_bias"):
+        raise InputError(f"{where}: mlp_bias=true is not supported")
+    return ModelSpec(
+        architecture=kind,
+        layers=need("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=int(raw.get("num_key_value_heads") or heads),
+        head_dim=int(raw.get("head_dim") or hidden // heads),
+        mlp=need("intermediate_size"),
+        vocab=need("vocab_size"),
+        context=context,
+        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=kind == "qwen2",
+        qk_norm=kind == "qwen3",
+        rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+        rope_scaling=_rope_scaling(raw.get("rope_scaling") or rope, where),
+        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        bos_token_id=raw.get("bos_token_id"),
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),)),
+    )
+
+
+def _rope_scaling(raw: dict, where: str) -> RopeScaling | None:
+    kind = raw.get("rope_type", raw.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling("linear", float(raw["factor"]))
+    if kind == "llama3":
+        return RopeScaling(
+            "llama3",
+            float(raw["factor"]),
+            float(raw["low_freq_factor"]),
+            float(raw["high_freq_factor"]),
+            int(raw["original_max_position_embeddings"]),
+        )
+    raise InputError(f"{where}: rope scaling {kind!r} is not supported; default, linear and llama3 are")
+
+
+_LAYOUT = re.compile(r"d([1-9]\d*)t([1-9]\d*)p([1-9]\d*)(?:v([1-9]\d*))?(?:@(\d+)-(\d+))?")
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Data, tensor and pipeline degrees of one task, the ranks it runs on (None: all), and its chunks.
+
+    With `chunks` v > 1 the pipeline is interleaved: it has pp * v stages and runs v times over its pp groups
+    of ranks, stage s on group s % pp, so that a rank holds v stages. Raises InputError on chunks without a pipeline.
+    """
+
+    dp: int
+    tp: int
+    pp: int
+    ranks: tuple[int, int] | None = None  # first and last rank, both included
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.chunks > 1 and self.pp == 1:
+            raise InputError(f"layout {self}: chunks({self.chunks}) cut a pipeline, but pp is 1; drop v{self.chunks}")
+
+    @staticmethod
+    def parse(text: str) -> ParallelLayout:
+        """Inverse of `str`. Raises InputError on anything but `dDtTpP[vV][@FIRST-LAST]`."""
+        match = _LAYOUT.fullmatch(str(text).strip())
+        if not match:
+            raise InputError(f"layout {text!r} is not of the form d1t2p4, d1t2p4v2 or d1t2p4@0-7")
+        dp, tp, pp, chunks = (int(match[i] or 1) for i in (1, 2, 3, 4))
+        ranks = (int(match[5]), int(match[6])) if match[5] else None
+        if ranks and dp * tp * pp != ranks[1] - ranks[0] + 1:
+            raise InputError(
+                f"layout {text}: dp({dp}) * tp({tp}) * pp({pp}) = {dp * tp * pp} != {ranks[1] - ranks[0] + 1} ranks"
+            )
+        return ParallelLayout(dp, tp, pp, ranks, chunks)
+
+    def __str__(self) -> str:
+        place = f"@{self.ranks[0]}-{self.ranks[1]}" if self.ranks else ""
+        chunks = f"v{self.chunks}" if self.chunks > 1 else ""
+        return f"d{self.dp}t{self.tp}p{self.pp}{chunks}{place}"
+
+    @property
+    def size(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    @property
+    def stages(self) -> int:
+        """Stages of one pipeline: pp, or pp * chunks when it is interleaved."""
+        return self.pp * self.chunks
+
+    def halved(self) -> ParallelLayout:
+        """The same ranks with half the depth and twice the pipelines (1F1B+). Raises InputError when pp is odd."""
+        if self.pp % 2:
+            raise InputError(f"layout {self}: pp({self.pp}) % 2 = 1, must be 0 to halve the pipeline")
+        return replace(self, dp=2 * self.dp, pp=self.pp // 2)
+
+    def check_model(self, spec: ModelSpec, task: str) -> None:
+        """Raise InputError with the division that fails when `spec` cannot be cut this way."""
+        for name, value in (("heads", spec.heads), ("kv_heads", spec.kv_heads), ("mlp", spec.mlp)):
+            if value % self.tp:
+                raise InputError(f"{task}={self}: {name}({value}) % tp({self.tp}) = {value % self.tp}, must be 0")
+        if self.stages > spec.layers:
+            stages = f"pp({self.pp})" + (f" * chunks({self.chunks}) = {self.stages}" if self.chunks > 1 else "")
+            raise InputError(f"{task}={self}: {stages} > layers({spec.layers}); use a smaller pp")
+
+    def stage_layers(self, layers: int) -> tuple[range, ...]:
+        """Global layer numbers of each pipeline stage; earlier stages take the remainder."""
+        base, extra = divmod(layers, self.stages)
+        starts = [stage * base + min(stage, extra) for stage in range(self.stages + 1)]
+        return tuple(range(a, b) for a, b in zip(starts, starts[1:]))
+
+
+@dataclass(frozen=True)
+class HardwareSpec:
+    """One device and what connects devices; rates are what is reached, not the data sheet's."""
+
+    name: str
+    flops: float  # multiply-adds count as two, per second
+    memory_bandwidth: float  # bytes/s
+    memory_bytes: float
+    node_link_bandwidth: float  # bytes/s between two devices of one node
+    cross_link_bandwidth: float  # bytes/s per device between nodes
+    host_bandwidth: float  # bytes/s between host and device memory
+    launch_seconds: float  # floor of one layer's forward: its kernels launched one after the other
+    devices_per_node: int = 8
+    decode_layer_seconds: float = 0.0  # of a layer's decode step, beside its work: kernels that start and end
+    call_seconds: float = 0.0  # of every call of a model on its mesh: gathering its batch, asking its workers
+    process_bytes: int = 0  # of `memory_bytes`, what a rank's process takes beside models: interpreter, libraries
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "memory_bandwidth", "memory_bytes", "node_link_bandwidth", "cross_link_bandwidth"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise InputError(f"hardware {self.name}: {name} is {value}; a positive number is needed")

@@ -1,0 +1,1 @@
+"""Seconds and bytes of work: analytic, measured and profiled cost models."""

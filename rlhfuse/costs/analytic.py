@@ -1,0 +1,299 @@
+"""What work costs, in seconds and bytes: the roofline of one model, and of one job of four.
+
+One layer of a forward over T tokens takes
+
+    max(FLOPs / rate, bytes moved / bandwidth, floor) + two ring all-reduces of T x hidden elements,
+
+with FLOPs = 2 x parameters x T + 4 x heads x head_dim x (query, key) pairs, and bytes = weights + keys and values.
+A decode step is the same with T = batch, but its kernels are short, and what a layer needs to start and end them is
+added: measured runs show that reading memory does not hide it. While the batch is small that and the weights
+dominate, so a step's latency is flat up to BS_max (paper section 4.2).
+
+`CostModel` is what the simulation of generation and inference asks for; it has three implementations: `JobCost` here
+(analytic), `MeasuredCost` (measured.py, from a running job) and `ProfiledCost` (profile.py, from
+tools/profile_costs.py).
+
+Work on one instance costs more while the others use the same memory or node: `CostModel.beside` gives the costs
+beside a neighbour that is idle, that decodes or that scores.
+
+Knows nothing of samples, time lines or schedules. Paper section 6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
+from rlhfuse.costs.collectives import link_bandwidth, ring_all_reduce_seconds
+from rlhfuse.errors import InputError
+from rlhfuse.schedule.ir.problem import StageCosts
+
+NEIGHBOURS = ("idle", "decoding", "scoring")  # what the other instances do meanwhile
+BACKWARD_OVER_FORWARD = 2  # gradients of inputs and of weights are one forward's products each
+
+
+class CostModel(Protocol):
+    """Seconds of the work of generation and inference on ONE generation instance."""
+
+    def prefill_seconds(self, tokens: float, sequences: float) -> float:
+        """Prefill of `sequences` prompts of `tokens` tokens in all."""
+
+    def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
+        """One decode step of `batch` sequences that hold `context_tokens` of keys and values in all."""
+
+    def score_seconds(self, tokens: float, sequences: float) -> float:
+        """Reference, reward and critic forward over a packed batch, one model after the other."""
+
+    def swap_in_seconds(self) -> float:
+        """Loading the weights of the three models from host memory."""
+
+    def migration_seconds(self, kv_bytes: float) -> float:
+        """Sending (or receiving) `kv_bytes` of keys and values between two instances."""
+
+    def meeting_seconds(self) -> float:
+        """Agreeing who holds what, from the last instance to come until all go on; without what is then moved."""
+
+    def release_seconds(self) -> float:
+        """Giving back the cache and the weights of an instance that decodes no more, before others are loaded."""
+
+    def beside(self, neighbour: str) -> CostModel:
+        """The costs while the other instances are `neighbour`, one of NEIGHBOURS. Raises InputError on another."""
+
+
+def check_neighbour(neighbour: str, where: str = "neighbour") -> str:
+    """`neighbour` itself. Raises InputError naming `where` unless it is one of NEIGHBOURS."""
+    if neighbour not in NEIGHBOURS:
+        raise InputError(f"{where}: {neighbour!r} is not known; use one of {', '.join(NEIGHBOURS)}")
+    return neighbour
+
+
+@dataclass(frozen=True)
+class AnalyticCost:
+    """Roofline of one replica of one model. `layout.dp` does not matter to a replica except to ZeRO-1."""
+
+    spec: ModelSpec
+    layout: ParallelLayout
+    hardware: HardwareSpec
+    element_bytes: int
+    scalar_head: bool = False
+    sequence_parallel: bool = False  # in training
+    recompute: bool = False  # in training: each layer runs again before its backward
+
+    # ---- seconds
+
+    def prefill_seconds(self, tokens: float, sequences: float = 1) -> float:
+        """Forward over prompts; only the last token of each goes through the output layer."""
+        return self._forward(tokens, sequences, outputs=sequences)
+
+    def forward_seconds(self, tokens: float, sequences: float = 1) -> float:
+        """Forward over packed sequences with an output for every token."""
+        return self._forward(tokens, sequences, outputs=tokens)
+
+    def _forward(self, tokens: float, sequences: float, outputs: float) -> float:
+        if tokens <= 0:
+            return 0.0
+        return self.spec.layers * self.layer_seconds(tokens, sequences) + self.head_seconds(outputs)
+
+    def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
+        """One token for each of `batch` sequences with `context_tokens` of context in all."""
+        if batch <= 0:
+            return 0.0
+        return self.spec.layers * self.decode_layer_seconds(batch, context_tokens) + self.head_seconds(batch)
+
+    def layer_seconds(self, tokens: float, sequences: float) -> float:
+        """One layer's forward over `tokens` tokens of `sequences` equal sequences."""
+        roofline = self._roofline_seconds(tokens, _causal_pairs(tokens, sequences), tokens)
+        return max(roofline, self.hardware.launch_seconds) + 2 * self._all_reduce_seconds(tokens)
+
+    def decode_layer_seconds(self, batch: float, context_tokens: float) -> float:
+        """One layer of a decode step: every new token attends to its own context."""
+        roofline = self._roofline_seconds(batch, context_tokens, context_tokens)
+        return self.hardware.decode_layer_seconds + roofline + 2 * self._all_reduce_seconds(batch)
+
+    def _roofline_seconds(self, tokens: float, pairs: float, kv_tokens: float) -> float:
+        """One layer over `tokens` tokens: `pairs` (query, key) pairs, keys and values of `kv_tokens` tokens read."""
+        spec, machine, tp = self.spec, self.hardware, self.layout.tp
+        flops = 2 * spec.layer_parameters * tokens + 4 * spec.heads * spec.head_dim * pairs
+        kv_bytes = 2 * spec.kv_heads * spec.head_dim * self.element_bytes * kv_tokens
+        moved = spec.layer_parameters * self.element_bytes + kv_bytes
+        return max(flops / (tp * machine.flops), moved / (tp * machine.memory_bandwidth))
+
+    def head_seconds(self, outputs: float) -> float:
+        """The output layer for `outputs` tokens; a scalar head is free."""
+        if self.scalar_head:
+            return 0.0
+        machine, tp, weights = self.hardware, self.layout.tp, self.spec.embedding_parameters
+        flops_seconds = 2 * weights * outputs / (tp * machine.flops)
+        return max(flops_seconds, weights * self.element_bytes / (tp * machine.memory_bandwidth))
+
+    def _all_reduce_seconds(self, tokens: float) -> float:
+        """The hidden states of `tokens` tokens over the tensor-parallel group."""
+        tp, message = self.layout.tp, tokens * self.spec.hidden * self.element_bytes
+        return ring_all_reduce_seconds(message, tp, link_bandwidth(self.hardware, span=tp))
+
+    # ---- training
+
+    def stage_costs(self, tokens: float, sequences: float = 1, tick_seconds: float = 1e-6) -> StageCosts:
+        """Costs of one micro-batch of `tokens` tokens on every pipeline stage.
+
+        Times are whole ticks of `tick_seconds`, at least one; activations are bytes per rank.
+        """
+        forward, backward, activation = [], [], []
+        for stage, layers in enumerate(self.layout.stage_layers(self.spec.layers)):
+            last = stage == self.layout.stages - 1
+            body = len(layers) * self.layer_seconds(tokens, sequences)
+            ticks = max(1, round((body + (self.head_seconds(tokens) if last else 0.0)) / tick_seconds))
+            forward.append(ticks)
+            again = max(1, round(body / tick_seconds)) if self.recompute else 0
+            backward.append(BACKWARD_OVER_FORWARD * ticks + again)
+            logits = tokens * self.spec.vocab * 4 / self.layout.tp if last and not self.scalar_head else 0
+            activation.append(int(len(layers) * self.kept_layer_bytes(tokens) + logits))
+        return StageCosts(tuple(forward), tuple(backward), tuple(activation))
+
+    def kept_layer_bytes(self, tokens: float) -> float:
+        """What one layer keeps from its forward to its backward on one rank: its input alone where it is run again."""
+        if self.recompute:
+            return tokens * self._whole_hidden * self.element_bytes
+        return self.layer_activation_bytes(tokens)
+
+    def layer_activation_bytes(self, tokens: float) -> float:
+        """What the backward of one layer needs on one rank, as torch keeps it.
+
+        Kept whole on every tensor rank, but cut under sequence parallelism: of both norms the input in float32, the
+        normed input and the output. Always cut by tp: query, key and value joined, query and key once more after the
+        rotation, the attention's output of each sequence and of all, and gate, its activation, up and their product.
+        """
+        spec, norms = self.spec, 2 * self._whole_hidden
+        cut = (4 * spec.heads + 3 * spec.kv_heads) * spec.head_dim + 4 * spec.mlp
+        return tokens * (norms * (4 + 2 * self.element_bytes) + cut / self.layout.tp * self.element_bytes)
+
+    def logits_bytes(self, tokens: float) -> float:
+        """Float32 logits of `tokens` tokens on one rank; of a scalar head one value each."""
+        return tokens * 4 * (1 if self.scalar_head else self.spec.vocab / self.layout.tp)
+
+    def passing_bytes(self, tokens: float) -> float:
+        """What passes while one micro-batch of `tokens` runs, beside what is kept.
+
+        The gradients of one layer's activations; where layers are run again, one of these; on the last stage logits
+        and their gradient.
+        """
+        return self.layer_activation_bytes(tokens) * (2 if self.recompute else 1) + 2 * self.logits_bytes(tokens)
+
+    def forward_bytes(self, tokens: float, outputs: float) -> int:
+        """What a forward without a backward holds: the widest layer's activations, then the logits of `outputs`."""
+        return int(max(self.layer_activation_bytes(tokens), 2 * self.logits_bytes(outputs)))
+
+    @property
+    def _whole_hidden(self) -> float:
+        """Elements per token of one hidden state between the matrix products, on one rank."""
+        return self.spec.hidden / (self.layout.tp if self.sequence_parallel else 1)
+
+    # ---- bytes of one rank; of the fullest stage where stages differ
+
+    def rank_parameters(self) -> int:
+        """Parameters on the fullest rank; of an interleaved pipeline a rank holds several stages."""
+        spec, pp, last_stage = self.spec, self.layout.pp, self.layout.stages - 1
+        places = [0] * pp
+        for stage, layers in enumerate(self.layout.stage_layers(spec.layers)):
+            count = len(layers) * spec.layer_parameters
+            first, last = stage == 0, stage == last_stage
+            count += spec.embedding_parameters if first else 0
+            if last:
+                count += spec.hidden
+                tied_here = spec.tied_embeddings and first
+                count += spec.hidden if self.scalar_head else (0 if tied_here else spec.embedding_parameters)
+            places[stage % pp] += count
+        return -(-max(places) // self.layout.tp)
+
+    def weights_bytes(self) -> int:
+        return self.rank_parameters() * self.element_bytes
+
+    def gradient_bytes(self) -> int:
+        """Gradients are accumulated in float32."""
+        return self.rank_parameters() * 4
+
+    def optimizer_bytes(self) -> int:
+        """Adam's two moments in float32, plus a float32 copy of lower-precision weights, cut over dp (ZeRO-1)."""
+        per_parameter = 8 if self.element_bytes == 4 else 12
+        return -(-self.rank_parameters() * per_parameter // self.layout.dp)
+
+    def undo_bytes(self) -> int:
+        """The host copy by which a step can be taken back: float32 weights and both moments, cut over dp."""
+        return -(-self.rank_parameters() * 12 // self.layout.dp)
+
+    def kv_bytes_per_token(self) -> float:
+        """Keys and values of one token on one rank."""
+        return self.spec.kv_bytes_per_token(self.element_bytes) / self.layout.tp
+
+
+@dataclass(frozen=True)
+class JobCost:
+    """The analytic CostModel of a job: the actor's roofline and those of the models that score.
+
+    `cross_node`: instances sit on different nodes, so migration takes the network and not the node's links.
+    """
+
+    actor: AnalyticCost
+    scorers: tuple[AnalyticCost, ...]
+    cross_node: bool = False
+
+    def __post_init__(self) -> None:
+        for scorer in self.scorers:
+            if self.actor.layout.tp % scorer.layout.tp:
+                raise InputError(
+                    f"an inference replica of tp({scorer.layout.tp}) does not divide a generation instance of "
+                    f"tp({self.actor.layout.tp}); use a divisor"
+                )
+
+    def prefill_seconds(self, tokens: float, sequences: float) -> float:
+        return self.actor.prefill_seconds(tokens, sequences)
+
+    def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
+        return self.actor.decode_step_seconds(batch, context_tokens)
+
+    def score_seconds(self, tokens: float, sequences: float) -> float:
+        total = 0.0
+        for scorer in self.scorers:
+            # Several replicas fit into the instance and share the batch; none gets less than one sequence.
+            share = max(scorer.layout.tp / self.actor.layout.tp, min(1.0, 1 / max(sequences, 1)))
+            total += scorer.forward_seconds(tokens * share, sequences * share)
+        return total
+
+    def swap_in_seconds(self) -> float:
+        return sum(scorer.weights_bytes() / scorer.hardware.host_bandwidth for scorer in self.scorers)
+
+    def migration_seconds(self, kv_bytes: float) -> float:
+        machine = self.actor.hardware
+        link = machine.cross_link_bandwidth if self.cross_node else machine.node_link_bandwidth
+        return kv_bytes / self.actor.layout.tp / link
+
+    def meeting_seconds(self) -> float:
+        """0: no data sheet says what a few messages and a freed allocation cost; a job's own measurements do."""
+        return 0.0
+
+    def release_seconds(self) -> float:
+        return 0.0
+
+    def beside(self, neighbour: str) -> JobCost:
+        """Itself: the devices of an instance and its memory are its own."""
+        check_neighbour(neighbour)
+        return self
+
+
+def largest_flat_batch(costs: CostModel, median_context_tokens: float, limit: int, tolerance: float = 0.1) -> int:
+    """BS_max: the largest batch <= `limit` whose decode step is within `tolerance` of batch 1's at that context."""
+    allowed = (1 + tolerance) * costs.decode_step_seconds(1, median_context_tokens)
+    low, high = 1, max(1, limit)
+    while low < high:  # a step's seconds grow with the batch, so bisection finds the edge
+        middle = (low + high + 1) // 2
+        if costs.decode_step_seconds(middle, middle * median_context_tokens) <= allowed:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _causal_pairs(tokens: float, sequences: float) -> float:
+    """(query, key) pairs of packed sequences of equal length under the causal mask."""
+    return tokens * (tokens / max(sequences, 1) + 1) / 2

@@ -1,0 +1,71 @@
+"""Model FLOPs: what the mathematics of an iteration needs, however it was carried out.
+
+A forward over sequences of lengths L takes
+
+    2 N tokens  +  2 H outputs  +  layers x 4 heads head_dim x sum of L (L + 1) / 2
+
+N: parameters of layers and final norm, not the embedding, which is looked up. H: parameters of the output layer
+(vocabulary x hidden, tied or not; hidden for a scalar head), used for `outputs` tokens. The last term is attention:
+two products over the (query, key) pairs of the causal mask. A training step takes three forwards, one for the
+gradients of inputs and one for those of weights; a forward run again to save memory does not count.
+
+Utilisation (MFU) is these FLOPs over the seconds that they took, the ranks, and what one rank could do at its peak
+(PaLM, appendix B). Knows nothing of layouts or of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhfuse.config.spec import ModelSpec
+
+TRAINING_FORWARDS = 3  # forward, gradients of inputs, gradients of weights
+
+
+def forward_flops(spec: ModelSpec, lengths: Sequence[int], outputs: int, scalar_head: bool = False) -> float:
+    """Of whole sequences of `lengths` tokens; `outputs`: how many of the tokens go through the output layer."""
+    body = spec.layers * spec.layer_parameters + spec.hidden
+    head = spec.hidden * (1 if scalar_head else spec.vocab)
+    pairs = sum(length * (length + 1) / 2 for length in lengths)
+    attention = spec.layers * 4 * spec.heads * spec.head_dim * pairs
+    return 2 * body * sum(lengths) + 2 * head * outputs + attention
+
+
+@dataclass(frozen=True)
+class IterationFlops:
+    """Of one iteration, all ranks together; `training` is by role."""
+
+    generation: float
+    inference: float
+    training: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return self.generation + self.inference + sum(self.training.values())
+
+    @staticmethod
+    def of(
+        specs: Mapping[str, ModelSpec],
+        trained: Sequence[str],
+        scorers: Sequence[str],
+        prompt: Sequence[int],
+        output: Sequence[int],
+        epochs: int,
+    ) -> IterationFlops:
+        """`prompt`, `output`: tokens of each sample; `specs` has the actor and all of `trained` and `scorers`.
+
+        Generation counts every sample by itself: its prompt and all but the last of its response tokens are read, and
+        each response token is an output. Scoring and training put all tokens through the output layer.
+        """
+        whole = [prompt + output for prompt, output in zip(prompt, output)]
+        read = [length - 1 for length in whole]
+
+        def forward(role: str) -> float:
+            return forward_flops(specs[role], whole, sum(whole), scalar_head=role in ("critic", "reward"))
+
+        return IterationFlops(
+            forward_flops(specs["actor"], read, sum(output)),
+            sum(forward(role) for role in scorers),
+            {role: TRAINING_FORWARDS * epochs * forward(role) for role in trained},
+        )

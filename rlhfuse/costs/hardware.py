@@ -1,0 +1,156 @@
+"""The machines that the planner knows by name: data sheets, and how much of them is reached.
+
+A `DataSheet` is what the vendor prints; a `Calibration` is the share of it that work reaches, and the floors
+below which no work gets. `calibration.reached(sheet)` is the HardwareSpec that all formulas use.
+
+Knows nothing of models or of torch: who runs on a device and wants `auto` resolved to it passes its name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhfuse.config.spec import HardwareSpec
+from rlhfuse.errors import InputError
+
+_GB = 1e9
+
+
+@dataclass(frozen=True)
+class DataSheet:
+    """A GPU and its links as printed; bytes/s per direction and device."""
+
+    name: str
+    flops: float  # dense bf16
+    memory_bandwidth: float
+    memory_bytes: float
+    node_link: float  # NVLink
+    host: float  # PCIe
+    cross_link: float = 25 * _GB  # a NIC of 200 Gb/s for each device
+    devices_per_node: int = 8
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What software reaches: shares of a data sheet's rates, and floors in seconds."""
+
+    name: str
+    gemm: float
+    hbm: float
+    node_link: float
+    cross_link: float
+    host: float
+    forward_layer_seconds: float  # floor of a layer's forward
+    decode_layer_seconds: float  # added to a layer's decode step, replayed from a captured graph
+    eager_decode_layer_seconds: float  # the same, launched kernel by kernel
+    call_seconds: float  # added to every call of a model on its mesh
+
+    def reached(self, sheet: DataSheet, captured_graphs: bool = True) -> HardwareSpec:
+        """The rates that formulas use."""
+        return HardwareSpec(
+            name=sheet.name,
+            flops=self.gemm * sheet.flops,
+            memory_bandwidth=self.hbm * sheet.memory_bandwidth,
+            memory_bytes=sheet.memory_bytes,
+            node_link_bandwidth=self.node_link * sheet.node_link,
+            cross_link_bandwidth=self.cross_link * sheet.cross_link,
+            host_bandwidth=self.host * sheet.host,
+            launch_seconds=self.forward_layer_seconds,
+            devices_per_node=sheet.devices_per_node,
+            decode_layer_seconds=self.decode_layer_seconds if captured_graphs else self.eager_decode_layer_seconds,
+            call_seconds=self.call_seconds,
+        )
+
+
+# What large kernels reach. The shares follow what public fits of analytic cost models to measured runs find (GEMM
+# 0.5, HBM 0.8-1.0, NVLink 0.3-0.6); they are assumptions until costs are measured on the machine at hand. A
+# layer's kernels that overlap nothing take 15 us of a decode step when replayed from a captured graph (about ten of
+# them, 1.5 us each), and nearer to 0.7 ms when launched one by one.
+ASSUMED = Calibration(
+    name="assumed",
+    gemm=0.5,
+    hbm=0.8,
+    node_link=0.6,
+    cross_link=0.8,
+    host=0.8,
+    forward_layer_seconds=50e-6,
+    decode_layer_seconds=15e-6,
+    eager_decode_layer_seconds=0.7e-3,
+    call_seconds=0.0,
+)
+
+# The fit of calibration.py to the 28 rows of REAL's appendix (real_tables.py), an H100 cluster under an eager engine
+# of 2024 that asks every worker over the network: `fit_calibration(real_rows(), "real-h100")`.
+REAL_H100 = Calibration(
+    name="real-h100",
+    gemm=0.5666,
+    hbm=1.0,
+    node_link=0.3041,
+    cross_link=0.8,
+    host=0.8,
+    forward_layer_seconds=0.9673e-3,
+    decode_layer_seconds=0.2412e-3,
+    eager_decode_layer_seconds=0.7554e-3,
+    call_seconds=2.056,
+)
+
+
+def data_sheets() -> dict[str, DataSheet]:
+    """By name: A100 SXM 80 GB, H100 SXM, H800 SXM (NVLink cut to 400 GB/s), H200 SXM."""
+    sheets = (
+        DataSheet("a100", 312e12, 2039 * _GB, 80 * _GB, 300 * _GB, 32 * _GB),
+        DataSheet("h100", 989e12, 3350 * _GB, 80 * _GB, 450 * _GB, 64 * _GB),
+        DataSheet("h800", 989e12, 3350 * _GB, 80 * _GB, 200 * _GB, 64 * _GB),
+        DataSheet("h200", 989e12, 4800 * _GB, 141 * _GB, 450 * _GB, 64 * _GB),
+    )
+    return {sheet.name: sheet for sheet in sheets}
+
+
+# What torch.cuda.get_device_name says of the devices that the sheets above are about. Cards of the same family with
+# other rates or memory (PCIe, NVL, 40 GB) are none of them.
+_GPU_NAMES = {
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H800": "h800",
+    "NVIDIA H200": "h200",
+}
+
+
+def gpu_by_name(name: str) -> str | None:
+    """The entry for a device that calls itself `name`; None where there is none."""
+    return _GPU_NAMES.get(name)
+
+
+def known_hardware(calibration: Calibration = ASSUMED) -> dict[str, HardwareSpec]:
+    """The machines by name; `calibration` is for the GPUs."""
+    # One core of a laptop or cloud machine running float32 torch; ranks are processes that talk through
+    # gloo on the loopback; a layer's 200 us are the dispatch of its twenty or so operators. A process with torch's
+    # CPU build, Megatron and transformers, connected to three others, was measured at 0.59e9 bytes in the first
+    # iteration of the quickstart and 0.62e9 in the fifth; 0.2e9 more where it had to compile the numba kernels.
+    cpu = HardwareSpec(
+        "cpu",
+        20e9,
+        8 * _GB,
+        8 * _GB,
+        1 * _GB,
+        1 * _GB,
+        4 * _GB,
+        launch_seconds=200e-6,
+        devices_per_node=64,
+        decode_layer_seconds=200e-6,
+        process_bytes=620_000_000,
+    )
+    return {"cpu": cpu, **{name: calibration.reached(sheet) for name, sheet in data_sheets().items()}}
+
+
+def hardware_by_name(name: str, device: str = "auto") -> HardwareSpec:
+    """The entry called `name`; `auto` is the cpu, or h100 where `device` is cuda.
+
+    Raises InputError naming the known ones.
+    """
+    table = known_hardware()
+    if name == "auto":
+        name = "h100" if device == "cuda" else "cpu"
+    if name not in table:
+        raise InputError(f"hardware {name!r} is not known; use auto or one of {', '.join(table)}")
+    return table[name]

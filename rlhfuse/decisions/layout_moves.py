@@ -1,0 +1,67 @@
+"""The weight moves of every iteration: the actor to its generation layout, the critic to its inference layout.
+
+Each is planned as the ranks will plan it (weight_moves.py), from the layouts and the model's shape alone, and told in
+bytes and seconds. Knows nothing of torch; ranks are where schedule/ir/ranks.py puts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from rlhfuse.config.spec import HardwareSpec, ModelSpec
+from rlhfuse.decisions.layouts import Task
+from rlhfuse.decisions.shards import Shard, model_shards
+from rlhfuse.decisions.weight_moves import Traffic, minimum_across, move_seconds, plan_moves
+from rlhfuse.schedule.ir.ranks import plain_cells, rank_map
+
+DESTINATIONS = {"actor": "generation", "critic": "critic_inference"}  # the critic's copy goes on to host memory
+
+
+@dataclass(frozen=True)
+class LayoutMove:
+    """One move: the model, its task before and after, bytes, and seconds with the copy to host memory if it parks."""
+
+    model: str
+    source: str
+    target: str
+    traffic: Traffic
+    seconds: float
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(raw: Mapping) -> LayoutMove:
+        """Inverse of `to_dict`. Raises KeyError or TypeError on anything else."""
+        return LayoutMove(**{**raw, "traffic": Traffic(**raw["traffic"])})
+
+
+def layout_moves(
+    tasks: Sequence[Task], specs: Mapping[str, ModelSpec], element_bytes: int, hardware: HardwareSpec
+) -> tuple[LayoutMove, ...]:
+    """The moves of the models that train, with `hardware.devices_per_node` ranks on a node."""
+    rows = {task.name: task for task in tasks}
+    trained = {task.role: task.layout for task in tasks if task.training}
+    ranks, node = rank_map(trained), hardware.devices_per_node
+    moves = []
+    for model, layout in trained.items():
+        target = rows[DESTINATIONS[model]]
+        head, spec = model == "critic", specs[model]
+        has = model_shards(spec, layout, ranks.pipelines(model), element_bytes, head)
+        wants = model_shards(spec, target.layout, plain_cells(target.layout), element_bytes, head)
+        transfers = plan_moves(has, wants, node)
+        seconds = move_seconds(transfers, hardware, node)
+        if target.name != "generation":
+            seconds += _rank_bytes(wants) / hardware.host_bandwidth
+        traffic = Traffic.of(transfers, minimum_across(has, wants, node), node)
+        moves.append(LayoutMove(model, f"{model}_train {layout}", f"{target.name} {target.layout}", traffic, seconds))
+    return tuple(moves)
+
+
+def _rank_bytes(shards: Sequence[Shard]) -> int:
+    """Bytes on the fullest rank."""
+    total: dict[int, int] = {}
+    for shard in shards:
+        total[shard.rank] = total.get(shard.rank, 0) + shard.bytes
+    return max(total.values())

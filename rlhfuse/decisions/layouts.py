@@ -1,0 +1,260 @@
+"""The task table: which of up to six tasks runs in which layout, and every rule that a table must keep.
+
+Rules are equations; the InputError that refuses a table prints the one that fails with its numbers. The same
+check runs in the trainer before process groups are built, and in tools/plan.py without any.
+
+Knows nothing of time or memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.errors import InputError
+from rlhfuse.schedule.ir.ranks import FusedShape, fused_shape
+
+# Config key of each task and the role of the model it runs, in the order of an iteration. A run has those of its roles.
+TASK_ROLES = (
+    ("generation", "actor"),
+    ("reference_inference", "reference"),
+    ("reward_inference", "reward"),
+    ("critic_inference", "critic"),
+    ("actor_train", "actor"),
+    ("critic_train", "critic"),
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row: the task, the model's role, the layout, and its first and last rank."""
+
+    name: str
+    role: str
+    layout: ParallelLayout
+    ranks: tuple[int, int]
+
+    @property
+    def training(self) -> bool:
+        return self.name.endswith("_train")
+
+    def __str__(self) -> str:
+        return f"{self.name:20s} {self.role:10s} {str(self.layout):10s} ranks {self.ranks[0]}-{self.ranks[1]}"
+
+
+@dataclass(frozen=True)
+class BatchArithmetic:
+    """From prompts to micro-batches; every count names what it counts."""
+
+    prompts: int
+    samples_per_prompt: int
+    samples: int
+    instances: int
+    samples_per_instance: int  # of the fullest
+    minibatches: int
+    samples_per_minibatch: int
+    actor_pipelines: int
+    actor_microbatches: int  # per pipeline (M1)
+    critic_pipelines: int  # 0 without a critic
+    critic_microbatches: int  # per pipeline (M2)
+    epochs: int = 1  # passes over the samples
+
+    @property
+    def microbatches(self) -> int:
+        """Of one mini-batch, over all pipelines; the same for both models."""
+        return self.actor_pipelines * self.actor_microbatches
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Per iteration."""
+        return self.minibatches * self.epochs
+
+    @property
+    def samples_per_microbatch(self) -> float:
+        return self.samples_per_minibatch / self.microbatches
+
+    @property
+    def microbatches_of(self) -> dict[str, int]:
+        """Micro-batches per pipeline of each model that trains."""
+        critic = {"critic": self.critic_microbatches} if self.critic_pipelines else {}
+        return {"actor": self.actor_microbatches, **critic}
+
+    def lines(self) -> tuple[str, ...]:
+        critic = (
+            f"{self.samples_per_minibatch} samples / ({self.critic_pipelines} critic pipelines x "
+            f"{self.critic_microbatches} micro-batches) = {self.samples_per_microbatch:.4g} samples per micro-batch",
+        )
+        return (
+            f"{self.prompts} prompts x {self.samples_per_prompt} copies = {self.samples} samples per iteration",
+            f"{self.samples} samples over {self.instances} generation instances: up to "
+            f"{self.samples_per_instance} each",
+            f"{self.samples} samples / {self.minibatches} mini-batches = {self.samples_per_minibatch} samples "
+            "per optimizer step",
+            f"{self.samples_per_minibatch} samples / ({self.actor_pipelines} actor pipelines x "
+            f"{self.actor_microbatches} micro-batches) = {self.samples_per_microbatch:.4g} samples per micro-batch",
+            *(critic if self.critic_pipelines else ()),
+            *(
+                (f"{self.minibatches} mini-batches x {self.epochs} epochs = {self.optimizer_steps} optimizer steps",)
+                if self.epochs > 1
+                else ()
+            ),
+        )
+
+
+def planned_world_size(config: RunConfig, given: int | None) -> int:
+    """Ranks to plan for: as given, else WORLD_SIZE, else as many as parallel.actor_train has. Raises InputError."""
+    if given is not None:
+        return given
+    text = os.environ.get("WORLD_SIZE", "")
+    if not text:
+        return ParallelLayout.parse(config.parallel.actor_train).size
+    if not text.isdigit() or int(text) < 1:
+        raise InputError(f"WORLD_SIZE={text!r} is no number of ranks; unset it or give --world-size")
+    return int(text)
+
+
+def task_table(config: RunConfig, world_size: int) -> tuple[Task, ...]:
+    """The rows of the run's models. Raises InputError for one that does not fill the world, or cannot run yet."""
+    rows = []
+    for name, role in TASK_ROLES:
+        if role not in config.roles():
+            continue
+        text = getattr(config.parallel, name)
+        layout = ParallelLayout.parse(text)
+        where = f"parallel.{name}={text}"
+        if layout.ranks and layout.ranks != (0, world_size - 1):
+            raise InputError(
+                f"{where}: {name} on ranks {layout.ranks[0]}-{layout.ranks[1]} of {world_size} is not yet runnable; "
+                f"drop @{layout.ranks[0]}-{layout.ranks[1]} to run it on all ranks"
+            )
+        if layout.size != world_size:
+            raise InputError(
+                f"{where}: dp({layout.dp}) * tp({layout.tp}) * pp({layout.pp}) = {layout.size} "
+                f"!= world_size({world_size})"
+            )
+        rows.append(Task(name, role, replace(layout, ranks=None), (0, world_size - 1)))
+    return tuple(rows)
+
+
+def check_layouts(config: RunConfig, specs: Mapping[str, ModelSpec], world_size: int) -> tuple[Task, ...]:
+    """Hold the task table, the models and the batch against every rule; returns the table.
+
+    `specs` has the roles of the run. Raises InputError with the equation that fails.
+    """
+    tasks = task_table(config, world_size)
+    for task in tasks:
+        where = f"parallel.{task.name}"
+        if not task.training and task.layout.pp != 1:
+            raise InputError(
+                f"{where}={task.layout}: pp({task.layout.pp}) != 1; generation and inference have no pipeline"
+            )
+        task.layout.check_model(specs[task.role], where)
+    layouts = {task.name: task.layout for task in tasks}
+    _check_inference(layouts)
+    fused = _check_training(config, tasks)
+    _check_models(config, specs)
+    _check_batch(config, fused)
+    return tasks
+
+
+def batch_arithmetic(config: RunConfig, tasks: tuple[Task, ...]) -> BatchArithmetic:
+    """Resolve the batch for a table that `check_layouts` accepted."""
+    layouts = {task.name: task.layout for task in tasks}
+    samples, instances = config.samples_per_iteration, layouts["generation"].dp
+    actor, critic = layouts["actor_train"], layouts.get("critic_train")
+    microbatches = actor.dp * config.fusion.actor_microbatches
+    return BatchArithmetic(
+        prompts=config.rollout.prompts_per_iteration,
+        samples_per_prompt=config.rollout.samples_per_prompt,
+        samples=samples,
+        instances=instances,
+        samples_per_instance=-(-samples // instances),
+        minibatches=config.algorithm.minibatches,
+        samples_per_minibatch=samples // config.algorithm.minibatches,
+        actor_pipelines=actor.dp,
+        actor_microbatches=config.fusion.actor_microbatches,
+        critic_pipelines=critic.dp if critic else 0,
+        critic_microbatches=microbatches // critic.dp if critic else 0,
+        epochs=config.algorithm.epochs,
+    )
+
+
+def _check_inference(layouts: Mapping[str, ParallelLayout]) -> None:
+    generation = layouts["generation"]
+    for name in ("reference_inference", "reward_inference", "critic_inference"):
+        layout = layouts.get(name, generation)
+        if generation.tp % layout.tp:
+            raise InputError(
+                f"parallel.{name}={layout}: generation tp({generation.tp}) % tp({layout.tp}) = "
+                f"{generation.tp % layout.tp}, must be 0, so that a freed instance can score alone; use a divisor"
+            )
+
+
+def training_layouts(tasks: tuple[Task, ...]) -> dict[str, ParallelLayout]:
+    """Layout of each model that trains, the actor first: what a fused group is made of."""
+    return {task.role: task.layout for task in tasks if task.training}
+
+
+def _check_training(config: RunConfig, tasks: tuple[Task, ...]) -> FusedShape:
+    layouts = training_layouts(tasks)
+    named = [f"parallel.{role}_train={layout}" for role, layout in layouts.items()]
+    if config.parallel.sequence_parallel and max(layout.tp for layout in layouts.values()) == 1:
+        raise InputError(
+            f"parallel.sequence_parallel=true cuts tokens over tensor ranks, but {' and '.join(named)} "
+            f"{'has' if len(named) == 1 else 'have'} tp(1); set it to false or use t2"
+        )
+    try:
+        shape = fused_shape(layouts)
+    except InputError as error:
+        raise InputError(f"{' with '.join(named)}: {error}") from None
+    k1, k2 = shape.shares[0].pipelines, shape.shares[-1].pipelines
+    m1 = config.fusion.actor_microbatches
+    if k1 * m1 % k2:
+        raise InputError(
+            f"fusion.actor_microbatches={m1}: K1({k1}) * M1({m1}) = {k1 * m1} is no multiple of K2({k2}), so no M2 has "
+            f"K1*M1 = K2*M2 ({' with '.join(map(str, layouts.values()))}); use a multiple of {k2}"
+        )
+    return shape
+
+
+def _check_models(config: RunConfig, specs: Mapping[str, ModelSpec]) -> None:
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    for role, spec in specs.items():
+        if prompt + response > spec.context:
+            raise InputError(
+                f"data.max_prompt_tokens({prompt}) + rollout.max_response_tokens({response}) = {prompt + response} > "
+                f"context({spec.context}) of {role}; lower one of them"
+            )
+        if spec.vocab != specs["actor"].vocab:
+            raise InputError(
+                f"{role}.path: vocab({spec.vocab}) != vocab({specs['actor'].vocab}) of the actor; all models read the "
+                "same tokens, so take one with the actor's tokenizer"
+            )
+
+
+def _check_batch(config: RunConfig, fused: FusedShape) -> None:
+    samples, minibatches = config.samples_per_iteration, config.algorithm.minibatches
+    prompts, copies = config.rollout.prompts_per_iteration, config.rollout.samples_per_prompt
+    if samples % minibatches:
+        raise InputError(
+            f"algorithm.minibatches={minibatches}: prompts({prompts}) * copies({copies}) = {samples} samples; "
+            f"{samples} % {minibatches} = {samples % minibatches}, must be 0"
+        )
+    k1, m1 = fused.shares[0].pipelines, config.fusion.actor_microbatches
+    needed = fused.replicas * k1 * m1
+    if samples // minibatches < needed:
+        raise InputError(
+            f"fusion.actor_microbatches={m1}: a mini-batch has {samples} / {minibatches} = {samples // minibatches} "
+            f"samples, fewer than replicas({fused.replicas}) * K1({k1}) * M1({m1}) = {needed} micro-batches; use fewer "
+            "micro-batches, fewer mini-batches or more prompts"
+        )
+    blocks, block = config.rollout.kv_blocks_per_instance, config.rollout.block_tokens
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if blocks and blocks * block < longest:
+        raise InputError(
+            f"rollout.kv_blocks_per_instance={blocks}: {blocks} * {block} = {blocks * block} tokens < {longest} of one "
+            f"sample at full length; use at least {-(-longest // block)}"
+        )

@@ -1,0 +1,62 @@
+"""Which finished samples are scored together: packs by token budget, for the runtime and for its simulation.
+
+Packs are made longest sample first and drawn in that order, so that what is left at the end is small. While much
+is left a pack takes the whole budget; when less than a budget for each worker is left, it takes a worker's share
+of the rest, so packs shrink towards the end and workers stop at about the same time. Two workers, budget 12:
+
+    samples 6 6 5 4 3 3 2 2 1      packs 6 6 | 5 4 | 3 3 | 2 | 2 1
+
+Knows nothing of time, of who draws a pack, or of what a sample holds beside its number of tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+
+SMALLEST_PACK = 4  # a pack may shrink to the budget divided by this: smaller ones pay more for calls than they save
+
+
+def scoring_packs(lengths: Sequence[int], workers: int, budget: int) -> list[list[int]]:
+    """Positions of `lengths` (tokens) in packs of at most `budget` tokens, to be drawn in this order by `workers`.
+
+    A sample longer than the budget is a pack of its own. Ties keep the order given.
+    """
+    left = sum(lengths)
+    packs: list[list[int]] = []
+    room = 0
+    for position in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if not packs or lengths[position] > room:
+            packs.append([])
+            room = min(budget, max(math.ceil(left / workers), math.ceil(budget / SMALLEST_PACK)))
+        packs[-1].append(position)
+        room -= lengths[position]
+        left -= lengths[position]
+    return packs
+
+
+def streamed_pack(lengths: Sequence[int], workers: int, budget: int) -> int:
+    """How many of the samples that wait, in order of arrival, one of `workers` takes together.
+
+    Its share of the tokens, within `budget`, so that the others find work too; at least one sample.
+    """
+    share = min(budget, math.ceil(sum(lengths) / workers))
+    taken = count = 0
+    for tokens in lengths:
+        taken += tokens
+        if taken > share:
+            break
+        count += 1
+    return max(1, count)
+
+
+def deal(lengths: Sequence[int], workers: int) -> list[list[int]]:
+    """Positions for each worker, balanced by tokens: the longest first, each to the worker with the fewest."""
+    shares: list[list[int]] = [[] for _ in range(workers)]
+    heap = [(0, worker) for worker in range(workers)]
+    for position in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        load, worker = heapq.heappop(heap)
+        shares[worker].append(position)
+        heapq.heappush(heap, (load + lengths[position], worker))
+    return shares

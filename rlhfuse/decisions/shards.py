@@ -1,0 +1,116 @@
+"""Which rank holds which part of which weight: a model in a layout, as plain numbers.
+
+A weight is cut along one dimension. A tensor rank holds one segment of it, or several where two weights were
+joined before the cut (gate and up of the MLP), stored one after the other. Names are those of Megatron-core with
+layers numbered over the whole model.
+
+Knows nothing of what a weight is for, of values, or of process groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+
+Cells = tuple[tuple[tuple[int, ...], ...], ...]  # [pipeline][place][tensor rank] -> global rank
+
+
+class Shard(NamedTuple):
+    """What one rank holds of one weight.
+
+    `segments` are [start, stop) along the cut dimension of the whole weight, in the order in which they are stored;
+    `row_bytes` are the bytes of one index of that dimension.
+    """
+
+    tensor: str
+    rank: int
+    segments: tuple[tuple[int, int], ...]
+    row_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return sum(stop - start for start, stop in self.segments) * self.row_bytes
+
+    def offset(self, start: int) -> int:
+        """Where index `start` of the whole weight is stored here."""
+        before = 0
+        for first, stop in self.segments:
+            if first <= start < stop:
+                return before + start - first
+            before += stop - first
+        raise KeyError(f"rank {self.rank} does not hold index {start} of {self.tensor}, only {self.segments}")
+
+
+class Weight(NamedTuple):
+    """A whole weight: `rows` indices of `row_bytes` along its cut dimension; not `cut`: every tensor rank has it all.
+
+    `joined` weights lie one after the other in it, each cut by itself.
+    """
+
+    name: str
+    rows: int
+    row_bytes: int
+    cut: bool = True
+    joined: int = 1
+
+    def segments(self, tp_rank: int, tp: int) -> tuple[tuple[int, int], ...]:
+        """What tensor rank `tp_rank` of `tp` holds."""
+        return tensor_segments(self.rows, self.joined if self.cut else 1, *((tp_rank, tp) if self.cut else (0, 1)))
+
+
+def tensor_segments(rows: int, joined: int, tp_rank: int, tp: int) -> tuple[tuple[int, int], ...]:
+    """Indices of tensor rank `tp_rank` of `tp` in a weight of `rows`, which is `joined` weights in a row."""
+    length = rows // (joined * tp)
+    return tuple(((part * tp + tp_rank) * length, (part * tp + tp_rank + 1) * length) for part in range(joined))
+
+
+def model_shards(
+    spec: ModelSpec, layout: ParallelLayout, cells: Cells, element_bytes: int, scalar_head: bool = False
+) -> list[Shard]:
+    """Every shard of every rank, rank by rank. `cells` name the ranks of the layout (schedule/ir/ranks.py)."""
+    by_stage = [
+        list(_stage_weights(spec, layers, stage == 0, stage == layout.stages - 1, element_bytes, scalar_head))
+        for stage, layers in enumerate(layout.stage_layers(spec.layers))
+    ]
+    return [
+        Shard(weight.name, rank, weight.segments(tp_rank, layout.tp), weight.row_bytes)
+        for pipeline in cells
+        for place, cell in enumerate(pipeline)
+        for tp_rank, rank in enumerate(cell)
+        for stage in range(place, layout.stages, layout.pp)
+        for weight in by_stage[stage]
+    ]
+
+
+def _stage_weights(
+    spec: ModelSpec, layers: range, first: bool, last: bool, element_bytes: int, scalar_head: bool
+) -> Iterator[Weight]:
+    hidden = spec.hidden * element_bytes
+    if first:
+        yield Weight("embedding.word_embeddings.weight", spec.padded_vocab, hidden)
+    for layer in layers:
+        yield from _layer_weights(spec, f"decoder.layers.{layer}.", element_bytes)
+    if last:
+        yield Weight("decoder.final_layernorm.weight", spec.hidden, element_bytes, cut=False)
+        if scalar_head:
+            yield Weight("output_layer.weight", 1, hidden, cut=False)
+        elif not (spec.tied_embeddings and first):
+            yield Weight("output_layer.weight", spec.padded_vocab, hidden)
+
+
+def _layer_weights(spec: ModelSpec, layer: str, element_bytes: int) -> Iterator[Weight]:
+    hidden, attention = spec.hidden * element_bytes, spec.heads * spec.head_dim
+    fused_qkv = attention + 2 * spec.kv_heads * spec.head_dim
+    yield Weight(layer + "input_layernorm.weight", spec.hidden, element_bytes, cut=False)
+    yield Weight(layer + "self_attention.linear_qkv.weight", fused_qkv, hidden)
+    if spec.qkv_bias:
+        yield Weight(layer + "self_attention.linear_qkv.bias", fused_qkv, element_bytes)
+    if spec.qk_norm:
+        for name in "qk":
+            yield Weight(f"{layer}self_attention.{name}_layernorm.weight", spec.head_dim, element_bytes, cut=False)
+    yield Weight(layer + "self_attention.linear_proj.weight", attention, hidden)
+    yield Weight(layer + "pre_mlp_layernorm.weight", spec.hidden, element_bytes, cut=False)
+    yield Weight(layer + "mlp.linear_fc1.weight", 2 * spec.mlp, hidden, joined=2)
+    yield Weight(layer + "mlp.linear_fc2.weight", spec.mlp, hidden)

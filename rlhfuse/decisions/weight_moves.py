@@ -1,0 +1,243 @@
+"""Weights from one layout to another: who sends which part of which weight to whom, and what that costs.
+
+    every part that a rank needs   it has it itself                        copied within the rank
+                                   a rank of its node has it               from the least loaded of these
+                                   nobody on its node has it               once from another node, from the least
+                                                                           loaded replica, to one rank of the node,
+                                                                           which forwards it to the others there
+
+So across nodes travel exactly the bytes that must: those that some rank of a node needs and none of it has, once
+per node. The plan is the same wherever it is made; it runs in *buckets*, whose order is part of it.
+
+Knows nothing of values, process groups or how a message is sent (parallel/reshard.py). Paper section 6: weights
+move between the layouts of the tasks each iteration.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import NamedTuple
+
+from rlhfuse.config.spec import HardwareSpec
+from rlhfuse.decisions.shards import Shard
+
+_TEXT = re.compile(r"(\S+)\[(\d+):(\d+)\] (\d+)->(\d+) (\d+) B( forwarded)?")
+
+
+class Transfer(NamedTuple):
+    """Indices [start, stop) of the cut dimension of a whole weight, from one rank to another or to itself.
+
+    `forwarded`: the source has it not from its own layout, but received it in an earlier bucket.
+    """
+
+    tensor: str
+    start: int
+    stop: int
+    source: int
+    target: int
+    bytes: int
+    forwarded: bool = False
+
+    def __str__(self) -> str:
+        forwarded = " forwarded" if self.forwarded else ""
+        return f"{self.tensor}[{self.start}:{self.stop}] {self.source}->{self.target} {self.bytes} B{forwarded}"
+
+    @staticmethod
+    def parse(text: str) -> Transfer:
+        """Inverse of `str`. Raises ValueError on anything else."""
+        match = _TEXT.fullmatch(text)
+        if not match:
+            raise ValueError(f"{text!r} is no transfer, as in 'output_layer.weight[0:64] 0->4 1024 B forwarded'")
+        return Transfer(match[1], *(int(match[i]) for i in range(2, 7)), match[7] is not None)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one plan. `minimum_across`: what no plan can avoid sending between nodes."""
+
+    stays: int
+    within: int
+    across: int
+    minimum_across: int
+    fullest_sender: int  # most bytes that one rank sends
+    fullest_receiver: int
+
+    @staticmethod
+    def of(transfers: Iterable[Transfer], minimum: int, devices_per_node: int) -> Traffic:
+        sums, sent, received = defaultdict(int), defaultdict(int), defaultdict(int)
+        for one in transfers:
+            kind = _kind(one, devices_per_node)
+            sums[kind] += one.bytes
+            if kind != "stays":
+                sent[one.source] += one.bytes
+                received[one.target] += one.bytes
+        most = [max(counts.values(), default=0) for counts in (sent, received)]
+        return Traffic(sums["stays"], sums["within"], sums["across"], minimum, *most)
+
+
+def _kind(one: Transfer, devices_per_node: int) -> str:
+    if one.source == one.target:
+        return "stays"
+    return "within" if one.source // devices_per_node == one.target // devices_per_node else "across"
+
+
+def plan_moves(sources: Sequence[Shard], targets: Sequence[Shard], devices_per_node: int) -> tuple[Transfer, ...]:
+    """The transfers that fill `targets` from `sources`, every byte of every target once.
+
+    Deterministic, and the same for shards in any order: the largest weights first, which balances best.
+    Raises ValueError naming the weight of which no source has a part that is needed.
+    """
+    has, wants = _by_tensor(sources), _by_tensor(targets)
+    chooser = _Chooser(devices_per_node)
+    for tensor in sorted(wants, key=lambda name: (-max(shard.bytes for shard in wants[name]), name)):
+        held, shards = has.get(tensor, []), wants[tensor]
+        for start, stop in _pieces([*held, *shards]):
+            needers = [shard.rank for shard in shards if _covers(shard, start)]
+            if not needers:
+                continue
+            holders = sorted(shard.rank for shard in held if _covers(shard, start))
+            if not holders:
+                raise ValueError(f"no rank has {tensor}[{start}:{stop}], which ranks {needers} need")
+            chooser.serve(tensor, start, stop, shards[0].row_bytes, holders, sorted(needers))
+    return tuple(chooser.chosen)
+
+
+class _Chooser:
+    """Chooses sources; remembers what it has given each rank to send and receive, so that loads balance."""
+
+    def __init__(self, devices_per_node: int) -> None:
+        self.chosen: list[Transfer] = []
+        self._node = devices_per_node
+        self._sent = {kind: defaultdict(int) for kind in ("within", "across")}
+        self._received: dict[int, int] = defaultdict(int)  # from other nodes
+
+    def serve(self, tensor: str, start: int, stop: int, row_bytes: int, holders: list[int], needers: list[int]) -> None:
+        size = (stop - start) * row_bytes
+        by_node: dict[int, list[int]] = defaultdict(list)
+        for rank in needers:
+            by_node[rank // self._node].append(rank)
+        for node, here in by_node.items():
+            near = [rank for rank in holders if rank // self._node == node]
+            forwarded = not near
+            if forwarded:
+                far = self._least(self._sent["across"], holders, node)
+                first = self._least(self._received, here, start)
+                self.chosen.append(Transfer(tensor, start, stop, far, first, size))
+                self._sent["across"][far] += size
+                self._received[first] += size
+                near = [first]
+                here = [rank for rank in here if rank != first]
+            for rank in here:
+                source = rank if rank in near else self._least(self._sent["within"], near, rank)
+                self.chosen.append(Transfer(tensor, start, stop, source, rank, size, forwarded))
+                self._sent["within"][source] += size if source != rank else 0
+
+    @staticmethod
+    def _least(load: dict[int, int], ranks: list[int], turn: int) -> int:
+        """The least loaded rank; ties go round with `turn`."""
+        return min(ranks, key=lambda rank: (load[rank], (rank - turn) % (ranks[-1] + 1)))
+
+
+def minimum_across(sources: Sequence[Shard], targets: Sequence[Shard], devices_per_node: int) -> int:
+    """Bytes that some rank of a node needs and no rank of that node has, each counted once per node."""
+    has, total = _by_tensor(sources), 0
+    for tensor, shards in _by_tensor(targets).items():
+        held = has.get(tensor, [])
+        for start, stop in _pieces([*held, *shards]):
+            needing = {shard.rank // devices_per_node for shard in shards if _covers(shard, start)}
+            having = {shard.rank // devices_per_node for shard in held if _covers(shard, start)}
+            total += len(needing - having) * (stop - start) * shards[0].row_bytes
+    return total
+
+
+def in_buckets(transfers: Sequence[Transfer], bucket_bytes: int) -> tuple[tuple[Transfer, ...], ...]:
+    """Cut a plan into buckets in which no rank sends and receives more than `bucket_bytes`, or than two rows.
+
+    Copies within a rank need no other memory and are in the first bucket. A part is at most half a bucket, and goes
+    into the first that is at most half full at both its ends. Targets begin at different places of what they receive,
+    so that not all ask the same sources at once; what is forwarded comes in a later bucket than its arrival.
+    """
+    buckets: list[list[Transfer]] = [[one for one in transfers if one.source == one.target]]
+    load: dict[tuple[int, int], int] = defaultdict(int)  # (rank, bucket) -> bytes
+    closed: dict[int, int] = defaultdict(int)  # rank -> bit b is set where bucket b is more than half full
+    arrived: dict[tuple[int, str, int], int] = {}  # (rank, tensor, start) -> bucket
+    half = bucket_bytes // 2
+    moving = [part for one in transfers if one.source != one.target for part in _split(one, half)]
+    direct = _taking_turns([one for one in moving if not one.forwarded])
+    later = _taking_turns([one for one in moving if one.forwarded])
+    for one in [*direct, *later]:
+        taken = closed[one.source] | closed[one.target]
+        if one.forwarded:
+            taken |= (1 << (arrived[one.source, one.tensor, one.start] + 1)) - 1
+        bucket = (~taken & (taken + 1)).bit_length() - 1  # the lowest bit that is not set
+        for end in (one.source, one.target):
+            load[end, bucket] += one.bytes
+            if load[end, bucket] > half:
+                closed[end] |= 1 << bucket
+        arrived[one.target, one.tensor, one.start] = bucket
+        while len(buckets) <= bucket:
+            buckets.append([])
+        buckets[bucket].append(one)
+    return tuple(tuple(bucket) for bucket in buckets)
+
+
+def _split(one: Transfer, limit: int) -> Iterator[Transfer]:
+    """The transfer in parts of at most `limit` bytes, but of one index at least."""
+    row = one.bytes // (one.stop - one.start)
+    rows = max(1, limit // row)
+    for start in range(one.start, one.stop, rows):
+        stop = min(start + rows, one.stop)
+        yield one._replace(start=start, stop=stop, bytes=(stop - start) * row)
+
+
+def _taking_turns(transfers: Sequence[Transfer]) -> list[Transfer]:
+    """One of each target after the other; the n-th of N targets begins n/N through its own list."""
+    by_target: dict[int, list[Transfer]] = defaultdict(list)
+    for one in transfers:
+        by_target[one.target].append(one)
+    turned = []
+    for place, target in enumerate(sorted(by_target)):
+        mine = by_target[target]
+        first = place * len(mine) // len(by_target)
+        turned.append(mine[first:] + mine[:first])
+    return [one for row in zip_longest(*turned) for one in row if one is not None]
+
+
+def move_seconds(transfers: Iterable[Transfer], hardware: HardwareSpec, devices_per_node: int) -> float:
+    """Seconds until the busiest rank is done: its copies, its node's links and the network, one after the other."""
+    busy = {kind: (defaultdict(int), defaultdict(int)) for kind in ("stays", "within", "across")}
+    for one in transfers:
+        sent, received = busy[_kind(one, devices_per_node)]
+        sent[one.source] += one.bytes
+        received[one.target] += one.bytes
+    rates = {
+        "stays": hardware.memory_bandwidth / 2,  # read and written
+        "within": hardware.node_link_bandwidth,
+        "across": hardware.cross_link_bandwidth,
+    }
+    ranks = {rank for pair in busy.values() for counts in pair for rank in counts}
+    return max(
+        (sum(max(side[rank] for side in busy[kind]) / rate for kind, rate in rates.items()) for rank in ranks),
+        default=0.0,
+    )
+
+
+def _by_tensor(shards: Sequence[Shard]) -> dict[str, list[Shard]]:
+    found: dict[str, list[Shard]] = defaultdict(list)
+    for shard in shards:
+        found[shard.tensor].append(shard)
+    return found
+
+
+def _pieces(shards: Sequence[Shard]) -> Iterator[tuple[int, int]]:
+    """The finest parts between all borders of these shards."""
+    borders = sorted({border for shard in shards for segment in shard.segments for border in segment})
+    return zip(borders, borders[1:])
+
+
+def _covers(shard: Shard, start: int) -> bool:
+    return any(first <= start < stop for first, stop in shard.segments)

@@ -1,0 +1,1 @@
+"""Inter-stage fusion: generation with inference (paper section 4)."""

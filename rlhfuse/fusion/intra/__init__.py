@@ -1,0 +1,1 @@
+"""Intra-stage fusion: actor and critic trained at once (paper section 5)."""

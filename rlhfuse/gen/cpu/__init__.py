@@ -1,0 +1,1 @@
+"""What the engine does on CPUs, where bits are exact."""

@@ -1,0 +1,190 @@
+"""The forward pass for generation on CPU: numba kernels over panels of 16 tokens (models/cpu/decoder.py).
+
+    x = embedding[token]
+    per layer:  x += proj(attention(rope(qkv(norm(x))), cache));  x += fc2(silu(gate) * up),  [gate, up] = fc1(norm(x))
+    logits = output(norm(x)), at the rows that draw
+
+With tensor parallelism the outputs of proj and fc2 are summed over the ranks in rank order. All intermediate results
+lie in one workspace that is kept between steps. In float32 a token's bits depend on its own sequence alone. In
+bfloat16 weights and cache are bfloat16 and everything between them is float32. Knows nothing of scheduling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhfuse.gen.forward_batch import ForwardBatch
+from rlhfuse.gen.kv_cache import KVCache
+from rlhfuse.models.cpu import decoder as decoder_cpu
+from rlhfuse.models.cpu import paged_attention as paged_cpu
+from rlhfuse.models.cpu.threads import share_threads
+from rlhfuse.models.cpu.tiles import LANES, panel_offsets
+
+if TYPE_CHECKING:
+    from rlhfuse.gen.model_runner import ModelRunner
+    from rlhfuse.gen.weights import LayerWeights, ModelWeights
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One decoder layer's weights as arrays: views, never copies."""
+
+    input_norm: np.ndarray
+    qkv: np.ndarray
+    qkv_bias: np.ndarray
+    q_norm: np.ndarray
+    k_norm: np.ndarray
+    proj: np.ndarray
+    mlp_norm: np.ndarray
+    fc1: np.ndarray
+    fc2: np.ndarray
+
+    @staticmethod
+    def of(layer: LayerWeights) -> _Layer:
+        none = as_array(layer.qkv)[0, :0]  # of the same type, so that one compiled kernel serves all models
+        return _Layer(**{name: none if weight is None else as_array(weight) for name, weight in vars(layer).items()})
+
+
+class Workspace:
+    """Named float32 arrays [panels, features, LANES], grown when a step needs more panels than any before."""
+
+    def __init__(self, features: dict[str, int]) -> None:
+        self._features = features
+        self._arrays: dict[str, np.ndarray] = {}
+        self._offsets: dict[str, np.ndarray] = {}
+        self._panels = 0
+
+    def reserve(self, panels: int) -> None:
+        if panels > self._panels:
+            self._panels = panels
+            for name, features in self._features.items():
+                self._arrays[name] = np.zeros((panels, features, LANES), np.float32)
+                self._offsets[name] = panel_offsets(panels, features)
+
+    def clear(self) -> None:
+        """Give all memory back."""
+        self._arrays, self._offsets, self._panels = {}, {}, 0
+
+    def take(self, name: str, panels: int) -> np.ndarray:
+        return self._arrays[name][:panels]
+
+    def offsets(self, name: str) -> np.ndarray:
+        return self._offsets[name]
+
+
+class CpuForward:
+    """Runs steps with the weights that its runner has bound; see `bind`."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner, spec = runner, runner.spec
+        self.eps = np.float32(spec.norm_eps)
+        self.scale = np.float32(spec.head_dim**-0.5)
+        self.cos, self.sin = runner.cos.numpy(), runner.sin.numpy()
+        heads, groups = runner.heads, runner.kv_heads
+        self.space = Workspace(
+            dict(
+                x=spec.hidden,
+                delta=spec.hidden,
+                normed=spec.hidden,
+                qkv=(heads + 2 * groups) * spec.head_dim,
+                attention=heads * spec.head_dim,
+                mlp=spec.mlp // runner.tp_size,
+                drawn=spec.hidden,
+            )
+        )
+
+    def bind(self, weights: ModelWeights) -> None:
+        """Read from these tensors from now on."""
+        self.layers = [_Layer.of(layer) for layer in weights.layers]
+        self.embedding, self.output = as_array(weights.embedding), as_array(weights.output)
+        if self.runner.tp_size == 1:
+            self.output = self.output[: self.runner.spec.vocab]  # without the rows that only fill up
+        self.final_norm = as_array(weights.final_norm)
+
+    def unbind(self) -> None:
+        """Let go of the weights."""
+        del self.layers, self.embedding, self.output, self.final_norm
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """Run one step, filling the cache. Returns float32 logits [R, vocab], one row per drawing row."""
+        threads = share_threads()
+        panels = -(-len(batch.tokens) // LANES)
+        self.space.reserve(panels)
+        keys, values = as_array(cache.keys), as_array(cache.values)
+        step = _Step(self, batch, panels, threads)
+        for number, layer in enumerate(self.layers):
+            step.attend(layer, keys[number], values[number])
+            step.run_mlp(layer)
+        return step.logits()
+
+
+class _Step:
+    """One step's arrays, and the kernels that run over them in order."""
+
+    def __init__(self, forward: CpuForward, batch: ForwardBatch, panels: int, threads: int) -> None:
+        self.forward, self.batch, self.threads = forward, batch, threads
+        runner, space = forward.runner, forward.space
+        self.x, self.delta, self.normed, self.qkv, self.attention, self.mlp = (
+            space.take(name, panels) for name in ("x", "delta", "normed", "qkv", "attention", "mlp")
+        )
+        self.hidden_at, self.attention_at, self.mlp_at = (space.offsets(n) for n in ("x", "attention", "mlp"))
+        self.q = np.empty((len(batch.tokens), runner.heads, runner.spec.head_dim), np.float32)
+        self.queries = paged_cpu.Queries.of(batch.query_starts, batch.contexts, runner.kv_heads, threads)
+        first_row = runner.parallel.rank * forward.embedding.shape[0]
+        decoder_cpu.embed(batch.tokens, forward.embedding, first_row, self.x)
+        self._sum(self.x)
+        self.delta[...] = 0
+
+    def attend(self, layer: _Layer, keys: np.ndarray, values: np.ndarray) -> None:
+        """delta = proj(attention(norm(x + delta)))"""
+        forward, batch = self.forward, self.batch
+        decoder_cpu.add_norm(self.x, self.delta, layer.input_norm, forward.eps, self.normed)
+        decoder_cpu.multiply(layer.qkv, self.normed, self.hidden_at, self.qkv, self.threads)
+        decoder_cpu.place_heads(
+            self.qkv,
+            batch.positions,
+            batch.slots,
+            forward.cos,
+            forward.sin,
+            layer.qkv_bias,
+            layer.q_norm,
+            layer.k_norm,
+            forward.eps,
+            keys,
+            values,
+            self.q,
+            self.threads,
+        )
+        paged_cpu.paged_attention(self.q, keys, values, batch.tables, *self.queries, forward.scale, self.attention)
+        decoder_cpu.multiply(layer.proj, self.attention, self.attention_at, self.delta, self.threads)
+        self._sum(self.delta)
+
+    def run_mlp(self, layer: _Layer) -> None:
+        """delta = fc2(silu(gate) * up) of norm(x + delta)"""
+        decoder_cpu.add_norm(self.x, self.delta, layer.mlp_norm, self.forward.eps, self.normed)
+        decoder_cpu.multiply_swiglu(layer.fc1, self.normed, self.hidden_at, self.mlp, self.threads)
+        decoder_cpu.multiply(layer.fc2, self.mlp, self.mlp_at, self.delta, self.threads)
+        self._sum(self.delta)
+
+    def logits(self) -> Tensor:
+        forward, rows = self.forward, self.batch.draw_rows
+        panels = -(-len(rows) // LANES)
+        drawn = forward.space.take("drawn", panels)
+        decoder_cpu.add_norm(self.x, self.delta, forward.final_norm, forward.eps, self.normed)
+        decoder_cpu.take_tokens(self.normed, rows, drawn)
+        out = np.empty((len(rows), forward.output.shape[0]), np.float32)
+        decoder_cpu.multiply_to_rows(forward.output, drawn, self.hidden_at, out, self.threads)
+        return forward.runner.parallel.gather(torch.from_numpy(out))[:, : forward.runner.spec.vocab]
+
+    def _sum(self, panels: np.ndarray) -> None:
+        self.forward.runner.parallel.sum(torch.from_numpy(panels))
+
+
+def as_array(weight: Tensor) -> np.ndarray:
+    """A tensor as an array over the same memory: float32, or bfloat16 as uint16."""
+    return (weight.view(torch.uint16) if weight.dtype == torch.bfloat16 else weight).numpy()

@@ -1,0 +1,56 @@
+"""Compiles the CPU kernels of the engine, or loads them from numba's cache, before anything waits for a step.
+
+The first start on a machine compiles for many seconds. On a host with several ranks one does it for all: together
+they would each compile the same. `python -m rlhfuse.gen.cpu.warm_up float32` is the process of its own that does it, so
+that the compiler's memory is no rank's. Knows nothing of ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from rlhfuse.config.spec import ModelSpec
+from rlhfuse.gen.cpu.sampling import draw_rows
+from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+from rlhfuse.kernel_cache import compile_apart
+
+
+def compile_kernels(dtype: torch.dtype = torch.float32) -> None:
+    """Generate with a model of a few numbers, so that every kernel exists for this dtype afterwards."""
+    spec = ModelSpec(
+        architecture="llama",
+        layers=1,
+        hidden=8,
+        heads=2,
+        kv_heads=1,
+        head_dim=4,
+        mlp=8,
+        vocab=16,
+        context=16,
+        eos_token_ids=(),
+        tied_embeddings=True,
+    )
+    shapes = {
+        "embedding.word_embeddings.weight": (16, 8),
+        "decoder.layers.0.input_layernorm.weight": (8,),
+        "decoder.layers.0.self_attention.linear_qkv.weight": (16, 8),
+        "decoder.layers.0.self_attention.linear_proj.weight": (8, 8),
+        "decoder.layers.0.pre_mlp_layernorm.weight": (8,),
+        "decoder.layers.0.mlp.linear_fc1.weight": (16, 8),
+        "decoder.layers.0.mlp.linear_fc2.weight": (8, 8),
+        "decoder.final_layernorm.weight": (8,),
+    }
+    weights = {name: torch.ones(shape, dtype=dtype) for name, shape in shapes.items()}
+    engine = Engine(spec, weights, EngineOptions(num_blocks=4, block_tokens=8), dtype=dtype)
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, top_k=2, top_p=0.9, ignore_eos=True))
+
+
+def compile_kernels_apart(dtype: torch.dtype = torch.float32) -> None:
+    """The same in another process, unless they are cached; that of the sampler is the last that a step calls."""
+    compile_apart(draw_rows, "rlhfuse.gen.cpu.warm_up", str(dtype).removeprefix("torch."))
+
+
+if __name__ == "__main__":
+    compile_kernels(getattr(torch, sys.argv[1]))

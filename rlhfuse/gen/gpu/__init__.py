@@ -1,0 +1,1 @@
+"""What the engine does on GPUs."""

@@ -1,0 +1,191 @@
+"""The model's forward pass for generation in torch and flash-attn: what CUDA runs. It runs on CPU too, slowly.
+
+Two kinds of step, one set of layers:
+
+    decode   one token of each sequence: padded to a shape of DecodeShape, attention of fixed shape, in CUDA graphs
+             (decode_graphs.py) or, switched off, launched one kernel after another in the same padded shapes
+    mixed    chunks of prompts among decoding sequences: packed without padding, launched kernel after kernel
+
+The integers of a step reach the device in one copy. Both kinds, and graphs on or off, give the same numbers up to
+rounding: on CUDA the libraries choose kernels by shape. Within a decode shape, graphs on and off launch the same
+kernels on the same shapes. The last block of the cache is spare: padding rows live there.
+
+Letters: T tokens, H query heads, G key/value heads of this rank, D head_dim. Knows nothing of sequences or sampling.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlhfuse.config.spec import ModelSpec
+from rlhfuse.gen.forward_batch import ForwardBatch
+from rlhfuse.gen.gpu.decode_graphs import CudaRecorder, DecodeGraphs, Recorder
+from rlhfuse.gen.gpu.decode_inputs import DecodeInputs, DecodeShape, Staging, padded_arrays
+from rlhfuse.gen.gpu.rotary import rotary_tables, rotate, signed_tables
+from rlhfuse.gen.kv_cache import KVCache
+from rlhfuse.gen.tensor_parallel import TensorParallel
+from rlhfuse.gen.weights import LayerWeights, ModelWeights
+from rlhfuse.models.attention import PagedQueries, decode_attention, flash_attention, flash_obstacle, paged_attention
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (q [T, H, D], one layer's keys, its values) -> [T, H, D]
+
+
+class DeviceForward:
+    spare_blocks = 1  # cache blocks it needs besides those of sequences: the last ones
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        parallel: TensorParallel,
+        *,
+        device: torch.device,
+        max_sequences: int,
+        recorder: Recorder | None,
+    ) -> None:
+        """`recorder` None: no graphs. `bind` must be called before `forward`."""
+        self.spec, self.parallel, self.device = spec, parallel, device
+        self.heads, self.kv_heads = spec.heads // parallel.size, spec.kv_heads // parallel.size
+        self.max_sequences = max_sequences
+        self.cos, self.sin = signed_tables(*rotary_tables(spec, device))
+        self._staging = Staging(device)
+        self._graphs = DecodeGraphs(recorder, device, max_sequences, spec.vocab) if recorder else None
+        self._weights: ModelWeights | None = None
+        self._weight_addresses: tuple[int, ...] = ()
+        self._warned: set[str] = set()
+
+    @staticmethod
+    def recorder_for(device: torch.device, cuda_graphs: bool) -> Recorder | None:
+        return CudaRecorder(device) if cuda_graphs and device.type == "cuda" else None
+
+    @property
+    def recording_seconds(self) -> float:
+        """Seconds spent on capturing graphs since the beginning."""
+        return self._graphs.recording_seconds if self._graphs else 0.0
+
+    def bind(self, weights: ModelWeights) -> None:
+        """Read from these tensors from now on. Graphs stay if all lie where the old ones lay."""
+        self._weights, self._weight_addresses = weights, weights.addresses()
+
+    def unbind(self) -> None:
+        """Let go of the weights. Graphs read them by address, so they go too."""
+        self.release()
+        self._weights, self._weight_addresses = None, ()
+
+    def release(self) -> None:
+        """Drop captured graphs and their memory, as before the cache is dropped."""
+        if self._graphs is not None:
+            self._graphs.release()
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """Run one step, filling the cache. Returns float32 logits [R or more rows, vocab], one row per drawing row.
+
+        The logits are valid until the next call. Rows past R, if any, are padding.
+        """
+        self._explain_slow_attention(cache)
+        assert cache.keys.shape[1] * cache.block_tokens < 2**31, "slots travel as int32"
+        if len(batch.tokens) == len(batch.contexts):
+            logits = self._decode_step(batch, cache)
+            if len(batch.draw_rows) == len(batch.tokens):
+                return logits
+            return logits[torch.from_numpy(batch.draw_rows).to(self.device)]
+        return self._mixed_step(batch, cache)
+
+    def decode(self, inputs: DecodeInputs, cache: KVCache) -> Tensor:
+        """Logits [rows, at least vocab] of every row, in the weights' dtype. Fixed shapes; never waits for the device.
+
+        Running it twice on the same inputs writes the same keys and values to the same places.
+        """
+        tokens, positions, slots = inputs.indices()
+        tables, contexts = inputs.tables, inputs.contexts
+
+        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            return decode_attention(q, keys, values, tables, contexts)
+
+        return self._logits(self._layers(tokens, positions, slots, cache, attend))
+
+    # kinds of step ------------------------------------------------------------------------------------------------
+
+    def _decode_step(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        most_blocks = -(-self.spec.context // cache.block_tokens)
+        shape = DecodeShape.holding(
+            len(batch.contexts), batch.tables.shape[1], self.max_sequences, most_blocks, cache.block_tokens
+        )
+        arrays = padded_arrays(batch, shape, cache.keys.shape[1] - 1, cache.block_tokens)
+        if self._graphs is not None:
+            self._graphs.keep_for((*self._weight_addresses, cache.keys.data_ptr(), cache.values.data_ptr()))
+            return self._graphs.run(shape, arrays, self._staging, lambda inputs: self.decode(inputs, cache))
+        inputs = DecodeInputs(shape, self._staging.send(arrays))
+        return self.decode(inputs, cache)[:, : self.spec.vocab].float()
+
+    def _mixed_step(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        key_starts = np.concatenate(([0], np.cumsum(batch.contexts)))
+        arrays = [batch.tokens, batch.positions, batch.slots, batch.draw_rows, batch.query_starts, key_starts]
+        sent = self._staging.send([*arrays, batch.tables]).split([a.size for a in (*arrays, batch.tables)])
+        tokens, positions, slots, draw_rows = (x.long() for x in sent[:4])
+        queries = PagedQueries(
+            sent[6].view(batch.tables.shape), sent[4], sent[5], batch.query_starts.tolist(), batch.contexts.tolist()
+        )
+
+        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            return paged_attention(q, keys, values, queries)
+
+        x = self._layers(tokens, positions, slots, cache, attend)
+        if not len(draw_rows):
+            return torch.empty(0, self.spec.vocab, device=self.device)
+        return self._logits(x[draw_rows])[:, : self.spec.vocab].float()
+
+    # the model ----------------------------------------------------------------------------------------------------
+
+    def _layers(self, tokens: Tensor, positions: Tensor, slots: Tensor, cache: KVCache, attend: Attend) -> Tensor:
+        """Hidden states [T, hidden] behind the last layer. tokens, positions, slots [T] int64."""
+        assert self._weights is not None, "bind() comes first"
+        cos, sin = self.cos[positions][:, None, None], self.sin[positions][:, None, None]
+        x = self.parallel.embed(tokens, self._weights.embedding)
+        for number, layer in enumerate(self._weights.layers):
+            keys, values = cache.keys[number], cache.values[number]
+            q, k, v = self._qkv(layer, self._norm(x, layer.input_norm), cos, sin)
+            keys.flatten(0, 1).index_copy_(0, slots, k)
+            values.flatten(0, 1).index_copy_(0, slots, v)
+            x = self._add_product(x, attend(q, keys, values).flatten(1), layer.proj)
+            gate, up = F.linear(self._norm(x, layer.mlp_norm), layer.fc1).chunk(2, dim=-1)
+            x = self._add_product(x, F.silu(gate).mul_(up), layer.fc2)
+        return x
+
+    def _qkv(self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, H, D], keys and values [T, G, D], normed and turned. cos, sin [T, 1, 1, D]."""
+        per_group = self.heads // self.kv_heads
+        grouped = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), self.kv_heads, per_group + 2, self.spec.head_dim)
+        turning, v = grouped[:, :, : per_group + 1], grouped[:, :, per_group + 1]  # a group's queries, then its key
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = turning.split((per_group, 1), dim=2)
+            turning = torch.cat((self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)), dim=2)
+        turned = rotate(turning, cos, sin)
+        q, k = turned[:, :, :per_group].to(x.dtype), turned[:, :, per_group].to(x.dtype)
+        return q.reshape(len(x), self.heads, self.spec.head_dim), k, v
+
+    def _add_product(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        """x + y @ weight^T, summed over the ranks; may be written over x."""
+        if self.parallel.size == 1:
+            return x.addmm_(y, weight.t())
+        return self.parallel.sum(F.linear(y, weight)).add_(x)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.spec.norm_eps)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        assert self._weights is not None, "bind() comes first"
+        return self.parallel.gather(F.linear(self._norm(x, self._weights.final_norm), self._weights.output))
+
+    def _explain_slow_attention(self, cache: KVCache) -> None:
+        """Say once why flash-attn, though installed, is not used."""
+        obstacle = flash_obstacle(cache.keys.dtype, self.device, self.spec.head_dim, cache.block_tokens)
+        if obstacle and flash_attention() is not None and self.device.type == "cuda" and obstacle not in self._warned:
+            self._warned.add(obstacle)
+            warnings.warn(f"generation uses torch's attention, which is slow: {obstacle}", stacklevel=2)

@@ -1,0 +1,1 @@
+"""Sequences that move between engines with their KV cache."""

@@ -1,0 +1,1 @@
+"""CPU kernels whose bits do not depend on the batch."""

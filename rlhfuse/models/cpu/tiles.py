@@ -1,0 +1,176 @@
+"""The innermost loop of every CPU kernel: a small matrix product kept in vector registers.
+
+    out[r, p, lane] (+)= sum_k  w[r, k] * x[p, k, lane]          r < rows, p < panels, lane < LANES
+
+A *panel* is LANES columns lying next to each other: 16 tokens of an activation, 16 keys of a block, 16 dimensions
+of a value. Each element is one chain of fused multiply-adds over k in order, in a lane of its own: its bits depend
+on neither the shape of the tile nor on what stands beside it. That is how the engine's products are independent of
+the batch (design: batch invariance), and why weights are read where they lie, without packing.
+
+LLVM's vectoriser does not keep a two-dimensional tile in registers, so a tile is written as LLVM code here, through
+numba's `intrinsic`, for float32 and for bfloat16 held as uint16. Knows nothing of models, threads or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+LANES = 16
+WIDE = bool(binding.get_host_cpu_features().get("avx512f"))  # 32 registers of 16 floats; else 16 of 8 or 32 of 4
+GEMM_ROWS, GEMM_PANELS = (12, 2) if WIDE else (4, 1)  # as many accumulators as registers hold
+
+_INDEX, _WORD = ir.IntType(64), ir.IntType(32)
+_FLOAT = ir.FloatType()
+_VECTOR = ir.VectorType(_FLOAT, LANES)
+
+
+def lanes_up(count: int) -> int:
+    """`count` rounded up to whole panels."""
+    return -(-count // LANES) * LANES
+
+
+def make_tile(rows: int, panels: int, add: bool = False, ahead: str = "") -> Callable:
+    """A function for numba code, tile(w, w_at, w_row, x, offsets, first, x_step, k, out, out_at, out_row, out_panel).
+
+    w[w_at + r * w_row + i] is w[r, i]; x[offsets[first + p] + i * x_step + lane] is x[p, i, lane]; the result goes to
+    out[out_at + r * out_row + p * out_panel + lane], added to what is there if `add`. All are positions in the flat
+    memory of contiguous arrays: w and x float32 or uint16 (bfloat16), out float32, offsets int64.
+
+    Meanwhile the tile may fetch what comes next into the cache: with ahead="rows" the rows of w behind its own
+    (w contiguous); with ahead="panels" the panels at offsets[first + skip + p], where `skip` is one more argument.
+    Fetching changes nothing that is computed, and an address past the end of an array is harmless: it never faults.
+    """
+
+    def typed(w: Any, x: Any, offsets: Any, out: Any, more: int) -> Any:
+        one = types.int64
+        return types.void(w, one, one, x, offsets, one, one, one, out, one, one, one, *[one] * more)
+
+    def generate(target: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        w, w_at, w_row, x, offsets, first, x_step, k, out, out_at, out_row, out_panel, *skip = args
+        kinds = signature.args
+
+        def pointer(kind: Any, array: Any, at: Any) -> Any:
+            return builder.gep(target.make_array(kind)(target, builder, array).data, [at])
+
+        def panels_from(start: Any) -> list:
+            places = [builder.load(pointer(kinds[4], offsets, builder.add(start, _INDEX(p)))) for p in range(panels)]
+            return [pointer(kinds[3], x, place) for place in places]
+
+        w_base = pointer(kinds[0], w, w_at)
+        out_base = pointer(kinds[8], out, out_at)
+        w_rows = [builder.gep(w_base, [builder.mul(w_row, _INDEX(r))]) for r in range(rows)]
+        x_panels = panels_from(first)
+        next_panels = panels_from(builder.add(first, skip[0])) if ahead == "panels" else []
+        next_rows = [builder.gep(w_base, [builder.mul(w_row, _INDEX(rows))])] if ahead == "rows" else []
+        places = [
+            builder.bitcast(
+                builder.gep(
+                    out_base, [builder.add(builder.mul(out_row, _INDEX(r)), builder.mul(out_panel, _INDEX(p)))]
+                ),
+                _VECTOR.as_pointer(),
+            )
+            for r in range(rows)
+            for p in range(panels)
+        ]
+
+        def body(i: Any, sums: list) -> list:
+            for row in next_rows:  # k steps pass over the next rows * k weights
+                _fetch(builder, builder.gep(row, [builder.mul(i, _INDEX(rows))]))
+            for panel in next_panels:
+                _fetch(builder, builder.gep(panel, [builder.mul(i, x_step)]))
+            return _multiply(builder, kinds, w_rows, x_panels, x_step, i, sums)
+
+        zero = ir.Constant(_VECTOR, [0.0] * LANES)
+        start = [builder.load(place, align=4) if add else zero for place in places]
+        for place, total in zip(places, _loop(builder, k, start, body)):
+            builder.store(total, place, align=4)
+        return target.get_dummy_value()
+
+    @intrinsic
+    def tile(context, w, w_at, w_row, x, offsets, first, x_step, k, out, out_at, out_row, out_panel):
+        return typed(w, x, offsets, out, 0), generate
+
+    @intrinsic
+    def tile_and_next(context, w, w_at, w_row, x, offsets, first, x_step, k, out, out_at, out_row, out_panel, skip):
+        return typed(w, x, offsets, out, 1), generate
+
+    return tile_and_next if ahead == "panels" else tile
+
+
+def _loop(builder: ir.IRBuilder, k: Any, start: list, body: Callable[[Any, list], list]) -> list:
+    """The sums after i = 0 .. k - 1, held in phi nodes, that is in registers."""
+    before = builder.block
+    inside, after = builder.append_basic_block("tile"), builder.append_basic_block("tile.end")
+    builder.cbranch(builder.icmp_signed(">", k, _INDEX(0)), inside, after)
+    builder.position_at_end(inside)
+    i = builder.phi(_INDEX)
+    sums = [builder.phi(_VECTOR) for _ in start]
+    new = body(i, sums)
+    next_i = builder.add(i, _INDEX(1))
+    i.add_incoming(_INDEX(0), before)
+    i.add_incoming(next_i, inside)
+    for phi, first, later in zip(sums, start, new):
+        phi.add_incoming(first, before)
+        phi.add_incoming(later, inside)
+    builder.cbranch(builder.icmp_signed("<", next_i, k), inside, after)
+    builder.position_at_end(after)
+    results = []
+    for first, later in zip(start, new):
+        phi = builder.phi(_VECTOR)
+        phi.add_incoming(first, before)
+        phi.add_incoming(later, inside)
+        results.append(phi)
+    return results
+
+
+def _multiply(builder: ir.IRBuilder, kinds: Any, w_rows: list, x_panels: list, x_step: Any, i: Any, sums: list) -> list:
+    """sums + w[:, i] * x[:, i, :]"""
+    fma = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
+    )
+    step = builder.mul(i, x_step)
+    x = [_load_panel(builder, kinds[3].dtype, builder.gep(panel, [step])) for panel in x_panels]
+    new = []
+    for r, row in enumerate(w_rows):
+        w = _load_scalar(builder, kinds[0].dtype, builder.gep(row, [i]))
+        spread = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), w, _WORD(0))
+        spread = builder.shuffle_vector(
+            spread, ir.Constant(_VECTOR, ir.Undefined), ir.Constant(ir.VectorType(_WORD, LANES), [0] * LANES)
+        )
+        new += [builder.call(fma, [spread, x[p], sums[r * len(x) + p]]) for p in range(len(x))]
+    return new
+
+
+def _fetch(builder: ir.IRBuilder, place: Any) -> None:
+    """Ask for a cache line, into the second level: a tile's own data is in the first."""
+    byte = ir.IntType(8).as_pointer()
+    fetch = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(ir.VoidType(), [byte, _WORD, _WORD, _WORD]), "llvm.prefetch.p0i8"
+    )
+    builder.call(fetch, [builder.bitcast(place, byte), _WORD(0), _WORD(1), _WORD(1)])  # to read; locality 1; data
+
+
+def _load_panel(builder: ir.IRBuilder, dtype: Any, place: Any) -> Any:
+    if dtype == types.float32:
+        return builder.load(builder.bitcast(place, _VECTOR.as_pointer()), align=4)
+    halves, words = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(_WORD, LANES)
+    raw = builder.zext(builder.load(builder.bitcast(place, halves.as_pointer()), align=2), words)
+    return builder.bitcast(builder.shl(raw, ir.Constant(words, [16] * LANES)), _VECTOR)
+
+
+def _load_scalar(builder: ir.IRBuilder, dtype: Any, place: Any) -> Any:
+    if dtype == types.float32:
+        return builder.load(place)
+    return builder.bitcast(builder.shl(builder.zext(builder.load(place), _WORD), _WORD(16)), _FLOAT)
+
+
+def panel_offsets(panels: int, features: int) -> np.ndarray:
+    """Where each panel of an activation [panels, features, LANES] begins."""
+    return np.arange(panels, dtype=np.int64) * (features * LANES)

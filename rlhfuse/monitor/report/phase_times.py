@@ -1,0 +1,79 @@
+"""Where the time of a run went: one row per phase, and one for all that is none of them.
+
+Means over the iterations after warm-up, because the first ones compile kernels and measure costs. Reads metrics and
+nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+PHASES = {  # metric -> what people call it
+    "timing_s/gen": "generation",
+    "timing_s/infer": "inference beyond it",
+    "timing_s/train": "training",
+    "timing_s/reshard": "weights moved",
+    "timing_s/adv": "rewards and advantages",
+    "timing_s/books": "books and logs",
+}
+UTILISATION = {
+    "perf/mfu/gen_infer": "generation and inference",
+    "perf/mfu/actor": "actor's training",
+    "perf/mfu/critic": "critic's training",
+    "perf/mfu/step": "whole iteration",
+}
+WARM_UP_ITERATIONS = 1
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """Mean seconds of one phase in an iteration, and its share of the iteration."""
+
+    name: str
+    seconds: float
+    share: float
+
+
+def after_warm_up(rows: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """The iterations that figures are taken from: all but the first of the run, or that one if there is no other."""
+    return [row for row in rows if row["iteration"] >= WARM_UP_ITERATIONS] or rows
+
+
+def whole_seconds(row: dict[str, Any]) -> float:
+    """From the start of an iteration to the start of the next: the step, then forecasts, R_t, logs and checkpoints."""
+    return row["timing_s/step"] + row.get("timing_s/books", 0.0)
+
+
+def phase_times(rows: Sequence[dict[str, Any]]) -> list[PhaseTime]:
+    """One row per phase of `PHASES` that the run measured, then "other" and "iteration"."""
+    kept = after_warm_up(rows)
+    whole = sum(map(whole_seconds, kept)) / len(kept) if kept else 0.0
+    seconds = {name: _mean(kept, metric) for metric, name in PHASES.items() if any(metric in row for row in kept)}
+    seconds["other"] = whole - sum(seconds.values())
+    seconds["iteration"] = whole
+    return [PhaseTime(name, value, value / whole if whole else 0.0) for name, value in seconds.items()]
+
+
+def samples_per_second(rows: Sequence[dict[str, Any]]) -> float:
+    """Samples over time, of the iterations after warm-up."""
+    kept = after_warm_up(rows)
+    seconds = sum(map(whole_seconds, kept))
+    return sum(row["perf/samples_per_second"] * row["timing_s/step"] for row in kept) / seconds if seconds else 0.0
+
+
+def _mean(rows: Sequence[dict[str, Any]], metric: str) -> float:
+    values = [row[metric] for row in rows if row.get(metric) is not None]
+    return sum(values) / len(values) if values else 0.0
+
+
+def render_phase_times(rows: Sequence[dict[str, Any]]) -> str:
+    """The table as text, printed at the end of a run."""
+    times = phase_times(rows)
+    kept = after_warm_up(rows)
+    width = max(len(one.name) for one in times)
+    lines = [f"mean of {len(kept)} iterations, {samples_per_second(rows):.4g} samples per second"]
+    lines += [f"  {one.name:{width}s} {one.seconds:9.3f} s {one.share:6.1%}" for one in times]
+    used = [f"{name} {_mean(kept, metric):.1%}" for metric, name in UTILISATION.items() if metric in kept[-1]]
+    return "\n".join([*lines, f"share of the ranks' peak FLOP/s: {', '.join(used)}"] if used else lines)

@@ -1,0 +1,116 @@
+"""A run on one page: curves, where the time went, timeline, fused schedule, R_t, samples, plan against measured.
+
+The page holds everything itself: pictures are SVG in it, there are no scripts, and nothing is fetched, so that it
+opens offline and can be sent to somebody. The words and their order stand in report.html; here is what fills them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from rlhfuse.monitor.report import charts
+from rlhfuse.monitor.report.memory_table import MemoryTable
+from rlhfuse.monitor.report.phase_times import after_warm_up, phase_times, samples_per_second
+from rlhfuse.monitor.report.run_files import RunFiles
+from rlhfuse.monitor.trace import iteration_figure
+from rlhfuse.schedule.draw import draw_schedule
+
+CURVES = (  # title, metrics drawn together
+    ("score", ("critic/score/mean",)),
+    ("KL to the reference", ("actor/ref_kl",)),
+    ("response tokens", ("response_length/mean", "response_length/max")),
+    ("entropy", ("actor/entropy",)),
+    ("policy loss", ("actor/pg_loss",)),
+    ("clipped share of tokens", ("actor/pg_clipfrac", "critic/vf_clipfrac")),
+    ("value loss", ("critic/vf_loss",)),
+    ("explained variance of values", ("critic/vf_explained_var",)),
+    ("gradient norm", ("actor/grad_norm", "critic/grad_norm")),
+    ("learning rate", ("actor/lr", "critic/lr")),
+    ("log-probability, generation against training", ("rollout/train_logprob_abs_diff",)),
+    ("samples per second", ("perf/samples_per_second",)),
+    ("model FLOP utilisation", ("perf/mfu/actor", "perf/mfu/critic", "perf/mfu/gen_infer")),
+    ("peak memory, GB", tuple(f"perf/peak_memory_gb/{phase}" for phase in ("generation", "inference", "training"))),
+)
+MOST_SAMPLES = 24  # shown: the first and the last iterations' are what people compare
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One predicted figure beside what was measured, both in `unit`."""
+
+    name: str
+    predicted: float
+    measured: float
+    unit: str
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, relative to what was measured."""
+        return self.predicted / self.measured - 1 if self.measured else 0.0
+
+
+def render_report(run: RunFiles) -> str:
+    """The page as HTML text."""
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    rows = run.rows
+    curves = [charts.curve(rows, metrics, title) for title, metrics in CURVES]
+    return environment.get_template("report.html").render(
+        run=run,
+        name=run.folder.resolve().name,
+        iterations=len(rows),
+        speed=samples_per_second(rows),
+        score=(rows[0].get("critic/score/mean"), rows[-1].get("critic/score/mean")),
+        plan=run.plan,
+        curves=[svg for svg in curves if svg],
+        phases=phase_times(rows),
+        phase_bars=charts.phase_bars(rows),
+        timeline=_timeline(run),
+        schedule=charts.inline(draw_schedule(run.schedule, "svg").decode()) if run.schedule else "",
+        threshold=charts.threshold_history(rows),
+        comparisons=compare_plan(run),
+        memory=MemoryTable.of(run.plan, rows),
+        samples=_chosen(run.samples),
+    )
+
+
+def compare_plan(run: RunFiles) -> list[Comparison]:
+    """What plan.json predicted before the run beside the mean of the iterations after warm-up."""
+    if run.plan is None:
+        return []
+    seconds, kept = run.plan["seconds"], after_warm_up(run.rows)
+
+    def mean(name: str) -> float:
+        return sum(row.get(name) or 0.0 for row in kept) / len(kept)
+
+    moves = seconds.get("weight_moves")  # None in a plan of version 1, which left them out
+    first = [] if moves is None else [Comparison("weights moved", moves, mean("timing_s/reshard"), "s")]
+    whole = (moves or 0.0) + seconds["gen_infer_fused"] + seconds["training_fused"]
+    return [
+        *first,
+        Comparison("generation and inference", seconds["gen_infer_fused"], mean("fusion/gen_infer_seconds"), "s"),
+        Comparison("training", seconds["training_fused"], mean("timing_s/train"), "s"),
+        Comparison("iteration", whole, mean("timing_s/step"), "s"),
+    ]
+
+
+def _timeline(run: RunFiles) -> str:
+    spans = run.last_iteration_spans()
+    if not spans:
+        return ""
+    figure = iteration_figure(spans, title="last iteration of the trace, predicted above measured")
+    return charts.svg_text(figure)
+
+
+def _chosen(samples: Sequence[Any]) -> list[Any]:
+    """The first and last of them, in order."""
+    if len(samples) <= MOST_SAMPLES:
+        return list(samples)
+    return [*samples[: MOST_SAMPLES // 2], *samples[-(MOST_SAMPLES // 2) :]]

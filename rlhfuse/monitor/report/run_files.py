@@ -1,0 +1,75 @@
+"""What a run left in its directory, read back as values.
+
+Only metrics.jsonl and config.yaml must be there; whatever else is missing (a run that was killed early, logs that
+were switched off) is None or empty. Knows nothing of how it is shown.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhfuse.errors import InputError
+from rlhfuse.monitor.metrics import read_metrics
+from rlhfuse.monitor.samples import SampleText, read_samples
+from rlhfuse.monitor.trace import Span, load_trace
+from rlhfuse.schedule.io import load_schedule
+from rlhfuse.schedule.ir.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """`plan` is plan.json as it is written; `rows` one object per iteration; `spans` those of trace.json."""
+
+    folder: Path
+    config: str
+    rows: tuple[dict[str, Any], ...]
+    plan: dict[str, Any] | None
+    schedule: Schedule | None
+    spans: tuple[Span, ...]
+    samples: tuple[SampleText, ...]
+    finished: bool
+
+    @staticmethod
+    def read(folder: str | Path) -> RunFiles:
+        """Raises InputError naming what is missing or broken."""
+        run = Path(folder)
+        if not run.is_dir():
+            raise InputError(f"{run} is no folder; give a run directory (a trainer.output_dir)")
+        rows = read_metrics(run / "metrics.jsonl")
+        if not rows:
+            raise InputError(f"{run / 'metrics.jsonl'} holds no iteration yet")
+        try:
+            config = (run / "config.yaml").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise InputError(f"{run} has no config.yaml; give a run directory (a trainer.output_dir)") from None
+        return RunFiles(
+            folder=run,
+            config=config,
+            rows=tuple(rows),
+            plan=_json(run / "plan.json"),
+            schedule=load_schedule(run / "schedule.json") if (run / "schedule.json").exists() else None,
+            spans=tuple(load_trace(run / "trace.json")) if (run / "trace.json").exists() else (),
+            samples=tuple(read_samples(run / "samples.jsonl")) if (run / "samples.jsonl").exists() else (),
+            finished=(run / "finished.json").exists(),
+        )
+
+    def last_iteration_spans(self) -> list[Span]:
+        """Spans from the last move of weights on, which begins an iteration; none where the trace holds none."""
+        starts = [span.start_seconds for span in self.spans if span.kind == "reshard" and span.group == "measured"]
+        if not starts:
+            return []
+        ranks = len({span.rank for span in self.spans if span.kind == "reshard"})
+        begin = sorted(starts)[-ranks]
+        return [span for span in self.spans if span.start_seconds >= begin]
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is not valid JSON: {error}") from None

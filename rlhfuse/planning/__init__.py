@@ -1,0 +1,1 @@
+"""The plan of a run: what is decided before anything is launched."""

@@ -1,0 +1,200 @@
+"""The plan of a run: everything decided before it starts, in a file that a person can read and diff.
+
+A `Plan` is a value: it prints for people, writes itself as plan.json and reads itself back. It knows nothing of how
+it is made (planning/planner.py) and nothing of torch, process groups or the engine.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.decisions.layout_moves import LayoutMove
+from rlhfuse.decisions.layouts import BatchArithmetic, Task
+from rlhfuse.decisions.migration import MoveCost
+from rlhfuse.errors import InputError
+from rlhfuse.files import write_text
+from rlhfuse.planning.memory import PhaseMemory, readable_bytes
+from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.iteration import IterationSeconds
+from rlhfuse.simulator.threshold import Threshold
+
+VERSION = 2  # 1 had no weight moves in its seconds
+
+
+WORTH_SEARCHING = 0.01  # gap of a schedule above which people should know how to search on
+
+
+@dataclass(frozen=True)
+class ScheduleSummary:
+    """One mini-batch's training schedule; seconds are predictions, activations are bytes on the fullest rank."""
+
+    source: str
+    nodes: int
+    makespan_seconds: float
+    lower_bound_seconds: float
+    serial_makespan_seconds: float
+    peak_activation_bytes: float
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the bound, which no schedule can beat, as a part of it."""
+        return self.makespan_seconds / self.lower_bound_seconds - 1
+
+    def lines(self) -> tuple[str, ...]:
+        longer = (
+            "to search longer, also under MPI: tools/plan.py --problem, tools/search_schedule.py, then fusion.schedule",
+        )
+        return (
+            f"{self.makespan_seconds:.4g} s, lower bound {self.lower_bound_seconds:.4g} s: gap {self.gap:.2%}; all "
+            f"models one after the other, each 1F1B: {self.serial_makespan_seconds:.4g} s",
+            f"activations up to {readable_bytes(self.peak_activation_bytes)} on the fullest rank",
+            self.source,
+            *(longer if self.gap > WORTH_SEARCHING else ()),
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do and what it is predicted to cost.
+
+    `memory` holds where all samples are as long as they can become: micro-batches then have `microbatch_tokens`.
+    `process_bytes` is what a rank's process takes of `memory_limit` beside it. `threshold_samples` is R_t, or None
+    where it is chosen from the lengths of the first iteration; `threshold` holds the curve it was read from, if any.
+    `limits` and `move_cost` are the numbers from which every rank computes the same migration plan. `files` are what
+    the run will write: names, and what each is.
+    """
+
+    world_size: int
+    hardware: str
+    dtype: str
+    tasks: tuple[Task, ...]
+    batch: BatchArithmetic
+    memory: tuple[PhaseMemory, ...]
+    memory_limit: float
+    memory_limit_source: str
+    microbatch_tokens: float
+    process_bytes: int
+    ranks_per_node: int
+    weight_moves: tuple[LayoutMove, ...]
+    seconds: IterationSeconds
+    schedule: ScheduleSummary
+    threshold_samples: int | None
+    threshold: Threshold | None
+    limits: InstanceLimits
+    move_cost: MoveCost
+    files: tuple[tuple[str, str], ...]
+    threshold_reasons: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+    def to_dict(self) -> dict:
+        raw = {"version": VERSION, **asdict(self)}
+        raw["tasks"] = [{**asdict(task), "layout": str(task.layout), "ranks": list(task.ranks)} for task in self.tasks]
+        raw["threshold"] = self.threshold.to_dict() if self.threshold else None
+        raw["weight_moves"] = [move.to_dict() for move in self.weight_moves]
+        raw["memory"] = [asdict(phase) for phase in self.memory]
+        return json.loads(json.dumps(raw))  # tuples as JSON has them
+
+    @staticmethod
+    def from_dict(raw: dict, where: str = "plan") -> Plan:
+        """Inverse of `to_dict`. Raises InputError naming `where` and the field."""
+        try:
+            fields = dict(raw)
+            if fields.pop("version") != VERSION:
+                raise InputError(
+                    f"{where}: version {raw['version']!r} is unknown; this program reads version {VERSION}"
+                )
+            fields["tasks"] = tuple(
+                Task(row["name"], row["role"], ParallelLayout.parse(row["layout"]), tuple(row["ranks"]))
+                for row in raw["tasks"]
+            )
+            fields["batch"] = BatchArithmetic(**raw["batch"])
+            fields["memory"] = tuple(PhaseMemory(**phase) for phase in raw["memory"])
+            fields["weight_moves"] = tuple(LayoutMove.from_dict(move) for move in raw["weight_moves"])
+            fields["seconds"] = IterationSeconds(**raw["seconds"])
+            fields["schedule"] = ScheduleSummary(**raw["schedule"])
+            fields["threshold"] = Threshold.from_dict(raw["threshold"], where) if raw["threshold"] else None
+            fields["limits"], fields["move_cost"] = InstanceLimits(**raw["limits"]), MoveCost(**raw["move_cost"])
+            fields["files"] = tuple((path, what) for path, what in raw["files"])
+            fields["reasons"], fields["threshold_reasons"] = tuple(raw["reasons"]), tuple(raw["threshold_reasons"])
+            return Plan(**fields)
+        except (KeyError, TypeError) as error:
+            raise InputError(f"{where} is no plan.json: {error}; write one with tools/plan.py --json") from None
+
+    def render(self) -> str:
+        """The plan as text for people."""
+        blocks = (
+            (f"plan for {self.world_size} ranks of {self.hardware}, {self.dtype}", ()),
+            ("tasks", tuple(str(task) for task in self.tasks)),
+            ("batch", (*self.batch.lines(), f"a micro-batch has up to {self.microbatch_tokens:,.0f} tokens")),
+            ("memory per rank, at most: when all samples are as long as they can become", self._memory_lines()),
+            ("weight moves per iteration, all ranks together", self._move_lines()),
+            ("predicted seconds per iteration", self._seconds_lines()),
+            ("training schedule of a mini-batch", self.schedule.lines()),
+            ("R_t, the unfinished samples at which instances are freed to score", self.threshold_reasons),
+            ("files", tuple(f"{path:28s} {what}" for path, what in self.files)),
+            ("why", self.reasons),
+        )
+        return "\n".join("\n".join((head, *(f"  {line}" for line in lines))) for head, lines in blocks)
+
+    def needed_bytes(self, phase: PhaseMemory) -> int:
+        """Of `memory_limit`, on the fullest rank; on a CPU host copies are part of it."""
+        return phase.device + self.process_bytes + (phase.host if self.hardware == "cpu" else 0)
+
+    def _memory_lines(self) -> tuple[str, ...]:
+        columns = ("weights", "optimizer", "gradients", "activations", "kv", "buckets", "host")
+        lines = ["phase      " + "".join(f"{name:>12s}" for name in (*columns, "process", "needed", "of limit"))]
+        for phase in self.memory:
+            needed = self.needed_bytes(phase)
+            shown = [readable_bytes(getattr(phase, name)) for name in columns]
+            shown += [readable_bytes(self.process_bytes), readable_bytes(needed), f"{needed / self.memory_limit:.1%}"]
+            lines.append(f"{phase.phase:11s}" + "".join(f"{text:>12s}" for text in shown))
+        host = "host copies count"
+        if self.hardware != "cpu":
+            parked = readable_bytes(self.ranks_per_node * max(phase.host for phase in self.memory))
+            host += f" for host memory alone: {parked} on a node of {self.ranks_per_node} ranks"
+        lines.append(f"limit {readable_bytes(self.memory_limit)} ({self.memory_limit_source}); {host}")
+        return tuple(lines)
+
+    def _move_lines(self) -> tuple[str, ...]:
+        columns = ("stays", "within", "across", "minimum_across", "fullest_sender", "fullest_receiver")
+        titles = ("on its rank", "in a node", "across", "at least", "top sender", "top receiver")
+        lines = ["move" + " " * 45 + "".join(f"{title:>13s}" for title in titles) + "     seconds"]
+        for move in self.weight_moves:
+            values = "".join(f"{readable_bytes(getattr(move.traffic, name)):>13s}" for name in columns)
+            lines.append(f"{f'{move.source} -> {move.target}':49s}{values}{move.seconds:12.3g}")
+        return tuple(lines)
+
+    def _seconds_lines(self) -> tuple[str, ...]:
+        s = self.seconds
+        rows = [
+            ("weights moved", s.weight_moves, s.weight_moves),
+            ("generation and inference", s.gen_infer_serial, s.gen_infer_fused),
+            (f"training, {self.batch.optimizer_steps} mini-batches", s.training_serial, s.training_fused),
+            ("iteration", s.serial, s.fused),
+        ]
+        if s.generation_serial is not None and s.generation_fused is not None:
+            rest = s.gen_infer_serial - s.generation_serial, s.gen_infer_fused - s.generation_fused
+            rows[1:2] = [("generation", s.generation_serial, s.generation_fused), ("inference beyond it", *rest)]
+        head = f"{'':26s}{'serial':>12s}{'fused':>12s}"
+        lines = [f"{name:26s}{serial:12.4g}{fused:12.4g}" for name, serial, fused in rows]
+        return (head, *lines[:-1], f"{lines[-1]}  (x{s.speedup:.2f})")
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read plan.json. Raises InputError naming the file."""
+    try:
+        return Plan.from_dict(json.loads(Path(path).read_text()), str(path))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path} is not valid JSON: {error}") from None
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """Write beside and rename. Raises InputError where that fails."""
+    write_text(path, json.dumps(plan.to_dict(), indent=1) + "\n")

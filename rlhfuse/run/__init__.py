@@ -1,0 +1,1 @@
+"""One job: from a checked configuration to exported weights."""

@@ -1,0 +1,48 @@
+"""The reward function of a run as the runtime asks for it: rollouts in, scores by sample id out.
+
+Decodes the sampled tokens for the function; nothing is ever encoded again. Which row of the prompt files a sample
+belongs to follows from its id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhfuse.data.reward_function import RewardCall
+from rlhfuse.data.reward_workers import RewardWorkers
+from rlhfuse.data.sampler import PromptSampler, sample_origin
+from rlhfuse.ppo.rollout import Rollout
+from rlhfuse.run.preflight import Prepared
+
+
+class FunctionRewarder:
+    """A `Rewarder` that calls the function of the configuration, in processes of its own."""
+
+    def __init__(self, prepared: Prepared, sampler: PromptSampler) -> None:
+        config = prepared.config
+        self._prompts, self._tokenizer, self._sampler = prepared.prompts, prepared.tokenizer, sampler
+        self._count = config.rollout.prompts_per_iteration
+        self._drawn: tuple[int, list[int]] = (-1, [])  # the iteration asked for last, and its prompts
+        self._workers = RewardWorkers(
+            config.reward.function, config.reward.signature, config.reward.workers, config.reward.timeout_seconds
+        )
+
+    def submit(self, rollouts: Sequence[Rollout]) -> None:
+        """Queue finished samples; returns at once. Raises RewardError when an earlier one failed."""
+        self._workers.submit([self._call(rollout) for rollout in rollouts])
+
+    def finish(self) -> dict[int, float]:
+        """Sample id -> what the function said of everything submitted; waits. Raises RewardError."""
+        return self._workers.finish()
+
+    def close(self) -> None:
+        """End the processes."""
+        self._workers.close()
+
+    def _call(self, rollout: Rollout) -> RewardCall:
+        iteration, place, _ = sample_origin(rollout.sample_id)
+        if self._drawn[0] != iteration:
+            self._drawn = iteration, self._sampler.prompts_of(iteration, self._count)
+        prompt = self._prompts[self._drawn[1][place]]
+        text = self._tokenizer.decode(rollout.response_tokens, skip_special_tokens=True)
+        return RewardCall(rollout.sample_id, prompt.row, prompt.text, text, rollout.response_tokens, prompt.where)

@@ -1,0 +1,101 @@
+"""A generation trial: prompts of the run's data through the engine, in this process alone.
+
+It shows how long the actor's responses are and what the engine's steps cost here, before any run was made. The
+actor is loaded whole, so a generation instance of several ranks is measured as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import ModelSpec
+from rlhfuse.costs.measured import DecodeObservation, TokensObservation
+from rlhfuse.data.prompts import load_prompts
+from rlhfuse.data.sampler import PromptSampler, sample_id
+from rlhfuse.gen.engine import Engine, EngineOptions
+from rlhfuse.gen.sequence import GenerationResult, SamplingParams
+from rlhfuse.models.hf import load_tokenizer, resolve_checkpoint
+from rlhfuse.parallel.device import choose_device
+from rlhfuse.planning.planner import kv_blocks
+from rlhfuse.run.preflight import encoder
+from rlhfuse.simulator.lengths import SampleLengths
+
+WARM_UP_TOKENS = 4  # of a sample before the trial: compiling kernels is no step of a run
+
+
+@dataclass(frozen=True)
+class GenerationTrial:
+    """Lengths of the samples, in order, and what the steps took."""
+
+    lengths: SampleLengths
+    decode: tuple[DecodeObservation, ...]
+    prefill: tuple[TokensObservation, ...]
+
+
+def run_trial(config: RunConfig, prompts: int, progress: Callable[[str], None]) -> GenerationTrial:
+    """Complete the first `prompts` prompts that the run would draw, each once; `progress` is told of every end.
+
+    Raises InputError for a model, a tokenizer or data that a run would refuse.
+    """
+    folder = resolve_checkpoint(config.actor.path, "actor.path")
+    spec = ModelSpec.from_config(folder)
+    tokenizer = load_tokenizer(resolve_checkpoint(config.actor.tokenizer, "actor.tokenizer"), spec)
+    data = load_prompts(
+        config.data.train_files,
+        config.data.prompt_key,
+        encoder(tokenizer, config),
+        config.data.max_prompt_tokens,
+        config.data.filter_long_prompts,
+        dialogues_as_turns=config.data.apply_chat_template,
+    )
+    engine = _engine(config, folder)
+    rollout = config.rollout
+    params = SamplingParams(
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        max_tokens=rollout.max_response_tokens,
+        seed=config.trainer.seed,
+    )
+    drawn = PromptSampler(len(data), config.trainer.seed).prompts_of(0, prompts)
+    engine.generate([data[drawn[0]].tokens], SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True))
+    places = {sample_id(0, place, 0): place for place in range(prompts)}
+    for number, index in zip(places, drawn):
+        engine.add(number, data[index].tokens, params)
+    results: dict[int, GenerationResult] = {}
+    decode, prefill = [], []
+    while engine.has_unfinished():
+        ended = engine.step()
+        stats = engine.last_step
+        if stats.prefill_tokens:
+            prefill.append(TokensObservation(stats.prefill_tokens, stats.batch, stats.seconds))
+        else:
+            decode.append(DecodeObservation(stats.batch, stats.context_tokens, stats.seconds))
+        results |= {places[result.sample_id]: result for result in ended}
+        if ended:
+            progress(f"{len(results)} of {prompts} samples finished")
+    ordered = [results[place] for place in range(prompts)]
+    lengths = SampleLengths(
+        tuple(len(result.prompt_tokens) for result in ordered), tuple(len(result.tokens) for result in ordered)
+    )
+    return GenerationTrial(lengths, tuple(decode), tuple(prefill))
+
+
+def _engine(config: RunConfig, folder: Path) -> Engine:
+    """The run's engine, with room for one instance's samples."""
+    rollout = config.rollout
+    device = choose_device(config.trainer.device, 0, config.trainer.threads_per_rank)
+    options = EngineOptions(
+        num_blocks=kv_blocks(config, 1),
+        block_tokens=rollout.block_tokens,
+        max_sequences=rollout.max_sequences_per_instance,
+        max_batched_tokens=rollout.max_batched_tokens,
+        cuda_graphs=rollout.cuda_graphs,
+    )
+    dtype = getattr(torch, config.trainer.dtype)
+    return Engine.from_pretrained(folder, options, device=device.torch_device, dtype=dtype)

@@ -1,0 +1,1 @@
+"""Measures what work costs on the machine at hand."""

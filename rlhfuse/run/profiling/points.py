@@ -1,0 +1,107 @@
+"""What of a run is measured: counts in powers of two up to the largest that it can meet, and tensor degrees.
+
+Knows nothing of how anything is measured; does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.errors import InputError
+from rlhfuse.planning.planner import kv_blocks
+
+SMALLEST_CONTEXT = 64
+SMALLEST_TOKENS = 64
+MOST_SEQUENCES = 64  # of one prefill or pack: beyond it seconds go on along a straight line
+BYTES = tuple(1 << power for power in range(12, 27, 2))  # of transfers: 4 KiB to 64 MiB
+
+
+@dataclass(frozen=True)
+class Points:
+    """The grids of one run; `longest`: most tokens of one sample, `capacity`: tokens of an instance's cache."""
+
+    longest: int
+    capacity: int
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    tokens: tuple[int, ...]  # of one prefill, and of one pack that is scored
+    sequences: tuple[int, ...]
+    training_tokens: tuple[int, ...]  # of one micro-batch
+
+    def decode(self) -> list[tuple[int, int]]:
+        """(batch, context of one sequence), as far as the cache holds them; the cheap ones first."""
+        cells = [(b, c) for b, c in product(self.batches, self.contexts) if b * c <= self.capacity]
+        return sorted(cells, key=lambda cell: cell[0] * cell[1])
+
+    def packs(self) -> list[tuple[int, int]]:
+        """(tokens, sequences) of prefills and packs; the cheap ones first.
+
+        Every sequence stays below `longest`, so that a token can be drawn.
+        """
+        cells = [(t, s) for t, s in product(self.tokens, self.sequences) if t <= s * (self.longest - 1)]
+        return sorted(cells)
+
+
+def powers_of_two(first: int, last: int) -> tuple[int, ...]:
+    """first, twice that, ..., and `last` itself."""
+    found = [min(first, last)]
+    while found[-1] * 2 < last:
+        found.append(found[-1] * 2)
+    return tuple(found if found[-1] == last else [*found, last])
+
+
+def points_of(config: RunConfig) -> Points:
+    """What this run can meet on one instance."""
+    rollout, instances = config.rollout, ParallelLayout.parse(config.parallel.generation).dp
+    longest = config.data.max_prompt_tokens + rollout.max_response_tokens
+    batch = min(rollout.max_sequences_per_instance, config.samples_per_iteration)
+    pipelines = ParallelLayout.parse(config.parallel.actor_train).dp
+    microbatches = config.algorithm.minibatches * pipelines * config.fusion.actor_microbatches
+    samples = max(1, config.samples_per_iteration // microbatches)
+    most = max(rollout.max_batched_tokens, SMALLEST_TOKENS)
+    return Points(
+        longest=longest,
+        capacity=kv_blocks(config, instances) * rollout.block_tokens,
+        batches=powers_of_two(1, batch),
+        contexts=powers_of_two(SMALLEST_CONTEXT, longest),
+        tokens=powers_of_two(SMALLEST_TOKENS, most),
+        sequences=tuple(s for s in (1, 8, MOST_SEQUENCES) if s <= most),
+        training_tokens=powers_of_two(SMALLEST_TOKENS, max(2 * SMALLEST_TOKENS, samples * longest)),
+    )
+
+
+@dataclass(frozen=True)
+class TensorDegrees:
+    """Tensor-parallel degree of every task."""
+
+    generation: int
+    score: Mapping[str, int]  # by role
+    training: Mapping[str, int]
+
+    @staticmethod
+    def of(config: RunConfig) -> TensorDegrees:
+        def tp(task: str) -> int:
+            return ParallelLayout.parse(getattr(config.parallel, task)).tp
+
+        return TensorDegrees(
+            tp("generation"),
+            {role: tp(f"{role}_inference") for role in config.scorers()},
+            {role: tp(f"{role}_train") for role in config.trained()},
+        )
+
+
+def check_world(config: RunConfig, world: int) -> None:
+    """Raise InputError unless `world` ranks hold whole replicas of every task."""
+    degrees = TensorDegrees.of(config)
+    every = {"generation": degrees.generation, **{f"{role}_inference": tp for role, tp in degrees.score.items()}}
+    every.update({f"{role}_train": tp for role, tp in degrees.training.items()})
+    for task, tp in every.items():
+        if world % tp:
+            raise InputError(
+                f"{world} ranks % tp({tp}) of parallel.{task} = {world % tp}, must be 0; start a multiple of {tp} "
+                "ranks with torchrun"
+            )

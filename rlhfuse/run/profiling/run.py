@@ -1,0 +1,249 @@
+"""Measure a run's work on the ranks at hand: instance 0 works at every point, beside each neighbour there is.
+
+    models and points -> decode, prefill, scoring beside idle, decoding, scoring -> loading, training -> transfers
+
+A measured value is the mean of REPEATS runs without the fastest and the slowest. Where the time limit is reached,
+the points that are left lie on a straight line through those that were measured.
+
+Knows nothing of how the values are used. Paper section 6 (profiling ahead of a run).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.costs.analytic import NEIGHBOURS
+from rlhfuse.costs.grid import Grid
+from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
+from rlhfuse.gen.cpu.warm_up import compile_kernels
+from rlhfuse.parallel.device import Device, local_rank
+from rlhfuse.parallel.groups import GroupMaker, connect, plain_grid
+from rlhfuse.run.profiling.company import IDLE_SECONDS, STOP, Company
+from rlhfuse.run.profiling.points import BYTES, Points, TensorDegrees, points_of
+from rlhfuse.run.profiling.work import Builder, GenerationWork, ScoreWork, TrainingWork, load_seconds
+
+REPEATS = 5
+AT_LEAST = 4  # points of every kind, whatever the time limit: the line through the others needs them
+Say = Callable[[str], None]
+
+
+def steady_mean(seconds: Sequence[float]) -> float:
+    """The mean without the extremes, which belong to the machine and not to the work."""
+    ordered = sorted(seconds)
+    kept = ordered[1:-1] if len(ordered) > 2 else ordered
+    return sum(kept) / len(kept)
+
+
+class Profiler:
+    """Everything of a profile on one rank."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        specs: Mapping[str, ModelSpec],
+        device: Device,
+        store: dist.Store,
+        limit_seconds: float,
+        say: Say,
+    ) -> None:
+        self._config, self._specs, self._device, self._say = config, specs, device, say
+        self._tensors = TensorDegrees.of(config)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        self._instance, self._instances = rank // self._tensors.generation, world // self._tensors.generation
+        dtype = getattr(torch, config.trainer.dtype)
+        if not device.is_cuda:
+            if local_rank() == 0:
+                compile_kernels(dtype)
+            dist.barrier()
+        self._points: Points = points_of(config)
+        builder = Builder(rank, world, device, dtype, GroupMaker(config.trainer.hang_seconds))
+        say("building models with random weights")
+        self._generation = GenerationWork(config, specs["actor"], self._points, builder, self._tensors.generation)
+        self._score = {
+            role: ScoreWork(config, role, specs[role], builder, tp) for role, tp in self._tensors.score.items()
+        }
+        self._training = {
+            role: (self._train_work(role, 1, builder), self._train_work(role, self._deep(role), builder))
+            for role in config.trained()
+        }
+        replicas = ParallelLayout(self._instances, self._tensors.generation, 1)
+        self._tp_group = builder.groups.for_model("profile", plain_grid(replicas), rank).tp
+        connect([self._tp_group], device.torch_device)
+        self._company = Company(
+            store, self._instance, self._instances - 1, self._tp_group, device.torch_device, config.trainer.hang_seconds
+        )
+        neighbours = len(NEIGHBOURS) if self._instances > 1 else 1
+        self._measures = neighbours * (2 + len(self._score)) + len(self._training)  # that are still to come
+        self._deadline = time.monotonic() + limit_seconds  # without building and compiling, which happen once
+
+    def run(self) -> ProfiledCost | None:
+        """The profile, on the ranks of instance 0; None on the others. A collective."""
+        if self._instance:
+            self._company.keep(self._activities())
+            self._on_all_ranks()
+            return None
+        tables = self._beside_each_neighbour()
+        works = list(self._score.values())
+        self._company.become("idle")
+        swap_in = steady_mean([load_seconds(works, self._device) for _ in range(REPEATS)]) if works else 0.0
+        self._company.become(STOP)
+        if self._instances == 1:
+            self._say("one instance only: no neighbour was there, and bytes are priced as a copy within its memory")
+        facts = made_for(self._config, self._specs)
+        return ProfiledCost(facts, **tables, swap_in=swap_in, **self._on_all_ranks())
+
+    def _beside_each_neighbour(self) -> dict[str, dict]:
+        """Decoding, prefill and scoring on instance 0."""
+        decode, prefill, score = {}, {}, {role: {} for role in self._score}
+        for neighbour in NEIGHBOURS if self._instances > 1 else NEIGHBOURS[:1]:
+            if neighbour == "scoring" and not self._score:
+                continue  # nobody scores in this run
+            self._company.become(neighbour)
+            decode[neighbour] = self._measure(
+                f"decode beside {neighbour}",
+                (self._points.batches, self._points.contexts),
+                self._points.decode(),
+                lambda batch, context: steady_mean(self._generation.decode(batch, context, REPEATS)),
+                self._agreed,
+            )
+            prefill[neighbour] = self._packs(f"prefill beside {neighbour}", self._generation.prefill)
+            for role, work in self._score.items():
+                score[role][neighbour] = self._packs(f"scoring by {role} beside {neighbour}", work.score)
+        return {"decode": decode, "prefill": prefill, "score": score}
+
+    def _on_all_ranks(self) -> dict:
+        """What every rank measures at the same time, as it happens in a run."""
+        return {
+            "training": {role: self._train(role) for role in self._training},
+            "all_reduce": self._all_reduce(),
+            "move": _transfers(self._device, self._tensors.generation),
+        }
+
+    def _activities(self) -> dict[str, Callable[[], None]]:
+        """What this instance can do beside the measured one, a unit at a time."""
+        points = self._points
+        batch = min(max(points.batches), -(-self._config.samples_per_iteration // self._instances))
+        context = max(1, min(points.longest // 2, points.capacity // batch))
+
+        def score() -> None:
+            for work in self._score.values():
+                work.score(max(points.tokens), max(1, -(-max(points.tokens) // points.longest)))
+
+        return {
+            "idle": lambda: time.sleep(IDLE_SECONDS),
+            "decoding": lambda: self._generation.decode(batch, context, 32) and None,
+            "scoring": score,
+        }
+
+    def _packs(self, what: str, work: Callable[[int, int], float]) -> Grid:
+        def repeated(tokens: int, sequences: int) -> float:
+            work(tokens, sequences)  # warms up
+            return steady_mean([work(tokens, sequences) for _ in range(REPEATS)])
+
+        axes = (self._points.tokens, self._points.sequences)
+        return self._measure(what, axes, self._points.packs(), repeated, self._agreed)
+
+    def _measure(
+        self,
+        what: str,
+        axes: Sequence[Sequence[float]],
+        cells: Sequence[tuple],
+        work: Callable[..., float],
+        agree: Callable[[bool], bool],
+    ) -> Grid:
+        """Measure the cells in order, for this measure's share of the time left but at least AT_LEAST of them."""
+        began, measured = time.monotonic(), {}
+        end = began + max(0.0, self._deadline - began) / max(1, self._measures)
+        self._measures -= 1
+        for number, cell in enumerate(cells):
+            if number >= AT_LEAST and agree(time.monotonic() > end):
+                break
+            measured[cell] = work(*cell)
+        left = f", {len(cells) - len(measured)} points left out: time limit" if len(measured) < len(cells) else ""
+        self._say(f"{what}: {len(measured)} points in {time.monotonic() - began:.1f} s{left}")
+        return Grid.of(axes, measured)
+
+    def _agreed(self, over: bool) -> bool:
+        """What the leader of the instance says, on all of its ranks."""
+        return bool(self._company.agree(int(over)))
+
+    def _agreed_by_all(self, over: bool) -> bool:
+        told = torch.tensor([int(over)], device=self._device.torch_device)
+        dist.broadcast(told, 0)
+        return bool(told)
+
+    # training, links ------------------------------------------------------------------------------------------
+
+    def _deep(self, role: str) -> int:
+        """Layers of the deeper of the two models whose difference is that of the layers between them."""
+        layout = ParallelLayout.parse(getattr(self._config.parallel, f"{role}_train"))
+        return 1 + max(1, len(layout.stage_layers(self._specs[role].layers)[0]))
+
+    def _train_work(self, role: str, layers: int, builder: Builder) -> TrainingWork:
+        return TrainingWork(self._config, role, self._specs[role], layers, builder, self._tensors.training[role])
+
+    def _train(self, role: str) -> TrainingGrids:
+        """Of one layer and of the two ends, from a model of one layer and one of several."""
+        more, axis = self._deep(role) - 1, self._points.training_tokens
+        parts: dict[str, dict[tuple, float]] = {"lf": {}, "lb": {}, "ef": {}, "eb": {}}
+
+        def both(tokens: int) -> float:
+            thin, deep = (self._steps(work, tokens) for work in self._training[role])
+            for way, first, second in (("f", thin[0], deep[0]), ("b", thin[1], deep[1])):
+                layer = max(0.0, second - first) / more
+                parts[f"l{way}"][(tokens,)], parts[f"e{way}"][(tokens,)] = layer, max(0.0, first - layer)
+            return sum(deep)
+
+        dist.barrier()
+        self._measure(f"training of {role}", (axis,), [(tokens,) for tokens in axis], both, self._agreed_by_all)
+        return TrainingGrids(self._tensors.training[role], *(Grid.of((axis,), part) for part in parts.values()))
+
+    def _steps(self, work: TrainingWork, tokens: int) -> tuple[float, float]:
+        work.step(tokens, self._points.longest)  # warms up
+        rows = [work.step(tokens, self._points.longest) for _ in range(REPEATS)]
+        return steady_mean([row[0] for row in rows]), steady_mean([row[1] for row in rows])
+
+    def _all_reduce(self) -> Grid | None:
+        if self._tensors.generation == 1:
+            return None
+
+        def once(size: int) -> float:
+            buffer = torch.zeros(size // 4, device=self._device.torch_device)
+            self._device.synchronize()
+            start = time.perf_counter()
+            dist.all_reduce(buffer, group=self._tp_group)
+            self._device.synchronize()
+            return time.perf_counter() - start
+
+        return Grid.of((BYTES,), {(size,): steady_mean([once(size) for _ in range(REPEATS)]) for size in BYTES})
+
+
+def _transfers(device: Device, tp: int) -> Grid:
+    """Seconds one way between the leaders of the first and the last instance, of each size; a collective.
+
+    With one instance it is a copy within its memory. Only the first leader's values are true.
+    """
+    rank, last = dist.get_rank(), dist.get_world_size() - tp
+    measured = {}
+    for size in BYTES:
+        buffer = torch.zeros(size, dtype=torch.uint8, device=device.torch_device)
+        trips = []
+        for _ in range(REPEATS + 1):
+            device.synchronize()
+            start = time.perf_counter()
+            if last == 0:
+                buffer.clone()
+            elif rank in (0, last):
+                first, second = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
+                first(buffer, last - rank)
+                second(buffer, last - rank)
+            device.synchronize()
+            trips.append((time.perf_counter() - start) / (1 if last == 0 else 2))
+        measured[(size,)] = steady_mean(trips[1:])
+    return Grid.of((BYTES,), measured)

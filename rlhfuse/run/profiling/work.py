@@ -1,0 +1,215 @@
+"""The work that is measured: decode steps, prefills, scoring, training, loading, on models with random weights.
+
+Each kind is built once and then run at a point; a run returns the seconds of it, once the device is done. Nothing
+depends on what a weight is, as long as it is an ordinary number: checkpoints are not read, only their shapes.
+
+Knows nothing of which points are worth measuring, or of what other ranks do.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+from rlhfuse.models.build import WHOLE, Activations, build_model
+from rlhfuse.models.heads import token_logprobs
+from rlhfuse.models.stage import PackedTokens, PipelineStage
+from rlhfuse.parallel.device import Device
+from rlhfuse.parallel.groups import GroupMaker, plain_grid
+from rlhfuse.parallel.offload import ParkedWeights
+from rlhfuse.run.profiling.points import Points
+
+SCALAR_HEADS = ("reward", "critic")
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Builds whole models for one rank, in replicas of `tp` ranks over the whole world; a collective."""
+
+    rank: int
+    world: int
+    device: Device
+    dtype: torch.dtype
+    groups: GroupMaker
+
+    def build(
+        self, purpose: str, role: str, spec: ModelSpec, tp: int, activations: Activations = WHOLE
+    ) -> tuple[torch.nn.Module, dist.ProcessGroup]:
+        """A model of random weights, and its tensor-parallel group."""
+        grid = plain_grid(ParallelLayout(self.world // tp, tp, 1))
+        groups = self.groups.for_model(purpose, grid, self.rank)
+        model = build_model(
+            spec,
+            grid,
+            groups,
+            self.rank,
+            scalar_head=role in SCALAR_HEADS,
+            dtype=self.dtype,
+            device=self.device,
+            activations=activations,
+        )
+        randomise(model)
+        return model, groups.tp
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module) -> None:
+    """Matrices like those of a fresh model, vectors of ones."""
+    generator = torch.Generator(device=next(model.parameters()).device).manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0.0, 0.02, generator=generator)
+        else:
+            parameter.fill_(1.0)
+
+
+class GenerationWork:
+    """An engine of the run's size."""
+
+    def __init__(self, config: RunConfig, spec: ModelSpec, points: Points, builder: Builder, tp: int) -> None:
+        model, group = builder.build("generation", "actor", spec, tp)
+        model.requires_grad_(False)
+        self._random = random.Random(0)  # the same on every rank of the instance
+        self._vocab, self._context = spec.vocab, spec.context
+        self._batched_tokens = max(points.tokens)
+        self._next = 0
+        rollout = config.rollout
+        # Blocks of the run, those for tokens drawn while measuring, and enough for the largest prefill.
+        blocks = max(
+            points.capacity // rollout.block_tokens + 2 * max(points.batches),
+            max(points.tokens) // rollout.block_tokens + max(points.sequences),
+        )
+        self.engine = Engine(
+            spec,
+            dict(model.named_parameters()),
+            EngineOptions(
+                num_blocks=blocks,
+                block_tokens=rollout.block_tokens,
+                max_sequences=max(rollout.max_sequences_per_instance, max(points.sequences)),
+                max_batched_tokens=self._batched_tokens,
+                cuda_graphs=rollout.cuda_graphs,
+            ),
+            device=builder.device.torch_device,
+            dtype=builder.dtype,
+            tp_group=group if tp > 1 else None,
+        )
+
+    def decode(self, batch: int, context: int, steps: int) -> list[float]:
+        """Seconds of `steps` decode steps of `batch` sequences that hold about `context` tokens each."""
+        filling = -(-batch * context // self._batched_tokens) + 1  # steps in which the first ones draw already
+        drawn = filling + steps + 1
+        prompt = max(1, min(context - drawn // 2, self._context - drawn - filling))
+        ids = self._enter([prompt] * batch, drawn + filling)
+        seconds: list[float] = []
+        while len(seconds) <= steps:  # the first one warms up
+            self.engine.step()
+            if not self.engine.last_step.prefill_tokens:
+                seconds.append(self.engine.last_step.seconds)
+            if not self.engine.has_unfinished():
+                break
+        self._leave(ids)
+        return seconds[1:]
+
+    def prefill(self, tokens: int, sequences: int) -> float:
+        """Seconds of one prefill step."""
+        lengths = [tokens // sequences + (place < tokens % sequences) for place in range(sequences)]
+        ids = self._enter(lengths, 1)
+        self.engine.step()
+        seconds = self.engine.last_step.seconds
+        self._leave(ids)
+        return seconds
+
+    def _enter(self, prompts: list[int], max_tokens: int) -> list[int]:
+        ids = list(range(self._next, self._next + len(prompts)))
+        self._next += len(prompts)
+        for sample_id, length in zip(ids, prompts):
+            prompt = [self._random.randrange(self._vocab) for _ in range(length)]
+            self.engine.add(sample_id, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+        return ids
+
+    def _leave(self, ids: list[int]) -> None:
+        unfinished = {state.sample_id for state in self.engine.unfinished()}
+        for sample_id in ids:
+            if sample_id in unfinished:
+                self.engine.abort(sample_id)
+
+
+class ScoreWork:
+    """One frozen model, its weights parked or in use."""
+
+    def __init__(self, config: RunConfig, role: str, spec: ModelSpec, builder: Builder, tp: int) -> None:
+        model, self._group = builder.build(f"{role}_inference", role, spec, tp)
+        model.requires_grad_(False)
+        self.parked = ParkedWeights(model, builder.device)
+        self._stage = PipelineStage(model, first=True, last=True, scalar_head=role in SCALAR_HEADS)
+        self._vocab, self._temperature, self._device = spec.vocab, config.rollout.temperature, builder.device
+
+    @torch.no_grad()
+    def score(self, tokens: int, sequences: int) -> float:
+        """Seconds of one packed forward, with the log-probabilities where there is an output layer."""
+        packed = pack(tokens, sequences, self._device)
+        self._device.synchronize()
+        start = time.perf_counter()
+        out = self._stage.forward(packed, None)
+        if not self._stage.scalar_head:
+            token_logprobs(out[:tokens], packed.tokens[:tokens], self._vocab, self._temperature, self._group)
+        self._device.synchronize()
+        return time.perf_counter() - start
+
+
+def load_seconds(works: list[ScoreWork], device: Device) -> float:
+    """Bringing all parked models in at the same time, as a worker does."""
+    for work in works:
+        work.parked.park()
+    start = time.perf_counter()
+    for work in works:
+        work.parked.begin_load()
+    for work in works:
+        work.parked.finish_load()
+    device.synchronize()
+    return time.perf_counter() - start
+
+
+class TrainingWork:
+    """A trained model of so many layers with both ends, without its optimizer."""
+
+    def __init__(self, config: RunConfig, role: str, spec: ModelSpec, layers: int, builder: Builder, tp: int) -> None:
+        activations = Activations(config.parallel.sequence_parallel, config.trainer.recompute == "full")
+        spec = replace(spec, layers=layers)
+        model, self._group = builder.build(f"{role}_train", role, spec, tp, activations)
+        self._stage = PipelineStage(model, first=True, last=True, scalar_head=role in SCALAR_HEADS)
+        self._vocab, self._temperature, self._device = spec.vocab, config.rollout.temperature, builder.device
+
+    def step(self, tokens: int, longest: int) -> tuple[float, float]:
+        """Seconds of forward and loss, and of the backward, of one micro-batch of sequences of up to `longest`."""
+        packed = pack(tokens, -(-tokens // longest), self._device, self._stage.shards)
+        self._device.synchronize()
+        start = time.perf_counter()
+        out = self._stage.forward(packed, None)
+        if self._stage.scalar_head:
+            loss = out[:tokens].float().square().mean()
+        else:
+            logprobs, _ = token_logprobs(
+                out[:tokens], packed.tokens[:tokens], self._vocab, self._temperature, self._group
+            )
+            loss = -logprobs.mean()
+        self._device.synchronize()
+        middle = time.perf_counter()
+        with self._stage.running():
+            loss.backward()
+        self._device.synchronize()
+        return middle - start, time.perf_counter() - middle
+
+
+def pack(tokens: int, sequences: int, device: Device, shards: int = 1) -> PackedTokens:
+    """`tokens` tokens in `sequences` sequences of nearly the same length."""
+    lengths = [tokens // sequences + (place < tokens % sequences) for place in range(sequences)]
+    rows = [[1 + place % 7] * length for place, length in enumerate(lengths)]
+    return PackedTokens.pack(rows, device.torch_device, shards)

@@ -1,0 +1,194 @@
+"""Everything one rank holds: the parts of the run's models in their layouts, and the groups that connect them.
+
+    actor              training stage + optimizer   and a whole copy per generation instance, read by the engine
+    critic             training stage + optimizer   and a copy per inference replica, parked in host memory
+    reference, reward                               a copy per inference replica, parked in host memory
+
+The actor is always there, of the others those that the run has. Groups are made in one order on all ranks. Weights
+come from Hugging Face folders once; after that they move between layouts by resharding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.fusion.inter.inference import FrozenModel
+from rlhfuse.fusion.inter.placement import Placement
+from rlhfuse.fusion.intra.p2p import Channels
+from rlhfuse.fusion.intra.training_step import TrainedModel
+from rlhfuse.models.build import Activations, build_model, fill, stage_layers
+from rlhfuse.models.hf import load_weights
+from rlhfuse.models.stage import PipelineStage, TrainingStage
+from rlhfuse.parallel.device import Device
+from rlhfuse.parallel.groups import GroupMaker, ModelGrid, connect, plain_grid
+from rlhfuse.parallel.offload import ParkedWeights
+from rlhfuse.parallel.optimizer import ModelOptimizer
+from rlhfuse.schedule.ir.ranks import FusedRanks
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Local folder and shape of each role of the run."""
+
+    paths: dict[str, Path]
+    specs: dict[str, ModelSpec]
+
+
+@dataclass(frozen=True)
+class Roles:
+    """This rank's models. The generation copy's parameters are what the engine computes with."""
+
+    trained: dict[str, TrainedModel]  # actor, critic
+    generation: torch.nn.Module
+    generation_tp: dist.ProcessGroup
+    frozen: dict[str, FrozenModel]  # what scores: reference, critic, reward
+    worker_tp: dist.ProcessGroup  # the ranks of one inference replica
+    placement: Placement
+    channels: Channels
+    groups: GroupMaker  # owns every process group of the above
+
+    @property
+    def actor(self) -> TrainedModel:
+        return self.trained["actor"]
+
+    def held_bytes(self, with_host: bool) -> int:
+        """What models and optimizers hold on the device now; `with_host`: and in host memory, parked or remembered."""
+        held = sum(weight.nbytes for weight in self.generation.parameters())
+        held += sum(model.optimizer.held_bytes for model in self.trained.values())
+        parked = sum(model.parked.host_bytes for model in self.frozen.values())
+        remembered = sum(model.optimizer.remembered_bytes for model in self.trained.values())
+        return held + (parked + remembered if with_host else 0)
+
+
+def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, rank: int, device: Device) -> Roles:
+    """Build and load the run's models on `rank`; a collective over all ranks."""
+    maker = GroupMaker(config.trainer.hang_seconds)
+    dtype = DTYPES[config.trainer.dtype]
+    specs, paths = checkpoints.specs, checkpoints.paths
+    activations = Activations(config.parallel.sequence_parallel, config.trainer.recompute == "full")
+
+    def trained(role: str) -> TrainedModel:
+        grid = ModelGrid(ranks.pipelines(role), ranks.shape.share(role).layout.chunks)
+        groups = maker.for_model(role, grid, rank)
+        head = role == "critic"
+        chunks = {}
+        for stage in grid.stages_of(rank):
+            chunks[stage] = build_model(
+                specs[role],
+                grid,
+                groups,
+                rank,
+                scalar_head=head,
+                dtype=dtype,
+                device=device,
+                stage=stage,
+                activations=activations,
+            )
+            load_part(chunks[stage], paths[role], specs[role], grid, rank, head, stage, fresh_head=head)
+        optimizer = ModelOptimizer(chunks, getattr(config, role).optim, groups, device)
+        stages = {
+            stage: TrainingStage(
+                PipelineStage(module, first=stage == 0, last=stage == grid.stages - 1, scalar_head=head)
+            )
+            for stage, module in optimizer.modules.items()
+        }
+        return TrainedModel(role, specs[role], grid, head, stages, optimizer, groups.tp, dtype)
+
+    def whole(task: str, role: str, head: bool, load: bool) -> tuple[torch.nn.Module, dist.ProcessGroup, ModelGrid]:
+        grid = plain_grid(ParallelLayout.parse(getattr(config.parallel, task)))
+        groups = maker.for_model(task, grid, rank)
+        model = build_model(specs[role], grid, groups, rank, scalar_head=head, dtype=dtype, device=device)
+        model.requires_grad_(False)
+        if load:
+            load_part(model, paths[role], specs[role], grid, rank, head)
+        return model, groups.tp, grid
+
+    def frozen(role: str) -> FrozenModel:
+        head = role != "reference"
+        load = role not in models  # what also trains is moved here before it scores
+        model, tp_group, _ = whole(f"{role}_inference", role, head, load)
+        parked = ParkedWeights(model, device)
+        if load:
+            parked.park()
+        return FrozenModel(PipelineStage(model, first=True, last=True, scalar_head=head), parked, tp_group)
+
+    models = {role: trained(role) for role in config.trained()}
+    generation, generation_tp, generation_grid = whole("generation", "actor", False, load=False)
+    scorers = {role: frozen(role) for role in config.scorers()}
+    inference_grid = plain_grid(inference_layout(config))
+    worker_tp = maker.for_model("inference", inference_grid, rank).tp
+    placement = Placement(
+        instances=tuple(stages[0] for stages in generation_grid.cells),
+        workers=tuple(stages[0] for stages in inference_grid.cells),
+    )
+    pairs = [pair for model in models.values() for pair in neighbour_pairs(model.grid)]
+    channels = Channels(rank, maker.channels("pipeline", pairs), device.torch_device)
+    connect([*(model.tp_group for model in models.values()), generation_tp], device.torch_device)
+    channels.connect()
+    return Roles(models, generation, generation_tp, scorers, worker_tp, placement, channels, maker)
+
+
+def inference_layout(config: RunConfig) -> ParallelLayout:
+    """The one layout of all that score; it also deals the samples where no model does."""
+    scorers = config.scorers()
+    task = f"{scorers[0]}_inference" if scorers else "inference"
+    return ParallelLayout.parse(getattr(config.parallel, task))
+
+
+def whole_copy(config: RunConfig, checkpoints: Checkpoints, role: str, rank: int, device: Device) -> torch.nn.Module:
+    """An unset copy of the whole model on rank 0, for export, and a module without weights elsewhere; a collective."""
+    grid = plain_grid(ParallelLayout(1, 1, 1))
+    groups = GroupMaker(config.trainer.hang_seconds).for_model("export", grid, rank)
+    if rank not in grid.ranks:
+        return torch.nn.Module()
+    spec, dtype = checkpoints.specs[role], DTYPES[config.trainer.dtype]
+    head = role in ("critic", "reward")
+    return build_model(spec, grid, groups, rank, scalar_head=head, dtype=dtype, device=device)
+
+
+def load_part(
+    model: torch.nn.Module,
+    path: Path,
+    spec: ModelSpec,
+    grid: ModelGrid,
+    rank: int,
+    head: bool,
+    stage: int | None = None,
+    fresh_head: bool = False,
+) -> None:
+    """Fill this rank's part of the model, or its given `stage`, from a Hugging Face folder.
+
+    `fresh_head`: a scalar head that is not there is zero.
+    """
+    _, lowest, tp_rank = grid.position(rank)
+    stage = lowest if stage is None else stage
+    weights = load_weights(
+        path,
+        spec,
+        tp_rank=tp_rank,
+        tp_size=grid.tp,
+        layers=stage_layers(spec, grid)[stage],
+        first=stage == 0,
+        last=stage == grid.stages - 1,
+        scalar_head=head,
+        fresh_head=fresh_head,
+    )
+    fill(model, weights)
+
+
+def neighbour_pairs(grid: ModelGrid) -> list[tuple[int, int]]:
+    """(sender, receiver) of every transfer between neighbouring stages, both directions."""
+    pairs = []
+    for places in grid.cells:
+        for stage in range(grid.stages - 1):
+            for a, b in zip(places[stage % grid.pp], places[(stage + 1) % grid.pp]):
+                pairs += [(a, b), (b, a)]
+    return pairs

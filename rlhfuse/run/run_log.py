@@ -1,0 +1,93 @@
+"""Everything that a run writes for people: rank 0's files, loggers and lines on the terminal.
+
+    metrics.jsonl, trace.json, samples.jsonl, TensorBoard, Weights & Biases; a line per iteration and, at the end, a
+    table of where the time went
+
+A resumed run goes on in all of them from the iteration it resumes at. Knows nothing of how the numbers come about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlhfuse.checkpoint.checkpoint import METRICS
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.errors import writing
+from rlhfuse.monitor.console import ProgressPrinter
+from rlhfuse.monitor.metrics import Metrics, MetricsWriter
+from rlhfuse.monitor.report.memory_table import MemoryTable
+from rlhfuse.monitor.report.phase_times import render_phase_times
+from rlhfuse.monitor.samples import SampleText, SampleWriter
+from rlhfuse.monitor.trace import Span, save_trace
+from rlhfuse.planning.plan import Plan
+from rlhfuse.run.time_budget import Allowance
+
+TRACE_SHARE = 0.005  # of the time may go into writing trace.json again; the end of a run always does
+
+
+class RunLog:
+    """The open files of one run."""
+
+    def __init__(
+        self, run_dir: Path, config: RunConfig, plan: Plan, first_iteration: int, metrics_bytes: int | None
+    ) -> None:
+        """`metrics_bytes`: of metrics.jsonl, those that stay; None for all of them."""
+        trainer = config.trainer
+        self._plan = plan
+        self._run_dir, self._trace_iterations = run_dir, trainer.trace_iterations
+        self._metrics = MetricsWriter(run_dir / METRICS, keep_bytes=metrics_bytes)
+        self._samples = SampleWriter(run_dir / "samples.jsonl", first_iteration)
+        self._boards = _boards(run_dir, config, first_iteration)
+        self._printer = ProgressPrinter(trainer.iterations)
+        self._rows: list[Metrics] = []
+        self._traced: list[list[Span]] = []
+        self._traces = Allowance(TRACE_SHARE)
+
+    def write(self, metrics: Metrics, spans: list[Span], samples: Sequence[SampleText]) -> None:
+        """One iteration. Raises InputError naming the file that cannot be written."""
+        self._metrics.write(metrics)
+        self._samples.write(samples)
+        for board in self._boards:
+            board.log(metrics, samples)
+        with writing("standard output"):
+            self._printer.print(metrics)
+        self._rows.append({name: value for name, value in metrics.items() if not isinstance(value, list)})
+        self._traced = [*self._traced, spans][-self._trace_iterations :]
+        if self._traces.due():
+            self._save_trace()
+
+    def _save_trace(self) -> None:
+        with self._traces.spend():
+            save_trace([span for one in self._traced for span in one], self._run_dir / "trace.json")
+
+    def position(self) -> int:
+        """Bytes of metrics.jsonl so far."""
+        return self._metrics.position()
+
+    def close(self) -> None:
+        """Print the tables of the run. Raises InputError naming the file that cannot be written."""
+        if self._rows:
+            self._save_trace()
+            print(render_phase_times(self._rows), flush=True)
+            if table := MemoryTable.of(self._plan.to_dict(), self._rows):
+                print(table.text(), flush=True)
+        for opened in (self._metrics, self._samples, *self._boards):
+            opened.close()
+
+
+def _boards(run_dir: Path, config: RunConfig, first_iteration: int) -> list[Any]:
+    """The loggers that are switched on; each is loaded only then, which takes seconds."""
+    boards: list[Any] = []
+    if config.trainer.tensorboard:
+        from rlhfuse.monitor.loggers import TensorBoardLogger
+
+        boards.append(TensorBoardLogger(run_dir / "tensorboard", first_iteration))
+    if config.trainer.wandb != "off":
+        from rlhfuse.monitor.wandb_logger import WandbLogger
+
+        trainer = config.trainer
+        boards.append(WandbLogger(run_dir, trainer.wandb_project, trainer.wandb, asdict(config)))
+    return boards

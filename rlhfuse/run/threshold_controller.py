@@ -1,0 +1,275 @@
+"""R_t while training runs: from the plan at first, then from what the run itself shows.
+
+After each iteration rank 0 fits the costs of decoding, prefill, scoring, migration and loading to the recent
+observations and tells the others. It simulates every R_t over the recent lengths (paper section 4.2) after the first
+iterations, and from then on as often as LOOK_SHARE of the time allows: after every iteration that takes seconds on
+many ranks, after every few of a small run. A fixed `fusion.threshold` is kept; without inter-stage fusion R_t is 0.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import ModelSpec
+from rlhfuse.costs.analytic import CostModel
+from rlhfuse.costs.measured import (
+    BytesObservation,
+    DecodeObservation,
+    MeasuredCost,
+    TokensObservation,
+    save_measured_cost,
+)
+from rlhfuse.errors import InputError
+from rlhfuse.fusion.inter.inter_stage import FusionLimits, GenInferReport
+from rlhfuse.parallel.collect import all_gather_bytes
+from rlhfuse.parallel.device import Device
+from rlhfuse.planning.plan import Plan
+from rlhfuse.planning.planner import instance_limits, median_context
+from rlhfuse.ppo.rollout import RolloutBatch
+from rlhfuse.run.time_budget import Allowance
+from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.iteration import BatchSimulation, GenInferTimeline, move_cost, simulate_gen_infer
+from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.threshold import Threshold, predicted_seconds, sweep_threshold
+
+RECENT_ITERATIONS = 4
+LOOK_SHARE = 0.01  # of the time may go into simulating R_t again
+FIRST_LOOKS = 2  # iterations after which it is simulated in any case: the second is the first without compiling
+WORTH_MOVING = 0.02  # the curve over R_t is flat around its minimum: smaller gains are noise
+WORTH_NAMING = 0.1  # costs that changed by less are not mentioned in the log
+NO_SCORING = (0, 0, 0.0, "idle")
+PROBE_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)  # sizes of the transfers measured at start
+PROBE_TRIPS = 8  # there and back; the first one connects
+
+
+def steady(found: Threshold, current: tuple[int, ...], current_seconds: float) -> tuple[int, ...]:
+    """The triggers in force where the best are predicted to gain less than WORTH_MOVING over them, else the best."""
+    return current if current_seconds <= found.fused_seconds * (1 + WORTH_MOVING) else found.triggers
+
+
+def changes(before: CostModel, after: CostModel, limits: InstanceLimits, context_tokens: float) -> str:
+    """The costs that differ by WORTH_NAMING or more, e.g. `decode step +12%`, of work of this run's usual size."""
+    batch, tokens = limits.bs_max, limits.score_tokens
+    work = {
+        "decode step": lambda costs: costs.beside("decoding").decode_step_seconds(batch, batch * context_tokens),
+        "tail's decode step": lambda costs: costs.beside("scoring").decode_step_seconds(batch, batch * context_tokens),
+        "prefill": lambda costs: costs.beside("decoding").prefill_seconds(limits.max_prompt_tokens, 1),
+        "scoring": lambda costs: costs.beside("decoding").score_seconds(tokens, max(1, tokens // limits.longest)),
+        "loading": lambda costs: costs.swap_in_seconds(),
+        "a meeting": lambda costs: costs.meeting_seconds() + costs.release_seconds(),
+        "moving a sample": lambda costs: costs.migration_seconds(limits.sample_kv_bytes),
+    }
+    parts = []
+    for name, seconds in work.items():
+        was, now = seconds(before), seconds(after)
+        if was > 0 and abs(now / was - 1) >= WORTH_NAMING:
+            parts.append(f"{name} {now / was - 1:+.0%}")
+    return ", ".join(parts) or f"costs within {WORTH_NAMING:.0%}"
+
+
+def spoken(triggers: Sequence[int]) -> str:
+    return ", then ".join(map(str, triggers)) or "0"
+
+
+def probe_transfer(device: Device) -> list[list[float]]:
+    """(bytes, seconds one way) of a few sizes between rank 0 and the last rank; a collective, known to all.
+
+    Of several round trips the fastest counts: what a transfer costs, not how long a busy peer keeps it waiting.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows: list[list[float]] = []
+    if world > 1 and rank in (0, world - 1):
+        peer = world - 1 - rank
+        first, second = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
+        for size in PROBE_BYTES:
+            buffer = torch.zeros(size, dtype=torch.uint8, device=device.torch_device)
+            trips = []
+            for _ in range(PROBE_TRIPS):
+                start = time.perf_counter()
+                first(buffer, peer)
+                second(buffer, peer)
+                device.synchronize()
+                trips.append((time.perf_counter() - start) / 2)
+            rows.append([size, min(trips)])
+    return json.loads(all_gather_bytes(json.dumps(rows if rank == 0 else []).encode())[0])
+
+
+def _from_rank_0(value: Any) -> Any:
+    """Rank 0's value, which JSON can hold; a collective."""
+    payload = json.dumps(value).encode() if dist.get_rank() == 0 else b""
+    return json.loads(all_gather_bytes(payload)[0])
+
+
+class ThresholdControl:
+    """Holds the R_t in force and what it was chosen from. All ranks hold the same values."""
+
+    def __init__(
+        self, config: RunConfig, plan: Plan, actor: ModelSpec, costs: CostModel, costs_name: str, device: Device
+    ) -> None:
+        """`costs` price everything until the first iteration has been measured; the log calls them `costs_name`."""
+        self._config = config
+        self._spec = actor
+        self._instances = plan.batch.instances
+        self._adapts = config.fusion.inter_stage and config.threshold() is None and self._instances > 1
+        first = (plan.threshold_samples,) if plan.threshold_samples else ()
+        self.triggers: tuple[int, ...] = plan.threshold.triggers if plan.threshold else first
+        self._transfers = probe_transfer(device) if config.fusion.inter_stage and self._instances > 1 else []
+        self._observed: deque[dict] = deque(maxlen=RECENT_ITERATIONS)
+        self._lengths: deque[SampleLengths] = deque(maxlen=RECENT_ITERATIONS)
+        self._costs: CostModel = costs
+        self._costs_name = costs_name
+        self._seen = 0  # iterations of this process
+        self._looks = Allowance(LOOK_SHARE)
+        self._basis = self._basis_now()  # what the triggers in force stand on
+        self.limits = self._fusion_limits(self._instance_limits())
+
+    def observe(self, iteration: int, report: GenInferReport, batch: RolloutBatch) -> str:
+        """Take an iteration in; a collective. Returns a line for the log when R_t is set or moves, else ''."""
+        if self._seen == 1:
+            self._observed.pop()  # the process's first iteration compiled kernels: it counts while there is no other
+        self._seen += 1
+        self._observed.append(report.observations)
+        self._lengths.append(
+            SampleLengths(tuple(batch.prompt_lengths.tolist()), tuple(batch.response_lengths.tolist()))
+        )
+        leads = dist.get_rank() == 0
+        self._costs = MeasuredCost.from_dict(_from_rank_0(self._fit().to_dict() if leads else None), "rank 0's costs")
+        count = len(self._observed)
+        self._costs_name = f"costs measured over {count} iteration{'s' if count > 1 else ''}"
+        limits = self._instance_limits()
+        self.limits = self._fusion_limits(limits)
+        if not self._adapts:
+            return ""
+        if not (look := _from_rank_0(self._look(limits) if leads and self._look_due() else None)):
+            return ""
+        before, (triggers, reason) = self.triggers, look
+        self.triggers = tuple(triggers)
+        if before != self.triggers:
+            return f"R_t {spoken(before)} -> {spoken(self.triggers)}: {reason}"
+        return f"R_t stays {spoken(before)}: {reason}" if iteration == 0 else ""
+
+    def _look_due(self) -> bool:
+        return self._seen <= FIRST_LOOKS or self._looks.due()
+
+    def _look(self, limits: InstanceLimits) -> tuple[tuple[int, ...], str]:
+        """The triggers from now on, and why: which lengths and costs they stand on, and what the last ones stood on."""
+        with self._looks.spend():
+            triggers, why = self._choose(limits)
+        (lengths_before, costs_before, name_before), self._basis = self._basis, self._basis_now()
+        lengths = f"lengths over {len(self._lengths)} iterations: {self._lengths_seen()}"
+        if lengths_before:
+            lengths = f"{lengths}, before: {lengths_before}"
+        costs = changes(costs_before, self._costs, limits, median_context(self._lengths[-1]))
+        against = "those before" if name_before.startswith("costs measured") else name_before
+        return triggers, f"{why}; {lengths}; {self._costs_name}, against {against}: {costs}"
+
+    def _choose(self, limits: InstanceLimits) -> tuple[tuple[int, ...], str]:
+        """The triggers from now on, by simulation of the recent iterations, and why."""
+        setting = self._instances, self._costs, limits
+        fusion = self._config.fusion
+        found = sweep_threshold(
+            list(self._lengths), *setting, max_triggers=fusion.max_triggers, least=fusion.least_threshold
+        )
+        if sum(self.triggers[:1]) < fusion.least_threshold:
+            return found.triggers, found.explain()
+        seconds = predicted_seconds([BatchSimulation(one, *setting) for one in self._lengths], self.triggers)
+        chosen, gain = steady(found, self.triggers, seconds), f"{seconds / found.fused_seconds - 1:.1%}"
+        if chosen == self.triggers:
+            return chosen, f"the best, {spoken(found.triggers)}, would gain {gain}"
+        return chosen, f"{found.explain()}; {gain} faster than at {spoken(self.triggers)}"
+
+    def _basis_now(self) -> tuple[str, CostModel, str]:
+        return self._lengths_seen(), self._costs, self._costs_name
+
+    def _lengths_seen(self) -> str:
+        """Output lengths of the recent iterations; '' before the first."""
+        if not self._lengths:
+            return ""
+        outputs = sum((one.output for one in self._lengths), ())
+        marks = SampleLengths((0,) * len(outputs), outputs).percentiles()
+        return f"p50 {marks['p50']}, p99.9 {marks['p999']}"
+
+    @property
+    def recent_lengths(self) -> tuple[SampleLengths, ...]:
+        """Of the batches observed last."""
+        return tuple(self._lengths)
+
+    def simulate(self, triggers: Sequence[int], lengths: SampleLengths) -> GenInferTimeline:
+        """The simulator's timeline of a batch of these lengths, at the costs known so far."""
+        limits = self._instance_limits()
+        return simulate_gen_infer(lengths, self._instances, self._costs, limits, triggers)
+
+    def save_costs(self, path: Path) -> None:
+        """Write the fitted costs, which `fusion.profile` of a later run or plan reads."""
+        assert isinstance(self._costs, MeasuredCost), "an iteration must have been observed"
+        save_measured_cost(self._costs, path)
+
+    def state(self) -> dict:
+        """What the next R_t depends on, as JSON values; after the first iteration."""
+        return {
+            "triggers": list(self.triggers),
+            "observations": list(self._observed),
+            "lengths": [{"prompt": list(one.prompt), "output": list(one.output)} for one in self._lengths],
+            "costs": self._costs.to_dict(),
+        }
+
+    def restore(self, state: dict, where: str, lengths_alone: bool = False) -> None:
+        """Inverse of `state`; a fixed or switched-off R_t stays as configured. Raises InputError naming `where`.
+
+        With `lengths_alone` costs and R_t, which are of another layout, are left out.
+        """
+        try:
+            self._lengths.extend(SampleLengths(tuple(one["prompt"]), tuple(one["output"])) for one in state["lengths"])
+            if lengths_alone:
+                return
+            self._observed.extend(state["observations"])
+            self._costs = MeasuredCost.from_dict(state["costs"], where)
+            self._costs_name = "costs of the checkpoint"
+            self._basis = self._basis_now()
+            if self._adapts:
+                self.triggers = tuple(state["triggers"])
+        except (KeyError, TypeError) as error:
+            raise InputError(f"{where}: the threshold state lacks {error}; resume from another checkpoint") from None
+        self.limits = self._fusion_limits(self._instance_limits())
+
+    def _fit(self) -> MeasuredCost:
+        def rows(kind: str) -> list[list]:  # a checkpoint of an older program lacks some kinds
+            return [row for observed in self._observed for row in observed.get(kind, [])]
+
+        moved = [*self._transfers, *(row[:2] for row in rows("migration"))]
+        scores = bool(self._config.scorers())  # without models to score with, scoring and loading take no time
+        return MeasuredCost.fit(
+            decode=[DecodeObservation(int(b), int(c), s, beside) for b, c, s, beside in rows("decode")],
+            prefill=[TokensObservation(int(t), int(n), s, beside) for t, n, s, beside in rows("prefill")],
+            score=[
+                TokensObservation(int(t), int(n), s, beside)
+                for t, n, s, beside in (rows("score") if scores else [NO_SCORING])
+            ],
+            migration=[BytesObservation(int(b), s) for b, s in moved] or [BytesObservation(0, 0.0)],
+            swap_in=[row[0] for row in rows("load")] if scores else [0.0],
+            meeting=[row[0] for row in rows("meeting")] or [0.0],
+            release=[row[0] for row in rows("release")] or [0.0],
+        )
+
+    def _instance_limits(self) -> InstanceLimits:
+        context = median_context(self._lengths[-1]) if self._lengths else float(self._config.data.max_prompt_tokens)
+        return instance_limits(self._config, self._spec, self._instances, self._costs, context)
+
+    def _fusion_limits(self, limits: InstanceLimits) -> FusionLimits:
+        return FusionLimits(
+            bs_max=limits.bs_max,
+            sample_kv_bytes=limits.sample_kv_bytes,
+            capacity_kv_bytes=limits.kv_capacity_bytes,
+            block_tokens=limits.block_tokens,
+            move_cost=move_cost(self._costs, limits),
+            score_tokens=limits.score_tokens,
+        )

@@ -1,0 +1,356 @@
+"""PPO with both fusions: one iteration after another, as one story.
+
+    draw prompts -> actor and critic into their generation and inference layouts -> generate and score (fused or
+    serial) -> rewards and advantages over the whole batch -> mini-batches through the fused pipeline -> lengths
+    give the next R_t -> one line of metrics
+
+Algorithms without a critic go the same way, with one model to train and as many to score as the run has.
+
+Every rank runs this same program; there is no master. What all ranks must agree on is computed by each from the
+same numbers, or by rank 0 and sent. Fusion changes when things happen, never what comes out.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rlhfuse.checkpoint.checkpoint import RunState, metrics_kept
+from rlhfuse.checkpoint.writer import CheckpointWriter, mark_finished, rewind
+from rlhfuse.config.settings import AlgorithmConfig
+from rlhfuse.data.sampler import PromptSampler, prompt_groups, sample_id
+from rlhfuse.fusion.inter.inference import Scorer
+from rlhfuse.fusion.inter.inter_stage import InterStage, Request
+from rlhfuse.fusion.intra.training_step import MinibatchResult, TrainingStep
+from rlhfuse.gen.engine import Engine, EngineOptions
+from rlhfuse.gen.sequence import SamplingParams
+from rlhfuse.models.hf_folder import export_checkpoint
+from rlhfuse.monitor.samples import SampleText
+from rlhfuse.monitor.trace import Span
+from rlhfuse.monitor.watchdog import Watchdog
+from rlhfuse.parallel.device import Device
+from rlhfuse.parallel.memory import PhaseMeter
+from rlhfuse.parallel.offload import WeightMemory
+from rlhfuse.parallel.optimizer_state import check_exportable, export_state, import_state
+from rlhfuse.parallel.peak_rate import peak_flops, peak_line
+from rlhfuse.parallel.reshard import Resharder
+from rlhfuse.planning.plan import Plan
+from rlhfuse.planning.planner import kv_blocks
+from rlhfuse.ppo.advantage import add_advantages
+from rlhfuse.ppo.balance import cut_minibatches
+from rlhfuse.ppo.kl_control import KLControl
+from rlhfuse.ppo.rollout import RolloutBatch
+from rlhfuse.ppo.running_spread import RunningSpread
+from rlhfuse.ppo.token_rewards import add_token_rewards, sample_kl
+from rlhfuse.run.function_reward import FunctionRewarder
+from rlhfuse.run.iteration_recorder import Books, Finished
+from rlhfuse.run.phases import Phases
+from rlhfuse.run.preflight import Prepared
+from rlhfuse.run.roles import DTYPES, Roles, build_roles, whole_copy
+from rlhfuse.run.run_log import RunLog
+from rlhfuse.run.run_metrics import rewarded
+from rlhfuse.run.threshold_controller import ThresholdControl
+from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.schedule.program.lowering import lower
+
+
+class Trainer:
+    """Everything of a run on one rank."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        plan: Plan,
+        schedule: Schedule,
+        rank: int,
+        device: Device,
+        store: dist.Store,
+        watchdog: Watchdog,
+        run_dir: Path,
+    ) -> None:
+        config = prepared.config
+        self.config, self.prepared, self.plan, self.schedule = config, prepared, plan, schedule
+        self.rank, self.device, self.run_dir = rank, device, run_dir
+        self.watchdog = watchdog
+        watchdog.progress("building models")
+        self.memory = PhaseMeter(device, config.trainer.return_memory)
+        self.roles: Roles = build_roles(config, prepared.checkpoints, prepared.ranks, rank, device)
+        self.resharder = Resharder(device, bucket_bytes=config.fusion.bucket_mib << 20)
+        self.generation_memory = WeightMemory(self.roles.generation, device)
+        self.engine = self._build_engine()
+        self.scorer = Scorer(
+            *(self.roles.frozen.get(role) for role in ("reference", "critic", "reward")),
+            vocab=prepared.checkpoints.specs["actor"].vocab,
+            temperature=config.rollout.temperature,
+            device=device.torch_device,
+        )
+        self.programs = lower(schedule, prepared.ranks, tied=prepared.tied)
+        self.training = TrainingStep(
+            rank,
+            prepared.ranks,
+            schedule,
+            self.programs,
+            self.roles.trained,
+            self.roles.channels,
+            config.algorithm,
+            config.rollout.temperature,
+            device.torch_device,
+            watchdog.progress,
+        )
+        actor = prepared.checkpoints.specs["actor"]
+        self.threshold = ThresholdControl(config, plan, actor, prepared.costs, prepared.costs_name, device)
+        self.peak_flops = peak_flops(config.trainer.peak_tflops, DTYPES[config.trainer.dtype], device)
+        self.sampler = PromptSampler(len(prepared.prompts), config.trainer.seed)
+        self.rewarder = self._start_rewarder()
+        self.kl = KLControl(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
+        self.spread = RunningSpread()
+        self.books = Books(prepared, self.programs, self.roles.placement, rank, self.threshold, self.peak_flops)
+        self.checkpoints = CheckpointWriter(
+            run_dir,
+            rank,
+            prepared.world_size,
+            prepared.facts,
+            config.trainer.keep_checkpoints,
+            config.trainer.hang_seconds,
+        )
+        self.inter_stage = InterStage(
+            rank,
+            self.roles.placement,
+            self.engine,
+            self.scorer,
+            store,
+            rewarder=self.rewarder,
+            instance_group=self.roles.generation_tp,
+            worker_group=self.roles.worker_tp,
+            timeout_seconds=config.trainer.hang_seconds,
+            progress=watchdog.progress,
+            bucket_bytes=config.fusion.bucket_mib << 20,
+            generation_done=self._release_generation,
+        )
+
+    def _build_engine(self) -> Engine:
+        config, spec = self.config, self.prepared.checkpoints.specs["actor"]
+        rollout = config.rollout
+        engine = Engine(
+            spec,
+            dict(self.roles.generation.named_parameters()),
+            EngineOptions(
+                block_tokens=rollout.block_tokens,
+                num_blocks=kv_blocks(config, self.plan.batch.instances),
+                max_sequences=rollout.max_sequences_per_instance,
+                max_batched_tokens=rollout.max_batched_tokens,
+                cuda_graphs=rollout.cuda_graphs,
+            ),
+            device=self.device.torch_device,
+            dtype=next(self.roles.generation.parameters()).dtype,
+            tp_group=self.roles.generation_tp if dist.get_world_size(self.roles.generation_tp) > 1 else None,
+        )
+        engine.pause()
+        return engine
+
+    def _release_generation(self) -> None:
+        """This rank decodes no more in this iteration: the actor's copy for generation goes, before others come in."""
+        self.engine.release_weights()
+        self.generation_memory.release()
+        self.memory.switch("inference")
+
+    def _start_rewarder(self) -> FunctionRewarder | None:
+        """The first rank of each instance has the processes that call the reward function."""
+        placement = self.roles.placement
+        leads = placement.instances[placement.instance_of(self.rank)][0] == self.rank
+        return FunctionRewarder(self.prepared, self.sampler) if self.config.reward.function and leads else None
+
+    # the loop -------------------------------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        """Run all iterations that are not done yet, then export the models that were trained.
+
+        Raises JointError where a file cannot be written; what was saved before stays.
+        """
+        first = self._restore()
+        # What is there now stays: a full collection that walks it takes a third of a second, in any phase.
+        gc.collect()
+        gc.freeze()
+        try:
+            self._fit(first)
+        finally:
+            gc.unfreeze()
+
+    def _fit(self, first: int) -> None:
+        """From iteration `first` on."""
+        leads = self.rank == 0
+        with self.checkpoints.one_end():
+            log = self._start_log(first) if leads else None
+        if leads:
+            print(peak_line(self.peak_flops, self.device), flush=True)
+        for iteration in range(first, self.config.trainer.iterations):
+            metrics, spans, samples = self.iterate(iteration)
+            due, position = self._save_due(iteration + 1), 0
+            with self.checkpoints.one_end():
+                if log:
+                    log.write(metrics, spans, samples)
+                    self.threshold.save_costs(self.run_dir / "costs.json")
+                    position = log.position() if due else 0
+            if due:
+                self.save(iteration + 1, position)
+        if self.config.trainer.export:
+            self.export()
+        self.checkpoints.finish()
+        with self.checkpoints.one_end():
+            for opened in (log, self.rewarder):
+                if opened:
+                    opened.close()
+            if leads:
+                mark_finished(self.run_dir, self.config.trainer.iterations)
+
+    def _start_log(self, first: int) -> RunLog:
+        """Of a run that goes on with iteration `first`; what it is going to write again is removed."""
+        if stale := rewind(self.run_dir, first):
+            print(f"removed from {self.run_dir / 'checkpoints'}: {', '.join(stale)}", flush=True)
+        kept = metrics_kept(self.prepared.resume, self.run_dir)
+        return RunLog(self.run_dir, self.config, self.plan, first, kept)
+
+    def iterate(self, iteration: int) -> tuple[dict[str, Any], list[Span], list[SampleText]]:
+        """One PPO iteration; returns its metrics, every rank's spans (on rank 0 the forecast's too), a few samples."""
+        begin = self.books.open()
+        phases = Phases(self.rank)
+        self.watchdog.progress(f"iteration {iteration}: moving weights")
+        self._move_weights(phases)
+        used = self.threshold.triggers
+        report = self.inter_stage.run(iteration, self._requests(iteration), used, self.threshold.limits)
+        phases.note_generation(report)
+        start = time.time()
+        batch = rewarded(RolloutBatch.from_rollouts(report.rollouts), report.function_scores, self.config.reward)
+        algorithm = self._in_force(batch)
+        batch = add_token_rewards(batch, algorithm, self.config.rollout.max_response_tokens)
+        batch = add_advantages(batch, algorithm, prompt_groups(batch.sample_ids))
+        phases.done("adv", start)
+        results = self._train(iteration, batch, phases)
+        if batch.ref_logprobs is not None:
+            self.kl = self.kl.after(float(sample_kl(batch).mean()), len(batch))
+        peaks = {"base": self.memory.base_bytes, **self.memory.take()}
+        done = Finished(iteration, begin, used, report, batch, algorithm, results, phases, peaks)
+        return self.books.close(done)
+
+    def _requests(self, iteration: int) -> list[Request]:
+        """The whole batch's samples, the same on every rank."""
+        rollout, prompts = self.config.rollout, self.prepared.prompts
+        params = SamplingParams(
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            max_tokens=rollout.max_response_tokens,
+            seed=self.config.trainer.seed,
+        )
+        drawn = self.sampler.prompts_of(iteration, rollout.prompts_per_iteration)
+        return [
+            Request(sample_id(iteration, place, copy), tuple(prompts[index].tokens), params)
+            for place, index in enumerate(drawn)
+            for copy in range(rollout.samples_per_prompt)
+        ]
+
+    def _in_force(self, batch: RolloutBatch) -> AlgorithmConfig:
+        """The algorithm's settings with what moves in a run: the KL's weight, and the scale of this batch's scores."""
+        algorithm = replace(self.config.algorithm, kl_coef=self.kl.coef)
+        if not algorithm.scale_scores:
+            return algorithm
+        self.spread = self.spread.after(batch.scores)
+        return replace(algorithm, score_scale=algorithm.score_scale / self.spread.std)
+
+    def _move_weights(self, phases: Phases) -> None:
+        """Actor into the generation layout; a critic into the inference layout and parked in host memory."""
+        start = time.time()
+        for model in self.roles.trained.values():
+            model.optimizer.release_gradients()
+        self.memory.switch("moves")
+        self.generation_memory.allocate()
+        self.resharder.move(self.roles.actor.optimizer.modules.values(), self.roles.generation)
+        if "critic" in self.roles.trained:
+            parked = self.roles.frozen["critic"].parked
+            parked.allocate()
+            self.resharder.move(self.roles.trained["critic"].optimizer.modules.values(), parked.module)
+            parked.park()
+        self.engine.load_weights(dict(self.roles.generation.named_parameters()))
+        self.memory.switch("generation")
+        self.memory.note_base(self.roles.held_bytes(with_host=not self.device.is_cuda))
+        self.engine.resume()
+        phases.done("reshard", start)
+
+    def _train(self, iteration: int, batch: RolloutBatch, phases: Phases) -> list[MinibatchResult]:
+        start = time.time()
+        self.memory.switch("training")
+        algorithm, seed = self.config.algorithm, self.config.trainer.seed
+        results = []
+        lr = {role: self._lr(role, iteration) for role in self.roles.trained}
+        cuts = [
+            indices
+            for epoch in range(algorithm.epochs)
+            for indices in cut_minibatches(len(batch), algorithm.minibatches, seed, iteration, epoch)
+        ]
+        for number, indices in enumerate(cuts):
+            self.watchdog.progress(f"iteration {iteration}: training mini-batch {number}")
+            results.append(self.training.run(batch.select(indices), self.plan.batch.microbatches_of, lr, self.kl.coef))
+        phases.note_training(results, start)
+        return results
+
+    def _lr(self, role: str, iteration: int) -> float:
+        optim = getattr(self.config, role).optim
+        return optim.lr * min(1.0, (iteration + 1) / max(optim.warmup_iterations, 1))
+
+    # checkpoints ----------------------------------------------------------------------------------------------
+
+    def _save_due(self, done: int) -> bool:
+        """Every `save_every` iterations, and after the last, so that a finished run can be extended."""
+        every = self.config.trainer.save_every
+        return every > 0 and (done % every == 0 or done == self.config.trainer.iterations)
+
+    def save(self, done: int, metrics_bytes: int) -> None:
+        """Begin to write checkpoints/iteration-`done`; a collective. Rank 0 gives the length of metrics.jsonl."""
+        self.watchdog.progress(f"saving checkpoint iteration-{done}")
+        position = {
+            "metrics_bytes": metrics_bytes,
+            "prompts_drawn": done * self.config.rollout.prompts_per_iteration,
+            "learning_rate": {role: self._lr(role, done - 1) for role in self.roles.trained},
+        }
+        carried = {"kl_coef": self.kl.coef, "scores": asdict(self.spread)}
+        state = RunState(self.threshold.state(), carried, position)
+        self.checkpoints.start(
+            done, state, {role: export_state(model.optimizer) for role, model in self.roles.trained.items()}
+        )
+
+    def _restore(self) -> int:
+        """Take the checkpoint to resume from in, if any; returns the first iteration to run."""
+        if self.config.trainer.save_every or self.prepared.resume:
+            for model in self.roles.trained.values():
+                check_exportable(model.optimizer)
+        if not (resume := self.prepared.resume):
+            return 0
+        self.watchdog.progress(f"loading {resume.folder}")
+        for role, model in self.roles.trained.items():
+            import_state(model.optimizer, partial(resume.reader.read, role), partial(resume.reader.step, role))
+        state, moved = resume.manifest.state, self.prepared.facts.relayout(resume.manifest.facts)
+        if self.kl.target:
+            self.kl = replace(self.kl, coef=state.algorithm["kl_coef"])
+        if self.config.algorithm.scale_scores:
+            self.spread = RunningSpread(**state.algorithm["scores"])
+        self.threshold.restore(dict(state.threshold), str(resume.folder), lengths_alone=bool(moved))
+        return resume.iteration
+
+    def export(self) -> None:
+        """Write the trained models in Hugging Face layout; a collective."""
+        self.watchdog.progress("exporting models")
+        for role, trained in self.roles.trained.items():
+            copy = whole_copy(self.config, self.prepared.checkpoints, role, self.rank, self.device)
+            self.resharder.move(trained.optimizer.modules.values(), copy)
+            with self.checkpoints.one_end():
+                if self.rank == 0:
+                    paths, specs = self.prepared.checkpoints.paths, self.prepared.checkpoints.specs
+                    weights = dict(copy.named_parameters())
+                    out = self.run_dir / "export" / role
+                    export_checkpoint(weights, specs[role], trained.scalar_head, paths[role], out)

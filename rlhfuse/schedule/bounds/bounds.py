@@ -1,0 +1,106 @@
+"""Proved lower bounds: no schedule is faster, no schedule as fast needs less memory.
+
+Both ask `windows` whether a schedule can exist at all. Latency: the largest makespan that is excluded
+under the problem's memory cap; without a cap it contains the paper's per-stage bound and the critical
+path of every pipeline, which the paper's text leaves out. Memory: suppose that every node stays below a
+peak v; then a stage with activation a holds fewer than v / a micro-batches, and where that excludes the
+makespan, v is needed. Only multiples of an activation change what is supposed, so only they are tried.
+
+The rules are stated and proved in window_rules.py. Knows nothing of schedules. Paper: section 7.3 (LB), Table 3.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from rlhfuse.errors import InputError
+from rlhfuse.schedule.bounds.window_rules import SLACK
+from rlhfuse.schedule.bounds.windows import Windows
+from rlhfuse.schedule.ir.evaluate import TOLERANCE, tidy
+from rlhfuse.schedule.ir.problem import FusionProblem, Number
+
+_PRECISION = SLACK * 10  # relative, of a latency bound whose times have no common tick
+
+
+def latency_bound(problem: FusionProblem) -> Number:
+    """A time that no schedule of `problem` within its memory cap beats.
+
+    Raises InputError where the cap leaves no room for one micro-batch.
+    """
+    windows = Windows.of(problem)
+    if problem.memory_cap is not None:
+        windows = _under_cap(problem, windows)
+    tick = _tick(problem)
+    low = _round_up(windows.least_makespan(), tick)
+    if not windows.excludes(low, together=True):
+        return tidy(low)
+    unit, step = (tick, 1) if tick else (low * _PRECISION, 2**20)
+    while windows.excludes(low + step * unit, together=True):
+        low, step = low + step * unit, 2 * step
+    while step > 1:  # excluded at low, not at low + step * unit
+        step //= 2
+        low += step * unit * windows.excludes(low + step * unit, together=True)
+    return tidy(low + unit if tick else low)
+
+
+def memory_bound(problem: FusionProblem, makespan: Number) -> Number:
+    """A peak activation memory that no schedule as fast as `makespan` goes below (its fullest node's)."""
+    windows = Windows.of(problem)
+
+    def needs(peak: float, together: bool) -> bool:
+        below = windows.within([peak * (1 - TOLERANCE)] * problem.nodes)
+        return below is None or below.excludes(makespan, together)
+
+    single, sums = _peaks(windows)
+    proved = _last(single, lambda peak: needs(peak, together=False))
+    higher = np.concatenate(([proved], sums[sums > proved]))
+    reach = 1  # most often the rule for two pipelines together proves no more, so begin with small steps
+    while reach < len(higher) and needs(higher[reach], together=True):
+        reach *= 2
+    return tidy(_last(higher[:reach], lambda peak: peak == proved or needs(peak, together=True)))
+
+
+def _last(values: np.ndarray, holds: Callable[[float], bool]) -> float:
+    """The last of ascending `values` for which `holds`, sought by bisection; 0 where it holds for none."""
+    low, high = -1, len(values)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(values[middle]) else (low, middle)
+    return values[low] if low >= 0 else 0.0
+
+
+def _peaks(windows: Windows) -> tuple[np.ndarray, np.ndarray]:
+    """Every positive amount that one stage can come to hold, and that two can, ascending."""
+    kinds = {(hold.activation, len(hold.forward)) for hold in windows.holds}
+    multiples = [activation * np.arange(1, count + 1) for activation, count in kinds]
+    single = np.concatenate([[hold.one for hold in windows.holds], *multiples])
+    pairs = [np.add.outer(one, other).ravel() for one, other in itertools.combinations_with_replacement(multiples, 2)]
+    return np.unique(single[single > 0]), np.unique(np.concatenate([single, *pairs]))
+
+
+def _under_cap(problem: FusionProblem, windows: Windows) -> Windows:
+    room = [problem.node_cap(node) for node in range(problem.nodes)]
+    capped = windows.within([cap * (1 + TOLERANCE) for cap in room])
+    if capped is None:
+        hold = next(hold for hold in windows.holds if hold.one > room[hold.node])
+        raise InputError(
+            f"node {hold.node}: the memory cap leaves {room[hold.node]:g} for activations, "
+            f"but one micro-batch needs {hold.one:g}; raise memory_cap"
+        )
+    return capped
+
+
+def _tick(problem: FusionProblem) -> int:
+    """What every makespan is a multiple of when all times are whole numbers, else 0."""
+    times = [problem.transfer]
+    for pipeline in problem.pipelines:
+        times += [*pipeline.forward, *pipeline.backward, *(pipeline.weight_gradient or ())]
+    return math.gcd(*map(int, times)) if all(float(time).is_integer() for time in times) else 0
+
+
+def _round_up(value: float, tick: int) -> float:
+    return math.ceil(value / tick * (1 - SLACK)) * tick if tick else value

@@ -1,0 +1,189 @@
+"""Earliest start and latest end of every operation: what any schedule by a given time must keep to.
+
+An operation has a *head* (no schedule starts it earlier) and a *tail* (at least this much time follows
+its end), so that in a schedule of makespan X it runs within [head, X - tail]. The rules of
+window_rules.py raise heads and tails as far as they can; where an operation is left too short a window,
+or a node more work than fits, no schedule of makespan X exists.
+
+A stage holds at most K = floor(room on its node / activation). Where a pipeline visits a node more than
+once, a micro-batch held at the later stage is still held at the earlier one, so that the activations of
+the earlier visits count too; not so with a split backward, whose weight gradients may run in any order.
+
+Operations are numbered here on their own, by pipeline, micro-batch and place in the micro-batch's own
+chain, which is an order in which everything follows what it needs whatever K is. Knows nothing of
+schedules or search.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rlhfuse.schedule.bounds.window_rules import SLACK, contradiction, least, spread
+from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
+
+MAX_PASSES = 60  # stopping early proves less, never something false
+NARROW_SIZE = 512  # the rule takes the square of a node's operations; above this it is left out
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Micro-batch m is held on `node` from the start of operation `forward[m]` to the end of `release[m]`.
+
+    K of them take at least K * `activation`, and one at least `one`: when it comes to the pipeline's last
+    stage, every stage before holds it.
+    """
+
+    pipeline: int
+    node: int
+    activation: float
+    one: float
+    forward: np.ndarray
+    release: np.ndarray
+
+    def lane(self) -> tuple[int, int, int, int]:
+        """First forward, first release, step from a micro-batch to the next, micro-batches."""
+        count = len(self.forward)
+        return self.forward[0], self.release[0], (self.forward[-1] - self.forward[0]) // max(1, count - 1), count
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """Arrays over n operations, -1 stands for none; the windows themselves are made for each question.
+
+    duration, lag (transfer from upstream): float64[n]; node, upstream, previous (micro-batch), room (the
+    release to wait for): int64[n]; first[k + 1] - first[k]: the number of operations of node k.
+    """
+
+    node: np.ndarray
+    duration: np.ndarray
+    upstream: np.ndarray
+    lag: np.ndarray
+    previous: np.ndarray
+    room: np.ndarray
+    first: np.ndarray
+    holds: tuple[Hold, ...]
+    capacity: tuple[float, ...] | None = None
+
+    @staticmethod
+    def of(problem: FusionProblem) -> Windows:
+        """Windows of `problem` with every rule still to be applied and memory not regarded."""
+        parts, holds, base = [], [], 0
+        for number, pipeline in enumerate(problem.pipelines):
+            parts.append(_chains(problem, pipeline, base))
+            holds += _holds(number, pipeline, base)
+            base += len(parts[-1][0])
+        node, duration, lag, upstream, previous = (np.concatenate(column) for column in zip(*parts))
+        return Windows(
+            node=node,
+            duration=duration,
+            upstream=upstream,
+            lag=lag,
+            previous=previous,
+            room=np.full(base, -1),
+            first=np.concatenate(([0], np.cumsum(np.bincount(node, minlength=problem.nodes)))),
+            holds=tuple(holds),
+        )
+
+    def within(self, capacity: Sequence[float]) -> Windows | None:
+        """The same with at most `capacity[node]` of activations held; None where one micro-batch does not fit."""
+        room = np.full_like(self.room, -1)
+        for hold in self.holds:
+            most_memory = capacity[hold.node] * (1 + SLACK)
+            if hold.one > most_memory:
+                return None
+            if hold.activation * len(hold.forward) <= most_memory:
+                continue
+            most = int(most_memory / hold.activation)
+            room[hold.forward[most:]] = hold.release[: len(hold.release) - most]
+        return replace(self, room=room, capacity=tuple(capacity))
+
+    def least_makespan(self) -> float:
+        """The largest lower bound of `spread` and `overload`: no makespan need be supposed for it."""
+        heads, tails = self._spread()
+        return least(heads, tails, self.duration, *self._sorted(heads, tails), self.first)
+
+    def excludes(self, makespan: float, together: bool = False) -> bool:
+        """Whether the rules prove that no schedule has a makespan of at most `makespan`.
+
+        `together` applies the last rule as well, where there is a capacity; it takes longer.
+        """
+        heads, tails = self._spread()
+        orders = self._sorted(heads, tails)
+        if least(heads, tails, self.duration, *orders, self.first) > makespan * (1 + SLACK):
+            return True
+        if np.diff(self.first).max() > NARROW_SIZE:
+            return False
+        links = self.upstream, self.lag, self.previous, self.room
+        clashes = self._clashes() if together and self.capacity else np.zeros((0, 10), np.int64)
+        return contradiction(
+            heads, tails, self.duration, *links, *orders, self.first, clashes, float(makespan), MAX_PASSES
+        )
+
+    def _clashes(self) -> np.ndarray:
+        """Per row two pipelines' holds on a node and the least numbers (x, y) of them that do not fit together.
+
+        int64[k, 10]: first forward, first release, step to the next micro-batch, micro-batches and x or y of either.
+        """
+        rows = []
+        for one, other in itertools.combinations(self.holds, 2):
+            if one.node != other.node or one.pipeline == other.pipeline or not one.activation or not other.activation:
+                continue
+            fewest, space = len(other.forward) + 1, self.capacity[one.node] * (1 + SLACK)
+            for x in range(1, len(one.forward) + 1):
+                y = max(0, int((space - x * one.activation) // other.activation) + 1)
+                if 0 < y < fewest:
+                    rows.append((*one.lane(), x, *other.lane(), y))
+                    fewest = y
+        return np.array(rows, np.int64).reshape(-1, 10)
+
+    def _spread(self) -> tuple[np.ndarray, np.ndarray]:
+        heads, tails = np.zeros(len(self.node)), np.zeros(len(self.node))
+        spread(heads, tails, self.duration, self.upstream, self.lag, self.previous, self.room)
+        return heads, tails
+
+    def _sorted(self, heads: np.ndarray, tails: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The operations node by node, once by head and once by tail, ascending."""
+        return np.lexsort((heads, self.node)), np.lexsort((tails, self.node))
+
+
+def _chains(problem: FusionProblem, pipeline: Pipeline, base: int) -> tuple[np.ndarray, ...]:
+    """node, duration, lag, upstream and previous of a pipeline's operations, numbered from `base`.
+
+    One micro-batch is F at stage 0..P-1, B at stage P-1..0, then W at stage 0..P-1 when split.
+    """
+    stages, count = pipeline.stages, pipeline.microbatches
+    placement = np.array(pipeline.placement)
+    node = np.concatenate((placement, placement[::-1]))
+    duration = np.concatenate((pipeline.forward, pipeline.backward[::-1]))
+    upstream = np.arange(-1, 2 * stages - 1)
+    lag = np.where(node != np.roll(node, 1), problem.transfer, 0).astype(float)
+    if pipeline.weight_gradient is not None:
+        node = np.concatenate((node, placement))
+        duration = np.concatenate((duration, pipeline.weight_gradient))
+        upstream = np.concatenate((upstream, np.arange(2 * stages - 1, stages - 1, -1)))
+        lag = np.concatenate((lag, np.zeros(stages)))
+    lag[0] = 0
+    length = len(node)
+    start = base + length * np.repeat(np.arange(count), length)
+    upstream = np.tile(upstream, count)
+    upstream = np.where(upstream >= 0, upstream + start, -1)
+    previous = base + np.arange(length * count) - length
+    previous[:length] = -1
+    return np.tile(node, count), np.tile(duration.astype(float), count), np.tile(lag, count), upstream, previous
+
+
+def _holds(number: int, pipeline: Pipeline, base: int) -> list[Hold]:
+    stages = pipeline.stages
+    length = (3 if pipeline.split else 2) * stages
+    start = base + length * np.arange(pipeline.microbatches)
+    holds = []
+    for stage, node in enumerate(pipeline.placement):
+        one = float(sum(a for n, a in zip(pipeline.placement[: stage + 1], pipeline.activation) if n == node))
+        activation = float(pipeline.activation[stage]) if pipeline.split else one
+        release = 2 * stages + stage if pipeline.split else 2 * stages - 1 - stage
+        holds.append(Hold(number, node, activation, one, start + stage, start + release))
+    return holds

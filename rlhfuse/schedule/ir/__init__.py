@@ -1,0 +1,1 @@
+"""The values of schedules: actions, problems, schedules, graphs."""

@@ -1,0 +1,125 @@
+"""What a schedule costs: start and end of every action, makespan, peak memory, or the cycle it hides.
+
+An action starts when the one before it on its node has ended and its upstream's output has arrived.
+Peak memory of a node is the largest sum of activations forwarded and not yet backwarded there (with a
+split backward: not yet through the weight gradient); it follows from the node's order alone. Static
+memory is not part of it.
+
+Knows nothing of search. Paper: section 5.2, Algorithm 3, with the deadlock check that it presumes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhfuse.errors import ScheduleError
+from rlhfuse.schedule.ir.action import Action
+from rlhfuse.schedule.ir.graph import OperationGraph, build_graph
+from rlhfuse.schedule.ir.problem import Number
+from rlhfuse.schedule.ir.schedule import Schedule, grid
+
+TOLERANCE = 1e-9  # relative; sums of the same floats in another order differ by less
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """`starts[node][i]`, `ends[node][i]` belong to `schedule.orders[node][i]`; memory is per node."""
+
+    starts: tuple[tuple[Number, ...], ...]
+    ends: tuple[tuple[Number, ...], ...]
+    makespan: Number
+    node_peak_memory: tuple[Number, ...]
+
+    @property
+    def peak_memory(self) -> Number:
+        return max(self.node_peak_memory)
+
+
+def evaluate(schedule: Schedule) -> Timeline:
+    """Time and memory of a schedule. Raises ScheduleError naming the cycle when it can never finish."""
+    graph = build_graph(schedule.problem)
+    orders = [[graph.number[action] for action in order] for order in schedule.orders]
+    ends = end_times(graph, orders)
+    return Timeline(
+        starts=tuple(tuple(tidy(ends[o] - graph.duration[o]) for o in order) for order in orders),
+        ends=tuple(tuple(tidy(ends[o]) for o in order) for order in orders),
+        makespan=tidy(max(ends)),
+        node_peak_memory=tuple(max(memory_profile(schedule, node), default=0) for node in range(len(orders))),
+    )
+
+
+def end_times(graph: OperationGraph, orders: Sequence[Sequence[int]]) -> list[float]:
+    """End of every operation when each node runs its row of `orders`. Raises ScheduleError on a cycle."""
+    upstream, lag, duration = graph.upstream.tolist(), graph.lag.tolist(), graph.duration.tolist()
+    ends: list[float] = [-1.0] * graph.size
+    clock, position = [0.0] * len(orders), [0] * len(orders)
+    waiting = list(range(len(orders)))
+    blocked: dict[int, int] = {}  # operation waited for -> the node that waits: an output leaves to one node only
+    done = 0
+    while waiting:
+        node = waiting.pop()
+        order = orders[node]
+        while position[node] < len(order):
+            operation = order[position[node]]
+            source = upstream[operation]
+            if source >= 0 and ends[source] < 0:
+                blocked[source] = node
+                break
+            arrival = ends[source] + lag[operation] if source >= 0 else 0.0
+            clock[node] = max(clock[node], arrival) + duration[operation]
+            ends[operation] = clock[node]
+            position[node] += 1
+            done += 1
+            if operation in blocked:
+                waiting.append(blocked.pop(operation))
+    if done < graph.size:
+        _raise_cycle(graph, orders, position)
+    return ends
+
+
+def _raise_cycle(graph: OperationGraph, orders: Sequence[Sequence[int]], position: list[int]) -> None:
+    """Each stuck node waits for an operation of another stuck node: follow that until a node repeats."""
+    node = next(n for n in range(len(orders)) if position[n] < len(orders[n]))
+    seen: list[int] = []
+    while node not in seen:
+        seen.append(node)
+        node = int(graph.node[graph.upstream[orders[node][position[node]]]])
+    cycle = seen[seen.index(node) :]
+    waits = [
+        f"node {n} at {graph.actions[stuck]} waits for {graph.actions[graph.upstream[stuck]]}"
+        for n in cycle
+        for stuck in [orders[n][position[n]]]
+    ]
+    text = grid(tuple(tuple(graph.actions[o] for o in order) for order in orders), (node, position[node]))
+    raise ScheduleError(f"the schedule deadlocks: {'; '.join(waits)}", text)
+
+
+def memory_profile(schedule: Schedule, node: int) -> list[Number]:
+    """Activation memory on `node` after each action of its order.
+
+    Counted in whole activations and then multiplied, so that 8 * 1.95 is 15.6 wherever it occurs.
+    """
+    return order_memory(schedule, schedule.orders[node])
+
+
+def order_memory(schedule: Schedule, order: Sequence[Action]) -> list[Number]:
+    pipelines = {pipeline.name: pipeline for pipeline in schedule.problem.pipelines}
+    held: Counter[tuple[str, int]] = Counter()
+    profile = []
+    for action in order:
+        pipeline = pipelines[action.pipeline]
+        if action.kind == "F":
+            held[action.pipeline, action.stage] += 1
+        elif action.kind == ("W" if pipeline.split else "B"):
+            held[action.pipeline, action.stage] -= 1
+        total = sum(count * pipelines[name].activation[stage] for (name, stage), count in held.items())
+        profile.append(tidy(total))
+    return profile
+
+
+def tidy(value: float) -> Number:
+    """An integer when it is one, else rounded to 12 digits: the noise of float sums stays out of files."""
+    value = float(value)
+    return int(value) if value.is_integer() else float(f"{value:.12g}")

@@ -1,0 +1,131 @@
+"""The operations of a problem as numbered arrays: the one place that encodes and decodes actions.
+
+An operation has at most one *upstream* (the operation whose output it takes):
+
+    F at stage s  <-  F at stage s-1          B at stage s  <-  B at stage s+1
+    B at the last stage  <-  F there          W at stage s  <-  B at stage s
+
+B at stage s also needs F at stage s, which the chain through the last stage implies. A *lane* is all
+micro-batches of one (pipeline, stage, kind): they run in order. A micro-batch's activation is taken
+by F and released by the lane's last kind (B, or W when the backward is split).
+
+Knows nothing of orders, times of start or search.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from rlhfuse.schedule.ir.action import Action, Kind
+from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
+
+
+@dataclass(frozen=True)
+class Lane:
+    """All micro-batches of one kind on one stage; operation m of the lane has number `first` + m."""
+
+    pipeline: int
+    stage: int
+    kind: Kind
+    node: int
+    first: int
+    microbatches: int
+
+
+@dataclass(frozen=True, eq=False)
+class OperationGraph:
+    """Arrays over the n operations of `problem`; -1 stands for none.
+
+    node, lane, upstream: int64[n]; downstream: int64[n, 2]; duration, lag (transfer from upstream),
+    memory (taken, or negative: released): float64[n].
+    """
+
+    problem: FusionProblem
+    actions: tuple[Action, ...]
+    lanes: tuple[Lane, ...]
+    node: np.ndarray
+    lane: np.ndarray
+    duration: np.ndarray
+    upstream: np.ndarray
+    lag: np.ndarray
+    downstream: np.ndarray
+    memory: np.ndarray
+
+    @property
+    def size(self) -> int:
+        return len(self.actions)
+
+    @cached_property
+    def number(self) -> dict[Action, int]:
+        """Operation number of each action."""
+        return {action: i for i, action in enumerate(self.actions)}
+
+
+def kinds_of(pipeline: Pipeline) -> tuple[Kind, ...]:
+    """The computing kinds of a pipeline, in the order in which a micro-batch meets them on a stage."""
+    return (Kind.F, Kind.B, Kind.W) if pipeline.split else (Kind.F, Kind.B)
+
+
+def build_graph(problem: FusionProblem) -> OperationGraph:
+    """Number every operation of `problem` and connect it to what it depends on."""
+    lanes = _lanes(problem)
+    first = {(lane.pipeline, lane.stage, lane.kind): lane.first for lane in lanes}
+    n = sum(lane.microbatches for lane in lanes)
+    actions: list[Action] = []
+    node, lane_of, upstream = (np.full(n, -1, np.int64) for _ in range(3))
+    duration, lag, memory = (np.zeros(n) for _ in range(3))
+    for number, lane in enumerate(lanes):
+        pipeline = problem.pipelines[lane.pipeline]
+        mine = slice(lane.first, lane.first + lane.microbatches)
+        actions += [Action(pipeline.name, lane.stage, lane.kind, m) for m in range(lane.microbatches)]
+        node[mine], lane_of[mine] = lane.node, number
+        duration[mine] = _times(pipeline, lane.kind)[lane.stage]
+        if lane.kind is Kind.F:
+            memory[mine] = pipeline.activation[lane.stage]
+        elif lane.kind is kinds_of(pipeline)[-1]:
+            memory[mine] = -pipeline.activation[lane.stage]
+        source = _source(pipeline, lane.stage, lane.kind)
+        if source is not None:
+            upstream[mine] = np.arange(lane.microbatches) + first[(lane.pipeline, *source)]
+            lag[mine] = problem.transfer if pipeline.placement[source[0]] != lane.node else 0
+    return OperationGraph(
+        problem, tuple(actions), lanes, node, lane_of, duration, upstream, lag, _downstream(upstream), memory
+    )
+
+
+def _lanes(problem: FusionProblem) -> tuple[Lane, ...]:
+    lanes, first = [], 0
+    for p, pipeline in enumerate(problem.pipelines):
+        for stage, node in enumerate(pipeline.placement):
+            for kind in kinds_of(pipeline):
+                lanes.append(Lane(p, stage, kind, node, first, pipeline.microbatches))
+                first += pipeline.microbatches
+    return tuple(lanes)
+
+
+def _times(pipeline: Pipeline, kind: Kind) -> tuple:
+    return {Kind.F: pipeline.forward, Kind.B: pipeline.backward, Kind.W: pipeline.weight_gradient}[kind]
+
+
+def _source(pipeline: Pipeline, stage: int, kind: Kind) -> tuple[int, Kind] | None:
+    """(stage, kind) of the operation that feeds this one for the same micro-batch."""
+    if kind is Kind.F:
+        return (stage - 1, Kind.F) if stage else None
+    if kind is Kind.W:
+        return (stage, Kind.B)
+    return (stage + 1, Kind.B) if stage + 1 < pipeline.stages else (stage, Kind.F)
+
+
+def _downstream(upstream: np.ndarray) -> np.ndarray:
+    """What each operation feeds, in order of number: at most two, since a W and an earlier stage's B share a source."""
+    downstream = np.full((len(upstream), 2), -1, np.int64)
+    fed = np.flatnonzero(upstream >= 0)
+    fed = fed[np.argsort(upstream[fed], kind="stable")]
+    sources = upstream[fed]
+    second = np.zeros(len(fed), np.int64)
+    second[1:] = sources[1:] == sources[:-1]
+    downstream[sources, second] = fed
+    return downstream

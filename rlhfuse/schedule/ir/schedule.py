@@ -1,0 +1,92 @@
+"""The order in which every node computes, as a value.
+
+A schedule prints one line per node and parses back. With one actor pipeline running down two nodes
+and one critic pipeline running up, one micro-batch each and equal times, no node idles:
+
+    node 0: actor:0F0 critic:1F0 critic:1B0 actor:0B0
+    node 1: critic:0F0 actor:1F0 actor:1B0 critic:0B0
+
+Every schedule keeps one rule: on its node the forwards of a pipeline stage run in micro-batch order,
+and so do its backwards, so that gradients are summed in the same order whatever the schedule.
+
+Knows nothing of time or ranks: evaluate.py prices a schedule, lowering.py expands it to ranks.
+Paper: section 5.2, the matrix S.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from rlhfuse.errors import ScheduleError
+from rlhfuse.schedule.ir.action import Action
+from rlhfuse.schedule.ir.graph import OperationGraph, build_graph
+from rlhfuse.schedule.ir.problem import FusionProblem
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`orders[node]` is everything that node computes, in execution order.
+
+    Raises ScheduleError when an action is missing, repeated, foreign, on a wrong node or out of
+    micro-batch order. A cycle between nodes is found by `evaluate`.
+    """
+
+    problem: FusionProblem
+    orders: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        check_orders(build_graph(self.problem), self.orders)
+
+    def text(self) -> str:
+        """One line per node; `parse` is the inverse."""
+        return grid(self.orders)
+
+    @staticmethod
+    def parse(problem: FusionProblem, text: str) -> Schedule:
+        """Read what `text` wrote. Raises InputError on a malformed line, ScheduleError on a broken rule."""
+        orders: list[tuple[Action, ...]] = []
+        for line in filter(str.strip, text.splitlines()):
+            match = re.fullmatch(r"\s*node (\d+):(.*)", line)
+            if not match or int(match[1]) != len(orders):
+                raise ScheduleError(f"line {line.strip()!r} must begin with 'node {len(orders)}:'")
+            orders.append(tuple(Action.parse(word) for word in match[2].split()))
+        return Schedule(problem, tuple(orders))
+
+
+def grid(orders: tuple[tuple, ...], mark: tuple[int, int] | None = None, label: str = "node") -> str:
+    """One line per row of `orders`; the entry at `mark` = (row, position) is pointed out."""
+    lines = []
+    for row, order in enumerate(orders):
+        words = [str(entry) for entry in order]
+        if mark and mark[0] == row:
+            words.insert(mark[1] + 1, "<-- ERROR HERE")
+        lines.append(f"{label} {row}: {' '.join(words)}".rstrip())
+    return "\n".join(lines)
+
+
+def check_orders(graph: OperationGraph, orders: tuple[tuple[Action, ...], ...]) -> None:
+    """Raise ScheduleError, with the grid, unless `orders` holds each action once, in place and in order."""
+    nodes = graph.problem.nodes
+    if len(orders) != nodes:
+        raise ScheduleError(f"the schedule has {len(orders)} nodes, its problem has {nodes}")
+    done = [0] * len(graph.lanes)
+    for node, order in enumerate(orders):
+        for position, action in enumerate(order):
+            mark = (node, position)
+            operation = graph.number.get(action)
+            if operation is None:
+                raise ScheduleError(f"node {node}: {action} is not in the problem", grid(orders, mark))
+            if graph.node[operation] != node:
+                home = graph.node[operation]
+                raise ScheduleError(f"node {node}: {action} belongs on node {home}", grid(orders, mark))
+            lane = graph.lane[operation]
+            if action.microbatch != done[lane]:
+                raise ScheduleError(
+                    f"node {node}: {action} is out of micro-batch order; {done[lane]} is next", grid(orders, mark)
+                )
+            done[lane] += 1
+    for count, lane in zip(done, graph.lanes):
+        if count != lane.microbatches:
+            missing = graph.actions[lane.first + count]
+            raise ScheduleError(f"node {lane.node}: {missing} is missing", grid(orders))

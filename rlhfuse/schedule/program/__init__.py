@@ -1,0 +1,1 @@
+"""Schedules lowered to one verified instruction stream per rank."""

@@ -1,0 +1,178 @@
+"""What every rank does in one fused training step, as a value that prints and parses.
+
+    programs 5b0c...e1
+    model actor layout d1t1p2 buffer 4096
+    model critic layout d1t1p2 buffer any
+    rank 0: critic:1RF0<1 actor:0F0 actor:0SF0>1 ... actor:0RB0<1 actor:0B0 actor:0RG actor:0ST
+    rank 1: critic:0F0 critic:0SF0>0 actor:1RF0<0 ...
+
+An instruction is an action with its peer: `actor:0F3`, `actor:0SF3>1` (send to rank 1), `actor:1RF3<0` (receive
+from rank 0), `actor:0RG` (see action.py). Stage numbers are the model's real pipeline stages. The first line is the
+fingerprint of the schedule and of the layouts that the programs were made for; a buffer is the most tokens that a
+micro-batch may have.
+
+Knows nothing of how programs are made or run: lowering.py makes them, verify.py checks them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhfuse.errors import InputError, ScheduleError
+from rlhfuse.schedule.ir.action import RECEIVES, SENDS, Action
+from rlhfuse.schedule.ir.ranks import FusedRanks
+from rlhfuse.schedule.ir.schedule import Schedule
+
+_INSTRUCTION = re.compile(r"([^<>]+)(?:([<>])(\d+))?")
+_HEAD = re.compile(r"programs ([0-9a-f]{64})")
+_MODEL = re.compile(r"model (\S+) layout (\S+) buffer (\d+|any)")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One action of a rank. `peer` is the other global rank of a send or receive, None in all other kinds."""
+
+    action: Action
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        if self.peer is None:
+            return str(self.action)
+        return f"{self.action}{'>' if self.action.kind in SENDS else '<'}{self.peer}"
+
+    @staticmethod
+    def parse(text: str) -> Instruction:
+        """Inverse of `str`. Raises InputError on any other text."""
+        match = _INSTRUCTION.fullmatch(text.strip())
+        if not match:
+            raise InputError(f"instruction {text!r} is not of the form actor:0F3, actor:0SF3>1 or actor:1RF3<0")
+        action = Action.parse(match[1])
+        mark = ">" if action.kind in SENDS else "<" if action.kind in RECEIVES else None
+        if match[2] != mark:
+            raise InputError(f"instruction {text!r}: kind {action.kind} takes {mark + 'RANK' if mark else 'no peer'}")
+        return Instruction(action, int(match[3]) if mark else None)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one global rank does in one fused training step, in order."""
+
+    rank: int
+    instructions: tuple[Instruction, ...]
+
+    def text(self) -> str:
+        """One line; `parse` is the inverse."""
+        return f"rank {self.rank}: {' '.join(map(str, self.instructions))}".rstrip()
+
+    @staticmethod
+    def parse(text: str) -> Program:
+        """Read what `text` wrote. Raises InputError on a malformed line."""
+        match = re.fullmatch(r"rank (\d+):(.*)", text.strip())
+        if not match:
+            raise InputError(f"program {text!r} must begin with 'rank N:'")
+        return Program(int(match[1]), tuple(Instruction.parse(word) for word in match[2].split()))
+
+
+@dataclass(frozen=True)
+class Programs(Mapping[int, Program]):
+    """The programs of all ranks, and what they are for; a mapping from global rank to Program.
+
+    `layouts` has the layout text of every model, `buffers` the most tokens that a micro-batch of it may have (None:
+    any number).
+    """
+
+    fingerprint: str
+    layouts: Mapping[str, str]
+    buffers: Mapping[str, int | None]
+    by_rank: Mapping[int, Program]
+
+    def __getitem__(self, rank: int) -> Program:
+        return self.by_rank[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.by_rank)
+
+    def __len__(self) -> int:
+        return len(self.by_rank)
+
+    def text(self) -> str:
+        """All of it, one line per rank; `parse` is the inverse."""
+        lines = [f"programs {self.fingerprint}"]
+        for model, layout in self.layouts.items():
+            buffer = self.buffers.get(model)
+            lines.append(f"model {model} layout {layout} buffer {'any' if buffer is None else buffer}")
+        return "\n".join(lines + [program.text() for program in self.by_rank.values()])
+
+    @staticmethod
+    def parse(text: str) -> Programs:
+        """Read what `text` wrote. Raises InputError on a malformed line."""
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        head = _HEAD.fullmatch(lines[0]) if lines else None
+        if not head:
+            raise InputError("programs must begin with a line 'programs FINGERPRINT' of 64 hexadecimal digits")
+        layouts: dict[str, str] = {}
+        buffers: dict[str, int | None] = {}
+        by_rank: dict[int, Program] = {}
+        for line in lines[1:]:
+            model = _MODEL.fullmatch(line)
+            if model:
+                layouts[model[1]] = model[2]
+                buffers[model[1]] = None if model[3] == "any" else int(model[3])
+                continue
+            program = Program.parse(line)
+            if program.rank in by_rank:
+                raise InputError(f"rank {program.rank} has two programs; remove one")
+            by_rank[program.rank] = program
+        return Programs(head[1], layouts, buffers, by_rank)
+
+    def grid(self, rank: int | None = None, position: int = 0) -> str:
+        """One line per rank; the instruction at `position` of `rank` is pointed out."""
+        lines = []
+        for number, program in sorted(self.by_rank.items()):
+            words = [str(instruction) for instruction in program.instructions]
+            if number == rank:
+                words.insert(position + 1, "<-- ERROR HERE")
+            lines.append(f"rank {number}: {' '.join(words)}".rstrip())
+        return "\n".join(lines)
+
+    def refuse_unless_for(self, schedule: Schedule, ranks: FusedRanks) -> None:
+        """Raise ScheduleError, saying what differs, unless these programs were made of `schedule` for `ranks`."""
+        wanted = {model: str(layout) for model, layout in ranks.shape.layouts.items()}
+        if dict(self.layouts) != wanted:
+            mine = " with ".join(f"{model} {layout}" for model, layout in self.layouts.items())
+            raise ScheduleError(f"the programs are for {mine}, this run has {ranks.shape}; lower the schedule again")
+        fingerprint = fingerprint_of(schedule, ranks)
+        if self.fingerprint != fingerprint:
+            raise ScheduleError(
+                f"the programs are of another schedule (fingerprint {self.fingerprint[:12]}, this schedule has "
+                f"{fingerprint[:12]}); lower the schedule again"
+            )
+        if set(self.by_rank) != set(range(ranks.size)):
+            raise ScheduleError(
+                f"programs are for ranks {sorted(self.by_rank)}, the layout has ranks 0-{ranks.size - 1}", self.grid()
+            )
+
+    def refuse_tokens(self, model: str, tokens: Sequence[int]) -> None:
+        """Raise InputError unless every micro-batch of `model` (`tokens[m]` each) fits its buffer and has a token."""
+        buffer = self.buffers.get(model)
+        for microbatch, count in enumerate(tokens):
+            if count < 1:
+                raise InputError(f"{model}: micro-batch {microbatch} has {count} tokens; at least one is needed")
+            if buffer is not None and count > buffer:
+                raise InputError(
+                    f"{model}: micro-batch {microbatch} has {count} tokens but its buffer holds {buffer}; "
+                    "use more micro-batches or a larger buffer"
+                )
+
+
+def fingerprint_of(schedule: Schedule, ranks: FusedRanks) -> str:
+    """sha256 (64 hexadecimal digits) over layouts, placements, micro-batches and orders; times do not enter it."""
+    lines = [str(ranks.shape)]
+    for pipeline in schedule.problem.pipelines:
+        nodes = " ".join(map(str, pipeline.placement))
+        lines.append(f"{pipeline.name} {pipeline.model} {pipeline.microbatches} on {nodes}")
+    lines.append(schedule.text())
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""Schedules built by rule."""

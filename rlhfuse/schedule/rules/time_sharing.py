@@ -1,0 +1,74 @@
+"""PUZZLE's time-sharing: the next model's 1F1B begins while the one before it drains.
+
+All models have the same layout and run in the same direction. The order is 1F1B over the micro-batches of
+all models in a row, as if they were one model's. P = 3, two micro-batches each, equal times:
+
+    serial   node 0  1F 1F .  .  1B .  1B 2F 2F .  ...     shared   node 0  1F 1F 2F .  1B 2F 1B ...
+
+Stage s never holds more than P - s micro-batches of all models together. With equal stages, M >= P micro-batches
+of each model and one ratio of b to f, the makespan is  M sum_k(f_k + b_k) + (P - 1) max_k(f_k + b_k)
+(equation 1; the paper states it for any times).
+
+Knows nothing of times. PUZZLE paper: section 4.2, Figure 5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rlhfuse.errors import InputError
+from rlhfuse.schedule.ir.action import Action, Kind
+from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
+from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.schedule.rules.fixed_order import by_model, check_single_visits, one_forward_one_backward, schedule_of_rows
+
+
+def time_sharing(problem: FusionProblem) -> Schedule:
+    """1F1B over the micro-batches of all models in a row, in order of the models' appearance.
+
+    Valid under any times and lags. Raises InputError naming a pipeline that shares nodes with another of a
+    different placement (`same_layout_problem` aligns them) and one that visits a node twice.
+    """
+    rows: list[list[Action]] = [[] for _ in range(problem.nodes)]
+    for placement, sharers in _sharers(problem).items():
+        sequence = [(pipeline.name, m) for pipeline in sharers for m in range(pipeline.microbatches)]
+        for stage, node in enumerate(placement):
+            forwards = [Action(name, stage, Kind.F, m) for name, m in sequence]
+            backwards = [Action(name, stage, Kind.B, m) for name, m in sequence]
+            rows[node] = one_forward_one_backward(forwards, backwards, len(placement) - stage - 1)
+    return schedule_of_rows(problem, rows)
+
+
+def same_layout_problem(problem: FusionProblem) -> FusionProblem:
+    """`problem` with every model's pipelines placed as the first model's, so that all run in one direction.
+
+    Raises InputError naming a model whose pipelines differ from the first one's in number or stages.
+    """
+    first = [p for p in problem.pipelines if p.model == problem.models[0]]
+    placed: dict[str, Pipeline] = {}
+    for model in problem.models:
+        mine = [p for p in problem.pipelines if p.model == model]
+        if [p.stages for p in mine] != [p.stages for p in first]:
+            raise InputError(
+                f"time-sharing: model {model} has pipelines of {[p.stages for p in mine]} stages but {first[0].model} "
+                f"of {[p.stages for p in first]}; give both the same layout"
+            )
+        placed |= {p.name: replace(p, placement=leader.placement) for p, leader in zip(mine, first)}
+    return replace(problem, pipelines=tuple(placed[p.name] for p in problem.pipelines))
+
+
+def _sharers(problem: FusionProblem) -> dict[tuple[int, ...], list[Pipeline]]:
+    """Pipelines by placement; no node is in two placements."""
+    sharers: dict[tuple[int, ...], list[Pipeline]] = {}
+    owner: dict[int, Pipeline] = {}
+    for pipeline in by_model(problem):
+        check_single_visits(pipeline, "time-sharing")
+        for node in pipeline.placement:
+            other = owner.setdefault(node, pipeline)
+            if other.placement != pipeline.placement:
+                raise InputError(
+                    f"time-sharing: pipelines {other.name} and {pipeline.name} share node {node} but run over "
+                    f"{list(other.placement)} and {list(pipeline.placement)}; one layout is needed"
+                )
+        sharers.setdefault(pipeline.placement, []).append(pipeline)
+    return sharers

@@ -1,0 +1,1 @@
+"""The annealing search, in one process or over MPI."""

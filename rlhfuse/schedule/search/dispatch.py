@@ -1,0 +1,199 @@
+"""The list scheduler of builders.py once more, over arrays and in numba, to try many rules in a moment.
+
+Whenever a node is idle it takes, of the operations whose input has arrived, the one of the best rank; a
+forward waits while its stage already holds its cap of micro-batches. `tuned_starts` tries a grid of caps
+above 1F1B's for the largest model and for the others, forwards or backwards first, models or directions
+first, and keeps what is not beaten in both makespan and peak memory.
+
+Knows nothing of annealing. builders.list_schedule is its plain twin. Paper: section 5.2, greedy.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from rlhfuse.schedule.ir.action import Kind
+from rlhfuse.schedule.ir.graph import Lane, OperationGraph, kinds_of
+from rlhfuse.schedule.ir.problem import FusionProblem
+from rlhfuse.schedule.rules.builders import pipeline_work
+from rlhfuse.schedule.search.heads_tails import Tables
+from rlhfuse.schedule.search.heap import drop, push
+from rlhfuse.schedule.search.sequence import Found
+
+TRIED_OPERATIONS = 2_000_000  # over all tries: a few tenths of a second
+# Micro-batches above 1F1B's caps, in sixteenths of the pipeline's stages.
+LARGEST_EXTRAS = (0, 1, 4, -1, 2, 8, 16, -2)
+OTHER_EXTRAS = (8, 4, 0, 2, 12, 16, 1, -1)
+KEPT = 8
+
+
+class Rules(NamedTuple):
+    """One way to dispatch: `rank` of every lane, the smallest goes first; `cap` of every stage, at least 1."""
+
+    rank: np.ndarray  # int64[lanes]
+    cap: np.ndarray  # int64[stages over all pipelines]
+
+
+class _Lanes(NamedTuple):
+    """int64 arrays. A stage of a pipeline has a number of its own; `on_node[first_on[n]:first_on[n + 1]]` are lanes."""
+
+    first: np.ndarray
+    count: np.ndarray
+    stage: np.ndarray
+    takes: np.ndarray  # 1 where a micro-batch begins to be held, -1 where it is released, else 0
+    on_node: np.ndarray
+    first_on: np.ndarray
+
+
+class _Scratch(NamedTuple):
+    end: np.ndarray  # float64[n]
+    arrival: np.ndarray  # float64[n]
+    done: np.ndarray  # int64[lanes]
+    held: np.ndarray  # int64[stages]
+    free: np.ndarray  # float64[nodes]
+    level: np.ndarray  # float64[nodes]
+    place: np.ndarray  # int64[nodes]
+    heap_key: np.ndarray  # float64[4 n + nodes]
+    heap_node: np.ndarray  # int64[4 n + nodes]
+
+
+class Dispatcher:
+    """Makes schedules of one problem."""
+
+    def __init__(self, graph: OperationGraph, tables: Tables) -> None:
+        self.graph, self.tables = graph, tables
+        lanes, nodes, n = graph.lanes, graph.problem.nodes, graph.size
+        numbers: dict[tuple[int, int], int] = {}
+        stage = [numbers.setdefault((lane.pipeline, lane.stage), len(numbers)) for lane in lanes]
+        self.stages = list(numbers)
+        node = np.array([lane.node for lane in lanes])
+        self.lanes = _Lanes(
+            np.array([lane.first for lane in lanes]),
+            np.array([lane.microbatches for lane in lanes]),
+            np.array(stage),
+            np.array([_takes(lane, graph.problem) for lane in lanes]),
+            np.argsort(node, kind="stable"),
+            np.concatenate([[0], np.cumsum(np.bincount(node, minlength=nodes))]),
+        )
+        self.scratch = _Scratch(
+            np.empty(n),
+            np.empty(n),
+            np.empty(len(lanes), np.int64),
+            np.empty(len(numbers), np.int64),
+            np.empty(nodes),
+            np.empty(nodes),
+            np.empty(nodes, np.int64),
+            np.empty(4 * n + nodes),
+            np.empty(4 * n + nodes, np.int64),
+        )
+
+    def dispatch(self, rules: Rules) -> Found:
+        """The schedule that the rules make."""
+        sequence = np.empty(self.graph.size, np.int64)
+        return Found(*_dispatch(self.tables, self.lanes, rules, self.scratch, sequence), sequence)
+
+    def rules(self, largest: int, others: int, forward_first: bool, model_first: bool) -> Rules:
+        """1F1B's caps with so many sixteenths of the stages more; the rank of `builders.capped_greedy`."""
+        pipelines = self.graph.problem.pipelines
+        size = [pipeline_work(pipeline) for pipeline in pipelines]
+        large = _largest(self.graph.problem)
+        extra = [math.ceil((largest if p.model == large else others) * p.stages / 16) for p in pipelines]
+        order = (Kind.F, Kind.B, Kind.W) if forward_first else (Kind.B, Kind.F, Kind.W)
+        keys = []
+        for lane in self.graph.lanes:
+            first, second = -size[lane.pipeline], order.index(lane.kind)
+            keys.append((*((first, second) if model_first else (second, first)), lane.pipeline, lane.stage))
+        place = {key: position for position, key in enumerate(sorted(keys))}
+        caps = [max(1, pipelines[p].stages - s + extra[p]) for p, s in self.stages]
+        return Rules(np.array([place[key] for key in keys]), np.array(caps))
+
+
+def tuned_starts(dispatcher: Dispatcher) -> list[Found]:
+    """What the grid gives, as far as nothing else is both faster and leaner; the fastest first."""
+    tries = max(2, TRIED_OPERATIONS // dispatcher.graph.size)
+    made = sorted((dispatcher.dispatch(rules) for rules in _grid(dispatcher, tries)), key=lambda found: found[:2])
+    kept: list[Found] = []
+    for found in made:
+        if not kept or found.peak_memory < kept[-1].peak_memory:
+            kept.append(found)
+    return kept[:KEPT]
+
+
+def _grid(dispatcher: Dispatcher, tries: int) -> Iterator[Rules]:
+    """The most promising combinations first: both lists of extras begin with what has served best."""
+    pairs = sorted(
+        itertools.product(range(len(LARGEST_EXTRAS)), range(len(OTHER_EXTRAS))), key=lambda pair: (sum(pair), pair)
+    )
+    ways = [
+        (LARGEST_EXTRAS[a], OTHER_EXTRAS[b], forward_first, model_first)
+        for a, b in pairs
+        for forward_first, model_first in ((True, False), (True, True), (False, True), (False, False))
+    ]
+    for way in ways[:tries]:
+        yield dispatcher.rules(*way)
+
+
+def _takes(lane: Lane, problem: FusionProblem) -> int:
+    kinds = kinds_of(problem.pipelines[lane.pipeline])
+    return int(lane.kind is kinds[0]) - int(lane.kind is kinds[-1])
+
+
+def _largest(problem: FusionProblem) -> str:
+    return max(problem.pipelines, key=pipeline_work).model
+
+
+@njit(cache=True)
+def _dispatch(t: Tables, lanes: _Lanes, rules: Rules, s: _Scratch, sequence: np.ndarray):
+    """Run the list scheduler; returns (makespan, peak memory)."""
+    n, nodes = len(sequence), len(s.free)
+    s.done[:] = 0
+    s.held[:] = 0
+    s.free[:] = 0.0
+    s.level[:] = 0.0
+    s.place[:] = t.first[:nodes]
+    for o in range(n):
+        s.arrival[o] = 0.0 if t.upstream[o] < 0 else np.inf
+    count, makespan, peak = 0, 0.0, 0.0
+    for node in range(nodes):
+        count = push(s.heap_key, s.heap_node, count, 0.0, node)
+    while count > 0:
+        now, node = s.heap_key[0], s.heap_node[0]
+        count = drop(s.heap_key, s.heap_node, count)
+        if now < s.free[node]:
+            continue
+        best = -1
+        for k in range(lanes.first_on[node], lanes.first_on[node + 1]):
+            lane = lanes.on_node[k]
+            o = lanes.first[lane] + s.done[lane]
+            if s.done[lane] == lanes.count[lane] or s.arrival[o] > now:
+                continue
+            if best >= 0 and rules.rank[lane] >= rules.rank[best]:
+                continue
+            stage = lanes.stage[lane]
+            if lanes.takes[lane] > 0 and s.held[stage] >= rules.cap[stage]:
+                continue
+            best = lane
+        if best < 0:
+            continue
+        o = lanes.first[best] + s.done[best]
+        s.done[best] += 1
+        s.held[lanes.stage[best]] += lanes.takes[best]
+        s.level[node] += t.memory[o]
+        peak = max(peak, s.level[node])
+        s.free[node] = now + t.duration[o]
+        makespan = max(makespan, s.free[node])
+        sequence[s.place[node]] = o
+        s.place[node] += 1
+        count = push(s.heap_key, s.heap_node, count, s.free[node], node)
+        for k in range(2):
+            target = t.downstream[o, k]
+            if target >= 0:
+                s.arrival[target] = s.free[node] + t.lag[target]
+                count = push(s.heap_key, s.heap_node, count, s.arrival[target], t.node[target])
+    return makespan, peak

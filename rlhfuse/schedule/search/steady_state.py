@@ -1,0 +1,208 @@
+"""From a schedule of a few micro-batches to one of many: its middle is repeated.
+
+A unit is the smallest share of the micro-batches that keeps their proportions: M0 : M1 = 64 : 32 has 32
+units of (2, 1). Once the pipelines are full, a schedule may go on in a period of T per unit for as long
+as one likes, so a good schedule of 16 units makes one of 32 with the same peak memory:
+
+    before the cut       as it is
+    at the cut           the operations of the last `window` units, again and again, T per unit later
+    after the cut        as it is, later by T for every unit put in
+
+What comes out gives every operation a time to aim at; the orders are then made by taking, of all
+operations whose inputs and predecessors are there, the one of least aim: never a cycle, and exactly the
+repetition wherever the middle is periodic. It costs a sort to try a cut, so many are tried.
+
+Worth its while only where every unit costs the same time at the bound: there the small schedule at its
+bound becomes the large one at its own. Knows nothing of annealing. No paper: the published searches
+begin anew for every number of micro-batches, and need more memory the more of them there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from rlhfuse.schedule.bounds.bounds import latency_bound
+from rlhfuse.schedule.ir.graph import OperationGraph
+from rlhfuse.schedule.ir.objective import loosen, reaches
+from rlhfuse.schedule.ir.problem import FusionProblem
+from rlhfuse.schedule.search.heads_tails import Tables, new_state, refresh
+from rlhfuse.schedule.search.heap import drop, push
+from rlhfuse.schedule.search.sequence import Found, node_peaks
+
+TRIED_OPERATIONS = 1_200_000  # over all cuts of one stretch: a few tenths of a second
+MOST_TRIES = 1_000
+WINDOWS = (1, 2, 3, 4, 6, 8)  # units that are repeated together
+FEWEST_CUTS = 8  # for every window
+FEWEST_UNITS = 4
+
+
+def units_of(problem: FusionProblem) -> int:
+    """How many times the smallest set of micro-batches in the same proportions."""
+    return math.gcd(*(pipeline.microbatches for pipeline in problem.pipelines))
+
+
+def with_units(problem: FusionProblem, units: int) -> FusionProblem:
+    """The problem with `units` units of micro-batches."""
+    present = units_of(problem)
+    return replace(
+        problem,
+        pipelines=tuple(replace(p, microbatches=p.microbatches // present * units) for p in problem.pipelines),
+    )
+
+
+def coarser(problem: FusionProblem) -> FusionProblem | None:
+    """The problem with half of the units, if from there on each unit adds the same time to the latency bound."""
+    units = units_of(problem)
+    half = (units + 1) // 2
+    if half < FEWEST_UNITS:
+        return None
+    small = with_units(problem, half)
+    added = latency_bound(problem) - latency_bound(small)
+    exact = reaches(added, period_of(problem) * (units - half)) and reaches(period_of(problem) * (units - half), added)
+    return small if exact else None
+
+
+def period_of(problem: FusionProblem) -> float:
+    """Time per unit on the busiest node, which no schedule undercuts when units are many."""
+    busy = [0.0] * problem.nodes
+    for pipeline in problem.pipelines:
+        weight = pipeline.weight_gradient or (0,) * pipeline.stages
+        for node, *times in zip(pipeline.placement, pipeline.forward, pipeline.backward, weight):
+            busy[node] += pipeline.microbatches * sum(times)
+    return max(busy) / units_of(problem)
+
+
+class Stretcher:
+    """Makes schedules of `large` from those of `small`: the same problem with fewer units."""
+
+    def __init__(self, small: OperationGraph, small_tables: Tables, large: OperationGraph, tables: Tables) -> None:
+        self.small_tables, self.tables, self.size = small_tables, tables, large.size
+        self.caps = np.array([loosen(large.problem.node_cap(node)) for node in range(large.problem.nodes)])
+        units = units_of(small.problem)
+        self.added = units_of(large.problem) - units
+        self.period = period_of(large.problem)
+        self.lanes = _Lanes(
+            np.array([lane.first for lane in small.lanes]),
+            np.array([lane.microbatches for lane in small.lanes]),
+            np.array([lane.first for lane in large.lanes]),
+            np.array([lane.microbatches for lane in large.lanes]),
+            np.array([lane.microbatches // units for lane in small.lanes]),
+        )
+        self.scratch = _Scratch(
+            np.empty(large.size),
+            np.empty(large.size),
+            np.empty(large.size, np.int64),
+            np.empty(large.size),
+            np.empty(large.size, np.int64),
+        )
+
+    def best(self, found: Found, better: Callable[[Found], bool]) -> tuple[Found | None, Found]:
+        """Of all tries: the best one that fits the caps and is `better` (or None), and the fastest."""
+        lifted, fastest = None, None
+        for candidate in self._tries(found):
+            if fastest is None or candidate.makespan < fastest.makespan:
+                fastest = candidate
+            if better(candidate) and (lifted is None or candidate[:2] < lifted[:2]) and self._fits(candidate):
+                lifted = candidate
+        return lifted, fastest
+
+    def _tries(self, found: Found) -> Iterator[Found]:
+        """The stretched schedule for every cut and window."""
+        state = new_state(found.sequence, 1)
+        refresh(self.small_tables, state)
+        tries = max(4, min(MOST_TRIES, TRIED_OPERATIONS // self.size))
+        windows = WINDOWS if tries >= FEWEST_CUTS * len(WINDOWS) else WINDOWS[:1]
+        for window in windows:
+            for cut in np.linspace(0.1, 0.9, max(2, tries // len(windows))):
+                aim = self.scratch.aim
+                _aim(self.lanes, state.head, cut * found.makespan, window, self.added, self.period, aim)
+                sequence = np.empty(self.size, np.int64)
+                yield Found(*order_by_aim(self.tables, self.scratch, sequence), sequence)
+
+    def _fits(self, found: Found) -> bool:
+        return all(peak <= cap for peak, cap in zip(node_peaks(self.tables, found.sequence), self.caps))
+
+
+class _Lanes(NamedTuple):
+    """int64 per lane: first operation and micro-batches of the small and of the large problem, those per unit."""
+
+    first: np.ndarray
+    count: np.ndarray
+    large_first: np.ndarray
+    large_count: np.ndarray
+    per_unit: np.ndarray
+
+
+class _Scratch(NamedTuple):
+    """Over the operations of the large problem."""
+
+    aim: np.ndarray  # float64
+    end: np.ndarray  # float64
+    waits: np.ndarray  # int64
+    heap_key: np.ndarray  # float64
+    heap_item: np.ndarray  # int64
+
+
+@njit(cache=True)
+def _aim(lanes: _Lanes, starts: np.ndarray, cut: float, window: int, added: int, period: float, aim: np.ndarray):
+    """Write the time that every operation of the large problem aims at."""
+    for lane in range(len(lanes.first)):
+        first, count = lanes.first[lane], lanes.count[lane]
+        before = 0
+        while before < count and starts[first + before] < cut:
+            before += 1
+        extra = lanes.per_unit[lane] * added
+        block = lanes.per_unit[lane] * window
+        for m in range(lanes.large_count[lane]):
+            if m < before:
+                time = starts[first + m]
+            elif m >= before + extra:
+                time = starts[first + m - extra] + period * added
+            else:
+                back = (m - before) // block + 1  # windows from here to a micro-batch before the cut
+                forth = (before + extra - 1 - m) // block + 1  # and to one after it
+                if m - back * block >= 0:
+                    time = starts[first + m - back * block] + period * window * back
+                elif m + forth * block - extra < count:
+                    time = starts[first + m + forth * block - extra] + period * (added - window * forth)
+                else:
+                    time = cut + period * (m - before + 0.5) / lanes.per_unit[lane]
+            aim[lanes.large_first[lane] + m] = time
+
+
+@njit(cache=True)
+def order_by_aim(t: Tables, s: _Scratch, sequence: np.ndarray):
+    """The orders of all nodes, by aim among what may come next, into `sequence`; returns (makespan, peak memory)."""
+    n, nodes = len(sequence), len(t.first) - 1
+    place, clock, level = t.first.copy(), np.zeros(nodes), np.zeros(nodes)
+    count, makespan, peak = 0, 0.0, 0.0
+    for o in range(n):
+        s.waits[o] = (t.upstream[o] >= 0) + (o > 0 and t.lane[o - 1] == t.lane[o])
+        if s.waits[o] == 0:
+            count = push(s.heap_key, s.heap_item, count, s.aim[o], o)
+    while count > 0:
+        o, least = s.heap_item[0], s.heap_key[0]
+        count = drop(s.heap_key, s.heap_item, count)
+        node, source = t.node[o], t.upstream[o]
+        start = clock[node]
+        if source >= 0:
+            start = max(start, s.end[source] + t.lag[o])
+        clock[node] = s.end[o] = start + t.duration[o]
+        makespan = max(makespan, s.end[o])
+        level[node] += t.memory[o]
+        peak = max(peak, level[node])
+        sequence[place[node]] = o
+        place[node] += 1
+        for k in range(3):
+            target = t.downstream[o, k] if k < 2 else (o + 1 if o + 1 < n and t.lane[o + 1] == t.lane[o] else -1)
+            if target >= 0:
+                s.waits[target] -= 1
+                if s.waits[target] == 0:
+                    count = push(s.heap_key, s.heap_item, count, max(least, s.aim[target]), target)
+    return makespan, peak

@@ -1,0 +1,261 @@
+"""Runs go on from their checkpoints: one that was killed ends like one that was left alone, bad ones are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from runs import finish, killed, start
+from tiny import write_run
+
+from rlhfuse.checkpoint.checkpoint import Checkpoint, Manifest, RunState, checkpoints_in
+from rlhfuse.checkpoint.compatibility import RunFacts
+from rlhfuse.checkpoint.convert import convert, open_checkpoint
+from rlhfuse.checkpoint.shard_files import FileFacts
+from rlhfuse.checkpoint.writer import rewind
+from rlhfuse.config.settings import load_config
+from rlhfuse.errors import InputError
+from rlhfuse.monitor.metrics import read_metrics
+from rlhfuse.monitor.report.compare import compare_exports, compare_runs
+from rlhfuse.run.launch import dry_run, start_line, train
+from rlhfuse.run.preflight import prepare
+
+pytestmark = pytest.mark.timeout(1800)  # five trainings are started for the first one
+
+# the folder -----------------------------------------------------------------------------------------------------
+
+
+def test_manifest_prints_and_parses_back():
+    settings = {"trainer.seed": 1, "rollout.top_p": 0.1}
+    facts = RunFacts(2, {"actor_train": "d1t1p2"}, {"actor": {"layers": 4}}, "ab", settings)
+    state = RunState({"current": 1, "x": [0.1, 1e-300]}, {"kl_coef": 0.1}, {"metrics_bytes": 12})
+    manifest = Manifest(3, facts, state, (FileFacts("rank-0.safetensors", 5, "ab"),))
+    assert Manifest.parse(manifest.to_text(), "m") == manifest
+    for text in ("", "[]", "{}", '{"version": 2}', manifest.to_text().replace('"facts"', '"fax"')):
+        with pytest.raises(InputError, match="m is no manifest"):
+            Manifest.parse(text, "m")
+    with pytest.raises(InputError, match="version 9 is unknown"):
+        Manifest.parse(manifest.to_text().replace('"version": 2', '"version": 9'), "m")
+
+
+def test_rewind_removes_what_will_be_made_again(tmp_path):
+    for name in ("iteration-2", "iteration-10", "iteration-4", "iteration-6.partial"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "latest").write_text("iteration-10\n")
+    (tmp_path / "finished.json").write_text('{"iterations": 10}')
+    assert [f.name for f in checkpoints_in(tmp_path)] == ["iteration-2", "iteration-4", "iteration-10"]
+    assert rewind(tmp_path, 4) == ["iteration-10", "iteration-6.partial"]
+    assert [f.name for f in checkpoints_in(tmp_path)] == ["iteration-2", "iteration-4"]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "iteration-4\n"
+    assert not (tmp_path / "finished.json").exists()
+
+
+# a whole run ----------------------------------------------------------------------------------------------------
+
+
+THREE_KILLS = (
+    "1 one 3 iteration 1: generation",
+    "0 all 1 iteration 3: training mini-batch 1",
+    "1 one 1 file written",  # of rank 1, before the checkpoint has its name
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """(config, uninterrupted run of 4 iterations, the same killed three times and resumed, its last log)."""
+    base = tmp_path_factory.mktemp("runs")
+    config = write_run(base, trainer__save_every=2, trainer__iterations=4)
+    whole, broken = base / "whole", base / "killed"
+    finish(start(config, f"trainer.output_dir={whole}"))
+    settings = [f"trainer.output_dir={broken}", "trainer.resume=auto"]
+    for moment in THREE_KILLS:
+        killed(config, moment, *settings)
+    saved = broken / "checkpoints"  # the export may have begun beside the last one, which did not get its name
+    assert (saved / "iteration-2").is_dir() and not (saved / "iteration-4").exists()
+    return config, whole, broken, finish(start(config, *settings))
+
+
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(runs):
+    _, whole, killed, log = runs
+    assert "resuming from" in log and "fresh start" not in log
+    assert [row["iteration"] for row in read_metrics(killed / "metrics.jsonl")] == [0, 1, 2, 3]
+    comparisons = compare_runs(whole, killed)
+    assert [c.what for c in comparisons] == ["metrics", "export/actor", "export/critic"]
+    assert all(c.entries > 10 and not c.differences for c in comparisons), comparisons
+
+
+def test_a_checkpoint_converts_to_what_the_run_exports(runs, tmp_path):
+    _, whole, _, _ = runs
+    checkpoint = open_checkpoint(whole)
+    assert checkpoint.iteration == 4 and checkpoint.reader.roles() == ("actor", "critic")
+    for role in checkpoint.reader.roles():
+        convert(checkpoint, role, tmp_path / role)
+        comparison = compare_exports(whole / "export" / role, tmp_path / role)
+        assert comparison.entries > 10 and not comparison.differences
+        names = sorted(file.name for file in (whole / "export" / role).iterdir())
+        assert names == sorted(file.name for file in (tmp_path / role).iterdir())
+
+
+def test_the_threshold_in_force_is_resumed(runs):
+    _, _, killed, _ = runs
+    saved = Checkpoint.open(killed / "checkpoints" / "iteration-2").manifest.state.threshold
+    assert read_metrics(killed / "metrics.jsonl")[2]["fusion/threshold"] == (saved["triggers"] or [0])[0]
+    assert len(saved["lengths"]) == 2
+    assert len(saved["observations"]) == 1  # a process's first iteration counts only while there is no other
+
+
+def test_the_last_two_checkpoints_are_kept_and_named(runs):
+    _, whole, _, _ = runs
+    names = sorted(f.name for f in (whole / "checkpoints").iterdir())
+    assert names == ["iteration-2", "iteration-4", "latest"]
+    assert (whole / "checkpoints" / "latest").read_text() == "iteration-4\n"
+
+
+def test_a_finished_run_says_so_without_process_groups(runs, monkeypatch, capsys):
+    config, whole, _, _ = runs
+    for iterations in (3, 4):
+        settings = [f"trainer.output_dir={whole}", "trainer.resume=auto", f"trainer.iterations={iterations}"]
+        for rank in ("0", "1"):
+            monkeypatch.setenv("RANK", rank)
+            monkeypatch.setenv("WORLD_SIZE", "2")
+            assert train(load_config(config, settings), "run") == 0
+            assert ("finished already" in capsys.readouterr().out) == (rank == "0")
+            assert not torch.distributed.is_initialized()
+        assert dry_run(load_config(config, settings), 2) == 0
+        assert "finished already" in capsys.readouterr().out
+
+
+# what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copy(runs, tmp_path):
+    """(config, a copy of the finished run that a test may damage)."""
+    config, whole, _, _ = runs
+    shutil.copytree(whole, tmp_path / "run")
+    return config, tmp_path / "run"
+
+
+def refused(config: Path, run_dir: Path, *overrides: str) -> str:
+    settings = [f"trainer.output_dir={run_dir}", "trainer.resume=auto", "trainer.iterations=6", *overrides]
+    with pytest.raises(InputError) as caught:
+        prepare(load_config(config, settings), 2)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def resumed(config: Path, run_dir: Path, *overrides: str) -> Checkpoint | None:
+    settings = [f"trainer.output_dir={run_dir}", "trainer.resume=auto", "trainer.iterations=6", *overrides]
+    return prepare(load_config(config, settings), 2).resume
+
+
+def test_auto_takes_the_newest_and_a_path_the_one_it_names(copy):
+    config, run_dir = copy
+    (run_dir / "checkpoints" / "iteration-6.partial").mkdir()
+    assert resumed(config, run_dir).iteration == 4
+    for name, iteration in (("iteration-2", 2), ("latest", 4)):
+        path = run_dir / "checkpoints" / name
+        assert resumed(config, run_dir, f"trainer.resume={path}").iteration == iteration
+        assert resumed(config, run_dir.with_name("new"), f"trainer.resume={path}").iteration == iteration
+    assert resumed(config, run_dir.with_name("new")) is None
+
+
+def test_settings_that_change_no_number_may_change(copy):
+    config, run_dir = copy
+    free = ["trainer.save_every=5", "fusion.intra_stage=false", "fusion.threshold=3", "parallel.generation=d2t1p1@0-1"]
+    assert resumed(config, run_dir, *free).iteration == 4
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "missing"])
+def test_a_broken_rank_file_is_named_with_the_good_one_before(copy, damage):
+    config, run_dir = copy
+    file = run_dir / "checkpoints" / "iteration-4" / "rank-1.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.unlink()
+    if damage != "missing":
+        file.write_bytes(data[:-1] if damage == "cut" else data)
+    message = refused(config, run_dir)
+    assert {"cut": "bytes", "flipped": "sha256", "missing": "is missing"}[damage] in message and str(file) in message
+    assert message.endswith(f"set trainer.resume={run_dir / 'checkpoints' / 'iteration-2'}")
+
+
+def test_a_missing_manifest(copy):
+    config, run_dir = copy
+    folder = run_dir / "checkpoints"
+    (folder / "iteration-4" / "manifest.json").unlink()
+    assert "iteration-4/manifest.json is missing" in refused(config, run_dir)
+    shutil.rmtree(folder / "iteration-2")
+    assert "no good one before it" in refused(config, run_dir)
+    assert "nowhere/manifest.json" in refused(config, run_dir.with_name("new"), "trainer.resume=/nowhere")
+
+
+@pytest.mark.parametrize(
+    "override,words",
+    [
+        ("rollout.temperature=0.5", "rollout.temperature=1.0, this run has 0.5; set rollout.temperature=1.0"),
+        ("trainer.seed=2", "set trainer.seed=1"),
+        ("trainer.dtype=bfloat16", "set trainer.dtype=float32"),
+        ("trainer.output_dir=''", "set it"),
+        ("trainer.resume=never", "holds a run already"),
+    ],
+)
+def test_another_run_than_the_saved_one(copy, override, words):
+    config, run_dir = copy
+    assert words in refused(config, run_dir, override)
+
+
+def test_another_layout_or_world_is_taken_and_told(copy):
+    config, run_dir = copy
+    layouts = {"parallel.actor_train": "d2t1p1", "parallel.critic_train": "d1t1p2", "fusion.actor_microbatches": "4"}
+    settings = [f"trainer.output_dir={run_dir}", "trainer.resume=auto", "trainer.iterations=6"]
+    prepared = prepare(load_config(config, settings + [f"{k}={v}" for k, v in layouts.items()]), 2)
+    line = start_line(prepared)
+    assert "actor_train d1t1p2 -> d2t1p1, " in line and "not bit for bit" in line
+    facts = prepared.resume.manifest.facts
+    assert replace(facts, world_size=4).relayout(facts) == "2 -> 4 ranks"
+    assert facts.relayout(facts) == ""
+
+
+def test_another_model_or_vocabulary(copy):
+    _, run_dir = copy
+    facts = Checkpoint.open(run_dir / "checkpoints" / "iteration-4").manifest.facts
+    models = {**facts.models, "critic": {**facts.models["critic"], "hidden": 128}}
+    with pytest.raises(InputError, match="critic of hidden=64, critic.path holds one of 128"):
+        replace(facts, models=models).check(facts, "c")
+    with pytest.raises(InputError, match="another vocabulary; set actor.tokenizer"):
+        replace(facts, vocabulary="x").check(facts, "c")
+    with pytest.raises(InputError, match="has the models actor, critic, reference, reward, this run actor;"):
+        replace(facts, models={"actor": facts.models["actor"]}).check(facts, "c")
+
+
+def test_lost_lines_of_metrics_are_refused(copy):
+    config, run_dir = copy
+    file = run_dir / "metrics.jsonl"
+    file.write_bytes(file.read_bytes()[:-5])
+    assert "lines are lost; bring the file back" in refused(config, run_dir)
+
+
+def test_more_iterations_done_than_wanted(copy):
+    config, run_dir = copy
+    newest = run_dir / "checkpoints" / "iteration-4"
+    message = refused(config, run_dir, f"trainer.resume={newest}", "trainer.iterations=3")
+    assert "4 iterations done, trainer.iterations=3" in message
+
+
+def test_a_folder_that_holds_another_run(copy, runs):
+    config, run_dir = copy
+    other = runs[2] / "checkpoints" / "iteration-2"
+    assert "holds another run" in refused(config, run_dir, f"trainer.resume={other}")
+
+
+def test_a_finished_run_without_checkpoints_cannot_be_extended(copy):
+    config, run_dir = copy
+    shutil.rmtree(run_dir / "checkpoints")
+    assert "finished run of 4 iterations without checkpoints" in refused(config, run_dir)
+    (run_dir / "finished.json").write_text(json.dumps({"done": 4}))
+    assert "finished.json cannot be read" in refused(config, run_dir)

@@ -1,0 +1,238 @@
+"""What ranks save comes back bit for bit, in their layout and in any other; a full disk harms nothing."""
+
+from __future__ import annotations
+
+import resource
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import write_checkpoint
+
+from rlhfuse.checkpoint.checkpoint import Checkpoint, RunState
+from rlhfuse.checkpoint.compatibility import RunFacts
+from rlhfuse.checkpoint.writer import CheckpointWriter
+from rlhfuse.config.settings import OptimizerConfig, ParallelConfig, RunConfig
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.errors import InputError, JointError
+from rlhfuse.parallel.fragments import Fragment, Place
+from rlhfuse.schedule.ir.ranks import rank_map
+
+NO_FACTS = RunFacts(4, {}, {}, "", {})
+STATE = RunState({"current": 3}, {"kl_coef": 0.05}, {"metrics_bytes": 7})
+
+# state of one rank ----------------------------------------------------------------------------------------------
+
+
+def build(rank: int, folders: dict, actor: str, critic: str, dtype: str) -> dict:
+    """role -> ModelOptimizer of freshly loaded models."""
+    from rlhfuse.parallel.device import choose_device
+    from rlhfuse.run.roles import Checkpoints, build_roles
+
+    config = RunConfig(parallel=ParallelConfig(actor, critic, False, *["d4t1p1"] * 5))
+    config.trainer.dtype = dtype
+    config.actor.optim = OptimizerConfig(lr=1e-3, weight_decay=0.1)
+    ranks = rank_map({"actor": ParallelLayout.parse(actor), "critic": ParallelLayout.parse(critic)})
+    specs = {role: ModelSpec.from_config(path) for role, path in folders.items()}
+    roles = build_roles(config, Checkpoints(folders, specs), ranks, rank, choose_device("cpu", 0, 1))
+    return {role: model.optimizer for role, model in roles.trained.items()}
+
+
+def one_step(rank: int, models: dict, seed: int) -> None:
+    """An optimizer step on made-up gradients; tensor ranks have the same one of what each of them holds whole."""
+    for model in models.values():
+        model.zero_grad()
+        for number, parameter in enumerate(model.module.parameters()):
+            own = rank if getattr(parameter, "tensor_model_parallel", False) else 0
+            generator = torch.Generator().manual_seed(10_000 * seed + 100 * own + number)
+            parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
+        model.finish_gradients()
+        model.step(1e-3)
+
+
+def state_of(models: dict) -> dict:
+    """role -> parameter -> (place, step, copies of the tensors)."""
+    from rlhfuse.parallel.optimizer_state import export_state
+
+    return {role: {one.name: one.to_host() for one in export_state(model)} for role, model in models.items()}
+
+
+def save(rank: int, out: Path, iteration: int, models: dict) -> None:
+    from rlhfuse.parallel.optimizer_state import export_state
+
+    writer = CheckpointWriter(out, rank, 4, NO_FACTS, 2, 60)
+    writer.start(iteration, STATE, {role: export_state(model) for role, model in models.items()})
+    with writer.one_end():
+        pass
+    one_step(rank, models, 99)  # what is written must be the state at the call
+    writer.finish()
+
+
+def load(out: Path, iteration: int, models: dict) -> None:
+    from rlhfuse.parallel.optimizer_state import import_state
+
+    reader = Checkpoint.open(out / "checkpoints" / f"iteration-{iteration}").reader
+    for role, model in models.items():
+        import_state(model, partial(reader.read, role), partial(reader.step, role))
+
+
+def weights_of(models: dict) -> dict:
+    return {f"{r}.{n}": p.detach().clone() for r, m in models.items() for n, p in m.module.named_parameters()}
+
+
+def save_and_load(rank: int, folders: dict, out: Path, actor: str, critic: str, dtype: str) -> list[str]:
+    """Two steps, save, a step more, load into new models, the same step; returns what differs and what is odd."""
+    models = build(rank, folders, actor, critic, dtype)
+    fresh = state_of(models)
+    one_step(rank, models, 0)
+    one_step(rank, models, 1)
+    state, weights = state_of(models), weights_of(models)
+    save(rank, out, 7, models)
+    torch.distributed.barrier()
+    loaded = build(rank, folders, actor, critic, dtype)
+    load(out, 7, loaded)
+    found = [f"loaded {line}" for line in differing(state, state_of(loaded))]
+    found += [f"weights {n}" for n, value in weights_of(loaded).items() if not torch.equal(value, weights[n])]
+    for role, rows in state.items():
+        before = {n: one.tensors["main"] for n, one in fresh[role].items()}
+        found += [f"{n} did not train" for n, one in rows.items() if torch.equal(one.tensors["main"], before[n])]
+        found += [f"{n} has step {one.step}" for n, one in rows.items() if one.step != 2 or len(one.tensors) != 3]
+    one_step(rank, loaded, 99)  # as `save` did
+    found += [f"continued {line}" for line in differing(state_of(models), state_of(loaded))]
+    return found
+
+
+def load_elsewhere(rank: int, folders: dict, out: Path, actor: str, critic: str, dtype: str) -> list[str]:
+    """Load checkpoint 7 into another layout, save that as 8; returns what weights and files differ."""
+    models = build(rank, folders, actor, critic, dtype)
+    load(out, 7, models)
+    found = [
+        f"weight {role}.{one.name}"
+        for role, model in models.items()
+        for one in state_of({role: model})[role].values()
+        if one.step != 2
+    ]
+    weights = {role: {n: p.detach().clone() for n, p in m.module.named_parameters()} for role, m in models.items()}
+    save(rank, out, 8, models)
+    torch.distributed.barrier()
+    before, after = (Checkpoint.open(out / "checkpoints" / f"iteration-{n}").reader for n in (7, 8))
+    for role in models:
+        for name, shape in after.shapes(role).items():
+            for kind in ("main", "exp_avg", "exp_avg_sq"):
+                a, b = (reader.read(role, name, kind, Place.whole(shape)) for reader in (before, after))
+                found += [] if torch.equal(a, b) else [f"{role}.{kind}.{name}"]
+    assert all(len(rows) > 3 for rows in weights.values())
+    return found
+
+
+def differing(a: dict, b: dict) -> list[str]:
+    """Fragments of two `state_of` that are not equal to the bit."""
+    found = []
+    for role in a:
+        for name in sorted(a[role].keys() | b[role].keys()):
+            one, two = a[role].get(name), b[role].get(name)
+            same = one and two and one[:3] == two[:3] and one.tensors.keys() == two.tensors.keys()
+            if not same or any(not torch.equal(one.tensors[kind], two.tensors[kind]) for kind in one.tensors):
+                found.append(f"{role}.{name}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    base = tmp_path_factory.mktemp("models")
+    actor = write_checkpoint(base / "actor", seed=1, tie_word_embeddings=True)
+    critic = write_checkpoint(base / "critic", scalar_head=True, seed=2)
+    return {"actor": actor, "reference": actor, "critic": critic, "reward": critic}
+
+
+@pytest.mark.parametrize(
+    "saved, dtype, elsewhere",
+    [
+        (("d4t1p1", "d2t1p2"), "float32", ("d1t1p4", "d2t2p1")),
+        (("d1t2p2", "d2t1p2"), "bfloat16", ("d2t2p1", "d1t1p4")),
+    ],
+)
+def test_state_comes_back_bit_for_bit_and_in_other_layouts(workers, folders, tmp_path, saved, dtype, elsewhere):
+    assert workers.run(save_and_load, folders, tmp_path, *saved, dtype) == [[]] * 4
+    folder = tmp_path / "checkpoints"
+    assert sorted(f.name for f in folder.iterdir()) == ["iteration-7", "latest"]
+    checkpoint = Checkpoint.open(folder / "latest")
+    assert checkpoint.manifest.state == STATE and checkpoint.metrics_bytes == 7
+    files = ["manifest.json", *(f"rank-{rank}.safetensors" for rank in range(4))]
+    assert sorted(f.name for f in checkpoint.folder.iterdir()) == files
+    assert workers.run(load_elsewhere, folders, tmp_path, *elsewhere, dtype) == [[]] * 4
+
+
+def write_with_a_full_disk(rank: int, out: Path) -> str:
+    """Checkpoint 1 is written; of 2 rank 2 may write 50 kB only, then the system refuses. Returns what is raised."""
+    place = Place((400_000,), 0, ((0, 400_000),), 100_000 * rank, 100_000 * (rank + 1))
+    state = {"actor": [Fragment("w", place, 1, {"main": torch.arange(100_000.0)})]}
+    writer = CheckpointWriter(out, rank, 4, NO_FACTS, 2, 60)
+    writer.start(1, STATE, state)
+    writer.finish()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 2:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        writer.start(2, STATE, state)
+        writer.finish()
+        return "nothing was raised"
+    except InputError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def fail_alone(rank: int, out: Path) -> str:
+    """Rank 0 cannot write a line of its own while checkpoint 1 is under way. Returns what this rank's error says."""
+    place = Place((400,), 0, ((0, 400),), 100 * rank, 100 * (rank + 1))
+    writer = CheckpointWriter(out, rank, 4, NO_FACTS, 2, 60)
+    with writer.one_end():
+        pass
+    writer.start(1, STATE, {"actor": [Fragment("w", place, 1, {"main": torch.arange(100.0)})]})
+    writer.finish()
+    try:
+        with writer.one_end():
+            if rank == 0:
+                raise InputError("cannot write lines")
+        return "nothing was raised"
+    except JointError as error:
+        return str(error)
+
+
+def test_what_one_rank_cannot_write_ends_all_ranks(workers, tmp_path):
+    good = tmp_path / "checkpoints" / "iteration-1"
+    words = f"cannot write lines; the last good checkpoint is {good}: start again with trainer.resume=auto"
+    assert workers.run(fail_alone, tmp_path) == [words] * 4
+
+
+def write_each_to_its_own(rank: int, out: Path) -> str:
+    """Every rank has an `out` that the others do not see. Returns what this rank's error says."""
+    place = Place((400,), 0, ((0, 400),), 100 * rank, 100 * (rank + 1))
+    writer = CheckpointWriter(out / str(rank), rank, 4, NO_FACTS, 2, 0.2)
+    writer.start(1, STATE, {"actor": [Fragment("w", place, 1, {"main": torch.arange(100.0)})]})
+    try:
+        writer.finish()
+        return "nothing was raised"
+    except JointError as error:
+        return str(error)
+
+
+def test_ranks_that_share_no_storage_are_told_so(workers, tmp_path):
+    messages = workers.run(write_each_to_its_own, tmp_path)
+    words = "rank 0: no file of rank 1 after 0 s: output_dir must be storage all nodes share; no checkpoint was saved"
+    assert all(message.startswith(words) for message in messages), messages
+
+
+def test_a_disk_that_is_full_ends_all_ranks_and_leaves_the_last_good_one(workers, tmp_path):
+    messages = workers.run(write_with_a_full_disk, tmp_path)
+    folder = tmp_path / "checkpoints"
+    file = folder / "iteration-2.partial" / "rank-2.safetensors"
+    assert len(set(messages)) == 1 and messages[0].startswith(
+        f"rank 2: cannot write {file}: File too large; free space there; "
+    ), messages
+    assert f"the last good checkpoint is {folder / 'iteration-1'}" in messages[0] and "\n" not in messages[0]
+    assert sorted(f.name for f in folder.iterdir()) == ["iteration-1", "latest"]
+    whole = Checkpoint.open(folder / "latest").reader.whole("actor", "w")
+    assert torch.equal(whole, torch.arange(100_000.0).repeat(4))

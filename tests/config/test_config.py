@@ -1,0 +1,183 @@
+"""The configuration: YAML and dotted overrides, defaults that follow other keys, refusals that help."""
+
+import pytest
+
+from rlhfuse.config.settings import AlgorithmConfig, dump_config, load_config
+from rlhfuse.errors import InputError
+
+MINIMAL = "actor: {path: models/a}\nreward: {path: models/r}\ndata: {train_files: [p.jsonl]}\n"
+
+
+def load(folder, text=MINIMAL, overrides=()):
+    file = folder / "run.yaml"
+    file.write_text(text)
+    return load_config(file, overrides)
+
+
+def test_defaults_follow_other_keys(tmp_path):
+    config = load(tmp_path, overrides=["parallel.generation=d2t1p1"])
+    assert config.actor.tokenizer == config.reference.path == "models/a"
+    assert config.critic.path == "models/r"
+    assert config.parallel.inference == config.parallel.critic_inference == "d2t1p1"
+    assert config.samples_per_iteration == 64 and config.threshold() is None
+    assert config.trainer.resume == "never"
+    assert load(tmp_path, overrides=["reward.path=''", "reward.function=m:f"]).critic.path == "models/a"
+
+
+def test_overrides_win_over_the_file(tmp_path):
+    text = MINIMAL + "rollout: {samples_per_prompt: 2}\nfusion: {threshold: 5}\n"
+    config = load(tmp_path, text, ["rollout.samples_per_prompt=8", "actor.optim.lr=1e-3", "data.train_files=[a,b]"])
+    assert config.rollout.samples_per_prompt == 8 and config.actor.optim.lr == 1e-3
+    assert config.critic.optim.lr == 1e-5 and config.data.train_files == ["a", "b"]
+    assert config.threshold() == 5
+
+
+def test_resolved_config_reads_back_equal(tmp_path):
+    config = load(tmp_path, overrides=["trainer.output_dir=runs/x", "fusion.threshold=7"])
+    assert load(tmp_path, dump_config(config)) == config
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["trainer.iteration=3"], "unknown key trainer.iteration; did you mean trainer.iterations"),
+        (["algorithm.clip_epsilon=3"], "did you mean algorithm.clip_eps"),
+        (["actor.optim.learning_rate=3"], "unknown key actor.optim.learning_rate"),
+        (["trainer.iterations"], "not of the form key=value"),
+        (["trainer.iterations=many"], "trainer.iterations"),
+        (["trainer.iterations=0"], r"trainer.iterations=0 must be in \[1, 16777216\]"),
+        (["rollout.temperature=0"], r"rollout.temperature=0.0 must be in \[0.001, 1000\]"),
+        (["rollout.top_p=1.5"], r"must be in \(0, 1\]"),
+        (["algorithm.gamma=2"], r"algorithm.gamma=2.0 must be in \[0, 1\]"),
+        (["algorithm.kl_estimator=k4"], "must be one of k1, k2, k3"),
+        (["trainer.dtype=float16"], "must be one of float32, bfloat16"),
+        (["fusion.threshold=some"], "must be auto or a number of samples"),
+        (["fusion.threshold=65"], "65 > 64 samples of one iteration"),
+        (["fusion.threshold=²"], "must be auto or a number of samples"),
+        (["trainer.seed=${"], r"argument 'trainer.seed=\$\{' cannot be read"),
+        (["trainer.seed=[1"], r"argument 'trainer.seed=\[1' cannot be read"),
+        (["trainer.seed=${nothing}"], "trainer.seed: Interpolation key 'nothing' not found"),
+        (["=3"], "unknown key ; did you mean"),
+        (["parallel.generation=d1p1"], "parallel.generation=d1p1: layout 'd1p1' is not of the form d1t2p4"),
+        (["actor.path="], "actor.path: Incompatible value"),
+        (["actor.path=''"], "actor.path is not set"),
+        (["data.train_files=[]"], "data.train_files is empty"),
+        (["trainer=3"], "trainer must be a mapping"),
+    ],
+)
+def test_refusals_name_the_key(tmp_path, overrides, message):
+    with pytest.raises(InputError, match=message) as caught:
+        load(tmp_path, overrides=overrides)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides, roles, scorers",
+    [
+        ([], "actor critic reference reward", "reference critic reward"),
+        (["algorithm.name=grpo"], "actor reference reward", "reference reward"),
+        (["reference.path=none", "algorithm.kl_coef=0"], "actor critic reward", "critic reward"),
+        (["reward.path=''", "reward.function=m:f", "critic.path=c"], "actor critic reference", "reference critic"),
+        (["reward.function=m:f"], "actor critic reference reward", "reference critic reward"),
+        (
+            "algorithm.name=rloo reference.path=None algorithm.kl_coef=0 reward.path='' reward.function=m:f".split(),
+            "actor",
+            "",
+        ),
+    ],
+)
+def test_a_run_has_the_models_that_it_needs(tmp_path, overrides, roles, scorers):
+    config = load(tmp_path, overrides=overrides)
+    assert config.roles() == tuple(roles.split()) and config.scorers() == tuple(scorers.split())
+    assert config.trained() == tuple(role for role in ("actor", "critic") if role in roles.split())
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["algorithm.name=dpo"], "algorithm.name='dpo' must be one of ppo, grpo, rloo, reinforce"),
+        (["algorithm.name=grpo", "rollout.samples_per_prompt=1"], "rollout.samples_per_prompt=1 must be at least 2"),
+        (["algorithm.name=rloo", "algorithm.gamma=0.9"], "algorithm.gamma=0.9 must be 1"),
+        (["algorithm.name=grpo", "critic.path=c"], "grpo has no critic, but critic.path=c; drop critic.path"),
+        (["algorithm.group_std=false"], "group_std=false belongs to grpo"),
+        (["reference.path=none"], "algorithm.kl_coef=0.05 must be 0"),
+        (["algorithm.kl_target=6", "algorithm.kl_coef=0"], "cannot start at 0"),
+        (["algorithm.kl_in=both"], "must be one of reward, loss"),
+        (["algorithm.kl_coef=-1"], "algorithm.kl_coef=-1.0 must be at least 0"),
+        (["algorithm.kl_coef=nan"], "algorithm.kl_coef=nan must be finite"),
+        (["algorithm.score_scale=inf"], "algorithm.score_scale=inf must be finite"),
+        (["algorithm.dual_clip=0.5"], "algorithm.dual_clip=0.5 must be above 1"),
+        (["algorithm.clip_eps=0"], r"algorithm.clip_eps=0.0 must be in \(0, 1\)"),
+        (["algorithm.epochs=0"], "algorithm.epochs=0 must be at least 1"),
+        (["algorithm.whiten_advantages=some"], "must be one of auto, true, false"),
+        (["algorithm.overlong_penalty=1"], "belong together; set both or neither"),
+        (["algorithm.overlong_penalty=1", "algorithm.overlong_tokens=500"], "overlong_tokens=500 > rollout"),
+        (["reward.path=''"], "reward.path is not set, nor is reward.function"),
+        (["reward.function_weight=2"], "weighs a function, but reward.function is not set"),
+        (["reward.function=m:f", "reward.model_weight=0"], "takes no notice of reward.path; drop reward.path"),
+        (["reward.signature=other"], "reward.signature='other' must be one of verl, trl"),
+        (["reward.timeout_seconds=0"], r"reward.timeout_seconds=0.0 must be in \(0, 1e\+07\]"),
+        (["algorithm.score_scale=0"], "takes no notice of any score"),
+        (
+            ["reward.function=m:f", "trainer.hang_seconds=60", "trainer.watchdog_seconds=30"],
+            "reward.timeout_seconds=60 must be below trainer.hang_seconds=60",
+        ),
+        (["fusion.search_seconds=700"], "fusion.search_seconds=700 must be below trainer.hang_seconds=600"),
+        (["trainer.watchdog_seconds=600"], "trainer.watchdog_seconds=600 must be below trainer.hang_seconds=600"),
+        (["fusion.least_threshold=65"], "fusion.least_threshold=65 > 64 samples"),
+        (["fusion.least_threshold=9", "fusion.threshold=8"], "fusion.threshold=8 < fusion.least_threshold=9"),
+        (["trainer.resume=''"], "must be auto, never or the path of a checkpoint"),
+        (["trainer.wandb=offline", "trainer.wandb_project=''"], "set it or trainer.wandb=off"),
+        (["data.add_bos=true", "data.apply_chat_template=true"], "data.add_bos=True is for plain text"),
+        (["critic.optim.name=sgd", "trainer.save_every=1"], "critic.optim.name=sgd has no checkpoints"),
+        (["actor.optim.name=sgd", "trainer.resume=x"], "actor.optim.name=sgd has no checkpoints"),
+        (["reward.workers=0"], r"reward.workers=0 must be in \[1, 1024\]"),
+    ],
+)
+def test_settings_that_contradict_each_other(tmp_path, overrides, message):
+    with pytest.raises(InputError, match=message) as caught:
+        load(tmp_path, overrides=overrides)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["true", "True", "auto", "false"])
+def test_whitening_is_a_choice_or_follows_the_algorithm(text):
+    for name in ("ppo", "grpo", "rloo", "reinforce++"):
+        expected = {"auto": name in ("ppo", "reinforce++")}.get(text, text.lower() == "true")
+        assert AlgorithmConfig(name=name, whiten_advantages=text).whitens == expected
+
+
+def test_whitening_may_be_given_as_a_yaml_truth(tmp_path):
+    config = load(tmp_path, MINIMAL + "algorithm: {whiten_advantages: false}\n")
+    assert not config.algorithm.whitens and load(tmp_path, dump_config(config)) == config
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("a: [", "not valid YAML"),
+        ("- 1\n", "must be a mapping"),
+        ("actor: 3", "actor must be a mapping, not 3"),
+        ("3", "cannot be read: Invalid loaded object type: int"),
+        ("", "actor.path is not set"),
+        ("trainer: {seed: 1, seed: 2}", "not valid YAML: .*duplicate key seed"),
+        (b"actor: {path: \xff}", "not valid YAML: .*can't decode byte 0xff"),
+    ],
+)
+def test_broken_files(tmp_path, text, message):
+    (tmp_path / "run.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(InputError, match=message) as caught:
+        load_config(tmp_path / "run.yaml")
+    assert "\n" not in str(caught.value) and "run.yaml" in str(caught.value) or not text
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        load_config(tmp_path / "none.yaml")
+    with pytest.raises(InputError, match="cannot be read: Is a directory"):
+        load_config(tmp_path)
+
+
+def test_key_of_the_file_is_named_with_the_file(tmp_path):
+    with pytest.raises(InputError, match="run.yaml: unknown key rollout.temprature; did you mean rollout.temperature"):
+        load(tmp_path, MINIMAL + "rollout: {temprature: 1}\n")

@@ -1,0 +1,211 @@
+"""Every value of the configuration, found by reflection: wrong types, and numbers at and beyond their limits.
+
+A new key without a row in LIMITS fails here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+
+from rlhfuse.config.settings import RunConfig, dump_config, load_config
+from rlhfuse.config.values import LARGEST, LARGEST_REAL, NAMES, RANGES, check_values, value_of
+from rlhfuse.data.sampler import COPY_BITS, ITERATION_BITS, PROMPT_BITS
+from rlhfuse.errors import InputError
+
+MINIMAL = "actor: {path: models/a}\nreward: {path: models/r}\ndata: {train_files: [p.jsonl]}\n"
+
+
+def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and default of everything below a configuration."""
+    for field in fields(value):
+        default, key = getattr(value, field.name), f"{prefix}{field.name}"
+        if is_dataclass(default):
+            yield from leaves(default, f"{key}.")
+        else:
+            yield key, default
+
+
+LEAVES = dict(leaves(RunConfig()))
+NUMBERS = {key: value for key, value in LEAVES.items() if type(value) in (int, float)}
+WRONG = {  # what a leaf of a kind refuses, as it stands in a file
+    bool: ("2", "0", "perhaps", "null", "[true]", "{a: true}", "1.5", "???"),
+    int: ("many", "true", "null", "[1]", "{a: 1}", "1.5", "2024-01-01", "'???'", ".nan"),
+    float: ("many", "true", "null", "[1.0]", "{a: 1}", "2024-01-01", "'???'"),
+    str: ("[a]", "{a: b}", "null", "'???'"),
+    list: ("a.jsonl", "3", "[1]", "[[a]]", "{a: b}", "null", "['???']"),
+}
+CASES = [
+    (key, WRONG[type(value)][place % len(WRONG[type(value)])]) for place, (key, value) in enumerate(LEAVES.items())
+]
+CASES += [("data.train_files", wrong) for wrong in WRONG[list]] + [("trainer.export", wrong) for wrong in WRONG[bool]]
+
+
+def refused(config: RunConfig) -> str:
+    with pytest.raises(InputError) as caught:
+        check_values(config)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def with_value(key: str, value: Any) -> RunConfig:
+    config = RunConfig()
+    *groups, name = key.split(".")
+    setattr(value_of(config, ".".join(groups)), name, value)
+    return config
+
+
+@pytest.mark.parametrize("key, wrong", CASES)
+def test_a_wrong_type_is_refused_by_its_key(tmp_path, key, wrong):
+    file = tmp_path / "run.yaml"
+    *groups, name = key.split(".")
+    nested = "".join(f"{'  ' * depth}{group}:\n" for depth, group in enumerate(groups))
+    file.write_text(f"{nested}{'  ' * len(groups)}{name}: {wrong}\n")
+    with pytest.raises(InputError) as caught:
+        load_config(file)
+    assert f"run.yaml: {key}" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_texts_that_may_be_a_truth_are_one_of_the_names():
+    for key in ("data.add_bos", "algorithm.whiten_advantages"):
+        check_values(with_value(key, "True"))
+        assert key in refused(with_value(key, "many"))
+
+
+# numbers --------------------------------------------------------------------------------------------------------
+
+TINY = 5e-324  # the smallest float above 0
+# key: (the least and the largest that are taken, the nearest below and above that are not)
+AT_LEAST_0, AT_LEAST_1 = ((0, LARGEST), (-1, LARGEST + 1)), ((1, LARGEST), (0, LARGEST + 1))
+REAL_0 = ((0.0, LARGEST_REAL), (-TINY, 3.1e38))
+REAL = ((-LARGEST_REAL, LARGEST_REAL), (-3.1e38, 3.1e38))
+ABOVE_0 = ((TINY, LARGEST_REAL), (0.0, 3.1e38))
+SHARE = ((0.0, 1.0), (-TINY, 1.0000001))
+DECAY = ((0.0, 0.9999999), (-TINY, 1.0))
+SECONDS = ((TINY, 1e7), (0.0, 10000001.0))
+PROCESSES = ((1, 1024), (0, 1025))
+
+
+def bits(count: int) -> tuple:
+    return (1, 2**count), (0, 2**count + 1)
+
+
+OPTIMIZER = dict(
+    lr=REAL_0,
+    warmup_iterations=AT_LEAST_0,
+    weight_decay=REAL_0,
+    beta1=DECAY,
+    beta2=DECAY,
+    eps=ABOVE_0,
+    clip_grad=REAL_0,
+)
+ALGORITHM = dict(
+    gamma=SHARE,
+    lam=SHARE,
+    kl_coef=REAL_0,
+    kl_target=REAL_0,
+    kl_horizon=AT_LEAST_1,
+    clip_eps=((TINY, 0.9999999), (0.0, 1.0)),
+    clip_eps_high=REAL_0,
+    dual_clip=REAL_0,
+    value_clip_eps=REAL_0,
+    value_loss_coef=REAL_0,
+    entropy_coef=REAL,
+    minibatches=AT_LEAST_1,
+    epochs=AT_LEAST_1,
+    score_scale=REAL,
+    score_clip=REAL_0,
+    missing_eos_penalty=REAL_0,
+    length_penalty=REAL_0,
+    overlong_penalty=REAL_0,
+    overlong_tokens=AT_LEAST_0,
+)
+ROLLOUT = dict(
+    prompts_per_iteration=bits(PROMPT_BITS),
+    samples_per_prompt=bits(COPY_BITS),
+    max_response_tokens=AT_LEAST_1,
+    temperature=((0.001, 1000.0), (0.0009999, 1000.1)),
+    top_k=AT_LEAST_0,
+    top_p=((TINY, 1.0), (0.0, 1.0000001)),
+    block_tokens=AT_LEAST_1,
+    kv_blocks_per_instance=AT_LEAST_0,
+    max_sequences_per_instance=AT_LEAST_1,
+    max_batched_tokens=AT_LEAST_1,
+)
+FUSION = dict(
+    least_threshold=AT_LEAST_0,
+    max_triggers=AT_LEAST_1,
+    bs_max=AT_LEAST_0,
+    search_seconds=SECONDS,
+    actor_microbatches=AT_LEAST_1,
+    bucket_mib=AT_LEAST_1,
+)
+TRAINER = dict(
+    iterations=bits(ITERATION_BITS),
+    save_every=AT_LEAST_0,
+    keep_checkpoints=AT_LEAST_1,
+    seed=((0, 2**63 - 1), (-1, 2**63)),
+    memory_limit_gb=REAL_0,
+    peak_tflops=REAL_0,
+    threads_per_rank=PROCESSES,
+    watchdog_seconds=SECONDS,
+    hang_seconds=SECONDS,
+    sample_texts=AT_LEAST_0,
+    trace_iterations=AT_LEAST_0,
+)
+REWARD = dict(timeout_seconds=SECONDS, workers=PROCESSES, model_weight=REAL, function_weight=REAL)
+GROUPS = {
+    "actor.optim": OPTIMIZER,
+    "critic.optim": OPTIMIZER,
+    "algorithm": ALGORITHM,
+    "rollout": ROLLOUT,
+    "fusion": FUSION,
+    "trainer": TRAINER,
+    "reward": REWARD,
+    "data": dict(max_prompt_tokens=AT_LEAST_1),
+}
+LIMITS = {f"{group}.{name}": row for group, rows in GROUPS.items() for name, row in rows.items()}
+
+
+def test_every_number_has_its_limits_here_and_in_the_product():
+    assert NUMBERS.keys() == LIMITS.keys() == RANGES.keys()
+    assert all(type(LEAVES[key]) is str for key in NAMES)
+    check_values(RunConfig())
+
+
+@pytest.mark.parametrize("key", sorted(LIMITS))
+def test_a_number_at_its_limits_is_taken_and_beyond_them_refused(key):
+    taken, beyond = LIMITS[key]
+    beyond += (-(10**30), 10**30) if type(NUMBERS[key]) is int else (-1e300, 1e300, math.nan, math.inf, -math.inf)
+    for value in taken:
+        check_values(with_value(key, value))
+    for value in beyond:
+        assert refused(with_value(key, value)).startswith(f"{key}={value} must be "), value
+
+
+def test_limits_hold_in_a_file_and_in_an_argument(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(MINIMAL + "trainer: {seed: 9223372036854775807}\ncritic: {optim: {lr: 1e-6}}\n")
+    config = load_config(file, ["rollout.temperature=1e3", "trainer.export=no"])
+    assert config.trainer.seed == 2**63 - 1 and config.rollout.temperature == 1000 and not config.trainer.export
+    file.write_text(dump_config(config))
+    assert load_config(file) == config
+    with pytest.raises(InputError, match="trainer.seed=-1 must be in"):
+        load_config(file, ["trainer.seed=-1"])
+
+
+@pytest.mark.parametrize("key", sorted(LEAVES))
+def test_a_misspelt_key_is_told_its_name(key):
+    from rlhfuse.config.settings import _all_keys, _check_keys
+
+    assert set(_all_keys(RunConfig, "")) == LEAVES.keys()
+    *groups, name = key.split(".")
+    raw: Any = 1
+    for part in reversed([*groups, f"{name}_"]):
+        raw = {part: raw}
+    with pytest.raises(InputError, match=f"unknown key {key}_; did you mean {key}\\?"):
+        _check_keys(raw, RunConfig, "", "argument")

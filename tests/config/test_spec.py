@@ -1,0 +1,205 @@
+"""Layer 0: layouts print and parse back, model specs count parameters, programs leave with the right code."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
+from rlhfuse.errors import InputError, run_program
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 172,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def spec_of(folder, **changes):
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    return ModelSpec.from_config(folder)
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 16), st.none() | st.integers(0, 1000), st.integers(1, 4))
+def test_layout_prints_and_parses_back(dp, tp, pp, first, chunks):
+    ranks = None if first is None else (first, first + dp * tp * pp - 1)
+    layout = ParallelLayout(dp, tp, pp, ranks, chunks if pp > 1 else 1)
+    assert ParallelLayout.parse(str(layout)) == layout
+    assert layout.stages == layout.pp * layout.chunks and layout.size == dp * tp * pp
+
+
+def test_chunks_cut_a_pipeline():
+    assert str(ParallelLayout.parse("d1t2p4v2@0-7")) == "d1t2p4v2@0-7" and str(ParallelLayout(1, 1, 2)) == "d1t1p2"
+    stages = ParallelLayout.parse("d1t1p2v2").stage_layers(5)
+    assert [list(layers) for layers in stages] == [[0, 1], [2], [3], [4]]
+    with pytest.raises(InputError, match="layout d2t1p1v2: chunks\\(2\\) cut a pipeline, but pp is 1; drop v2"):
+        ParallelLayout.parse("d2t1p1v2")
+    with pytest.raises(InputError, match=r"pp\(3\) % 2 = 1"):
+        ParallelLayout.parse("d1t1p3").halved()
+    assert str(ParallelLayout.parse("d1t1p4v2").halved()) == "d2t1p2v2"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "d1t1", "d0t1p1", "t1d1p1", "d1t1p1@3", "d1t1p1 x", "d01t1p1", "d1t1p1@0-0-0", "d1t1p2v0", "d1t1p2@0-1v2"],
+)
+def test_layout_refuses_other_text(text):
+    with pytest.raises(InputError, match="is not of the form"):
+        ParallelLayout.parse(text)
+
+
+def test_layout_refuses_a_wrong_number_of_ranks():
+    with pytest.raises(InputError, match=r"dp\(2\) \* tp\(2\) \* pp\(1\) = 4 != 3 ranks"):
+        ParallelLayout.parse("d2t2p1@0-2")
+
+
+@settings(derandomize=True, deadline=None)
+@given(layers=st.integers(1, 100), pp=st.integers(1, 100))
+def test_stage_layers_cover_the_model_evenly(layers, pp):
+    stages = ParallelLayout(1, 1, pp).stage_layers(layers)
+    assert [layer for stage in stages for layer in stage] == list(range(layers))
+    sizes = [len(stage) for stage in stages]
+    assert len(sizes) == pp and max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+
+
+def test_model_spec_counts_the_parameters_of_stories260k(tmp_path):
+    """260,032 is what the published checkpoint holds."""
+    spec = spec_of(tmp_path)
+    assert spec.parameters() == 260032
+    assert spec.parameters(scalar_head=True) == 260032 + 64
+    assert spec_of(tmp_path, tie_word_embeddings=False).parameters() == 260032 + 512 * 64
+    assert spec.kv_bytes_per_token(4) == 2 * 5 * 4 * 8 * 4
+    assert spec.eos_token_ids == (2,) and spec_of(tmp_path, eos_token_id=[2, 3]).eos_token_ids == (2, 3)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_parameter_count_equals_transformers(tmp_path, kind):
+    """The count without a forward: transformers builds the model on the meta device."""
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    spec = spec_of(tmp_path, model_type=kind, head_dim=8, tie_word_embeddings=False)
+    with torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(tmp_path)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert spec.parameters() == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; use one of llama"),
+        ({"hidden_size": 0}, "hidden_size is 0; a positive integer is needed"),
+        ({"vocab_size": None}, "vocab_size is None"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"mlp_bias": True}, "mlp_bias=true"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope scaling 'yarn'"),
+    ],
+)
+def test_unsupported_models_are_refused(tmp_path, changes, message):
+    with pytest.raises(InputError, match=message):
+        spec_of(tmp_path, **changes)
+
+
+def test_missing_and_broken_config(tmp_path):
+    with pytest.raises(InputError, match="is missing"):
+        ModelSpec.from_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InputError, match="not valid JSON"):
+        ModelSpec.from_config(tmp_path)
+
+
+def test_rope_and_window(tmp_path):
+    scaled = spec_of(tmp_path, rope_scaling={"rope_type": "linear", "factor": 4.0}, rope_theta=5e5)
+    assert (scaled.rope_scaling.kind, scaled.rope_scaling.factor, scaled.rope_theta) == ("linear", 4.0, 5e5)
+    assert spec_of(tmp_path, model_type="mistral", sliding_window=100).context == 100
+    assert spec_of(tmp_path, model_type="qwen2", sliding_window=100).context == 512  # off unless use_sliding_window
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("d1t8p1", r"kv_heads\(4\) % tp\(8\) = 4"),
+        ("d1t1p6", r"pp\(6\) > layers\(5\)"),
+        ("d1t3p1", r"heads\(8\) % tp\(3\)"),
+    ],
+)
+def test_layout_that_does_not_fit_the_model(tmp_path, text, message):
+    with pytest.raises(InputError, match=message):
+        ParallelLayout.parse(text).check_model(spec_of(tmp_path), "parallel.actor_train")
+    ParallelLayout.parse("d1t4p5").check_model(spec_of(tmp_path), "parallel.actor_train")
+
+
+def test_hardware_must_have_rates():
+    with pytest.raises(InputError, match="hardware x: flops is 0"):
+        HardwareSpec("x", 0, 1, 1, 1, 1, 1, 0)
+
+
+def leave_with(main):
+    with pytest.raises(SystemExit) as caught:
+        run_program(main)
+    return caught.value.code
+
+
+def raiser(error):
+    def main():
+        raise error
+
+    return main
+
+
+def test_programs_leave_with_the_right_code(capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert leave_with(lambda: None) == 0 and leave_with(lambda: 1) == 1
+    assert leave_with(raiser(InputError("a value\n  and its fix"))) == 2
+    assert capsys.readouterr().err == "error: a value and its fix\n"
+    assert leave_with(raiser(KeyboardInterrupt())) == 130
+    with pytest.raises(ZeroDivisionError):
+        run_program(raiser(ZeroDivisionError()))
+
+
+def test_only_rank_0_prints_the_error(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert leave_with(raiser(InputError("x"))) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_a_program_may_leave_without_being_torn_down():
+    source = """
+import atexit, threading, time
+from rlhfuse.errors import run_program
+
+class Kept:
+    def __del__(self):
+        print("torn down")
+
+kept = Kept()
+kept.itself = kept
+atexit.register(print, "exit function")
+
+def main():
+    threading.Thread(target=lambda: (time.sleep(0.3), print("thread"))).start()
+    print("main", end=" ")
+    return 3
+
+run_program(main, tear_down=TEAR_DOWN)
+"""
+    said = {}
+    for tear_down in (True, False):
+        text = source.replace("TEAR_DOWN", str(tear_down))
+        ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+        assert (ended.returncode, ended.stderr) == (3, "")
+        said[tear_down] = ended.stdout.split("\n")[:-1]
+    assert said[False] == ["main thread", "exit function"]
+    assert said[True] == [*said[False], "torn down"]

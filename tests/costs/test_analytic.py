@@ -1,0 +1,132 @@
+"""The roofline's limits, its bytes counted by hand, and BS_max."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sim_helpers import linear_cost
+
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.costs.analytic import AnalyticCost, JobCost, largest_flat_batch
+from rlhfuse.costs.hardware import hardware_by_name, known_hardware
+from rlhfuse.errors import InputError
+
+LLAMA_13B = ModelSpec("llama", 40, 5120, 40, 40, 128, 13824, 32000, 4096)
+H800 = hardware_by_name("h800")
+
+
+def cost(layout: str = "d1t8p1", scalar: bool = False) -> AnalyticCost:
+    return AnalyticCost(LLAMA_13B, ParallelLayout.parse(layout), H800, 2, scalar)
+
+
+def test_a_small_decode_batch_is_flat_and_a_large_one_is_not():
+    one = cost().decode_step_seconds(1, 200)
+    assert cost().decode_step_seconds(2, 400) == pytest.approx(one, rel=0.02)
+    assert cost().decode_step_seconds(512, 512 * 200) > 2 * one
+
+
+def test_a_long_forward_runs_at_the_peak_rate():
+    """4096 tokens of the 13B: 2 x parameters x tokens + 4 h x pairs per layer, over 8 devices, plus all-reduces."""
+    tokens = 4096
+    per_layer = 2 * LLAMA_13B.layer_parameters * tokens + 4 * 5120 * tokens * (tokens + 1) / 2
+    head = 2 * 5120 * 32000 * tokens
+    compute = (40 * per_layer + head) / (8 * H800.flops)
+    reduce = 40 * 2 * (2 * 7 / 8) * tokens * 5120 * 2 / H800.node_link_bandwidth
+    assert cost().forward_seconds(tokens) == pytest.approx(compute + reduce)
+
+
+def test_no_all_reduce_on_one_rank_and_the_floors_of_small_work():
+    single = AnalyticCost(LLAMA_13B, ParallelLayout.parse("d1t1p1"), H800, 2, scalar_head=True)
+    tiny = ModelSpec("llama", 4, 64, 4, 4, 16, 128, 256, 512)
+    floor = AnalyticCost(tiny, ParallelLayout.parse("d1t1p1"), H800, 2, scalar_head=True)
+    assert floor.prefill_seconds(1, 1) == pytest.approx(4 * H800.launch_seconds)
+    assert floor.decode_step_seconds(1, 10) == pytest.approx(4 * H800.decode_layer_seconds, rel=1e-2)
+    weights = LLAMA_13B.layer_parameters * 2 * 40 / H800.memory_bandwidth
+    assert single.decode_step_seconds(1, 0) == pytest.approx(weights + 40 * H800.decode_layer_seconds)
+
+
+def test_packing_costs_less_than_one_long_sequence():
+    assert cost().forward_seconds(4096, 16) < cost().forward_seconds(4096, 1)
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(st.integers(1, 400), st.integers(0, 200_000), st.integers(1, 50))
+def test_work_never_gets_cheaper_as_it_grows(batch, context, more):
+    assert cost().decode_step_seconds(batch + more, context) >= cost().decode_step_seconds(batch, context)
+    assert cost().decode_step_seconds(batch, context + more) >= cost().decode_step_seconds(batch, context)
+    assert cost().prefill_seconds(batch + more, 1) >= cost().prefill_seconds(batch, 1)
+
+
+def test_weights_over_all_ranks_are_the_model():
+    for layout, scalar in (("d1t1p1", False), ("d1t1p1", True), ("d1t2p1", False)):
+        made = cost(layout, scalar)
+        assert made.rank_parameters() * made.layout.tp == LLAMA_13B.parameters(scalar)
+    fullest = 10 * LLAMA_13B.layer_parameters + LLAMA_13B.embedding_parameters + LLAMA_13B.hidden
+    assert cost("d1t1p4").rank_parameters() == fullest  # the last stage: layers, norm and output layer
+    assert cost("d1t1p4").weights_bytes() == 2 * fullest
+    assert cost("d4t1p1").optimizer_bytes() == 3 * LLAMA_13B.parameters()  # 12 bytes over 4 ranks
+    assert cost("d1t1p1").gradient_bytes() == 4 * LLAMA_13B.parameters()
+
+
+def test_stage_costs_split_the_forward():
+    made = cost("d1t8p4").stage_costs(2048, 4)
+    whole = cost("d1t8p1").forward_seconds(2048, 4)
+    assert sum(made.forward) == pytest.approx(whole * 1e6, abs=4)
+    assert made.backward == tuple(2 * ticks for ticks in made.forward)
+    assert made.forward[0] == made.forward[1] < made.forward[3]
+    scalar = cost("d1t8p4", scalar=True).stage_costs(2048, 4)
+    assert scalar.forward[3] == scalar.forward[0] and scalar.activation[3] == scalar.activation[0]
+
+
+def test_bs_max_is_the_edge_of_ten_percent():
+    costs = linear_cost()  # a step: 10 ms + 1 ms per sequence + 1 us per context token
+    assert largest_flat_batch(costs, 0, 64) == 2  # 11 ms x 1.1 = 12.1 ms
+    assert largest_flat_batch(costs, 0, 64, tolerance=1.0) == 12
+    assert largest_flat_batch(costs, 0, 5, tolerance=1.0) == 5
+    job = JobCost(cost(), (cost(),))
+    edge = largest_flat_batch(job, 300, 256)
+    allowed = 1.1 * job.decode_step_seconds(1, 300)
+    assert job.decode_step_seconds(edge, edge * 300) <= allowed < job.decode_step_seconds(edge + 1, (edge + 1) * 300)
+
+
+def test_smaller_inference_replicas_share_the_batch():
+    small, large = JobCost(cost(), (cost("d1t4p1", True),)), JobCost(cost(), (cost("d1t8p1", True),))
+    assert small.score_seconds(8192, 32) < large.score_seconds(8192, 32)  # the same devices, fewer all-reduces
+    assert small.score_seconds(300, 1) > large.score_seconds(300, 1)  # one sequence cannot be shared
+    with pytest.raises(InputError, match="tp\\(3\\) does not divide a generation instance of tp\\(8\\)"):
+        JobCost(cost(), (cost("d1t3p1"),))
+
+
+def test_hardware_names():
+    assert set(known_hardware()) == {"cpu", "a100", "h100", "h800", "h200"}
+    assert hardware_by_name("auto").name == "cpu" and hardware_by_name("auto", "cuda").name == "h100"
+    with pytest.raises(InputError, match="'b200' is not known; use auto or one of cpu, a100"):
+        hardware_by_name("b200")
+
+
+def test_recomputation_and_sequence_parallelism_keep_less_and_the_backward_pays_for_the_first():
+    """13B on d1t8p4, 1000 tokens: hidden states are the whole part of what a layer keeps."""
+    layout = ParallelLayout.parse("d1t8p4")
+
+    def made(**options) -> AnalyticCost:
+        return AnalyticCost(LLAMA_13B, layout, H800, 2, **options)
+
+    hidden, cut = 1000 * 5120 * 2, 1000 * (7 * 40 * 128 + 4 * 13824) * 2
+    assert made().kept_layer_bytes(1000) == 8 * hidden + cut / 8
+    assert made(sequence_parallel=True).kept_layer_bytes(1000) == (8 * hidden + cut) / 8
+    assert made(recompute=True).kept_layer_bytes(1000) == hidden
+    both = made(sequence_parallel=True, recompute=True)
+    assert both.kept_layer_bytes(1000) == hidden / 8
+    logits = 1000 * 4 * LLAMA_13B.vocab / 8
+    assert both.passing_bytes(1000) == 2 * (8 * hidden + cut) / 8 + 2 * logits
+    assert made().passing_bytes(1000) == 8 * hidden + cut / 8 + 2 * logits
+    plain, again = made().stage_costs(1000), both.stage_costs(1000)
+    assert again.forward == plain.forward and again.activation[0] == 10 * hidden / 8
+    assert plain.backward[0] == 2 * plain.forward[0] and again.backward[0] == 3 * plain.forward[0]
+    assert 2 * plain.forward[-1] < again.backward[-1] < 3 * plain.forward[-1]  # the output layer does not run again
+
+
+def test_a_rank_of_an_interleaved_pipeline_holds_several_stages():
+    whole, chunked = cost("d1t8p2"), cost("d1t8p2v2")
+    assert chunked.rank_parameters() == whole.rank_parameters()

@@ -1,0 +1,167 @@
+"""Profiles: interpolation, what is priced beside which neighbour, the file, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sim_helpers import linear_cost
+
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.grid import Grid
+from rlhfuse.costs.hardware import hardware_by_name
+from rlhfuse.costs.measured import save_measured_cost
+from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, load_costs, save_profile
+from rlhfuse.errors import InputError
+from rlhfuse.run.profiling.points import powers_of_two
+
+TABLE = Grid(((1.0, 2.0, 4.0), (10.0, 20.0)), (1.0, 2.0, 3.0, 6.0, 5.0, 12.0))
+
+
+def test_a_grid_is_exact_at_its_points_and_straight_between_and_beyond():
+    expected = {(1, 10): 1, (1, 20): 2, (2, 10): 3, (2, 20): 6, (4, 10): 5, (4, 20): 12}
+    assert {point: TABLE(*point) for point in expected} == expected
+    assert TABLE(3, 10) == 4 and TABLE(1, 15) == 1.5 and TABLE(3, 15) == pytest.approx((3 + 6 + 5 + 12) / 4)
+    assert TABLE(8, 10) == 9 and TABLE(1, 40) == 4  # beyond: as between the last two points
+    assert TABLE(0.5, 5) == 1  # before: the first point
+    line = Grid(((64.0, 128.0),), (1.0, 3.0))
+    assert [line(count) for count in (1, 64, 96, 128, 192)] == [1, 1, 2, 3, 5]
+    assert Grid(((64.0,),), (2.0,))(1000) == 2  # one point has no slope
+
+
+@st.composite
+def measured_grids(draw):
+    axes = [sorted(draw(st.sets(st.integers(1, 500), min_size=1, max_size=5))) for _ in range(draw(st.integers(1, 2)))]
+    points = [(a,) for a in axes[0]] if len(axes) == 1 else [(a, b) for a in axes[0] for b in axes[1]]
+    chosen = draw(st.lists(st.sampled_from(points), min_size=1, unique=True))
+    return Grid.of(axes, {point: draw(st.floats(0, 10)) for point in chosen})
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(measured_grids(), st.floats(0, 1500), st.floats(0, 1500), st.floats(0, 500))
+def test_more_work_never_costs_less_and_nothing_is_negative(grid, first, second, more):
+    """Whatever noise was measured, and wherever points were left out."""
+    counts = (first, second)[: len(grid.axes)]
+    for place in range(len(counts)):
+        larger = tuple(count + more * (i == place) for i, count in enumerate(counts))
+        assert 0 <= grid(*counts) <= grid(*larger) * (1 + 1e-9) + 1e-9
+
+
+def test_beyond_its_ends_a_grid_rises_as_it_does_for_less_of_the_other():
+    """From 0 to 0.8 for the smaller count alone: straight on, 3 of it would cost more than 3 of the larger."""
+    steep = Grid(((1.0, 2.0), (1.0, 2.0)), (0.0, 1.0, 0.8, 1.0))
+    assert steep(3.0, 1.0) == pytest.approx(1.6) and steep(3.0, 2.0) == pytest.approx(1.8)
+    turned = Grid(((1.0, 2.0), (1.0, 2.0)), (0.0, 0.8, 1.0, 1.0))
+    assert turned(1.0, 3.0) == pytest.approx(1.6) and turned(2.0, 3.0) == pytest.approx(1.8)
+
+
+def test_points_that_were_not_measured_lie_on_the_line_through_the_others():
+    axes = ((1, 2, 4, 8), (10, 20, 40))
+
+    def true(batch: float, context: float) -> float:
+        return 3 + 0.5 * batch + 0.01 * batch * context
+
+    small = {(b, c): true(b, c) for b in axes[0] for c in axes[1] if b * c <= 80}
+    grid = Grid.of(axes, small)
+    assert grid(8, 40) == pytest.approx(true(8, 40)) and grid(4, 40) == pytest.approx(true(4, 40))
+    with pytest.raises(InputError, match="nothing was measured"):
+        Grid.of(axes, {})
+
+
+def test_powers_of_two_end_with_the_largest():
+    assert powers_of_two(64, 416) == (64, 128, 256, 416) and powers_of_two(1, 8) == (1, 2, 4, 8)
+    assert powers_of_two(64, 30) == (30,) and powers_of_two(1, 1) == (1,)
+
+
+def profile(**changes) -> ProfiledCost:
+    made_for = {"generation_tp": 2, "reference_inference_tp": 2, "reward_inference_tp": 1, "dtype": "float32"}
+    slow = replace(TABLE, seconds=tuple(2.5 * value for value in TABLE.seconds))
+    line = Grid(((100.0, 200.0),), (1e-3, 2e-3))
+    base = dict(
+        made_for=made_for,
+        decode={"idle": TABLE, "scoring": slow},
+        prefill={"idle": TABLE},
+        score={"reference": {"idle": TABLE}, "reward": {"idle": TABLE, "decoding": slow}},
+        swap_in=0.25,
+        move=Grid(((1000.0, 2000.0),), (0.5, 0.75)),
+        all_reduce=line,
+        training={"actor": TrainingGrids(1, line, line, Grid(((100.0,),), (5e-4,)), Grid(((100.0,),), (7e-4,)))},
+    )
+    return ProfiledCost(**{**base, **changes})
+
+
+def test_every_kind_of_work_is_looked_up():
+    costs = profile()
+    assert costs.decode_step_seconds(2, 40) == 6 and costs.prefill_seconds(4, 20) == 12  # 20 tokens of context each
+    assert costs.decode_step_seconds(0, 0) == 0 and costs.prefill_seconds(0, 0) == 0 and costs.score_seconds(0, 1) == 0
+    assert costs.score_seconds(4, 20) == TABLE(4, 20) + TABLE(2, 10)  # two reward replicas share the batch
+    assert costs.swap_in_seconds() == 0.25 and costs.migration_seconds(1500) == 0.625
+    assert costs.migration_seconds(0) == 0
+
+
+def test_neighbours_have_their_own_grids_and_the_nearest_stands_in():
+    costs = profile()
+    assert costs.beside("scoring").decode_step_seconds(1, 10) == 2.5
+    assert costs.beside("decoding").decode_step_seconds(1, 10) == 2.5  # busy resembles busy
+    assert costs.beside("scoring").prefill_seconds(1, 10) == 1
+    assert "(decoding neighbour) as scoring: never measured" in str(costs)
+    with pytest.raises(InputError, match="'away' is not known"):
+        costs.beside("away")
+
+
+def test_a_stage_costs_its_layers_and_the_last_one_the_ends():
+    spec = ModelSpec("llama", 4, 64, 4, 4, 16, 128, 256, 512)
+    analytic = AnalyticCost(spec, ParallelLayout.parse("d1t1p2"), hardware_by_name("cpu"), 4)
+    made = profile().stage_costs("actor", analytic, 150, 2, tick_seconds=1e-6)
+    assert made.forward == (3000, 3500) and made.backward == (3000, 3700)  # two layers of 1.5 ms
+    assert made.activation == analytic.stage_costs(150, 2).activation
+    with pytest.raises(InputError, match="no training of critic with tp\\(1\\)"):
+        profile().stage_costs("critic", analytic, 150, 2, 1e-6)
+
+
+def test_a_profile_saves_loads_and_is_told_from_measured_costs(tmp_path):
+    save_profile(profile(), tmp_path / "profile.json")
+    save_measured_cost(linear_cost(), tmp_path / "costs.json")
+    assert load_costs(tmp_path / "profile.json") == profile()
+    assert load_costs(tmp_path / "costs.json") == linear_cost()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["costs.json", "profile.json"]
+    alone = profile(all_reduce=None, training={})
+    assert ProfiledCost.from_dict(alone.to_dict()) == alone
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"version": 2}, "version is 2; only 1"),
+        ({"decode": {}}, "decode has no grid"),
+        ({"decode": {"near": TABLE.to_dict()}}, "decode: 'near' is not known"),
+        ({"prefill": {"idle": {"axes": [[2, 1]], "seconds": [1, 1]}}}, "prefill beside idle: points .* must ascend"),
+        ({"move": {"axes": [[1, 2]], "seconds": [1]}}, "move: a grid of \\[2\\] points needs as many seconds"),
+        ({"move": {"axes": [[1]], "seconds": [-1]}}, "finite and >= 0"),
+        ({"move": {"axes": [[1]]}}, "move: 'seconds' is missing"),
+        ({"swap_in": "soon"}, "is no profile"),
+        ({"training": {"actor": {}}}, "is no profile: 'tp'"),
+    ],
+)
+def test_bad_profiles_are_refused(tmp_path, change, message):
+    (tmp_path / "p.json").write_text(json.dumps({**profile().to_dict(), **change}))
+    with pytest.raises(InputError, match=message) as caught:
+        load_costs(tmp_path / "p.json")
+    assert "p.json" in str(caught.value)
+
+
+def test_files_that_are_no_costs_are_refused(tmp_path):
+    (tmp_path / "a.json").write_text("[1]")
+    for name, message in (("a.json", "no JSON object"), ("none.json", "does not exist")):
+        with pytest.raises(InputError, match=message):
+            load_costs(tmp_path / name)
+
+
+def test_a_profile_of_something_else_is_refused():
+    profile().check({"generation_tp": 2, "dtype": "float32"}, "p.json")
+    with pytest.raises(InputError, match="p.json was made for dtype=float32, this run has bfloat16"):
+        profile().check({"dtype": "bfloat16"}, "p.json")

@@ -1,0 +1,165 @@
+"""Every rule of the task table, with the equation that its refusal prints."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import ModelSpec
+from rlhfuse.decisions.layouts import batch_arithmetic, check_layouts
+from rlhfuse.errors import InputError
+
+TINY = ModelSpec("llama", 8, 64, 8, 4, 8, 192, 512, 512)
+SPECS = {role: TINY for role in ("actor", "critic", "reference", "reward")}
+
+
+def config(**keys) -> RunConfig:
+    """A run on 4 ranks; keyword `parallel__generation="d2t2p1"` sets parallel.generation."""
+    made = RunConfig()
+    made.data.max_prompt_tokens = 128
+    layouts = dict(actor_train="d1t1p4", critic_train="d2t1p2", generation="d4t1p1")
+    inference = dict.fromkeys(("inference", "reference_inference", "reward_inference", "critic_inference"), "d4t1p1")
+    settings = {f"parallel__{name}": layout for name, layout in {**layouts, **inference}.items()}
+    for key, value in {**settings, **keys}.items():
+        group, _, name = key.partition("__")
+        assert hasattr(getattr(made, group), name)
+        setattr(getattr(made, group), name, value)
+    return made
+
+
+def test_a_good_table_and_its_batch():
+    tasks = check_layouts(config(), SPECS, 4)
+    assert [str(task).split()[2] for task in tasks] == ["d4t1p1"] * 4 + ["d1t1p4", "d2t1p2"]
+    batch = batch_arithmetic(config(), tasks)
+    assert (batch.samples, batch.samples_per_minibatch, batch.microbatches) == (64, 16, 4)
+    assert (batch.actor_microbatches, batch.critic_microbatches) == (4, 2)
+    assert (batch.instances, batch.samples_per_instance, batch.samples_per_microbatch) == (4, 16, 4.0)
+    assert batch.lines()[2].startswith("64 samples / 4 mini-batches = 16")
+
+
+REFUSALS = [
+    (8, {}, "parallel.generation=d4t1p1: dp(4) * tp(1) * pp(1) = 4 != world_size(8)"),
+    (4, {"parallel__actor_train": "d1t1p2"}, "parallel.actor_train=d1t1p2: dp(1) * tp(1) * pp(2) = 2 != world_size(4)"),
+    (4, {"parallel__critic_train": "d1t4p4"}, "parallel.critic_train=d1t4p4: dp(1) * tp(4) * pp(4) = 16 != world_size"),
+    (
+        4,
+        {"parallel__sequence_parallel": True},
+        "parallel.sequence_parallel=true cuts tokens over tensor ranks, but parallel.actor_train=d1t1p4",
+    ),
+    (4, {"parallel__generation": "x4"}, "layout 'x4' is not of the form d1t2p4"),
+    (
+        4,
+        {"parallel__reward_inference": "d2t1p1@2-3"},
+        "parallel.reward_inference=d2t1p1@2-3: reward_inference on ranks 2-3 of 4 is not yet runnable; drop @2-3",
+    ),
+    (4, {"parallel__generation": "d2t1p2"}, "parallel.generation=d2t1p2: pp(2) != 1"),
+    (4, {"parallel__critic_inference": "d1t1p4"}, "parallel.critic_inference=d1t1p4: pp(4) != 1"),
+    (
+        4,
+        {"parallel__reference_inference": "d2t2p1"},
+        "parallel.reference_inference=d2t2p1: generation tp(1) % tp(2) = 1, must be 0",
+    ),
+    (
+        8,
+        {
+            **{f"parallel__{task}": "d1t8p1" for task in ("generation", "actor_train", "critic_train")},
+            **{f"parallel__{task}_inference": "d1t8p1" for task in ("reference", "reward", "critic")},
+        },
+        "parallel.generation=d1t8p1: kv_heads(4) % tp(8) = 4, must be 0",
+    ),
+    (
+        6,
+        {
+            "parallel__generation": "d6t1p1",
+            **{f"parallel__{task}_inference": "d6t1p1" for task in ("reference", "reward", "critic")},
+            "parallel__actor_train": "d3t2p1",
+            "parallel__critic_train": "d6t1p1",
+        },
+        "with parallel.critic_train=d6t1p1: critic_train=d6t1p1: pp(1) % s(2) = 1, must be 0",
+    ),
+    (
+        6,
+        {
+            "parallel__generation": "d6t1p1",
+            **{f"parallel__{task}_inference": "d6t1p1" for task in ("reference", "reward", "critic")},
+            "parallel__actor_train": "d2t1p3",
+            "parallel__critic_train": "d3t1p2",
+        },
+        "fusion.actor_microbatches=4: K1(2) * M1(4) = 8 is no multiple of K2(3), so no M2 has K1*M1 = K2*M2",
+    ),
+    (4, {"rollout__max_response_tokens": 1}, None),
+    (
+        4,
+        {"rollout__max_response_tokens": 1, "data__max_prompt_tokens": 512},
+        "data.max_prompt_tokens(512) + rollout.max_response_tokens(1) = 513 > context(512) of actor",
+    ),
+    (4, {"algorithm__minibatches": 5}, "prompts(16) * copies(4) = 64 samples; 64 % 5 = 4, must be 0"),
+    (
+        4,
+        {"algorithm__minibatches": 32},
+        "a mini-batch has 64 / 32 = 2 samples, fewer than replicas(1) * K1(1) * M1(4) = 4 micro-batches",
+    ),
+    (4, {"fusion__actor_microbatches": 3}, "K1(1) * M1(3) = 3 is no multiple of K2(2)"),
+    (
+        4,
+        {"rollout__kv_blocks_per_instance": 20},
+        "rollout.kv_blocks_per_instance=20: 20 * 16 = 320 tokens < 384 of one sample at full length; use at least 24",
+    ),
+]
+
+
+@pytest.mark.parametrize("world_size, keys, message", REFUSALS)
+def test_refusals_print_the_equation(world_size, keys, message):
+    made = config(**keys)
+    if message is None:
+        assert len(check_layouts(made, SPECS, world_size)) == 6
+        return
+    with pytest.raises(InputError, match=re.escape(message)):
+        check_layouts(made, SPECS, world_size)
+
+
+def test_the_whole_world_may_be_spelled_out():
+    assert check_layouts(config(parallel__generation="d4t1p1@0-3"), SPECS, 4)
+
+
+def test_a_run_without_critic_has_neither_its_tasks_nor_its_rules():
+    made = config(algorithm__name="grpo", fusion__actor_microbatches=3, parallel__critic_train="d9t9p9")
+    specs = {role: spec for role, spec in SPECS.items() if role != "critic"}
+    tasks = check_layouts(made, specs, 4)
+    assert [task.name for task in tasks] == ["generation", "reference_inference", "reward_inference", "actor_train"]
+    batch = batch_arithmetic(made, tasks)
+    assert (batch.critic_pipelines, batch.critic_microbatches, batch.microbatches_of) == (0, 0, {"actor": 3})
+    assert len(batch.lines()) == 4 and "critic" not in "".join(batch.lines())
+
+
+def test_nothing_but_the_actor():
+    made = config(algorithm__name="rloo", algorithm__kl_coef=0.0, algorithm__epochs=2)
+    made.reference.path, made.reward.function = "none", "m:f"
+    tasks = check_layouts(made, {"actor": TINY}, 4)
+    assert [task.name for task in tasks] == ["generation", "actor_train"]
+    batch = batch_arithmetic(made, tasks)
+    assert batch.optimizer_steps == 8 and batch.lines()[-1] == "4 mini-batches x 2 epochs = 8 optimizer steps"
+
+
+def test_layouts_hold_without_intra_stage_fusion_too():
+    made = config(fusion__intra_stage=False, fusion__actor_microbatches=3)
+    with pytest.raises(InputError, match="no multiple of K2"):
+        check_layouts(made, SPECS, 4)
+
+
+@pytest.mark.parametrize(
+    "role, changes, message",
+    [
+        ("reward", {"vocab": 600}, "reward.path: vocab(600) != vocab(512) of the actor"),
+        ("critic", {"vocab": 511}, "critic.path: vocab(511) != vocab(512) of the actor"),
+        ("reference", {"context": 256}, "= 384 > context(256) of reference"),
+        ("critic", {"layers": 1}, "parallel.critic_train=d2t1p2: pp(2) > layers(1)"),
+    ],
+)
+def test_models_must_fit_together(role, changes, message):
+    specs = {**SPECS, role: replace(TINY, **changes)}
+    with pytest.raises(InputError, match=re.escape(message)):
+        check_layouts(config(), specs, 4)

@@ -1,0 +1,174 @@
+"""The migration plan: m's formula, nothing lost, room kept, the same plan from the same numbers, text forms."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfuse.decisions.migration import (
+    MigrationPlan,
+    Move,
+    MoveCost,
+    SequenceState,
+    destination_count,
+    plan_migration,
+)
+from rlhfuse.errors import InputError
+
+FAST_LINK = MoveCost(100.0, 0.0, 1e-9, 1e-3)
+SLOW_LINK = MoveCost(100.0, 0.0, 1.0, 1e-3)
+BLOCK = 16
+
+
+def blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK)
+
+
+@pytest.mark.parametrize(
+    "threshold, bs_max, sample, capacity, instances, expected",
+    [
+        (102, 16, 1.0, 1000.0, 32, 7),  # 102 / 16 = 6.4: the batch decides
+        (102, 16, 100.0, 1000.0, 32, 11),  # 102 x 100 / 1000 = 10.2: memory decides
+        (102, 16, 1000.0, 1000.0, 32, 31),  # clamped to n - 1
+        (1, 64, 1.0, 1000.0, 2, 1),  # clamped to 1
+        (0, 64, 1.0, 1000.0, 4, 1),
+        (30, 10, 0.1, 1.0, 8, 3),  # exact quotients do not round up
+    ],
+)
+def test_destination_count(threshold, bs_max, sample, capacity, instances, expected):
+    assert destination_count(threshold, bs_max, sample, capacity, instances) == expected
+
+
+def test_one_instance_has_no_one_to_free():
+    with pytest.raises(InputError, match="1 generation instance"):
+        destination_count(4, 8, 1.0, 10.0, 1)
+
+
+def test_the_fullest_stay_and_the_others_are_dealt_by_blocks():
+    states = [
+        *(SequenceState(i, 0, 32, 32) for i in range(3)),  # 6 blocks
+        *(SequenceState(10 + i, 1, 16, 16) for i in range(3)),  # 3 blocks
+        SequenceState(20, 2, 160, 160),
+        SequenceState(21, 2, 16, 16),
+        SequenceState(30, 3, 48, 0),  # waits
+    ]
+    plan = plan_migration(states, 4, 2, [100] * 4, BLOCK, FAST_LINK)
+    assert str(plan) == "\n".join(
+        (
+            "destinations 0 1",
+            "freed 2 3",
+            "stays 0 1 2 10 11 12",
+            "move 21:2>0 kv 16",
+            "move 30:3>0 tokens 0",
+            "move 20:2>1 kv 160",
+        )
+    )
+
+
+def test_a_tie_goes_to_the_lower_instance():
+    states = [SequenceState(i, i, 20, 20) for i in range(4)]
+    assert plan_migration(states, 4, 2, [9] * 4, BLOCK, FAST_LINK).destinations == (0, 1)
+
+
+def test_without_room_a_sample_moves_as_tokens():
+    states = [SequenceState(0, 0, 100, 100), SequenceState(1, 0, 90, 90), SequenceState(2, 1, 40, 40)]
+    modes = [plan_migration(states, 2, 1, [free, 0], BLOCK, FAST_LINK).moves[0].mode for free in (2, 3)]
+    assert modes == ["tokens", "kv"]  # 40 tokens and the next one need 3 blocks
+
+
+def test_a_fuller_destination_with_room_is_better_than_losing_the_cache():
+    states = [SequenceState(i, i // 2, 10 + 40 * (i < 2), 10 + 40 * (i < 2)) for i in range(4)]
+    states.append(SequenceState(9, 2, 40, 40))
+    (move,) = plan_migration(states, 3, 2, [3, 2, 0], BLOCK, FAST_LINK).moves
+    assert str(move) == "9:2>0 kv 40"
+
+
+def test_the_quicker_way_is_taken():
+    states = [SequenceState(0, 0, 10, 10), SequenceState(1, 0, 10, 10), SequenceState(2, 1, 40, 40)]
+    assert plan_migration(states, 2, 1, [9, 9], BLOCK, SLOW_LINK).moves[0].mode == "tokens"
+    assert plan_migration(states, 2, 1, [9, 9], BLOCK, FAST_LINK).moves[0].mode == "kv"
+
+
+def test_shared_blocks_are_sent_and_stored_once():
+    """Four samples of one prompt, 3 blocks of it shared: 4 + 1 + 1 + 1 blocks are room for all, one less is not."""
+    states = [SequenceState(i, 0, 60, 59, (7, 8, 9)) for i in range(4)]
+    states += [SequenceState(10 + i, 1, 16, 16) for i in range(5)]
+    for free, modes in ((7, ["kv"] * 4), (6, ["kv"] * 3 + ["tokens"])):
+        assert [m.mode for m in plan_migration(states, 2, 1, [0, free], BLOCK, FAST_LINK).moves] == modes
+    # 0.1 s before the first byte: worth it for 59 tokens of 5 ms, not for the 11 that the others have to themselves.
+    slow_start = MoveCost(100.0, 0.1, 1e-9, 5e-3)
+    modes = [m.mode for m in plan_migration(states, 2, 1, [0, 99], BLOCK, slow_start).moves]
+    assert modes == ["kv", "tokens", "tokens", "tokens"]
+    # Two that go to different places share nothing on the way.
+    apart = [SequenceState(i, 0, 60, 59, (7, 8, 9)) for i in range(2)]
+    apart += [SequenceState(10 + i, 1 + i % 2, 16, 16) for i in range(6)]
+    moves = plan_migration(apart, 3, 2, [0, 99, 99], BLOCK, slow_start).moves
+    assert [str(m) for m in moves] == ["0:0>1 kv 59", "1:0>2 kv 59"]
+
+
+@st.composite
+def problems(draw):
+    instances = draw(st.integers(2, 8))
+    rows = draw(st.lists(st.tuples(st.integers(0, instances - 1), st.integers(1, 300), st.booleans()), max_size=40))
+    states = [SequenceState(i, where, tokens, 0 if wait else tokens) for i, (where, tokens, wait) in enumerate(rows)]
+    free = draw(st.lists(st.integers(0, 30), min_size=instances, max_size=instances))
+    return states, instances, draw(st.integers(1, instances - 1)), free
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(problems(), st.randoms(use_true_random=False))
+def test_invariants(problem, shuffler: random.Random):
+    states, instances, count, free = problem
+    plan = plan_migration(states, instances, count, free, BLOCK, FAST_LINK)
+    by_id = {state.sample_id: state for state in states}
+    moved = [move.sample_id for move in plan.moves]
+    assert sorted([*moved, *plan.stays]) == sorted(by_id)  # nothing lost, nothing twice
+    assert len(plan.destinations) == count
+    assert sorted((*plan.destinations, *plan.freed)) == list(range(instances))
+    held = {i: sum(s.instance == i for s in states) for i in range(instances)}
+    assert min(held[i] for i in plan.destinations) >= max(held[i] for i in plan.freed)
+    assert all(by_id[i].instance in plan.destinations for i in plan.stays)
+    for move in plan.moves:
+        assert move.source == by_id[move.sample_id].instance and move.source in plan.freed
+        assert move.destination in plan.destinations
+        assert move.kv_tokens == (by_id[move.sample_id].kv_tokens if move.mode == "kv" else 0)
+        assert move.mode == "tokens" or not by_id[move.sample_id].waiting
+    for instance in plan.destinations:
+        assert sum(blocks(m.kv_tokens + 1) for m in plan.moves_to(instance) if m.mode == "kv") <= free[instance]
+    shuffled = list(states)
+    shuffler.shuffle(shuffled)
+    assert plan_migration(shuffled, instances, count, free, BLOCK, FAST_LINK) == plan  # order of arrival is nothing
+    assert MigrationPlan.parse(str(plan)) == plan
+    assert MigrationPlan.from_dict(plan.to_dict()) == plan
+
+
+def test_balance_is_within_one_sample():
+    """Greedy by size: the fullest destination exceeds the emptiest by no more than its last sample."""
+    generator = random.Random(3)
+    tokens = generator.choices(range(16, 400), k=60)
+    states = [SequenceState(i, 2 + i % 6, count, count) for i, count in enumerate(tokens)]
+    states += [SequenceState(100 + i, i % 2, 16, 16) for i in range(40)]
+    plan = plan_migration(states, 8, 2, [10_000] * 8, BLOCK, FAST_LINK)
+    by_id = {state.sample_id: state for state in states}
+    loads = [sum(blocks(by_id[m.sample_id].tokens) for m in plan.moves_to(i)) for i in plan.destinations]
+    assert abs(loads[0] - loads[1]) <= blocks(400)
+
+
+@pytest.mark.parametrize("text", ["", "17:3>0 kv", "17:3>0 page 4", "a:3>0 kv 4"])
+def test_malformed_moves_are_refused(text):
+    with pytest.raises(InputError, match="not of the form"):
+        Move.parse(text)
+
+
+def test_malformed_plans_are_refused():
+    with pytest.raises(InputError, match="'destination 0'"):
+        MigrationPlan.parse("destination 0\nfreed 1\nstays")
+    with pytest.raises(InputError, match="all needed"):
+        MigrationPlan.parse("freed 1\nstays 2")
+    with pytest.raises(InputError, match="share a sample id"):
+        plan_migration([SequenceState(1, 0, 5, 5)] * 2, 2, 1, [9, 9], BLOCK, FAST_LINK)
+    with pytest.raises(InputError, match="at least 1 and at most n - 1"):
+        plan_migration([], 2, 2, [9, 9], BLOCK, FAST_LINK)

@@ -1,0 +1,194 @@
+"""Weight moves: every byte arrives once, from where it is nearest; across nodes goes what must and no more."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.costs.hardware import hardware_by_name
+from rlhfuse.decisions.layout_moves import LayoutMove, layout_moves
+from rlhfuse.decisions.layouts import Task
+from rlhfuse.decisions.shards import Shard, model_shards, tensor_segments
+from rlhfuse.decisions.weight_moves import Traffic, Transfer, in_buckets, minimum_across, move_seconds, plan_moves
+from rlhfuse.schedule.ir.ranks import plain_cells, rank_map
+
+SPEC = ModelSpec("qwen2", 9, 16, 8, 8, 4, 24, 100, 64, qkv_bias=True)
+
+
+def both(pair: dict[str, str], model: str, target: str, spec: ModelSpec = SPEC) -> tuple[list[Shard], list[Shard]]:
+    """Shards of `model` in its training layout and in `target`; `pair` are the layouts that train together."""
+    ranks = rank_map({name: ParallelLayout.parse(text) for name, text in pair.items()})
+    layout, wanted = ranks.shape.share(model).layout, ParallelLayout.parse(target)
+    head = model == "critic"
+    return (
+        model_shards(spec, layout, ranks.pipelines(model), 4, head),
+        model_shards(spec, wanted, plain_cells(wanted), 4, head),
+    )
+
+
+def elements(shards) -> dict[int, set[tuple[str, int]]]:
+    """rank -> (weight, index of its cut dimension)"""
+    held = defaultdict(set)
+    for shard in shards:
+        held[shard.rank] |= {(shard.tensor, i) for first, stop in shard.segments for i in range(first, stop)}
+    return held
+
+
+def carry_out(transfers, sources, targets, bucket_bytes: int) -> None:
+    """Run the buckets on sets of elements, and assert every rule that they must keep."""
+    own, wanted = elements(sources), elements(targets)
+    arrived: dict[int, set] = defaultdict(set)
+    widest = max(shard.row_bytes for shard in [*sources, *targets])
+    for bucket in in_buckets(transfers, bucket_bytes):
+        new, load = defaultdict(set), defaultdict(int)
+        for one in bucket:
+            part = {(one.tensor, i) for i in range(one.start, one.stop)}
+            assert part <= (arrived if one.forwarded else own)[one.source], f"{one}: the source does not have it yet"
+            assert not part & (arrived[one.target] | new[one.target]), f"{one}: sent twice"
+            new[one.target] |= part
+            if one.source != one.target:
+                load[one.source] += one.bytes
+                load[one.target] += one.bytes
+        assert max(load.values(), default=0) <= max(bucket_bytes, 2 * widest)
+        for rank, parts in new.items():
+            arrived[rank] |= parts
+    assert dict(arrived) == dict(wanted)
+
+
+CASES = [  # layouts that train together, of sixteen ranks; generation or inference layout
+    ({"actor": "d2t2p4", "critic": "d4t2p2"}, "d8t2p1"),
+    ({"actor": "d1t2p8", "critic": "d4t2p2"}, "d16t1p1"),
+    ({"actor": "d2t1p8", "critic": "d4t4p1"}, "d4t4p1"),
+    ({"actor": "d2t2p4v2", "critic": "d2t2p4"}, "d2t8p1"),
+    ({"actor": "d1t4p4", "critic": "d2t4p2v2"}, "d8t2p1"),
+    ({"actor": "d16t1p1", "critic": "d16t1p1"}, "d16t1p1"),
+]
+
+
+@pytest.mark.parametrize("pair, target", CASES)
+@pytest.mark.parametrize("model", ["actor", "critic"])
+def test_two_nodes_of_eight(pair, target, model):
+    sources, targets = both(pair, model, target)
+    transfers = plan_moves(sources, targets, 8)
+    assert sum(one.bytes for one in transfers) == sum(shard.bytes for shard in targets)
+    carry_out(transfers, sources, targets, 1000)
+    least = by_hand(sources, targets, 8)
+    traffic = Traffic.of(transfers, minimum_across(sources, targets, 8), 8)
+    assert traffic.across == traffic.minimum_across == least
+    own, wanted = elements(sources), elements(targets)
+    size = {(shard.tensor): shard.row_bytes for shard in targets}
+    stays = sum(size[tensor] for rank in wanted for tensor, _ in wanted[rank] & own[rank])
+    assert traffic.stays == stays
+    assert traffic.within == sum(shard.bytes for shard in targets) - stays - least
+
+
+def by_hand(sources, targets, node: int) -> int:
+    """Bytes of all elements that a node needs and does not have."""
+    size = {shard.tensor: shard.row_bytes for shard in targets}
+    own, wanted = elements(sources), elements(targets)
+    total = 0
+    for first in range(0, max(wanted) + 1, node):
+        here = range(first, first + node)
+        missing = set().union(*(wanted[r] for r in here)) - set().union(*(own[r] for r in here))
+        total += sum(size[tensor] for tensor, _ in missing)
+    return total
+
+
+def test_a_replica_on_every_node_means_nothing_crosses():
+    sources, targets = both({"actor": "d2t2p4", "critic": "d2t2p4"}, "actor", "d8t2p1")
+    assert minimum_across(sources, targets, 8) == 0
+    assert Traffic.of(plan_moves(sources, targets, 8), 0, 8).across == 0
+
+
+def test_replicas_share_the_load():
+    """One stage wanted by eight ranks of a far node: its eight tensor-uncut replicas send an eighth each."""
+    sources = [Shard(f"w{n}", rank, ((0, 8),), 10) for n in range(8) for rank in range(8)]
+    targets = [Shard(f"w{n}", rank, ((0, 8),), 10) for n in range(8) for rank in range(8, 16)]
+    transfers = plan_moves(sources, targets, 8)
+    sent, received = defaultdict(int), defaultdict(int)
+    for one in transfers:
+        if one.source < 8:
+            sent[one.source] += one.bytes
+            received[one.target] += one.bytes
+    assert set(sent.values()) == {80} == set(received.values()) and len(sent) == len(received) == 8
+    assert Traffic.of(transfers, 640, 8).fullest_sender == 80 * 7  # within the node each forwards one weight
+
+
+@st.composite
+def scattered(draw):
+    """Shards of three weights, cut in two for some ranks, held by at least one rank each; two ranks on a node."""
+    ranks = st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True)
+    sides = []
+    for _ in range(2):
+        side = []
+        for tensor, rows in (("a", 4), ("b", 8), ("c", 6)):
+            tp, joined = draw(st.sampled_from([(1, 1), (2, 1), (2, rows // 4 or 1), (1, 1)]))
+            cuts = [tensor_segments(rows, joined, t, tp) for t in range(tp)]
+            for segments in cuts:
+                side += [Shard(tensor, rank, segments, 3) for rank in draw(ranks)]
+        sides.append(list({(shard.tensor, shard.rank): shard for shard in side}.values()))
+    return sides
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(scattered(), st.integers(1, 3), st.integers(1, 40))
+def test_any_shards(sides, node, bucket_bytes):
+    sources, targets = sides
+    try:
+        transfers = plan_moves(sources, targets, node)
+    except ValueError:
+        have = set().union(*elements(sources).values())
+        assert set().union(*elements(targets).values()) - have, "refused although every element is held somewhere"
+        return
+    carry_out(transfers, sources, targets, bucket_bytes)
+    assert Traffic.of(transfers, 0, node).across == by_hand(sources, targets, node)
+    assert minimum_across(sources, targets, node) == by_hand(sources, targets, node)
+    assert plan_moves(sources[::-1], targets[::-1], node) == transfers
+
+
+def test_what_nobody_has_is_named():
+    with pytest.raises(ValueError, match=r"no rank has w\[4:8\], which ranks \[1\] need"):
+        plan_moves([Shard("w", 0, ((0, 4),), 1)], [Shard("w", 1, ((0, 8),), 1)], 8)
+
+
+def test_transfers_print_and_parse():
+    for one in plan_moves(*both({"actor": "d1t1p4", "critic": "d2t1p2"}, "actor", "d4t1p1"), 2):
+        assert Transfer.parse(str(one)) == one
+    with pytest.raises(ValueError, match="is no transfer"):
+        Transfer.parse("w[0:4] 0->1")
+
+
+def test_shards_count_every_parameter():
+    for tied, head in ((False, False), (True, False), (False, True)):
+        spec = ModelSpec("qwen3", 5, 16, 8, 4, 4, 24, 128, 64, tied_embeddings=tied, qk_norm=True)
+        shards = model_shards(spec, ParallelLayout(1, 1, 1), (((0,),),), 4, head)
+        assert sum(shard.bytes for shard in shards) == 4 * spec.parameters(head)
+
+
+def test_moves_of_a_run():
+    """Two nodes of eight: the actor's only pipeline spans both, so each node must get the other's half of it once."""
+    layouts = {"actor_train": "d1t2p8", "critic_train": "d4t2p2", "generation": "d8t2p1", "critic_inference": "d8t2p1"}
+    tasks = tuple(
+        Task(name, "critic" if "critic" in name else "actor", ParallelLayout.parse(text), (0, 15))
+        for name, text in layouts.items()
+    )
+    actor, critic = layout_moves(tasks, {"actor": SPEC, "critic": SPEC}, 4, hardware_by_name("a100"))
+    assert actor.traffic.across == actor.traffic.minimum_across
+    whole = sum(s.bytes for s in model_shards(SPEC, ParallelLayout(1, 1, 1), (((0,),),), 4))
+    assert actor.traffic.across == whole  # half of it to each node; norms too, which both tensor ranks hold, once
+    assert critic.traffic.across == 0 and 0 < critic.seconds < 1
+    assert LayoutMove.from_dict(actor.to_dict()) == actor
+    alone = layout_moves(tuple(t for t in tasks if t.role == "actor"), {"actor": SPEC}, 4, hardware_by_name("a100"))
+    assert [move.model for move in alone] == ["actor"]
+
+
+def test_seconds_are_those_of_the_busiest_rank():
+    machine = hardware_by_name("a100")
+    near, far = Transfer("w", 0, 1, 0, 1, 10**9), Transfer("v", 0, 1, 0, 9, 10**9)
+    link, network = machine.node_link_bandwidth, machine.cross_link_bandwidth
+    assert move_seconds([near, far], machine, 8) == pytest.approx(1e9 / link + 1e9 / network)
+    assert move_seconds([], machine, 8) == 0

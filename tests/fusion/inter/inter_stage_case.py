@@ -1,0 +1,237 @@
+"""Generation with inference on one rank of a test: models built once for each layout, then iteration after iteration.
+
+`iterate` runs in a worker process of `gloo.Workers` and returns the digest of all that came out, and what happened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tiny import write_checkpoint
+
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.decisions.migration import MoveCost
+from rlhfuse.errors import RewardError
+from rlhfuse.fusion.inter.inter_stage import FusionLimits, Request
+from rlhfuse.gen.sequence import SamplingParams
+
+BY_KV = MoveCost(1, 0.0, 0.0, 1.0, 1.0)
+BY_TOKENS = MoveCost(1, 1.0, 1.0, 0.0, 0.0)
+SCORERS = ("reference", "critic", "reward")
+BLOCK_TOKENS = 8
+TINY = dict(
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=32,
+    vocab_size=64,
+    max_position_embeddings=256,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One iteration: what is generated, when instances are freed, and what is odd about the ranks."""
+
+    lengths: tuple[int, ...]
+    triggers: tuple[int, ...] = ()
+    by: str = "kv"
+    layout: str = "d4t1p1"
+    inference: str = "d4t1p1"
+    scorers: tuple[str, ...] = SCORERS
+    function_reward: bool = False
+    blocks: int = 80
+    bucket_bytes: int = 64 << 20
+    one_prompt: bool = False
+    step_seconds: tuple[float, ...] = ()  # least time of a decode step on each instance; the last is for the rest
+    bs_max: int = 8
+    score_tokens: int = 64
+    tag: str = ""
+
+    def requests(self) -> list[Request]:
+        prompts = [tuple(range(3, 23 if self.one_prompt else 6 + i % 4)) for i in range(len(self.lengths))]
+        return [
+            Request(1000 + i, prompt, SamplingParams(max_tokens=n, seed=7, ignore_eos=True))
+            for i, (n, prompt) in enumerate(zip(self.lengths, prompts))
+        ]
+
+    def limits(self) -> FusionLimits:
+        return FusionLimits(
+            bs_max=self.bs_max,
+            sample_kv_bytes=10.0,
+            capacity_kv_bytes=1000.0,
+            block_tokens=BLOCK_TOKENS,
+            move_cost=BY_KV if self.by == "kv" else BY_TOKENS,
+            score_tokens=self.score_tokens,
+        )
+
+
+def write_models(base: Path) -> dict[str, Path]:
+    return {
+        role: write_checkpoint(base / role, seed=seed, scalar_head=role in ("critic", "reward"), **TINY)
+        for seed, role in enumerate(("actor", "reference", "critic", "reward"), 1)
+    }
+
+
+class MeanTokenReward:
+    """A reward function: the mean token of the response."""
+
+    def __init__(self, fails_on: int | None = None) -> None:
+        self._scores: dict[int, float] = {}
+        self._fails_on = fails_on
+        self.calls = 0
+
+    def submit(self, rollouts) -> None:
+        self.calls += 1
+        self._scores |= {r.sample_id: sum(r.response_tokens) / len(r.response_tokens) for r in rollouts}
+
+    def finish(self) -> dict[int, float]:
+        if self._fails_on in self._scores:
+            raise RewardError(f"sample {self._fails_on}: a made-up failure")
+        scores, self._scores = self._scores, {}
+        return scores
+
+
+@dataclass
+class Built:
+    """One layout's groups and models on this rank."""
+
+    rank: int
+    placement: Any
+    engine: Any
+    frozen: dict[str, Any]
+    tp_group: Any
+    worker_group: Any
+    maker: Any
+
+
+_BUILT: dict[tuple, Built] = {}  # of this worker process
+
+
+def built(rank: int, folders: dict[str, Path], case: Case) -> Built:
+    key = case.layout, case.inference, case.blocks
+    if key not in _BUILT:
+        _BUILT[key] = build(rank, folders, case)
+    return _BUILT[key]
+
+
+def clean_up(rank: int) -> None:
+    """Give up all groups, in the same order on all ranks."""
+    for made in _BUILT.values():
+        made.maker.close()
+    _BUILT.clear()
+
+
+def build(rank: int, folders: dict[str, Path], case: Case) -> Built:
+    from rlhfuse.fusion.inter.inference import FrozenModel
+    from rlhfuse.fusion.inter.placement import Placement
+    from rlhfuse.gen.engine import Engine, EngineOptions
+    from rlhfuse.models.build import build_model
+    from rlhfuse.models.stage import PipelineStage
+    from rlhfuse.parallel.device import choose_device
+    from rlhfuse.parallel.groups import GroupMaker, plain_grid
+    from rlhfuse.parallel.offload import ParkedWeights
+    from rlhfuse.run.roles import load_part
+
+    device = choose_device("cpu", 0, 1)
+    maker = GroupMaker(600)
+    grids = {t: plain_grid(ParallelLayout.parse(text)) for t, text in (("g", case.layout), ("i", case.inference))}
+    specs = {role: ModelSpec.from_config(path) for role, path in folders.items()}
+
+    def model_of(role: str, task: str):
+        head = role in ("critic", "reward")
+        groups = maker.for_model(f"{role}{task}", grids[task], rank)
+        spec, grid = specs[role], grids[task]
+        model = build_model(spec, grid, groups, rank, scalar_head=head, dtype=torch.float32, device=device)
+        load_part(model, folders[role], spec, grid, rank, head)
+        return model.requires_grad_(False), groups.tp
+
+    def frozen(role: str) -> FrozenModel:
+        model, group = model_of(role, "i")
+        parked = ParkedWeights(model, device)
+        parked.park()
+        return FrozenModel(PipelineStage(model, first=True, last=True, scalar_head=role != "reference"), parked, group)
+
+    actor, tp_group = model_of("actor", "g")
+    engine = Engine(
+        specs["actor"],
+        dict(actor.named_parameters()),
+        EngineOptions(num_blocks=case.blocks, block_tokens=BLOCK_TOKENS),
+        tp_group=tp_group if dist.get_world_size(tp_group) > 1 else None,
+    )
+    engine.pause()
+    models = {role: frozen(role) for role in SCORERS}
+    placement = Placement(*(tuple(stages[0] for stages in grids[task].cells) for task in "gi"))
+    return Built(rank, placement, engine, models, tp_group, models["reference"].tp_group, maker)
+
+
+def inter_stage(rank, folders, case, number, progress=lambda _: None, rewarder=None, store=None):
+    """(what runs the iteration, its scorer, what was built)."""
+    from rlhfuse.fusion.inter.inference import Scorer
+    from rlhfuse.fusion.inter.inter_stage import InterStage
+
+    made = built(rank, folders, case)
+    scorer = Scorer(
+        *(made.frozen[role] if role in case.scorers else None for role in SCORERS),
+        vocab=64,
+        temperature=1.0,
+        device=torch.device("cpu"),
+    )
+    store = store or dist.PrefixStore(f"test{number}", dist.distributed_c10d._get_default_store())
+    stage = InterStage(
+        rank,
+        made.placement,
+        made.engine,
+        scorer,
+        store,
+        instance_group=made.tp_group,
+        worker_group=made.worker_group,
+        timeout_seconds=540,
+        progress=progress,
+        bucket_bytes=case.bucket_bytes,
+        rewarder=rewarder,
+    )
+    made.engine.resume()
+    return stage, scorer, made
+
+
+def iterate(rank: int, folders: dict[str, Path], case: Case, number: int, disturb: Callable | None = None) -> dict:
+    """One iteration; `disturb(stage, scorer, built, case, store)` may get in the way before it begins."""
+    rewarder = MeanTokenReward() if case.function_reward else None
+    store = dist.PrefixStore(f"test{number}", dist.distributed_c10d._get_default_store())
+    stage, scorer, made = inter_stage(rank, folders, case, number, rewarder=rewarder, store=store)
+    engine, own_step = made.engine, made.engine.step
+    if case.step_seconds:
+        instance = made.placement.instance_of(rank)
+        pause = case.step_seconds[min(instance, len(case.step_seconds) - 1)]
+        engine.step = lambda: (time.sleep(pause), own_step())[1]
+    try:
+        if disturb:
+            disturb(stage, scorer, made, case, store)
+        dist.barrier()  # all begin together: who is kept waiting for a moment has not missed the trigger
+        report = stage.run(0, case.requests(), case.triggers, case.limits())
+    finally:
+        engine.__dict__.pop("step", None)
+    assert engine.kv_bytes == 0 and not any(model.parked.loaded for model in made.frozen.values())
+    assert not engine.has_unfinished()
+    engine.check_integrity()
+    said = sorted(report.function_scores.items())
+    sha = hashlib.sha256(b"".join(rollout.to_bytes() for rollout in report.rollouts) + repr(said).encode()).hexdigest()
+    return {
+        "digest": sha,
+        "report": replace(report, rollouts=[]),
+        "rollouts": report.rollouts,
+        "lengths": [len(r.response_tokens) for r in report.rollouts],
+        "plans": [str(plan) for plan in report.plans],
+        "block_bytes": engine.spec.kv_bytes_per_token(4) * BLOCK_TOKENS,
+        "submitted": rewarder.calls if rewarder else 0,
+    }

@@ -1,0 +1,366 @@
+"""Generation with inference: the same bits whatever the triggers, whoever finishes first, migrated or not."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inter_stage_case import Case, clean_up, iterate, write_models
+from sim_helpers import limits, linear_cost  # noqa: E402
+
+from rlhfuse.costs.lines import Line
+from rlhfuse.errors import InputError
+from rlhfuse.simulator.iteration import check_triggers, simulate_gen_infer
+from rlhfuse.simulator.lengths import SampleLengths
+
+LENGTHS = {
+    "long tail": (3, 5, 2, 4, 6, 3, 60, 4, 5, 2, 3, 7, 4, 44, 3, 5),
+    "the last instance works alone": (2,) * 12 + (40,) * 4,
+    "the first instance works alone": (40,) * 4 + (2,) * 12,
+    "all end at the trigger": (20,) * 16,
+    "one sample": (30,),
+    "two samples on four instances": (12, 31),
+}
+STAIRS = (20, 15, 25, 10, 30, 17, 22, 12, 50, 5, 60, 6, 7, 55, 45, 65)
+SLOWER = (0.06,)  # the tail takes longer than scoring on a busy machine
+SLOW = (0.012,)  # seconds of a step: nobody misses a trigger though the machine keeps it waiting for a moment
+
+
+@pytest.fixture(scope="module")
+def run(workers, tmp_path_factory):
+    folders = write_models(tmp_path_factory.mktemp("models"))
+    numbers, serial = iter(range(10_000)), {}
+
+    def call(case, disturb=None, all_ranks=False):
+        results = workers.run(partial(iterate, disturb=disturb), folders, case, next(numbers))
+        assert len({one["digest"] for one in results}) == 1 and len({tuple(one["plans"]) for one in results}) == 1
+        return results if all_ranks else results[0]
+
+    def serial_result(case):
+        case = replace(case, triggers=(), by="kv", step_seconds=(), blocks=80, bs_max=8, bucket_bytes=64 << 20)
+        if case not in serial:
+            result = call(case)
+            assert result["lengths"] == list(case.lengths) and not result["plans"]
+            serial[case] = result
+        return serial[case]
+
+    call.serial = serial_result
+    call.serial_digest = lambda case: serial_result(case)["digest"]
+    yield call
+    workers.run(clean_up)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_every_threshold_gives_the_bits_of_the_serial_run(run, name):
+    lengths = LENGTHS[name]
+    count = len(lengths)
+    for trigger in sorted({1, -(-count // 2), count}):
+        case = Case(lengths, (trigger,), by="tokens" if trigger == 1 else "kv")
+        assert run(case)["digest"] == run.serial_digest(case), trigger
+    case = Case(lengths, (count,), by="tokens")
+    assert run(case)["digest"] == run.serial_digest(case)
+
+
+@pytest.mark.parametrize("by", ["kv", "tokens"])
+def test_later_triggers_free_more_instances_and_change_no_bit(run, by):
+    case = Case(STAIRS, (12, 6, 2), by=by, bs_max=4, step_seconds=SLOW)
+    result = run(case)
+    report = result["report"]
+    assert result["digest"] == run.serial_digest(case)
+    kept = [len(plan.destinations) for plan in report.plans]
+    assert kept in ([3, 2, 1], [3, 1], [3, 2])  # an instance may have ended before the second or the third meeting
+    for before, after in zip(report.plans, report.plans[1:]):
+        assert set(after.destinations) | set(after.freed) <= set(before.destinations)
+        moved = {move.sample_id for move in before.moves} | set(before.stays)
+        assert {move.sample_id for move in after.moves} | set(after.stays) <= moved
+    assert report.scored_before_generation_end >= 1
+    assert (report.migrated_bytes > 0) == (by == "kv") and report.migrated_bytes <= report.bytes_needed
+    assert report.pause_seconds > 0 and report.migrated_samples == sum(len(plan.moves) for plan in report.plans)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=13),
+    shares=st.lists(st.floats(0.05, 1.0), min_size=1, max_size=3),
+    by=st.sampled_from(["kv", "tokens"]),
+    slow=st.sampled_from([(), (0.004, 0.0), (0.0, 0.004, 0.0)]),
+    bs_max=st.integers(1, 6),
+)
+@settings(max_examples=10, derandomize=True, deadline=None)
+def test_any_lengths_triggers_and_paces(run, lengths, shares, by, slow, bs_max):
+    triggers = tuple(sorted({max(1, round(share * len(lengths))) for share in shares}, reverse=True))
+    case = Case(tuple(lengths), triggers, by=by, step_seconds=slow, bs_max=bs_max)
+    assert run(case)["digest"] == run.serial_digest(case)
+
+
+@pytest.mark.parametrize("inference", ["d4t1p1", "d2t2p1"])
+def test_tensor_parallel_instances_act_on_triggers_together(run, inference):
+    for triggers, by in (((6,), "kv"), ((16, 2), "tokens")):
+        case = Case(STAIRS, triggers, by=by, layout="d2t2p1", inference=inference, step_seconds=SLOW, bs_max=16)
+        result = run(case)
+        assert result["digest"] == run.serial_digest(case)
+        assert result["report"].migrated_samples >= 1
+
+
+@pytest.mark.parametrize(
+    "scorers, function",
+    [(("reference", "reward"), True), (("reward",), False), (("reference",), True), (("reward",), True), ((), True)],
+)
+def test_a_run_scores_with_what_it_has(run, scorers, function):
+    whole = run.serial(Case(STAIRS))["rollouts"]
+    case = Case(STAIRS, (6,), scorers=scorers, function_reward=function)
+    results = run(case, all_ranks=True)
+    assert results[0]["digest"] == run.serial_digest(case)
+    for full, one in zip(whole, results[0]["rollouts"]):
+        assert one.old_logprobs.equal(full.old_logprobs) and one.values is None
+        assert (one.ref_logprobs is not None) == ("reference" in scorers)
+        assert one.ref_logprobs is None or one.ref_logprobs.equal(full.ref_logprobs)
+        assert one.score == (full.score if "reward" in scorers else None)
+    said = {one.sample_id: sum(one.response_tokens) / len(one.response_tokens) for one in whole}
+    assert all(one["report"].function_scores == (said if function else {}) for one in results)
+    if function:  # asked while generation goes on, not at its end
+        assert sum(one["submitted"] for one in results) > len(results)
+
+
+# what happened ------------------------------------------------------------------------------------------------
+
+
+def test_the_tail_moves_the_quicker_way_and_others_score_meanwhile(run):
+    try:
+        by_kv = run(Case(STAIRS, (4,), step_seconds=SLOW), disturb=stand_still)["report"]
+    finally:
+        run(Case((1,)), disturb=back_to_normal)
+    assert by_kv.migrated_samples >= 1 and by_kv.migrated_bytes == by_kv.bytes_needed > 0
+    assert by_kv.recomputed_samples == 0 and by_kv.scored_before_generation_end >= len(STAIRS) - 4
+    by_tokens = run(Case(STAIRS, (4,), by="tokens", step_seconds=SLOW))["report"]
+    assert by_tokens.recomputed_samples == by_tokens.migrated_samples >= 1 and by_tokens.migrated_bytes == 0
+    moved = run(Case((2,) * 12 + (40,) * 4, (3,), step_seconds=SLOW))["report"]
+    assert moved.migrated_samples == 0  # the instance that holds the tail keeps it
+
+
+def test_samples_of_one_prompt_move_in_small_buckets_and_send_it_once(run):
+    """Twenty prompt tokens are two full blocks; the four samples of an instance have them in common."""
+    case = Case((20,) * 16, (16,), one_prompt=True, bucket_bytes=1)
+    result = run(case)
+    report = result["report"]
+    assert result["digest"] == run.serial_digest(case) and report.recomputed_samples == 0
+    moves = [move for plan in report.plans for move in plan.moves]
+    pairs = {(move.source, move.destination) for move in moves}
+    blocks = sum(-(-move.kv_tokens // 8) for move in moves)
+    assert len(moves) > len(pairs)
+    assert report.bytes_needed == (blocks - 2 * (len(moves) - len(pairs))) * result["block_bytes"]
+    # each destination has decoded the same prompt itself
+    assert report.migrated_bytes == (blocks - 2 * len(moves)) * result["block_bytes"]
+
+
+def test_observations_say_what_the_others_did(run):
+    case = Case(AT_ONCE, (20, 12), bs_max=7)
+    fused = run(case, disturb=together_from_the_third_step)["report"].observations
+    assert "decoding" in {row[-1] for row in fused["prefill"]} and {row[-1] for row in fused["decode"]} > {"decoding"}
+    assert {row[-1] for row in fused["score"]} >= {"decoding"} and len(fused["migration"]) >= 1
+    assert sum(row[1] for row in fused["score"]) == 32 and all(row[0] > 0 < row[1] for row in fused["migration"])
+    serial = run.serial(Case(STAIRS))["report"].observations
+    assert {row[-1] for row in serial["decode"]} == {"decoding"} and not serial["migration"]
+    assert {row[-1] for row in serial["score"]} == {"scoring"} and len(serial["load"]) == 4
+    for seen, meetings in ((fused, 2), (serial, 1)):
+        assert all(row[0] > 0 for kind in ("load", "release") for row in seen[kind])
+        assert len(seen["release"]) == 4 and len(seen["meeting"]) == meetings
+
+
+def test_several_waiting_samples_of_the_tail_are_scored_together(run):
+    lengths = (2,) * 8 + (30,) * 16  # six of each of the last two instances end in one step, for four workers
+    report = run(Case(lengths, (16,), score_tokens=512, step_seconds=SLOWER, bs_max=16))["report"]
+    assert report.plans and any(row[1] > 1 and row[0] > 30 * row[1] for row in report.observations["score"])
+
+
+# as simulated ---------------------------------------------------------------------------------------------
+
+
+def together_from_the_third_step(stage, scorer, made, case, store):
+    """All meet behind their third step; from there on a step takes a while.
+
+    The samples of two tokens end in the second step, but no courier tells of them before all are in their third (who
+    has one), and nobody takes that one before it has heard of all of them.
+    """
+    short, step, steps = sum(n <= 2 for n in case.lengths), made.engine.step, iter(range(10_000))
+    share = len(case.lengths) // len(made.placement.instances)
+    ranks = sum(max(case.lengths[first : first + share]) > 2 for first in range(0, len(case.lengths), share))
+
+    def until(count, enough):
+        deadline = time.monotonic() + 500
+        while count() < enough:
+            assert time.monotonic() < deadline, f"{enough} were not reached"
+            time.sleep(0.002)
+
+    def courier():
+        (thread,) = (one for one in threading.enumerate() if one.name == "courier")
+        return thread._target.__self__
+
+    def hold(board):
+        tell = board.finish
+
+        def finish(count):
+            if count:
+                until(lambda: board._store.add("third", 0), ranks)
+            return tell(count)
+
+        board.finish = finish
+
+    def patient():
+        number = next(steps)
+        if number == 0:
+            hold(courier()._board)
+        elif number == 2:
+            store.add("third", 1)
+        if number >= 2:
+            until(lambda: courier().finished, short)
+            time.sleep(0.01)
+        return step()
+
+    made.engine.step = patient
+
+
+SHORT, LONG = 2, 80
+AT_ONCE = (LONG,) * 8 + (SHORT,) * 6 + (LONG,) * 2 + (SHORT,) * 7 + (LONG,) + (SHORT,) * 7 + (LONG,)
+ENDS_FIRST = AT_ONCE[:23] + (30,) + (SHORT,) * 8
+
+
+def facts_of(plan):
+    """What a plan decides; how many tokens a sample has by then depends on when exactly they met."""
+    moves = [(move.sample_id, move.source, move.destination, move.mode) for move in plan.moves]
+    return plan.destinations, plan.freed, plan.stays, moves
+
+
+@pytest.mark.parametrize(
+    "lengths, triggers",
+    [
+        (AT_ONCE, (20, 12)),
+        (AT_ONCE, (20, 12, 2)),
+        pytest.param(ENDS_FIRST, (20, 10), marks=pytest.mark.slow),  # needs instances of like pace: an idle machine
+    ],
+)
+def test_meetings_are_those_of_the_simulation(run, lengths, triggers):
+    """Twelve long samples are left at once: the second trigger has been reached at the first one's meeting.
+
+    What arrived there moves on with its cache. In the last case an instance has ended its last sample by then.
+    """
+    case = Case(lengths, triggers, bs_max=7)
+    report = run(case, disturb=together_from_the_third_step)["report"]
+    prompts = tuple(len(request.prompt) for request in case.requests())
+    lim = limits(bs_max=7, block_tokens=8, kv_capacity_bytes=640 * 100.0, max_prompt_tokens=9, max_output_tokens=LONG)
+    costs = replace(linear_cost(), migration=Line(0.0, (1e-12,)))  # a cache is always quicker than a prefill
+    line = simulate_gen_infer(SampleLengths(prompts, lengths), 4, costs, lim, triggers)
+    simulated = [replace(plan, **moved_ids(plan)) for plan in line.plans]
+    assert [facts_of(plan) for plan in report.plans] == [facts_of(plan) for plan in simulated]
+    assert len(report.plans) >= 2 and report.plans[1].moves
+
+
+def moved_ids(plan):
+    """The simulation numbers samples from 0."""
+    moves = tuple(replace(move, sample_id=move.sample_id + 1000) for move in plan.moves)
+    return {"moves": moves, "stays": tuple(sample + 1000 for sample in plan.stays)}
+
+
+# memory ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks", [9, 16])
+def test_a_destination_without_room_loses_nothing(run, blocks):
+    """A sequence at full length takes up to 9 blocks: then one runs at a time, and all the others wait."""
+    case = Case(STAIRS, (8,), blocks=blocks, step_seconds=SLOW)
+    result = run(case)
+    assert result["digest"] == run.serial_digest(case)
+    report = result["report"]
+    assert report.migrated_samples >= 1
+    assert report.recomputed_samples >= 1  # what finds no room moves as tokens and waits
+    assert report.recomputed_samples < report.migrated_samples or blocks == 9
+
+
+# independence ----------------------------------------------------------------------------------------------
+
+
+def stand_still(stage, scorer, made, case, store):
+    """Destinations take no step after the migration before everything that was finished by then is scored."""
+    from rlhfuse.fusion.inter import inter_stage
+
+    hand_over, score, step = inter_stage.hand_over, scorer.score, made.engine.step
+    share = len(made.placement.workers[made.placement.worker_of(made.rank)])
+    known = []
+
+    def moving(number, plan, *more):
+        done = hand_over(number, plan, *more)
+        known.append(len(case.lengths) - len(plan.moves) - len(plan.stays))
+        return done
+
+    def standing():
+        deadline = time.monotonic() + 540
+        while known and store.add("scored", 0) < known[0] * share:
+            assert time.monotonic() < deadline, f"{store.add('scored', 0)} of {known[0]} samples scored"
+            time.sleep(0.005)
+        return step()
+
+    def counting(rollouts):
+        out = score(rollouts)
+        store.add("scored", len(rollouts))
+        return out
+
+    inter_stage.hand_over, scorer.score, made.engine.step = moving, counting, standing
+
+
+def back_to_normal(stage, scorer, made, case, store):
+    from rlhfuse.fusion.inter import hand_over, inter_stage
+
+    inter_stage.hand_over = hand_over.hand_over
+
+
+@pytest.mark.parametrize("layout, inference", [("d4t1p1", "d4t1p1"), ("d2t2p1", "d4t1p1"), ("d2t2p1", "d2t2p1")])
+def test_freed_instances_score_while_destinations_stand_still(run, layout, inference):
+    lengths = (3, 5, 2, 4, 6, 3, 60, 4, 5, 2, 3, 7, 4, 44, 3, 50)
+    case = Case(lengths, (4,), layout=layout, inference=inference)
+    try:
+        result = run(case, disturb=stand_still)
+    finally:
+        run(Case((1,)), disturb=back_to_normal)
+    report = result["report"]
+    left = len(report.plans[0].moves) + len(report.plans[0].stays)
+    assert report.scored_before_generation_end >= len(lengths) - left > 0
+    assert result["digest"] == run.serial_digest(case)
+
+
+def refuse_weights_beside_a_cache(stage, scorer, made, case, store):
+    """Loading a model fails while this rank has keys and values, or anybody still holds their memory."""
+    engine = made.engine
+    keys, values = weakref.ref(engine._cache.keys), weakref.ref(engine._cache.values)
+    assert engine.kv_bytes > 0
+
+    def loading(load):
+        if engine.kv_bytes or keys() is not None or values() is not None:
+            raise MemoryError(f"weights come in beside {engine.kv_bytes} bytes of keys and values")
+        load()
+
+    for model in made.frozen.values():
+        model.parked.begin_load = partial(loading, model.parked.begin_load)
+
+
+def load_as_before(stage, scorer, made, case, store):
+    for model in made.frozen.values():
+        del model.parked.begin_load
+
+
+@pytest.mark.parametrize("triggers", [(), (8, 2)])
+def test_a_freed_instance_has_given_its_cache_back_before_weights_come_in(run, triggers):
+    case = Case(LENGTHS["long tail"], triggers)
+    result = run(case, disturb=refuse_weights_beside_a_cache)
+    assert run(case, disturb=load_as_before)["digest"] == result["digest"]
+
+
+def test_triggers_must_descend_within_the_batch():
+    check_triggers((16, 4, 1), 16)
+    for triggers in ((17,), (4, 4), (2, 4), (0,), (3, -1)):
+        with pytest.raises(InputError, match="16 samples"):
+            check_triggers(triggers, 16)

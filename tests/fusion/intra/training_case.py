@@ -1,0 +1,374 @@
+"""One training of several models on gloo ranks, described by a value and recorded whole, to be held against others.
+
+A `Case` says models, layouts, schedule, micro-batches, steps and optimizer; `run_case` trains it on the workers and
+returns a `Recording`: the loss of every micro-batch, gradients as the optimizer takes them (reduced and clipped) and
+weights as whole tensors under Hugging Face names, gradient norms, digests of all bits, and live activations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from stages import load
+from tiny import write_checkpoint
+from torch import Tensor
+from whole_model import BETAS, EPS, SGD, Recipe
+
+from rlhfuse.config.settings import AlgorithmConfig, OptimizerConfig
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.ppo.balance import cut_microbatches
+from rlhfuse.ppo.rollout import Rollout, RolloutBatch
+from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
+from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
+from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.schedule.program.lowering import lower
+from rlhfuse.schedule.rules.builders import capped_greedy, gpipe, greedy, serial_1f1b
+from rlhfuse.schedule.rules.interleaved import interleaved_1f1b
+from rlhfuse.schedule.rules.time_sharing import time_sharing
+
+BUILDERS = {
+    "fused": greedy,
+    "capped": capped_greedy,
+    "gpipe": gpipe,
+    "serial": serial_1f1b,
+    "time-shared": time_sharing,
+    "interleaved": interleaved_1f1b,
+}
+SAMPLES, VOCAB = 24, 56
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained. The first model's pipelines run `microbatches` micro-batches each, the others as many in all.
+
+    A model whose name begins with "critic" has a scalar head. Unless pipelines `alternate`, all run in one direction.
+    """
+
+    layouts: Mapping[str, str]
+    folders: Mapping[str, Path]
+    schedule: str = "fused"
+    microbatches: int = 4
+    steps: int = 3
+    recipe: Recipe = SGD
+    samples: int = SAMPLES
+    sequence_parallel: bool = False
+    recompute: bool = False
+    reduce: str = "early"
+    alternate: bool = True
+
+    def but(self, **changes: Any) -> Case:
+        return replace(self, **changes)
+
+    @cached_property
+    def parsed(self) -> dict[str, ParallelLayout]:
+        return {model: ParallelLayout.parse(text) for model, text in self.layouts.items()}
+
+    @cached_property
+    def ranks(self) -> FusedRanks:
+        return rank_map(self.parsed, self.alternate)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Micro-batches per pipeline of each model."""
+        return {share.model: self._total // share.pipelines for share in self.ranks.shape.shares}
+
+    @property
+    def _total(self) -> int:
+        """Micro-batches of one model in one fused group."""
+        return self.ranks.shape.shares[0].pipelines * self.microbatches
+
+    @cached_property
+    def problem(self) -> FusionProblem:
+        costs = {m: StageCosts((1,) * p.stages, (2,) * p.stages, (1,) * p.stages) for m, p in self.parsed.items()}
+        return fused_problem(self.parsed, self.microbatches, costs, alternate=self.alternate)
+
+    @cached_property
+    def planned(self) -> Schedule:
+        return BUILDERS[self.schedule](self.problem)
+
+    @property
+    def tied(self) -> frozenset[str]:
+        specs = {model: ModelSpec.from_config(folder) for model, folder in self.folders.items()}
+        return frozenset(m for m, spec in specs.items() if spec.tied_embeddings and not scalar_head(m))
+
+    def parts(self, step: int) -> list[list[int]]:
+        """Samples of every micro-batch of a mini-batch: those of all pipelines in a row, the same for all models."""
+        lengths = make_batch(step, self.samples).lengths.tolist()
+        return cut_microbatches(lengths, self._total * self.ranks.shape.replicas)
+
+
+def scalar_head(model: str) -> bool:
+    return model.startswith("critic")
+
+
+def write_model(folder: Path, *, scalar_head: bool = False, seed: int, **shape: Any) -> Path:
+    """A random model whose matrices are small, as a trained model's are.
+
+    In one process float32 gradients of such a model are 4e-7 to 8e-7 of each tensor's largest from float64's; with
+    matrices of norm 1 the same arithmetic is 3e-6 away, because the residual stream amplifies every rounding.
+    """
+    write_checkpoint(folder, scalar_head=scalar_head, seed=seed, vocab_size=VOCAB, **shape)
+    file, tied = folder / "model.safetensors", shape.get("tie_word_embeddings")
+    tensors = {
+        name: tensor * (0.3 if tensor.ndim > 1 and "embed" not in name or tied and name == "model.norm.weight" else 1.0)
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def make_batch(seed: int, samples: int = SAMPLES) -> RolloutBatch:
+    """A mini-batch of random samples of unequal lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    rollouts = []
+    for i in range(samples):
+        prompt, length = (int(torch.randint(low, high, (1,), generator=generator)) for low, high in ((2, 9), (1, 30)))
+        tokens = torch.randint(3, VOCAB, (prompt + length,), generator=generator).tolist()
+        noise = 0.3 * torch.randn(2, length, generator=generator)
+        rollouts.append(
+            Rollout(i, tuple(tokens[:prompt]), tuple(tokens[prompt:]), -4 + noise[0], "stop", None, noise[1], 0.5)
+        )
+    batch = RolloutBatch.from_rollouts(rollouts)
+    advantages, returns = torch.randn(2, batch.response_tokens, generator=generator)
+    return batch.with_fields(advantages=advantages, returns=returns)
+
+
+# on a rank ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RankRecord:
+    """What one rank saw, ready to be sent: arrays, not tensors. Parameters are keyed by (stage, name)."""
+
+    losses: dict[tuple[str, int, int], float] = field(default_factory=dict)  # (model, step, micro-batch of all) -> loss
+    norms: list[dict[str, float]] = field(default_factory=list)
+    gradients: dict[str, dict] = field(default_factory=dict)  # model -> (stage, name) -> (first element, flat array)
+    weights: dict[str, dict] = field(default_factory=dict)  # model -> (stage, name) -> array
+    digests: dict[str, str] = field(default_factory=dict)  # model -> of losses, gradients, weights, optimizer state
+    peak_live: int = 0  # micro-batches kept at once, over all models
+
+
+def train_rank(rank: int, case: Case) -> RankRecord:
+    """Build this rank's parts, run the steps, record."""
+    from rlhfuse.fusion.intra.training_step import TrainingStep
+    from rlhfuse.parallel.device import choose_device
+
+    device = choose_device("cpu", 0, 1)
+    models, channels, maker = build_models(rank, case, device)
+    programs = lower(case.planned, case.ranks, tied=case.tied, reduce=case.reduce)
+    step = TrainingStep(
+        rank,
+        case.ranks,
+        case.planned,
+        programs,
+        models,
+        channels,
+        AlgorithmConfig(),
+        1.0,
+        device.torch_device,
+        lambda _: None,
+    )
+    record, hashes = RankRecord(), {name: hashlib.sha256() for name in models}
+    for name, model in models.items():
+        watch_gradients(model.optimizer, hashes[name], record.gradients.setdefault(name, {}))
+    for number in range(case.steps):
+        result = step.run(make_batch(number, case.samples), case.counts, dict.fromkeys(models, case.recipe.lr))
+        record.norms.append({model: s.grad_norm for model, s in result.steps.items()})
+        record.peak_live = max(record.peak_live, result.report.peak_live)
+        for action, loss in result.report.losses.items():
+            name = action.pipeline.partition(".")[0]
+            first = models[name].grid.position(rank)[0] * case.counts[name]
+            record.losses[name, number, first + action.microbatch] = loss
+            hashes[name].update(f"{action} {loss.hex()}".encode())
+    for name, model in models.items():
+        record.weights[name] = {key: p.detach().clone().numpy() for key, p in parameters(model.optimizer)}
+        for array in [*record.weights[name].values(), *state_arrays(model.optimizer)]:
+            hashes[name].update(array.tobytes())
+        record.digests[name] = hashes[name].hexdigest()
+    maker.close()
+    return record
+
+
+def build_models(rank: int, case: Case, device: Any) -> tuple[dict[str, Any], Any, Any]:
+    """Trained models on their ranks, the channels between stages, and the maker that owns all groups."""
+    from rlhfuse.fusion.intra.p2p import Channels
+    from rlhfuse.fusion.intra.training_step import TrainedModel
+    from rlhfuse.models.build import Activations
+    from rlhfuse.parallel.groups import GroupMaker, ModelGrid, connect
+    from rlhfuse.run.roles import neighbour_pairs
+
+    maker, models, pairs, recipe = GroupMaker(600), {}, [], case.recipe
+    config = OptimizerConfig(
+        name=recipe.optimizer,
+        lr=recipe.lr,
+        weight_decay=recipe.weight_decay,
+        clip_grad=recipe.clip_grad,
+        beta1=BETAS[0],
+        beta2=BETAS[1],
+        eps=EPS,
+    )
+    activations = Activations(case.sequence_parallel, case.recompute)
+    for name, folder in case.folders.items():
+        grid = ModelGrid(case.ranks.pipelines(name), case.parsed[name].chunks)
+        groups = maker.for_model(name, grid, rank)
+        built = load(rank, grid, groups, folder, scalar_head(name), activations, config, device)
+        models[name] = TrainedModel(
+            name, built.spec, grid, built.head, built.stages, built.optimizer, groups.tp, torch.float32
+        )
+        pairs += neighbour_pairs(grid)
+    channels = Channels(rank, maker.channels("pipeline", pairs), device.torch_device)
+    connect([model.tp_group for model in models.values()], device.torch_device)
+    channels.connect()
+    return models, channels, maker
+
+
+def parameters(optimizer: Any) -> list[tuple[tuple[int, str], Tensor]]:
+    """((stage, name), weights) of all stages on this rank."""
+    return [
+        ((stage, name), parameter)
+        for stage, module in optimizer.modules.items()
+        for name, parameter in module.module.named_parameters()
+    ]
+
+
+def watch_gradients(optimizer: Any, sha: Any, kept: dict) -> None:
+    """Hash the gradients that every optimizer step takes, reduced and clipped, and keep those of the first step."""
+
+    def note(*_: Any) -> None:
+        first = not kept
+        for key, start, weight in updated_here(optimizer):
+            sha.update(weight.grad.numpy().tobytes())
+            if first:
+                kept[key] = start, weight.grad.detach().flatten().clone().numpy()
+
+    for part in optimizer._parts()[:1]:
+        part.optimizer.register_step_pre_hook(note)
+
+
+def updated_here(optimizer: Any) -> list[tuple[tuple[int, str], int, Tensor]]:
+    """((stage, name), first element, main weights) of what this rank updates: with ZeRO-1 shards, else all."""
+    found = []
+    for key, parameter in parameters(optimizer):
+        for part in optimizer._parts():
+            if not hasattr(part, "model_param_group_index_map"):
+                found.append((key, 0, parameter))
+            elif parameter in part.model_param_group_index_map:
+                group, place = part.model_param_group_index_map[parameter]
+                start = part._get_model_param_range_map(parameter)["param"].start
+                found.append((key, start, part.optimizer.param_groups[group]["params"][place]))
+    return found
+
+
+def state_arrays(optimizer: Any) -> list[Any]:
+    """Everything that torch's optimizers remember here, in the order of their weights."""
+    return [
+        value.numpy()
+        for part in optimizer._parts()
+        for group in part.optimizer.param_groups
+        for weight in group["params"]
+        for _, value in sorted(part.optimizer.state.get(weight, {}).items())
+        if isinstance(value, Tensor)
+    ]
+
+
+# all ranks together ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A case's outcome over all ranks. Tensors are whole, in float32, under Hugging Face names."""
+
+    case: Case
+    losses: dict[tuple[str, int, int], float]  # (model, step, micro-batch among those of all pipelines)
+    norms: list[dict[str, float]]
+    gradients: dict[str, dict[str, Tensor]]  # of the first step
+    weights: dict[str, dict[str, Tensor]]  # after the last step
+    digests: dict[str, tuple[str, ...]]  # model -> one per rank
+    peak_live: list[int]  # per rank
+
+
+def run_case(workers: Any, case: Case) -> Recording:
+    records = workers.run(train_rank, case)
+    losses: dict[tuple[str, int, int], float] = {}
+    for record in records:
+        for key, value in record.losses.items():
+            assert losses.setdefault(key, value) == value, f"tensor ranks disagree on the loss of {key}"
+    assert all(record.norms == records[0].norms for record in records)
+    return Recording(
+        case,
+        losses,
+        records[0].norms,
+        {model: whole(case, model, records, "gradients") for model in case.layouts},
+        {model: whole(case, model, records, "weights") for model in case.layouts},
+        {model: tuple(record.digests[model] for record in records) for model in case.layouts},
+        [record.peak_live for record in records],
+    )
+
+
+def whole(case: Case, model: str, records: list[RankRecord], kind: str) -> dict[str, Tensor]:
+    """Whole tensors of a model from the ranks' pieces; all copies of the same numbers must be equal."""
+    from rlhfuse.models.hf import to_hf
+
+    spec, layout = ModelSpec.from_config(case.folders[model]), case.parsed[model]
+    layers = layout.stage_layers(spec.layers)
+    found: dict[str, Tensor] = {}
+    for place, cells in enumerate(case.ranks.dp_groups(model)):
+        for key in records[cells[0][0]].weights[model]:
+            stage, name = key
+            assert stage % layout.pp == place
+            parts = [one_copy([records[rank] for rank in ranks], model, key, kind) for ranks in cells]
+            found[global_name(name, layers[stage])] = join(name, parts, scalar_head(model))
+    if model in case.tied and layout.stages > 1:
+        pair = found["output_layer.weight"], found["embedding.word_embeddings.weight"]
+        assert torch.equal(*pair), f"{model}: tied {kind} differ by {(pair[0] - pair[1]).abs().max()}"
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        assert name not in found or not found[name][spec.vocab :].any(), f"{name}: padding has {kind}"
+    return to_hf(found, spec, scalar_head(model))
+
+
+def one_copy(replicas: list[RankRecord], model: str, key: tuple[int, str], kind: str) -> Tensor:
+    """A tensor rank's parameter: equal on all replicas, or made of the shards that each of them updates."""
+    weights = [torch.from_numpy(replica.weights[model][key]) for replica in replicas]
+    if kind == "weights":
+        assert all(torch.equal(weights[0], other) for other in weights), f"{model}: replicas differ in {key}"
+        return weights[0]
+    flat = torch.full((weights[0].numel(),), torch.nan)
+    for start, array in (replica.gradients[model][key] for replica in replicas if key in replica.gradients[model]):
+        piece = flat[start : start + len(array)]
+        assert bool((piece.isnan() | (piece == torch.from_numpy(array))).all()), f"{model}: replicas differ in {key}"
+        piece.copy_(torch.from_numpy(array))
+    assert not flat.isnan().any(), f"{model}: nobody updates a part of {key}"
+    return flat.view_as(weights[0])
+
+
+def join(name: str, parts: list[Tensor], scalar_head: bool) -> Tensor:
+    """The parts of all tensor ranks as one tensor."""
+    if "linear_fc1" in name:
+        return torch.cat([half for halves in zip(*(part.chunk(2) for part in parts)) for half in halves])
+    if "linear_proj" in name or "linear_fc2" in name:
+        return torch.cat(parts, dim=1)
+    if "norm" in name or (scalar_head and "output_layer" in name):
+        assert all(torch.equal(parts[0], part) for part in parts), f"tensor ranks differ in {name}"
+        return parts[0]
+    return torch.cat(parts)
+
+
+def global_name(name: str, layers: range) -> str:
+    if not name.startswith("decoder.layers."):
+        return name
+    _, _, local, rest = name.split(".", 3)
+    return f"decoder.layers.{layers[int(local)]}.{rest}"
+
+
+def predicted_peaks(case: Case) -> list[int]:
+    """Micro-batches of all models kept at once on every rank, by the schedule (an activation counts as 1)."""
+    nodes = evaluate(case.planned).node_peak_memory
+    return [int(nodes[case.ranks.node_of(rank)]) for rank in range(case.ranks.size)]

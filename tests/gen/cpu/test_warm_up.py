@@ -1,0 +1,37 @@
+"""Warming up leaves nothing to compile."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+CODE = """
+import sys
+import torch
+from numba.core import event
+from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+from rlhfuse.gen.cpu.warm_up import compile_kernels
+sys.path.insert(0, {folder!r})
+from gen_models import random_weights, tiny_spec
+
+compile_kernels(torch.{dtype})
+with event.install_recorder("numba:compile") as compiled:
+    for spec in (tiny_spec(), tiny_spec(qkv_bias=True, qk_norm=True, tied_embeddings=True)):
+        weights = {{name: w.to(torch.{dtype}) for name, w in random_weights(spec).items()}}
+        engine = Engine(spec, weights, EngineOptions(num_blocks=50), dtype=torch.{dtype})
+        engine.generate([[9, 10], list(range(40))], SamplingParams(max_tokens=4, top_k=5))
+        engine.generate([[9, 10]], SamplingParams(max_tokens=4, temperature=0))
+assert not compiled.buffer, [data.data["dispatcher"] for _, data in compiled.buffer]
+"""
+
+
+def check(dtype: str) -> None:
+    code = CODE.format(dtype=dtype, folder=str(Path(__file__).parent))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_nothing_is_left_to_compile():
+    check("float32")
+    check("bfloat16")

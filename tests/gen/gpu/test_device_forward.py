@@ -1,0 +1,340 @@
+"""The forward pass that CUDA runs, run on CPU: against the CPU kernels, and its padding, graphs and memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from gen_models import random_weights, tiny_spec
+
+from rlhfuse.errors import InputError, leave
+from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+from rlhfuse.gen.forward_batch import ForwardBatch
+from rlhfuse.gen.gpu import forward as device_forward
+from rlhfuse.gen.gpu.decode_graphs import DecodeGraphs
+from rlhfuse.gen.gpu.decode_inputs import DecodeInputs, DecodeShape, Staging, padded_arrays
+from rlhfuse.gen.kv_cache import KVCache
+from rlhfuse.gen.model_runner import ModelRunner
+from rlhfuse.models import attention
+
+CPU = torch.device("cpu")
+WIDE = dict(context=1024, qk_norm=True, qkv_bias=True)
+
+
+class Repeater:
+    """Stands where the CUDA recorder stands: what it records runs again as Python, on the same tensors."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = self.released = 0
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.recorded += 1
+        work()  # the warm-up
+
+        def replay() -> None:
+            self.replayed += 1
+            work()
+
+        return replay
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def torch_engine(spec, repeater: Repeater | None = None, dtype=torch.float32, weights=None, **options) -> Engine:
+    """An engine over torch's kernels; with a repeater its decode steps are recorded and repeated."""
+    weights = weights or {name: w.to(dtype) for name, w in random_weights(spec).items()}
+    engine = Engine(spec, weights, EngineOptions(**({"num_blocks": 200, "kernels": "torch"} | options)), dtype=dtype)
+    if repeater is not None:
+        forward = engine.runner._device_forward
+        forward._graphs = DecodeGraphs(repeater, CPU, forward.max_sequences, spec.vocab)
+    return engine
+
+
+def filled(engine: Engine, prompts: list[list[int]], steps: int = 3) -> ForwardBatch:
+    """Run an engine until all its sequences decode; returns its last batch, which may be run again."""
+    seen: list[ForwardBatch] = []
+    forward = engine.runner.forward
+    engine.runner.forward = lambda batch, cache: seen.append(batch) or forward(batch, cache)
+    for i, prompt in enumerate(prompts):
+        engine.add(i, prompt, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+    for _ in range(steps):
+        engine.step()
+    engine.runner.forward = forward
+    assert len(seen[-1].tokens) == len(prompts) == len(seen[-1].contexts)
+    return seen[-1]
+
+
+def decoded(engine: Engine, batch: ForwardBatch, shape: DecodeShape) -> torch.Tensor:
+    """Logits of the real rows of a batch, padded to `shape`."""
+    cache = engine._cache
+    arrays = padded_arrays(batch, shape, cache.keys.shape[1] - 1, cache.block_tokens)
+    with torch.inference_mode():
+        inputs = DecodeInputs(shape, Staging(CPU).send(arrays))
+        return engine.runner._device_forward.decode(inputs, cache)[: len(batch.tokens)].float()
+
+
+@pytest.mark.parametrize("changes", [dict(), WIDE, dict(tied_embeddings=True, kv_heads=4), dict(kv_heads=1)])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_greedy_samples_equal_those_of_the_cpu_kernels(prompts, changes, graphs):
+    spec = tiny_spec(**changes)
+    # Matrices of about the size of a fresh model's: larger ones make rounding grow from layer to layer.
+    weights = {name: w * 0.6 if w.ndim == 2 else w for name, w in random_weights(spec).items()}
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    expected = Engine(spec, weights, EngineOptions(num_blocks=60)).generate(prompts, params)
+    repeater = Repeater() if graphs else None
+    engine = torch_engine(spec, repeater, weights=weights, num_blocks=60, max_batched_tokens=50)
+    found = engine.generate(prompts, params)
+    for a, b in zip(expected, found):
+        assert a.tokens == b.tokens
+        assert max(abs(x - y) for x, y in zip(a.logprobs, b.logprobs)) < 1e-5
+    assert repeater is None or repeater.replayed > repeater.recorded > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padding_never_changes_real_rows(prompts, dtype):
+    engine = torch_engine(tiny_spec(**WIDE), dtype=dtype)
+    batch = filled(engine, prompts)
+    plain = decoded(engine, batch, DecodeShape(len(batch.tokens), batch.tables.shape[1]))
+    scale = plain.abs().max()
+    for rows, width in ((8, 16), (16, 8), (48, 64)):
+        padded = decoded(engine, batch, DecodeShape(rows, width))
+        # 1e-5 in float32; in bfloat16 a GEMM of other rows may round the other way, 2^-8 relative at each place
+        assert (padded - plain).abs().max() <= (1e-5 if dtype == torch.float32 else 2**-5) * max(scale, 1)
+
+
+def test_padding_and_neighbours_blocks_are_never_read(prompts):
+    """Whatever lies in the spare block, in free blocks and behind the ends of sequences: no bit changes."""
+    engine = torch_engine(tiny_spec(**WIDE))
+    batch, cache = filled(engine, prompts), engine._cache
+    expected = decoded(engine, batch, DecodeShape(16, 16))
+    used = torch.zeros(cache.keys.shape[1] * cache.block_tokens, dtype=torch.bool)
+    for table, context in zip(batch.tables, batch.contexts):
+        positions = np.arange(context - 1)  # the last is written by the step itself
+        used[table[positions // cache.block_tokens] * cache.block_tokens + positions % cache.block_tokens] = True
+    for memory in (cache.keys, cache.values):
+        memory.flatten(1, 2)[:, ~used] = float("nan")
+    assert torch.equal(decoded(engine, batch, DecodeShape(16, 16)), expected)
+
+
+def test_padding_writes_to_the_spare_block_alone(prompts):
+    engine = torch_engine(tiny_spec(**WIDE))
+    batch, cache = filled(engine, prompts), engine._cache
+    cache.keys.flatten(1, 2)[:, batch.slots] = 0  # as before the step that ran already
+    before = cache.keys.clone()
+    decoded(engine, batch, DecodeShape(32, 16))
+    changed = (cache.keys != before).flatten(3).any(-1).any(0).flatten().nonzero()[:, 0].tolist()
+    spare = (cache.keys.shape[1] - 1) * cache.block_tokens
+    assert set(changed) == {*batch.slots.tolist(), spare}
+    assert engine.scheduler.blocks.num_blocks == cache.keys.shape[1] - 1, "the spare block must not be given out"
+
+
+def test_a_step_that_does_not_draw_every_row(prompts):
+    """A chunk of one token decodes like the others, but its logits are not asked for."""
+    engine = torch_engine(tiny_spec(**WIDE))
+    batch = filled(engine, prompts)
+    forward, cache = engine.runner._device_forward, engine._cache
+    everything = forward.forward(batch, cache).clone()
+    some = ForwardBatch(**{**vars(batch), "draw_rows": np.array([1, 4])})
+    assert torch.equal(forward.forward(some, cache), everything[[1, 4]])
+
+
+def test_recording_follows_shapes_cache_and_weights(prompts):
+    spec, repeater = tiny_spec(**WIDE), Repeater()
+    weights = random_weights(spec)
+    engine = torch_engine(spec, repeater, weights=weights)
+    graphs = engine.runner._device_forward._graphs
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    expected = torch_engine(spec).generate(prompts, params)
+    assert engine.generate(prompts, params) == expected
+    assert graphs.shapes == (DecodeShape(8, 16),) and repeater.recorded == 1
+    assert engine.runner.recording_seconds > 0
+    engine.generate(prompts[:3], params)
+    assert graphs.shapes == (DecodeShape(8, 16), DecodeShape(4, 16))
+
+    engine.load_weights(weights)  # the same memory, so what was recorded still serves
+    assert engine.generate(prompts, params) == expected and repeater.recorded == 2
+    fresh = {name: w.clone() for name, w in random_weights(spec, seed=5).items()}
+    engine.load_weights(fresh)
+    assert engine.generate(prompts, params) == torch_engine(spec, weights=fresh).generate(prompts, params)
+    assert repeater.recorded == 3 and graphs.shapes == (DecodeShape(8, 16),)
+
+    released = repeater.released
+    engine.pause()
+    assert graphs.shapes == () and graphs._logits is None and repeater.released == released + 1
+    engine.resume()
+    engine.generate(prompts, params)
+    assert repeater.recorded == 4
+
+
+def test_logits_of_one_shape_do_not_reach_into_another(prompts):
+    """All shapes share one buffer of logits: a row past the batch may be stale, a row of it never."""
+    spec = tiny_spec(**WIDE)
+    engine, plain = torch_engine(spec, Repeater()), torch_engine(spec)
+    for count in (8, 3, 1, 5):
+        params = [SamplingParams(max_tokens=5 + 3 * i, ignore_eos=True) for i in range(count)]
+        assert engine.generate(prompts[:count], params) == plain.generate(prompts[:count], params)
+
+
+def test_seconds_of_a_step_leave_recording_out(monkeypatch, prompts):
+    class Slow(Repeater):
+        def record(self, work):
+            torch.linalg.svd(torch.randn(300, 300))
+            return super().record(work)
+
+    engine = torch_engine(tiny_spec(**WIDE), Slow())
+    engine.add(0, prompts[1], SamplingParams(max_tokens=9, ignore_eos=True))
+    engine.step()
+    engine.step()  # the first decode step records
+    assert 0 < engine.last_step.seconds < engine.runner.recording_seconds
+
+
+def test_bfloat16_is_close_to_float32(prompts):
+    spec = tiny_spec(**WIDE)
+    rounded = {name: w.bfloat16() for name, w in random_weights(spec).items()}
+    half = torch_engine(spec, Repeater(), torch.bfloat16, rounded)
+    full = torch_engine(spec, weights={name: w.float() for name, w in rounded.items()})
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    differences = [
+        abs(a.logprobs[0] - b.logprobs[0])
+        for a, b in zip(half.generate(prompts, params), full.generate(prompts, params))
+        if a.tokens == b.tokens
+    ]
+    assert len(differences) >= len(prompts) // 2 and max(differences) < 0.1
+
+
+def test_unknown_kernels_are_refused():
+    with pytest.raises(InputError, match="kernels='cuda' is unknown"):
+        EngineOptions(kernels="cuda")
+
+
+def run_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    spec, repeater = tiny_spec(**WIDE), Repeater()
+    engine = Engine(
+        spec,
+        random_weights(spec, tp_rank=rank, tp_size=2),
+        EngineOptions(num_blocks=60, kernels="torch"),
+        tp_group=dist.group.WORLD,
+    )
+    forward = engine.runner._device_forward
+    forward._graphs = DecodeGraphs(repeater, CPU, forward.max_sequences, spec.vocab)
+    results = engine.generate([[9, 10, 11], [12], list(range(20, 60))], SamplingParams(max_tokens=12, ignore_eos=True))
+    torch.save((results, repeater.recorded, forward._graphs.shapes), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+    leave(0)
+
+
+def test_two_tensor_parallel_ranks_record_the_same_shapes_and_agree(tmp_path):
+    mp.spawn(run_rank, (str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))
+    assert first == second and first[1] > 0
+    spec = tiny_spec(**WIDE)
+    whole = torch_engine(spec).generate(
+        [[9, 10, 11], [12], list(range(20, 60))], SamplingParams(max_tokens=12, ignore_eos=True)
+    )
+    for a, b in zip(whole, first[0]):
+        assert a.tokens == b.tokens
+        assert max(abs(x - y) for x, y in zip(a.logprobs, b.logprobs)) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_graphs_give_what_eager_gives(prompts, dtype):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    spec = tiny_spec(**WIDE)
+    weights = {name: w.to("cuda", dtype) for name, w in random_weights(spec).items()}
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    graphs, eager = (
+        Engine(spec, weights, EngineOptions(num_blocks=60, cuda_graphs=on), device="cuda", dtype=dtype)
+        for on in (True, False)
+    )
+    for _ in range(2):
+        for a, b in zip(graphs.generate(prompts, params), eager.generate(prompts, params)):
+            assert a.tokens == b.tokens
+            assert max(abs(x - y) for x, y in zip(a.logprobs, b.logprobs)) < 1e-3
+        graphs.pause()
+        graphs.resume()
+
+
+class FlashDouble:
+    """flash-attn's two functions as far as shapes and types go; nothing is computed."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def flash_attn_with_kvcache(self, q, k_cache, v_cache, *, cache_seqlens, block_table, causal):
+        self._check(q, k_cache, v_cache, cache_seqlens, block_table)
+        assert q.shape[0] == block_table.shape[0] == cache_seqlens.shape[0] and q.shape[1] == 1 and causal
+        self.calls.append("decode")
+        return torch.empty_like(q)
+
+    def flash_attn_varlen_func(self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, *, causal, block_table):
+        self._check(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
+        assert cu_seqlens_q.shape == cu_seqlens_k.shape == (block_table.shape[0] + 1,) and causal
+        assert (max_q, max_k) == (3, 300)
+        self.calls.append("mixed")
+        return torch.empty_like(q)
+
+    def _check(self, q, keys, values, *integers) -> None:
+        assert q.dtype == keys.dtype == values.dtype == torch.bfloat16 and q.is_contiguous()
+        assert keys.shape == values.shape and keys.shape[1] % 256 == 0 and keys.shape[-1] == q.shape[-1]
+        assert all(x.dtype == torch.int32 and x.is_meta and x.stride(-1) == 1 for x in integers)
+
+
+@pytest.mark.parametrize("flash", [True, False])
+def test_tensors_without_numbers_pass_through_so_nothing_is_read_back(monkeypatch, flash):
+    """On the meta device there are only shapes and types: reading a number back, or mixing devices, would raise."""
+    double, meta, spec = FlashDouble(), torch.device("meta"), tiny_spec(**WIDE)
+    monkeypatch.setattr(attention, "flash_attention", lambda: double)
+    monkeypatch.setattr(attention, "flash_obstacle", lambda *_: None if flash else "it is to be so")
+    weights = {name: w.to(meta, torch.bfloat16) for name, w in random_weights(spec).items()}
+    runner = ModelRunner(spec, weights, device=meta, dtype=torch.bfloat16, max_sequences=8)
+    cache = KVCache(spec.layers, 9, 256, spec.kv_heads, spec.head_dim, lanes=False, dtype=torch.bfloat16, device=meta)
+    with torch.inference_mode():
+        logits = runner._device_forward.decode(DecodeInputs.empty(DecodeShape(4, 8), meta), cache)
+    assert logits.shape == (4, 304) and logits.dtype == torch.bfloat16 and logits.is_meta
+    three = np.arange(3)
+    batch = ForwardBatch(three, three, three, np.array([0, 3]), np.array([300]), np.zeros((1, 2), np.int32), three[2:])
+    logits = runner.forward(batch, cache)
+    assert logits.shape == (1, spec.vocab) and logits.dtype == torch.float32 and logits.is_meta
+    assert double.calls == (["decode"] * spec.layers + ["mixed"] * spec.layers if flash else [])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "head_dim", "block_tokens", "installed", "reason"),
+    [
+        (torch.bfloat16, "cuda", 64, 256, True, None),
+        (torch.bfloat16, "cuda", 128, 512, True, None),
+        (torch.bfloat16, "cpu", 64, 256, True, "CUDA alone"),
+        (torch.bfloat16, "cuda", 64, 256, False, "not installed"),
+        (torch.float32, "cuda", 64, 256, True, "float32"),
+        (torch.bfloat16, "cuda", 64, 16, True, "multiple of 256 tokens, not 16"),
+        (torch.bfloat16, "cuda", 68, 256, True, "not 68"),
+        (torch.bfloat16, "cuda", 512, 256, True, "not 512"),
+    ],
+)
+def test_why_flash_attention_is_not_used(monkeypatch, dtype, device, head_dim, block_tokens, installed, reason):
+    monkeypatch.setattr(attention, "flash_attention", lambda: FlashDouble() if installed else None)
+    found = attention.flash_obstacle(dtype, torch.device(device), head_dim, block_tokens)
+    assert found is None if reason is None else reason in found
+
+
+def test_slow_attention_is_explained_once(monkeypatch):
+    engine = torch_engine(tiny_spec(**WIDE))
+    forward = engine.runner._device_forward
+    monkeypatch.setattr(attention, "flash_attention", FlashDouble)
+    monkeypatch.setattr(device_forward, "flash_attention", FlashDouble)
+    monkeypatch.setattr(forward, "device", torch.device("cuda"))
+    with pytest.warns(UserWarning, match="flash-attn computes in 16 bits"):
+        forward._explain_slow_attention(engine._cache)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        forward._explain_slow_attention(engine._cache)

@@ -1,0 +1,300 @@
+"""Samples change engines: a shared prefix travels once, a failure loses nothing, the quicker way is taken."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from gen_models import random_weights, tiny_spec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rlhfuse.gen
+from rlhfuse.errors import InputError
+from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+from rlhfuse.gen.migration.migration import Manifest, Shipment, Traveller, buckets, move_sequences
+
+GEN = Path(rlhfuse.gen.__file__).parent
+PROMPT = list(range(8, 69))  # 61 tokens: 15 full blocks of 4
+PARAMS = SamplingParams(max_tokens=24, seed=5, ignore_eos=True)
+SPEC = tiny_spec()
+WEIGHTS = random_weights(SPEC)
+
+
+def engine_of(**options) -> Engine:
+    return Engine(SPEC, WEIGHTS, EngineOptions(**({"num_blocks": 300, "block_tokens": 4} | options)))
+
+
+def finish(*engines: Engine) -> dict:
+    """All results by sample id; every step leaves the books in order, and no sample ends twice."""
+    results = {}
+    for engine in engines:
+        while engine.has_unfinished():
+            engine.check_integrity()
+            for result in engine.step():
+                assert result.sample_id not in results, f"sample {result.sample_id} came out of two engines"
+                results[result.sample_id] = result
+        engine.check_integrity()
+        assert engine.free_blocks == engine.options.num_blocks
+    return results
+
+
+@pytest.fixture(scope="module")
+def siblings():
+    """Sixteen samples of one prompt, undisturbed."""
+    return dict(enumerate(engine_of().generate([PROMPT] * 16, PARAMS)))
+
+
+def running_siblings(steps: int, samples: int = 16, what=(PROMPT, PARAMS)) -> Engine:
+    engine = engine_of()
+    for sample_id in range(samples):
+        engine.add(sample_id, *what)
+    for _ in range(steps):
+        engine.step()
+    return engine
+
+
+def test_a_prefix_of_sixteen_samples_travels_and_is_stored_once(siblings):
+    source, destination = running_siblings(8), engine_of()
+    used = source.options.num_blocks - source.free_blocks
+    assert used == 15 + 16 * 2  # 15 shared, and 61 - 60 + 7 tokens of one's own
+    sent = []
+    with source.export_sequences(range(16)) as shipment:
+        assert shipment.manifest.num_blocks == used
+
+        def counted(numbers, heads):
+            sent.extend(numbers)
+            return shipment.read(numbers, heads)
+
+        assert destination.import_sequences(Shipment(shipment.manifest, counted)) == []
+    assert sorted(sent) == list(range(used))
+    assert destination.options.num_blocks - destination.free_blocks == used
+    assert source.free_blocks == source.options.num_blocks and not source.has_unfinished()
+    assert finish(source, destination) == siblings
+
+
+def test_what_the_destination_knows_is_not_sent(siblings):
+    """Half move first; the others then bring only their own blocks."""
+    source, destination = running_siblings(8), engine_of()
+    assert move_sequences(source, destination, range(8)) == []
+    destination.step()
+    with source.export_sequences(range(8, 16)) as shipment:
+        with destination.receive_sequences(shipment.manifest) as arrival:
+            assert len(arrival.wanted) == 8 * 2
+            arrival.write(arrival.wanted, shipment.read(arrival.wanted, slice(None)))
+    assert destination.options.num_blocks - destination.free_blocks == 15 + 8 * 3 + 8 * 2  # eight went on
+    assert finish(source, destination) == siblings
+
+
+def test_moved_samples_are_a_known_prefix_for_later_ones(siblings):
+    source, destination = running_siblings(8, samples=1), engine_of()
+    move_sequences(source, destination, [0])
+    destination.add(1, PROMPT, PARAMS)
+    destination.step()
+    assert destination.last_step.prefill_tokens == 1  # 60 of 61 came with sample 0
+    assert finish(destination) == {0: siblings[0], 1: siblings[1]}
+
+
+def test_a_destination_that_is_full_takes_what_it_can(siblings):
+    source, destination = running_siblings(8), engine_of(num_blocks=15 + 2 * 6)
+    recomputed = move_sequences(source, destination, range(16))
+    assert recomputed == list(range(6, 16))
+    assert finish(destination) == siblings
+    source, destination = running_siblings(8), engine_of(max_sequences=3)
+    assert move_sequences(source, destination, range(16)) == list(range(3, 16))
+    assert finish(destination) == siblings
+
+
+def test_nothing_lost_or_doubled_wherever_it_fails():
+    """An exception at the k-th call into the package during the hand-over, for every k until there are no more."""
+    ids, samples, k, short = [0, 2, 3], 5, 0, (PROMPT[:13], SamplingParams(max_tokens=10, seed=5, ignore_eos=True))
+    expected = dict(enumerate(engine_of().generate([short[0]] * samples, short[1])))
+    ends = {"source": 0, "destination": 0}
+    while True:
+        source, destination = running_siblings(7, samples, short), engine_of()
+        move_sequences(source, destination, [1])
+        destination.step()
+        failed, gone = _fail_at_call(k, source, destination, ids)
+        here, there = ({s.sample_id for s in e.unfinished()} for e in (source, destination))
+        assert not here & there and here | there == set(range(samples)), f"call {k}"
+        assert set(ids) <= (there if gone else here), f"call {k}: the samples were parted"
+        assert finish(source, destination) == expected, f"call {k}"
+        ends["destination" if gone else "source"] += 1
+        if not failed:
+            break
+        k += 1
+    assert ends["source"] > 100 and ends["destination"] == 1
+
+
+def _fail_at_call(k: int, source: Engine, destination: Engine, ids: list[int]) -> tuple[bool, bool]:
+    """(whether it failed, whether the samples are at the destination).
+
+    Counted are the calls of the package's functions, and those that they make into C, until the import has returned:
+    all that is left then is for the source to forget.
+    """
+    count = 0
+
+    def profile(frame, event, _):
+        nonlocal count
+        file = Path(frame.f_code.co_filename)
+        # in these a step from list to list is one operation
+        books = file.name in ("block_manager.py", "running_table.py", "scheduler.py")
+        if file.parent == GEN and (event == "call" or (event == "c_call" and not books)):
+            count += 1
+            if count == k + 1:
+                raise KeyboardInterrupt(f"call {k}")
+
+    try:
+        with source.export_sequences(ids) as shipment:
+            sys.setprofile(profile)
+            try:
+                destination.import_sequences(shipment)
+            finally:
+                sys.setprofile(None)
+    except KeyboardInterrupt:
+        return True, False
+    return False, True
+
+
+def test_a_failing_read_or_write_leaves_both_engines_as_they_were(siblings, monkeypatch):
+    """In the middle of the transfer, block by block."""
+    monkeypatch.setattr("rlhfuse.gen.engine.BUCKET_BYTES", 1)
+    for fails_at in (0, 7, 46):
+        source, destination = running_siblings(8), engine_of()
+        blocks = iter(range(100))
+
+        with pytest.raises(MemoryError), source.export_sequences(range(16)) as shipment:
+
+            def read(numbers, heads):
+                if next(blocks) == fails_at:
+                    raise MemoryError("no memory for a bucket")
+                return shipment.read(numbers, heads)
+
+            destination.import_sequences(Shipment(shipment.manifest, read))
+        destination.check_integrity()
+        assert destination.free_blocks == destination.options.num_blocks and not destination.has_unfinished()
+        assert finish(source) == siblings
+        # Blocks that were never filled must not serve as a known prefix.
+        assert dict(enumerate(destination.generate([PROMPT] * 16, PARAMS))) == siblings
+
+
+def test_while_samples_are_offered_their_engine_does_not_step(siblings):
+    source = running_siblings(3)
+    with source.export_sequences([1, 2], "tokens") as shipment:
+        assert shipment.manifest.num_blocks == 0
+        again = [source.step, source.pause, lambda: source.abort(1), lambda: move_sequences(source, source, [3])]
+        for forbidden in again:
+            with pytest.raises(RuntimeError, match=r"samples \[1, 2\] are being exported"):
+                forbidden()
+    assert {s.sample_id for s in source.unfinished()} == set(range(16)) - {1, 2}
+    assert finish(source) == {i: siblings[i] for i in range(16) if i not in (1, 2)}
+
+
+def test_incomplete_blocks_do_not_enter():
+    source, destination = running_siblings(3), engine_of()
+    with pytest.raises(RuntimeError, match="not complete"), source.export_sequences([4]) as shipment:
+        with destination.receive_sequences(shipment.manifest) as arrival:
+            some = arrival.wanted[:-1]
+            arrival.write(some, shipment.read(some, slice(None)))
+            last = arrival.wanted
+            arrival.write(last, shipment.read(last, slice(0, 1)), slice(0, 1))  # one of two heads
+    assert not destination.has_unfinished() and len(source.unfinished()) == 16
+    destination.check_integrity()
+
+
+def test_bad_input_is_refused_and_changes_nothing(siblings):
+    source = running_siblings(3)
+    for ids, modes, message in (
+        ([99], "kv", "sample 99 is not unfinished"),
+        ([1, 1], "kv", "twice"),
+        ([1], "fast", "mode='fast' must be kv or tokens"),
+    ):
+        with pytest.raises(InputError, match=message), source.export_sequences(ids, modes):
+            pass
+    for other, message in (
+        (engine_of(block_tokens=8), "block_tokens=4.*block_tokens=8.*move as tokens"),
+        (Engine(tiny_spec(layers=1), random_weights(tiny_spec(layers=1))), "layers=2.*layers=1"),
+        (running_siblings(1), "already in the engine"),
+    ):
+        with pytest.raises(InputError, match=message):
+            move_sequences(source, other, [0, 1])
+    small = Engine(SPEC, WEIGHTS, EngineOptions(num_blocks=8, block_tokens=4))
+    with pytest.raises(InputError, match="raise num_blocks"):
+        move_sequences(source, small, [0, 1])
+    assert finish(source) == siblings
+    with pytest.raises(InputError, match="at most 2 of 3"):
+        Manifest(source._block_shape, 1, (Traveller(0, (1, 2), (3,), (0.0,), PARAMS, 3, (0,)),))
+
+
+def test_blocks_of_another_size_move_as_tokens(siblings):
+    source, destination = running_siblings(8), engine_of(block_tokens=8)
+    with source.export_sequences(range(16), "tokens") as shipment:
+        assert destination.import_sequences(shipment) == list(range(16))
+    assert {i: r.tokens for i, r in finish(destination).items()} == {i: r.tokens for i, r in siblings.items()}
+
+
+def test_the_quicker_way_is_taken_and_a_shared_prefix_counted_once(siblings):
+    """68 tokens in the cache, 60 of them shared: the first sample may be worth sending where the others are not."""
+    source = running_siblings(8)
+    with pytest.raises(InputError, match="prefill_seconds_per_token"):
+        engine_of().move_cost(1e9)
+    assert source.move_cost(1e9).prefill_seconds_per_token > 0
+    per_token = source.move_cost(1e9).kv_bytes_per_token
+    assert per_token == SPEC.kv_bytes_per_token(4)
+    cost = source.move_cost(1e6 * per_token, latency_seconds=50e-6, prefill_seconds_per_token=2.5e-6)
+    # 50 + 68 us to send, 170 to run: send. Then, with the prefix on its way, 50 + 8 against 2.5 * 8: run.
+    modes = source.move_modes(range(16), cost)
+    assert modes == {0: "kv"} | {i: "tokens" for i in range(1, 16)}
+    assert set(source.move_modes(range(16), source.move_cost(1e12)).values()) == {"kv"}
+    assert set(source.move_modes(range(16), source.move_cost(1.0)).values()) == {"tokens"}
+    destination = engine_of()
+    assert move_sequences(source, destination, range(16), cost) == list(range(1, 16))
+    destination.step()
+    assert destination.last_step.prefill_tokens == 15 * 9  # of 69 tokens each, 60 are known
+    assert finish(destination) == siblings
+
+
+def test_buckets_hold_at_least_one_block():
+    assert buckets([3, 4, 5], 10, 1) == [[3], [4], [5]]
+    assert buckets([3, 4, 5], 10, 29) == [[3, 4], [5]]
+    assert buckets([], 10, 29) == []
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(st.data())
+def test_random_moves_between_three_engines_change_no_bit(data):
+    """Tree-like prefixes, few blocks, preemption, both modes, failures: every sample comes out once, with its bits."""
+    count = data.draw(st.integers(1, 8))
+    prompts = [PROMPT[: data.draw(st.integers(1, 30))] + [data.draw(st.integers(8, 10))] for _ in range(count)]
+    params = [SamplingParams(max_tokens=data.draw(st.integers(1, 14)), seed=3, ignore_eos=True) for _ in range(count)]
+    single = engine_of()
+    expected = {i: single.generate([prompts[i]], params[i], [i])[0] for i in range(count)}
+    engines = [
+        engine_of(
+            num_blocks=data.draw(st.integers(12, 40)),
+            max_sequences=data.draw(st.integers(1, 8)),
+            max_batched_tokens=data.draw(st.integers(1, 40)),
+        )
+        for _ in range(3)
+    ]
+    for i in range(count):
+        engines[i % 2].add(i, prompts[i], params[i])
+    results = {}
+    for _ in range(data.draw(st.integers(1, 25))):
+        source, destination = data.draw(st.permutations(engines))[:2]
+        ids = [s.sample_id for s in source.unfinished() if data.draw(st.booleans())]
+        fails = data.draw(st.integers(0, 3)) == 0
+        modes = {i: data.draw(st.sampled_from(("kv", "kv", "tokens"))) for i in ids}
+        try:
+            with source.export_sequences(ids, modes) as shipment:
+                if fails:
+                    raise ConnectionError
+                destination.import_sequences(shipment)
+        except ConnectionError:
+            pass
+        for engine in engines:
+            engine.check_integrity()
+            if data.draw(st.booleans()):
+                results |= {r.sample_id: r for r in engine.step()}
+    assert results | finish(*engines) == expected

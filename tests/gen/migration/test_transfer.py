@@ -1,0 +1,201 @@
+"""Samples move between ranks and tensor-parallel layouts: heads are re-cut, bits arrive unchanged, buckets are kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from gen_models import random_weights, tiny_spec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfuse.errors import InputError
+from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+from rlhfuse.gen.migration.migration import Shipment
+from rlhfuse.gen.migration.transfer import HeadPlan, receive_shipment, send_shipment
+
+SPEC = tiny_spec(kv_heads=4, qk_norm=True, head_dim=16)
+PROMPTS = [list(range(20, 59))] * 4 + [[9, 10, 11], [12], [300, 299] * 9]
+PARAMS = SamplingParams(max_tokens=20, ignore_eos=True, seed=4)
+STEPS, BLOCK = 7, 4
+LAYOUTS = {"2 to 1": ((0, 1), (2,)), "1 to 2": ((0,), (1, 2)), "2 to 2": ((1, 0), (3, 2)), "1 to 1": ((3,), (0,))}
+
+
+def test_the_plan_prints_who_sends_which_heads():
+    assert str(HeadPlan.between((0, 1), (4, 5, 6, 7), 4)) == "\n".join(
+        ("0>4 heads 0:1", "0>5 heads 1:2", "1>6 heads 2:3", "1>7 heads 3:4")
+    )
+    assert str(HeadPlan.between((3, 2), (0,), 8)) == "3>0 heads 0:4\n2>0 heads 4:8"
+    assert str(HeadPlan.between((0, 1), (3, 2), 2)) == "0>3 heads 0:1\n1>2 heads 1:2"
+    with pytest.raises(InputError, match=r"kv_heads\(4\) is not a multiple of tp\(3\)"):
+        HeadPlan.between((0, 1), (2, 3, 4), 4)
+    with pytest.raises(InputError, match=r"ranks \[1\] are source and destination"):
+        HeadPlan.between((0, 1), (1, 2), 4)
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4))
+def test_every_rank_gets_each_of_its_heads_once(a, b, more):
+    heads = a * b * more
+    plan = HeadPlan.between(range(a), range(a, a + b), heads)
+    for rank in range(a, a + b):
+        got = [head for _, mine in plan.received_by(rank) for head in range(heads // b)[mine]]
+        assert sorted(got) == list(range(heads // b))
+    for rank in range(a):
+        assert {h for _, mine in plan.sent_by(rank) for h in range(heads // a)[mine]} == set(range(heads // a))
+    for (out, there), (same, here) in zip(
+        [x for r in range(a) for x in plan.sent_by(r)],
+        sorted([x for r in range(a, a + b) for x in plan.received_by(r)], key=lambda x: plan.moves.index(x[0])),
+    ):
+        first = out.source * (heads // a) + there.start, (same.destination - a) * (heads // b) + here.start
+        assert out == same and first == (out.first, out.first) and there.stop - there.start == out.last - out.first
+
+
+def kv_of(engine: Engine) -> dict[int, torch.Tensor]:
+    """Keys and values of each sample on this rank: [2, layers, tokens, G, D]."""
+    found = {}
+    for seq in engine.scheduler.running:
+        blocks = engine._cache.read_blocks(seq.block_table)
+        found[seq.sample_id] = blocks.transpose(0, 1).transpose(1, 2).flatten(2, 3)[:, :, : seq.computed_tokens]
+    return found
+
+
+def hand_over(rank: int, sources, destinations, dtype: str, bucket_bytes: int, refuse: bool, already: int) -> dict:
+    """One hand-over on this rank: keys and values before or after, what was sent, and the samples that end here."""
+    groups = [dist.new_group(list(ranks), sort_ranks=False) for ranks in (sources, destinations)]
+    side = 0 if rank in sources else 1 if rank in destinations else None
+    plan = HeadPlan.between(sources, destinations, SPEC.kv_heads)
+    told = {"rank": rank, "sent": 0, "error": None, "largest": 0, "order": []}
+    if side is not None:
+        ranks = (sources, destinations)[side]
+        weights = random_weights(SPEC, tp_rank=ranks.index(rank), tp_size=len(ranks))
+        weights = {name: w.to(getattr(torch, dtype)) for name, w in weights.items()}
+        engine = Engine(
+            SPEC,
+            weights,
+            EngineOptions(num_blocks=120, block_tokens=BLOCK, max_batched_tokens=32),
+            dtype=getattr(torch, dtype),
+            tp_group=groups[side] if len(ranks) > 1 else None,
+        )
+        if side == 0:
+            source_side(engine, plan, rank, bucket_bytes, already, told)
+        else:
+            destination_side(engine, plan, rank, bucket_bytes, refuse, already, told)
+        results = []
+        while engine.has_unfinished():
+            results += engine.step()
+            engine.check_integrity()
+        told["results"] = sorted(results, key=lambda r: r.sample_id)
+    dist.barrier()
+    for group in groups:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    return told
+
+
+def source_side(engine: Engine, plan: HeadPlan, rank: int, bucket_bytes: int, already: int, told: dict) -> None:
+    for i, prompt in enumerate(PROMPTS):
+        engine.add(i, prompt, PARAMS)
+    for _ in range(STEPS):
+        engine.step()
+    told["kv"] = kv_of(engine)
+    ids = [s.sample_id for s in engine.unfinished()]
+    for some in [ids[:already], ids[already:]] if already else [ids]:
+        try:
+            with engine.export_sequences(some) as shipment:
+
+                def read(numbers, heads, shipment=shipment):
+                    kv = shipment.read(numbers, heads)
+                    told["largest"] = max(told["largest"], kv.numel() * kv.element_size())
+                    told["order"].append(len(numbers))
+                    return kv
+
+                told["blocks"] = shipment.manifest.num_blocks
+                told["sent"] += send_shipment(Shipment(shipment.manifest, read), plan, rank, bucket_bytes=bucket_bytes)
+        except RuntimeError as error:
+            told["error"] = str(error)
+
+
+def destination_side(
+    engine: Engine, plan: HeadPlan, rank: int, bucket_bytes: int, refuse: bool, already: int, told: dict
+) -> None:
+    if refuse:
+        engine.add(2, [8, 8, 8], PARAMS)
+    for _ in range(2 if already else 1):
+        try:
+            told["recomputed"] = receive_shipment(engine, plan, rank, bucket_bytes=bucket_bytes)
+        except InputError as error:
+            told["error"] = str(error)
+    engine.check_integrity()
+    told["kv"] = kv_of(engine)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    engine = Engine(SPEC, random_weights(SPEC), EngineOptions(num_blocks=120, block_tokens=BLOCK))
+    return engine.generate(PROMPTS, PARAMS)
+
+
+def run(workers, layout, dtype="float32", bucket_bytes=64 << 20, refuse=False, already=0):
+    sources, destinations = LAYOUTS[layout]
+    told = workers.run(hand_over, sources, destinations, dtype, bucket_bytes, refuse, already)
+    return [told[rank] for rank in sources], [told[rank] for rank in destinations]
+
+
+def same_bits(sources, destinations) -> None:
+    for sample in sources[0]["kv"]:
+        before, after = (torch.cat([one["kv"][sample] for one in side], 3) for side in (sources, destinations))
+        assert torch.equal(before, after), f"sample {sample}"
+
+
+def unique_blocks(sources) -> int:
+    """Of 39 prompt tokens, 9 full blocks are shared by samples 0 to 3; everything else is one's own."""
+    tokens = {sample: kv.shape[2] for sample, kv in sources[0]["kv"].items()}
+    assert len(tokens) == len(PROMPTS) and min(tokens[i] for i in range(4)) > 39
+    return sum(-(-n // BLOCK) for n in tokens.values()) - 3 * 9
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 10_000, 64 << 20])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bits_arrive_and_generation_goes_on(workers, whole, layout, bucket_bytes):
+    sources, destinations = run(workers, layout, bucket_bytes=bucket_bytes)
+    same_bits(sources, destinations)
+    assert all(one["recomputed"] == [] and one["results"] == destinations[0]["results"] for one in destinations)
+    assert all(one["results"] == [] and one["error"] is None for one in sources)
+    results = destinations[0]["results"]
+    assert [r.tokens for r in results] == [r.tokens for r in whole]
+    assert max(abs(x - y) for a, b in zip(results, whole) for x, y in zip(a.logprobs, b.logprobs)) < 1e-5
+    if layout == "1 to 1":
+        assert results == whole  # to the bit
+    unique = unique_blocks(sources)
+    block_bytes = BLOCK * SPEC.kv_bytes_per_token(4)
+    assert {one["blocks"] for one in sources} == {unique}
+    assert sum(one["sent"] for one in sources) == unique * block_bytes
+    heads = max(len(sources), len(destinations))
+    assert max(one["largest"] for one in sources) <= max(bucket_bytes / 2, block_bytes / heads)
+    if bucket_bytes == 1:
+        assert all(set(one["order"]) == {1} for one in sources)
+
+
+def test_a_second_shipment_brings_only_what_is_not_known(workers, whole):
+    """Two of the four samples of a prompt move first, so that their shared blocks wait there for the others."""
+    sources, destinations = run(workers, "2 to 1", already=2)
+    same_bits(sources, destinations)
+    assert sum(one["sent"] for one in sources) == unique_blocks(sources) * BLOCK * SPEC.kv_bytes_per_token(4)
+    assert [r.tokens for r in destinations[0]["results"]] == [r.tokens for r in whole]
+
+
+def test_half_precision_moves_between_layouts(workers):
+    sources, destinations = run(workers, "1 to 2", "bfloat16")
+    same_bits(sources, destinations)
+    assert sources[0]["sent"] == sources[0]["blocks"] * BLOCK * SPEC.kv_bytes_per_token(2)
+    assert len(destinations[0]["results"]) == len(PROMPTS)
+
+
+def test_refused_samples_stay_and_go_on(workers, whole):
+    sources, destinations = run(workers, "2 to 2", refuse=True)
+    for one in destinations:
+        assert "sample 2 is already in the engine" in one["error"] and [r.sample_id for r in one["results"]] == [2]
+    for one in sources:
+        assert "not taken" in one["error"] and one["sent"] == 0
+        assert [r.tokens for r in one["results"]] == [r.tokens for r in whole]

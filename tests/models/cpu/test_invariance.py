@@ -1,0 +1,78 @@
+"""The rules hold on this machine, and the self-test finds an operation that breaks them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfuse.errors import InputError
+from rlhfuse.models.cpu import invariance
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "mlp", "vocab"), [(64, 172, 512), (128, 344, 1000), (96, 50, 77), (512, 1376, 4096)]
+)
+def test_the_rules_hold_here(hidden, mlp, vocab):
+    invariance.self_test(hidden=hidden, mlp=mlp, vocab=vocab)
+
+
+def test_the_self_test_names_what_breaks(monkeypatch):
+    """Stock silu at width 172, and stock linear, depend on the number of rows: the self-test must say so."""
+
+    def stock_silu_mul(x):
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate.contiguous()) * up
+
+    with monkeypatch.context() as patch:
+        patch.setattr(invariance, "silu_mul", stock_silu_mul)
+        with pytest.raises(InputError, match=r"silu_mul \[172\]"):
+            invariance.self_test(hidden=64, mlp=172, vocab=512)
+    with monkeypatch.context() as patch:
+        patch.setattr(invariance, "linear", F.linear)
+        with pytest.raises(InputError, match="linear hidden .* for 1 rows"):
+            invariance.self_test(hidden=512, mlp=172, vocab=512)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.integers(1, 40), st.integers(1, 200), st.integers(1, 90), st.booleans())
+def test_linear_is_the_product_and_keeps_bits(rows, width, out, with_bias):
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(rows * 1000 + width)
+    x, weight = torch.randn(60, width, generator=generator), torch.randn(out, width, generator=generator)
+    bias = torch.randn(out, generator=generator) if with_bias else None
+    y = invariance.linear(x[:rows], weight, bias)
+    assert torch.equal(y, invariance.linear(x, weight, bias)[:rows])
+    expected = x[:rows].double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert (y - expected).abs().max() < 1e-4
+    assert torch.equal(invariance.linear(x[:rows].view(1, rows, width), weight, bias)[0], y)
+
+
+def test_gradients_pass_through():
+    x = torch.randn(3, 20, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(7, 20, dtype=torch.float64, requires_grad=True)
+    norm = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a, b: invariance.linear(a, b), (x, weight))
+    assert torch.autograd.gradcheck(invariance.silu_mul, (x,))
+    x32 = torch.randn(3, 7, requires_grad=True)
+    y = invariance.rms_norm(x32, norm.float(), 1e-6)
+    reference = F.rms_norm(x32, (7,), norm.float(), 1e-6)
+    assert (y - reference).abs().max() < 1e-6
+    ours, theirs = (torch.autograd.grad(z.square().sum(), x32)[0] for z in (y, reference))
+    assert (ours - theirs).abs().max() < 1e-4
+
+
+def test_silu_mul_is_the_formula():
+    x = torch.randn(5, 34, generator=torch.Generator().manual_seed(0))
+    gate, up = x.chunk(2, -1)
+    assert (invariance.silu_mul(x) - gate * torch.sigmoid(gate) * up).abs().max() < 1e-6

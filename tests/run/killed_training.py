@@ -1,0 +1,108 @@
+"""tools/train_ppo.py that is killed, or meets a full disk, at one moment; everything else is the program.
+
+    KILL_AT="RANK WHO COUNT REGEX"    when rank RANK says the COUNT-th text that REGEX finds
+
+WHO dies: one, or all with torchrun; or "full": nobody, but the disk of the folder FULL_DISK has no byte left. Texts
+are what a rank tells its watchdog, and in the thread that saves "file begins", "file written" (of this rank), "commit
+begins", "commit ends" (of the checkpoint, on rank 0). Before each stands "start+K, iteration N: ", where K iterations
+came before it since the start.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+
+import train_ppo  # noqa: E402
+
+from rlhfuse.checkpoint.checkpoint import writer as checkpoint_writer
+from rlhfuse.checkpoint.writer import CheckpointWriter  # noqa: E402
+from rlhfuse.errors import run_program  # noqa: E402
+from rlhfuse.monitor.watchdog import Watchdog  # noqa: E402
+
+
+class Killer:
+    """Counts down to the moment."""
+
+    def __init__(self, rank: str, who: str, count: str, regex: str) -> None:
+        self.armed = os.environ["RANK"] == rank
+        self.who, self.left, self.regex = who, int(count), re.compile(regex)
+        self.iteration, self.first = "", 0
+        self.lock = threading.Lock()
+
+    def hear(self, text: str) -> None:
+        if found := re.match(r"iteration (\d+): ", text):
+            number = int(found[1])
+            self.first = self.first if self.iteration else number
+            self.iteration = f"start+{number - self.first}, iteration {number}: "
+            text = text.removeprefix(found[0])
+        text = self.iteration + text
+        with self.lock:
+            self.left -= self.armed and self.regex.search(text) is not None
+            if self.armed and self.left == 0:
+                self.armed = False
+                print(f"killed in: {text}", flush=True)
+                self.kill()
+
+    def kill(self) -> None:
+        if self.who == "full":
+            fill(Path(os.environ["FULL_DISK"]) / "ballast")
+            return
+        if self.who == "all":
+            launcher = psutil.Process(os.getppid())
+            both = [] if "multiprocessing.forkserver" in " ".join(launcher.cmdline()) else [launcher]  # see runs.py
+            for one in [*both, *launcher.children()]:
+                if one.pid != os.getpid():
+                    one.kill()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fill(ballast: Path) -> None:
+    """Write until the disk is full to the last byte."""
+    with open(ballast, "ab", buffering=0) as stream:
+        try:
+            while True:
+                stream.write(bytes(4096))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+
+
+def main() -> int:
+    killer = Killer(*os.environ["KILL_AT"].split(" ", 3))
+    progress, write, commit = Watchdog.progress, checkpoint_writer.write_rank_file, CheckpointWriter._commit
+
+    def heard_progress(self, doing):
+        killer.hear(doing)
+        progress(self, doing)
+
+    def heard_write(*arguments):
+        killer.hear("file begins")
+        facts = write(*arguments)
+        killer.hear("file written")
+        return facts
+
+    def heard_commit(*arguments):
+        killer.hear("commit begins")
+        size = commit(*arguments)
+        killer.hear("commit ends")
+        return size
+
+    Watchdog.progress, checkpoint_writer.write_rank_file, CheckpointWriter._commit = (
+        heard_progress,
+        heard_write,
+        heard_commit,
+    )
+    return train_ppo.main()
+
+
+if __name__ == "__main__":
+    run_program(main, tear_down=False)

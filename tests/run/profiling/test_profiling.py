@@ -1,0 +1,178 @@
+"""Profiling on two ranks: what is measured beside whom, what company does, and the program's refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from gloo import Workers
+
+from rlhfuse.config.settings import load_config
+from rlhfuse.costs.analytic import NEIGHBOURS
+from rlhfuse.errors import InputError
+from rlhfuse.run.profiling.points import check_world, points_of
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = ROOT / "examples" / "tiny"
+SETTINGS = [
+    f"actor.path={TINY}/actor",
+    f"reward.path={TINY}/reward",
+    "trainer.device=cpu",
+    "parallel.generation=d2t1p1",
+    "parallel.actor_train=d1t1p2",
+    "parallel.critic_train=d1t1p2",
+    "data.max_prompt_tokens=32",
+    "rollout.max_response_tokens=32",
+    "rollout.prompts_per_iteration=4",
+    "rollout.samples_per_prompt=1",
+    "algorithm.minibatches=1",
+    "rollout.max_batched_tokens=128",
+    "fusion.least_threshold=0",
+]
+
+
+@pytest.fixture(scope="module")
+def workers():
+    pool = Workers(2)
+    yield pool
+    pool.close()
+
+
+def quickstart(*changes: str):
+    return load_config(ROOT / "examples" / "quickstart.yaml", [*SETTINGS, *changes])
+
+
+def profile_on(rank: int, changes: tuple[str, ...]) -> tuple[dict | None, list[str]]:
+    import torch.distributed as dist
+
+    from rlhfuse.parallel.device import choose_device
+    from rlhfuse.planning.planner import read_specs
+    from rlhfuse.run.profiling.run import Profiler
+
+    config = load_config(ROOT / "examples" / "quickstart.yaml", [*SETTINGS, *changes])
+    lines: list[str] = []
+    store = dist.PrefixStore(f"profile{changes}", dist.distributed_c10d._get_default_store())
+    device = choose_device("cpu", 0, 1)
+    made = Profiler(config, read_specs(config), device, store, limit_seconds=0.01, say=lines.append).run()
+    return (made.to_dict() if made else None), lines
+
+
+@pytest.mark.slow
+def test_two_instances_are_measured_beside_every_neighbour(workers):
+    """The time limit is over at once, so that every kind has its least points only."""
+    (made, lines), (nothing, _) = workers.run(profile_on, ())
+    assert nothing is None
+    assert set(made["decode"]) == set(made["prefill"]) == set(NEIGHBOURS)
+    assert set(made["score"]) == {"reference", "critic", "reward"}
+    assert set(made["training"]) == {"actor", "critic"} and made["all_reduce"] is None
+    assert made["made_for"]["generation_tp"] == 1 and made["made_for"]["reference_inference_tp"] == 1
+    assert all(second > 0 for second in made["decode"]["idle"]["seconds"]) and made["swap_in"] > 0
+    assert all(second > 0 for second in made["move"]["seconds"])
+    assert any("decode beside scoring: 2 points" in line for line in lines), lines  # all that there are
+
+
+def test_tensor_parallel_ranks_measure_together_and_without_company(workers):
+    changes = ("parallel.generation=d1t2p1", "parallel.actor_train=d1t2p1", "parallel.critic_train=d1t2p1")
+    (made, lines), (other, _) = workers.run(profile_on, changes)
+    assert set(made["decode"]) == {"idle"} and made["training"]["actor"]["tp"] == 2
+    assert made["all_reduce"]["seconds"][-1] > 0 and set(other["decode"]) == {"idle"}
+    assert any("one instance only" in line for line in lines)
+
+
+def extremes_on(rank: int) -> tuple[list[float], float]:
+    import torch
+    import torch.distributed as dist
+
+    from rlhfuse.parallel.device import choose_device
+    from rlhfuse.parallel.groups import GroupMaker
+    from rlhfuse.planning.planner import read_specs
+    from rlhfuse.run.profiling.work import Builder, GenerationWork
+
+    config = quickstart("rollout.max_response_tokens=480")  # with the prompt, the models' whole context of 512
+    points = points_of(config)
+    builder = Builder(rank, dist.get_world_size(), choose_device("cpu", 0, 1), torch.float32, GroupMaker(600))
+    work = GenerationWork(config, read_specs(config)["actor"], points, builder, tp=1)
+    steps = work.decode(*points.decode()[-1], 5)
+    seconds = work.prefill(*points.packs()[-1])
+    assert not work.engine.has_unfinished()
+    return steps, seconds
+
+
+def test_the_largest_points_fit_into_context_and_cache(workers):
+    """Samples fill the context to the last token, and the cache holds no more than the run's."""
+    for steps, seconds in workers.run(extremes_on):
+        assert len(steps) == 5 and min(steps) > 0 and seconds > 0
+
+
+def company_on(rank: int) -> list[str]:
+    import torch
+    import torch.distributed as dist
+
+    from rlhfuse.run.profiling.company import STOP, Company
+
+    singles = [dist.new_group([one]) for one in range(2)]
+    store = dist.PrefixStore("company", dist.distributed_c10d._get_default_store())
+    company = Company(store, rank, 1, singles[rank], torch.device("cpu"), timeout_seconds=540)
+    seen: list[str] = []
+    if rank:
+
+        def unit(name: str):
+            return lambda: (seen.append(name), store.add(name, 1))
+
+        company.keep({name: unit(name) for name in ("idle", "decoding", "scoring")})
+        return seen
+    for name in ("idle", "scoring", "decoding"):
+        company.become(name)
+        while store.add(name, 0) < 3:
+            time.sleep(0.001)
+    company.become(STOP)
+    return []
+
+
+def test_company_does_what_it_is_told_as_long_as_it_is_told(workers):
+    _, seen = workers.run(company_on)
+    order = [name for place, name in enumerate(seen) if place == 0 or seen[place - 1] != name]
+    assert order == ["idle", "scoring", "decoding"] and len(seen) >= 9
+
+
+def test_points_reach_what_the_run_can_meet():
+    points = points_of(quickstart("rollout.prompts_per_iteration=24", "rollout.max_response_tokens=480"))
+    assert points.batches == (1, 2, 4, 8, 16, 24) and points.contexts == (64, 128, 256, 512)
+    assert points.longest == 512 and max(b * c for b, c in points.decode()) <= points.capacity
+    assert all(tokens < sequences * points.longest for tokens, sequences in points.packs())
+    costs = [b * c for b, c in points.decode()]
+    assert costs == sorted(costs)
+
+
+def test_ranks_that_hold_no_whole_replica_are_refused():
+    config = quickstart("parallel.generation=d1t2p1")
+    with pytest.raises(InputError, match="3 ranks % tp\\(2\\) of parallel.generation = 1, must be 0"):
+        check_world(config, 3)
+    check_world(config, 4)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--limit", "0"], "--limit 0.0 must be above 0 seconds"),
+        (["actor.path=/nowhere"], "config.json is missing"),
+        (["parallel.actor_train=d1t1p8", "parallel.critic_train=d1t1p8"], "parallel.generation=d4t1p1"),
+    ],
+)
+def test_bad_input_ends_the_program_with_2(tmp_path, arguments, message):
+    command = [sys.executable, "tools/profile_costs.py", "--config", "examples/quickstart.yaml"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "p.json"), *arguments], cwd=ROOT, capture_output=True, text=True, timeout=540
+    )
+    assert done.returncode == 2 and message in done.stderr and not list(tmp_path.iterdir()), done.stderr
+
+
+def test_an_existing_profile_is_kept(tmp_path):
+    (tmp_path / "p.json").write_text("{}")
+    command = [sys.executable, "tools/profile_costs.py", "--config", "examples/quickstart.yaml"]
+    done = subprocess.run([*command, "--out", str(tmp_path / "p.json")], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "exists; give another name or --force" in done.stderr
+    assert (tmp_path / "p.json").read_text() == "{}"

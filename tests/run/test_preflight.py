@@ -1,0 +1,204 @@
+"""Bad input gets one line that names the value and the fix, before anything is launched."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import write_checkpoint, write_run, write_tokenizer
+
+from rlhfuse.config.settings import load_config
+from rlhfuse.errors import InputError
+from rlhfuse.planning.planner import make_plan, read_specs
+from rlhfuse.run.launch import dry_run
+from rlhfuse.run.preflight import prepare
+
+ROLES = ("actor", "critic", "reference", "reward")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("good"))
+
+
+@pytest.fixture
+def folder(good, tmp_path):
+    """A copy of the good run that a test may damage."""
+    shutil.copytree(good.parent, tmp_path / "copy")
+    file = tmp_path / "copy" / "run.yaml"
+    file.write_text(file.read_text().replace(str(good.parent), str(tmp_path / "copy")))
+    return tmp_path / "copy"
+
+
+def refused(folder: Path, *overrides: str, world: int = 2) -> str:
+    with pytest.raises(InputError) as caught:
+        prepare(load_config(folder / "run.yaml", overrides), world)
+    return str(caught.value)
+
+
+def test_a_good_run_is_prepared(good):
+    prepared = prepare(load_config(good), 2)
+    assert len(prepared.prompts) == 12 and prepared.world_size == 2
+    assert prepared.prompts[0].tokens[0] == 1  # the tokenizer's own beginning-of-text token
+
+
+def test_the_dry_run_prints_the_plan_that_the_planner_makes(good, capsys):
+    settings = ["fusion.intra_stage=false", "trainer.device=cpu"]  # nothing is searched, so nothing depends on time
+    assert dry_run(load_config(good, settings), 2) == 0
+    config = load_config(good, settings)
+    assert capsys.readouterr().out.endswith(make_plan(config, read_specs(config), 2).render() + "\n")
+
+
+def test_a_missing_checkpoint(folder):
+    shutil.rmtree(folder / "reward")
+    assert "reward" in refused(folder) and "folder" in refused(folder)
+
+
+def test_a_half_written_checkpoint(folder):
+    file = folder / "actor" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert "half-written" in refused(folder) and str(file) in refused(folder)
+
+
+def test_a_checkpoint_without_its_weights(folder):
+    (folder / "actor" / "model.safetensors").unlink()
+    assert "model.safetensors is missing" in refused(folder)
+
+
+def test_a_checkpoint_of_another_shape_than_its_config(folder):
+    config = json.loads((folder / "actor" / "config.json").read_text())
+    (folder / "actor" / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
+    assert "gate_proj" in refused(folder)
+
+
+def test_a_reward_model_without_scalar_head(folder):
+    write_checkpoint(folder / "reward", seed=2)
+    assert "score.weight" in refused(folder) and "train_reward" in refused(folder)
+
+
+def test_a_tokenizer_that_does_not_fit(folder):
+    write_tokenizer(folder / "actor", words=300)
+    assert "302" in refused(folder) and "200" in refused(folder)
+
+
+def test_a_model_folder_without_tokenizer(folder):
+    (folder / "actor" / "tokenizer.json").unlink()
+    assert "actor.tokenizer" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    "override,words",
+    [
+        ("parallel.actor_train=d1t1p4", "dp(1) * tp(1) * pp(4) = 4 != world_size(2)"),
+        ("parallel.generation=d1t1p2", "pp(2) != 1"),
+        ("parallel.generation=d2t1p1@0-1", ""),
+        ("parallel.actor_train=d1p2", "d1t2p4"),
+        ("rollout.max_response_tokens=1000", "context(256)"),
+        ("algorithm.minibatches=3", "16 % 3 = 1"),
+        ("algorithm.minibatches=16", "micro-batches"),
+        ("fusion.threshold=17", "17 > 16"),
+        ("data.max_prompt_tokens=2", "prompts.jsonl:1"),
+        ("trainer.dtype=float16", "float32, bfloat16"),
+        ("fusion.schedule=/nowhere/schedule.json", "/nowhere/schedule.json"),
+        ("data.train_files=[/nowhere/p.jsonl]", "/nowhere/p.jsonl does not exist; check data.train_files"),
+        ("data.train_files=[/]", "prompt file / is a folder"),
+        ("trainer.hardware=abacus", "trainer.hardware: hardware 'abacus' is not known; use auto or one of cpu, a100"),
+        ("fusion.profile=/nowhere/costs.json", "cost file /nowhere/costs.json does not exist"),
+        ("fusion.profile=/", "cost file / cannot be read: Is a directory"),
+        ("fusion.threshold_file=/nowhere/t.json", "/nowhere/t.json"),
+        ("actor.tokenizer=/nowhere", "actor.tokenizer=/nowhere is no folder"),
+        ("reward.path=/nowhere", "reward.path=/nowhere is no folder"),  # the critic's default: the key that was set
+        ("trainer.resume=/nowhere", "/nowhere is no whole checkpoint; set trainer.resume"),
+        ("rollout.kv_blocks_per_instance=1", "use at least 3"),
+        ("data.prompt_key=''", "no key ''; found 'prompt': set data.prompt_key"),
+    ],
+)
+def test_settings_that_cannot_work(good, override, words):
+    if not words:  # a row that names all ranks is the default written out
+        prepare(load_config(good, [override]), 2)
+        return
+    assert words in refused(good.parent, override)
+
+
+def test_a_reward_function_is_held_against_every_row(folder):
+    (folder / "mine.py").write_text("def score(data_source, solution_str, ground_truth, extra_info): return 1.0\n")
+    function = f"reward.function={folder}/mine.py:score"
+    assert f"{folder}/prompts.jsonl:1: no key 'data_source'" in refused(folder, function)
+    row = {"prompt": "w1", "data_source": "x", "reward_model": {"ground_truth": 1}}
+    lines = [json.dumps(row), json.dumps(row | {"reward_model": {}})]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    assert f"{folder}/prompts.jsonl:2: reward_model is '{{}}'; it needs a ground_truth" in refused(folder, function)
+    (folder / "prompts.jsonl").write_text(lines[0] + "\n")
+    assert set(prepare(load_config(folder / "run.yaml", [function]), 2).checkpoints.specs) == set(ROLES)
+    assert "mine.py has no function other" in refused(folder, f"reward.function={folder}/mine.py:other")
+
+
+def test_only_the_models_of_the_run_are_looked_for(folder):
+    shutil.rmtree(folder / "reward")
+    (folder / "mine.py").write_text("def score(completions): return [1.0]\n")
+    settings = [f"reward.function={folder}/mine.py:score", "reward.signature=trl", "reward.path=''"]
+    settings += ["algorithm.name=grpo", "reference.path=none", "algorithm.kl_coef=0"]
+    prepared = prepare(load_config(folder / "run.yaml", settings), 2)
+    assert set(prepared.checkpoints.specs) == {"actor"} and list(prepared.ranks.shape.layouts) == ["actor"]
+    plan = make_plan(prepared.config, prepared.checkpoints.specs, 2)
+    assert "critic" not in plan.render() and plan.seconds.fused > 0
+
+
+def test_malformed_prompts_name_the_line(folder):
+    file = folder / "prompts.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines[:3], "{not json", *lines[4:]]) + "\n")
+    assert f"{file}:4" in refused(folder)
+    file.write_text("")
+    assert "no rows" in refused(folder)
+
+
+def test_a_schedule_for_other_layouts(good, tmp_path):
+    from rlhfuse.config.spec import ParallelLayout
+    from rlhfuse.schedule.io import save_schedule
+    from rlhfuse.schedule.ir.problem import StageCosts, fused_problem
+    from rlhfuse.schedule.rules.builders import serial_1f1b
+
+    four, two = StageCosts((1,) * 4, (2,) * 4, (1,) * 4), StageCosts((1, 1), (2, 2), (1, 1))
+    layouts = {"actor": ParallelLayout(1, 1, 4), "critic": ParallelLayout(2, 1, 2)}
+    problem = fused_problem(layouts, 4, {"actor": four, "critic": two})
+    save_schedule(tmp_path / "other.json", serial_1f1b(problem))
+    assert "other.json" in refused(good.parent, f"fusion.schedule={tmp_path / 'other.json'}")
+
+
+def test_an_output_folder_that_holds_a_run(folder):
+    (folder / "run").mkdir()
+    (folder / "run" / "metrics.jsonl").write_text("")
+    assert "holds a run" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    "override, line",
+    [
+        (
+            "trainer.iteration=3",
+            "argument 'trainer.iteration=3': unknown key trainer.iteration; did you mean trainer.iterations?",
+        ),
+        ("trainer.export=2", "argument 'trainer.export=2': trainer.export=2 must be true or false"),
+        pytest.param(  # the others are read after torch and Megatron are loaded
+            "data.max_prompt_tokens=2",
+            "{folder}/prompts.jsonl:1: the prompt has 3 tokens, more than data.max_prompt_tokens=2; raise it, or set "
+            "data.filter_long_prompts=true to drop such rows",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_the_program_exits_with_2_and_one_line(good, override, line):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools/train_ppo.py"), "--config", str(good), "--dry-run", override],
+        capture_output=True,
+        text=True,
+        timeout=540,
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.splitlines() == ["error: " + line.format(folder=good.parent)]

@@ -1,0 +1,137 @@
+"""Runs killed at twenty moments, and runs continued in other layouts, end like a run that was left alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import Counter
+
+import pytest
+from runs import finish, killed_forked, start
+from tiny import write_run
+
+from rlhfuse.monitor.metrics import read_metrics
+from rlhfuse.monitor.report.compare import compare_runs
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
+
+# RANK WHO COUNT REGEX of tests/killed_training.py; a checkpoint begins after every iteration
+TWENTY_KILLS = (
+    "0 one 1 building models",
+    "1 all 1 start.0, .*: moving weights",
+    "0 one 2 start.0, .*: generation: step",
+    "1 one 5 start.1, .*: generation: step",
+    "0 all 1 start.1, .*: inter-stage: meeting",
+    "1 one 1 inter-stage: migration",
+    "0 all 1 inter-stage: migration",
+    "1 one 1 start.1, .*: inference: ",
+    "0 one 1 start.0, .*: inference: ",
+    "1 all 1 start.1, .*: inter-stage: gathering",
+    "1 one 1 start.0, .*: training mini-batch 0",
+    "0 all 1 start.1, .*: training mini-batch 1",
+    "1 one 3 start.1, .*: actor:",
+    "0 one 1 file begins",
+    "1 one 2 file begins",
+    "1 all 1 file written",
+    "0 all 2 commit begins",
+    "0 one 1 commit ends",
+    "0 all 2 commit ends",
+    "1 one 1 exporting models",
+)
+ITERATIONS = 16
+PHASES = {  # of what a run was killed in
+    "generation": "generation: ",
+    "migration": "inter-stage: migration",
+    "inference": "inference: ",
+    "training": "training mini-batch|actor:|critic:",
+    "saving": "file |commit |exporting",
+}
+CURVES = ("actor/grad_norm", "critic/score/mean", "critic/grad_norm", "response_length/mean")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    base = tmp_path_factory.mktemp("whole")
+    config = write_run(
+        base,
+        trainer__save_every=1,
+        trainer__iterations=ITERATIONS,
+        trainer__tensorboard=True,
+        fusion__threshold=4,
+        rollout__max_sequences_per_instance=3,  # the last ones wait, so that there is a tail to move
+    )
+    finish(start(config, f"trainer.output_dir={base / 'whole'}"))
+    return config, base / "whole"
+
+
+def test_twenty_kills(whole, tmp_path):
+    config, run_dir = whole
+    broken = tmp_path / "killed"
+    settings = [f"trainer.output_dir={broken}", "trainer.resume=auto"]
+    ends = Counter()
+    for number, moment in enumerate(TWENTY_KILLS, start=1):
+        where = killed_forked(config, moment, tmp_path / f"{number}.log", *settings)
+        print(f"{number}: {moment.split()[1]} killed in {where}", flush=True)
+        ends[phase_of(where), moment.split()[1]] += 1
+    print(dict(ends), flush=True)
+    assert {phase for phase, _ in ends} >= PHASES.keys() and {who for _, who in ends} == {"one", "all"}
+    finish(start(config, *settings))
+    assert [row["iteration"] for row in read_metrics(broken / "metrics.jsonl")] == list(range(ITERATIONS))
+    comparisons = compare_runs(run_dir, broken)
+    assert len(comparisons) == 3 and all(c.entries > 10 and not c.differences for c in comparisons), comparisons
+    assert (broken / "samples.jsonl").read_bytes() == (run_dir / "samples.jsonl").read_bytes()
+    curves = tensorboard_curves(broken)
+    assert curves == tensorboard_curves(run_dir)
+    assert all([step for step, _ in curve] == list(range(ITERATIONS)) for curve in curves.values())
+    assert [one.name for one in (broken / "checkpoints").glob("*.partial")] == []
+
+
+def phase_of(where: str) -> str:
+    return next((phase for phase, texts in PHASES.items() if re.search(texts, where)), "between")
+
+
+def tensorboard_curves(run_dir):
+    """(step, value) of CURVES, as TensorBoard shows them: what a later start repeated is purged."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in CURVES}
+
+
+def test_other_layouts_and_world_sizes(tmp_path):
+    config = write_run(
+        tmp_path,
+        trainer__save_every=2,
+        trainer__iterations=4,
+        parallel__actor_train="d1t1p4",
+        parallel__critic_train="d2t1p2",
+        parallel__generation="d4t1p1",
+        fusion__actor_microbatches=4,
+    )
+    whole = tmp_path / "whole"
+    finish(start(config, f"trainer.output_dir={whole}", ranks=4))
+    for actor, critic, ranks in (("d2t1p2", "d4t1p1", 4), ("d2t2p1", "d2t2p1", 4), ("d1t1p2", "d2t1p1", 2)):
+        here = tmp_path / actor
+        shutil.copytree(whole, here)
+        for name in ("finished.json", "checkpoints/latest"):
+            (here / name).unlink()
+        shutil.rmtree(here / "checkpoints" / "iteration-4")
+        settings = {
+            "parallel.actor_train": actor,
+            "parallel.critic_train": critic,
+            "parallel.generation": f"d{ranks}t1p1",
+            "fusion.actor_microbatches": 2,
+            "trainer.output_dir": here,
+            "trainer.resume": "auto",
+        }
+        log = finish(start(config, *(f"{key}={value}" for key, value in settings.items()), ranks=ranks))
+        assert f"actor_train d1t1p4 -> {actor}" in log
+        assert [row["iteration"] for row in read_metrics(here / "metrics.jsonl")] == [0, 1, 2, 3]
+        compared = compare_runs(whole, here)
+        print(json.dumps({actor: {c.what: c.largest for c in compared}}))
+        assert all(c.largest < 1e-5 for c in compared)
+        # the same lengths of all samples; digests of what differs in its last bits say no more than that it does
+        odd = {d.where.split()[-1] for c in compared for d in c.differences if d.size is None}
+        assert odd <= {"rollout/digest", "rollout/scores_digest"}

@@ -1,0 +1,68 @@
+"""A reward function that fails in a run of two ranks ends all of it, with one line that names function and sample."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import psutil
+import pytest
+from runs import ended, start
+from tiny import write_run
+
+from rlhfuse.data.sampler import sample_origin
+
+FUNCTIONS = """
+import time
+
+calls = 0
+
+def fails_later(completions):
+    global calls
+    calls += 1
+    if calls > 8:  # an instance has 8 samples of an iteration
+        print("about to fail")
+        raise OverflowError("not today")
+    return [0.5]
+
+def never(completions):
+    time.sleep(1e6)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, said, iteration",
+    [
+        ("fails_later", "raised OverflowError: not today", 1),
+        ("never", "no result after 3 s (reward.timeout_seconds)", 0),
+    ],
+)
+def test_the_job_ends_with_one_line(tmp_path, name, said, iteration):
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    config = write_run(tmp_path, rollout__max_response_tokens=8, fusion__inter_stage=False)
+    function = f"{tmp_path}/mine.py:{name}"
+    process = start(
+        config,
+        f"reward.function={function}",
+        "reward.signature=trl",
+        "reward.path=''",
+        "algorithm.name=rloo",
+        "reward.timeout_seconds=3",
+    )
+    out = ended(process)
+    assert process.returncode == 1, out
+    errors = [line for line in out.splitlines() if line.startswith("error: ")]
+    assert 1 <= len(errors) <= 2, out  # both instances may meet one before the job ends
+    for error in errors:
+        match = re.fullmatch(
+            rf"error: reward function {re.escape(function)}, sample (\d+) of {tmp_path}/prompts.jsonl:\d+: "
+            rf"{re.escape(said)}",
+            error,
+        )
+        assert match and sample_origin(int(match[1]))[0] == iteration, out
+    assert 'train_ppo.py", line' not in out  # a traceback of ours; torchrun prints one of its own
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    assert [row["iteration"] for row in rows] == list(range(iteration))
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or ())]

@@ -1,0 +1,111 @@
+"""What R_t does while a run goes on, without a run: what it starts from, steadiness and the words of the log."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from sim_helpers import limits, linear_cost, long_tail  # noqa: E402
+from test_planner import SPECS, run  # noqa: E402
+
+from rlhfuse.costs.hardware import hardware_by_name  # noqa: E402
+from rlhfuse.costs.lines import Line, LineTable  # noqa: E402
+from rlhfuse.costs.measured import save_measured_cost  # noqa: E402
+from rlhfuse.decisions.layouts import check_layouts  # noqa: E402
+from rlhfuse.fusion.inter.report import OBSERVED  # noqa: E402
+from rlhfuse.parallel.device import choose_device  # noqa: E402
+from rlhfuse.planning.planner import make_plan, starting_costs, task_costs  # noqa: E402
+from rlhfuse.run.threshold_controller import LOOK_SHARE, WORTH_MOVING, ThresholdControl, changes, spoken, steady  # noqa: E402
+from rlhfuse.run.time_budget import Allowance  # noqa: E402
+from rlhfuse.simulator.iteration import move_cost, simulate_gen_infer  # noqa: E402
+from rlhfuse.simulator.threshold import sweep_threshold  # noqa: E402
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def control(config):
+    analytic = task_costs(config, SPECS, check_layouts(config, SPECS, 4), hardware_by_name("cpu"))
+    costs, name = starting_costs(config, SPECS, analytic, 4)
+    device = choose_device("cpu", 0, 1)
+    return ThresholdControl(config, make_plan(config, SPECS, 4), SPECS["actor"], costs, name, device)
+
+
+def iteration(lengths):
+    """What an iteration shows: every step of one sequence took a millisecond, meetings three."""
+    rows = {"decode": [1, 10, 1e-3, "decoding"], "prefill": [10, 1, 1e-3, "decoding"]}
+    rows |= {"score": [10, 1, 1e-3, "scoring"], "load": [1e-3, "scoring"], "migration": [100, 1e-3, "idle"]}
+    rows |= {"meeting": [3e-3], "release": [2e-3]}
+    assert set(rows) == set(OBSERVED)
+    batch = SimpleNamespace(prompt_lengths=torch.tensor(lengths.prompt), response_lengths=torch.tensor(lengths.output))
+    return SimpleNamespace(observations={kind: [row] for kind, row in rows.items()}), batch
+
+
+def test_it_starts_from_the_profile_and_says_so(alone, tmp_path):
+    """R_t, limits and the choice how a sample moves; then its own observations take over."""
+    profile, lengths = linear_cost(), long_tail(64, longest=256)
+    save_measured_cost(profile, tmp_path / "costs.json")
+    priced = control(run(fusion__profile=str(tmp_path / "costs.json")))
+    assert priced.limits.move_cost == move_cost(profile, priced._instance_limits())
+    assert priced.simulate((9,), lengths) == simulate_gen_infer(lengths, 4, profile, priced._instance_limits(), (9,))
+    said = priced.observe(0, *iteration(lengths))
+    before = f"costs of fusion.profile={tmp_path}/costs.json"
+    assert f"costs measured over 1 iteration, against {before}: decode step -" in said
+    assert (priced._costs.meeting_seconds(), priced._costs.release_seconds()) == (3e-3, 2e-3)
+    analytic = control(run())
+    assert analytic.limits.move_cost != priced.limits.move_cost
+    assert "costs measured over 1 iteration, against analytic costs: " in analytic.observe(0, *iteration(lengths))
+
+
+def test_it_looks_again_as_often_as_its_share_of_the_time_allows(alone, monkeypatch):
+    """The first two iterations, and then when a hundred times what a look took has passed; costs follow each time."""
+    followed = control(run())
+    clock = SimpleNamespace(seconds=0.0)
+    followed._looks = Allowance(LOOK_SHARE, lambda: clock.seconds)
+    choose, looked = followed._choose, []
+
+    def choose_slowly(limits):
+        looked.append(number)
+        clock.seconds += 1.0
+        return choose(limits)
+
+    monkeypatch.setattr(followed, "_choose", choose_slowly)
+    said = []
+    for number in range(8):
+        report, batch = iteration(long_tail(64, longest=256, seed=number))
+        report.observations["meeting"] = [[1e-3 * number]]
+        said.append(followed.observe(number, report, batch))
+        recent = range(max(number - 3, min(number, 1)), number + 1)  # four, without the first once there is another
+        assert followed._costs.meeting_seconds() == pytest.approx(1e-3 * statistics.median(recent))
+        clock.seconds += 48.0
+    assert looked == [0, 1, 4, 7] and said[0].startswith("R_t ")
+    assert not any(said[number] for number in (2, 3, 5, 6))
+
+
+def test_small_gains_do_not_move_it():
+    found = sweep_threshold(long_tail(64), 4, linear_cost(), limits())
+    best = found.fused_seconds
+    assert steady(found, (7,), best * (1 + WORTH_MOVING)) == (7,)
+    assert steady(found, (7,), best * (1 + 2 * WORTH_MOVING)) == found.triggers
+    assert steady(found, (), found.serial_seconds) == found.triggers != ()
+
+
+def test_the_log_names_costs_that_changed():
+    before = linear_cost()
+    assert changes(before, before, limits(), 100.0) == "costs within 10%"
+    slower_tail = LineTable((("decoding", Line(10e-3, (1e-3, 1e-6))), ("scoring", Line(20e-3, (2e-3, 2e-6)))))
+    after = replace(before, decode=slower_tail, swap_in=0.25)
+    assert changes(before, after, limits(), 100.0) == "tail's decode step +100%, loading -50%"
+
+
+def test_triggers_in_words():
+    assert [spoken(triggers) for triggers in ((), (12,), (12, 3))] == ["0", "12", "12, then 3"]

@@ -1,0 +1,163 @@
+"""Whole runs of two ranks without a critic, without a reference, with functions and mixed rewards: fused is serial."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from gloo import Workers
+from tiny import write_run
+
+from rlhfuse.monitor.report.compare import compare_runs
+
+FUNCTIONS = """
+def words(data_source, solution_str, ground_truth, extra_info=None):
+    return len(set(solution_str.split())) * float(ground_truth) + (extra_info or {}).get("bonus", 0)
+
+def even(completion_ids):
+    return [sum(i % 2 == 0 for i in completion_ids[0]) / len(completion_ids[0])]
+
+def fails(completions):
+    raise OverflowError("not today")
+"""
+WITHOUT_CRITIC = ("reward.path=''", "reward.signature=trl", "critic.optim.lr=0.1")
+SERIAL = ("fusion.inter_stage=false", "fusion.intra_stage=false")
+
+
+@pytest.fixture(scope="module")
+def workers():
+    pool = Workers(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """A run's file; its rows are verl's, its functions stand in functions.py beside it."""
+    folder = tmp_path_factory.mktemp("algorithms")
+    (folder / "functions.py").write_text(FUNCTIONS)
+    file = write_run(folder, trainer__iterations=2, rollout__max_response_tokens=12, rollout__samples_per_prompt=2)
+    truth = {"data_source": "x", "reward_model": {"ground_truth": 0.1}}
+    rows = [{"prompt": f"w{i} w{2 * i}", "extra_info": {"bonus": i}, **truth} for i in range(6)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def job(rank: int, config: Path, out: Path, overrides: tuple[str, ...]) -> list[str] | str:
+    """The job on this rank; the roles that it trained and scored with, or what failed."""
+    import multiprocessing
+
+    from rlhfuse.config.settings import load_config
+    from rlhfuse.errors import RewardError
+    from rlhfuse.parallel.device import choose_device
+    from rlhfuse.run.launch import name_device, run_job
+    from rlhfuse.run.preflight import prepare
+
+    multiprocessing.current_process()._config["daemon"] = False  # a daemon may not start the reward's processes
+    settings = load_config(config, [*overrides, f"trainer.output_dir={out}"])
+    name_device(settings)
+    try:
+        run_job(prepare(settings, 2), f"{out.name}-{settings.trainer.iterations}", rank, choose_device("cpu", 0, 1))
+    except RewardError as error:
+        return str(error)
+    return sorted(folder.name for folder in out.glob("export/*"))
+
+
+def rows(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def run_both(workers: Workers, config: Path, name: str, *overrides: str) -> tuple[Path, list[str]]:
+    """A fused run with a trigger while everything decodes, and a serial one; both must be the same."""
+    fused, serial = config.parent / f"{name}-fused", config.parent / f"{name}-serial"
+    exported = workers.run(job, config, fused, (*overrides, "fusion.threshold=8"))[0]
+    workers.run(job, config, serial, (*overrides, *SERIAL))
+    assert all(row["fusion/destinations"] == 1 for row in rows(fused))
+    assert all(row["fusion/destinations"] == 0 for row in rows(serial))
+    for compared in compare_runs(fused, serial):
+        assert compared.entries > 10 and not compared.differences, compared
+    return fused, exported
+
+
+def test_grpo_with_a_function_reward(workers, config):
+    function = f"reward.function={config.parent}/functions.py:even"
+    run, exported = run_both(
+        workers,
+        config,
+        "grpo",
+        *WITHOUT_CRITIC,
+        "algorithm.name=grpo",
+        function,
+        "algorithm.kl_in=loss",
+        "algorithm.kl_estimator=k3",
+        "algorithm.epochs=2",
+        "algorithm.kl_target=1",
+        "algorithm.kl_horizon=100",
+    )
+    assert exported == ["actor"]
+    metrics = rows(run)
+    assert all(0 <= row["critic/score/mean"] <= 1 and row["rollout/train_logprob_abs_diff"] < 1e-5 for row in metrics)
+    assert metrics[0]["actor/kl_loss"] >= 0 and not {"critic/vf_loss", "critic/values/mean"} & metrics[0].keys()
+    assert metrics[0]["actor/kl_coef"] == 0.05 > metrics[1]["actor/kl_coef"]  # it was below its target
+    plan = json.loads((run / "plan.json").read_text())
+    assert [task["name"] for task in plan["tasks"]] == ["generation", "reference_inference", "actor_train"]
+
+
+def test_ppo_with_a_mixed_reward(workers, config):
+    function = f"reward.function={config.parent}/functions.py:words"
+    run, exported = run_both(
+        workers,
+        config,
+        "mixed",
+        function,
+        "reward.model_weight=0.5",
+        "reward.function_weight=2",
+        "algorithm.clip_eps_high=0.28",
+        "algorithm.dual_clip=3",
+        "algorithm.missing_eos_penalty=1",
+        "trainer.iterations=1",
+        f"critic.path={config.parent}/actor",
+    )
+    assert exported == ["actor", "critic"]
+    assert rows(run)[0]["critic/values/mean"] == 0, "a critic that begins as the actor has a value head of zeros"
+    for row in rows(run):
+        mixed = 0.5 * row["reward/model/mean"] + 2 * row["reward/function/mean"]
+        assert row["critic/score/mean"] == pytest.approx(mixed, rel=1e-5)
+        assert row["critic/vf_loss"] > 0 and row["actor/pg_clipfrac_lower"] >= 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rloo", "reinforce++"])
+def test_without_critic_reference_and_reward_model(workers, config, name):
+    """Nothing scores at all but the function."""
+    function = f"reward.function={config.parent}/functions.py:even"
+    run, exported = run_both(
+        workers,
+        config,
+        name.rstrip("+"),
+        *WITHOUT_CRITIC,
+        f"algorithm.name={name}",
+        function,
+        "reference.path=none",
+        "algorithm.kl_coef=0",
+    )
+    assert exported == ["actor"] and "actor/ref_kl" not in rows(run)[0]
+
+
+@pytest.mark.slow
+def test_what_moves_from_iteration_to_iteration_is_resumed(workers, config):
+    """The checkpoint holds the KL's coefficient and the spread of scores: the resumed run is the uninterrupted one."""
+    moving = ("algorithm.kl_target=0.01", "algorithm.kl_horizon=50", "algorithm.scale_scores=true")
+    settings = ("algorithm.name=rloo", *moving, "trainer.iterations=3")
+    whole, part = config.parent / "steered", config.parent / "resumed"
+    workers.run(job, config, whole, settings)
+    first = (*settings[:-1], "trainer.iterations=2", "trainer.save_every=2", "trainer.export=false")
+    workers.run(job, config, part, first)
+    assert len(rows(part)) == 2
+    (part / "finished.json").unlink()
+    workers.run(job, config, part, (*settings, "trainer.resume=auto"))
+    for name in ("actor/kl_coef", "critic/score_scale"):
+        assert len({row[name] for row in rows(whole)}) == 3, name
+    for compared in compare_runs(whole, part):
+        assert not compared.differences, compared

@@ -1,0 +1,359 @@
+"""Thousands of random instances against the independent checker, and every damage to a schedule refused twice.
+
+Refused twice: by the checker of schedule_cases.py, and by the package's own reader of schedule.json.
+"""
+
+import json
+import random
+from collections import Counter
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+from schedule_cases import plain, random_instance, random_problem, table_3_problem, verdict
+
+from rlhfuse.errors import InputError, ScheduleError
+from rlhfuse.schedule.io import load_schedule, read_schedule, save_schedule, schedule_dict
+from rlhfuse.schedule.ir.action import Action, Kind
+from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.schedule.rules.bidirectional import bidirectional_problem, chimera
+from rlhfuse.schedule.rules.builders import capped_greedy, gpipe, greedy, serial_1f1b
+from rlhfuse.schedule.rules.halved import halved_1f1b
+from rlhfuse.schedule.rules.interleaved import interleaved_1f1b, interleaved_problem
+from rlhfuse.schedule.rules.time_sharing import same_layout_problem, time_sharing
+from rlhfuse.schedule.search.search import search
+
+BUILDERS = {
+    "serial 1F1B": serial_1f1b,
+    "one in flight": lambda p: serial_1f1b(p, 1),
+    "GPipe": gpipe,
+    "greedy": greedy,
+    "capped greedy": capped_greedy,
+    "1F1B+": halved_1f1b,
+    "interleaved 1F1B": lambda p: interleaved_1f1b(interleaved_problem(p, 2)),
+    "time-sharing": lambda p: time_sharing(same_layout_problem(p)),
+    "Chimera": lambda p: chimera(bidirectional_problem(p)),
+}
+
+
+def built(problem, turn=None):
+    """(builder, schedule) of every builder that takes the problem; what the others say must be one line.
+
+    With `turn` only every third builder has its turn.
+    """
+    for number, (name, build) in enumerate(BUILDERS.items()):
+        if turn is not None and (turn + number) % 3:
+            continue
+        try:
+            yield name, build(problem)
+        except InputError as error:
+            assert name in list(BUILDERS)[5:] and "\n" not in str(error), f"{name}: {error}"
+
+
+def as_rows(schedule):
+    return [[(a.pipeline, a.stage, a.kind.value, a.microbatch) for a in order] for order in schedule.orders]
+
+
+def as_file(schedule):
+    return json.loads(json.dumps(schedule_dict(schedule)))
+
+
+def capped(problem, caps, static=0):
+    return replace(problem, memory_cap=tuple(cap + static for cap in caps), static_memory=static)
+
+
+@pytest.mark.parametrize("seeds", [range(1000), pytest.param(range(1000, 3000), marks=pytest.mark.slow)], ids=str)
+def test_every_builder_on_random_instances(capsys, seeds):
+    schedules, sizes = Counter(), Counter()
+    for seed in seeds:
+        family, problem = random_instance(seed)
+        operations = 0
+        for name, schedule in built(problem, seed // 10 if family in ("group", "layout") else None):
+            rows, timeline = as_rows(schedule), evaluate(schedule)
+            found = verdict(plain(schedule.problem), rows)
+            assert not isinstance(found, str), f"seed {seed}, {name}: {found}"
+            assert timeline.makespan == pytest.approx(found[0]), f"seed {seed}, {name}"
+            assert timeline.node_peak_memory == pytest.approx(found[1]), f"seed {seed}, {name}"
+            schedules[name] += 1
+            operations = max(operations, sum(map(len, rows)))
+        sizes[family, "instances"] += 1
+        sizes[family, "operations"] += operations
+        sizes[family, "largest"] = max(sizes[family, "largest"], operations)
+        sizes[family, "nodes"] = max(sizes[family, "nodes"], problem.nodes)
+        sizes[family, "> 8 nodes, >= 2 models"] += problem.nodes > 8 and len(problem.models) >= 2
+        sizes["> 8 nodes, >= 2 models"] += problem.nodes > 8 and len(problem.models) >= 2
+    assert sizes["> 8 nodes, >= 2 models"] >= len(seeds) / 10
+    assert all(schedules[name] >= len(seeds) / 30 for name in BUILDERS), schedules
+    with capsys.disabled():
+        print(f"\n{len(seeds)} instances, {sum(schedules.values())} schedules: {dict(schedules)}")
+        for family in ("small", "large", "group", "layout"):
+            count = sizes[family, "instances"]
+            print(
+                f"  {family:7} {count:5} instances, up to {sizes[family, 'nodes']:2} nodes, operations "
+                f"{sizes[family, 'operations'] / count:5.0f} on average, {sizes[family, 'largest']:5} at most, "
+                f"{sizes[family, '> 8 nodes, >= 2 models']:4} with more than 8 nodes and two models"
+            )
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_files_of_random_instances_read_back(chunk):
+    for seed in range(chunk, 240, 4):
+        problem = random_instance(seed)[1]
+        made = list(built(problem))
+        name, schedule = made[seed % len(made)]
+        timeline = evaluate(schedule)
+        schedule = Schedule(capped(schedule.problem, timeline.node_peak_memory, seed % 3), schedule.orders)
+        raw = as_file(schedule)
+        found = verdict(raw["problem"], raw["tasks"], raw)
+        assert not isinstance(found, str), f"seed {seed}, {name}: {found}"
+        assert read_schedule(raw, "file") == schedule
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_search_on_random_instances(chunk):
+    """Half of them capped at what one micro-batch at a time needs, plus a little."""
+    for seed in range(chunk, 200, 4):
+        problem = random_instance(seed)[1]
+        if seed % 2:
+            lean = evaluate(serial_1f1b(problem, 1)).node_peak_memory
+            problem = capped(problem, [peak * (1 + seed % 3 / 2) for peak in lean], seed % 3)
+        schedule, report = search(problem, iterations=300, seed=seed)
+        raw = {**plain(problem), "memory_cap": problem.memory_cap, "static_memory": problem.static_memory}
+        claims = {"makespan": report.makespan, "peak_memory": report.peak_memory}
+        found = verdict(raw, as_rows(schedule), claims)
+        assert not isinstance(found, str), f"seed {seed}: {found}"
+
+
+def both_refuse(raw, what, rule=""):
+    """The checker and the reader refuse `raw`; the checker's reason begins with `rule`."""
+    found = verdict(raw["problem"], raw["tasks"], raw)
+    assert isinstance(found, str), f"{what}: the checker lets it pass"
+    assert found.startswith(rule), f"{what}: the checker says {found}"
+    try:
+        read_schedule(raw, "file")
+    except ScheduleError as error:
+        assert str(error).startswith("file: ") and "\n" not in str(error), f"{what}: {error}"
+    else:
+        pytest.fail(f"{what}: the reader lets it pass ({found})")
+
+
+def without_times(raw):
+    """Only the order: no times and no claims."""
+    for row in raw["tasks"]:
+        for task in row:
+            del task["start"], task["end"]
+    return {key: raw[key] for key in ("version", "problem", "tasks")}
+
+
+def lane(task):
+    return task["pipeline"], task["stage"], task["kind"]
+
+
+def damages(valid, rng):
+    """(kind of damage, what the checker must say, damaged file): every one that can be done to `valid`."""
+
+    def fresh(node=0, timed=True):
+        raw = deepcopy(valid)
+        raw = raw if timed else without_times(raw)
+        return raw, raw["tasks"][node]
+
+    nodes = range(len(valid["tasks"]))
+    for node in nodes:
+        for i, task in enumerate(valid["tasks"][node]):
+            yield from task_damages(fresh, node, i, task, rng, nodes)
+        yield from order_damages(fresh, node, valid["tasks"][node])
+    raw, _ = fresh()
+    del raw["tasks"][-1]
+    yield "row dropped", "", raw
+    peaks = valid["node_peak_memory"]
+    for node in (n for n in nodes if peaks[n] > 0):
+        raw, _ = fresh()
+        raw["problem"] |= {"memory_cap": [p + 1 for p in peaks], "static_memory": [1] * len(peaks)}
+        assert not isinstance(verdict(raw["problem"], raw["tasks"], raw), str)
+        raw["problem"]["memory_cap"][node] -= 0.01 * peaks[node]
+        yield "over the cap", "over the cap", raw
+    yield from claim_damages(fresh, valid)
+
+
+def task_damages(fresh, node, i, task, rng, nodes):
+    raw, row = fresh(node)
+    del row[i]
+    yield "dropped", "missing", raw
+    raw, row = fresh(node)
+    row.insert(rng.randrange(i, len(row)) + 1, dict(task))
+    yield "duplicated", "repeated", raw
+    for other in set(nodes) - {node}:
+        raw, row = fresh(node)
+        target = raw["tasks"][other]
+        target.insert(rng.randint(0, len(target)), row.pop(i))
+        yield "on the wrong node", "wrong node", raw
+    length = task["end"] - task["start"]
+    for early, late in ((-length / 2, -length / 2), (-length / 2, 0), (0, length / 2), (-1e6, -1e6)):
+        raw, row = fresh(node)
+        row[i]["start"] += early
+        row[i]["end"] += late
+        yield "overlapping or of a wrong length", "", raw
+    for change in ({"pipeline": "nobody"}, {"stage": task["stage"] + 99}, {"microbatch": -1}, {"microbatch": 99}):
+        raw, row = fresh(node)
+        row[i] |= change
+        yield "foreign", "unknown task", raw
+
+
+def order_damages(fresh, node, row_before):
+    for i, task in enumerate(row_before):
+        later = [j for j in range(i + 1, len(row_before)) if lane(row_before[j]) == lane(task)]
+        for j in later[:1]:
+            for timed in (True, False):
+                raw, row = fresh(node, timed)
+                row[i]["microbatch"], row[j]["microbatch"] = row[j]["microbatch"], row[i]["microbatch"]
+                yield "micro-batches out of order", "micro-batches out of order", raw
+        if i + 1 < len(row_before):
+            raw, row = fresh(node)
+            row[i], row[i + 1] = row[i + 1], row[i]
+            yield "neighbours swapped, times kept", "", raw
+        for j in range(i + 1, len(row_before)):  # what needs the output of task i, put before it
+            other = row_before[j]
+            same = (other["pipeline"], other["microbatch"]) == (task["pipeline"], task["microbatch"])
+            first = all(lane(row_before[k]) != lane(other) for k in range(i, j))
+            if same and first and needed(task, other):
+                raw, row = fresh(node, timed=False)
+                row.insert(i, row.pop(j))
+                yield "cyclic", "deadlock", raw
+
+
+def needed(before, after):
+    """Whether `after` cannot start until `before`, of the same micro-batch, has ended."""
+    kinds, stages = before["kind"] + after["kind"], (before["stage"], after["stage"])
+    return {
+        "FF": stages[0] < stages[1],
+        "BB": stages[0] > stages[1],
+        "FB": True,
+        "FW": True,
+        "BW": stages[0] >= stages[1],
+    }.get(kinds, False)
+
+
+def claim_damages(fresh, valid):
+    for key in ("makespan", "peak_memory"):
+        for factor in (0.99, 1.01):
+            raw, _ = fresh()
+            raw[key] *= factor
+            if raw[key] != valid[key]:
+                yield f"wrong {key}", "claimed", raw
+    for node, peak in enumerate(valid["node_peak_memory"]):
+        raw, _ = fresh()
+        raw["node_peak_memory"][node] = peak + 0.5
+        yield "wrong node_peak_memory", "claimed node_peak_memory", raw
+    raw, _ = fresh()
+    raw["optimal"] = not raw["optimal"]
+    yield "wrong optimal", "claimed optimal", raw
+    raw, _ = fresh()
+    raw["lower_bound"] = raw["makespan"] * 1.01
+    yield "wrong lower_bound", "claimed lower_bound", raw
+
+
+def test_every_damage_is_refused_by_checker_and_reader(capsys):
+    counts, rng = Counter(), random.Random(1)
+    for seed in range(40):
+        problem = random_instance(seed)[1]
+        made = [(name, s) for name, s in built(problem) if sum(map(len, s.orders)) <= 36]
+        if not made:
+            continue
+        name, schedule = made[seed % len(made)]
+        valid = as_file(schedule)
+        assert not isinstance(verdict(valid["problem"], valid["tasks"], valid), str)
+        read_schedule(valid, "file")
+        for kind, rule, raw in damages(valid, rng):
+            both_refuse(raw, f"seed {seed}, {name}, {kind}", rule)
+            counts[kind] += 1
+    assert min(counts.values()) >= 10 and len(counts) == 15, counts
+    with capsys.disabled():
+        print(f"\n{sum(counts.values())} damaged schedules refused twice: {dict(counts)}")
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_checker_and_package_agree_on_random_orders(chunk):
+    """Random orders that keep micro-batches in order: many deadlock, and both must say which."""
+    outcomes = Counter()
+    for seed in range(chunk, 400, 4):
+        problem, rng = random_problem(seed, 4), random.Random(seed)
+        orders = [random_order(problem, node, rng, tidy=seed % 3 > 0) for node in range(problem.nodes)]
+        found = verdict(plain(problem), [[tuple(a) for a in order] for order in orders])
+        try:
+            timeline = evaluate(Schedule(problem, tuple(map(tuple, orders))))
+        except ScheduleError as error:
+            assert "deadlocks" in str(error) and found.startswith("deadlock"), f"seed {seed}: {found}, {error}"
+            outcomes["deadlock"] += 1
+            continue
+        assert not isinstance(found, str), f"seed {seed}: {found}"
+        assert timeline.makespan == pytest.approx(found[0])
+        assert timeline.node_peak_memory == pytest.approx(found[1])
+        outcomes["valid"] += 1
+    assert min(outcomes["deadlock"], outcomes["valid"]) >= 5, outcomes
+
+
+def random_order(problem, node, rng, tidy):
+    """The lanes of a node merged at random; with `tidy` a stage's B waits for its F, and its W for its B."""
+    lanes = {
+        (p.name, stage, kind): 0
+        for p in problem.pipelines
+        for stage, home in enumerate(p.placement)
+        for kind in (Kind.F, Kind.B, Kind.W)[: 3 if p.split else 2]
+        if home == node
+    }
+    before = {Kind.B: Kind.F, Kind.W: Kind.B}
+    order = []
+    while True:
+        open_lanes = [
+            (name, stage, kind)
+            for (name, stage, kind), done in lanes.items()
+            if done < problem.pipeline(name).microbatches
+            and (not tidy or kind is Kind.F or lanes[name, stage, before[kind]] > done)
+        ]
+        if not open_lanes:
+            return order
+        name, stage, kind = rng.choice(open_lanes)
+        order.append(Action(name, stage, kind, lanes[name, stage, kind]))
+        lanes[name, stage, kind] += 1
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"makespan": 226}, "makespan is 226, but the schedule's is 244"),
+        ({"makespan": "244"}, "makespan is '244'"),
+        ({"makespan": float("nan")}, "makespan is nan"),
+        ({"peak_memory": 15.6}, "peak_memory is 15.6, but the schedule's is 23.6"),
+        ({"node_peak_memory": [1]}, "node_peak_memory is .*8 numbers"),
+        ({"serial_makespan": 400}, "serial_makespan is 400, but the schedule's is 309"),
+        ({"lower_bound": 226}, "lower_bound is 226, but no more than 225 is proved"),
+        ({"lower_bound": True}, "lower_bound is True"),
+        ({"optimal": True}, "optimal is True, but makespan 244 has the bound 225"),
+        ({"optimal": 0}, "optimal is 0"),
+        ({"memory_lower_bound": 99}, "memory_lower_bound is 99, but no more than"),
+    ],
+)
+def test_untrue_claims_are_refused_by_name(tmp_path, change, message):
+    path = tmp_path / "schedule.json"
+    save_schedule(path, greedy(table_3_problem(8, 4, 8, 4, 5, 4, 1.95, 2)))
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ScheduleError, match=f"schedule.json: {message}"):
+        load_schedule(path)
+
+
+def test_what_a_file_may_leave_out_or_understate(tmp_path):
+    schedule = greedy(table_3_problem(8, 4, 8, 4, 5, 4, 1.95, 2))
+    raw = as_file(schedule)
+    assert read_schedule(without_times(deepcopy(raw)), "file") == schedule
+    assert read_schedule({**raw, "lower_bound": 200}, "file") == schedule  # true, only weaker
+    raw["tasks"][0][1]["start"] = 4
+    with pytest.raises(ScheduleError, match=r"tasks\[0\]\[1\]: start is 4, but in this order the task runs from 5 to"):
+        read_schedule(raw, "file")
+
+
+def test_a_schedule_over_its_own_cap_is_not_read():
+    problem = replace(table_3_problem(8, 4, 8, 4, 5, 4, 1.95, 2), memory_cap=20, static_memory=1)
+    with pytest.raises(ScheduleError, match="node 1 holds 23.6 of activations, but its memory cap leaves 19"):
+        read_schedule(as_file(greedy(problem)), "file")
+    assert read_schedule(as_file(serial_1f1b(problem)), "file") == serial_1f1b(problem)

@@ -1,0 +1,264 @@
+"""Actions, problems and schedules as text and JSON; builders and evaluation against a plain checker."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedule_cases import TABLE_3, check, random_problem, table_3_problem
+
+from rlhfuse.errors import InputError, ScheduleError
+from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
+from rlhfuse.schedule.io import load_schedule, save_schedule
+from rlhfuse.schedule.ir.action import Action, Kind
+from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
+from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.schedule.rules.builders import (
+    capped_greedy,
+    gpipe,
+    greedy,
+    serial_1f1b,
+    serial_makespan,
+    serial_peak_memory,
+)
+
+
+def two_by_two(microbatches=1, **more):
+    return FusionProblem(
+        2,
+        (
+            Pipeline("actor", "actor", (0, 1), microbatches, (1, 1), (1, 1), (1, 1)),
+            Pipeline("critic", "critic", (1, 0), microbatches, (1, 1), (1, 1), (1, 1)),
+        ),
+        **more,
+    )
+
+
+@pytest.mark.parametrize("text", ["actor:0F0", "critic.0:2F5", "actor:12B31", "a:0W1", "a:1SF2", "a:1RB2"])
+def test_action_text_parses_back(text):
+    assert str(Action.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "0F0", "actor:F0", "actor:0f0", "actor:0F", "actor:0X1", "a b:0F0", "a:-1F0"])
+def test_other_action_text_is_refused(text):
+    with pytest.raises(InputError, match="action"):
+        Action.parse(text)
+
+
+def test_schedule_text_parses_back_and_is_the_docstrings():
+    text = "node 0: actor:0F0 critic:1F0 critic:1B0 actor:0B0\nnode 1: critic:0F0 actor:1F0 actor:1B0 critic:0B0"
+    schedule = Schedule.parse(two_by_two(), text)
+    assert schedule.text() == text
+    timeline = evaluate(schedule)
+    assert timeline.makespan == 4 and timeline.node_peak_memory == (2, 2)
+    assert timeline.starts == ((0, 1, 2, 3), (0, 1, 2, 3))
+    assert greedy(two_by_two()) == schedule
+
+
+def test_serial_orders_are_1f1b():
+    problem = FusionProblem(3, (Pipeline("a", "a", (0, 1, 2), 4, (1,) * 3, (2,) * 3, (1,) * 3),))
+    assert serial_1f1b(problem).text().splitlines() == [
+        "node 0: a:0F0 a:0F1 a:0F2 a:0B0 a:0F3 a:0B1 a:0B2 a:0B3",
+        "node 1: a:1F0 a:1F1 a:1B0 a:1F2 a:1B1 a:1F3 a:1B2 a:1B3",
+        "node 2: a:2F0 a:2B0 a:2F1 a:2B1 a:2F2 a:2B2 a:2F3 a:2B3",
+    ]
+    assert gpipe(problem).text().splitlines()[2] == "node 2: a:2F0 a:2F1 a:2F2 a:2F3 a:2B0 a:2B1 a:2B2 a:2B3"
+
+
+@pytest.mark.parametrize(
+    "orders, message",
+    [
+        ("node 0: actor:0F0 critic:1F0 critic:1B0\nnode 1: critic:0F0 actor:1F0 actor:1B0", "0B0 is missing"),
+        ("node 0: actor:1F0", "belongs on node 1"),
+        ("node 0: actor:0F0 actor:0F0", "out of micro-batch order"),
+        ("node 0: actor:0F0 actor:0F7", "not in the problem"),
+        ("node 0: actor:0SF0", "not in the problem"),
+        ("node 1: actor:0F0", "must begin with 'node 0:'"),
+        ("node 0:", "has 1 nodes"),
+    ],
+)
+def test_broken_orders_are_refused(orders, message):
+    text = orders if "\n" in orders or "has 1" in message else orders + "\nnode 1:"
+    with pytest.raises(InputError, match=message):
+        Schedule.parse(two_by_two(), text)
+
+
+def test_deadlock_names_its_cycle():
+    text = "node 0: critic:1F0 actor:0F0 critic:1B0 actor:0B0\nnode 1: actor:1F0 critic:0F0 actor:1B0 critic:0B0"
+    with pytest.raises(ScheduleError, match="node 0 at critic:1F0 waits for critic:0F0; node 1 at actor:1F0") as caught:
+        evaluate(Schedule.parse(two_by_two(), text))
+    assert "node 0: critic:1F0 <-- ERROR HERE" in caught.value.grid
+
+
+def test_a_node_that_waits_for_itself_deadlocks():
+    problem = FusionProblem(1, (Pipeline("a", "a", (0,), 1, (1,), (1,), (1,)),))
+    with pytest.raises(ScheduleError, match="deadlock"):
+        evaluate(Schedule.parse(problem, "node 0: a:0B0 a:0F0"))
+
+
+@pytest.mark.parametrize("row, serial, bound, serial_memory, memory", TABLE_3)
+def test_table_3_serial_and_bounds(row, serial, bound, serial_memory, memory):
+    problem = table_3_problem(*row)
+    assert serial_makespan(problem) == serial and serial_peak_memory(problem) == serial_memory
+    assert latency_bound(problem) == bound and memory <= memory_bound(problem, bound) <= serial_memory
+
+
+def test_contract_problem_reads_and_writes_back():
+    raw = {
+        "version": 1,
+        "nodes": 2,
+        "memory_cap": [9, 8.5],
+        "static_memory": 1,
+        "transfer": 0.5,
+        "pipelines": [
+            {
+                "name": "actor",
+                "model": "actor",
+                "placement": [0, 1],
+                "microbatches": 3,
+                "forward": [1, 2],
+                "backward": 2,
+                "activation": 1.95,
+            },
+            {
+                "name": "critic",
+                "model": "critic",
+                "placement": [1, 0],
+                "microbatches": 3,
+                "forward": 1,
+                "backward": 1,
+                "activation": 0,
+                "weight_gradient": 1,
+            },
+        ],
+    }
+    problem = FusionProblem.from_dict(raw)
+    assert problem.to_dict() == raw and problem.node_cap(1) == 7.5
+    assert problem.pipeline("actor").forward == (1, 2) and problem.pipeline("critic").split
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"version": 2}, "version 2"),
+        ({"nodes": 0}, "nodes is 0"),
+        ({"nodes": True}, "nodes is True"),
+        ({"transfer": -1}, "transfer is -1"),
+        ({"memory_cap": [1]}, "memory_cap has 1 entries for 2 nodes"),
+        ({"pipelines": []}, "pipelines is empty"),
+        ({"pipelines": {}}, "must be a list"),
+        ({"speed": 1}, "unknown key 'speed'"),
+    ],
+)
+def test_bad_problems_name_the_place(change, message):
+    with pytest.raises(InputError, match=message):
+        FusionProblem.from_dict({**two_by_two().to_dict(), **change}, "problem.json")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"placement": [0, 2]}, "placement names node 2"),
+        ({"placement": []}, "placement is empty"),
+        ({"placement": [0, 1.0]}, "placement is 1.0"),
+        ({"placement": 3}, "placement must be a list"),
+        ({"microbatches": 0}, "microbatches is 0"),
+        ({"forward": [1]}, "forward has 1 entries for 2 stages"),
+        ({"forward": 0}, "forward is 0"),
+        ({"forward": "5"}, "forward is '5'"),
+        ({"backward": float("nan")}, "backward is nan"),
+        ({"activation": -1}, "activation is -1"),
+        ({"activation": None}, "activation is null"),
+        ({"name": "critic"}, "name 'critic' is used 2 times"),
+        ({"name": "a b"}, "without spaces"),
+        ({"colour": 1}, "unknown key 'colour'"),
+    ],
+)
+def test_bad_pipelines_name_the_place(change, message):
+    raw = two_by_two().to_dict()
+    raw["pipelines"][0].update(change)
+    with pytest.raises(InputError, match=f"problem.json: .*{message}"):
+        FusionProblem.from_dict(raw, "problem.json")
+
+
+def test_schedule_file_round_trip_and_contract(tmp_path):
+    schedule = greedy(table_3_problem(8, 4, 8, 4, 5, 4, 1.95, 2))
+    path = tmp_path / "schedule.json"
+    save_schedule(path, schedule, {"seed": 1})
+    assert load_schedule(path, schedule.problem) == schedule
+    raw = json.loads(path.read_text())
+    assert set(raw) == {
+        "version",
+        "problem",
+        "makespan",
+        "lower_bound",
+        "optimal",
+        "serial_makespan",
+        "peak_memory",
+        "node_peak_memory",
+        "memory_lower_bound",
+        "serial_peak_memory",
+        "search",
+        "tasks",
+        "latency_gap",
+        "memory_gap",
+        "memory_optimal",
+    }
+    assert raw["tasks"][0][0] == {"pipeline": "actor", "kind": "F", "microbatch": 0, "stage": 0, "start": 0, "end": 5}
+    assert raw["makespan"] == max(task["end"] for row in raw["tasks"] for task in row)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_schedule_file_for_another_run_is_refused(tmp_path):
+    problem = table_3_problem(8, 4, 8, 4, 5, 4, 1.95, 2)
+    path = tmp_path / "schedule.json"
+    save_schedule(path, greedy(problem))
+    slower = replace(problem, pipelines=tuple(replace(p, forward=(7,) * p.stages) for p in problem.pipelines))
+    assert load_schedule(path, slower).problem == problem  # an order stays executable when times change
+    for other, message in [
+        (table_3_problem(16, 8, 8, 4, 5, 4, 1.95, 2), "is for 8 nodes, this run has 16"),
+        (table_3_problem(8, 8, 8, 8, 5, 4, 1.95, 2), "critic.0, critic.1, this run has actor, critic"),
+        (table_3_problem(8, 4, 16, 8, 5, 4, 1.95, 2), "microbatches 8, this run has 16"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            load_schedule(path, other)
+
+
+@pytest.mark.parametrize("damage", ["not json", "[]", '{"version": 1}', "swap", "kind"])
+def test_damaged_schedule_files_are_refused(tmp_path, damage):
+    path = tmp_path / "schedule.json"
+    save_schedule(path, greedy(two_by_two()))
+    text = path.read_text()
+    if damage == "swap":
+        raw = json.loads(text)
+        raw["tasks"][0].reverse()
+        text = json.dumps(raw)
+    elif damage == "kind":
+        text = text.replace('"kind": "B"', '"kind": "Q"', 1)
+    else:
+        text = damage
+    path.write_text(text)
+    with pytest.raises(InputError, match="schedule.json"):
+        load_schedule(path)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.integers(0, 10**6))
+def test_builders_on_random_problems(seed):
+    problem = random_problem(seed)
+    bound = latency_bound(problem)
+    for build in (serial_1f1b, gpipe, greedy, capped_greedy, lambda p: capped_greedy(p, 2)):
+        schedule = build(problem)
+        makespan, peaks = check(problem, schedule.orders)
+        timeline = evaluate(schedule)
+        assert timeline.makespan == pytest.approx(makespan) and timeline.node_peak_memory == pytest.approx(peaks)
+        assert makespan >= bound * (1 - 1e-9)
+        assert max(peaks) >= memory_bound(problem, makespan) * (1 - 1e-9)
+        assert Schedule.parse(problem, schedule.text()) == schedule
+    assert FusionProblem.from_dict(json.loads(json.dumps(problem.to_dict()))) == problem
+
+
+def test_kinds_are_text():
+    assert str(Kind.SF) == "SF" and Kind("W") is Kind.W

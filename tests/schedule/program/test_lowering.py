@@ -1,0 +1,375 @@
+"""Lowered programs: text, rank maps, where everything stands, and what is refused before a step."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from program_cases import random_case
+
+from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.errors import InputError, ScheduleError
+from rlhfuse.schedule.ir.action import Kind
+from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.ir.graph import build_graph
+from rlhfuse.schedule.ir.problem import StageCosts, fused_problem
+from rlhfuse.schedule.ir.ranks import rank_map
+from rlhfuse.schedule.program.lowering import lower
+from rlhfuse.schedule.program.program import Instruction, Program, Programs
+from rlhfuse.schedule.program.timetable import Timetable
+from rlhfuse.schedule.program.verify import Verified, verify
+from rlhfuse.schedule.rules.builders import capped_greedy, gpipe, greedy, serial_1f1b
+from rlhfuse.schedule.rules.halved import halved_1f1b
+from rlhfuse.schedule.rules.interleaved import interleaved_1f1b
+from rlhfuse.schedule.rules.time_sharing import same_layout_problem, time_sharing
+
+L = ParallelLayout.parse
+
+# actor, critic, M1, transfers per replica that a correct program set makes
+LAYOUTS = [
+    ("d1t1p4", "d2t1p2", 4),  # K 1:2
+    ("d1t1p2", "d1t1p2", 3),  # K 1:1
+    ("d2t1p6", "d3t1p4", 3),  # K 2:3
+    ("d1t2p2", "d1t1p4", 2),  # critic stages merged by 2
+    ("d1t1p4", "d1t2p2", 2),  # actor stages merged by 2
+    ("d2t2p2", "d2t1p4", 2),  # two replicas, merged
+    ("d1t4p2", "d2t1p4", 2),  # merged by 4: the critic's pipeline lives on one node
+    ("d2t1p1", "d1t1p2", 1),  # actor without a pipeline
+    ("d2t1p1", "d2t1p1", 2),  # neither has one
+]
+
+
+def both(actor, critic):
+    return {"actor": L(actor), "critic": L(critic)}
+
+
+def costs(layout, f, a=1.0):
+    return StageCosts((f,) * layout.stages, (2 * f,) * layout.stages, (a,) * layout.stages)
+
+
+def pair(actor, critic, m1):
+    layouts = both(actor, critic)
+    prices = {"actor": costs(layouts["actor"], 5, 1.95), "critic": costs(layouts["critic"], 4, 2)}
+    return fused_problem(layouts, m1, prices), rank_map(layouts)
+
+
+def test_four_ranks_match_the_design():
+    ranks = rank_map(both("d1t1p4", "d2t1p2"))
+    assert ranks.pipelines("actor") == (((0,), (1,), (2,), (3,)),)
+    assert ranks.pipelines("critic") == (((1,), (0,)), ((3,), (2,)))
+    assert ranks.dp_groups("critic") == (((1, 3),), ((0, 2),))
+    assert ranks.dp_groups("actor") == (((0,),), ((1,),), ((2,),), ((3,),))
+    assert [ranks.locate("critic", r) for r in range(4)] == [(0, 1, 0), (0, 0, 0), (1, 1, 0), (1, 0, 0)]
+    assert [ranks.pipeline_of("critic", r) for r in range(4)] == ["critic.0", "critic.0", "critic.1", "critic.1"]
+
+
+def test_merged_stages_sit_on_the_nodes_ranks():
+    ranks = rank_map(both("d2t2p2", "d2t1p4"))
+    assert ranks.pipelines("actor") == (((0, 1), (2, 3)), ((4, 5), (6, 7)))
+    assert ranks.pipelines("critic") == (((3,), (2,), (1,), (0,)), ((7,), (6,), (5,), (4,)))
+    assert ranks.replicas[0]["critic"] == (((3,), (2,)), ((1,), (0,)))
+    assert ranks.replica_of(3) == 0 and ranks.replica_of(4) == 1
+    problem, _ = pair("d2t2p2", "d2t1p4", 2)
+    assert problem.pipeline("critic").forward == (8, 8) and problem.pipeline("critic").activation == (2, 2)
+
+
+@pytest.mark.parametrize("actor, critic, _", LAYOUTS)
+def test_every_rank_has_one_place_in_each_model(actor, critic, _):
+    ranks = rank_map(both(actor, critic))
+    for model, layout in (("actor", L(actor)), ("critic", L(critic))):
+        pipelines = ranks.pipelines(model)
+        assert sorted(r for pipe in pipelines for stage in pipe for r in stage) == list(range(layout.size))
+        assert (len(pipelines), len(pipelines[0]), len(pipelines[0][0])) == (layout.dp, layout.pp, layout.tp)
+        groups = ranks.dp_groups(model)
+        assert all(len(group) == layout.dp for stage in groups for group in stage)
+
+
+def test_unequal_layouts_are_refused_with_their_arithmetic():
+    for actor, critic, part in [
+        ("d1t1p4", "d1t1p2", "uses 4 ranks"),
+        ("d1t2p3", "d2t1p3", r"pp\(3\) % s\(2\)"),
+        ("d1t3p2", "d1t2p3", "% 2 = 1"),
+        ("d1t1p2@2-3", "d1t1p2", "rank 0"),
+    ]:
+        with pytest.raises(InputError, match=part):
+            rank_map(both(actor, critic))
+    with pytest.raises(InputError, match=r"K1\*M1 = 1\*3"):
+        pair("d1t1p4", "d2t1p2", 3)
+
+
+def test_two_rank_program_is_the_one_on_the_whiteboard():
+    problem, ranks = pair("d1t1p2", "d1t1p2", 1)
+    programs = lower(greedy(problem), ranks)
+    # A forward takes 5 for the actor and 4 for the critic: the critic's transfer is the first of all.
+    assert programs[0].text() == (
+        "rank 0: critic:1RF0<1 actor:0F0 actor:0SF0>1 critic:1F0 critic:1B0 critic:1SB0>1 critic:1RG "
+        "actor:0RB0<1 actor:0B0 actor:0RG critic:1ST actor:0ST"
+    )
+    assert programs[1].text() == (
+        "rank 1: critic:0F0 critic:0SF0>0 actor:1RF0<0 actor:1F0 critic:0RB0<0 actor:1B0 "
+        "actor:1SB0>0 actor:1RG critic:0B0 critic:0RG critic:0ST actor:1ST"
+    )
+    for program in programs.values():
+        assert Program.parse(program.text()) == program
+
+
+@pytest.mark.parametrize(
+    "text", "actor:0F3 actor:0SF3>1 actor:1RF3<0 critic.1:2SB0>7 a:0W1 a:0RG a.1:2TE a:0ST".split()
+)
+def test_instruction_text_parses_back(text):
+    assert str(Instruction.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["actor:0F3>1", "actor:0SF3", "actor:0SF3<1", "actor:1RF3>0", "actor:0X1", "0F1", "", "a:0RG1", "a:0ST>1", "a:0F"],
+)
+def test_other_instruction_text_is_refused(text):
+    with pytest.raises(InputError, match="instruction|action"):
+        Instruction.parse(text)
+
+
+@pytest.mark.parametrize("build", [serial_1f1b, gpipe, greedy, capped_greedy])
+@pytest.mark.parametrize("actor, critic, m1", LAYOUTS)
+def test_lowered_schedules_verify(actor, critic, m1, build):
+    problem, ranks = pair(actor, critic, m1)
+    schedule = build(problem)
+    transfers = verify(lower(schedule, ranks), schedule, ranks).transfers
+    expected = 0
+    for layout, share in zip((L(actor), L(critic)), ranks.shape.shares):
+        microbatches = problem.pipeline(share.names[0]).microbatches
+        expected += 2 * (layout.pp - 1) * layout.tp * layout.dp * microbatches
+    assert transfers == expected
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.data())
+def test_random_costs_verify(data):
+    actor, critic, m1 = data.draw(st.sampled_from(LAYOUTS[:7]))
+    ranks = rank_map(both(actor, critic))
+
+    def draw(layout):
+        times = st.lists(st.integers(1, 9), min_size=layout.pp, max_size=layout.pp).map(tuple)
+        return StageCosts(data.draw(times), data.draw(times), (1,) * layout.pp)
+
+    layouts = both(actor, critic)
+    problem = fused_problem(layouts, m1, {model: draw(layout) for model, layout in layouts.items()})
+    problem = replace(problem, transfer=data.draw(st.integers(0, 3)))
+    schedule = data.draw(st.sampled_from([serial_1f1b, greedy, capped_greedy]))(problem)
+    assert verify(lower(schedule, ranks), schedule, ranks).channels
+
+
+@pytest.mark.parametrize("reduce", ["early", "joint"])
+@pytest.mark.parametrize("alternate", [True, False])
+@pytest.mark.parametrize(
+    "layouts, m, build",
+    [
+        (("d1t1p2v2", "d1t1p2v2"), 4, interleaved_1f1b),
+        (("d1t1p4v2", "d2t1p2v3"), 4, interleaved_1f1b),
+        (("d1t1p2v2", "d1t1p2v2", "d1t1p2v3"), 2, interleaved_1f1b),
+        (("d1t1p4", "d1t1p4"), 4, time_sharing),
+        (("d1t2p2", "d1t2p2", "d1t2p2"), 2, time_sharing),
+        (("d1t1p4", "d2t1p2", "d4t1p1"), 4, serial_1f1b),
+        (("d1t1p4", "d2t1p2", "d1t1p4"), 4, greedy),
+        (("d1t1p4", "d1t2p2", "d2t1p2"), 4, capped_greedy),
+        (("d1t1p4",), 4, serial_1f1b),
+    ],
+)
+def test_every_builder_lowers(layouts, m, build, alternate, reduce):
+    layouts = dict(zip(("actor", "critic", "other"), map(L, layouts)))
+    problem = fused_problem(layouts, m, {n: costs(x, 3) for n, x in layouts.items()}, alternate=alternate)
+    ranks = rank_map(layouts, alternate)
+    if build is time_sharing and alternate:
+        problem, ranks = same_layout_problem(problem), rank_map(layouts, alternate=False)
+    schedule, tied = build(problem), frozenset(layouts)
+    found = verify(lower(schedule, ranks, tied=tied, reduce=reduce), schedule, ranks, tied=tied)
+    assert found.transfers == sum(
+        2 * microbatches * layout.dp * layout.tp * sum(1 for s in range(1, layout.stages) if layout.pp > 1)
+        for n, layout in layouts.items()
+        for microbatches in {p.microbatches for p in problem.pipelines if p.model == n}
+    )
+    groups = sum(layout.dp * layout.tp for layout in layouts.values() if layout.pp > 1)  # TE
+    groups += sum(layout.stages * layout.tp for layout in layouts.values())  # RG
+    assert found.collectives == groups + len(layouts)
+
+
+def test_one_f_one_b_plus_is_serial_on_halved_layouts():
+    layouts = {model: layout.halved() for model, layout in both("d1t1p4", "d1t2p2").items()}
+    assert {model: str(layout) for model, layout in layouts.items()} == {"actor": "d2t1p2", "critic": "d2t2p1"}
+    schedule = serial_1f1b(fused_problem(layouts, 2, {n: costs(x, 3) for n, x in layouts.items()}))
+    ranks = rank_map(layouts)
+    assert verify(lower(schedule, ranks), schedule, ranks).channels
+    assert len(ranks.replicas) == 2
+    # The same orders as those of halved_1f1b, which merges the stages of the problem itself: two replicas of them.
+    whole = both("d1t1p4", "d1t1p4")
+    plus = halved_1f1b(fused_problem(whole, 4, {n: costs(x, 3) for n, x in whole.items()}))
+    half = {n: x.halved() for n, x in whole.items()}
+    schedule = serial_1f1b(fused_problem(half, 2, {n: costs(x, 6) for n, x in half.items()}))
+    bare = [re.sub(r"\.\d|node \d: ", "", text) for text in (plus.text(), schedule.text())]
+    assert bare[0].splitlines() == 2 * bare[1].splitlines()
+
+
+def test_three_models_and_chunks_have_their_ranks():
+    ranks = rank_map(dict(zip("abc", map(L, ("d1t1p4", "d2t1p2", "d2t1p2v2")))))
+    assert ranks.pipelines("c") == (((0,), (1,)), ((2,), (3,)))  # forwards again, one position per rank
+    assert ranks.stages(0, "c.1") == ((2,), (3,), (2,), (3,))
+    assert [ranks.stages_of("c", r) for r in range(4)] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert [ranks.stages_of("b", r) for r in range(4)] == [(1,), (0,), (1,), (0,)]
+    assert ranks.dp_groups("c") == (((0, 2),), ((1, 3),))
+    assert [ranks.node_of(r) for r in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(InputError, match="'d' is not in this fused group; it has a, b, c"):
+        ranks.locate("d", 0)
+    with pytest.raises(InputError, match="rank 4 is not in a's layout d1t1p4"):
+        ranks.locate("a", 4)
+
+
+def test_reductions_follow_the_last_backward_and_steps_delay_nobody():
+    """d1t1p4 with d2t1p2, critic small: RG stands right behind the last backward, TE and ST where all can stop."""
+    problem, ranks = pair("d1t1p4", "d2t1p2", 4)
+    schedule = greedy(problem)
+    programs = lower(schedule, ranks)
+    for rank, program in programs.items():
+        kinds = [str(i.action.kind) for i in program.instructions]
+        for i, instruction in enumerate(program.instructions):
+            if instruction.action.kind is Kind.RG:
+                before = [j for j in program.instructions[:i] if j.peer is None][-1].action
+                assert before == (instruction.action.pipeline, instruction.action.stage, Kind.B, before.microbatch)
+        assert kinds.count("ST") == 2 and kinds[-1] == "ST"
+    steps = {
+        tuple(i.action.pipeline.split(".")[0] for i in program.instructions if i.action.kind is Kind.ST)
+        for program in programs.values()
+    }
+    assert len(steps) == 1  # one order on all ranks
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.integers(0, 10**6))
+def test_steps_do_not_lengthen_the_schedule(seed):
+    """Run the programs with the schedule's times, ST and TE as barriers of no duration: the makespan is the same.
+
+    One model's step only: two barriers near each other may share the slack of one action.
+    """
+    schedule, ranks, _ = random_case(seed)
+    model = schedule.problem.models[seed % len(schedule.problem.models)]
+    timetable = Timetable(schedule)
+    ends = [(end, action) for end, action in timetable.actions()]
+    ready = max(end for end, action in ends if schedule.problem.pipeline(action.pipeline).model == model)
+    moment = timetable.free(ready, range(schedule.problem.nodes))
+    makespan = evaluate(schedule).makespan
+    assert ready <= moment <= makespan * (1 + 1e-9)
+    assert stopped_at(schedule, ends, moment) == pytest.approx(makespan, rel=1e-6)
+
+
+def stopped_at(schedule, ends, moment):
+    """Makespan when all nodes wait for each other between the actions that end by `moment` and the later ones."""
+    graph = build_graph(schedule.problem)
+    clock, done, stopped = [0.0] * schedule.problem.nodes, {}, False
+    for end, action in ends:
+        if end > moment * (1 + 1e-9) and not stopped:
+            clock, stopped = [max(clock)] * len(clock), True
+        o = graph.number[action]
+        node, source = graph.node[o], graph.upstream[o]
+        begin = max(clock[node], done[source] + graph.lag[o] if source >= 0 else 0.0)
+        done[o] = clock[node] = begin + graph.duration[o]
+    return max(clock)
+
+
+def test_crossed_sends_need_a_queue_for_each_communicator():
+    """Both ranks send first: fine when sends are issued, a hang when every rank has one queue."""
+    problem, ranks = pair("d1t1p2", "d1t1p2", 1)
+    programs = lower(greedy(problem), ranks)
+    crossed = [
+        "rank 0: actor:0F0 actor:0SF0>1 critic:1RF0<1 critic:1F0 critic:1B0 critic:1SB0>1 critic:1RG "
+        "actor:0RB0<1 actor:0B0 actor:0RG critic:1ST actor:0ST",
+        "rank 1: critic:0F0 critic:0SF0>0 actor:1RF0<0 actor:1F0 critic:0RB0<0 actor:1B0 actor:1SB0>0 actor:1RG "
+        "critic:0B0 critic:0RG critic:0ST actor:1ST",
+    ]
+    crossed = replace(programs, by_rank={p.rank: p for p in map(Program.parse, crossed)})
+    found = verify(crossed, greedy(problem), ranks)
+    assert not found.one_queue
+    assert found.hang.startswith("never happens: rank 0 at 1 waits in actor:0SF0>1; rank 1 at 1 waits in critic:0SF0>0")
+    assert verify(programs, greedy(problem), ranks) == Verified(4, 6, True, True)
+
+
+def test_a_receive_before_its_sender_can_send_hangs():
+    """Rank 0 wants its gradient before it has sent the activation."""
+    problem, ranks = pair("d1t1p2", "d1t1p2", 1)
+    schedule = serial_1f1b(problem)
+    programs = lower(schedule, ranks)
+    assert verify(programs, schedule, ranks).one_queue
+    text = programs[0].text().replace(" actor:0SF0>1", "").replace(" actor:0RG", " actor:0SF0>1 actor:0RG")
+    broken = replace(programs, by_rank={**programs.by_rank, 0: Program.parse(text)})
+    with pytest.raises(ScheduleError, match=r"deadlock: rank 0, position \d+: actor:0B0 never happens: rank 0 at"):
+        verify(broken, schedule, ranks)
+
+
+def test_programs_for_anything_else_are_refused():
+    problem, ranks = pair("d1t1p4", "d2t1p2", 2)
+    schedule = greedy(problem)
+    programs = lower(schedule, ranks, buffers={"actor": 64})
+    programs.refuse_unless_for(schedule, ranks)
+    assert Programs.parse(programs.text()) == programs and "model actor layout d1t1p4 buffer 64\n" in programs.text()
+    with pytest.raises(ScheduleError, match="of another schedule"):
+        programs.refuse_unless_for(serial_1f1b(problem), ranks)
+    with pytest.raises(ScheduleError, match="for actor d1t1p4 with critic d2t1p2, this run has actor d1t1p4 with"):
+        programs.refuse_unless_for(schedule, rank_map(both("d1t1p4", "d1t1p4")))
+    with pytest.raises(ScheduleError, match=r"for ranks \[0, 1, 2\], the layout has ranks 0-3"):
+        fewer = {rank: programs[rank] for rank in range(3)}
+        replace(programs, by_rank=fewer).refuse_unless_for(schedule, ranks)
+    other, _ = pair("d1t1p4", "d2t1p2", 4)
+    with pytest.raises(ScheduleError, match="of another schedule"):
+        verify(programs, greedy(other), ranks)
+    # Times may differ: the order stays the same program.
+    priced = replace(problem, pipelines=tuple(replace(p, activation=(7,) * p.stages) for p in problem.pipelines))
+    verify(programs, replace(schedule, problem=priced), ranks)
+    with pytest.raises(InputError, match="'reward' is not in this fused group"):
+        lower(schedule, ranks, tied=frozenset({"reward"}))
+    with pytest.raises(InputError, match="reduce='late' is unknown; use early or joint"):
+        lower(schedule, ranks, reduce="late")
+
+
+@pytest.mark.parametrize(
+    "shapes, part",
+    [
+        ({"actor": [[64, 65]], "critic": [[1], [1]]}, "actor: micro-batch 1 has 65 tokens but its buffer holds 64"),
+        ({"actor": [[64, 0]], "critic": [[1], [1]]}, "actor: micro-batch 1 has 0 tokens"),
+        ({"actor": [[64]], "critic": [[1], [1]]}, "actor: pipeline 0 has 1 micro-batches, the schedule has 2"),
+        ({"actor": [[64, 64]], "critic": [[1]]}, r"critic are for 1 pipelines, d2t1p2 has dp\(2\)"),
+        ({"actor": [[64, 64]]}, "critic are for 0 pipelines"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(shapes, part):
+    problem, ranks = pair("d1t1p4", "d2t1p2", 2)
+    schedule = greedy(problem)
+    programs = lower(schedule, ranks, buffers={"actor": 64})
+    assert verify(programs, schedule, ranks, shapes={"actor": [[64, 3]], "critic": [[9999], [1]]}).channels
+    with pytest.raises(InputError, match=part):
+        verify(programs, schedule, ranks, shapes=shapes)
+
+
+@pytest.mark.parametrize("actor, critic, m1", LAYOUTS[:7])
+def test_the_memory_cap_is_held_against_the_program_itself(actor, critic, m1):
+    problem, ranks = pair(actor, critic, m1)
+    for build in (gpipe, serial_1f1b, greedy):
+        schedule = build(problem)
+        peak = evaluate(schedule).peak_memory
+        exact = replace(schedule, problem=replace(problem, memory_cap=peak + 1, static_memory=1))
+        verify(lower(exact, ranks), exact, ranks)
+        tight = replace(schedule, problem=replace(problem, memory_cap=peak * 0.99))
+        with pytest.raises(ScheduleError, match=r"rank \d+, position \d+: \S+F\d+ brings the activations to"):
+            verify(lower(tight, ranks), tight, ranks)
+
+
+@pytest.mark.parametrize("text", ["", "programs 12", "rank 0: actor:0F0", f"programs {'0' * 64}\nlayout actor"])
+def test_other_text_of_programs_is_refused(text):
+    with pytest.raises(InputError):
+        Programs.parse(text)
+    with pytest.raises(InputError, match="rank 0 has two programs"):
+        Programs.parse(f"programs {'0' * 64}\nrank 0: a:0F0\nrank 0: a:0F0")
+
+
+def test_schedule_for_another_layout_is_refused():
+    problem, _ = pair("d1t1p4", "d2t1p2", 2)
+    with pytest.raises(ScheduleError, match="search a schedule"):
+        lower(greedy(problem), rank_map(both("d1t1p4", "d1t1p4")))

@@ -1,0 +1,346 @@
+"""Schedules made by rule against the closed forms of the papers; layouts turned into problems."""
+
+import json
+from dataclasses import replace
+from math import gcd
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedule_cases import TABLE_3, check, table_3_problem
+
+from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.errors import InputError
+from rlhfuse.schedule.bounds.bounds import latency_bound
+from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline, StageCosts, fused_problem
+from rlhfuse.schedule.ir.ranks import rank_map
+from rlhfuse.schedule.rules import bidirectional
+from rlhfuse.schedule.rules.bidirectional import bidirectional_problem, chimera
+from rlhfuse.schedule.rules.builders import capped_greedy, gpipe, greedy, serial_1f1b, serial_makespan
+from rlhfuse.schedule.rules.halved import halved_1f1b, halved_problem
+from rlhfuse.schedule.rules.interleaved import interleaved_1f1b, interleaved_problem
+from rlhfuse.schedule.rules.time_sharing import same_layout_problem, time_sharing
+
+PUBLISHED_HALVED = [1.03, 1.06, 1.10, 1.03, 1.05, 1.07, 1.02, 1.03, 1.05, 1.01, 1.02, 1.03]  # rows as in TABLE_3
+
+
+def even(nodes, microbatches, forward=1, backward=1, activation=1, model="a", reverse=False):
+    """One pipeline of equal stages over nodes 0, 1, ..."""
+    placement = tuple(range(nodes))[:: -1 if reverse else 1]
+    times = (forward,) * nodes, (backward,) * nodes, (activation,) * nodes
+    return Pipeline(model, model, placement, microbatches, *times)
+
+
+def one_model(*facts, **more):
+    pipeline = even(*facts, **more)
+    return FusionProblem(pipeline.stages, (pipeline,))
+
+
+def makespan(schedule):
+    """By the checker, which must agree with `evaluate`."""
+    found = check(schedule.problem, schedule.orders)[0]
+    assert evaluate(schedule).makespan == pytest.approx(found)
+    return found
+
+
+# ---- 1F1B+ --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case, published", list(zip(TABLE_3, PUBLISHED_HALVED)))
+def test_1f1b_plus_is_the_closed_form_and_table_3(case, published):
+    (p0, p1, m0, m1, f0, f1, a0, a1), serial, *_ = case
+    problem = table_3_problem(p0, p1, m0, m1, f0, f1, a0, a1)
+    halved = halved_problem(problem)
+    time = serial_makespan(halved)
+    assert time == (m0 / 2 + p0 / 2 - 1) * 3 * 2 * f0 + (m1 / 2 + p1 / 2 - 1) * 3 * 2 * f1
+    assert serial / time == pytest.approx(published, abs=0.01)
+    assert makespan(halved_1f1b(problem)) <= time  # the one has a barrier between the models, the other none
+    assert halved.pipelines[0].activation == (2 * a0,) * (p0 // 2)
+
+
+def test_halves_lie_side_by_side():
+    problem = FusionProblem(
+        4,
+        (
+            Pipeline("a", "a", (0, 1, 2, 3), 4, (1, 2, 3, 4), (1, 1, 1, 2), (1, 1, 5, 1), (1, 2, 1, 2)),
+            Pipeline("c.0", "c", (1, 0), 6, (1, 1), (1, 1), (1, 1)),
+            Pipeline("c.1", "c", (3, 2), 6, (1, 1), (1, 1), (1, 1)),
+        ),
+        transfer=0.5,
+        memory_cap=9,
+        static_memory=3,
+    )
+    halved = halved_problem(problem)
+    assert [(p.name, p.placement, p.microbatches) for p in halved.pipelines] == [
+        ("a.0", (0, 1), 2),
+        ("a.1", (2, 3), 2),
+        ("c.0", (1,), 3),
+        ("c.1", (0,), 3),
+        ("c.2", (3,), 3),
+        ("c.3", (2,), 3),
+    ]
+    assert halved.pipelines[1] == Pipeline("a.1", "a", (2, 3), 2, (3, 7), (2, 3), (2, 6), (3, 3))
+    assert (halved.transfer, halved.memory_cap, halved.static_memory) == (0.5, 9, 6)
+    assert halved_problem(replace(problem, static_memory=(1, 1, 1, 1))).static_memory == (2, 2, 2, 2)
+    makespan(halved_1f1b(problem))
+
+
+@pytest.mark.parametrize(
+    "problem, message",
+    [
+        (one_model(3, 4), r"pipeline a has 3 stages, 3 % 2 = 1"),
+        (one_model(4, 5), r"pipeline a has 5 micro-batches, 5 % 2 = 1"),
+        (replace(one_model(2, 2), static_memory=(1, 2)), r"static_memory \[1, 2\] differs"),
+        (FusionProblem(1, (replace(even(2, 2), placement=(0, 0)),)), "visits node 0 2 times"),
+    ],
+)
+def test_what_cannot_be_halved_is_refused(problem, message):
+    with pytest.raises(InputError, match=f"1F1B\\+: .*{message}"):
+        halved_1f1b(problem)
+
+
+# ---- interleaved 1F1B ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backward", [4, 8])
+@pytest.mark.parametrize("chunks", [2, 4])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("nodes", [2, 3, 4, 8])
+def test_interleaved_bubble(nodes, groups, chunks, backward):
+    microbatches = groups * nodes
+    problem = interleaved_problem(one_model(nodes, microbatches, 4, backward), chunks)
+    schedule = interleaved_1f1b(problem)
+    time, work = makespan(schedule), microbatches * (4 + backward)
+    assert 1 - work / time == pytest.approx((nodes - 1) / (nodes - 1 + chunks * microbatches))
+    for node, order in enumerate(schedule.orders):
+        warm_up = next(i for i, action in enumerate(order) if action.kind == "B") - 1  # the steady state opens with F
+        megatron = 2 * (nodes - node - 1) + (chunks - 1) * nodes
+        if megatron < chunks * microbatches:
+            assert warm_up == megatron
+        else:
+            assert all(action.kind == "F" for action in order[: chunks * microbatches])
+
+
+def test_interleaved_order_is_megatrons():
+    """Two nodes, two chunks, four micro-batches: chunk 0 of micro-batches 0 and 1, chunk 1 of them, and on."""
+    problem = interleaved_problem(one_model(2, 4), 2)
+    assert problem.pipelines[0].placement == (0, 1, 0, 1) and problem.pipelines[0].forward == (0.5,) * 4
+    assert interleaved_1f1b(problem).text().splitlines() == [
+        "node 0: a:0F0 a:0F1 a:2F0 a:2F1 a:0F2 a:2B0 a:0F3 a:2B1 a:2F2 a:0B0 a:2F3 a:0B1 a:2B2 a:2B3 a:0B2 a:0B3",
+        "node 1: a:1F0 a:1F1 a:3F0 a:3B0 a:3F1 a:3B1 a:1F2 a:1B0 a:1F3 a:1B1 a:3F2 a:3B2 a:3F3 a:3B3 a:1B2 a:1B3",
+    ]
+
+
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (lambda: interleaved_problem(one_model(2, 2), 1), "chunks is 1"),
+        (lambda: interleaved_problem(interleaved_problem(one_model(2, 2), 2), 2), "visits node 0 2 times"),
+        (lambda: interleaved_1f1b(one_model(2, 2)), r"a with placement \[0, 1\] does not run over its nodes twice"),
+        (
+            lambda: interleaved_1f1b(FusionProblem(2, (replace(even(4, 2), placement=(0, 1, 1, 0)),))),
+            "does not run over its nodes twice",
+        ),
+        (lambda: interleaved_1f1b(interleaved_problem(one_model(4, 6), 2)), "6 micro-batches on 4 nodes, 6 % 4 = 2"),
+    ],
+)
+def test_what_cannot_be_interleaved_is_refused(build, message):
+    with pytest.raises(InputError, match=message):
+        build()
+
+
+# ---- time-sharing -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes, microbatches, speedup", [(4, 4, 1.273), (16, 14, 1.349), (16, 16, 1.319)])
+def test_puzzle_equation_1_for_equal_models(nodes, microbatches, speedup):
+    problem = FusionProblem(nodes, (even(nodes, microbatches), even(nodes, microbatches, model="c")))
+    assert serial_makespan(problem) / makespan(time_sharing(problem)) == pytest.approx(speedup, abs=5e-4)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.integers(1, 8), st.integers(0, 10), *[st.integers(1, 9)] * 4)
+def test_puzzle_equation_1_for_unequal_models(nodes, more, f0, b0, first, second):
+    """Exact when the times of one model are a multiple of the other's and there are micro-batches for every stage."""
+    microbatches = nodes + more
+    pair = tuple(even(nodes, microbatches, k * f0, k * b0, model=name) for name, k in (("a", first), ("c", second)))
+    work = first * (f0 + b0), second * (f0 + b0)
+    equation = microbatches * sum(work) + (nodes - 1) * max(work)
+    assert makespan(time_sharing(FusionProblem(nodes, pair))) == equation
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.integers(1, 8), st.integers(1, 10), st.integers(1, 10), *[st.integers(1, 9)] * 4)
+def test_time_sharing_needs_no_more_memory(nodes, m0, m1, f0, f1, b0, b1):
+    """Any times: P - s micro-batches of both models on stage s, as 1F1B of one model has."""
+    problem = FusionProblem(nodes, (even(nodes, m0, f0, b0), even(nodes, m1, f1, b1, model="c")))
+    time, peaks = check(problem, time_sharing(problem).orders)
+    assert peaks == [min(nodes - s, m0 + m1) for s in range(nodes)]
+    assert time <= serial_makespan(problem)
+
+
+def test_puzzle_figure_5():
+    """Four stages, four micro-batches, unit times: the second model's first forward in slot 9 instead of 15."""
+    problem = FusionProblem(4, (even(4, 4), even(4, 4, model="c")))
+    shared, serial = evaluate(time_sharing(problem)), evaluate(serial_1f1b(problem))
+    for timeline, schedule, slot in ((shared, time_sharing(problem), 9), (serial, serial_1f1b(problem), 15)):
+        starts = {str(action): start for action, start in zip(schedule.orders[0], timeline.starts[0])}
+        assert starts["c:0F0"] == slot - 1
+    assert shared.peak_memory == serial.peak_memory == 4
+
+
+def test_time_sharing_needs_one_layout():
+    opposed = FusionProblem(4, (even(4, 4), even(4, 4, model="c", reverse=True)))
+    with pytest.raises(InputError, match="pipelines a and c share node 3 but run over"):
+        time_sharing(opposed)
+    aligned = same_layout_problem(opposed)
+    assert [p.placement for p in aligned.pipelines] == [(0, 1, 2, 3)] * 2
+    assert makespan(time_sharing(aligned)) == 22
+    with pytest.raises(InputError, match=r"model critic has pipelines of \[4, 4\] stages but actor of \[8\]"):
+        same_layout_problem(table_3_problem(8, 4, 8, 4, 5, 4, 1.95, 2))
+    with pytest.raises(InputError, match="visits node 0 2 times"):
+        time_sharing(FusionProblem(1, (replace(even(2, 2), placement=(0, 0)),)))
+
+
+# ---- Chimera ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("units", [1, 2, 3, 5])
+@pytest.mark.parametrize("nodes", [2, 4, 6, 8, 16])
+def test_chimera_with_equal_times(nodes, units):
+    """N micro-batches: 2N + P - 2 slots, which is the bound; 1F1B takes 2N + 2P - 2."""
+    total = units * nodes
+    single = one_model(nodes, total)
+    problem = bidirectional_problem(single)
+    schedule = chimera(problem)
+    assert makespan(schedule) == 2 * total + nodes - 2 == latency_bound(problem)
+    assert makespan(serial_1f1b(single)) == 2 * total + 2 * nodes - 2
+    # Of P micro-batches in flight an outer node holds P/2 + 1, an inner one all.
+    expected = [nodes // 2 + 1 + min(s, nodes - 1 - s) for s in range(nodes)]
+    assert check(problem, schedule.orders)[1] == (expected if nodes > 2 else [2, 2])
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 6, 8, 16])
+def test_chimera_with_backward_twice_the_forward(nodes):
+    """N = P: 3N + 2P - 4 forwards' time, as its paper says, is the bound. 1F1B takes 3N + 3P - 3, for any N."""
+    for units in (1, 2, 4, 8):
+        single = one_model(nodes, units * nodes, 1, 2)
+        problem = bidirectional_problem(single)
+        schedule = chimera(problem)
+        assert makespan(schedule) < makespan(serial_1f1b(single)) == 3 * (units * nodes + nodes - 1)
+        assert max(check(problem, schedule.orders)[1]) <= nodes + 1
+        if units == 1:
+            assert makespan(schedule) == 5 * nodes - 4 == latency_bound(problem)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.sampled_from([2, 4, 6, 8]), st.integers(1, 4), st.integers(1, 9), st.integers(1, 9))
+def test_chimera_beats_1f1b(nodes, units, forward, backward):
+    single = one_model(nodes, units * nodes, forward, backward)
+    assert makespan(chimera(bidirectional_problem(single))) < makespan(serial_1f1b(single))
+
+
+def test_chimera_order_is_the_docstrings():
+    """On unit times the grid's only freedom is to start earlier than its slot."""
+    schedule = chimera(bidirectional_problem(one_model(4, 4)))
+    lines = [line.strip() for line in bidirectional.__doc__.splitlines()]
+    grid = [line.split(":")[1].split() for line in lines if line.startswith("node")]
+    for row, order, starts in zip(grid, schedule.orders, evaluate(schedule).starts, strict=True):
+        words = [f"{'a' if action.pipeline == 'a.down' else 'b'}{action.microbatch}{action.kind}" for action in order]
+        assert words == [word for word in row if word != "."]
+        assert all(start <= row.index(word) for start, word in zip(starts, words))
+
+
+def test_chimera_takes_two_models_and_several_pairs():
+    problem = FusionProblem(4, (even(4, 2), even(4, 2, model="c", reverse=True)))
+    assert makespan(chimera(problem)) == 10 < makespan(serial_1f1b(problem))
+    models = even(4, 4, 1, 2), even(4, 8, 3, 5, model="c")
+    both = bidirectional_problem(FusionProblem(4, models, static_memory=(1,) * 4))
+    assert both.static_memory == (2,) * 4
+    names = [action.pipeline for action in chimera(both).orders[0]]
+    assert set(names[:8]) == {"a.down", "a.up"} and set(names[8:]) == {"c.down", "c.up"}
+    makespan(chimera(both))
+
+
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (lambda: bidirectional_problem(one_model(4, 5)), "a has 5 micro-batches, 5 % 2 = 1"),
+        (lambda: bidirectional_problem(one_model(3, 4)), "a has 3 stages, 3 % 2 = 1"),
+        (lambda: chimera(one_model(4, 4)), r"a on nodes \[0, 1, 2, 3\] has no partner"),
+        (lambda: chimera(FusionProblem(3, (even(3, 2), even(3, 2, model="c", reverse=True)))), "3 stages"),
+        (lambda: chimera(interleaved_problem(one_model(2, 2), 2)), "visits node 0 2 times"),
+    ],
+)
+def test_what_chimera_cannot_do_is_refused(build, message):
+    with pytest.raises(InputError, match=message):
+        build()
+
+
+# ---- layouts turned into problems ---------------------------------------------------------------------------
+
+
+def costs(layout, forward, activation=1.0):
+    """Stage s takes forward + s: a merged stage must add the right ones."""
+    times = tuple(forward + s for s in range(layout.pp))
+    return StageCosts(times, tuple(2 * t for t in times), tuple(activation + s / 8 for s in range(layout.pp)))
+
+
+# actor, critic, M1 -> nodes, K1, K2, M2, merged stages, replicas
+LAYOUTS = [
+    ("d2t1p6", "d3t1p4", 6, 12, 2, 3, 4, (6, 4), 1),  # coprime groups: 2 x 6 stages with 3 x 4 on 12 nodes
+    ("d4t1p6", "d6t1p4", 3, 12, 2, 3, 2, (6, 4), 2),  # the same on two replicas
+    ("d1t1p8", "d1t2p4", 4, 4, 1, 1, 4, (4, 4), 1),  # tp1 < tp2: the actor's stages are merged by two
+    ("d1t4p2", "d1t1p8", 4, 2, 1, 1, 4, (2, 2), 1),  # tp1 > tp2: the critic's by four
+    ("d2t2p4", "d2t4p2", 6, 2, 1, 1, 6, (2, 2), 2),  # pp1/s = 2 of the actor's four stages
+    ("d2t1p6", "d3t2p2", 6, 6, 2, 3, 4, (3, 2), 1),  # merged and coprime at once
+]
+
+
+@pytest.mark.parametrize("actor, critic, m1, nodes, k1, k2, m2, stages, replicas", LAYOUTS)
+def test_layouts_become_problems(actor, critic, m1, nodes, k1, k2, m2, stages, replicas):
+    actor, critic = ParallelLayout.parse(actor), ParallelLayout.parse(critic)
+    layouts, prices = {"actor": actor, "critic": critic}, {"actor": costs(actor, 1), "critic": costs(critic, 2)}
+    problem = fused_problem(layouts, m1, prices, {"critic": m2})
+    assert problem == fused_problem(layouts, m1, prices)
+    assert problem.nodes == nodes and gcd(k1, k2) == 1 and k1 * m1 == k2 * m2
+    for model, k, m, depth in (("actor", k1, m1, stages[0]), ("critic", k2, m2, stages[1])):
+        mine = [p for p in problem.pipelines if p.model == model]
+        assert [(p.microbatches, p.stages) for p in mine] == [(m, depth)] * k
+        assert sorted(node for p in mine for node in p.placement) == list(range(nodes))
+    for pipeline, layout, first in ((problem.pipelines[0], actor, 1), (problem.pipelines[-1], critic, 2)):
+        merge = layout.pp // pipeline.stages
+        assert pipeline.forward[0] == sum(first + s for s in range(merge))
+        assert sum(pipeline.forward) == sum(costs(layout, first).forward)
+        assert pipeline.activation[0] == 1 + (merge - 1) / 8  # the fullest sub-stage
+    assert len(rank_map(layouts).replicas) == replicas
+    for build in (serial_1f1b, gpipe, greedy, capped_greedy):
+        assert makespan(build(problem)) >= latency_bound(problem)
+    assert FusionProblem.from_dict(json.loads(json.dumps(problem.to_dict()))) == problem
+
+
+@pytest.mark.parametrize(
+    "actor, critic, m1, m2, message",
+    [
+        ("d2t1p6", "d3t1p4", 6, 6, r"K1\*M1 = 2\*6 = 12 but K2\*M2 = 3\*6 = 18 \(d2t1p6 with d3t1p4\)"),
+        ("d1t1p8", "d1t2p4", 4, 5, r"K1\*M1 = 1\*4 = 4 but K2\*M2 = 1\*5 = 5"),
+        ("d2t1p6", "d3t1p4", 5, 3, r"K1\*M1 = 2\*5 = 10 but K2\*M2 = 3\*3 = 9"),
+        ("d2t1p6", "d3t1p4", 5, None, r"K1\*M1 = 2\*5 = 10 micro-batches do not divide over K2 = 3"),
+        ("d1t1p2", "d1t1p2", 2, 0, "critic_microbatches is 0"),
+        ("d1t1p2", "d1t1p2", 2, True, "critic_microbatches is True"),
+        ("d1t1p2", "d1t1p2", 0, 2, "actor_microbatches is 0"),
+    ],
+)
+def test_unequal_microbatches_are_refused_with_their_arithmetic(actor, critic, m1, m2, message):
+    actor, critic = ParallelLayout.parse(actor), ParallelLayout.parse(critic)
+    with pytest.raises(InputError, match=message):
+        prices = {"actor": costs(actor, 1), "critic": costs(critic, 2)}
+        fused_problem({"actor": actor, "critic": critic}, m1, prices, None if m2 is None else {"critic": m2})
+
+
+def test_a_large_problem_is_ordered():
+    """65k operations: 64 nodes, 256 micro-batches of each model."""
+    problem = table_3_problem(64, 64, 256, 256, 2, 2, 1.64, 2)
+    schedule = greedy(problem)
+    assert sum(map(len, schedule.orders)) == 65536

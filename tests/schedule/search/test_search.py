@@ -1,0 +1,216 @@
+"""The search against brute force, bounds, caps and its own seed."""
+
+import itertools
+from dataclasses import replace
+from statistics import median
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedule_cases import TABLE_3, check, random_problem, table_3_problem
+
+from rlhfuse.errors import InputError
+from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
+from rlhfuse.schedule.ir.action import Action, Kind
+from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
+from rlhfuse.schedule.rules.builders import greedy
+from rlhfuse.schedule.rules.min_memory import needed_memory, one_at_a_time
+from rlhfuse.schedule.search.kernels import load_kernels
+from rlhfuse.schedule.search.search import FIRST_ROUND_MOVES, ROUND_SECONDS, search
+from rlhfuse.schedule.search.worker import Chain
+
+
+def tiny(seed):
+    """Two nodes, actor down with two micro-batches, critic up with one, times of a few ticks."""
+    import random
+
+    rng = random.Random(seed)
+
+    def times():
+        return (rng.randint(1, 5), rng.randint(1, 5))
+
+    return FusionProblem(
+        2,
+        (
+            Pipeline("actor", "actor", (0, 1), 2, times(), times(), (2, 2)),
+            Pipeline("critic", "critic", (1, 0), 1, times(), times(), (1.5, 1.5)),
+        ),
+        transfer=rng.choice([0, 1]),
+    )
+
+
+def node_orders(problem, node):
+    """Every order of a node that keeps micro-batches and F before B."""
+    actions = [
+        Action(p.name, s, kind, m)
+        for p in problem.pipelines
+        for s in range(2)
+        if p.placement[s] == node
+        for kind in (Kind.F, Kind.B)
+        for m in range(p.microbatches)
+    ]
+    for order in itertools.permutations(actions):
+        at = {action: i for i, action in enumerate(order)}
+        if all(
+            (a.microbatch == 0 or at[a] > at[a._replace(microbatch=a.microbatch - 1)])
+            and (a.kind is Kind.F or at[a] > at[a._replace(kind=Kind.F)])
+            for a in actions
+        ):
+            yield order
+
+
+def brute_force(problem):
+    """Least (makespan, peak memory) over all pairs of node orders that do not deadlock."""
+    best = None
+    for orders in itertools.product(*(list(node_orders(problem, node)) for node in range(2))):
+        try:
+            makespan, peaks = check(problem, orders)
+        except AssertionError:
+            continue
+        best = min(best or (makespan, max(peaks)), (makespan, max(peaks)))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_search_finds_the_optimum_of_tiny_problems(seed):
+    problem = tiny(seed)
+    schedule, report = search(problem, iterations=60_000, objective="memory")
+    optimum = brute_force(problem)
+    assert (report.makespan, report.peak_memory) == optimum
+    assert latency_bound(problem) <= optimum[0] and memory_bound(problem, optimum[0]) <= optimum[1]
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(st.integers(0, 10**6))
+def test_search_on_random_problems_is_valid_and_no_worse_than_greedy(seed):
+    problem = random_problem(seed)
+    schedule, report = search(problem, iterations=20_000, seed=seed)
+    makespan, peaks = check(problem, schedule.orders)
+    assert report.makespan == pytest.approx(makespan) and report.peak_memory == pytest.approx(max(peaks))
+    assert latency_bound(problem) * (1 - 1e-9) <= makespan <= evaluate(greedy(problem)).makespan * (1 + 1e-9)
+    assert report.optimal == (makespan <= latency_bound(problem) * (1 + 1e-9))
+
+
+@pytest.mark.parametrize("row, bound", [(row, bound) for row, _, bound, _, _ in TABLE_3[:6]])
+def test_table_3_reaches_its_latency_bound(row, bound):
+    schedule, report = search(table_3_problem(*row), iterations=3_000_000, seed=1)
+    assert check(schedule.problem, schedule.orders)[0] == bound == report.makespan and report.optimal
+
+
+def test_memory_objective_reaches_the_proved_optimum():
+    row, _, bound, _, memory = TABLE_3[2]
+    schedule, report = search(table_3_problem(*row), iterations=20_000_000, seed=1, objective="memory")
+    makespan, peaks = check(schedule.problem, schedule.orders)
+    assert makespan == bound and max(peaks) == pytest.approx(memory)
+    assert report.memory_lower_bound == memory
+
+
+def test_same_seed_same_schedule():
+    problem = table_3_problem(*TABLE_3[2][0])
+    runs = [search(problem, iterations=300_000, seed=seed, objective="memory")[0].orders for seed in (3, 3, 4)]
+    assert runs[0] == runs[1] and runs[0] != runs[2]
+
+
+def test_memory_cap_is_kept():
+    problem = replace(table_3_problem(*TABLE_3[2][0]), static_memory=3)
+    schedule, report = search(problem, iterations=300_000, memory_cap=13)
+    assert max(check(problem, schedule.orders)[1]) <= 10
+    assert report.makespan > report.lower_bound  # 15.6 is proved to be needed at the latency bound
+    with pytest.raises(InputError, match="memory_cap leaves 1 .* needs 2; the smallest feasible cap is 5"):
+        search(problem, iterations=1000, memory_cap=4)
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(st.integers(0, 10**6))
+def test_the_smallest_feasible_cap_is_exact(seed):
+    problem = random_problem(seed)
+    lone = check(problem, one_at_a_time(problem).orders)[1]
+    assert lone == pytest.approx(needed_memory(problem))
+    least = max(needed_memory(problem))
+    schedule, _ = search(problem, iterations=500, memory_cap=least)
+    assert max(check(problem, schedule.orders)[1]) <= least * (1 + 1e-9)
+    with pytest.raises(InputError, match=f"smallest feasible cap is {least}"):
+        search(problem, iterations=500, memory_cap=least * 0.999)
+
+
+def test_caps_may_differ_between_nodes():
+    caps = (4, 99, 99, 99, 99, 99, 99, 6)
+    problem = replace(table_3_problem(*TABLE_3[2][0]), memory_cap=caps)
+    schedule, _ = search(problem, iterations=100_000)
+    assert all(peak <= cap for peak, cap in zip(check(problem, schedule.orders)[1], caps))
+
+
+def test_search_goes_on_from_a_schedule():
+    problem = table_3_problem(*TABLE_3[2][0])
+    start, first = search(problem, iterations=300_000, objective="memory")
+    again, second = search(problem, iterations=1000, seed=9, start=start)
+    assert (second.makespan, second.peak_memory) <= (first.makespan, first.peak_memory)
+
+
+def test_improvements_are_reported_in_order():
+    keys = []
+    problem = table_3_problem(*TABLE_3[5][0])
+    schedule, report = search(
+        problem, iterations=500_000, on_improved=lambda s, r: keys.append((evaluate(s).makespan, r.peak_memory))
+    )
+    assert keys == sorted(set(keys), reverse=True) and keys[-1][0] == report.makespan
+
+
+def test_a_signal_ends_the_search_with_what_it_has():
+    asked = []
+    problem = replace(table_3_problem(*TABLE_3[2][0]), memory_cap=4)  # never done
+    schedule, report = search(problem, time_limit=3600, stop=lambda: asked.append(1) or 15 * (len(asked) == 4))
+    assert report.signal == 15 and len(asked) == 4
+    assert max(check(problem, schedule.orders)[1]) <= 4
+
+
+def test_every_rank_may_use_up_its_moves():
+    """The first round is one move, for the kernels; the last one is cut to what is left."""
+    problem = replace(table_3_problem(*TABLE_3[2][0]), memory_cap=4)
+    for budget in (1, 2, 30_001):
+        _, report = search(problem, iterations=budget)
+        assert report.moves == budget
+    assert report.kernel_seconds > 0 and report.first_seconds < report.seconds
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({}, "has no end"),
+        ({"time_limit": 0}, "time_limit=0 must be above 0"),
+        ({"iterations": -1}, "iterations=-1"),
+        ({"iterations": 1, "seed": -1}, "seed=-1"),
+        ({"iterations": 1, "objective": "speed"}, "objective='speed'"),
+        ({"iterations": 1, "memory_cap": float("nan")}, "memory_cap=nan"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(InputError, match=message):
+        search(tiny(0), **settings)
+
+
+@pytest.mark.parametrize("move_seconds, compile_seconds", [(1e-5, 0.0), (1e-3, 20.0)])
+def test_time_limit_holds_and_rounds_are_short(monkeypatch, move_seconds, compile_seconds):
+    """On machines of any pace: time here passes with the moves and with compiling, which does not count."""
+    now, rounds, play = [50.0], [], Chain.round
+
+    def compiled(method):
+        load_kernels(method)
+        now[0] += compile_seconds
+
+    def paced(*arguments):
+        done = play(*arguments)
+        now[0] += move_seconds * done.tried
+        return done
+
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr(Chain, "round", paced)
+    monkeypatch.setattr("rlhfuse.schedule.search.search.load_kernels", compiled)
+    problem = replace(table_3_problem(*TABLE_3[9][0]), memory_cap=12)
+    _, report = search(problem, time_limit=3.0, on_round=lambda report: rounds.append(report.seconds))
+    lengths = [b - a for a, b in zip(rounds, rounds[1:])]
+    first = move_seconds * FIRST_ROUND_MOVES
+    assert report.kernel_seconds >= compile_seconds
+    assert 3.0 <= report.seconds - report.kernel_seconds <= 3.0 + max(first, 2 * ROUND_SECONDS)
+    assert median(lengths) == pytest.approx(ROUND_SECONDS, abs=2 * move_seconds)

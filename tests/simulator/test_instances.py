@@ -1,0 +1,146 @@
+"""The event simulation against a token-by-token one, its closed forms, and its speed's order of magnitude."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sim_helpers import lengths_strategy, limits, linear_cost, long_tail
+
+from rlhfuse.errors import InputError
+from rlhfuse.simulator.instances import InstanceRun, SimulatedSequence, simulate_generation, split_samples
+from rlhfuse.simulator.lengths import SampleLengths
+
+
+def token_by_token(lengths, costs, lim) -> dict[int, float]:
+    """The meaning of InstanceRun, one decode step at a time: [sample, prompt, output, done], oldest first."""
+    waiting = [[i, p, o, 0] for i, (p, o) in enumerate(zip(lengths.prompt, lengths.output))]
+    running, clock, ends, blocked = [], 0.0, {}, False
+
+    def held():
+        return sum(s[1] + s[3] for s in running)
+
+    def retire():
+        nonlocal blocked
+        for s in [s for s in running if s[3] == s[2]]:
+            ends[s[0]] = clock
+            running.remove(s)
+            blocked = False
+
+    while waiting or running:
+        new = []
+        while waiting and len(running) < lim.max_sequences and not blocked:
+            s = waiting[0]
+            if running and held() + s[1] + s[3] + len(running) + 1 > lim.kv_capacity_tokens:
+                break
+            new.append(s[1] + s[3])
+            s[3] += 1
+            running.append(waiting.pop(0))
+        if new:
+            clock += costs.prefill_seconds(sum(new), len(new))
+        retire()
+        if new:
+            continue
+        if held() + len(running) > lim.kv_capacity_tokens and len(running) > 1:
+            waiting.insert(0, running.pop())
+            blocked = True
+            continue
+        clock += costs.decode_step_seconds(len(running), held())
+        for s in running:
+            s[3] += 1
+        retire()
+    return ends
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(lengths_strategy(), st.integers(1, 8), st.integers(140, 700))
+def test_events_equal_token_by_token(lengths, most, capacity):
+    lim = limits(max_sequences=most, kv_capacity_bytes=capacity * 100.0, max_prompt_tokens=60, max_output_tokens=80)
+    costs = linear_cost()
+    expected = token_by_token(lengths, costs, lim)
+    found = simulate_generation(lengths, 1, costs, lim)
+    assert sorted(expected) == list(range(len(lengths)))
+    for sample, seconds in enumerate(found):
+        assert seconds == pytest.approx(expected[sample], rel=1e-9)
+
+
+def test_equal_lengths_have_a_closed_form():
+    """8 samples of 10 + 50 tokens: one prefill, then 49 steps of 10 + 8 ms and 1 us per context token."""
+    lengths = SampleLengths((10,) * 8, (50,) * 8)
+    context = sum(8 * (10 + done) for done in range(1, 50))
+    expected = 2e-3 + 80 * 1e-4 + 49 * 18e-3 + context * 1e-6
+    assert simulate_generation(lengths, 1, linear_cost(), limits()) == pytest.approx((expected,) * 8)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(lengths_strategy(), st.floats(0.0, 3.0), st.integers(140, 700))
+def test_a_pause_stops_at_the_first_boundary_and_changes_nothing(lengths, until, capacity):
+    lim = limits(kv_capacity_bytes=capacity * 100.0, max_prompt_tokens=60, max_output_tokens=80)
+
+    def fresh():
+        rows = zip(lengths.prompt, lengths.output)
+        return InstanceRun([SimulatedSequence(i, p, o) for i, (p, o) in enumerate(rows)], linear_cost(), lim)
+
+    whole, paused = fresh(), fresh()
+    whole.run()
+    paused.run(until)
+    assert paused.clock >= until or not paused.unfinished
+    paused.run()
+    assert [i for _, i in paused.finished] == [i for _, i in whole.finished]
+    assert paused.clock == pytest.approx(whole.clock, rel=1e-9)
+
+
+def test_a_pause_overshoots_by_less_than_a_step():
+    run = InstanceRun([SimulatedSequence(0, 10, 100)], linear_cost(), limits())
+    run.run(0.5)
+    assert 0.5 <= run.clock < 0.5 + 0.012
+    clock, tokens = 3e-3, 11
+    while clock < 0.5:
+        clock, tokens = clock + 11e-3 + tokens * 1e-6, tokens + 1
+    assert run.clock == pytest.approx(clock)
+    assert run.tokens_of(run.unfinished[0]) == tokens
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(lengths_strategy(), st.integers(0, 23))
+def test_a_longer_sample_never_ends_generation_earlier(lengths, which):
+    """With room for all, nobody is delayed by admission, so the end is monotone in each length."""
+    which %= len(lengths)
+    longer = list(lengths.output)
+    longer[which] += 40
+    before = simulate_generation(lengths, 1, linear_cost(), limits())
+    after = simulate_generation(SampleLengths(lengths.prompt, tuple(longer)), 1, linear_cost(), limits())
+    assert max(after) >= max(before) - 1e-12
+
+
+def test_samples_are_split_contiguously_and_evenly():
+    assert split_samples(10, 4) == (range(0, 2), range(2, 5), range(5, 7), range(7, 10))
+
+
+def test_too_long_or_too_little_room_is_refused():
+    with pytest.raises(InputError, match="exceed the run's 100 \\+ 200"):
+        simulate_generation(SampleLengths((10,), (201,)), 1, linear_cost(), limits())
+    with pytest.raises(InputError, match="KV of 299 tokens, fewer than one sample of 100 \\+ 200 = 300"):
+        limits(kv_capacity_bytes=29900.0)
+
+
+class Counting:
+    """Costs, and how often the price of decode steps was asked."""
+
+    def __init__(self, costs):
+        self.costs, self.asked = costs, 0
+
+    def decode_step_seconds(self, *arguments):
+        self.asked += 1
+        return self.costs.decode_step_seconds(*arguments)
+
+    def __getattr__(self, name):
+        return getattr(self.costs, name)
+
+
+def test_work_grows_with_samples_not_with_tokens():
+    """512 samples on 32 instances: steps between two changes of a batch are priced at once."""
+    for longest in (200, 20_000):
+        costs, room = Counting(linear_cost()), dict(kv_capacity_bytes=1e9, max_output_tokens=longest)
+        simulate_generation(long_tail(512, longest=longest), 32, costs, limits(**room))
+        assert 0 < costs.asked <= 2 * 512
