@@ -15,5 +15,6 @@ command -v "$python" >/dev/null || {
     echo "error: $python was not found; set PYTHON to a python that has torch and megatron-core" >&2
     exit 2
 }
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # run from a checkout as well as installed
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 exec "$python" tools/gpu_check.py "$@"

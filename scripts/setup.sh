@@ -1,7 +1,7 @@
 # Sourced by the other scripts: makes .venv with everything installed, once, and activates it.
 #
 # Reads PYTHON (default: the newest python3.10-3.13 found). Installs torch by exact version first, so that no
-# package chooses another build. Runs again only when setup.cfg or this file has changed.
+# package chooses another build. Runs again only when setup.cfg, pyproject.toml or this file has changed.
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export TOKENIZERS_PARALLELISM=false
@@ -36,7 +36,7 @@ find_python() {
 
 setup() {
     local python stamp
-    stamp="$(cat setup.cfg scripts/setup.sh | cksum | tr ' ' '-')"
+    stamp="$(cat setup.cfg pyproject.toml scripts/setup.sh | cksum | tr ' ' '-')"
     if [ "$(cat .venv/.rlhfuse-setup 2>/dev/null)" != "$stamp" ]; then
         python="$(find_python)" || return 2
         if [ ! -x .venv/bin/python ]; then

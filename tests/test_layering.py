@@ -6,28 +6,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+# Room -> floor. A room imports from lower floors, never from its own or from higher ones.
 LAYERS = {
-    **dict.fromkeys(("errors", "files", "kernel_cache"), 0),
-    "config": 1,
+    **dict.fromkeys(("errors", "kernel_cache"), 0),
+    **dict.fromkeys(("files", "config"), 1),
     "schedule": 2,
     **dict.fromkeys(("decisions", "costs"), 3),
     "simulator": 4,
-    "planning": 5,
-    **dict.fromkeys(("parallel", "models"), 6),
+    **dict.fromkeys(("planning", "parallel"), 5),
+    "models": 6,
     **dict.fromkeys(("ppo", "data", "monitor", "gen", "checkpoint"), 7),
     "fusion": 8,
     "run": 9,
 }
-# Within a package: a subpackage may import those before it and its own modules; modules beside them import all.
-FLOORS = {
-    "schedule": ("ir", "bounds", "rules", "program", "search"),
-    "gen": ("cpu", "gpu", "migration"),
-    "fusion": ("intra", "inter"),
-    "monitor": ("report",),
-    "models": ("cpu",),
-    "run": ("profiling",),
-}
-STRANGERS = {"ppo", "data", "monitor", "gen"}  # do not know each other
 # package -> where it may be imported: folders end with "/"
 RESTRICTED = {
     "mpi4py": ("rlhfuse/schedule/search/search.py",),
@@ -36,7 +27,8 @@ RESTRICTED = {
     "wandb": ("rlhfuse/monitor/wandb_logger.py",),
     "megatron": ("rlhfuse/parallel/", "rlhfuse/models/"),
 }
-TORCH_FREE_LAYERS = (0, 1, 2, 3, 4, 5)
+MOST_FILES = 15
+TORCH_FREE = {room for room, layer in LAYERS.items() if layer < 5} | {"planning"}
 
 
 def imports(file, package):
@@ -79,40 +71,78 @@ def _forbidden(path, own, name):
             yield f"imports {package}, allowed only in {', '.join(places)}"
     if own is None or own not in LAYERS:
         return
-    if parts[0] == "torch" and LAYERS[own] in TORCH_FREE_LAYERS:
+    if parts[0] == "torch" and own in TORCH_FREE:
         yield "imports torch"
     if parts[0] != "rlhfuse" or len(parts) < 2 or parts[1] == own:
         return
     other = parts[1]
     if other not in LAYERS:
         yield f"imports {name}, which has no layer in the table"
-    elif LAYERS[other] > LAYERS[own]:
+    elif LAYERS[other] >= LAYERS[own]:
         yield f"layer {LAYERS[own]} imports {name} of layer {LAYERS[other]}"
-    elif own in STRANGERS and other in STRANGERS:
-        yield f"imports {name}: {own} and {other} do not know each other"
+
+
+def circles(root):
+    """One line for every group of modules under root/rlhfuse that import each other in a loop.
+
+    Imports for type checking and inside functions count.
+    """
+    files = {".".join(file.relative_to(root).with_suffix("").parts): file for file in root.glob("rlhfuse/**/*.py")}
+    modules = {name.removesuffix(".__init__"): file for name, file in files.items()}
+    graph = {}
+    for name, file in modules.items():
+        named = imports(file, name.split(".")[:-1])
+        graph[name] = {n if n in modules else n.rpartition(".")[0] for n in named} & modules.keys() - {name}
+
+    def reached(start):
+        seen, open_ = set(), [start]
+        while open_:
+            new = graph[open_.pop()] - seen
+            seen |= new
+            open_ += new
+        return seen
+
+    behind = {name: reached(name) for name in modules}
+    loops = {tuple(sorted(m for m in behind[name] if name in behind[m])) for name in modules if name in behind[name]}
+    return [" <-> ".join(loop) for loop in sorted(loops)]
+
+
+def crowded(root):
+    """One line for every folder of the package that holds more than MOST_FILES modules."""
+    folders = [folder for folder in (root / "rlhfuse").rglob("*") if folder.is_dir() and folder.name != "__pycache__"]
+    counts = {folder: len([f for f in folder.glob("*.py") if f.name != "__init__.py"]) for folder in folders}
+    return [f"{folder.relative_to(root)}: {count} modules" for folder, count in counts.items() if count > MOST_FILES]
 
 
 def test_project_holds_the_table():
     assert violations(ROOT) == []
 
 
+@pytest.mark.xfail(reason="until the rooms are tidied")
+def test_no_modules_import_each_other_in_a_loop():
+    assert circles(ROOT) == []
+
+
+@pytest.mark.xfail(reason="until the rooms are tidied")
+def test_no_room_is_crowded_and_the_root_holds_three_modules_at_most():
+    assert crowded(ROOT) == []
+    assert len(list((ROOT / "rlhfuse").glob("*.py"))) <= 4
+
+
 @pytest.mark.parametrize(
     "path, text, complaint",
     [
         ("rlhfuse/schedule/a.py", "import torch.nn", "imports torch"),
-        (
-            "rlhfuse/schedule/a.py",
-            "from mpi4py import MPI",
-            "mpi4py, allowed only in rlhfuse/schedule/search/search.py",
-        ),
-        ("rlhfuse/schedule/a.py", "from rlhfuse.costs.analytic import x", "nothing of the simulator"),
+        ("rlhfuse/planning/a.py", "import torch.nn", "imports torch"),
+        ("rlhfuse/schedule/a.py", "from mpi4py import MPI", "mpi4py, allowed only in rlhfuse/schedule/search/"),
+        ("rlhfuse/schedule/search/a.py", "from rlhfuse.costs.analytic import x", "layer 2 imports rlhfuse.costs"),
         ("rlhfuse/errors.py", "from rlhfuse import ppo", "layer 0 imports rlhfuse.ppo of layer 7"),
-        ("rlhfuse/ppo/a.py", "from rlhfuse.gen.engine import Engine", "do not know each other"),
-        ("rlhfuse/ppo/a.py", "def f():\n    from ..data import prompts", "do not know each other"),
+        ("rlhfuse/ppo/a.py", "from rlhfuse.gen.engine import Engine", "layer 7 imports rlhfuse.gen.engine"),
+        ("rlhfuse/ppo/a.py", "def f():\n    from ..data import prompts", "layer 7 imports rlhfuse.data"),
         ("rlhfuse/gen/a.py", "from megatron.core import x", "imports megatron"),
         ("rlhfuse/models/build.py", "import transformers", "imports transformers"),
         ("rlhfuse/fusion/a.py", "import flash_attn", "imports flash_attn"),
-        ("rlhfuse/parallel/a.py", "from rlhfuse import trainer", "layer 2 imports rlhfuse.run.trainer of layer 5"),
+        ("rlhfuse/parallel/a.py", "from rlhfuse import run", "layer 5 imports rlhfuse.run of layer 9"),
         ("rlhfuse/ppo/__init__.py", '"""Doc."""\nfrom rlhfuse.ppo.losses import x', "a docstring and nothing else"),
         ("rlhfuse/ppo/__init__.py", "", "a docstring and nothing else"),
         ("rlhfuse/utils.py", "x = 1", "utils has no layer"),
@@ -131,7 +161,7 @@ def test_a_made_up_offence_is_found(tmp_path, path, text, complaint):
     "path, text",
     [
         ("rlhfuse/schedule/search/search.py", "from mpi4py import MPI"),
-        ("rlhfuse/simulator/a.py", "from rlhfuse.schedule import problem"),
+        ("rlhfuse/simulator/a.py", "from rlhfuse.schedule.ir import problem"),
         ("rlhfuse/models/hf.py", "import transformers, torch, megatron.core"),
         ("rlhfuse/gen/a.py", "from rlhfuse.models.build import x\nfrom . import sequence"),
         ("tools/a.py", "import transformers, torch\nfrom rlhfuse.run.trainer import x"),
@@ -143,3 +173,14 @@ def test_what_the_table_allows_passes(tmp_path, path, text):
     file.parent.mkdir(parents=True)
     file.write_text(text)
     assert violations(tmp_path) == []
+
+
+def test_a_loop_for_type_checking_is_found(tmp_path):
+    folder = tmp_path / "rlhfuse/gen"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text('"""Only words."""')
+    (folder / "a.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from rlhfuse.gen.b import B")
+    (folder / "b.py").write_text("def f():\n    from rlhfuse.gen import c")
+    (folder / "c.py").write_text("import rlhfuse.gen.a")
+    (folder / "d.py").write_text("import rlhfuse.gen.a")
+    assert circles(tmp_path) == ["rlhfuse.gen.a <-> rlhfuse.gen.b <-> rlhfuse.gen.c"]

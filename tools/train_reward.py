@@ -11,11 +11,8 @@ num_labels=1. One process; made for models that train on one machine.
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
