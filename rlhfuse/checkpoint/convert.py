@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlhfuse.checkpoint.checkpoint import Checkpoint, checkpoints_in
 from rlhfuse.checkpoint.shard_files import ShardReader
+from rlhfuse.config.role import Role
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.errors import InputError
 from rlhfuse.models.hf import hf_tensors, resolve_checkpoint
@@ -69,6 +70,6 @@ def convert(
     if json.loads(json.dumps(asdict(spec))) != facts.models[role]:
         raise InputError(f"{like} is of another shape than the {role} of {checkpoint.folder}; give --like its folder")
     weights = StoredWeights(checkpoint.reader, role, getattr(torch, facts.settings["trainer.dtype"]))
-    head = role == "critic"
+    head = Role(role).scalar_head
     with output_folder(out, force) as fresh:
         write_folder(fresh, hf_tensors(weights, spec, head), like, shard_bytes, scalar_head=head)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from rlhfuse.config.role import Role
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.config.values import check_values
 from rlhfuse.errors import InputError
@@ -67,7 +68,7 @@ def _check_algorithm(config: RunConfig) -> None:
 
 def _check_kl(config: RunConfig) -> None:
     algorithm = config.algorithm
-    if "reference" not in config.roles() and algorithm.kl_coef:
+    if Role.REFERENCE not in config.roles() and algorithm.kl_coef:
         raise InputError(
             f"reference.path=none leaves no KL to measure: algorithm.kl_coef={algorithm.kl_coef} must be 0"
         )

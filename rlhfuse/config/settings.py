@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from rlhfuse.config.role import SCORING_ORDER, Role
 from rlhfuse.config.rules import check_config
 from rlhfuse.config.values import check_type
 from rlhfuse.errors import InputError
@@ -200,23 +201,23 @@ class RunConfig:
     def samples_per_iteration(self) -> int:
         return self.rollout.prompts_per_iteration * self.rollout.samples_per_prompt
 
-    def roles(self) -> tuple[str, ...]:
+    def roles(self) -> tuple[Role, ...]:
         """The models of this run; the actor always."""
         present = {
-            "actor": True,
-            "critic": self.algorithm.has_critic,
-            "reference": self.reference.path.lower() != "none",
-            "reward": bool(self.reward.path) or not self.reward.function,
+            Role.ACTOR: True,
+            Role.CRITIC: self.algorithm.has_critic,
+            Role.REFERENCE: self.reference.path.lower() != "none",
+            Role.REWARD: bool(self.reward.path) or not self.reward.function,
         }
         return tuple(role for role, there in present.items() if there)
 
-    def trained(self) -> tuple[str, ...]:
+    def trained(self) -> tuple[Role, ...]:
         """Roles that learn: actor, and critic where there is one."""
-        return tuple(role for role in ("actor", "critic") if role in self.roles())
+        return tuple(role for role in self.roles() if role.trains)
 
-    def scorers(self) -> tuple[str, ...]:
+    def scorers(self) -> tuple[Role, ...]:
         """Roles whose models score finished samples, in the order in which they do; may be empty."""
-        return tuple(role for role in ("reference", "critic", "reward") if role in self.roles())
+        return tuple(role for role in SCORING_ORDER if role in self.roles())
 
     def threshold(self) -> int | None:
         """R_t as a number, or None for auto."""
@@ -296,9 +297,9 @@ def _default(one: Field) -> Any:
 def _resolve(config: RunConfig) -> RunConfig:
     """Fill the defaults that depend on other keys and check ranges and combinations."""
     config.actor.tokenizer = config.actor.tokenizer or config.actor.path
-    if config.algorithm.has_critic:
-        config.critic.path = config.critic.path or config.reward.path or config.actor.path
-    config.reference.path = config.reference.path or config.actor.path
+    for role in config.roles():
+        for source in (role, *role.path_defaults):
+            getattr(config, role).path = getattr(config, role).path or getattr(config, source).path
     parallel = config.parallel
     parallel.inference = parallel.inference or parallel.generation
     for task in ("reference_inference", "reward_inference", "critic_inference"):

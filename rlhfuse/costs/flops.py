@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rlhfuse.config.role import Role
 from rlhfuse.config.spec import ModelSpec
 
 TRAINING_FORWARDS = 3  # forward, gradients of inputs, gradients of weights
@@ -47,8 +48,8 @@ class IterationFlops:
     @staticmethod
     def of(
         specs: Mapping[str, ModelSpec],
-        trained: Sequence[str],
-        scorers: Sequence[str],
+        trained: Sequence[Role],
+        scorers: Sequence[Role],
         prompt: Sequence[int],
         output: Sequence[int],
         epochs: int,
@@ -61,8 +62,8 @@ class IterationFlops:
         whole = [prompt + output for prompt, output in zip(prompt, output)]
         read = [length - 1 for length in whole]
 
-        def forward(role: str) -> float:
-            return forward_flops(specs[role], whole, sum(whole), scalar_head=role in ("critic", "reward"))
+        def forward(role: Role) -> float:
+            return forward_flops(specs[role], whole, sum(whole), scalar_head=role.scalar_head)
 
         return IterationFlops(
             forward_flops(specs["actor"], read, sum(output)),

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from rlhfuse.config.role import Role
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.decisions.layouts import Task
 from rlhfuse.decisions.shards import Shard, model_shards
 from rlhfuse.decisions.weight_moves import Traffic, minimum_across, move_seconds, plan_moves
 from rlhfuse.schedule.ir.ranks import plain_cells, rank_map
 
-DESTINATIONS = {"actor": "generation", "critic": "critic_inference"}  # the critic's copy goes on to host memory
+DESTINATIONS = {Role.ACTOR: "generation", Role.CRITIC: "critic_inference"}  # the critic's copy goes on to host memory
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def layout_moves(
     moves = []
     for model, layout in trained.items():
         target = rows[DESTINATIONS[model]]
-        head, spec = model == "critic", specs[model]
+        head, spec = model.scalar_head, specs[model]
         has = model_shards(spec, layout, ranks.pipelines(model), element_bytes, head)
         wants = model_shards(spec, target.layout, plain_cells(target.layout), element_bytes, head)
         transfers = plan_moves(has, wants, node)

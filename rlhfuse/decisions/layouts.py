@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.errors import InputError
@@ -19,12 +20,12 @@ from rlhfuse.schedule.ir.ranks import FusedShape, fused_shape
 
 # Config key of each task and the role of the model it runs, in the order of an iteration. A run has those of its roles.
 TASK_ROLES = (
-    ("generation", "actor"),
-    ("reference_inference", "reference"),
-    ("reward_inference", "reward"),
-    ("critic_inference", "critic"),
-    ("actor_train", "actor"),
-    ("critic_train", "critic"),
+    ("generation", Role.ACTOR),
+    ("reference_inference", Role.REFERENCE),
+    ("reward_inference", Role.REWARD),
+    ("critic_inference", Role.CRITIC),
+    ("actor_train", Role.ACTOR),
+    ("critic_train", Role.CRITIC),
 )
 
 
@@ -33,7 +34,7 @@ class Task:
     """One row: the task, the model's role, the layout, and its first and last rank."""
 
     name: str
-    role: str
+    role: Role
     layout: ParallelLayout
     ranks: tuple[int, int]
 

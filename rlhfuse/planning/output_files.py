@@ -17,7 +17,7 @@ CHECKPOINT_BYTES = 12  # per parameter that trains: float32 weight and Adam's tw
 def output_files(config: RunConfig, specs: Mapping[str, ModelSpec], element_bytes: int) -> tuple[tuple[str, str], ...]:
     """Names within the run directory, which comes first, each with what it is."""
     trainer, trained = config.trainer, config.trained()
-    counts = {role: specs[role].parameters(scalar_head=role == "critic") for role in trained}
+    counts = {role: specs[role].parameters(scalar_head=role.scalar_head) for role in trained}
     boards = [name for name, on in (("tensorboard/", trainer.tensorboard), ("wandb/", trainer.wandb != "off")) if on]
     traced = trainer.trace_iterations
     rows = [

@@ -10,6 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rlhfuse.config.role import Role
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.decisions.layout_moves import LayoutMove
 from rlhfuse.decisions.layouts import BatchArithmetic, Task
@@ -107,7 +108,7 @@ class Plan:
                     f"{where}: version {raw['version']!r} is unknown; this program reads version {VERSION}"
                 )
             fields["tasks"] = tuple(
-                Task(row["name"], row["role"], ParallelLayout.parse(row["layout"]), tuple(row["ranks"]))
+                Task(row["name"], Role(row["role"]), ParallelLayout.parse(row["layout"]), tuple(row["ranks"]))
                 for row in raw["tasks"]
             )
             fields["batch"] = BatchArithmetic(**raw["batch"])

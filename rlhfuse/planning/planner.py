@@ -41,7 +41,6 @@ from rlhfuse.simulator.threshold import Threshold, load_threshold, sweep_thresho
 
 DRAWS = 5  # batches drawn from past lengths and averaged
 TICK_SECONDS = 1e-6  # schedules are searched in whole microseconds, so that ties are exact
-SCALAR_HEADS = ("reward", "critic")
 
 
 def read_specs(config: RunConfig) -> dict[str, ModelSpec]:
@@ -64,7 +63,7 @@ def task_costs(
             task.layout,
             hardware,
             size,
-            task.role in SCALAR_HEADS,
+            task.role.scalar_head,
             sequence_parallel=task.training and config.parallel.sequence_parallel,
             recompute=task.training and recompute,
         )
@@ -100,7 +99,7 @@ def generation_cost(
     present = ("generation", *(task for task in SCORERS if roles[task] in config.roles()))
     layouts = {task: ParallelLayout.parse(getattr(parallel, task)) for task in present}
     costs = {
-        task: AnalyticCost(specs[roles[task]], layout, hardware, size, roles[task] in SCALAR_HEADS)
+        task: AnalyticCost(specs[roles[task]], layout, hardware, size, roles[task].scalar_head)
         for task, layout in layouts.items()
     }
     return job_cost(costs, instances * layouts["generation"].tp)

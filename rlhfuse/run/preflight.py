@@ -74,7 +74,7 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
     tasks = check_layouts(config, specs, world_size)
     _check_inference_layouts(config)
     for role, path in checkpoints.paths.items():
-        check_checkpoint(path, specs[role], scalar_head=role in ("critic", "reward"), fresh_head=role == "critic")
+        check_checkpoint(path, specs[role], role.scalar_head, role.fresh_head)
     tokenizer = load_tokenizer(resolve_checkpoint(config.actor.tokenizer, "actor.tokenizer"), specs["actor"])
     prompts = load_prompts(
         config.data.train_files,
@@ -124,7 +124,7 @@ def check_reward_function(config: RunConfig, prompts: PromptSet) -> None:
 
 def find_checkpoints(config: RunConfig) -> Checkpoints:
     """Local folder and shape of each role of the run; the critic's defaults to the reward model's."""
-    order = sorted(config.roles(), key=("actor", "reward", "reference", "critic").index)  # what others default to first
+    order = sorted(config.roles(), key=lambda role: len(role.path_defaults))  # what others default to first
     found = {role: resolve_checkpoint(getattr(config, role).path, f"{role}.path") for role in order}
     paths = {role: found[role] for role in config.roles()}
     return Checkpoints(paths, {role: ModelSpec.from_config(path) for role, path in paths.items()})

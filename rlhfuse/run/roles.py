@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.fusion.inter.inference import FrozenModel
@@ -38,18 +39,18 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Checkpoints:
     """Local folder and shape of each role of the run."""
 
-    paths: dict[str, Path]
-    specs: dict[str, ModelSpec]
+    paths: dict[Role, Path]
+    specs: dict[Role, ModelSpec]
 
 
 @dataclass(frozen=True)
 class Roles:
     """This rank's models. The generation copy's parameters are what the engine computes with."""
 
-    trained: dict[str, TrainedModel]  # actor, critic
+    trained: dict[Role, TrainedModel]  # actor, critic
     generation: torch.nn.Module
     generation_tp: dist.ProcessGroup
-    frozen: dict[str, FrozenModel]  # what scores: reference, critic, reward
+    frozen: dict[Role, FrozenModel]  # what scores: reference, critic, reward
     worker_tp: dist.ProcessGroup  # the ranks of one inference replica
     placement: Placement
     channels: Channels
@@ -57,7 +58,7 @@ class Roles:
 
     @property
     def actor(self) -> TrainedModel:
-        return self.trained["actor"]
+        return self.trained[Role.ACTOR]
 
     def held_bytes(self, with_host: bool) -> int:
         """What models and optimizers hold on the device now; `with_host`: and in host memory, parked or remembered."""
@@ -75,10 +76,10 @@ def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, 
     specs, paths = checkpoints.specs, checkpoints.paths
     activations = Activations(config.parallel.sequence_parallel, config.trainer.recompute == "full")
 
-    def trained(role: str) -> TrainedModel:
+    def trained(role: Role) -> TrainedModel:
         grid = ModelGrid(ranks.pipelines(role), ranks.shape.share(role).layout.chunks)
         groups = maker.for_model(role, grid, rank)
-        head = role == "critic"
+        head = role.scalar_head
         chunks = {}
         for stage in grid.stages_of(rank):
             chunks[stage] = build_model(
@@ -92,7 +93,7 @@ def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, 
                 stage=stage,
                 activations=activations,
             )
-            load_part(chunks[stage], paths[role], specs[role], grid, rank, head, stage, fresh_head=head)
+            load_part(chunks[stage], paths[role], specs[role], grid, rank, head, stage, role.fresh_head)
         optimizer = ModelOptimizer(chunks, getattr(config, role).optim, groups, device)
         stages = {
             stage: TrainingStage(
@@ -102,8 +103,8 @@ def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, 
         }
         return TrainedModel(role, specs[role], grid, head, stages, optimizer, groups.tp, dtype)
 
-    def whole(task: str, role: str, head: bool, load: bool) -> tuple[torch.nn.Module, dist.ProcessGroup, ModelGrid]:
-        grid = plain_grid(ParallelLayout.parse(getattr(config.parallel, task)))
+    def whole(task: str, role: Role, load: bool) -> tuple[torch.nn.Module, dist.ProcessGroup, ModelGrid]:
+        grid, head = plain_grid(ParallelLayout.parse(getattr(config.parallel, task))), role.scalar_head
         groups = maker.for_model(task, grid, rank)
         model = build_model(specs[role], grid, groups, rank, scalar_head=head, dtype=dtype, device=device)
         model.requires_grad_(False)
@@ -111,17 +112,16 @@ def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, 
             load_part(model, paths[role], specs[role], grid, rank, head)
         return model, groups.tp, grid
 
-    def frozen(role: str) -> FrozenModel:
-        head = role != "reference"
+    def frozen(role: Role) -> FrozenModel:
         load = role not in models  # what also trains is moved here before it scores
-        model, tp_group, _ = whole(f"{role}_inference", role, head, load)
+        model, tp_group, _ = whole(f"{role}_inference", role, load)
         parked = ParkedWeights(model, device)
         if load:
             parked.park()
-        return FrozenModel(PipelineStage(model, first=True, last=True, scalar_head=head), parked, tp_group)
+        return FrozenModel(PipelineStage(model, first=True, last=True, scalar_head=role.scalar_head), parked, tp_group)
 
     models = {role: trained(role) for role in config.trained()}
-    generation, generation_tp, generation_grid = whole("generation", "actor", False, load=False)
+    generation, generation_tp, generation_grid = whole("generation", Role.ACTOR, load=False)
     scorers = {role: frozen(role) for role in config.scorers()}
     inference_grid = plain_grid(inference_layout(config))
     worker_tp = maker.for_model("inference", inference_grid, rank).tp
@@ -143,15 +143,14 @@ def inference_layout(config: RunConfig) -> ParallelLayout:
     return ParallelLayout.parse(getattr(config.parallel, task))
 
 
-def whole_copy(config: RunConfig, checkpoints: Checkpoints, role: str, rank: int, device: Device) -> torch.nn.Module:
+def whole_copy(config: RunConfig, checkpoints: Checkpoints, role: Role, rank: int, device: Device) -> torch.nn.Module:
     """An unset copy of the whole model on rank 0, for export, and a module without weights elsewhere; a collective."""
     grid = plain_grid(ParallelLayout(1, 1, 1))
     groups = GroupMaker(config.trainer.hang_seconds).for_model("export", grid, rank)
     if rank not in grid.ranks:
         return torch.nn.Module()
     spec, dtype = checkpoints.specs[role], DTYPES[config.trainer.dtype]
-    head = role in ("critic", "reward")
-    return build_model(spec, grid, groups, rank, scalar_head=head, dtype=dtype, device=device)
+    return build_model(spec, grid, groups, rank, scalar_head=role.scalar_head, dtype=dtype, device=device)
 
 
 def load_part(

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from rlhfuse.checkpoint.checkpoint import RunState, metrics_kept
 from rlhfuse.checkpoint.writer import CheckpointWriter, mark_finished, rewind
+from rlhfuse.config.role import SCORING_ORDER, Role
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.data.sampler import PromptSampler, prompt_groups, sample_id
 from rlhfuse.fusion.inter.inference import Scorer
@@ -85,8 +86,8 @@ class Trainer:
         self.generation_memory = WeightMemory(self.roles.generation, device)
         self.engine = self._build_engine()
         self.scorer = Scorer(
-            *(self.roles.frozen.get(role) for role in ("reference", "critic", "reward")),
-            vocab=prepared.checkpoints.specs["actor"].vocab,
+            *(self.roles.frozen.get(role) for role in SCORING_ORDER),
+            vocab=prepared.checkpoints.specs[Role.ACTOR].vocab,
             temperature=config.rollout.temperature,
             device=device.torch_device,
         )
@@ -103,7 +104,7 @@ class Trainer:
             device.torch_device,
             watchdog.progress,
         )
-        actor = prepared.checkpoints.specs["actor"]
+        actor = prepared.checkpoints.specs[Role.ACTOR]
         self.threshold = ThresholdControl(config, plan, actor, prepared.costs, prepared.costs_name, device)
         self.peak_flops = peak_flops(config.trainer.peak_tflops, DTYPES[config.trainer.dtype], device)
         self.sampler = PromptSampler(len(prepared.prompts), config.trainer.seed)
@@ -135,7 +136,7 @@ class Trainer:
         )
 
     def _build_engine(self) -> Engine:
-        config, spec = self.config, self.prepared.checkpoints.specs["actor"]
+        config, spec = self.config, self.prepared.checkpoints.specs[Role.ACTOR]
         rollout = config.rollout
         engine = Engine(
             spec,
@@ -271,10 +272,10 @@ class Trainer:
         self.memory.switch("moves")
         self.generation_memory.allocate()
         self.resharder.move(self.roles.actor.optimizer.modules.values(), self.roles.generation)
-        if "critic" in self.roles.trained:
-            parked = self.roles.frozen["critic"].parked
+        if Role.CRITIC in self.roles.trained:
+            parked = self.roles.frozen[Role.CRITIC].parked
             parked.allocate()
-            self.resharder.move(self.roles.trained["critic"].optimizer.modules.values(), parked.module)
+            self.resharder.move(self.roles.trained[Role.CRITIC].optimizer.modules.values(), parked.module)
             parked.park()
         self.engine.load_weights(dict(self.roles.generation.named_parameters()))
         self.memory.switch("generation")
@@ -299,7 +300,7 @@ class Trainer:
         phases.note_training(results, start)
         return results
 
-    def _lr(self, role: str, iteration: int) -> float:
+    def _lr(self, role: Role, iteration: int) -> float:
         optim = getattr(self.config, role).optim
         return optim.lr * min(1.0, (iteration + 1) / max(optim.warmup_iterations, 1))
 

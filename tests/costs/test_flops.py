@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rlhfuse.config.role import SCORING_ORDER, Role
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.flops import IterationFlops, forward_flops
 from rlhfuse.simulator.lengths import SampleLengths
@@ -32,10 +33,8 @@ def test_tied_embeddings_compute_as_much():
 def test_an_iteration_by_hand():
     """Prompts of 2 and 1 tokens, responses of 3 and 1: training takes three forwards."""
     lengths = SampleLengths((2, 1), (3, 1))
-    specs = dict.fromkeys(("actor", "critic", "reference", "reward"), SPEC)
-    made = IterationFlops.of(
-        specs, ("actor", "critic"), ("reference", "critic", "reward"), lengths.prompt, lengths.output, epochs=2
-    )
+    specs = dict.fromkeys(Role, SPEC)
+    made = IterationFlops.of(specs, (Role.ACTOR, Role.CRITIC), SCORING_ORDER, lengths.prompt, lengths.output, epochs=2)
     language, scalar = forward_flops(SPEC, [5, 2], 7), forward_flops(SPEC, [5, 2], 7, scalar_head=True)
     assert made.generation == forward_flops(SPEC, [4, 1], outputs=4)  # the last token of a response is not read
     assert made.inference == language + 2 * scalar
@@ -43,8 +42,8 @@ def test_an_iteration_by_hand():
     assert made.total == made.generation + made.inference + 6 * (language + scalar)
 
 
-@pytest.mark.parametrize("roles", [("actor",), ("actor", "reference")])
+@pytest.mark.parametrize("roles", [(Role.ACTOR,), (Role.ACTOR, Role.REFERENCE)])
 def test_only_the_models_of_the_run_count(roles):
     specs = dict.fromkeys(roles, SPEC)
-    made = IterationFlops.of(specs, ("actor",), roles[1:], SampleLengths((2,), (3,)), epochs=1)
+    made = IterationFlops.of(specs, (Role.ACTOR,), roles[1:], (2,), (3,), epochs=1)
     assert set(made.training) == {"actor"} and bool(made.inference) == (len(roles) > 1)

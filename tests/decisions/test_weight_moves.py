@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhfuse.config.role import Role
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.decisions.layout_moves import LayoutMove, layout_moves
@@ -173,7 +174,7 @@ def test_moves_of_a_run():
     """Two nodes of eight: the actor's only pipeline spans both, so each node must get the other's half of it once."""
     layouts = {"actor_train": "d1t2p8", "critic_train": "d4t2p2", "generation": "d8t2p1", "critic_inference": "d8t2p1"}
     tasks = tuple(
-        Task(name, "critic" if "critic" in name else "actor", ParallelLayout.parse(text), (0, 15))
+        Task(name, Role.CRITIC if "critic" in name else Role.ACTOR, ParallelLayout.parse(text), (0, 15))
         for name, text in layouts.items()
     )
     actor, critic = layout_moves(tasks, {"actor": SPEC, "critic": SPEC}, 4, hardware_by_name("a100"))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
+from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.errors import InputError
@@ -79,8 +80,8 @@ class TensorDegrees:
     """Tensor-parallel degree of every task."""
 
     generation: int
-    score: Mapping[str, int]  # by role
-    training: Mapping[str, int]
+    score: Mapping[Role, int]
+    training: Mapping[Role, int]
 
     @staticmethod
     def of(config: RunConfig) -> TensorDegrees:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import NEIGHBOURS
@@ -180,15 +181,15 @@ class Profiler:
 
     # training, links ------------------------------------------------------------------------------------------
 
-    def _deep(self, role: str) -> int:
+    def _deep(self, role: Role) -> int:
         """Layers of the deeper of the two models whose difference is that of the layers between them."""
         layout = ParallelLayout.parse(getattr(self._config.parallel, f"{role}_train"))
         return 1 + max(1, len(layout.stage_layers(self._specs[role].layers)[0]))
 
-    def _train_work(self, role: str, layers: int, builder: Builder) -> TrainingWork:
+    def _train_work(self, role: Role, layers: int, builder: Builder) -> TrainingWork:
         return TrainingWork(self._config, role, self._specs[role], layers, builder, self._tensors.training[role])
 
-    def _train(self, role: str) -> TrainingGrids:
+    def _train(self, role: Role) -> TrainingGrids:
         """Of one layer and of the two ends, from a model of one layer and one of several."""
         more, axis = self._deep(role) - 1, self._points.training_tokens
         parts: dict[str, dict[tuple, float]] = {"lf": {}, "lb": {}, "ef": {}, "eb": {}}

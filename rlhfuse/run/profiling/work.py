@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
@@ -25,8 +26,6 @@ from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.groups import GroupMaker, plain_grid
 from rlhfuse.parallel.offload import ParkedWeights
 from rlhfuse.run.profiling.points import Points
-
-SCALAR_HEADS = ("reward", "critic")
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Builder:
     groups: GroupMaker
 
     def build(
-        self, purpose: str, role: str, spec: ModelSpec, tp: int, activations: Activations = WHOLE
+        self, purpose: str, role: Role, spec: ModelSpec, tp: int, activations: Activations = WHOLE
     ) -> tuple[torch.nn.Module, dist.ProcessGroup]:
         """A model of random weights, and its tensor-parallel group."""
         grid = plain_grid(ParallelLayout(self.world // tp, tp, 1))
@@ -50,7 +49,7 @@ class Builder:
             grid,
             groups,
             self.rank,
-            scalar_head=role in SCALAR_HEADS,
+            scalar_head=role.scalar_head,
             dtype=self.dtype,
             device=self.device,
             activations=activations,
@@ -74,7 +73,7 @@ class GenerationWork:
     """An engine of the run's size."""
 
     def __init__(self, config: RunConfig, spec: ModelSpec, points: Points, builder: Builder, tp: int) -> None:
-        model, group = builder.build("generation", "actor", spec, tp)
+        model, group = builder.build("generation", Role.ACTOR, spec, tp)
         model.requires_grad_(False)
         self._random = random.Random(0)  # the same on every rank of the instance
         self._vocab, self._context = spec.vocab, spec.context
@@ -144,11 +143,11 @@ class GenerationWork:
 class ScoreWork:
     """One frozen model, its weights parked or in use."""
 
-    def __init__(self, config: RunConfig, role: str, spec: ModelSpec, builder: Builder, tp: int) -> None:
+    def __init__(self, config: RunConfig, role: Role, spec: ModelSpec, builder: Builder, tp: int) -> None:
         model, self._group = builder.build(f"{role}_inference", role, spec, tp)
         model.requires_grad_(False)
         self.parked = ParkedWeights(model, builder.device)
-        self._stage = PipelineStage(model, first=True, last=True, scalar_head=role in SCALAR_HEADS)
+        self._stage = PipelineStage(model, first=True, last=True, scalar_head=role.scalar_head)
         self._vocab, self._temperature, self._device = spec.vocab, config.rollout.temperature, builder.device
 
     @torch.no_grad()
@@ -180,11 +179,11 @@ def load_seconds(works: list[ScoreWork], device: Device) -> float:
 class TrainingWork:
     """A trained model of so many layers with both ends, without its optimizer."""
 
-    def __init__(self, config: RunConfig, role: str, spec: ModelSpec, layers: int, builder: Builder, tp: int) -> None:
+    def __init__(self, config: RunConfig, role: Role, spec: ModelSpec, layers: int, builder: Builder, tp: int) -> None:
         activations = Activations(config.parallel.sequence_parallel, config.trainer.recompute == "full")
         spec = replace(spec, layers=layers)
         model, self._group = builder.build(f"{role}_train", role, spec, tp, activations)
-        self._stage = PipelineStage(model, first=True, last=True, scalar_head=role in SCALAR_HEADS)
+        self._stage = PipelineStage(model, first=True, last=True, scalar_head=role.scalar_head)
         self._vocab, self._temperature, self._device = spec.vocab, config.rollout.temperature, builder.device
 
     def step(self, tokens: int, longest: int) -> tuple[float, float]:
