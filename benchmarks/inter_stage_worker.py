@@ -35,7 +35,7 @@ from rlhfuse.models.build import build_model
 from rlhfuse.models.stage import PipelineStage
 from rlhfuse.parallel.device import choose_device
 from rlhfuse.parallel.groups import GroupMaker, plain_grid
-from rlhfuse.parallel.offload import ParkedWeights
+from rlhfuse.parallel.offload import OffloadedWeights
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
@@ -103,10 +103,10 @@ class FusionRank:
         return model.requires_grad_(False)
 
     def _frozen(self, role: str, model: torch.nn.Module) -> FrozenModel:
-        parked = ParkedWeights(model, self.device)
-        parked.park()
+        offloaded = OffloadedWeights(model, self.device)
+        offloaded.offload()
         stage = PipelineStage(model, first=True, last=True, scalar_head=role != "reference")
-        return FrozenModel(stage, parked, self.maker.for_model(role, plain_grid(LAYOUT), self.rank).tp)
+        return FrozenModel(stage, offloaded, self.maker.for_model(role, plain_grid(LAYOUT), self.rank).tp)
 
     # runs -------------------------------------------------------------------------------------------------------
 

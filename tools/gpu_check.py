@@ -42,7 +42,7 @@ from rlhfuse.models.hf import expected_tensors, load_weights
 from rlhfuse.models.stage import PackedTokens, PipelineStage, TrainingStage
 from rlhfuse.parallel.device import Device, choose_device
 from rlhfuse.parallel.groups import GroupMaker, plain_grid
-from rlhfuse.parallel.offload import ParkedWeights
+from rlhfuse.parallel.offload import OffloadedWeights
 from rlhfuse.parallel.optimizer import ModelOptimizer
 from rlhfuse.parallel.reshard import Resharder
 
@@ -162,7 +162,7 @@ def check_reshard(model: Path, device: Device) -> dict:
     grid = plain_grid(ParallelLayout(1, 1, 1))
     groups = GroupMaker(60.0).for_model("copy", grid, 0)
     copy = build_model(trained["spec"], grid, groups, 0, scalar_head=False, dtype=torch.float32, device=device)
-    Resharder(device).move([trained["model"]], copy)
+    Resharder(device).reshard([trained["model"]], copy)
     source = dict(trained["model"].named_parameters())
     different = [name for name, p in copy.named_parameters() if not torch.equal(p, source[name])]
     return require(not different, {"weights": len(source), "different": different[:3]})
@@ -177,18 +177,18 @@ def check_parked(device: Device) -> dict:
     def allocated() -> int:
         return torch.cuda.memory_allocated(device.torch_device) if device.is_cuda else 0
 
-    parked, before = ParkedWeights(module, device), allocated()
-    parked.park()
+    offloaded, before = OffloadedWeights(module, device), allocated()
+    offloaded.offload()
     freed, seconds = before - allocated(), 0.0
     for _ in range(3):
         start = time.perf_counter()
-        parked.begin_load()
-        parked.finish_load()
+        offloaded.begin_load()
+        offloaded.finish_load()
         device.synchronize()
         seconds = time.perf_counter() - start
         same = all(torch.equal(p.cpu(), w) for p, w in zip(module.parameters(), wanted))
-        require(same, "loaded weights differ from those that were parked")
-        parked.release()
+        require(same, "loaded weights differ from those that were offloaded")
+        offloaded.release()
     detail = {"bytes": size, "freed_bytes": freed, "load_bytes_per_second": size / seconds}
     return require(freed >= size or not device.is_cuda, detail)
 

@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rlhfuse.checkpoint.compatibility import RunFacts
+from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.checkpoint.shard_files import FileFacts, ShardReader
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.errors import InputError
@@ -36,8 +36,8 @@ RANDOM = "every draw is a function of trainer.seed, its purpose and its place: t
 class RunState:
     """What a run knows beside its tensors, as JSON values."""
 
-    threshold: Mapping[str, Any]  # ThresholdControl's: R_t, length statistics, measured costs
-    algorithm: Mapping[str, Any]  # what the algorithm carries on: `kl_coef`, and `scores`, their RunningSpread
+    threshold: Mapping[str, Any]  # ThresholdController's: R_t, length statistics, measured costs
+    algorithm: Mapping[str, Any]  # what the algorithm carries on: `kl_coef`, and `scores`, their RunningMoments
     position: Mapping[str, Any]  # `metrics_bytes`; and for people: prompts drawn, learning rates
 
 
@@ -46,7 +46,7 @@ class Manifest:
     """What manifest.json says."""
 
     iteration: int
-    facts: RunFacts
+    facts: RunCompatibility
     state: RunState
     files: tuple[FileFacts, ...]
 
@@ -64,7 +64,7 @@ class Manifest:
                 raise InputError(f"{where}: version {raw['version']!r} is unknown; this program reads {VERSION}")
             return Manifest(
                 int(raw["iteration"]),
-                RunFacts(**raw["facts"]),
+                RunCompatibility(**raw["facts"]),
                 RunState(**raw["state"]),
                 tuple(FileFacts(**row) for row in raw["files"]),
             )
@@ -121,7 +121,7 @@ class Checkpoint:
 # finding --------------------------------------------------------------------------------------------------------
 
 
-def find_checkpoint(config: RunConfig, facts: RunFacts) -> Checkpoint | None:
+def find_checkpoint(config: RunConfig, facts: RunCompatibility) -> Checkpoint | None:
     """What `trainer.resume` asks for; None for a fresh start or a finished run. Checks everything.
 
     Under `auto` the newest checkpoint of output_dir is taken. A broken one is not passed over in silence: the

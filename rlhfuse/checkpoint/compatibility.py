@@ -25,7 +25,7 @@ ORDER_KEYS = ("fusion.actor_microbatches", "parallel.sequence_parallel")  # chan
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RunCompatibility:
     """The facts of one run."""
 
     world_size: int
@@ -41,20 +41,20 @@ class RunFacts:
         tasks: tuple[Task, ...],
         world_size: int,
         vocabulary: Mapping[str, int],
-    ) -> RunFacts:
+    ) -> RunCompatibility:
         """In JSON's values, so that what was read compares equal to what was written. `vocabulary`: token -> id."""
         flat = _flatten(asdict(config), "")
         free = {k for k in flat if k in FREE_KEYS or k.split(".")[0] in FREE_GROUPS and k not in FIXED_KEYS}
-        facts = RunFacts(
+        facts = RunCompatibility(
             world_size,
             {task.name: str(task.layout) for task in tasks} | {key: str(flat[key]) for key in ORDER_KEYS},
             {role: asdict(spec) for role, spec in specs.items()},
             hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest(),
             {key: value for key, value in flat.items() if key not in free},
         )
-        return RunFacts(**json.loads(json.dumps(asdict(facts))))
+        return RunCompatibility(**json.loads(json.dumps(asdict(facts))))
 
-    def check(self, other: RunFacts, where: str) -> None:
+    def check(self, other: RunCompatibility, where: str) -> None:
         """Raise InputError naming the first fact of the checkpoint `other` with which this run cannot go on."""
         if other.models.keys() != self.models.keys():
             raise InputError(
@@ -75,7 +75,7 @@ class RunFacts:
             if mine != found:
                 raise InputError(f"{where} was saved with {key}={found}, this run has {mine}; set {key}={found}")
 
-    def relayout(self, other: RunFacts) -> str:
+    def layout_diff(self, other: RunCompatibility) -> str:
         """How this run lies on its ranks otherwise than `other` did, '' where it does not."""
         changed = [] if other.world_size == self.world_size else [f"{other.world_size} -> {self.world_size} ranks"]
         changed += [

@@ -2,7 +2,7 @@
 
     start    every rank copies what it owns to host memory and goes on; its thread writes `iteration-N.partial`
              rank 0's thread waits for all files, writes the manifest and renames the folder: the checkpoint is there
-    one_end  all ranks end together where one thread has failed, or one rank in the block
+    joint_failure  all ranks end together where one thread has failed, or one rank in the block
     finish   waits for the thread; the next `start` and the end of the run call it
 
 A crash at any moment leaves the checkpoint before. The threads talk through files alone, so that they never meet
@@ -22,21 +22,21 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlhfuse.checkpoint.checkpoint import MANIFEST, Manifest, RunState, checkpoints_in, folder_of
-from rlhfuse.checkpoint.compatibility import RunFacts
+from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.checkpoint.shard_files import FileFacts, file_name, write_rank_file
 from rlhfuse.errors import InputError, JointError, writing
 from rlhfuse.files import write_text
-from rlhfuse.parallel.collect import all_gather_bytes, together
+from rlhfuse.parallel.collectives import all_gather_bytes, raise_on_all_ranks
 from rlhfuse.parallel.fragments import Fragment
 
 POLL_SECONDS = 0.02
 
 
 class CheckpointWriter:
-    """One rank's part in saving; `start`, `one_end` and `finish` are collectives of all ranks."""
+    """One rank's part in saving; `start`, `joint_failure` and `finish` are collectives of all ranks."""
 
     def __init__(
-        self, run_dir: Path, rank: int, world_size: int, facts: RunFacts, keep: int, timeout_seconds: float
+        self, run_dir: Path, rank: int, world_size: int, facts: RunCompatibility, keep: int, timeout_seconds: float
     ) -> None:
         """`keep`: how many checkpoints stay. `timeout_seconds`: rank 0 waits so long for the other ranks' files."""
         self._run_dir, self._rank, self._world_size = run_dir, rank, world_size
@@ -49,7 +49,7 @@ class CheckpointWriter:
     def start(self, iteration: int, state: RunState, roles: Mapping[str, Sequence[Fragment]]) -> None:
         """Begin to write checkpoints/iteration-N, after the one under way; `roles` may change when this returns.
 
-        Raises JointError as `one_end` does.
+        Raises JointError as `joint_failure` does.
         """
         self.finish()
         begin = time.time()
@@ -62,13 +62,13 @@ class CheckpointWriter:
         self._thread.start()
 
     @contextmanager
-    def one_end(self) -> Iterator[None]:
+    def joint_failure(self) -> Iterator[None]:
         """A block that writes. If a rank raises InputError in it, or cannot save, all leave by the same JointError.
 
         It names the file and the last good checkpoint. The one under way is dropped.
         """
         try:
-            with together():
+            with raise_on_all_ranks():
                 yield
                 if self._problem:
                     raise InputError(self._problem)
@@ -79,12 +79,12 @@ class CheckpointWriter:
             raise JointError(f"{error}; {where}: start again with trainer.resume=auto") from None
 
     def finish(self) -> None:
-        """Wait until the checkpoint under way is complete, if there is one. Raises JointError as `one_end` does."""
+        """Wait until the checkpoint under way is complete, if there is one. Raises JointError as above."""
         if self._thread is None:
             return
-        with self.one_end():
+        with self.joint_failure():
             self._written.wait()
-        with self.one_end():
+        with self.joint_failure():
             self._thread.join()
         self._thread = None
 

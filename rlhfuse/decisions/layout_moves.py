@@ -21,7 +21,7 @@ DESTINATIONS = {Role.ACTOR: "generation", Role.CRITIC: "critic_inference"}  # th
 
 @dataclass(frozen=True)
 class LayoutMove:
-    """One move: the model, its task before and after, bytes, and seconds with the copy to host memory if it parks."""
+    """One move: the model, its task before and after, bytes, and seconds, any copy to host memory included."""
 
     model: str
     source: str

@@ -13,7 +13,7 @@ from statistics import median
 import torch.distributed as dist
 
 from rlhfuse.errors import InputError
-from rlhfuse.parallel.collect import all_gather_bytes
+from rlhfuse.parallel.collectives import all_gather_bytes
 
 RECENT_STEPS = 32
 

@@ -33,7 +33,7 @@ from rlhfuse.models.attention import varlen_attention
 from rlhfuse.models.cpu import invariance
 from rlhfuse.models.heads import ScalarHead
 from rlhfuse.models.rotary import rotary_frequencies
-from rlhfuse.parallel.device import Device, cpu_stands_in
+from rlhfuse.parallel.device import Device, fake_cuda
 from rlhfuse.parallel.groups import ModelGrid
 
 
@@ -192,7 +192,7 @@ def build_model(
     one = layer_spec(spec, activations.recompute)
     if shards:
         _prepare_sequence_parallel()
-    with cpu_stands_in(device):
+    with fake_cuda(device):
         model = GPTModel(
             config=config,
             transformer_layer_spec=TransformerBlockSubmodules(

@@ -1,7 +1,7 @@
 """Which device and backend a run uses, and what stands in for CUDA where there is none.
 
 Megatron-core asks torch.cuda for the current device and for CUDA tensors when it builds buffers and
-optimizers. On a machine without CUDA `cpu_stands_in` answers those questions with the CPU for as long as the
+optimizers. On a machine without CUDA `fake_cuda` answers those questions with the CPU for as long as the
 context is open; with CUDA it does nothing. No other file works around a missing GPU.
 """
 
@@ -93,7 +93,7 @@ def current_device_is_cpu() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def cpu_stands_in(device: Device) -> Iterator[None]:
+def fake_cuda(device: Device) -> Iterator[None]:
     """Answer Megatron's questions about CUDA with the CPU while the context is open."""
     if device.is_cuda:
         yield

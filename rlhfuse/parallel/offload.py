@@ -1,6 +1,6 @@
 """Host copies of a model's weights, and their way back to the device while something else computes.
 
-A parked model owns two allocations: the host copy (pinned on CUDA) and, while loaded, the device copy. On a
+A offloaded model owns two allocations: the host copy (pinned on CUDA) and, while loaded, the device copy. On a
 CPU both are ordinary memory, moved by the same calls. `begin_load` starts the copy on a background thread
 (on CUDA: a copy stream), `finish_load` waits for it; `release` gives the device memory back.
 """
@@ -44,7 +44,7 @@ class WeightMemory:
         self.loaded = False
 
 
-class ParkedWeights(WeightMemory):
+class OffloadedWeights(WeightMemory):
     """The weights of one module in host memory; the module is usable between load and release."""
 
     def __init__(self, module: torch.nn.Module, device: Device) -> None:
@@ -59,7 +59,7 @@ class ParkedWeights(WeightMemory):
         return sum(t.numel() * t.element_size() for t in self._host.values())
 
     @torch.no_grad()
-    def park(self) -> None:
+    def offload(self) -> None:
         """Copy the module's weights to the host and release the device memory."""
         for name, parameter in self.module.named_parameters():
             if name not in self._host:
@@ -69,7 +69,7 @@ class ParkedWeights(WeightMemory):
         self.release()
 
     def allocate(self) -> None:
-        """Take device memory for weights of unset values, to be written by the caller and then parked."""
+        """Take device memory for weights of unset values, to be written by the caller and then offloaded."""
         if self._thread is not None:
             self.finish_load()
         super().allocate()

@@ -29,7 +29,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from rlhfuse.config.settings import OptimizerConfig
-from rlhfuse.parallel.device import Device, cpu_stands_in
+from rlhfuse.parallel.device import Device, fake_cuda
 from rlhfuse.parallel.undo import UndoCopy
 
 
@@ -61,7 +61,7 @@ class ModelOptimizer:
         self._zero = config.name == "adam"
         first = next(iter(chunks.values()))
         bf16 = next(first.parameters()).dtype == torch.bfloat16
-        with cpu_stands_in(device):
+        with fake_cuda(device):
             self.modules = {
                 stage: DistributedDataParallel(
                     config=model.config,
@@ -182,7 +182,7 @@ class ModelOptimizer:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        with cpu_stands_in(self._device):
+        with fake_cuda(self._device):
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm() or 0.0)
             if not math.isfinite(norm):
@@ -198,7 +198,7 @@ class ModelOptimizer:
     def undo(self) -> None:
         """Take back the last step, which must have been told to `remember`; a collective like `step`."""
         self._undo.restore()
-        with cpu_stands_in(self._device):
+        with fake_cuda(self._device):
             for part in self._parts():
                 if hasattr(part, "_copy_main_params_to_model_params"):  # Megatron's float32 optimizer has no copies
                     part._copy_main_params_to_model_params()

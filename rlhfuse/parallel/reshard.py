@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rlhfuse.decisions.shards import Shard, tensor_segments
 from rlhfuse.decisions.weight_moves import Traffic, Transfer, in_buckets, minimum_across, plan_moves
-from rlhfuse.parallel.collect import all_gather_bytes
+from rlhfuse.parallel.collectives import all_gather_bytes
 from rlhfuse.parallel.device import Device, ranks_per_node
 
 BUCKET_BYTES = 64 << 20
@@ -64,7 +64,7 @@ class LocatedShard:
 
 
 class Resharder:
-    """Moves a model's weights between two built modules. Every rank of both layouts must call `move`."""
+    """Moves a model's weights between two built modules. Every rank of both layouts must call `reshard`."""
 
     def __init__(self, device: Device, devices_per_node: int | None = None, bucket_bytes: int = BUCKET_BYTES) -> None:
         """`devices_per_node`: where a node ends; by default as the launcher says."""
@@ -74,7 +74,7 @@ class Resharder:
         self._plans: weakref.WeakKeyDictionary[torch.nn.Module, _Planned] = weakref.WeakKeyDictionary()
 
     @torch.no_grad()
-    def move(self, source: Iterable[torch.nn.Module], destination: torch.nn.Module) -> None:
+    def reshard(self, source: Iterable[torch.nn.Module], destination: torch.nn.Module) -> None:
         """Copy a model's weights into `destination`'s parameters, whatever the layouts.
 
         `source`: this rank's chunks of the model, one where it is not interleaved. The plan is made at the first

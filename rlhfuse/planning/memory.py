@@ -60,14 +60,14 @@ def memory_by_phase(
     generation = costs["generation"]
     resident = sum(cost.weights_bytes() for cost in trained)
     optimizer = sum(cost.optimizer_bytes() for cost in trained)
-    parked = sum(cost.weights_bytes() for cost in scorers)
+    offloaded = sum(cost.weights_bytes() for cost in scorers)
     critic = costs["critic_inference"].weights_bytes() if "critic_inference" in costs else 0
     copy = generation.weights_bytes()
     remembered = max(cost.undo_bytes() for cost in trained) if len(trained) > 1 else 0
 
     def phase(name: str, weights: int, **parts: float) -> PhaseMemory:
         held = dict(gradients=0, activations=0, kv=0, buckets=0) | {key: int(value) for key, value in parts.items()}
-        return PhaseMemory(name, resident + weights, optimizer, host=parked + remembered, **held)
+        return PhaseMemory(name, resident + weights, optimizer, host=offloaded + remembered, **held)
 
     bucket = min(bucket_bytes, max(copy, critic))
     decoding = generation.forward_bytes(batched_tokens, min(sequences, batched_tokens))
@@ -75,7 +75,7 @@ def memory_by_phase(
     return (
         phase("moves", copy + critic, buckets=bucket),
         phase("generation", copy, activations=decoding, kv=kv_capacity_bytes / generation.layout.tp),
-        phase("inference", parked, activations=scoring),
+        phase("inference", offloaded, activations=scoring),
         phase(
             "training", 0, gradients=sum(cost.gradient_bytes() for cost in trained), activations=training_activations
         ),

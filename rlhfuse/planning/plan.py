@@ -154,8 +154,8 @@ class Plan:
             lines.append(f"{phase.phase:11s}" + "".join(f"{text:>12s}" for text in shown))
         host = "host copies count"
         if self.hardware != "cpu":
-            parked = readable_bytes(self.ranks_per_node * max(phase.host for phase in self.memory))
-            host += f" for host memory alone: {parked} on a node of {self.ranks_per_node} ranks"
+            offloaded = readable_bytes(self.ranks_per_node * max(phase.host for phase in self.memory))
+            host += f" for host memory alone: {offloaded} on a node of {self.ranks_per_node} ranks"
         lines.append(f"limit {readable_bytes(self.memory_limit)} ({self.memory_limit_source}); {host}")
         return tuple(lines)
 

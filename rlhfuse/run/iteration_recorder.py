@@ -23,7 +23,7 @@ from rlhfuse.fusion.intra.training_step import MinibatchResult
 from rlhfuse.monitor.report.forecast_table import PHASES
 from rlhfuse.monitor.samples import SampleText
 from rlhfuse.monitor.trace import Span
-from rlhfuse.parallel.collect import all_gather_bytes
+from rlhfuse.parallel.collectives import all_gather_bytes
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.run.forecast import Batch, Forecast, Forecaster, Measured
 from rlhfuse.run.phases import Phases
@@ -38,7 +38,7 @@ from rlhfuse.run.run_metrics import (
     speed_metrics,
     training_metrics,
 )
-from rlhfuse.run.threshold_controller import ThresholdControl
+from rlhfuse.run.threshold_controller import ThresholdController
 from rlhfuse.run.timeline import StageTimes
 from rlhfuse.schedule.program.program import Programs
 from rlhfuse.schedule.program.times import makespan
@@ -46,7 +46,7 @@ from rlhfuse.simulator.lengths import SampleLengths
 
 
 @dataclass(frozen=True)
-class Finished:
+class IterationResult:
     """An iteration that has run on this rank."""
 
     number: int
@@ -60,7 +60,7 @@ class Finished:
     peaks: Mapping[str, int]  # bytes by phase
 
 
-class Books:
+class IterationRecorder:
     """The books of one rank; all ranks close an iteration together."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Books:
         programs: Programs,
         placement: Placement,
         rank: int,
-        threshold: ThresholdControl,
+        threshold: ThresholdController,
         peak_flops: float | None,
     ) -> None:
         self._prepared, self._config, self._programs = prepared, prepared.config, programs
@@ -79,13 +79,13 @@ class Books:
         self._closed: float | None = None  # when the last iteration was, its log not included
         self._logging = 0.0  # seconds of that log
 
-    def open(self) -> float:
+    def begin(self) -> float:
         """An iteration begins: now, in `time.time()` seconds."""
         begin = time.time()
         self._logging = begin - (self._closed or begin)
         return begin
 
-    def close(self, done: Finished) -> tuple[dict[str, Any], list[Span], list[SampleText]]:
+    def finish(self, done: IterationResult) -> tuple[dict[str, Any], list[Span], list[SampleText]]:
         """Metrics, every rank's spans (on rank 0 the expected ones too) and a few samples; a collective."""
         everyone, stage_times = self._exchange(done)
         metrics = {"iteration": done.number, **rollout_metrics(done.batch, done.algorithm)}
@@ -112,7 +112,7 @@ class Books:
         metrics["timing_s/books"] = self._logging + self._closed - ended
         return metrics, spans, samples
 
-    def _exchange(self, done: Finished) -> tuple[list[dict], StageTimes]:
+    def _exchange(self, done: IterationResult) -> tuple[list[dict], StageTimes]:
         """Every rank's sums, times and spans; and how long the actions of all took."""
         results, phases = done.results, done.phases
         mine = {
@@ -126,7 +126,7 @@ class Books:
         everyone = [json.loads(data) for data in all_gather_bytes(json.dumps(mine).encode())]
         return everyone, StageTimes.merge([StageTimes.from_list(one["stage_times"]) for one in everyone])
 
-    def _metrics(self, done: Finished, everyone: list[dict], stage_times: StageTimes) -> dict[str, Any]:
+    def _metrics(self, done: IterationResult, everyone: list[dict], stage_times: StageTimes) -> dict[str, Any]:
         metrics = training_metrics(done.results, everyone) | reward_metrics(done.report)
         metrics |= fusion_metrics(done.report, done.triggers, len(self._placement.instances))
         for key in ("reshard", "adv", "train"):  # by one rank's clock, so that the parts add up to the iteration
@@ -155,7 +155,7 @@ class Books:
 
         return self._forecaster.forecast(batch(lengths), [batch(one) for one in self._threshold.recent_lengths])
 
-    def _sample_texts(self, done: Finished) -> list[SampleText]:
+    def _sample_texts(self, done: IterationResult) -> list[SampleText]:
         """The first samples of the batch, for people to read."""
         decode = partial(self._prepared.tokenizer.decode, skip_special_tokens=True)
         first = zip(done.report.rollouts[: self._config.trainer.sample_texts], done.batch.scores.tolist())

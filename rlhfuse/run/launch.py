@@ -26,7 +26,7 @@ from rlhfuse.gen.cpu.warm_up import compile_kernels, compile_kernels_apart
 from rlhfuse.models.cpu import invariance
 from rlhfuse.models.hf import has_scalar_head
 from rlhfuse.monitor.watchdog import Limits, Watchdog
-from rlhfuse.parallel.collect import all_gather_bytes, together
+from rlhfuse.parallel.collectives import all_gather_bytes, raise_on_all_ranks
 from rlhfuse.parallel.device import Device, allow_many_files, choose_device, local_rank
 from rlhfuse.parallel.groups import connect
 from rlhfuse.planning.plan import Plan, save_plan
@@ -133,7 +133,7 @@ def finished_line(config: RunConfig) -> str:
 def start_line(prepared: Prepared) -> str:
     """Where the run begins, for people."""
     if prepared.resume:
-        moved = prepared.facts.relayout(prepared.resume.manifest.facts)
+        moved = prepared.facts.layout_diff(prepared.resume.manifest.facts)
         note = f"; {moved}: equal to about 1e-5 from here on, not bit for bit" if moved else ""
         return f"resuming from {prepared.resume.folder}: {prepared.resume.iteration} iterations are done{note}"
     why = "no checkpoint to resume from" if prepared.config.trainer.resume == "auto" else "trainer.resume=never"
@@ -154,7 +154,7 @@ def settle(prepared: Prepared, name: str, rank: int, device: Device) -> tuple[Sc
     """Schedule, plan and run directory, the same on every rank; rank 0 writes and prints them."""
     config = prepared.config
     told = b""
-    with together():
+    with raise_on_all_ranks():
         if rank == 0:
             run_dir = Path(config.trainer.output_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
             if config.fusion.intra_stage and not config.fusion.schedule:

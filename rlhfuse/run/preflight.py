@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfuse.checkpoint.checkpoint import Checkpoint, checkpoints_in, find_checkpoint
-from rlhfuse.checkpoint.compatibility import RunFacts
+from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost, CostModel
@@ -53,7 +53,7 @@ class Prepared:
     tasks: tuple[Task, ...]
     ranks: FusedRanks
     problem: FusionProblem
-    facts: RunFacts
+    facts: RunCompatibility
     resume: Checkpoint | None  # None: a fresh start
     costs: CostModel  # of generation and inference, until the run has measured its own
     costs_name: str
@@ -97,7 +97,7 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
     if config.fusion.threshold_file:
         check_threshold(load_threshold(config.fusion.threshold_file), config, batch)
     _check_memory(config, world_size, specs["actor"], costs, batch)
-    facts = RunFacts.of(config, specs, tasks, world_size, tokenizer.get_vocab())
+    facts = RunCompatibility.of(config, specs, tasks, world_size, tokenizer.get_vocab())
     resume = find_checkpoint(config, facts)
     priced = starting_costs(config, specs, costs, world_size)
     return Prepared(config, world_size, checkpoints, tokenizer, prompts, tasks, ranks, problem, facts, resume, *priced)

@@ -1,8 +1,8 @@
 """Everything one rank holds: the parts of the run's models in their layouts, and the groups that connect them.
 
     actor              training stage + optimizer   and a whole copy per generation instance, read by the engine
-    critic             training stage + optimizer   and a copy per inference replica, parked in host memory
-    reference, reward                               a copy per inference replica, parked in host memory
+    critic             training stage + optimizer   and a copy per inference replica, offloaded in host memory
+    reference, reward                               a copy per inference replica, offloaded in host memory
 
 The actor is always there, of the others those that the run has. Groups are made in one order on all ranks. Weights
 come from Hugging Face folders once; after that they move between layouts by resharding.
@@ -28,7 +28,7 @@ from rlhfuse.models.hf import load_weights
 from rlhfuse.models.stage import PipelineStage, TrainingStage
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.groups import GroupMaker, ModelGrid, connect, plain_grid
-from rlhfuse.parallel.offload import ParkedWeights
+from rlhfuse.parallel.offload import OffloadedWeights
 from rlhfuse.parallel.optimizer import ModelOptimizer
 from rlhfuse.schedule.ir.ranks import FusedRanks
 
@@ -61,12 +61,12 @@ class Roles:
         return self.trained[Role.ACTOR]
 
     def held_bytes(self, with_host: bool) -> int:
-        """What models and optimizers hold on the device now; `with_host`: and in host memory, parked or remembered."""
+        """What models and optimizers hold on the device now, and with `with_host` in host memory."""
         held = sum(weight.nbytes for weight in self.generation.parameters())
         held += sum(model.optimizer.held_bytes for model in self.trained.values())
-        parked = sum(model.parked.host_bytes for model in self.frozen.values())
+        offloaded = sum(model.offloaded.host_bytes for model in self.frozen.values())
         remembered = sum(model.optimizer.remembered_bytes for model in self.trained.values())
-        return held + (parked + remembered if with_host else 0)
+        return held + (offloaded + remembered if with_host else 0)
 
 
 def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, rank: int, device: Device) -> Roles:
@@ -115,10 +115,11 @@ def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, 
     def frozen(role: Role) -> FrozenModel:
         load = role not in models  # what also trains is moved here before it scores
         model, tp_group, _ = whole(f"{role}_inference", role, load)
-        parked = ParkedWeights(model, device)
+        offloaded = OffloadedWeights(model, device)
         if load:
-            parked.park()
-        return FrozenModel(PipelineStage(model, first=True, last=True, scalar_head=role.scalar_head), parked, tp_group)
+            offloaded.offload()
+        stage = PipelineStage(model, first=True, last=True, scalar_head=role.scalar_head)
+        return FrozenModel(stage, offloaded, tp_group)
 
     models = {role: trained(role) for role in config.trained()}
     generation, generation_tp, generation_grid = whole("generation", Role.ACTOR, load=False)

@@ -23,7 +23,7 @@ from rlhfuse.monitor.report.phase_times import render_phase_times
 from rlhfuse.monitor.samples import SampleText, SampleWriter
 from rlhfuse.monitor.trace import Span, save_trace
 from rlhfuse.planning.plan import Plan
-from rlhfuse.run.time_budget import Allowance
+from rlhfuse.run.time_budget import TimeBudget
 
 TRACE_SHARE = 0.005  # of the time may go into writing trace.json again; the end of a run always does
 
@@ -44,7 +44,7 @@ class RunLog:
         self._printer = ProgressPrinter(trainer.iterations)
         self._rows: list[Metrics] = []
         self._traced: list[list[Span]] = []
-        self._traces = Allowance(TRACE_SHARE)
+        self._traces = TimeBudget(TRACE_SHARE)
 
     def write(self, metrics: Metrics, spans: list[Span], samples: Sequence[SampleText]) -> None:
         """One iteration. Raises InputError naming the file that cannot be written."""

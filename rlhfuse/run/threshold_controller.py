@@ -30,12 +30,12 @@ from rlhfuse.costs.measured import (
 )
 from rlhfuse.errors import InputError
 from rlhfuse.fusion.inter.inter_stage import FusionLimits, GenInferReport
-from rlhfuse.parallel.collect import all_gather_bytes
+from rlhfuse.parallel.collectives import all_gather_bytes
 from rlhfuse.parallel.device import Device
 from rlhfuse.planning.plan import Plan
 from rlhfuse.planning.planner import instance_limits, median_context
 from rlhfuse.ppo.rollout import RolloutBatch
-from rlhfuse.run.time_budget import Allowance
+from rlhfuse.run.time_budget import TimeBudget
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.iteration import BatchSimulation, GenInferTimeline, move_cost, simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
@@ -51,7 +51,7 @@ PROBE_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)  # sizes of the transfers mea
 PROBE_TRIPS = 8  # there and back; the first one connects
 
 
-def steady(found: Threshold, current: tuple[int, ...], current_seconds: float) -> tuple[int, ...]:
+def with_hysteresis(found: Threshold, current: tuple[int, ...], current_seconds: float) -> tuple[int, ...]:
     """The triggers in force where the best are predicted to gain less than WORTH_MOVING over them, else the best."""
     return current if current_seconds <= found.fused_seconds * (1 + WORTH_MOVING) else found.triggers
 
@@ -76,7 +76,7 @@ def changes(before: CostModel, after: CostModel, limits: InstanceLimits, context
     return ", ".join(parts) or f"costs within {WORTH_NAMING:.0%}"
 
 
-def spoken(triggers: Sequence[int]) -> str:
+def format_triggers(triggers: Sequence[int]) -> str:
     return ", then ".join(map(str, triggers)) or "0"
 
 
@@ -109,7 +109,7 @@ def _from_rank_0(value: Any) -> Any:
     return json.loads(all_gather_bytes(payload)[0])
 
 
-class ThresholdControl:
+class ThresholdController:
     """Holds the R_t in force and what it was chosen from. All ranks hold the same values."""
 
     def __init__(
@@ -128,7 +128,7 @@ class ThresholdControl:
         self._costs: CostModel = costs
         self._costs_name = costs_name
         self._seen = 0  # iterations of this process
-        self._looks = Allowance(LOOK_SHARE)
+        self._looks = TimeBudget(LOOK_SHARE)
         self._basis = self._basis_now()  # what the triggers in force stand on
         self.limits = self._fusion_limits(self._instance_limits())
 
@@ -154,8 +154,8 @@ class ThresholdControl:
         before, (triggers, reason) = self.triggers, look
         self.triggers = tuple(triggers)
         if before != self.triggers:
-            return f"R_t {spoken(before)} -> {spoken(self.triggers)}: {reason}"
-        return f"R_t stays {spoken(before)}: {reason}" if iteration == 0 else ""
+            return f"R_t {format_triggers(before)} -> {format_triggers(self.triggers)}: {reason}"
+        return f"R_t stays {format_triggers(before)}: {reason}" if iteration == 0 else ""
 
     def _look_due(self) -> bool:
         return self._seen <= FIRST_LOOKS or self._looks.due()
@@ -182,10 +182,10 @@ class ThresholdControl:
         if sum(self.triggers[:1]) < fusion.least_threshold:
             return found.triggers, found.explain()
         seconds = predicted_seconds([BatchSimulation(one, *setting) for one in self._lengths], self.triggers)
-        chosen, gain = steady(found, self.triggers, seconds), f"{seconds / found.fused_seconds - 1:.1%}"
+        chosen, gain = with_hysteresis(found, self.triggers, seconds), f"{seconds / found.fused_seconds - 1:.1%}"
         if chosen == self.triggers:
-            return chosen, f"the best, {spoken(found.triggers)}, would gain {gain}"
-        return chosen, f"{found.explain()}; {gain} faster than at {spoken(self.triggers)}"
+            return chosen, f"the best, {format_triggers(found.triggers)}, would gain {gain}"
+        return chosen, f"{found.explain()}; {gain} faster than at {format_triggers(self.triggers)}"
 
     def _basis_now(self) -> tuple[str, CostModel, str]:
         return self._lengths_seen(), self._costs, self._costs_name

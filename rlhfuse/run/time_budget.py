@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-class Allowance:
+class TimeBudget:
     """`share`: the part of the time that the work may take, in (0, 1]. Due at first."""
 
     def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -43,20 +43,19 @@ from rlhfuse.parallel.peak_rate import peak_flops, peak_line
 from rlhfuse.parallel.reshard import Resharder
 from rlhfuse.planning.plan import Plan
 from rlhfuse.planning.planner import kv_blocks
+from rlhfuse.ppo.adaptive import KLController, RunningMoments
 from rlhfuse.ppo.advantage import add_advantages
 from rlhfuse.ppo.balance import cut_minibatches
-from rlhfuse.ppo.kl_control import KLControl
 from rlhfuse.ppo.rollout import RolloutBatch
-from rlhfuse.ppo.running_spread import RunningSpread
 from rlhfuse.ppo.token_rewards import add_token_rewards, sample_kl
 from rlhfuse.run.function_reward import FunctionRewarder
-from rlhfuse.run.iteration_recorder import Books, Finished
+from rlhfuse.run.iteration_recorder import IterationRecorder, IterationResult
 from rlhfuse.run.phases import Phases
 from rlhfuse.run.preflight import Prepared
 from rlhfuse.run.roles import DTYPES, Roles, build_roles, whole_copy
 from rlhfuse.run.run_log import RunLog
 from rlhfuse.run.run_metrics import rewarded
-from rlhfuse.run.threshold_controller import ThresholdControl
+from rlhfuse.run.threshold_controller import ThresholdController
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
 
@@ -105,13 +104,15 @@ class Trainer:
             watchdog.progress,
         )
         actor = prepared.checkpoints.specs[Role.ACTOR]
-        self.threshold = ThresholdControl(config, plan, actor, prepared.costs, prepared.costs_name, device)
+        self.threshold = ThresholdController(config, plan, actor, prepared.costs, prepared.costs_name, device)
         self.peak_flops = peak_flops(config.trainer.peak_tflops, DTYPES[config.trainer.dtype], device)
         self.sampler = PromptSampler(len(prepared.prompts), config.trainer.seed)
         self.rewarder = self._start_rewarder()
-        self.kl = KLControl(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
-        self.spread = RunningSpread()
-        self.books = Books(prepared, self.programs, self.roles.placement, rank, self.threshold, self.peak_flops)
+        self.kl = KLController(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
+        self.spread = RunningMoments()
+        self.recorder = IterationRecorder(
+            prepared, self.programs, self.roles.placement, rank, self.threshold, self.peak_flops
+        )
         self.checkpoints = CheckpointWriter(
             run_dir,
             rank,
@@ -186,14 +187,14 @@ class Trainer:
     def _fit(self, first: int) -> None:
         """From iteration `first` on."""
         leads = self.rank == 0
-        with self.checkpoints.one_end():
+        with self.checkpoints.joint_failure():
             log = self._start_log(first) if leads else None
         if leads:
             print(peak_line(self.peak_flops, self.device), flush=True)
         for iteration in range(first, self.config.trainer.iterations):
             metrics, spans, samples = self.iterate(iteration)
             due, position = self._save_due(iteration + 1), 0
-            with self.checkpoints.one_end():
+            with self.checkpoints.joint_failure():
                 if log:
                     log.write(metrics, spans, samples)
                     self.threshold.save_costs(self.run_dir / "costs.json")
@@ -203,7 +204,7 @@ class Trainer:
         if self.config.trainer.export:
             self.export()
         self.checkpoints.finish()
-        with self.checkpoints.one_end():
+        with self.checkpoints.joint_failure():
             for opened in (log, self.rewarder):
                 if opened:
                     opened.close()
@@ -219,7 +220,7 @@ class Trainer:
 
     def iterate(self, iteration: int) -> tuple[dict[str, Any], list[Span], list[SampleText]]:
         """One PPO iteration; returns its metrics, every rank's spans (on rank 0 the forecast's too), a few samples."""
-        begin = self.books.open()
+        begin = self.recorder.begin()
         phases = Phases(self.rank)
         self.watchdog.progress(f"iteration {iteration}: moving weights")
         self._move_weights(phases)
@@ -236,8 +237,8 @@ class Trainer:
         if batch.ref_logprobs is not None:
             self.kl = self.kl.after(float(sample_kl(batch).mean()), len(batch))
         peaks = {"base": self.memory.base_bytes, **self.memory.take()}
-        done = Finished(iteration, begin, used, report, batch, algorithm, results, phases, peaks)
-        return self.books.close(done)
+        done = IterationResult(iteration, begin, used, report, batch, algorithm, results, phases, peaks)
+        return self.recorder.finish(done)
 
     def _requests(self, iteration: int) -> list[Request]:
         """The whole batch's samples, the same on every rank."""
@@ -265,18 +266,18 @@ class Trainer:
         return replace(algorithm, score_scale=algorithm.score_scale / self.spread.std)
 
     def _move_weights(self, phases: Phases) -> None:
-        """Actor into the generation layout; a critic into the inference layout and parked in host memory."""
+        """Actor into the generation layout; a critic into the inference layout and offloaded in host memory."""
         start = time.time()
         for model in self.roles.trained.values():
             model.optimizer.release_gradients()
         self.memory.switch("moves")
         self.generation_memory.allocate()
-        self.resharder.move(self.roles.actor.optimizer.modules.values(), self.roles.generation)
+        self.resharder.reshard(self.roles.actor.optimizer.modules.values(), self.roles.generation)
         if Role.CRITIC in self.roles.trained:
-            parked = self.roles.frozen[Role.CRITIC].parked
-            parked.allocate()
-            self.resharder.move(self.roles.trained[Role.CRITIC].optimizer.modules.values(), parked.module)
-            parked.park()
+            offloaded = self.roles.frozen[Role.CRITIC].offloaded
+            offloaded.allocate()
+            self.resharder.reshard(self.roles.trained[Role.CRITIC].optimizer.modules.values(), offloaded.module)
+            offloaded.offload()
         self.engine.load_weights(dict(self.roles.generation.named_parameters()))
         self.memory.switch("generation")
         self.memory.note_base(self.roles.held_bytes(with_host=not self.device.is_cuda))
@@ -335,11 +336,11 @@ class Trainer:
         self.watchdog.progress(f"loading {resume.folder}")
         for role, model in self.roles.trained.items():
             import_state(model.optimizer, partial(resume.reader.read, role), partial(resume.reader.step, role))
-        state, moved = resume.manifest.state, self.prepared.facts.relayout(resume.manifest.facts)
+        state, moved = resume.manifest.state, self.prepared.facts.layout_diff(resume.manifest.facts)
         if self.kl.target:
             self.kl = replace(self.kl, coef=state.algorithm["kl_coef"])
         if self.config.algorithm.scale_scores:
-            self.spread = RunningSpread(**state.algorithm["scores"])
+            self.spread = RunningMoments(**state.algorithm["scores"])
         self.threshold.restore(dict(state.threshold), str(resume.folder), lengths_alone=bool(moved))
         return resume.iteration
 
@@ -348,8 +349,8 @@ class Trainer:
         self.watchdog.progress("exporting models")
         for role, trained in self.roles.trained.items():
             copy = whole_copy(self.config, self.prepared.checkpoints, role, self.rank, self.device)
-            self.resharder.move(trained.optimizer.modules.values(), copy)
-            with self.checkpoints.one_end():
+            self.resharder.reshard(trained.optimizer.modules.values(), copy)
+            with self.checkpoints.joint_failure():
                 if self.rank == 0:
                     paths, specs = self.prepared.checkpoints.paths, self.prepared.checkpoints.specs
                     weights = dict(copy.named_parameters())

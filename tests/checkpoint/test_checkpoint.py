@@ -13,7 +13,7 @@ from runs import finish, killed, start
 from tiny import write_run
 
 from rlhfuse.checkpoint.checkpoint import Checkpoint, Manifest, RunState, checkpoints_in
-from rlhfuse.checkpoint.compatibility import RunFacts
+from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.checkpoint.convert import convert, open_checkpoint
 from rlhfuse.checkpoint.shard_files import FileFacts
 from rlhfuse.checkpoint.writer import rewind
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(1800)  # five trainings are started for the fir
 
 def test_manifest_prints_and_parses_back():
     settings = {"trainer.seed": 1, "rollout.top_p": 0.1}
-    facts = RunFacts(2, {"actor_train": "d1t1p2"}, {"actor": {"layers": 4}}, "ab", settings)
+    facts = RunCompatibility(2, {"actor_train": "d1t1p2"}, {"actor": {"layers": 4}}, "ab", settings)
     state = RunState({"current": 1, "x": [0.1, 1e-300]}, {"kl_coef": 0.1}, {"metrics_bytes": 12})
     manifest = Manifest(3, facts, state, (FileFacts("rank-0.safetensors", 5, "ab"),))
     assert Manifest.parse(manifest.to_text(), "m") == manifest
@@ -217,8 +217,8 @@ def test_another_layout_or_world_is_taken_and_told(copy):
     line = start_line(prepared)
     assert "actor_train d1t1p2 -> d2t1p1, " in line and "not bit for bit" in line
     facts = prepared.resume.manifest.facts
-    assert replace(facts, world_size=4).relayout(facts) == "2 -> 4 ranks"
-    assert facts.relayout(facts) == ""
+    assert replace(facts, world_size=4).layout_diff(facts) == "2 -> 4 ranks"
+    assert facts.layout_diff(facts) == ""
 
 
 def test_another_model_or_vocabulary(copy):

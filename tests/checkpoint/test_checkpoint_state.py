@@ -11,7 +11,7 @@ import torch
 from tiny import write_checkpoint
 
 from rlhfuse.checkpoint.checkpoint import Checkpoint, RunState
-from rlhfuse.checkpoint.compatibility import RunFacts
+from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.checkpoint.writer import CheckpointWriter
 from rlhfuse.config.settings import OptimizerConfig, ParallelConfig, RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
@@ -19,7 +19,7 @@ from rlhfuse.errors import InputError, JointError
 from rlhfuse.parallel.fragments import Fragment, Place
 from rlhfuse.schedule.ir.ranks import rank_map
 
-NO_FACTS = RunFacts(4, {}, {}, "", {})
+NO_FACTS = RunCompatibility(4, {}, {}, "", {})
 STATE = RunState({"current": 3}, {"kl_coef": 0.05}, {"metrics_bytes": 7})
 
 # state of one rank ----------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def save(rank: int, out: Path, iteration: int, models: dict) -> None:
 
     writer = CheckpointWriter(out, rank, 4, NO_FACTS, 2, 60)
     writer.start(iteration, STATE, {role: export_state(model) for role, model in models.items()})
-    with writer.one_end():
+    with writer.joint_failure():
         pass
     one_step(rank, models, 99)  # what is written must be the state at the call
     writer.finish()
@@ -188,12 +188,12 @@ def fail_alone(rank: int, out: Path) -> str:
     """Rank 0 cannot write a line of its own while checkpoint 1 is under way. Returns what this rank's error says."""
     place = Place((400,), 0, ((0, 400),), 100 * rank, 100 * (rank + 1))
     writer = CheckpointWriter(out, rank, 4, NO_FACTS, 2, 60)
-    with writer.one_end():
+    with writer.joint_failure():
         pass
     writer.start(1, STATE, {"actor": [Fragment("w", place, 1, {"main": torch.arange(100.0)})]})
     writer.finish()
     try:
-        with writer.one_end():
+        with writer.joint_failure():
             if rank == 0:
                 raise InputError("cannot write lines")
         return "nothing was raised"

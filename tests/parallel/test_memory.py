@@ -59,7 +59,7 @@ def switch(rank: int, folder) -> dict:
     rows = random_rows(LENGTHS, 7)
     one_step(rank, maker, ranks, {"actor": built}, {"actor": [rows]})
     first = built.gradients()
-    resharder.move(built.optimizer.modules.values(), copy)  # makes the plan
+    resharder.reshard(built.optimizer.modules.values(), copy)  # makes the plan
     weights = memory.device_bytes
     memory.release()
     meter.switch(None)
@@ -68,7 +68,7 @@ def switch(rank: int, folder) -> dict:
     meter.switch("moves")
     released = resident_bytes()
     memory.allocate()
-    resharder.move(built.optimizer.modules.values(), copy)
+    resharder.reshard(built.optimizer.modules.values(), copy)
     peak = meter.take()["moves"]
     one_step(rank, maker, ranks, {"actor": built}, {"actor": [rows]})
     again = built.gradients()
@@ -119,13 +119,13 @@ def move_by_buckets(rank: int, folder, bucket: int) -> dict:
         device=device,
     )
     memory, resharder, meter = WeightMemory(copy, device), Resharder(device, bucket_bytes=bucket), PhaseMeter(device)
-    resharder.move(built.optimizer.modules.values(), copy)  # makes the plan
+    resharder.reshard(built.optimizer.modules.values(), copy)  # makes the plan
     weights = memory.device_bytes
     memory.release()
     meter.switch("moves")
     before = resident_bytes()
     memory.allocate()
-    resharder.move(built.optimizer.modules.values(), copy)
+    resharder.reshard(built.optimizer.modules.values(), copy)
     grown = meter.take()["moves"] - before
     maker.close()
     return {"exact": meter.exact, "grown": grown, "weights": weights}

@@ -60,9 +60,9 @@ def there_and_back(rank: int, role: str, folder, layout: str, generation: str, s
         sent[to // NODE != rank // NODE] += tensor.nbytes if to != rank else 0
         send(number, tensor, to)
 
-    resharder.move(built.optimizer.modules.values(), arrived)
+    resharder.reshard(built.optimizer.modules.values(), arrived)
     resharder._service.submit_send_with_id = counted
-    resharder.move(built.optimizer.modules.values(), arrived)  # by the plan of the first time
+    resharder.reshard(built.optimizer.modules.values(), arrived)  # by the plan of the first time
     if rank == 0 and grid.tp == 1:
         export_checkpoint(dict(arrived.named_parameters()), spec, built.head, folder, out)
     layers = stage_layers(spec, built.grid)

@@ -71,8 +71,8 @@ def test_memory_is_shown_against_what_a_rank_has(keys, needed, limit):
         assert plan.needed_bytes(phase) == needed(phase) and plan.memory_limit == limit
         rows = [line for line in plan.render().splitlines() if line.startswith(f"  {phase.phase} ")]
         assert any(row.endswith(f" {needed(phase) / limit:.1%}") for row in rows)
-    parked = readable_bytes(4 * plan.memory[0].host)
-    assert (f"{parked} on a node of 4 ranks" in plan.render()) == (plan.hardware == "a100")
+    offloaded = readable_bytes(4 * plan.memory[0].host)
+    assert (f"{offloaded} on a node of 4 ranks" in plan.render()) == (plan.hardware == "a100")
 
 
 def test_files_are_those_that_the_run_will_write():

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.errors import InputError
+from rlhfuse.ppo.adaptive import KLController
 from rlhfuse.ppo.advantage import add_advantages, group_normalised, leave_one_out, whiten
 from rlhfuse.ppo.gae import BLOCK, discounted_returns, generalized_advantages
-from rlhfuse.ppo.kl_control import KLControl
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.ppo.token_rewards import add_token_rewards, sample_kl, sample_rewards, shaped_scores
 
@@ -177,10 +177,10 @@ def test_without_reference_or_with_kl_in_the_loss_rewards_are_scores():
 
 
 def test_the_coefficient_follows_the_kl():
-    control = KLControl(0.1, target=6.0, horizon=1000)
+    control = KLController(0.1, target=6.0, horizon=1000)
     assert control.after(6.0, 64).coef == 0.1
     assert control.after(6.6, 100).coef == pytest.approx(0.1 * (1 + 0.1 * 100 / 1000))
     assert control.after(600.0, 100).coef == pytest.approx(0.1 * (1 + 0.2 * 100 / 1000))  # no further at once
     assert control.after(0.0, 100).coef == pytest.approx(0.1 * (1 - 0.2 * 100 / 1000))
     assert control.after(0.0, 10**6).coef == 0.0  # never negative
-    assert KLControl(0.1).after(600.0, 64) == KLControl(0.1)
+    assert KLController(0.1).after(600.0, 64) == KLController(0.1)

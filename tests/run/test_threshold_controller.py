@@ -19,8 +19,15 @@ from rlhfuse.decisions.layouts import check_layouts  # noqa: E402
 from rlhfuse.fusion.inter.report import OBSERVED  # noqa: E402
 from rlhfuse.parallel.device import choose_device  # noqa: E402
 from rlhfuse.planning.planner import make_plan, starting_costs, task_costs  # noqa: E402
-from rlhfuse.run.threshold_controller import LOOK_SHARE, WORTH_MOVING, ThresholdControl, changes, spoken, steady  # noqa: E402
-from rlhfuse.run.time_budget import Allowance  # noqa: E402
+from rlhfuse.run.threshold_controller import (  # noqa: E402
+    LOOK_SHARE,
+    WORTH_MOVING,
+    ThresholdController,
+    changes,
+    format_triggers,
+    with_hysteresis,
+)
+from rlhfuse.run.time_budget import TimeBudget  # noqa: E402
 from rlhfuse.simulator.iteration import move_cost, simulate_gen_infer  # noqa: E402
 from rlhfuse.simulator.threshold import sweep_threshold  # noqa: E402
 
@@ -37,7 +44,7 @@ def control(config):
     analytic = task_costs(config, SPECS, check_layouts(config, SPECS, 4), hardware_by_name("cpu"))
     costs, name = starting_costs(config, SPECS, analytic, 4)
     device = choose_device("cpu", 0, 1)
-    return ThresholdControl(config, make_plan(config, SPECS, 4), SPECS["actor"], costs, name, device)
+    return ThresholdController(config, make_plan(config, SPECS, 4), SPECS["actor"], costs, name, device)
 
 
 def iteration(lengths):
@@ -70,7 +77,7 @@ def test_it_looks_again_as_often_as_its_share_of_the_time_allows(alone, monkeypa
     """The first two iterations, and then when a hundred times what a look took has passed; costs follow each time."""
     followed = control(run())
     clock = SimpleNamespace(seconds=0.0)
-    followed._looks = Allowance(LOOK_SHARE, lambda: clock.seconds)
+    followed._looks = TimeBudget(LOOK_SHARE, lambda: clock.seconds)
     choose, looked = followed._choose, []
 
     def choose_slowly(limits):
@@ -94,9 +101,9 @@ def test_it_looks_again_as_often_as_its_share_of_the_time_allows(alone, monkeypa
 def test_small_gains_do_not_move_it():
     found = sweep_threshold(long_tail(64), 4, linear_cost(), limits())
     best = found.fused_seconds
-    assert steady(found, (7,), best * (1 + WORTH_MOVING)) == (7,)
-    assert steady(found, (7,), best * (1 + 2 * WORTH_MOVING)) == found.triggers
-    assert steady(found, (), found.serial_seconds) == found.triggers != ()
+    assert with_hysteresis(found, (7,), best * (1 + WORTH_MOVING)) == (7,)
+    assert with_hysteresis(found, (7,), best * (1 + 2 * WORTH_MOVING)) == found.triggers
+    assert with_hysteresis(found, (), found.serial_seconds) == found.triggers != ()
 
 
 def test_the_log_names_costs_that_changed():
@@ -108,4 +115,4 @@ def test_the_log_names_costs_that_changed():
 
 
 def test_triggers_in_words():
-    assert [spoken(triggers) for triggers in ((), (12,), (12, 3))] == ["0", "12", "12, then 3"]
+    assert [format_triggers(triggers) for triggers in ((), (12,), (12, 3))] == ["0", "12", "12, then 3"]

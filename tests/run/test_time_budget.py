@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhfuse.run.time_budget import Allowance
+from rlhfuse.run.time_budget import TimeBudget
 
 
 class Clock:
@@ -15,7 +15,7 @@ class Clock:
 @pytest.mark.parametrize("cost, rounds", [(0.0, 1000), (0.02, 1000), (0.1, 1000)])
 def test_it_takes_its_share(cost, rounds):
     clock = Clock()
-    allowance, spent = Allowance(0.01, clock), 0.0
+    allowance, spent = TimeBudget(0.01, clock), 0.0
     begin = clock.seconds
     for _ in range(rounds):
         clock.seconds += 2.0
@@ -30,7 +30,7 @@ def test_it_takes_its_share(cost, rounds):
 
 def test_it_is_due_at_first_and_again_after_what_it_cost():
     clock = Clock()
-    allowance = Allowance(0.5, clock)
+    allowance = TimeBudget(0.5, clock)
     assert allowance.due()
     with pytest.raises(ZeroDivisionError), allowance.spend():
         clock.seconds += 1.0

@@ -14,7 +14,7 @@ from tiny import write_checkpoint, write_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhfuse.checkpoint.checkpoint import Manifest, RunState
-from rlhfuse.checkpoint.compatibility import RunFacts
+from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.checkpoint.shard_files import write_rank_file
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.decisions.shards import model_shards
@@ -56,7 +56,7 @@ def run(tmp_path_factory):
     )
     models = {role: asdict(ModelSpec.from_config(path)) for role, path in (("actor", actor), ("critic", critic))}
     settings = {"trainer.dtype": "float32", "actor.path": str(actor), "critic.path": str(critic)}
-    facts = RunFacts(**json.loads(json.dumps(asdict(RunFacts(2, {}, models, "", settings)))))
+    facts = RunCompatibility(**json.loads(json.dumps(asdict(RunCompatibility(2, {}, models, "", settings)))))
     state = RunState({}, {}, {"metrics_bytes": 0})
     (folder / "manifest.json").write_text(Manifest(3, facts, state, files).to_text())
     return base / "run", {"actor": actor, "critic": critic}

@@ -19,16 +19,16 @@ import torch.distributed as dist
 from rlhfuse.fusion.inter.weight_loader import WeightLoader
 from rlhfuse.models.heads import token_logprobs
 from rlhfuse.models.stage import PackedTokens, PipelineStage
-from rlhfuse.parallel.offload import ParkedWeights
+from rlhfuse.parallel.offload import OffloadedWeights
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """One model as inference uses it: its single stage, its parked weights and its tensor-parallel group."""
+    """One model as inference uses it: its single stage, its offloaded weights and its tensor-parallel group."""
 
     stage: PipelineStage
-    parked: ParkedWeights
+    offloaded: OffloadedWeights
     tp_group: dist.ProcessGroup
 
 
@@ -84,7 +84,7 @@ class Scorer:
     def begin_load(self) -> None:
         """Start to bring the models in, one after the other; returns at once. A pack waits for each in turn."""
         if self._loader is None:
-            self._loader = WeightLoader([model.parked for model in self._models], self._device)
+            self._loader = WeightLoader([model.offloaded for model in self._models], self._device)
 
     def wait_for_first(self) -> None:
         """Until scoring can begin: the first model is there."""
@@ -98,7 +98,7 @@ class Scorer:
             self._loader.close()
         self._loader = None
         for model in self._models:
-            model.parked.release()
+            model.offloaded.release()
 
     @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], PackWork]:

@@ -40,7 +40,7 @@ from rlhfuse.fusion.inter.store_reporter import Courier
 from rlhfuse.fusion.inter.team import Team
 from rlhfuse.gen.engine import Engine
 from rlhfuse.gen.migration.migration import BUCKET_BYTES
-from rlhfuse.parallel.collect import all_gather_bytes
+from rlhfuse.parallel.collectives import all_gather_bytes
 from rlhfuse.ppo.rollout import Rollout, pack_rollouts, unpack_rollouts
 from rlhfuse.simulator.instances import split_samples
 from rlhfuse.simulator.iteration import check_triggers
@@ -100,7 +100,7 @@ class InterStage:
 
         `triggers`: numbers of remaining samples at which instances are freed, strictly descending; () is serial,
         and so is a single instance. The engine must hold the actor's weights and a KV cache, the scorer's weights
-        must be parked. Returns with the KV cache dropped and the scorer's weights released. Raises InputError,
+        must be offloaded. Returns with the KV cache dropped and the scorer's weights released. Raises InputError,
         before anything is done, for triggers that do not descend or exceed the batch; RewardError for a sample to
         which the reward function gave no score.
         """

@@ -17,7 +17,7 @@ from rlhfuse.decisions.migration import MigrationPlan, SequenceState, plan_meeti
 from rlhfuse.fusion.inter.placement import Placement
 from rlhfuse.fusion.inter.request import FusionLimits
 from rlhfuse.gen.engine import Engine
-from rlhfuse.parallel.collect import all_gather_bytes
+from rlhfuse.parallel.collectives import all_gather_bytes
 from rlhfuse.ppo.rollout import Rollout, pack_rollouts, unpack_rollouts
 
 

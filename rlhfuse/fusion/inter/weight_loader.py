@@ -14,13 +14,13 @@ from collections.abc import Sequence
 
 import torch
 
-from rlhfuse.parallel.offload import ParkedWeights
+from rlhfuse.parallel.offload import OffloadedWeights
 
 
 class WeightLoader:
     """Loads `models` in order, once; for the next time there is a new loader."""
 
-    def __init__(self, models: Sequence[ParkedWeights], device: torch.device) -> None:
+    def __init__(self, models: Sequence[OffloadedWeights], device: torch.device) -> None:
         self._models, self._device = models, device
         self._there = [threading.Event() for _ in models]
         self._failure: BaseException | None = None

@@ -26,7 +26,7 @@ from rlhfuse.fusion.intra.p2p import Channels
 from rlhfuse.fusion.intra.report import ActionSpan, StepReport
 from rlhfuse.models.heads import token_logprobs
 from rlhfuse.models.stage import LossFunction, PackedTokens, TrainingStage
-from rlhfuse.parallel.collect import all_gather_bytes
+from rlhfuse.parallel.collectives import all_gather_bytes
 from rlhfuse.parallel.groups import ModelGrid
 from rlhfuse.parallel.optimizer import ModelOptimizer, StepResult
 from rlhfuse.ppo.balance import cut_microbatches

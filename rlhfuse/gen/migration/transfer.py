@@ -27,7 +27,7 @@ from rlhfuse.errors import InputError
 from rlhfuse.gen.engine import Engine
 from rlhfuse.gen.migration.arrival import Arrival
 from rlhfuse.gen.migration.migration import BUCKET_BYTES, BlockShape, Manifest, Shipment, buckets
-from rlhfuse.parallel.peers import receive_bytes, send_bytes
+from rlhfuse.parallel.collectives import receive_bytes, send_bytes
 
 REFUSED, ENTERED = b"refused", b"entered"
 

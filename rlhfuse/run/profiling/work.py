@@ -24,7 +24,7 @@ from rlhfuse.models.heads import token_logprobs
 from rlhfuse.models.stage import PackedTokens, PipelineStage
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.groups import GroupMaker, plain_grid
-from rlhfuse.parallel.offload import ParkedWeights
+from rlhfuse.parallel.offload import OffloadedWeights
 from rlhfuse.run.profiling.points import Points
 
 
@@ -141,12 +141,12 @@ class GenerationWork:
 
 
 class ScoreWork:
-    """One frozen model, its weights parked or in use."""
+    """One frozen model, its weights offloaded or in use."""
 
     def __init__(self, config: RunConfig, role: Role, spec: ModelSpec, builder: Builder, tp: int) -> None:
         model, self._group = builder.build(f"{role}_inference", role, spec, tp)
         model.requires_grad_(False)
-        self.parked = ParkedWeights(model, builder.device)
+        self.offloaded = OffloadedWeights(model, builder.device)
         self._stage = PipelineStage(model, first=True, last=True, scalar_head=role.scalar_head)
         self._vocab, self._temperature, self._device = spec.vocab, config.rollout.temperature, builder.device
 
@@ -164,14 +164,14 @@ class ScoreWork:
 
 
 def load_seconds(works: list[ScoreWork], device: Device) -> float:
-    """Bringing all parked models in at the same time, as a worker does."""
+    """Bringing all offloaded models in at the same time, as a worker does."""
     for work in works:
-        work.parked.park()
+        work.offloaded.offload()
     start = time.perf_counter()
     for work in works:
-        work.parked.begin_load()
+        work.offloaded.begin_load()
     for work in works:
-        work.parked.finish_load()
+        work.offloaded.finish_load()
     device.synchronize()
     return time.perf_counter() - start
 

@@ -139,7 +139,7 @@ def build(rank: int, folders: dict[str, Path], case: Case) -> Built:
     from rlhfuse.models.stage import PipelineStage
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.parallel.groups import GroupMaker, plain_grid
-    from rlhfuse.parallel.offload import ParkedWeights
+    from rlhfuse.parallel.offload import OffloadedWeights
     from rlhfuse.run.roles import load_part
 
     device = choose_device("cpu", 0, 1)
@@ -157,9 +157,11 @@ def build(rank: int, folders: dict[str, Path], case: Case) -> Built:
 
     def frozen(role: str) -> FrozenModel:
         model, group = model_of(role, "i")
-        parked = ParkedWeights(model, device)
-        parked.park()
-        return FrozenModel(PipelineStage(model, first=True, last=True, scalar_head=role != "reference"), parked, group)
+        offloaded = OffloadedWeights(model, device)
+        offloaded.offload()
+        return FrozenModel(
+            PipelineStage(model, first=True, last=True, scalar_head=role != "reference"), offloaded, group
+        )
 
     actor, tp_group = model_of("actor", "g")
     engine = Engine(
@@ -221,7 +223,7 @@ def iterate(rank: int, folders: dict[str, Path], case: Case, number: int, distur
         report = stage.run(0, case.requests(), case.triggers, case.limits())
     finally:
         engine.__dict__.pop("step", None)
-    assert engine.kv_bytes == 0 and not any(model.parked.loaded for model in made.frozen.values())
+    assert engine.kv_bytes == 0 and not any(model.offloaded.loaded for model in made.frozen.values())
     assert not engine.has_unfinished()
     engine.check_integrity()
     said = sorted(report.function_scores.items())

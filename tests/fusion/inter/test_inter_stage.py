@@ -344,12 +344,12 @@ def refuse_weights_beside_a_cache(stage, scorer, made, case, store):
         load()
 
     for model in made.frozen.values():
-        model.parked.begin_load = partial(loading, model.parked.begin_load)
+        model.offloaded.begin_load = partial(loading, model.offloaded.begin_load)
 
 
 def load_as_before(stage, scorer, made, case, store):
     for model in made.frozen.values():
-        del model.parked.begin_load
+        del model.offloaded.begin_load
 
 
 @pytest.mark.parametrize("triggers", [(), (8, 2)])

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfuse.ppo.running_spread import RunningSpread
+from rlhfuse.ppo.adaptive import RunningMoments
 
 BATCHES = st.lists(st.lists(st.floats(-1e3, 1e3, width=32), max_size=5), min_size=1, max_size=5)
 
 
-def after(batches, spread=RunningSpread()):
+def after(batches, spread=RunningMoments()):
     for batch in batches:
         spread = spread.after(torch.tensor(batch, dtype=torch.float32))
     return spread
@@ -34,10 +34,10 @@ def test_batches_one_after_the_other_are_all_at_once(batches, offset):
 
 
 def test_equal_scores_are_not_divided():
-    assert RunningSpread().std == after([[]]).std == after([[3.0]]).std == after([[3.0, 3.0], [3.0]]).std == 1.0
+    assert RunningMoments().std == after([[]]).std == after([[3.0]]).std == after([[3.0, 3.0], [3.0]]).std == 1.0
 
 
 def test_a_checkpoint_keeps_every_bit():
     before = after([[0.1, 0.7], [1 / 3]])
-    restored = RunningSpread(**json.loads(json.dumps(asdict(before))))
+    restored = RunningMoments(**json.loads(json.dumps(asdict(before))))
     assert restored == before and after([[0.2, 5.0]], restored) == after([[0.2, 5.0]], before)
