@@ -4,12 +4,12 @@
     python benchmarks/iteration_prediction.py --quick    fewer and smaller iterations, to see that it runs
 
 Trains the tiny models of examples/tiny with PPO and both fusions, two ranks with one thread each, as users do, with
-torchrun and tools/train_ppo.py. Every iteration is predicted from the iterations before it: costs of generation and
-inference are fitted to them and simulated, training is laid out from the times of its actions. Lengths are the
-iteration's own in the first prediction, so that it shows the error of the costs alone, and those of the iterations
-before in the second. The first iterations, which compile kernels and allocate, are left out.
+torchrun and tools/train_ppo.py. Every iteration is predicted from the iterations before it, generation and inference
+by simulation at the costs that the run has fitted to its last iterations (costs.json). Lengths are the iteration's own
+in the first prediction, so that it shows the error of the costs alone, and those of the iterations before in the
+second. The first iterations, which compile kernels and allocate, are left out.
 
-`run-dir` keeps metrics.jsonl and trace.json, the predicted time line above the measured one.
+`run-dir` keeps the run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from search_runs import console, counting, finish, machine
 
 from rlhfuse.errors import InputError, run_program
 from rlhfuse.files import write_text
-from rlhfuse.monitor.report.forecast_table import ForecastTable, read_metrics
+from rlhfuse.monitor.report.forecast_table import ForecastTable
+from rlhfuse.monitor.report.run_files import RunFiles
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 2
@@ -50,7 +51,7 @@ def main() -> None:
         config = Path(folder) / "run.yaml"
         OmegaConf.save(OmegaConf.create(settings(arguments, run_dir)), config)
         train(config, arguments.timeout)
-        table = ForecastTable.of(read_metrics(run_dir), SKIPPED)
+        table = ForecastTable.of(RunFiles.read(run_dir), SKIPPED)
     screen.print(table.text(), highlight=False)
     result = {
         "benchmark": "iteration_prediction",

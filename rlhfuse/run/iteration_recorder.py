@@ -1,6 +1,6 @@
 """What is written down of an iteration once it has run, and what the next ones learn from it.
 
-    every rank's sums, times and spans -> metrics -> what was expected of it -> R_t and costs -> spans and samples
+    every rank's sums, times and spans -> metrics -> R_t and costs -> spans and samples
 
 Its time is a part of the run like any other: `timing_s/books`, the log of the iteration before included. Decides
 nothing that training depends on. Where the numbers go is run_log.py's.
@@ -20,12 +20,11 @@ from rlhfuse.costs.flops import IterationFlops
 from rlhfuse.fusion.inter.inter_stage import GenInferReport
 from rlhfuse.fusion.inter.placement import Placement
 from rlhfuse.fusion.intra.training_step import MinibatchResult
-from rlhfuse.monitor.report.forecast_table import PHASES
 from rlhfuse.monitor.samples import SampleText
 from rlhfuse.monitor.trace import Span
 from rlhfuse.parallel.collectives import all_gather_bytes
+from rlhfuse.planning.plan import Plan
 from rlhfuse.ppo.rollout import RolloutBatch
-from rlhfuse.run.forecast import Batch, Forecast, Forecaster, Measured
 from rlhfuse.run.phases import Phases
 from rlhfuse.run.preflight import Prepared
 from rlhfuse.run.run_metrics import (
@@ -39,10 +38,6 @@ from rlhfuse.run.run_metrics import (
     training_metrics,
 )
 from rlhfuse.run.threshold_controller import ThresholdController
-from rlhfuse.run.timeline import StageTimes
-from rlhfuse.schedule.program.program import Programs
-from rlhfuse.schedule.program.times import makespan
-from rlhfuse.simulator.lengths import SampleLengths
 
 
 @dataclass(frozen=True)
@@ -66,16 +61,15 @@ class IterationRecorder:
     def __init__(
         self,
         prepared: Prepared,
-        programs: Programs,
+        plan: Plan,
         placement: Placement,
         rank: int,
         threshold: ThresholdController,
         peak_flops: float | None,
     ) -> None:
-        self._prepared, self._config, self._programs = prepared, prepared.config, programs
+        self._prepared, self._config, self._plan = prepared, prepared.config, plan
         self._placement, self._rank, self._threshold = placement, rank, threshold
         self._peak_flops = peak_flops
-        self._forecaster = Forecaster(programs, prepared.ranks)
         self._closed: float | None = None  # when the last iteration was, its log not included
         self._logging = 0.0  # seconds of that log
 
@@ -86,55 +80,41 @@ class IterationRecorder:
         return begin
 
     def finish(self, done: IterationResult) -> tuple[dict[str, Any], list[Span], list[SampleText]]:
-        """Metrics, every rank's spans (on rank 0 the expected ones too) and a few samples; a collective."""
-        everyone, stage_times = self._exchange(done)
+        """Metrics, every rank's spans and a few samples; a collective."""
+        everyone = self._exchange(done)
         metrics = {"iteration": done.number, **rollout_metrics(done.batch, done.algorithm)}
-        metrics |= self._metrics(done, everyone, stage_times)
+        metrics |= self._metrics(done, everyone)
         ended = time.time()
         metrics |= speed_metrics(done.batch, ended - done.begin)
         metrics |= mfu_metrics(self._flops(done.batch), metrics, self._prepared.world_size, self._peak_flops)
-        leads, lengths = self._rank == 0, lengths_of(done.batch)
-        forecast = self._forecast(done.triggers, lengths) if leads else None
         message = self._threshold.observe(done.number, done.report, done.batch)
-        if message and leads:
+        if message and self._rank == 0:
             print(message, flush=True)
-        seconds = {phase: metrics[f"timing_s/{phase}"] for phase in PHASES}
-        edges = done.report.start_seconds, done.report.gather_seconds
-        self._forecaster.observe(Measured(seconds, len(done.batch.tokens), len(done.results), stage_times, *edges))
         spans = [Span(**span) for one in everyone for span in one["spans"]]
-        if leads:
-            metrics |= forecast.metrics() if forecast else {}
-            starts = [result.spans[0].start_seconds for result in done.results]
-            expected = forecast or self._forecast(done.triggers, lengths)  # of the first iteration, by its own times
-            spans += expected.spans(self._placement, self._prepared.world_size, done.begin, starts)
         samples = self._sample_texts(done)
         self._closed = time.time()
         metrics["timing_s/books"] = self._logging + self._closed - ended
         return metrics, spans, samples
 
-    def _exchange(self, done: IterationResult) -> tuple[list[dict], StageTimes]:
-        """Every rank's sums, times and spans; and how long the actions of all took."""
+    def _exchange(self, done: IterationResult) -> list[dict]:
+        """Every rank's sums, times and spans."""
         results, phases = done.results, done.phases
         mine = {
             "stats": [{role: {k: float(v) for k, v in s.items()} for role, s in r.stats.items()} for r in results],
             "seconds": dict(phases.seconds),
             "program_seconds": sum(r.program_seconds for r in results),
-            "stage_times": StageTimes.of(results).to_list(),
             "spans": [vars(span) for span in phases.spans],
             "peaks": dict(done.peaks),
         }
-        everyone = [json.loads(data) for data in all_gather_bytes(json.dumps(mine).encode())]
-        return everyone, StageTimes.merge([StageTimes.from_list(one["stage_times"]) for one in everyone])
+        return [json.loads(data) for data in all_gather_bytes(json.dumps(mine).encode())]
 
-    def _metrics(self, done: IterationResult, everyone: list[dict], stage_times: StageTimes) -> dict[str, Any]:
+    def _metrics(self, done: IterationResult, everyone: list[dict]) -> dict[str, Any]:
         metrics = training_metrics(done.results, everyone) | reward_metrics(done.report)
         metrics |= fusion_metrics(done.report, done.triggers, len(self._placement.instances))
         for key in ("reshard", "adv", "train"):  # by one rank's clock, so that the parts add up to the iteration
             metrics[f"timing_s/{key}"] = everyone[0]["seconds"][key]
         metrics["perf/microbatch_tokens"] = max(max(result.parts_tokens) for result in done.results)
-        # of this iteration's mini-batches, from the times their actions took, each on its own core or GPU
-        alone = makespan(stage_times.step_times(self._programs, self._prepared.ranks))
-        metrics["fusion/makespan_predicted_seconds"] = len(done.results) * alone
+        metrics["fusion/makespan_predicted_seconds"] = len(done.results) * self._plan.schedule.makespan_seconds
         metrics["fusion/makespan_measured_seconds"] = max(one["program_seconds"] for one in everyone)
         return metrics | memory_metrics(everyone)
 
@@ -144,16 +124,6 @@ class IterationRecorder:
         return IterationFlops.of(
             specs, config.trained(), config.scorers(), lengths.prompt, lengths.output, config.algorithm.epochs
         )
-
-    def _forecast(self, triggers: tuple[int, ...], lengths: SampleLengths) -> Forecast | None:
-        """What the iterations so far say of one with these lengths; None before the first."""
-        if not self._forecaster.ready:
-            return None
-
-        def batch(one: SampleLengths) -> Batch:
-            return Batch(self._threshold.simulate(triggers, one), sum(one.prompt) + sum(one.output))
-
-        return self._forecaster.forecast(batch(lengths), [batch(one) for one in self._threshold.recent_lengths])
 
     def _sample_texts(self, done: IterationResult) -> list[SampleText]:
         """The first samples of the batch, for people to read."""

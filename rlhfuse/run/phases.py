@@ -17,6 +17,7 @@ class Phases:
     """Wall seconds of each part, and the spans of the trace."""
 
     rank: int
+    iteration: int
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     spans: list[Span] = field(default_factory=list)
 
@@ -24,7 +25,7 @@ class Phases:
         """The part `name`, begun at `start` in `time.time()` seconds, is over now."""
         end = time.time()
         self.seconds[name] = end - start
-        self.note(name, name, start, end)
+        self.spans.append(Span(name, name, self.rank, start, max(start, end), args={"iteration": self.iteration}))
 
     def note(self, name: str, kind: str, start: float, end: float) -> None:
         self.spans.append(Span(name, kind, self.rank, start, max(start, end)))

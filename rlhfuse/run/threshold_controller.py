@@ -37,7 +37,7 @@ from rlhfuse.planning.planner import instance_limits, median_context
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.run.time_budget import TimeBudget
 from rlhfuse.simulator.instances import InstanceLimits
-from rlhfuse.simulator.iteration import BatchSimulation, GenInferTimeline, move_cost, simulate_gen_infer
+from rlhfuse.simulator.iteration import BatchSimulation, move_cost
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import Threshold, predicted_seconds, sweep_threshold
 
@@ -197,16 +197,6 @@ class ThresholdController:
         outputs = sum((one.output for one in self._lengths), ())
         marks = SampleLengths((0,) * len(outputs), outputs).percentiles()
         return f"p50 {marks['p50']}, p99.9 {marks['p999']}"
-
-    @property
-    def recent_lengths(self) -> tuple[SampleLengths, ...]:
-        """Of the batches observed last."""
-        return tuple(self._lengths)
-
-    def simulate(self, triggers: Sequence[int], lengths: SampleLengths) -> GenInferTimeline:
-        """The simulator's timeline of a batch of these lengths, at the costs known so far."""
-        limits = self._instance_limits()
-        return simulate_gen_infer(lengths, self._instances, self._costs, limits, triggers)
 
     def save_costs(self, path: Path) -> None:
         """Write the fitted costs, which `fusion.profile` of a later run or plan reads."""

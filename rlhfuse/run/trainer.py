@@ -110,9 +110,7 @@ class Trainer:
         self.rewarder = self._start_rewarder()
         self.kl = KLController(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
         self.spread = RunningMoments()
-        self.recorder = IterationRecorder(
-            prepared, self.programs, self.roles.placement, rank, self.threshold, self.peak_flops
-        )
+        self.recorder = IterationRecorder(prepared, plan, self.roles.placement, rank, self.threshold, self.peak_flops)
         self.checkpoints = CheckpointWriter(
             run_dir,
             rank,
@@ -219,9 +217,9 @@ class Trainer:
         return RunLog(self.run_dir, self.config, self.plan, first, kept)
 
     def iterate(self, iteration: int) -> tuple[dict[str, Any], list[Span], list[SampleText]]:
-        """One PPO iteration; returns its metrics, every rank's spans (on rank 0 the forecast's too), a few samples."""
+        """One PPO iteration; returns its metrics, every rank's spans, a few samples."""
         begin = self.recorder.begin()
-        phases = Phases(self.rank)
+        phases = Phases(self.rank, iteration)
         self.watchdog.progress(f"iteration {iteration}: moving weights")
         self._move_weights(phases)
         used = self.threshold.triggers

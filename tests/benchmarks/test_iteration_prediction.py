@@ -9,8 +9,9 @@ from iteration_prediction import goal, settings  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 
 from rlhfuse.config.settings import load_config  # noqa: E402
-from rlhfuse.monitor.report.forecast_table import PHASES, ForecastTable, PhaseRow  # noqa: E402
-from rlhfuse.monitor.trace import load_trace  # noqa: E402
+from rlhfuse.monitor.report.forecast import PHASES, predicted_spans  # noqa: E402
+from rlhfuse.monitor.report.forecast_table import ForecastTable, PhaseRow  # noqa: E402
+from rlhfuse.monitor.report.run_files import RunFiles  # noqa: E402
 
 
 @pytest.mark.slow  # a training of 20 s
@@ -25,9 +26,10 @@ def test_quick_run_predicts_a_training(tmp_path):
     assert [row["phase"] for row in result["phases"]] == list(PHASES)
     assert all(row["measured"] > 0 and row["predicted"] > 0 for row in result["phases"] if row["phase"] != "infer")
     assert "mean over the phases" in (tmp_path / "table.md").read_text()
-    kinds = {(span.group, span.kind) for span in load_trace(run_dir / "trace.json")}
-    for kind in ("reshard", "generate", "score", "adv", "actor F", "critic B"):
-        assert {("predicted", kind), ("measured", kind)} <= kinds
+    files = RunFiles.read(run_dir)
+    predicted, _ = predicted_spans(files, 3)
+    for spans in (predicted, files.spans):
+        assert {"reshard", "generate", "score", "adv", "actor F", "critic B"} <= {span.kind for span in spans}
 
 
 @pytest.mark.parametrize("quick", [True, False])

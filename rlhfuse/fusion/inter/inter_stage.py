@@ -122,11 +122,9 @@ class InterStage:
             )
             share = split_samples(total, len(self._placement.instances))[self._instance]
             generation.add([requests[position] for position in share])
-            start = time.time()
             known, tail_samples = self._generate(board, generation, triggers, limits, diary)
         scored = self._infer(board, known, tail_samples, total, limits, diary)
         report = self._gather(scored, diary)
-        report.start_seconds = start - begin
         if [one.sample_id for one in report.rollouts] != sorted(request.sample_id for request in requests):
             raise RuntimeError(f"{total} samples were to be scored, {len(report.rollouts)} came back")
         report.begin_seconds, report.total_seconds = begin, time.time() - begin
@@ -237,7 +235,6 @@ class InterStage:
             scores = self._rewarder.finish()
         self._progress("inter-stage: gathering scored samples")
         told = [json.loads(data) for data in all_gather_bytes(diary.to_json(scores))]
-        scored_at = max(one["done_seconds"] for one in told)
         rollouts = [r for data in all_gather_bytes(pack_rollouts(scored)) for r in unpack_rollouts(data)]
         given = {sample: score for one in told for sample, score in one["scores"]}
         report = summarize(told)
@@ -246,7 +243,6 @@ class InterStage:
         if self._rewarder and (missing := [r.sample_id for r in report.rollouts if r.sample_id not in given]):
             raise RewardError(f"sample {missing[0]}: the reward function gave it no score")
         report.spans = diary.spans
-        report.gather_seconds = max(0.0, time.time() - scored_at)
         return report
 
 

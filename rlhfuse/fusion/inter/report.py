@@ -16,7 +16,6 @@ the spans, which are its own. Observations are rows of numbers, with what the ot
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +39,7 @@ class PhaseSpan:
 class GenInferReport:
     """All samples of the iteration, scored and sorted, and what happened.
 
-    Equal on every rank but for `spans` and `begin_`, `start_`, `gather_` and `total_seconds`, which are its own.
+    Equal on every rank but for `spans` and `begin_seconds` and `total_seconds`, which are its own.
     """
 
     rollouts: list[Rollout] = field(default_factory=list)
@@ -55,8 +54,6 @@ class GenInferReport:
     generation_seconds: float = 0.0
     total_seconds: float = 0.0
     begin_seconds: float = 0.0  # wall clock
-    start_seconds: float = 0.0  # until this rank began to generate
-    gather_seconds: float = 0.0  # since the last worker had scored its last sample; clocks must agree
     function_scores: dict[int, float] = field(default_factory=dict)  # sample id -> what a Rewarder said
     observations: dict[str, list[list]] = field(default_factory=dict)
     spans: list[PhaseSpan] = field(default_factory=list)
@@ -120,7 +117,6 @@ class Diary:
             "hand_overs": [vars(one) for one in self.hand_overs],
             "stops": [vars(one) for one in self.stops],
             "meetings": self.meetings,
-            "done_seconds": max((s.end_seconds for s in self.spans if s.kind == "score"), default=time.time()),
             "bytes_needed": self.bytes_needed,
             "scored_early": self.scored_early,
             "agreement_seconds": self.agreement_seconds,

@@ -1,19 +1,20 @@
-"""Predicted and measured seconds of a training run's phases, as a table and as JSON values.
+"""Predicted beside measured seconds of a training run: by phase, and by rank and kind of work.
 
-Reads what the trainer writes into metrics.jsonl: `timing_s/*` beside `forecast_s/*` (the iteration's lengths known) and
-`forecast_blind_s/*` (unknown). The first iteration of a run, or after a restart, has no forecast.
+A phase's error says that something is wrong; the table of spans says what: a step's pace, loading, waiting.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rlhfuse.errors import InputError
+from rlhfuse.monitor.report.forecast import PHASES, Forecast, Forecaster, Row
+from rlhfuse.monitor.report.run_files import RunFiles
+from rlhfuse.monitor.trace import GROUPS, Span
 
 NAMES = {
     "reshard": "weights moved",
@@ -23,13 +24,7 @@ NAMES = {
     "train": "training",
     "step": "whole iteration",
 }
-PHASES = tuple(NAMES)  # as in the metrics timing_s/*
-PARTS = PHASES[:-1]
-
-
-def forecast_key(phase: str, blind: bool = False) -> str:
-    """The metric that holds a phase's prediction; `blind`: without knowing the iteration's lengths."""
-    return f"forecast_{'blind_' if blind else ''}s/{phase}"
+ITERATION = "reshard"  # the kind of span that every rank has once in an iteration
 
 
 @dataclass(frozen=True)
@@ -53,23 +48,36 @@ class PhaseRow:
         """The same without them."""
         return self.blind_off / self.measured if self.measured else 0.0
 
+    @staticmethod
+    def of(phase: str, rows: Sequence[Row], forecasts: Sequence[Forecast]) -> PhaseRow:
+        measured = [row[f"timing_s/{phase}"] for row in rows]
+        known, blind = [one.seconds[phase] for one in forecasts], [one.blind[phase] for one in forecasts]
+        return PhaseRow(phase, sum(measured), sum(known), _off(known, measured), sum(blind), _off(blind, measured))
+
+
+def _off(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    return sum(abs(p - m) for p, m in zip(predicted, measured, strict=True))
+
 
 @dataclass(frozen=True)
 class ForecastTable:
-    """The phases, the whole iteration last, over the iterations that hold a forecast."""
+    """The phases, the whole iteration last, over the iterations that were predicted."""
 
     iterations: tuple[int, ...]
     rows: tuple[PhaseRow, ...]
 
     @staticmethod
-    def of(metrics: Sequence[Mapping[str, Any]], skip: int = 0) -> ForecastTable:
-        """From metrics lines, without the first `skip` iterations. Raises InputError when no forecast is left."""
-        lines = [line for line in metrics if forecast_key("step") in line and line["iteration"] >= skip]
-        if not lines:
+    def of(run: RunFiles, skip: int = 0) -> ForecastTable:
+        """Without the first `skip` iterations. Raises InputError when none is left, or a file is missing."""
+        forecaster = Forecaster(run)
+        forecasts = [forecaster.forecast(number) for number in forecaster.iterations if number >= skip]
+        if not forecasts:
             raise InputError(
-                "no iteration holds a forecast: it begins with the second iteration of a run; train some more"
+                "no iteration can be predicted: that begins with the second iteration of a run; train some more"
             )
-        return ForecastTable(tuple(line["iteration"] for line in lines), tuple(_row(phase, lines) for phase in PHASES))
+        numbers = tuple(one.iteration for one in forecasts)
+        rows = [row for row in run.rows if row["iteration"] in numbers]
+        return ForecastTable(numbers, tuple(PhaseRow.of(phase, rows, forecasts) for phase in PHASES))
 
     @property
     def mean_error(self) -> float:
@@ -108,30 +116,28 @@ class ForecastTable:
 
     def to_dict(self) -> dict[str, Any]:
         """Sums of seconds over the iterations."""
-        rows = [{**asdict(row), "error": row.error, "blind_error": row.blind_error} for row in self.rows]
         return {
             "iterations": list(self.iterations),
-            "phases": rows,
+            "phases": [{**asdict(row), "error": row.error, "blind_error": row.blind_error} for row in self.rows],
             "mean_error": self.mean_error,
             "blind_mean_error": self.blind_mean_error,
         }
 
 
-def _row(phase: str, lines: Sequence[Mapping[str, Any]]) -> PhaseRow:
-    measured = [line[f"timing_s/{phase}"] for line in lines]
-    sums: list[float] = []
-    for blind in (False, True):
-        predicted = [line[forecast_key(phase, blind)] for line in lines]
-        sums += [sum(predicted), sum(abs(p - m) for p, m in zip(predicted, measured))]
-    return PhaseRow(phase, sum(measured), *sums)
+def span_table(spans: Sequence[Span]) -> str:
+    """Mean seconds of an iteration by rank and kind of work, kinds in the order in which they begin, as text.
 
-
-def read_metrics(run: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run directory's metrics.jsonl. Raises InputError."""
-    path = Path(run) / "metrics.jsonl"
-    try:
-        return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}; give the directory of a run") from None
-    except ValueError as error:
-        raise InputError(f"{path} is not valid JSON: {error}") from None
+    Raises InputError where some rank has no measured iteration.
+    """
+    iterations = {rank: 0 for rank in sorted({span.rank for span in spans})}
+    sums: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for span in sorted(spans, key=lambda span: (span.rank, span.start_seconds)):
+        sums[span.rank, span.kind][GROUPS.index(span.group)] += span.end_seconds - span.start_seconds
+        iterations[span.rank] += span.kind == ITERATION and span.group == "measured"
+    if not iterations or not all(iterations.values()):
+        raise InputError(f"the trace has no measured {ITERATION!r} on some rank; give the folder of a training run")
+    lines = [f"{'rank':>4} {'work':10} {'measured':>9} {'predicted':>9} {'difference':>10}"]
+    for (rank, kind), seconds in sorted(sums.items(), key=lambda item: item[0][0]):
+        predicted, measured = (total / iterations[rank] for total in seconds)
+        lines.append(f"{rank:4d} {kind:10} {measured:7.3f} s {predicted:7.3f} s {predicted - measured:+8.3f} s")
+    return "\n".join(lines)

@@ -14,6 +14,7 @@ from typing import Any
 import jinja2
 
 from rlhfuse.monitor.report import charts
+from rlhfuse.monitor.report.forecast import predicted_spans
 from rlhfuse.monitor.report.memory_table import MemoryTable
 from rlhfuse.monitor.report.phase_times import after_warm_up, phase_times, samples_per_second
 from rlhfuse.monitor.report.run_files import RunFiles
@@ -61,6 +62,7 @@ def render_report(run: RunFiles) -> str:
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     rows = run.rows
+    timeline, reason = _timeline(run)
     curves = [charts.curve(rows, metrics, title) for title, metrics in CURVES]
     return environment.get_template("report.html").render(
         run=run,
@@ -72,7 +74,8 @@ def render_report(run: RunFiles) -> str:
         curves=[svg for svg in curves if svg],
         phases=phase_times(rows),
         phase_bars=charts.phase_bars(rows),
-        timeline=_timeline(run),
+        timeline=timeline,
+        unpredicted=reason,
         schedule=charts.inline(draw_schedule(run.schedule, "svg").decode()) if run.schedule else "",
         threshold=charts.threshold_history(rows),
         comparisons=compare_plan(run),
@@ -101,12 +104,14 @@ def compare_plan(run: RunFiles) -> list[Comparison]:
     ]
 
 
-def _timeline(run: RunFiles) -> str:
-    spans = run.last_iteration_spans()
-    if not spans:
-        return ""
-    figure = iteration_figure(spans, title="last iteration of the trace, predicted above measured")
-    return charts.svg_text(figure)
+def _timeline(run: RunFiles) -> tuple[str, str]:
+    """The last iteration of the trace as a picture, '' without one; and why nothing is predicted above it, if so."""
+    if not (traced := run.traced_iterations()):
+        return "", ""
+    last = max(traced)
+    predicted, reason = predicted_spans(run, last)
+    title = "last iteration of the trace" + (", predicted above measured" if predicted else "")
+    return charts.svg_text(iteration_figure([*predicted, *traced[last]], title=title)), reason
 
 
 def _chosen(samples: Sequence[Any]) -> list[Any]:

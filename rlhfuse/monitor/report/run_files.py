@@ -56,14 +56,16 @@ class RunFiles:
             finished=(run / "finished.json").exists(),
         )
 
-    def last_iteration_spans(self) -> list[Span]:
-        """Spans from the last move of weights on, which begins an iteration; none where the trace holds none."""
-        starts = [span.start_seconds for span in self.spans if span.kind == "reshard" and span.group == "measured"]
-        if not starts:
-            return []
-        ranks = len({span.rank for span in self.spans if span.kind == "reshard"})
-        begin = sorted(starts)[-ranks]
-        return [span for span in self.spans if span.start_seconds >= begin]
+    def traced_iterations(self) -> dict[int, list[Span]]:
+        """The spans of each iteration in trace.json; on every rank one begins with its move of weights."""
+        iterations: dict[int, list[Span]] = {}
+        current: dict[int, int] = {}  # rank -> iteration
+        for span in sorted(self.spans, key=lambda span: span.start_seconds):
+            if span.kind == "reshard" and "iteration" in span.args:
+                current[span.rank] = span.args["iteration"]
+            if span.rank in current:
+                iterations.setdefault(current[span.rank], []).append(span)
+        return dict(sorted(iterations.items()))
 
 
 def _json(path: Path) -> dict[str, Any] | None:
