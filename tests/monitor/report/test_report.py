@@ -45,8 +45,8 @@ def folder(tmp_path):
             writer.write(row(i) if i else row(0, **{"timing_s/step": 20.0}))
     problem = FusionProblem(nodes=2, pipelines=(Pipeline("actor", "actor", (0, 1), 2, (1, 1), (2, 2), (1, 1)),))
     save_schedule(run / "schedule.json", serial_1f1b(problem))
-    spans = [Span("reshard", "reshard", rank, 1.0, 1.1) for rank in (0, 1)] + [Span("score", "score", 0, 1.2, 1.4)]
-    save_trace([Span("reshard", "reshard", 0, 0.0, 0.5), *spans], run / "trace.json")
+    spans = [Span("reshard", "reshard", rank, 1.0, 1.1, args={"iteration": 2}) for rank in (0, 1)]
+    save_trace([*spans, Span("score", "score", 0, 1.2, 1.4)], run / "trace.json")
     return run
 
 

@@ -1,0 +1,137 @@
+"""The directory of a run that is over, as its trainer would have left it, with times that follow known rules."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from rlhfuse.config.settings import load_config
+from rlhfuse.costs.analytic import largest_flat_batch
+from rlhfuse.costs.lines import Line, LineTable
+from rlhfuse.costs.measured import MeasuredCost, save_measured_cost
+from rlhfuse.decisions.layouts import training_layouts
+from rlhfuse.monitor.metrics import MetricsWriter
+from rlhfuse.monitor.trace import Span, save_trace
+from rlhfuse.planning.plan import Plan, save_plan
+from rlhfuse.planning.planner import median_context, plan_run, read_specs
+from rlhfuse.schedule.io import save_schedule
+from rlhfuse.schedule.ir.action import Action
+from rlhfuse.schedule.ir.ranks import rank_map
+from rlhfuse.schedule.program.lowering import lower
+from rlhfuse.schedule.program.times import makespan, program_times
+from rlhfuse.simulator.iteration import simulate_gen_infer
+from rlhfuse.simulator.lengths import SampleLengths
+
+RANKS, MINIBATCHES, SAMPLES, THRESHOLD = 4, 4, 64, 16
+START, GATHER, BETWEEN = 0.01, 0.02, 0.05  # around generation with inference, and between the phases
+RESHARD = 0.1
+TRACED = 2  # iterations in trace.json
+MODEL = dict(
+    model_type="llama",
+    hidden_size=64,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    num_hidden_layers=8,
+    intermediate_size=192,
+    vocab_size=512,
+    max_position_embeddings=512,
+)
+
+
+def write_run(folder: Path, iterations: int = 5) -> Path:
+    """Every phase takes what its rule says: the first iteration ten times as long for its moves."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text(json.dumps(MODEL))
+    (folder / "config.yaml").write_text(
+        f"actor: {{path: {folder}/model}}\nreward: {{path: {folder}/model}}\n"
+        "data: {train_files: [prompts.jsonl], max_prompt_tokens: 128}\n"
+        "parallel: {actor_train: d1t1p4, critic_train: d2t1p2, generation: d4t1p1}\nfusion: {intra_stage: false}\n"
+    )
+    config = load_config(folder / "config.yaml")
+    plan, schedule = plan_run(config, read_specs(config), RANKS)
+    save_plan(plan, folder / "plan.json")
+    save_schedule(folder / "schedule.json", schedule)
+    save_measured_cost(COSTS, folder / "costs.json")
+    ranks = rank_map(training_layouts(plan.tasks))
+    times = program_times(lower(schedule, ranks), ranks, _action_seconds)
+    spans, begin = [], 100.0
+    with MetricsWriter(folder / "metrics.jsonl") as metrics:
+        for number in range(iterations):
+            row, timeline = _row(plan, number)
+            metrics.write(row)
+            if number >= iterations - TRACED:
+                spans += _spans(row, timeline, times, begin)
+            begin += row["timing_s/step"]
+    save_trace(spans, folder / "trace.json")
+    return folder
+
+
+COSTS = MeasuredCost(
+    decode=LineTable.everywhere(Line(1e-3, (1e-4, 1e-6))),
+    prefill=LineTable.everywhere(Line(1e-3, (1e-5, 0.0))),
+    score=LineTable.everywhere(Line(2e-3, (2e-5, 0.0))),
+    migration=Line(1e-4, (1e-9,)),
+    swap_in=0.02,
+)
+
+
+def lengths_of(number: int) -> SampleLengths:
+    outputs = tuple(40 + (sample * (7 + number)) % 60 + (140 if sample % 16 == 0 else 0) for sample in range(SAMPLES))
+    return SampleLengths((20,) * SAMPLES, outputs)
+
+
+def _action_seconds(action: Action) -> float:
+    return {"F": 0.01, "B": 0.02, "RG": 0.001, "ST": 0.005}[str(action.kind)]
+
+
+def _row(plan: Plan, number: int):
+    lengths, before = lengths_of(number), lengths_of(max(0, number - 1))
+    tokens = sum(lengths.prompt) + sum(lengths.output)
+    bs_max = largest_flat_batch(COSTS, median_context(before), plan.limits.max_sequences)
+    timeline = simulate_gen_infer(lengths, RANKS, COSTS, replace(plan.limits, bs_max=bs_max), (THRESHOLD,))
+    seconds = {
+        "reshard": RESHARD * (10 if number == 0 else 1),
+        "gen": timeline.generation_seconds,
+        "infer": timeline.total_seconds - timeline.generation_seconds + START + GATHER,
+        "adv": 1e-6 * tokens,
+        "train": 2e-4 * tokens,
+    }
+    seconds["step"] = sum(seconds.values()) + BETWEEN
+    row = {
+        "iteration": number,
+        "lengths/prompt": list(lengths.prompt),
+        "lengths/output": list(lengths.output),
+        "perf/total_num_tokens": tokens,
+        "perf/samples_per_second": SAMPLES / seconds["step"],
+        "critic/score/mean": 0.1 * number,
+        "fusion/threshold": THRESHOLD,
+        "fusion/gen_infer_seconds": seconds["gen"] + seconds["infer"],
+        **{f"timing_s/{phase}": value for phase, value in seconds.items()},
+    }
+    return row, timeline
+
+
+def _spans(row: dict, timeline, times, begin: float) -> list[Span]:
+    def everywhere(kind: str, start: float) -> list[Span]:
+        facts = {"iteration": row["iteration"]}
+        return [Span(kind, kind, rank, start, start + row[f"timing_s/{kind}"], args=facts) for rank in range(RANKS)]
+
+    spans = everywhere("reshard", begin)
+    begin += row["timing_s/reshard"] + START
+    for span in timeline.spans:
+        if span.kind != "idle":
+            kind = "load" if span.kind == "swap_in" else span.kind
+            spans.append(Span(kind, kind, span.instance, begin + span.start, begin + span.end))
+    begin += timeline.total_seconds + GATHER
+    spans += everywhere("adv", begin)
+    begin += row["timing_s/adv"]
+    scale = row["timing_s/train"] / MINIBATCHES / makespan(times)
+    for minibatch in range(MINIBATCHES):
+        first = begin + minibatch * row["timing_s/train"] / MINIBATCHES
+        for rank, timed in times.items():
+            for action, start, end in timed:
+                kind = f"{action.pipeline.partition('.')[0]} {action.kind}"
+                spans.append(Span(str(action), kind, rank, first + scale * start, first + scale * end))
+    return spans
