@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
+PATHS = os.pathsep.join(str(ROOT / folder) for folder in (".", "tools", "tests", "tests/run"))
 TIMEOUT_SECONDS = 900  # a hang; a machine with other work needs minutes for the first start, which compiles
 
 
@@ -34,7 +35,7 @@ def start(config: Path, *overrides: str, program: Path = ROOT / "tools" / "train
         str(config),
         *overrides,
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+    environment = {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1", **more}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
@@ -56,8 +57,8 @@ def finish(process: subprocess.Popen) -> str:
 
 
 def killed(config: Path, moment: str, *overrides: str) -> str:
-    """A run that ends by SIGKILL at the moment (tests/killed_training.py). Returns in what it was killed."""
-    process = start(config, *overrides, program=ROOT / "tests" / "killed_training.py", KILL_AT=moment)
+    """A run that ends by SIGKILL at the moment (tests/run/killed_training.py). Returns in what it was killed."""
+    process = start(config, *overrides, program=ROOT / "tests" / "run" / "killed_training.py", KILL_AT=moment)
     out = ended(process)
     found = re.search(r"killed in: (.*)", out)
     assert process.returncode != 0 and found, out
@@ -69,7 +70,7 @@ def killed_forked(config: Path, moment: str, log: Path, *overrides: str, ranks: 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])  # for the process that loads modules
+    os.environ["PYTHONPATH"] = PATHS  # for the process that loads modules
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["killed_training", "rlhfuse.run.launch", "rlhfuse.monitor.loggers"])
     processes = []

@@ -16,7 +16,7 @@ from rlhfuse.monitor.report.compare import compare_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
-# RANK WHO COUNT REGEX of tests/killed_training.py; a checkpoint begins after every iteration
+# RANK WHO COUNT REGEX of tests/run/killed_training.py; a checkpoint begins after every iteration
 TWENTY_KILLS = (
     "0 one 1 building models",
     "1 all 1 start.0, .*: moving weights",

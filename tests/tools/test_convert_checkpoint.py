@@ -88,7 +88,9 @@ def test_both_models_in_shards_have_equal_logits_in_transformers(run, convert, t
         assert set(index["weight_map"].values()) == {file.name for file in files}
         before, after = (kind.from_pretrained(path, dtype=torch.float32) for path in (sources[role], folder))
         with torch.no_grad():
-            assert torch.equal(before(tokens).logits, after(tokens).logits)
+            torch.testing.assert_close(before(tokens).logits, after(tokens).logits, rtol=0, atol=1e-6)
+        weights = before.state_dict()
+        assert all(torch.equal(weights[name], tensor) for name, tensor in after.state_dict().items())
     assert (tmp_path / "hf" / "actor" / "tokenizer.json").exists()
 
 

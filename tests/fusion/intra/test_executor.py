@@ -275,4 +275,4 @@ def plain_sgd(rank: int, folders: dict) -> float:
 
 
 def test_sgd_subtracts_the_clipped_gradient(workers, folders):
-    assert max(workers.run(plain_sgd, folders)) < 1e-8
+    assert max(workers.run(plain_sgd, folders)) < 3e-8  # a rounding or two of weights below 0.25

@@ -87,15 +87,14 @@ def test_bfloat16_is_near_float32_of_the_same_weights(folder, tmp_path, capsys):
 def samples_on(threads: int, folder: Path) -> dict[str, list]:
     """[tokens, logprobs] of samples "batched" and "alone", from a process of its own with so many threads."""
     program = (
-        "import sys; sys.path[:0] = sys.argv[3:]; from test_bfloat16_and_threads import print_samples; "
-        "print_samples(int(sys.argv[1]), sys.argv[2])"
+        "import sys; from test_bfloat16_and_threads import print_samples; print_samples(int(sys.argv[1]), sys.argv[2])"
     )
-    paths = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/gen")]
+    paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "tests", "tests/gen", "tests/gen/cpu"))
     run = subprocess.run(
-        [sys.executable, "-c", program, str(threads), str(folder), *paths],
+        [sys.executable, "-c", program, str(threads), str(folder)],
         capture_output=True,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"},
+        env=os.environ | {"PYTHONPATH": paths} | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"},
         timeout=540,
     )
     assert run.returncode == 0, run.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,6 @@ import torch
 from numba.core import event
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.gen.cpu.warm_up import compile_kernels
-sys.path.insert(0, {folder!r})
 from gen_models import random_weights, tiny_spec
 
 compile_kernels(torch.{dtype})
@@ -27,8 +27,14 @@ assert not compiled.buffer, [data.data["dispatcher"] for _, data in compiled.buf
 
 
 def check(dtype: str) -> None:
-    code = CODE.format(dtype=dtype, folder=str(Path(__file__).parent))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=540)
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", CODE.format(dtype=dtype)],
+        capture_output=True,
+        text=True,
+        timeout=540,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
