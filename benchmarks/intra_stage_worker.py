@@ -33,7 +33,7 @@ from rlhfuse.config.settings import AlgorithmConfig, OptimizerConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.fusion.intra.executor import PipelineParts, PipelineWork, ProgramExecutor
 from rlhfuse.fusion.intra.p2p import Channels
-from rlhfuse.fusion.intra.report import StepReport
+from rlhfuse.fusion.intra.step_report import StepReport
 from rlhfuse.models.build import build_model
 from rlhfuse.models.heads import token_logprobs
 from rlhfuse.models.stage import LossFunction, PackedTokens, PipelineStage, TrainingStage

@@ -74,9 +74,15 @@ class CheckpointWriter:
                     raise InputError(self._problem)
         except JointError as error:
             self._abandon()
-            left = checkpoints_in(self._run_dir)
-            where = f"the last good checkpoint is {left[-1]}" if left else "no checkpoint was saved"
-            raise JointError(f"{error}; {where}: start again with trainer.resume=auto") from None
+            raise JointError(f"{error}; {self.last_good()}") from None
+
+    def last_good(self) -> str:
+        """Where to go on after an error, as a message; waits for this rank's file of the checkpoint under way."""
+        if self._thread is not None:
+            self._thread.join(self._timeout)
+        left = checkpoints_in(self._run_dir)
+        where = f"the last good checkpoint is {left[-1]}" if left else "no checkpoint was saved"
+        return f"{where}: start again with trainer.resume=auto"
 
     def finish(self) -> None:
         """Wait until the checkpoint under way is complete, if there is one. Raises JointError as above."""

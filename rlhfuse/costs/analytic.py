@@ -218,10 +218,6 @@ class AnalyticCost:
         per_parameter = 8 if self.element_bytes == 4 else 12
         return -(-self.rank_parameters() * per_parameter // self.layout.dp)
 
-    def undo_bytes(self) -> int:
-        """The host copy by which a step can be taken back: float32 weights and both moments, cut over dp."""
-        return -(-self.rank_parameters() * 12 // self.layout.dp)
-
     def kv_bytes_per_token(self) -> float:
         """Keys and values of one token on one rank."""
         return self.spec.kv_bytes_per_token(self.element_bytes) / self.layout.tp

@@ -45,14 +45,17 @@ class PackedTokens:
 
         No part is shorter than SAFE_ROWS tokens. `shards` is that of the stage that will run them.
         """
-        lengths = [len(s) for s in sequences]
-        total = max(-(-sum(lengths) // shards), SAFE_ROWS) * shards
-        padding = total - sum(lengths)
-        flat = [token for s in sequences for token in s] + [0] * padding
+        borders = torch.tensor([0, *map(len, sequences)]).cumsum(0).to(torch.int32)
+        return PackedTokens.of(torch.tensor([token for s in sequences for token in s]), borders, device, shards)
+
+    @staticmethod
+    def of(tokens: Tensor, cu_seqlens: Tensor, device: torch.device, shards: int = 1) -> PackedTokens:
+        """The same of packed tokens [T] int64 and their borders [N+1] int32 in host memory."""
+        padding = max(-(-len(tokens) // shards), SAFE_ROWS) * shards - len(tokens)
         if padding:
-            lengths = [*lengths, padding]
-        borders = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        return PackedTokens(torch.tensor(flat).to(device), borders.to(device), max(lengths), padding)
+            tokens = torch.nn.functional.pad(tokens, (0, padding))
+            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + padding])
+        return PackedTokens(tokens.to(device), cu_seqlens.to(device), int(cu_seqlens.diff().max()), padding)
 
     def __len__(self) -> int:
         return len(self.tokens)

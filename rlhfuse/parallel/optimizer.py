@@ -1,15 +1,8 @@
 """Megatron-core's DistributedDataParallel and optimizer for one model's stages on this rank.
 
-Gradients accumulate in Megatron's buffers and are summed over data-parallel ranks (losses are already divided by
-the mini-batch's token count). A step has three parts, which the caller's program puts in their places:
-
-    sum_tied_gradients      tied embeddings, over first and last stage; blocks
-    start_reduction(stage)  after the stage's last backward: the data-parallel sum starts and the call returns
-    finish_reduction, step  waits for the sums; gradient norm over all ranks of the model, clipping, update, gathering
-
-Adam runs on float32 main weights sharded over data-parallel ranks (ZeRO-1). SGD is not sharded: Megatron's
-DistributedOptimizer takes no other base than Adam. A step whose norm is not finite changes nothing, and one that
-was asked to remember can be undone bit for bit. The context of device.py is open only around construction and steps.
+Gradients are summed over data-parallel ranks, never averaged: losses are already divided by the mini-batch's tokens.
+Adam runs on float32 main weights sharded over data-parallel ranks (ZeRO-1); SGD is not sharded, because Megatron's
+DistributedOptimizer takes no other base than Adam. A step whose gradient norm is not finite changes nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +23,6 @@ from torch import Tensor
 
 from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.parallel.device import Device, fake_cuda
-from rlhfuse.parallel.undo import UndoCopy
 
 
 @dataclass(frozen=True)
@@ -43,9 +35,12 @@ class StepResult:
 
 
 class ModelOptimizer:
-    """Owns the gradient buffers and the optimizer of one model on this rank; `modules` are what computes.
+    """Gradient buffers and optimizer of one model on this rank. The caller's program orders a step:
 
-    `chunks` maps each pipeline stage of the model that this rank holds to its part, ascending.
+    sum_tied_gradients      tied embeddings, over first and last stage; blocks
+    start_reduction(stage)  after the stage's last backward: the data-parallel sum starts, the call returns
+    finish_reduction(stage) waits for the sum
+    step                    gradient norm over all ranks of the model, clipping, update, gathering
     """
 
     def __init__(
@@ -55,6 +50,7 @@ class ModelOptimizer:
         groups: ProcessGroupCollection,
         device: Device,
     ) -> None:
+        """`chunks`: pipeline stage -> its part, for each stage that this rank holds, ascending."""
         self._config = config
         self._groups = groups
         self._device = device
@@ -94,7 +90,6 @@ class ModelOptimizer:
             )
         for group in self.optimizer.param_groups:  # Megatron leaves this to its scheduler: vectors do not decay
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
-        self._undo = UndoCopy([part.optimizer for part in self._parts()])
 
     @property
     def module(self) -> torch.nn.Module:
@@ -109,15 +104,10 @@ class ModelOptimizer:
 
     @property
     def held_bytes(self) -> int:
-        """Weights and optimizer state on this rank, without gradients and without what `undo` needs."""
+        """Weights and optimizer state on this rank, without gradients."""
         weights = sum(weight.nbytes for module in self.modules.values() for weight in module.parameters())
         states = (state for part in self._parts() for state in part.optimizer.state.values())
         return weights + sum(value.nbytes for state in states for value in state.values() if torch.is_tensor(value))
-
-    @property
-    def remembered_bytes(self) -> int:
-        """Host memory by which the last step can be taken back."""
-        return self._undo.bytes
 
     def zero_grad(self) -> None:
         for buffer in self._buffers():
@@ -175,11 +165,8 @@ class ModelOptimizer:
         for stage in self.modules:
             self.finish_reduction(stage)
 
-    def step(self, lr: float, *, remember: bool = False) -> StepResult:
-        """One optimizer step at learning rate `lr`, of reduced gradients; a collective of all ranks of the model.
-
-        With `remember` the state before it is kept until the next such step, for `undo`.
-        """
+    def step(self, lr: float) -> StepResult:
+        """One optimizer step at learning rate `lr`, of reduced gradients; a collective of all ranks of the model."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         with fake_cuda(self._device):
@@ -187,24 +174,11 @@ class ModelOptimizer:
             norm = float(self.optimizer.get_grad_norm() or 0.0)
             if not math.isfinite(norm):
                 return StepResult(norm, False, lr)
-            if remember:
-                self._undo.take()
             if self._config.clip_grad > 0:
                 for part in self._parts():
                     clip_grad_by_total_norm_fp32(part.get_parameters(), self._config.clip_grad, norm)
             self.optimizer.step_with_ready_grads()
         return StepResult(norm, True, lr)
-
-    def undo(self) -> None:
-        """Take back the last step, which must have been told to `remember`; a collective like `step`."""
-        self._undo.restore()
-        with fake_cuda(self._device):
-            for part in self._parts():
-                if hasattr(part, "_copy_main_params_to_model_params"):  # Megatron's float32 optimizer has no copies
-                    part._copy_main_params_to_model_params()
-            if self._zero:
-                for module in self.modules.values():
-                    module.start_param_sync()
 
     def _buffers(self) -> list:
         """Megatron's gradient buffers; weights' gradients are views of them and stay so when memory goes and comes."""

@@ -63,11 +63,10 @@ def memory_by_phase(
     offloaded = sum(cost.weights_bytes() for cost in scorers)
     critic = costs["critic_inference"].weights_bytes() if "critic_inference" in costs else 0
     copy = generation.weights_bytes()
-    remembered = max(cost.undo_bytes() for cost in trained) if len(trained) > 1 else 0
 
     def phase(name: str, weights: int, **parts: float) -> PhaseMemory:
         held = dict(gradients=0, activations=0, kv=0, buckets=0) | {key: int(value) for key, value in parts.items()}
-        return PhaseMemory(name, resident + weights, optimizer, host=offloaded + remembered, **held)
+        return PhaseMemory(name, resident + weights, optimizer, host=offloaded, **held)
 
     bucket = min(bucket_bytes, max(copy, critic))
     decoding = generation.forward_bytes(batched_tokens, min(sequences, batched_tokens))

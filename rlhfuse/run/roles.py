@@ -65,8 +65,7 @@ class Roles:
         held = sum(weight.nbytes for weight in self.generation.parameters())
         held += sum(model.optimizer.held_bytes for model in self.trained.values())
         offloaded = sum(model.offloaded.host_bytes for model in self.frozen.values())
-        remembered = sum(model.optimizer.remembered_bytes for model in self.trained.values())
-        return held + (offloaded + remembered if with_host else 0)
+        return held + (offloaded if with_host else 0)
 
 
 def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, rank: int, device: Device) -> Roles:

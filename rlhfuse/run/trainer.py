@@ -98,9 +98,7 @@ class Trainer:
             self.programs,
             self.roles.trained,
             self.roles.channels,
-            config.algorithm,
             config.rollout.temperature,
-            device.torch_device,
             watchdog.progress,
         )
         actor = prepared.checkpoints.specs[Role.ACTOR]
@@ -190,7 +188,10 @@ class Trainer:
         if leads:
             print(peak_line(self.peak_flops, self.device), flush=True)
         for iteration in range(first, self.config.trainer.iterations):
-            metrics, spans, samples = self.iterate(iteration)
+            try:
+                metrics, spans, samples = self.iterate(iteration)
+            except FloatingPointError as error:
+                raise FloatingPointError(f"iteration {iteration}: {error}; {self.checkpoints.last_good()}") from error
             due, position = self._save_due(iteration + 1), 0
             with self.checkpoints.joint_failure():
                 if log:
@@ -231,7 +232,7 @@ class Trainer:
         batch = add_token_rewards(batch, algorithm, self.config.rollout.max_response_tokens)
         batch = add_advantages(batch, algorithm, prompt_groups(batch.sample_ids))
         phases.done("adv", start)
-        results = self._train(iteration, batch, phases)
+        results = self._train(iteration, batch, algorithm, phases)
         if batch.ref_logprobs is not None:
             self.kl = self.kl.after(float(sample_kl(batch).mean()), len(batch))
         peaks = {"base": self.memory.base_bytes, **self.memory.take()}
@@ -282,10 +283,12 @@ class Trainer:
         self.engine.resume()
         phases.done("reshard", start)
 
-    def _train(self, iteration: int, batch: RolloutBatch, phases: Phases) -> list[MinibatchResult]:
+    def _train(
+        self, iteration: int, batch: RolloutBatch, algorithm: AlgorithmConfig, phases: Phases
+    ) -> list[MinibatchResult]:
         start = time.time()
         self.memory.switch("training")
-        algorithm, seed = self.config.algorithm, self.config.trainer.seed
+        seed = self.config.trainer.seed
         results = []
         lr = {role: self._lr(role, iteration) for role in self.roles.trained}
         cuts = [
@@ -295,7 +298,7 @@ class Trainer:
         ]
         for number, indices in enumerate(cuts):
             self.watchdog.progress(f"iteration {iteration}: training mini-batch {number}")
-            results.append(self.training.run(batch.select(indices), self.plan.batch.microbatches_of, lr, self.kl.coef))
+            results.append(self.training.run(batch.select(indices), self.plan.batch.microbatches_of, lr, algorithm))
         phases.note_training(results, start)
         return results
 

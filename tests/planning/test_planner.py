@@ -108,8 +108,7 @@ def test_memory_by_hand():
     assert moves.gradients == generation.gradients == inference.gradients == 0
     assert generation.weights == trained + 4 * whole
     assert generation.kv == 16 * 384 * SPECS["actor"].kv_bytes_per_token(4)
-    remembered = max(12 * actor_stage, 12 * critic_stage // 2)  # by the model that steps first
-    assert generation.host == 4 * whole + 2 * critic_copy + remembered
+    assert generation.host == 4 * whole + 2 * critic_copy
     assert inference.weights == trained + 4 * whole + 2 * critic_copy  # reference, reward, critic; no generation copy
     longest = 4 * 384  # tokens of a micro-batch
     spec = SPECS["actor"]

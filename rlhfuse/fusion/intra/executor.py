@@ -1,21 +1,7 @@
-"""Runs one rank's program of a training step: instruction by instruction, exactly as lowered.
+"""Runs one rank's program of a training step, instruction by instruction, exactly as lowered (paper section 5).
 
-The program says what and in which order; this file only knows how. Serial, time-shared and fused training are
-the same executor with another schedule, and since every schedule keeps each stage's forwards and backwards in
-micro-batch order, gradients accumulate in the same order and come out as the same bits (paper section 5).
-
-    F B       compute on a stage, waiting for the input only here
-    SF SB     start a send; its buffer belongs to the transfer until the end of the step
-    RF RB     hand on a receive that was posted up to RECEIVES_AHEAD receives ago, and post the next one
-    TE RG ST  sum tied embeddings; start a stage's gradient reduction; wait for a model's reductions and step
-
-Nothing of one model waits for another: a reduction is started and left alone until the same model's step. What a
-stage gives out (hidden state, loss, gradient) is checked: a rank that sees NaN or infinity notes where and makes
-its own gradient NaN, so that the gradient norm stops that model's step on all its ranks; later models don't step
-then, and earlier steps of the same program are taken back.
-
-When an instruction fails, a RuntimeError shows the rank's program with the failing line marked, and the cause.
-Knows nothing of rewards, batches of samples or other ranks' programs.
+Serial, time-shared and fused training are this executor with another schedule. Every schedule keeps each stage's
+forwards and backwards in micro-batch order, so gradients accumulate in one order and come out as the same bits.
 """
 
 from __future__ import annotations
@@ -25,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter as clock
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,12 +20,11 @@ from torch.profiler import record_function
 
 from rlhfuse.errors import InputError
 from rlhfuse.fusion.intra.p2p import Channels
-from rlhfuse.fusion.intra.report import ActionSpan, Meter, StepReport
-from rlhfuse.fusion.intra.stopwatch import Stopwatch
+from rlhfuse.fusion.intra.step_report import ActionSpan, Meter, StepReport, Stopwatch
 from rlhfuse.models.stage import LossFunction, PackedTokens, TrainingStage
 from rlhfuse.parallel.optimizer import ModelOptimizer, StepResult
-from rlhfuse.schedule.ir.action import SENDS, Action, Kind
-from rlhfuse.schedule.program.program import Program
+from rlhfuse.schedule.ir.action import RECEIVES, SENDS, Action, Kind
+from rlhfuse.schedule.program.program import Instruction, Program
 
 RECEIVES_AHEAD = 3  # per channel; enough to hide the posting, few enough to bound the buffers
 Key = tuple[str, Kind, int, int]  # (pipeline, F or B, stage that computes, micro-batch)
@@ -62,27 +48,21 @@ class PipelineWork:
     lr: float
 
 
-class _Step:
-    """One instruction made ready: everything that the loop would otherwise look up or format each time."""
+@dataclass(frozen=True, slots=True)
+class PreparedInstruction:
+    """One instruction with everything that the loop would otherwise look up or format each time."""
 
-    __slots__ = (
-        "run",
-        "meter",
-        "instruction",
-        "action",
-        "parts",
-        "stage",
-        "pipeline",
-        "microbatch",
-        "source",
-        "target",
-        "peer",
-        "received",
-        "remembers",
-        "text",
-        "waits",
-        "label",
-    )
+    run: Callable[[ProgramRun, PreparedInstruction], None]
+    action: Action
+    peer: int  # the other rank of a send or receive, -1 in all other kinds
+    parts: PipelineParts
+    stage: TrainingStage
+    source: Key  # under this the adjacent stage's output waits, where it is on this rank
+    target: Key  # under this the stage's own output waits, or its input arrives
+    receive: Instruction | None  # what an F or B has its input from
+    text: str
+    waiting_text: str
+    profiler_label: str
 
 
 class ProgramExecutor:
@@ -99,108 +79,133 @@ class ProgramExecutor:
         channels: Channels,
         progress: Callable[[str], None],
     ) -> None:
-        self._program = program
-        self._pipelines = pipelines
-        self._channels = channels
-        self._progress = progress
-        execute = {
-            Kind.F: self._forward,
-            Kind.B: self._backward,
-            Kind.SF: self._send,
-            Kind.SB: self._send,
-            Kind.RF: self._receive,
-            Kind.RB: self._receive,
-            Kind.TE: self._sum_tied,
-            Kind.RG: self._reduce,
-            Kind.ST: self._optimize,
-        }
-        self._meters = {kind: Meter() for kind in execute}
-        self._by_action = {instruction.action: instruction for instruction in program.instructions}
-        self._last_step = max((i.action.kind is Kind.ST) * n for n, i in enumerate(program.instructions, 1))
-        self._steps = [self._prepare(place, execute) for place in range(len(program.instructions))]
-        self._sends = [step for step in self._steps if step.action.kind in SENDS]
-        self._receives: dict[int, list[_Step]] = {}
-        for step in self._steps:
-            if step.action.kind in (Kind.RF, Kind.RB):
-                self._receives.setdefault(step.peer, []).append(step)
-
-    def _prepare(self, place: int, execute: Mapping[Kind, Callable[[_Step], None]]) -> _Step:
-        instruction = self._program.instructions[place]
-        action = instruction.action
-        name, number, kind, microbatch = action
-        if kind not in execute:
-            raise InputError(f"{instruction}: split weight gradients cannot be executed; schedule whole backwards")
-        parts = self._pipelines.get(name)
-        if parts is None or number not in parts.stages:
-            held = ", ".join(f"{p}:{sorted(part.stages)}" for p, part in self._pipelines.items()) or "none"
-            raise InputError(
-                f"rank {self._program.rank}, instruction {place}: {instruction} needs stage {number} of {name}, but "
-                f"this rank holds {held}; lower the schedule for the layouts that were built"
-            )
-        step = _Step()
-        step.run, step.meter = execute[kind], self._meters[kind]
-        step.instruction, step.action, step.peer = instruction, action, instruction.peer
-        step.parts, step.stage, step.pipeline, step.microbatch = parts, parts.stages[number], name, microbatch
-        backward = kind in (Kind.B, Kind.SB, Kind.RB)
-        computed = Kind.B if backward else Kind.F
-        step.target = (name, computed, number, microbatch)  # under this a stage's output waits, or its input arrives
-        step.source = (name, computed, number + (1 if backward else -1), microbatch)  # a neighbour on this rank
-        step.received = self._by_action.get(Action(name, number, Kind.RB if backward else Kind.RF, microbatch))
-        step.remembers = place + 1 < self._last_step  # another model steps later and may make this one's step void
-        step.text = f"training instruction {place}: {instruction}"
-        step.label = f"fused:{instruction}"
-        step.waits = f"{step.text} waits for {step.received or f'the gradient reduction of {name}'}"
-        return step
+        self.program = program
+        self.pipelines = pipelines
+        self.channels = channels
+        self.progress = progress
+        by_action = {instruction.action: instruction for instruction in program.instructions}
+        self.steps = [
+            self._prepare(index, instruction, by_action) for index, instruction in enumerate(program.instructions)
+        ]
+        self.sends = [step for step in self.steps if step.action.kind in SENDS]
+        self.receives: dict[int, list[PreparedInstruction]] = {}
+        for step in self.steps:
+            if step.action.kind in RECEIVES:
+                self.receives.setdefault(step.peer, []).append(step)
 
     def run(self, work: Mapping[str, PipelineWork]) -> StepReport:
-        """Run the whole program; returns when everything is computed and sent, and the models have stepped."""
+        """Run the whole program; returns when everything is computed and sent, and the models have stepped.
+
+        A rank that sees NaN or infinity in what a stage gives out (hidden state, loss, gradient) makes the gradients
+        whose reduction it has not started NaN: the gradient norm then stops these models' steps on all their ranks,
+        and models that would step later do not step. See `StepReport.steps` and `faults`.
+
+        Raises RuntimeError with the program around the failing instruction when one raises.
+        """
+        return ProgramRun(self, work).execute()
+
+    def _prepare(
+        self, index: int, instruction: Instruction, by_action: Mapping[Action, Instruction]
+    ) -> PreparedInstruction:
+        action = instruction.action
+        pipeline, number, kind, microbatch = action
+        if kind not in _RUN:
+            raise InputError(f"{instruction}: split weight gradients cannot be executed; schedule whole backwards")
+        parts = self.pipelines.get(pipeline)
+        if parts is None or number not in parts.stages:
+            held = ", ".join(f"{name}:{sorted(part.stages)}" for name, part in self.pipelines.items()) or "none"
+            raise InputError(
+                f"rank {self.program.rank}, instruction {index}: {instruction} needs stage {number} of {pipeline}, "
+                f"but this rank holds {held}; lower the schedule for the layouts that were built"
+            )
+        backward = kind in (Kind.B, Kind.SB, Kind.RB)
+        computed = Kind.B if backward else Kind.F
+        receive = by_action.get(Action(pipeline, number, Kind.RB if backward else Kind.RF, microbatch))
+        text = f"training instruction {index}: {instruction}"
+        return PreparedInstruction(
+            run=_RUN[kind],
+            action=action,
+            peer=-1 if instruction.peer is None else instruction.peer,
+            parts=parts,
+            stage=parts.stages[number],
+            source=(pipeline, computed, number + (1 if backward else -1), microbatch),
+            target=(pipeline, computed, number, microbatch),
+            receive=receive,
+            text=text,
+            waiting_text=f"{text} waits for {receive or f'the gradient reduction of {pipeline}'}",
+            profiler_label=f"fused:{instruction}",
+        )
+
+
+class ProgramRun:
+    """One execution of a program:
+
+    F B       compute on a stage, waiting for the input only here
+    SF SB     start a send; its buffer belongs to the transfer until the end of the step
+    RF RB     hand on a receive that was posted up to RECEIVES_AHEAD receives ago, and post the next one
+    TE RG ST  sum tied embeddings; start a stage's gradient reduction; wait for a model's reductions and step
+
+    Nothing of one model waits for another: a reduction is started and left alone until the same model's step.
+    """
+
+    def __init__(self, executor: ProgramExecutor, work: Mapping[str, PipelineWork]) -> None:
+        self._executor = executor
+        self._channels = executor.channels
+        self._progress = executor.progress
         self._work = work
-        self._outputs: dict[Key, Tensor] = {}  # computed here, waiting for a send or for a neighbour on this rank
+        self._outputs: dict[Key, Tensor] = {}  # computed here, waiting for a send or for an adjacent stage here
         self._inputs: dict[Key, tuple[dist.Work, Tensor]] = {}  # on their way here
-        self._unposted = {peer: deque(steps) for peer, steps in self._receives.items()}
-        self._posted: dict[int, deque[tuple[dist.Work, Tensor]]] = {peer: deque() for peer in self._receives}
-        self._checks: dict[tuple[str, int], list[tuple[Action, Tensor]]] = {}
+        self._unposted = {peer: deque(steps) for peer, steps in executor.receives.items()}
+        self._posted: dict[int, deque[tuple[dist.Work, Tensor]]] = {peer: deque() for peer in executor.receives}
+        self._checks: list[tuple[Action, Tensor]] = []  # whether what an action gave out is finite
         self._losses: dict[Action, Tensor] = {}
         self._waits: dict[Action, float] = {}
         self._results: dict[str, StepResult] = {}
         self._live = self._peak_live = 0
-        self._watch, self._marks = Stopwatch(self._channels.device), []
-        for meter in self._meters.values():
-            meter.reset()
+        self._meters = {kind: Meter() for kind in _RUN}
+        self._stopwatch = Stopwatch(self._channels.device)
+        self._marks: list[tuple[Action, Any, Any]] = []
+
+    def execute(self) -> StepReport:
+        """All instructions, then the sends that nobody has received yet."""
         begin = clock()
-        for peer in self._receives:
+        for peer in self._unposted:
             self._post_ahead(peer)
         self._loop()
         drained = clock()
-        self._channels.drain(lambda number: self._progress(f"{self._sends[-number].text} waits until it is received"))
-        self._watch.stop()
+        sends = self._executor.sends
+        self._channels.drain(lambda number: self._progress(f"{sends[-number].text} waits until it is received"))
+        self._stopwatch.stop()
         return self._report(begin, drained, clock())
 
     def _loop(self) -> None:
         named = record_function if torch.autograd._profiler_enabled() else None
         progress, quiet = self._progress, contextlib.nullcontext()
-        place = 0
+        index = 0
         before = clock()
         try:
-            for place, step in enumerate(self._steps):
+            for index, step in enumerate(self._executor.steps):
                 progress(step.text)
-                with named(step.label) if named else quiet:
-                    step.run(step)
+                with named(step.profiler_label) if named else quiet:
+                    step.run(self, step)
                 now = clock()
-                meter = step.meter
+                meter = self._meters[step.action.kind]
                 meter.count += 1
                 meter.total += now - before
                 before = now
         except Exception as error:
-            where = f"rank {self._program.rank}, instruction {place}:\n{self._marked(place)}"
+            program = self._executor.program
+            lines = list(enumerate(program.instructions))[max(index - 4, 0) : index + 3]
+            marked = "\n".join(f"  {n} {line}{'   <-- here' if n == index else ''}" for n, line in lines)
+            where = f"rank {program.rank}, instruction {index}:\n{marked}"
             raise RuntimeError(f"{type(error).__name__}: {error}\n{where}") from error
 
     # computing ------------------------------------------------------------------------------------------------
 
-    def _forward(self, step: _Step) -> None:
-        work = self._work[step.pipeline]
+    def forward(self, step: PreparedInstruction) -> None:
+        work, microbatch = self._work[step.action.pipeline], step.action.microbatch
         hidden = self._take_input(step)
-        start, mark = clock(), self._watch.mark()
+        start, mark = clock(), self._stopwatch.mark()
 
         def loss(output: Tensor, microbatch: int) -> Tensor:
             value = work.loss(output, microbatch)
@@ -208,7 +213,7 @@ class ProgramExecutor:
             self._check(step, value)
             return value
 
-        out = step.stage.forward(step.microbatch, work.batches[step.microbatch], hidden, loss)
+        out = step.stage.forward(microbatch, work.batches[microbatch], hidden, loss)
         if out is not None:
             self._outputs[step.target] = out
             self._check(step, out)
@@ -216,114 +221,118 @@ class ProgramExecutor:
         self._peak_live = max(self._peak_live, self._live)
         self._computed(step, start, mark)
 
-    def _backward(self, step: _Step) -> None:
+    def backward(self, step: PreparedInstruction) -> None:
         gradient = self._take_input(step)
-        start, mark = clock(), self._watch.mark()
-        out = step.stage.backward(step.microbatch, gradient)
+        start, mark = clock(), self._stopwatch.mark()
+        out = step.stage.backward(step.action.microbatch, gradient)
         if out is not None:
             self._outputs[step.target] = out
             self._check(step, out)
         self._live -= 1
         self._computed(step, start, mark)
 
-    def _take_input(self, step: _Step) -> Tensor | None:
-        """What was received for this action, waited for; else what a neighbouring stage on this rank computed."""
-        if step.received is None:
+    def _take_input(self, step: PreparedInstruction) -> Tensor | None:
+        """What was received for this action, waited for; else what an adjacent stage on this rank computed."""
+        if step.receive is None:
             return self._outputs.pop(step.source, None)
         work, buffer = self._inputs.pop(step.target)
         start = clock()
         if not work.is_completed():  # gloo never says so before the wait; its transfers are always waited for by name
-            self._progress(step.waits)
+            self._progress(step.waiting_text)
         self._channels.finish_receive(work, buffer)
         self._progress(step.text)
-        seconds = clock() - start
-        self._waits[step.action] = seconds
-        step.meter.waiting += seconds
+        self._waited(step, clock() - start)
         return buffer
 
-    def _check(self, step: _Step, value: Tensor) -> None:
+    def _check(self, step: PreparedInstruction, value: Tensor) -> None:
         # one number instead of one per element: NaN and infinity survive summing
-        finite = torch.isfinite(value.detach().sum())
-        self._checks.setdefault((step.pipeline, step.action.stage), []).append((step.action, finite))
+        self._checks.append((step.action, torch.isfinite(value.detach().sum())))
 
-    def _computed(self, step: _Step, start: float, mark: object) -> None:
-        self._marks.append((step.action, mark, self._watch.mark()))
-        step.meter.stage += clock() - start
+    def _computed(self, step: PreparedInstruction, start: float, mark: Any) -> None:
+        self._marks.append((step.action, mark, self._stopwatch.mark()))
+        self._meters[step.action.kind].stage += clock() - start
+
+    def _waited(self, step: PreparedInstruction, seconds: float) -> None:
+        self._waits[step.action] = seconds
+        self._meters[step.action.kind].waiting += seconds
 
     # transport ------------------------------------------------------------------------------------------------
 
-    def _send(self, step: _Step) -> None:
+    def send(self, step: PreparedInstruction) -> None:
         tensor = self._outputs.pop(step.target)
         start = clock()
         self._channels.send(tensor, step.peer)
-        step.meter.transport += clock() - start
+        self._meters[step.action.kind].transport += clock() - start
 
-    def _receive(self, step: _Step) -> None:
+    def receive(self, step: PreparedInstruction) -> None:
         # A receive stands where its sender is done, which may be before other work of this rank: it is waited for
         # only where its tensor is used, so the rank never idles with work at hand.
         self._inputs[step.target] = self._posted[step.peer].popleft()
         start = clock()
         self._post_ahead(step.peer)
-        step.meter.transport += clock() - start
+        self._meters[step.action.kind].transport += clock() - start
 
     def _post_ahead(self, peer: int) -> None:
         unposted, posted = self._unposted[peer], self._posted[peer]
         while unposted and len(posted) < RECEIVES_AHEAD:
             step = unposted.popleft()
-            shape = step.stage.stage.hidden_shape(self._work[step.pipeline].batches[step.microbatch])
-            posted.append(self._channels.post_receive(shape, step.parts.dtype, peer))
+            batch = self._work[step.action.pipeline].batches[step.action.microbatch]
+            posted.append(self._channels.post_receive(step.stage.stage.hidden_shape(batch), step.parts.dtype, peer))
 
     # gradients and weights ------------------------------------------------------------------------------------
 
-    def _sum_tied(self, step: _Step) -> None:
-        start, mark = clock(), self._watch.mark()
+    def sum_tied(self, step: PreparedInstruction) -> None:
+        start, mark = clock(), self._stopwatch.mark()
         step.parts.optimizer.sum_tied_gradients()
         self._computed(step, start, mark)
 
-    def _reduce(self, step: _Step) -> None:
-        start, mark = clock(), self._watch.mark()
-        checks = self._checks.get((step.pipeline, step.action.stage), [])
-        finite = torch.stack([finite for _, finite in checks]).all() if checks else None
+    def reduce(self, step: PreparedInstruction) -> None:
+        start, mark = clock(), self._stopwatch.mark()
+        # All models' checks so far: whatever this rank knows to be wrong stops this model's step too.
+        finite = torch.stack([finite for _, finite in self._checks]).all() if self._checks else None
         step.parts.optimizer.start_reduction(step.action.stage, finite)
         self._computed(step, start, mark)
 
-    def _optimize(self, step: _Step) -> None:
+    def optimize(self, step: PreparedInstruction) -> None:
         optimizer = step.parts.optimizer
         start = clock()
         for stage in step.parts.stages:
             if not optimizer.reduction_done(stage):
-                self._progress(step.waits)
+                self._progress(step.waiting_text)
             optimizer.finish_reduction(stage)
         self._progress(step.text)
-        self._waits[step.action] = clock() - start
-        step.meter.waiting += self._waits[step.action]
-        start, mark = clock(), self._watch.mark()
-        if all(result.finite for result in self._results.values()):
-            lr = self._work[step.pipeline].lr
-            self._results[step.pipeline] = optimizer.step(lr, remember=step.remembers)
+        self._waited(step, clock() - start)
+        start, mark = clock(), self._stopwatch.mark()
+        pipeline = step.action.pipeline
+        if all(result.finite for result in self._results.values()):  # the same on all ranks: nobody waits in the step
+            self._results[pipeline] = optimizer.step(self._work[pipeline].lr)
         self._computed(step, start, mark)
 
     # what comes of it -----------------------------------------------------------------------------------------
 
-    def undo(self) -> None:
-        """Take back what the last run stepped; a collective. To be called when its report is not `finite`."""
-        for name, result in reversed(self._results.items()):
-            if result.finite:
-                self._pipelines[name].optimizer.undo()
-
     def _report(self, begin: float, drained: float, end: float) -> StepReport:
-        spans = tuple(
-            ActionSpan(action, self._watch.seconds(start), self._watch.seconds(stop))
-            for action, start, stop in self._marks
-        )
-        bad = tuple(action for checks in self._checks.values() for action, finite in checks if not finite)
-        losses = {action: float(loss) for action, loss in self._losses.items()}
-        times = {kind: meter.read() for kind, meter in self._meters.items() if meter.count}
+        seconds = self._stopwatch.seconds
         return StepReport(
-            spans, self._waits, times, losses, self._results, bad, self._peak_live, end - begin, end - drained
+            spans=tuple(ActionSpan(action, seconds(start), seconds(stop)) for action, start, stop in self._marks),
+            waits=self._waits,
+            times={kind: meter.read() for kind, meter in self._meters.items() if meter.count},
+            losses={action: float(loss) for action, loss in self._losses.items()},
+            steps=self._results,
+            faults=tuple(action for action, finite in self._checks if not finite),
+            peak_live=self._peak_live,
+            seconds=end - begin,
+            drain_seconds=end - drained,
         )
 
-    def _marked(self, position: int) -> str:
-        first = max(position - 4, 0)
-        lines = enumerate(self._program.instructions[first : position + 3], start=first)
-        return "\n".join(f"  {i} {line}{'   <-- here' if i == position else ''}" for i, line in lines)
+
+_RUN = {
+    Kind.F: ProgramRun.forward,
+    Kind.B: ProgramRun.backward,
+    Kind.SF: ProgramRun.send,
+    Kind.SB: ProgramRun.send,
+    Kind.RF: ProgramRun.receive,
+    Kind.RB: ProgramRun.receive,
+    Kind.TE: ProgramRun.sum_tied,
+    Kind.RG: ProgramRun.reduce,
+    Kind.ST: ProgramRun.optimize,
+}

@@ -1,11 +1,8 @@
-"""One mini-batch through all models that train: the cut, the program, one optimizer step each.
+"""One mini-batch through all models that train: the cut, the program, one optimizer step each (paper section 5).
 
-The mini-batch is cut into K x M micro-batches once, the same for every model, computed identically on every
-rank; pipeline k of a model takes parts k*M to (k+1)*M. Losses are sums divided by the mini-batch's response
-tokens, a number known to every rank beforehand, so that data-parallel reduction is a sum.
-
-A mini-batch in which any rank sees a loss or gradient that is not finite changes no weights anywhere: every rank
-raises FloatingPointError that names the same model, stage and micro-batch.
+The mini-batch is cut into K x M micro-batches once, the same for every model, computed identically on every rank;
+pipeline k of a model takes parts k*M to (k+1)*M. Losses are sums divided by the mini-batch's response tokens, a number
+known to every rank beforehand, so that data-parallel reduction is a sum.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.errors import InputError
 from rlhfuse.fusion.intra.executor import PipelineParts, PipelineWork, ProgramExecutor
 from rlhfuse.fusion.intra.p2p import Channels
-from rlhfuse.fusion.intra.report import ActionSpan, StepReport
+from rlhfuse.fusion.intra.step_report import ActionSpan, StepReport
 from rlhfuse.models.heads import token_logprobs
 from rlhfuse.models.stage import LossFunction, PackedTokens, TrainingStage
 from rlhfuse.parallel.collectives import all_gather_bytes
@@ -55,6 +52,26 @@ class TrainedModel:
     def tied(self) -> bool:
         """Whether embedding and output layer are one weight."""
         return self.spec.tied_embeddings and not self.scalar_head
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Samples on the device, N of T tokens and R response tokens, and what the losses look up in them."""
+
+    packed: PackedTokens
+    predictions: Tensor  # int64 [R]: positions whose outputs predict the response tokens
+    targets: Tensor  # int64 [R]: the response tokens
+    samples: RolloutBatch
+
+    @staticmethod
+    def of(batch: RolloutBatch, device: torch.device, shards: int) -> Microbatch:
+        """From samples in host memory: on a GPU an index that is computed there would stop the queue."""
+        return Microbatch(
+            packed=PackedTokens.of(batch.tokens, batch.cu_seqlens, device, shards),
+            predictions=batch.prediction_index.to(device),
+            targets=batch.tokens[batch.response_index].to(device),
+            samples=batch.to(device),
+        )
 
 
 @dataclass(frozen=True)
@@ -92,9 +109,7 @@ class TrainingStep:
         programs: Programs,
         models: Mapping[str, TrainedModel],
         channels: Channels,
-        algorithm: AlgorithmConfig,
         temperature: float,
-        device: torch.device,
         progress: Callable[[str], None],
     ) -> None:
         needed = [share.model for share in ranks.shape.shares]
@@ -102,11 +117,11 @@ class TrainingStep:
             raise InputError(f"the program trains {', '.join(needed)}, but {', '.join(missing)} is not built; build it")
         programs.refuse_unless_for(schedule, ranks)
         self._rank = rank
+        self._problem = schedule.problem
         self._programs = programs
         self._models = models
-        self._algorithm = algorithm
         self._temperature = temperature
-        self._device = device
+        self._device = channels.device
         self._pipelines = {role: ranks.pipeline_of(role, rank) for role in needed}
         parts = {
             self._pipelines[role]: PipelineParts(model.stages, model.optimizer, model.dtype)
@@ -119,127 +134,109 @@ class TrainingStep:
         batch: RolloutBatch,
         microbatches: Mapping[str, int],
         lr: Mapping[str, float],
-        kl_coef: float | None = None,
+        algorithm: AlgorithmConfig,
     ) -> MinibatchResult:
-        """Train on one mini-batch; `microbatches` per pipeline and `lr` are by role.
+        """Train on one mini-batch in host memory; `microbatches` per pipeline and `lr` are by role.
 
-        `kl_coef` is the weight of a KL in the loss that is in force; None: the algorithm's own.
-
-        Raises InputError before anything is sent when a micro-batch is larger than its buffer, FloatingPointError
-        when a loss or gradient is not finite; all weights and optimizer states are as before then, on every rank.
+        `algorithm`: the settings of the losses, with the weight of a KL that is in force. Raises InputError before
+        anything is sent when a micro-batch is larger than its buffer; FloatingPointError, the same on all ranks, when
+        a loss or gradient is not finite: the model named did not step.
         """
-        self._kl_coef = self._algorithm.kl_coef if kl_coef is None else kl_coef
         lengths = batch.lengths.tolist()
         some = next(iter(self._models))
         parts = cut_microbatches(lengths, self._models[some].grid.dp * microbatches[some])
         tokens = tuple(sum(lengths[i] for i in part) for part in parts)
-        stats: dict[str, Stats] = {}
         for role in self._models:
             self._programs.refuse_tokens(role, tokens)
-        work = {
-            self._pipelines[role]: self._work(model, batch, parts, microbatches[role], lr[role], stats)
-            for role, model in self._models.items()
-        }
+        losses = Losses(batch.response_tokens, algorithm, self._temperature)
+        work = {}
+        for role, model in self._models.items():
+            pipeline, _, tp_rank = model.grid.position(self._rank)
+            own = parts[pipeline * microbatches[role] : (pipeline + 1) * microbatches[role]]
+            shards = next(iter(model.stages.values())).stage.shards
+            cuts = [Microbatch.of(batch.select(part), self._device, shards) for part in own]
+            loss = losses.of(model, cuts, counts=tp_rank == 0)
+            work[self._pipelines[role]] = PipelineWork(tuple(cut.packed for cut in cuts), loss, lr[role])
         for model in self._models.values():
             model.optimizer.zero_grad()
         report = self._executor.run(work)
         if not report.finite:
-            self._executor.undo()
             self._raise_fault(report)
         steps = {role: report.steps[pipeline] for role, pipeline in self._pipelines.items()}
-        return MinibatchResult(stats, batch.response_tokens, tuple(lengths), tokens, steps, report)
+        return MinibatchResult(losses.stats, batch.response_tokens, tuple(lengths), tokens, steps, report)
 
     def _raise_fault(self, report: StepReport) -> None:
-        """Tell every rank what each saw, and raise the same FloatingPointError everywhere; a collective."""
-        stopped = next(name for name, result in report.steps.items() if not result.finite).partition(".")[0]
-        mine = [[self._rank, str(action)] for action in report.faults]
-        seen = [tuple(fault) for data in all_gather_bytes(json.dumps(mine).encode()) for fault in json.loads(data)]
-        if not seen:
+        """Gather what each rank saw, and raise the same FloatingPointError everywhere; a collective."""
+        roles = {pipeline: role for role, pipeline in self._pipelines.items()}
+        stepped = [roles[name] for name, result in report.steps.items() if result.finite]
+        end = f"stepped before it was seen: {', '.join(stepped)}" if stepped else "no model stepped"
+        own = json.dumps([[self._rank, str(action)] for action in report.faults])
+        faults = [tuple(fault) for data in all_gather_bytes(own.encode()) for fault in json.loads(data)]
+        if not faults:
+            stopped = next(roles[name] for name, result in report.steps.items() if not result.finite)
             raise FloatingPointError(
                 f"the gradient norm of {stopped} is not finite, though every loss and gradient between its stages is; "
-                "no weights were changed"
+                f"{end}"
             )
-        rank, text = min(seen, key=lambda fault: _age(Action.parse(fault[1])))
+        rank, text = min(faults, key=lambda fault: _origin_first(Action.parse(fault[1])))
         action = Action.parse(text)
-        model = action.pipeline.partition(".")[0]
         what = "gradient" if action.kind is Kind.B else "loss or hidden state"
         raise FloatingPointError(
-            f"{model}, stage {action.stage}, micro-batch {action.microbatch}: the {what} that {action} gave out on "
-            f"rank {rank} is not finite ({len(seen)} such results on all ranks); no weights were changed"
+            f"{self._problem.pipeline(action.pipeline).model}, stage {action.stage}, micro-batch {action.microbatch}: "
+            f"the {what} that {action} gave out on rank {rank} is not finite "
+            f"({len(faults)} such results on all ranks); {end}"
         )
 
-    def _work(
-        self,
-        model: TrainedModel,
-        batch: RolloutBatch,
-        parts: list[list[int]],
-        count: int,
-        lr: float,
-        stats: dict[str, Stats],
-    ) -> PipelineWork:
-        pipeline, _, tp_rank = model.grid.position(self._rank)
-        shards = next(iter(model.stages.values())).stage.shards
-        cuts = [batch.select(part).to(self._device) for part in parts[pipeline * count : (pipeline + 1) * count]]
-        packed = []
-        for cut in cuts:
-            tokens, borders = cut.tokens.tolist(), cut.cu_seqlens.tolist()
-            rows = [tokens[a:b] for a, b in zip(borders, borders[1:])]
-            packed.append(PackedTokens.pack(rows, self._device, shards))
-        make_loss = self._value_loss if model.scalar_head else self._policy_loss
-        loss = make_loss(model, cuts, batch.response_tokens, stats, counts=tp_rank == 0)
-        return PipelineWork(tuple(packed), loss, lr)
 
-    def _policy_loss(
-        self, model: TrainedModel, cuts: list[RolloutBatch], tokens: int, stats: dict[str, Stats], counts: bool
-    ) -> LossFunction:
-        algorithm, kl_coef = self._algorithm, self._kl_coef
+class Losses:
+    """The loss functions of one mini-batch with `tokens` response tokens, and the sums that they leave in `stats`."""
 
-        def loss(logits_TV: Tensor, microbatch: int) -> Tensor:
-            cut = cuts[microbatch]
-            logprobs, entropy = token_logprobs(
-                logits_TV[cut.prediction_index],
-                cut.tokens[cut.response_index],
-                model.spec.vocab,
-                self._temperature,
-                model.tp_group,
-            )
-            total, sums = policy_loss_sum(
-                logprobs,
-                cut.old_logprobs,
-                cut.advantages,
-                algorithm.clip_eps,
-                algorithm.clip_eps_high,
-                algorithm.dual_clip,
-            )
-            if algorithm.kl_in == "loss" and kl_coef:
-                penalty, kl_sums = kl_loss_sum(logprobs, cut.ref_logprobs, algorithm.kl_estimator)
-                total, sums = total + kl_coef * penalty, sums | kl_sums
+    def __init__(self, tokens: int, algorithm: AlgorithmConfig, temperature: float) -> None:
+        self._tokens = tokens
+        self._algorithm = algorithm
+        self._temperature = temperature
+        self.stats: dict[str, Stats] = {}
+
+    def of(self, model: TrainedModel, cuts: list[Microbatch], counts: bool) -> LossFunction:
+        """The loss of a model's last stage, by micro-batch; `counts`: this tensor rank's statistics are kept."""
+
+        def loss(output: Tensor, microbatch: int) -> Tensor:
+            compute = self._value_loss if model.scalar_head else self._policy_loss
+            total, sums = compute(model, cuts[microbatch], output)
             if counts:
-                sums["entropy"] = entropy.detach().double().sum()
-                stats[model.role] = add_stats(stats.get(model.role, {}), sums)
-            if algorithm.entropy_coef:
-                total = total - algorithm.entropy_coef * entropy.sum()
-            return total / tokens
+                self.stats[model.role] = add_stats(self.stats.get(model.role, {}), sums)
+            return total / self._tokens
 
         return loss
 
-    def _value_loss(
-        self, model: TrainedModel, cuts: list[RolloutBatch], tokens: int, stats: dict[str, Stats], counts: bool
-    ) -> LossFunction:
-        algorithm = self._algorithm
+    def _policy_loss(self, model: TrainedModel, cut: Microbatch, logits_TV: Tensor) -> tuple[Tensor, Stats]:
+        algorithm, samples = self._algorithm, cut.samples
+        logprobs, entropy = token_logprobs(
+            logits_TV[cut.predictions], cut.targets, model.spec.vocab, self._temperature, model.tp_group
+        )
+        total, sums = policy_loss_sum(
+            logprobs,
+            samples.old_logprobs,
+            samples.advantages,
+            algorithm.clip_eps,
+            algorithm.clip_eps_high,
+            algorithm.dual_clip,
+        )
+        if algorithm.kl_in == "loss" and algorithm.kl_coef:
+            penalty, kl_sums = kl_loss_sum(logprobs, samples.ref_logprobs, algorithm.kl_estimator)
+            total, sums = total + algorithm.kl_coef * penalty, sums | kl_sums
+        sums["entropy"] = entropy.detach().double().sum()
+        if algorithm.entropy_coef:
+            total = total - algorithm.entropy_coef * entropy.sum()
+        return total, sums
 
-        def loss(values_T: Tensor, microbatch: int) -> Tensor:
-            cut = cuts[microbatch]
-            values = values_T[cut.prediction_index]
-            total, sums = value_loss_sum(values, cut.values, cut.returns, algorithm.value_clip_eps)
-            if counts:
-                stats[model.role] = add_stats(stats.get(model.role, {}), sums)
-            return algorithm.value_loss_coef * total / tokens
-
-        return loss
+    def _value_loss(self, model: TrainedModel, cut: Microbatch, values_T: Tensor) -> tuple[Tensor, Stats]:
+        values, samples = values_T[cut.predictions], cut.samples
+        total, sums = value_loss_sum(values, samples.values, samples.returns, self._algorithm.value_clip_eps)
+        return self._algorithm.value_loss_coef * total, sums
 
 
-def _age(action: Action) -> tuple:
+def _origin_first(action: Action) -> tuple:
     """Sorts faults so that the first is where it began: forwards before backwards, each in the direction of data."""
     backward = action.kind is Kind.B
     return backward, action.microbatch, -action.stage if backward else action.stage, action.pipeline

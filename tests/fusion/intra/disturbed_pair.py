@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from tiny import write_checkpoint
 from training_pair import Pair, build_pair, make_schedule
 
-from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
@@ -100,8 +98,6 @@ def new_step(
         programs,
         models,
         channels(pair.roles.channels),
-        AlgorithmConfig(),
         1.0,
-        torch.device("cpu"),
         progress,
     )

@@ -6,16 +6,20 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
 from training_pair import LR, build_pair, make_batch, make_schedule, weights
 
+from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.errors import InputError, ScheduleError
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.program import Programs
 
 CHUNKED = ("d2t1p2v2", "d2t1p2v2")
+
+
+def model_of(pair, action: Action) -> str:
+    return pair.schedule.problem.pipeline(action.pipeline).model
 
 
 # no model waits for another ---------------------------------------------------------------------------------------
@@ -35,15 +39,15 @@ def first_step_late(programs: Programs) -> Programs:
 def held_back(rank: int, folders: dict) -> dict:
     """Rank 3 begins its reduction of the model that steps last only when all ranks have stepped the other model."""
     pair = build_pair(rank, folders, "d2t1p2", "d2t1p2", edit=first_step_late)
-    order = [i.action.pipeline for i in pair.step._programs[rank].instructions if i.action.kind is Kind.ST]
-    first, last = (pair.models[name.partition(".")[0]].optimizer for name in order)
+    order = [i.action for i in pair.step._programs[rank].instructions if i.action.kind is Kind.ST]
+    first, last = (pair.models[model_of(pair, action)].optimizer for action in order)
     (stage,) = last.modules
     start, finish, step = last.start_reduction, last.finish_reduction, first.step
     seen, store = {}, dist.distributed_c10d._get_default_store()
 
-    def stepped(lr, remember):
+    def stepped(lr):
         seen["begun"] = last.modules[stage].bucket_groups[0].grad_reduce_handle is not None
-        result = step(lr, remember=remember)
+        result = step(lr)
         store.set(f"held back/{rank}", "stepped")
         return result
 
@@ -71,12 +75,12 @@ def stopped_backward(rank: int, folders: dict) -> bool:
     """The last backward of the model that steps last begins, on rank 3, when all ranks have stepped the other model."""
     pair = build_pair(rank, folders, "d2t1p2", "d2t1p2")
     order = [i.action for i in pair.step._programs[rank].instructions if i.action.kind is Kind.ST]
-    first, last = (pair.models[action.pipeline.partition(".")[0]] for action in order)
+    first, last = (pair.models[model_of(pair, action)] for action in order)
     stage, store = last.stages[order[1].stage], dist.distributed_c10d._get_default_store()
     step, backward, held = first.optimizer.step, stage.backward, []
 
-    def stepped(lr, remember):
-        result = step(lr, remember=remember)
+    def stepped(lr):
+        result = step(lr)
         store.set(f"stopped/{rank}", "stepped")
         return result
 
@@ -201,12 +205,10 @@ def refusals(rank: int, folders: dict) -> dict:
                 programs,
                 models,
                 channels,
-                pair.step._algorithm,
                 1.0,
-                torch.device("cpu"),
                 lambda _: None,
             )
-            step.run(make_batch(0), pair.counts, LR)
+            step.run(make_batch(0), pair.counts, LR, AlgorithmConfig())
             said.append("nothing")
         except (InputError, ScheduleError) as error:
             said.append(str(error).splitlines()[0])

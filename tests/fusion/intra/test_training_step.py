@@ -23,11 +23,11 @@ def train(rank: int, folders: dict, actor: str, critic: str, kind: str, steps: i
         for role, model in pair.models.items():
             original = model.optimizer.step
 
-            def spy(lr, remember, model=model, role=role, original=original):
+            def spy(lr, model=model, role=role, original=original):
                 for stage, module in model.optimizer.modules.items():
                     for name, parameter in module.module.named_parameters():
                         captured[f"{role}.{stage}.{name}"] = parameter.main_grad.clone()
-                return original(lr, remember=remember)
+                return original(lr)
 
             model.optimizer.step = spy
         result = pair.train(number)

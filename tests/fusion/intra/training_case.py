@@ -171,20 +171,19 @@ def train_rank(rank: int, case: Case) -> RankRecord:
         programs,
         models,
         channels,
-        AlgorithmConfig(),
         1.0,
-        device.torch_device,
         lambda _: None,
     )
     record, hashes = RankRecord(), {name: hashlib.sha256() for name in models}
     for name, model in models.items():
         watch_gradients(model.optimizer, hashes[name], record.gradients.setdefault(name, {}))
     for number in range(case.steps):
-        result = step.run(make_batch(number, case.samples), case.counts, dict.fromkeys(models, case.recipe.lr))
+        lr = dict.fromkeys(models, case.recipe.lr)
+        result = step.run(make_batch(number, case.samples), case.counts, lr, AlgorithmConfig())
         record.norms.append({model: s.grad_norm for model, s in result.steps.items()})
         record.peak_live = max(record.peak_live, result.report.peak_live)
         for action, loss in result.report.losses.items():
-            name = action.pipeline.partition(".")[0]
+            name = case.planned.problem.pipeline(action.pipeline).model
             first = models[name].grid.position(rank)[0] * case.counts[name]
             record.losses[name, number, first + action.microbatch] = loss
             hashes[name].update(f"{action} {loss.hex()}".encode())

@@ -92,7 +92,7 @@ class Pair:
         return self.roles.trained
 
     def train(self, seed: int, samples: int = 20):
-        return self.step.run(make_batch(seed, samples), self.counts, LR)
+        return self.step.run(make_batch(seed, samples), self.counts, LR, AlgorithmConfig())
 
     def digest(self) -> str:
         """Of all weights, main weights and optimizer state of this rank."""
@@ -152,9 +152,7 @@ def build_pair(
         edit(lower(schedule, ranks, tied=tied)),
         models,
         roles.channels,
-        AlgorithmConfig(),
         1.0,
-        device.torch_device,
         progress,
     )
     actor_share, critic_share = ranks.shape.shares
