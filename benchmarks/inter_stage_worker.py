@@ -25,9 +25,9 @@ from rank_processes import TIMEOUT_SECONDS
 
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.decisions.migration import MoveCost
+from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.inference import FrozenModel, Scorer
 from rlhfuse.fusion.inter.inter_stage import FusionLimits, GenInferReport, InterStage, Request
-from rlhfuse.fusion.inter.placement import Placement
 from rlhfuse.gen.engine import Engine, EngineOptions
 from rlhfuse.gen.migration.transfer import HeadPlan, receive_shipment, send_shipment
 from rlhfuse.gen.sequence import SamplingParams

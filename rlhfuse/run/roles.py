@@ -19,8 +19,8 @@ import torch.distributed as dist
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.inference import FrozenModel
-from rlhfuse.fusion.inter.placement import Placement
 from rlhfuse.fusion.intra.p2p import Channels
 from rlhfuse.fusion.intra.training_step import TrainedModel
 from rlhfuse.models.build import Activations, build_model, fill, stage_layers

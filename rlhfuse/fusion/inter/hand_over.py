@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 from rlhfuse.decisions.migration import MigrationPlan, transfer_order
-from rlhfuse.fusion.inter.placement import Placement
+from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.report import HandOver
 from rlhfuse.gen.engine import Engine
 from rlhfuse.gen.migration.transfer import HeadPlan, receive_shipment, send_shipment

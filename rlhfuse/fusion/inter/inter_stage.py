@@ -26,13 +26,13 @@ from contextlib import ExitStack
 import torch.distributed as dist
 
 from rlhfuse.decisions.migration import MigrationPlan
+from rlhfuse.decisions.placement import Placement
 from rlhfuse.errors import RewardError
 from rlhfuse.fusion.inter.generation import Generation
 from rlhfuse.fusion.inter.hand_over import hand_over
 from rlhfuse.fusion.inter.inference import Rewarder, Scorer
 from rlhfuse.fusion.inter.iteration_store import Board
 from rlhfuse.fusion.inter.migration_barrier import Meeting, meet_all, note_of
-from rlhfuse.fusion.inter.placement import Placement
 from rlhfuse.fusion.inter.report import Diary, GenInferReport, Stop, summarize
 from rlhfuse.fusion.inter.request import FusionLimits, Request
 from rlhfuse.fusion.inter.scoring_queue import ScoringDesk

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhfuse.decisions.migration import MigrationPlan, SequenceState, plan_meeting
-from rlhfuse.fusion.inter.placement import Placement
+from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.request import FusionLimits
 from rlhfuse.gen.engine import Engine
 from rlhfuse.parallel.collectives import all_gather_bytes

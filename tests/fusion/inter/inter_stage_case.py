@@ -132,8 +132,8 @@ def clean_up(rank: int) -> None:
 
 
 def build(rank: int, folders: dict[str, Path], case: Case) -> Built:
+    from rlhfuse.decisions.placement import Placement
     from rlhfuse.fusion.inter.inference import FrozenModel
-    from rlhfuse.fusion.inter.placement import Placement
     from rlhfuse.gen.engine import Engine, EngineOptions
     from rlhfuse.models.build import build_model
     from rlhfuse.models.stage import PipelineStage

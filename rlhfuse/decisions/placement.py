@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Placement:
-    """Which ranks form each generation instance and each inference worker (a replica inside one instance)."""
+    """Global ranks of each generation instance and of each inference worker (a replica inside one instance)."""
 
     instances: tuple[tuple[int, ...], ...]
     workers: tuple[tuple[int, ...], ...]
