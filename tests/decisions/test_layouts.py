@@ -6,28 +6,10 @@ import re
 from dataclasses import replace
 
 import pytest
+from four_ranks import SPECS, TINY, config
 
-from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.layouts import batch_arithmetic, check_layouts
 from rlhfuse.errors import InputError
-
-TINY = ModelSpec("llama", 8, 64, 8, 4, 8, 192, 512, 512)
-SPECS = {role: TINY for role in ("actor", "critic", "reference", "reward")}
-
-
-def config(**keys) -> RunConfig:
-    """A run on 4 ranks; keyword `parallel__generation="d2t2p1"` sets parallel.generation."""
-    made = RunConfig()
-    made.data.max_prompt_tokens = 128
-    layouts = dict(actor_train="d1t1p4", critic_train="d2t1p2", generation="d4t1p1")
-    inference = dict.fromkeys(("inference", "reference_inference", "reward_inference", "critic_inference"), "d4t1p1")
-    settings = {f"parallel__{name}": layout for name, layout in {**layouts, **inference}.items()}
-    for key, value in {**settings, **keys}.items():
-        group, _, name = key.partition("__")
-        assert hasattr(getattr(made, group), name)
-        setattr(getattr(made, group), name, value)
-    return made
 
 
 def test_a_good_table_and_its_batch():

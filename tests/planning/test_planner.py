@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 
 import pytest
+from four_ranks import SPECS, run
 from sim_helpers import linear_cost, long_tail
-from test_layouts import SPECS, config
 
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.measured import save_measured_cost
@@ -20,11 +20,6 @@ from rlhfuse.planning.planner import make_plan, plan_run, task_costs, training_p
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.rules.builders import serial_1f1b
 from rlhfuse.simulator.threshold import save_threshold
-
-
-def run(**keys):
-    """The four-rank run with no search time to speak of."""
-    return config(**{"fusion__search_seconds": 0.2, **keys})
 
 
 def problem_of(made):

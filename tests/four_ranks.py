@@ -1,0 +1,28 @@
+"""A configuration of four ranks, and the shapes of its models, without files."""
+
+from __future__ import annotations
+
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import ModelSpec
+
+TINY = ModelSpec("llama", 8, 64, 8, 4, 8, 192, 512, 512)
+SPECS = {role: TINY for role in ("actor", "critic", "reference", "reward")}
+
+
+def config(**keys) -> RunConfig:
+    """A run on 4 ranks; keyword `parallel__generation="d2t2p1"` sets parallel.generation."""
+    made = RunConfig()
+    made.data.max_prompt_tokens = 128
+    layouts = dict(actor_train="d1t1p4", critic_train="d2t1p2", generation="d4t1p1")
+    inference = dict.fromkeys(("inference", "reference_inference", "reward_inference", "critic_inference"), "d4t1p1")
+    settings = {f"parallel__{name}": layout for name, layout in {**layouts, **inference}.items()}
+    for key, value in {**settings, **keys}.items():
+        group, _, name = key.partition("__")
+        assert hasattr(getattr(made, group), name)
+        setattr(getattr(made, group), name, value)
+    return made
+
+
+def run(**keys) -> RunConfig:
+    """The same with no search time to speak of."""
+    return config(**{"fusion__search_seconds": 0.2, **keys})
