@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import Enum
 
 
-class Role(StrEnum):
+class Role(str, Enum):
     """One of the four models of RLHF. Equal to its name, which is a key of the configuration and of files."""
 
     ACTOR = "actor"
     CRITIC = "critic"
     REFERENCE = "reference"
     REWARD = "reward"
+
+    __str__ = str.__str__
+    __format__ = str.__format__
 
     @property
     def scalar_head(self) -> bool:
