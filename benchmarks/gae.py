@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhfuse.errors import run_program
-from rlhfuse.ppo.gae import BLOCK, generalized_advantages
+from rlhfuse.ppo.advantage import BLOCK, generalized_advantages
 from rlhfuse.ppo.rollout import segment_index
 
 SIZES = ((64, 2048), (512, 8192))

@@ -1,14 +1,9 @@
-"""Advantages and returns of a whole batch, by algorithm.
+"""Advantages and returns of a whole batch, by algorithm; R is the sum of a sample's token rewards.
 
-    ppo          GAE with the critic's values                                  (Schulman et al. 2016; gae.py)
-    grpo         (R - mean) / std of the prompt's samples, for every token     (Shao et al. 2024; Liu et al. 2025
-                                                                                without the division)
-    rloo         R - mean of the prompt's other samples, for every token       (Ahmadian et al. 2024)
-    reinforce++  sum of the token rewards still to come, whitened              (Hu 2025)
-
-R is the sum of a sample's token rewards, so a KL in the reward counts in all of them. Whitening runs over every
-token of the batch. Responses are one piece here. Arithmetic is float64, results are float32. Knows nothing of
-models or ranks: every rank computes the same from the same batch.
+ppo          GAE with the critic's values, as matrix products (Schulman et al. 2016; paper section 6)
+grpo         (R - mean) / std of the prompt's samples (Shao et al. 2024; without the division: Liu et al. 2025)
+rloo         R - mean of the prompt's other samples (Ahmadian et al. 2024)
+reinforce++  sum of the token rewards still to come, whitened (Hu 2025)
 """
 
 from __future__ import annotations
@@ -18,10 +13,11 @@ from torch import Tensor
 
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.errors import InputError
-from rlhfuse.ppo.gae import discounted_returns, generalized_advantages
-from rlhfuse.ppo.rollout import RolloutBatch
+from rlhfuse.ppo.rollout import RolloutBatch, segment_index
 from rlhfuse.ppo.token_rewards import sample_rewards
 
+BLOCK = 128  # a D of 128 x 128 stays in the cache, and 8192 tokens are only 64 blocks to carry over
+ROWS = 64  # blocks in one product
 GROUP_STD_EPS = 1e-6  # samples of one prompt may all have the same score
 
 
@@ -100,3 +96,81 @@ def whiten(values: Tensor, eps: float = 1e-8, mask: Tensor | None = None) -> Ten
     wide = values.double()
     centred = wide - wide.mean()
     return (centred * torch.rsqrt(centred.square().mean() + eps)).to(values.dtype)
+
+
+def generalized_advantages(
+    rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float, mask: Tensor | None = None
+) -> Tensor:
+    """A_i = sum over j >= i of (gamma lam)^(j-i) (r_j + gamma V_{j+1} - V_j), V = 0 after the end: float64 [R].
+
+    `rewards` and `values` are flat [R], `lengths` [N] says how many each sample has.
+
+    `mask` [R] is True for tokens that count (default: all). What follows a gap is carried over it; rewards and values
+    in it are never read, their advantage is 0.
+    """
+    if mask is not None:
+        return _without_gaps(
+            lambda r, v, n: generalized_advantages(r, v, n, gamma, lam), (rewards, values), lengths, mask
+        )
+    rewards, values = rewards.double(), values.double()
+    following = torch.cat([values[1:], values.new_zeros(1)]) if len(values) else values
+    following[(lengths.cumsum(0) - 1)[lengths > 0]] = 0.0  # nothing follows the last token
+    return discounted_sums(rewards + gamma * following - values, lengths, gamma * lam)
+
+
+def discounted_returns(rewards: Tensor, lengths: Tensor, gamma: float, mask: Tensor | None = None) -> Tensor:
+    """sum over j >= i of gamma^(j-i) rewards[j], within each sample: float64 [R]; `mask` as above."""
+    if mask is not None:
+        return _without_gaps(lambda r, n: discounted_returns(r, n, gamma), (rewards,), lengths, mask)
+    return discounted_sums(rewards.double(), lengths, gamma)
+
+
+def discounted_sums(terms: Tensor, lengths: Tensor, decay: float) -> Tensor:
+    """out[i] = sum over j >= i of decay^(j-i) terms[j], j in the sample of i; float64 [R] in and out.
+
+    One product with D[j, i] = decay^(j-i), j >= i, for each block of BLOCK tokens, without padding between samples.
+    What follows a block enters it through its first sum. Products have one shape: bits do not depend on the batch.
+    """
+    if not len(terms):
+        return terms
+    blocks = (lengths + BLOCK - 1) // BLOCK
+    first = blocks.cumsum(0) - blocks  # row of each sample's first block
+    rows = -(-int(blocks.sum()) // ROWS) * ROWS
+    position = segment_index(first * BLOCK, lengths)
+    padded = terms.new_zeros(rows * BLOCK)
+    padded[position] = terms
+    sums = _block_sums(padded.view(rows, BLOCK), decay)
+    return (sums + _carried(sums[:, 0], first, blocks, decay)).flatten()[position]
+
+
+def _block_sums(terms: Tensor, decay: float) -> Tensor:
+    """Each row [rows, BLOCK] by itself."""
+    steps = torch.arange(BLOCK, device=terms.device)
+    exponent = steps[:, None] - steps[None, :]
+    matrix = torch.where(exponent >= 0, decay ** exponent.clamp(min=0).to(terms.dtype), terms.new_zeros(()))
+    sums = torch.empty_like(terms)
+    for start in range(0, len(terms), ROWS):
+        torch.matmul(terms[start : start + ROWS], matrix, out=sums[start : start + ROWS])
+    return sums
+
+
+def _carried(own: Tensor, first: Tensor, blocks: Tensor, decay: float) -> Tensor:
+    """What the blocks behind it add to each row: [rows, BLOCK]; `own` is the first sum of each row by itself."""
+    total = own.clone()  # first sum of each row with everything behind it
+    behind = torch.zeros_like(own)
+    last, deepest = first + blocks - 1, int(blocks.max())
+    for depth in range(1, deepest):  # all samples at once, from their last blocks on
+        rows = last[blocks > depth] - depth
+        behind[rows] = total[rows + 1]
+        total[rows] += decay**BLOCK * behind[rows]
+    steps = torch.arange(BLOCK, device=own.device)
+    return behind[:, None] * decay ** (BLOCK - steps).to(own.dtype)
+
+
+def _without_gaps(function, arrays: tuple[Tensor, ...], lengths: Tensor, mask: Tensor) -> Tensor:
+    """`function` of the arrays with the masked tokens taken out, its result put back with zeros for them."""
+    owner = torch.repeat_interleave(torch.arange(len(lengths), device=mask.device), lengths)
+    kept = torch.zeros_like(lengths).index_add(0, owner, mask.to(lengths.dtype))
+    out = torch.zeros(len(mask), dtype=torch.float64, device=mask.device)
+    out[mask] = function(*(array[mask] for array in arrays), kept)
+    return out

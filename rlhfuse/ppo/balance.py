@@ -1,11 +1,8 @@
 """The cut of a batch into mini-batches and of a mini-batch into equally heavy micro-batches.
 
-Mini-batches come from a seeded permutation of the whole batch: neither who produced a sample nor when it was
-finished has a say (paper section 4.1: this is why training waits for all of generation). Micro-batches come from
-Karmarkar-Karp's differencing: the two most uneven partial partitions are merged, heaviest part onto lightest,
-until one is left (paper section 6 balances data-parallel groups the same way).
-
-Every rank computes the same cut from the same numbers, so shapes are never exchanged. Knows no tensors.
+Mini-batches come from a seeded permutation of the whole batch: neither who produced a sample nor when it was finished
+has a say (paper section 4.1). Micro-batches are balanced by Karmarkar-Karp's differencing (paper section 6). Every rank
+computes the same cut from the same numbers, so shapes are never exchanged.
 """
 
 from __future__ import annotations
@@ -50,11 +47,11 @@ def cut_microbatches(token_lengths: Sequence[int], parts: int) -> list[list[int]
 
 
 def partition(weights: Sequence[int | float], parts: int) -> list[list[int]]:
-    """Split the positions of `weights` (all >= 0) into `parts` lists of nearly equal sums.
+    """Split the positions of `weights` (all >= 0) into `parts` lists of nearly equal sums (Karmarkar-Karp).
 
-    Deterministic; each list ascends, and the lists are ordered by their first position (empty ones last). No list
-    is empty when there are at least `parts` weights: merging puts the non-empty parts of one partition onto the
-    empty ones of the other.
+    The two most uneven partial partitions are merged, heaviest part onto lightest, until one is left; non-empty parts
+    go onto empty ones, so that no list is empty when there are at least `parts` weights. Each list ascends, and the
+    lists are ordered by their first position, empty ones last.
     """
     if parts < 1 or any(not weight >= 0 for weight in weights):
         raise InputError(f"cannot cut weights {list(weights)[:8]}... into {parts} parts: parts >= 1 and weights >= 0")

@@ -1,15 +1,7 @@
-"""The losses, as sums over response tokens, with their statistics, also as sums.
+"""The losses and their statistics, as sums over response tokens (Schulman et al. 2017).
 
-    policy  sum_t max(-A_t r_t, -A_t clip(r_t, 1-eps, 1+eps_high)),   r_t = exp(logprob_t - old_logprob_t)
-    dual    where A_t < 0, at most -A_t c                              (Ye et al. 2020)
-    KL      sum_t k(logprob_t, ref_logprob_t)                          (where the KL is part of the loss)
-    value   sum_t 0.5 max((V_t - R_t)^2, (clip(V_t, V_old - eps, V_old + eps) - R_t)^2)
-
-Sums, because the caller divides by the response tokens of the whole mini-batch, over all ranks and
-micro-batches: then neither micro-batch size nor layout changes a gradient, and ranks simply add. (Schulman et al.
-2017; the upper eps of its own is DAPO's clip-higher; the value clip as in the PPO implementations.) The gradient of
-k1 in the loss has mean 0 under the policy's own samples; k2 and k3 pull towards the reference. Knows nothing of models
-or ranks.
+The caller divides by the response tokens of the whole mini-batch, over all ranks and micro-batches: then neither
+micro-batch size nor layout changes a gradient, and ranks simply add.
 """
 
 from __future__ import annotations
@@ -32,9 +24,10 @@ def policy_loss_sum(
     clip_eps_high: float = 0.0,
     dual_clip: float = 0.0,
 ) -> tuple[Tensor, Stats]:
-    """Clipped surrogate loss summed over the tokens; all arguments are [R]. Gradient flows into `logprobs`.
+    """sum_t max(-A_t r_t, -A_t clip(r_t, 1-eps, 1+eps_high)), r_t = exp(logprob_t - old_logprob_t); arguments are [R].
 
-    `clip_eps_high` 0: the same as `clip_eps`; `dual_clip` 0: none.
+    `clip_eps_high` (DAPO's clip-higher) 0: the same as `clip_eps`. `dual_clip` c: where A_t < 0 at most -A_t c (Ye et
+    al. 2020); 0: none. Gradient flows into `logprobs`.
     """
     log_ratio = (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = log_ratio.exp()
@@ -63,7 +56,10 @@ def kl_loss_sum(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> tuple
 
 
 def value_loss_sum(values: Tensor, old_values: Tensor, returns: Tensor, clip_eps: float) -> tuple[Tensor, Stats]:
-    """Clipped squared error summed over the tokens, times 0.5; all arguments are [R]. `clip_eps` 0: no clip."""
+    """sum_t 0.5 max((V_t - R_t)^2, (clip(V_t, V_old - eps, V_old + eps) - R_t)^2); arguments are [R].
+
+    `clip_eps` 0: no clip.
+    """
     # the bounds are clamped to, not the difference: inside them a value keeps every bit
     clipped_values = torch.clamp(values, old_values - clip_eps, old_values + clip_eps) if clip_eps else values
     plain, clipped = (values - returns).square(), (clipped_values - returns).square()

@@ -1,7 +1,7 @@
-"""What one finished batch says about itself, under the names that RLHF dashboards know.
+"""Metrics of a batch with advantages and returns, under the names that RLHF dashboards know.
 
-`critic/score` is what reward model and function said, `critic/rewards` the sum of a sample's token rewards (KL
-included); lengths are in tokens. Reads a batch with advantages and returns; changes nothing.
+`critic/score` is the combined score, `critic/rewards` the sum of a sample's token rewards (KL included); lengths are
+in tokens.
 """
 
 from __future__ import annotations

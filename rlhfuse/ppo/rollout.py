@@ -1,16 +1,8 @@
 """Samples of one iteration: one sample (`Rollout`) and all of them packed (`RolloutBatch`).
 
-A sample is its prompt followed by its response. Samples are packed without padding:
-
-    tokens      p p p r r | p p r r r | ...      int64 [T]
-    cu_seqlens  0          5           10        int32 [N+1]
-
-Whatever belongs to response tokens is one flat array of length R = all response tokens. Response token j of
-a sample with P prompt tokens stands at position P+j and is predicted by position P+j-1: its logprob comes from
-the logits there, and its value is the critic's output there. `prediction_index` holds these positions.
-
-Rollouts are sorted by sample id before they are packed, so that who produced what, and when, never matters.
-Knows nothing of models, rewards or ranks. N samples, T tokens, R response tokens.
+A sample is its prompt followed by its response. Samples are packed without padding, N samples of T tokens, of which R
+are of responses; whatever belongs to response tokens is one flat array [R]. Rollouts are sorted by sample id before
+they are packed, so that who produced what, and when, never matters.
 """
 
 from __future__ import annotations
@@ -153,7 +145,11 @@ def segment_index(starts: Tensor, lengths: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class RolloutBatch:
-    """Packed samples. Fields that are None have not been computed yet; each step returns a new object."""
+    """Packed samples. Fields that are None have not been computed yet; each step returns a new object.
+
+    tokens      p p p r r | p p r r r | ...
+    cu_seqlens  0          5           10
+    """
 
     tokens: Tensor  # int64 [T]
     cu_seqlens: Tensor  # int32 [N+1]
@@ -225,7 +221,7 @@ class RolloutBatch:
 
     @property
     def prediction_index(self) -> Tensor:
-        """Positions in `tokens` whose logits and values predict the response tokens: int64 [R]."""
+        """Positions in `tokens` whose logits and values predict the response tokens, each one before its: int64 [R]."""
         return self.response_index - 1
 
     def with_fields(self, **arrays: Tensor) -> RolloutBatch:

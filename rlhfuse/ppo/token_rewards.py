@@ -3,17 +3,17 @@
     score of a sample   clip(scale * score) - penalties of length, of a missing end, of being overlong
     reward of token t   -kl_coef * kl_t (where the KL is part of the reward), plus the score at the last token
 
-A sample cut at the length limit ends there too: no bootstrap. The KL is estimated from the sampled token alone
-(Schulman, "Approximating KL divergence"); log-ratios are clamped to +-LOG_RATIO_LIMIT and k3 is capped, as peers do,
-so that one improbable token does not outweigh the rest. Knows nothing of advantages, models or ranks.
+A sample cut at the length limit ends there too: no bootstrap. The KL is estimated from the sampled token alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from rlhfuse.config.settings import AlgorithmConfig
+from rlhfuse.config.settings import AlgorithmConfig, RewardConfig
 from rlhfuse.ppo.rollout import RolloutBatch
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is still far from overflow
@@ -21,9 +21,9 @@ K3_LIMIT = 10.0  # one improbable token must not outweigh the rest of the batch
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Per-token estimate of KL(policy || reference) from the sampled token.
+    """Per-token estimate of KL(policy || reference) from the sampled token (Schulman, "Approximating KL divergence").
 
-    With x = log(policy / reference): k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x.
+    With x = log(policy / reference), clamped: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x, capped.
     """
     log_ratio = (logprobs - ref_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if estimator == "k1":
@@ -33,6 +33,19 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     if estimator == "k3":
         return (torch.expm1(-log_ratio) + log_ratio).clamp(max=K3_LIMIT)
     raise AssertionError(f"kl estimator {estimator!r}: the configuration allows k1, k2, k3")
+
+
+def combine_rewards(batch: RolloutBatch, function_scores: Mapping[int, float], reward: RewardConfig) -> RolloutBatch:
+    """The batch with `scores`: the weighted sum of the reward model's and the function's, float32 [N].
+
+    `function_scores` is by sample id, empty without a function.
+    """
+    scores = None if batch.scores is None else reward.model_weight * batch.scores
+    if function_scores:
+        by_sample = torch.tensor([function_scores[sample] for sample in batch.sample_ids.tolist()], dtype=torch.float32)
+        weighted = reward.function_weight * by_sample
+        scores = weighted if scores is None else scores + weighted
+    return batch.with_fields(scores=scores)
 
 
 def overlong_share(lengths: Tensor, max_response_tokens: int, overlong_tokens: int) -> Tensor:
@@ -70,13 +83,16 @@ def add_token_rewards(batch: RolloutBatch, algorithm: AlgorithmConfig, max_respo
 
 def sample_rewards(batch: RolloutBatch) -> Tensor:
     """Sum of each sample's token rewards: float64 [N]."""
-    owner = torch.repeat_interleave(torch.arange(len(batch), device=batch.tokens.device), batch.response_lengths)
-    sums = torch.zeros(len(batch), dtype=torch.float64, device=batch.tokens.device)
-    return sums.index_add(0, owner, batch.token_rewards.double())
+    return _sum_per_sample(batch, batch.token_rewards)
 
 
 def sample_kl(batch: RolloutBatch) -> Tensor:
     """k1 of KL(old || reference) summed over each sample's tokens, in nats: float64 [N]; needs ref_logprobs."""
+    return _sum_per_sample(batch, kl_estimate(batch.old_logprobs, batch.ref_logprobs, "k1"))
+
+
+def _sum_per_sample(batch: RolloutBatch, values: Tensor) -> Tensor:
+    """Sums of the response tokens' values [R] of each sample: float64 [N]."""
     owner = torch.repeat_interleave(torch.arange(len(batch), device=batch.tokens.device), batch.response_lengths)
     sums = torch.zeros(len(batch), dtype=torch.float64, device=batch.tokens.device)
-    return sums.index_add(0, owner, kl_estimate(batch.old_logprobs, batch.ref_logprobs, "k1").double())
+    return sums.index_add(0, owner, values.double())

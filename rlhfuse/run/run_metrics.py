@@ -10,9 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from rlhfuse.config.settings import AlgorithmConfig, RewardConfig
+from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.costs.flops import IterationFlops
 from rlhfuse.fusion.inter.inter_stage import GenInferReport
 from rlhfuse.fusion.intra.training_step import MinibatchResult
@@ -20,19 +18,6 @@ from rlhfuse.ppo.losses import actor_metrics, critic_metrics
 from rlhfuse.ppo.metrics import balance_metrics, batch_metrics
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.simulator.lengths import SampleLengths
-
-
-def rewarded(batch: RolloutBatch, function_scores: Mapping[int, float], reward: RewardConfig) -> RolloutBatch:
-    """The batch with `scores`: the weighted sum of what reward model and function said.
-
-    `function_scores` is by sample id, empty without a function.
-    """
-    scores = None if batch.scores is None else reward.model_weight * batch.scores
-    if function_scores:
-        said = torch.tensor([function_scores[sample] for sample in batch.sample_ids.tolist()], dtype=torch.float32)
-        weighted = reward.function_weight * said
-        scores = weighted if scores is None else scores + weighted
-    return batch.with_fields(scores=scores)
 
 
 def reward_metrics(report: GenInferReport) -> dict[str, float]:

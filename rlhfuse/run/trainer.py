@@ -47,14 +47,13 @@ from rlhfuse.ppo.adaptive import KLController, RunningMoments
 from rlhfuse.ppo.advantage import add_advantages
 from rlhfuse.ppo.balance import cut_minibatches
 from rlhfuse.ppo.rollout import RolloutBatch
-from rlhfuse.ppo.token_rewards import add_token_rewards, sample_kl
+from rlhfuse.ppo.token_rewards import add_token_rewards, combine_rewards, sample_kl
 from rlhfuse.run.function_reward import FunctionRewarder
 from rlhfuse.run.iteration_recorder import IterationRecorder, IterationResult
 from rlhfuse.run.phases import Phases
 from rlhfuse.run.preflight import Prepared
 from rlhfuse.run.roles import DTYPES, Roles, build_roles, whole_copy
 from rlhfuse.run.run_log import RunLog
-from rlhfuse.run.run_metrics import rewarded
 from rlhfuse.run.threshold_controller import ThresholdController
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
@@ -227,8 +226,9 @@ class Trainer:
         report = self.inter_stage.run(iteration, self._requests(iteration), used, self.threshold.limits)
         phases.note_generation(report)
         start = time.time()
-        batch = rewarded(RolloutBatch.from_rollouts(report.rollouts), report.function_scores, self.config.reward)
-        algorithm = self._in_force(batch)
+        batch = RolloutBatch.from_rollouts(report.rollouts)
+        batch = combine_rewards(batch, report.function_scores, self.config.reward)
+        algorithm = self._effective_config(batch)
         batch = add_token_rewards(batch, algorithm, self.config.rollout.max_response_tokens)
         batch = add_advantages(batch, algorithm, prompt_groups(batch.sample_ids))
         phases.done("adv", start)
@@ -256,8 +256,8 @@ class Trainer:
             for copy in range(rollout.samples_per_prompt)
         ]
 
-    def _in_force(self, batch: RolloutBatch) -> AlgorithmConfig:
-        """The algorithm's settings with what moves in a run: the KL's weight, and the scale of this batch's scores."""
+    def _effective_config(self, batch: RolloutBatch) -> AlgorithmConfig:
+        """The algorithm's settings of this iteration: the KL's weight and the scale of scores follow the run."""
         algorithm = replace(self.config.algorithm, kl_coef=self.kl.coef)
         if not algorithm.scale_scores:
             return algorithm

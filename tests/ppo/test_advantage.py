@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfuse.config.settings import AlgorithmConfig
-from rlhfuse.ppo.advantage import add_advantages, whiten
-from rlhfuse.ppo.gae import BLOCK, generalized_advantages
+from rlhfuse.ppo.advantage import BLOCK, add_advantages, generalized_advantages, whiten
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.ppo.token_rewards import add_token_rewards, kl_estimate
 

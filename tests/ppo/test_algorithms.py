@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.errors import InputError
 from rlhfuse.ppo.adaptive import KLController
-from rlhfuse.ppo.advantage import add_advantages, group_normalised, leave_one_out, whiten
-from rlhfuse.ppo.gae import BLOCK, discounted_returns, generalized_advantages
+from rlhfuse.ppo.advantage import (
+    BLOCK,
+    add_advantages,
+    discounted_returns,
+    generalized_advantages,
+    group_normalised,
+    leave_one_out,
+    whiten,
+)
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.ppo.token_rewards import add_token_rewards, sample_kl, sample_rewards, shaped_scores
 

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfuse.config.settings import AlgorithmConfig
-from rlhfuse.ppo.advantage import group_normalised, leave_one_out, whiten
-from rlhfuse.ppo.gae import discounted_returns, generalized_advantages
+from rlhfuse.ppo.advantage import discounted_returns, generalized_advantages, group_normalised, leave_one_out, whiten
 from rlhfuse.ppo.losses import (
     actor_metrics,
     critic_metrics,
