@@ -16,7 +16,7 @@ from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import serial_1f1b, serial_makespan
-from rlhfuse.schedule.search.search import search
+from rlhfuse.schedule.search.search import SearchSettings, search
 
 RANKS = 2
 LAYOUT = ParallelLayout(1, 1, RANKS)
@@ -118,7 +118,7 @@ class Schedules:
     @staticmethod
     def of(problem: FusionProblem, seed: int) -> Schedules:
         serial = serial_1f1b(problem)
-        fused, _ = search(problem, iterations=SEARCH_MOVES, seed=seed)
+        fused, _ = search(problem, SearchSettings(iterations=SEARCH_MOVES, seed=seed))
         timeline = evaluate(fused)
         return Schedules(
             serial,

@@ -1,7 +1,7 @@
 """How the schedule search grows with the instance: from 192 operations to 65,536.
 
     python benchmarks/schedule_growth.py --ranks 2 --seconds 60 --plot growth.png --out growth.json
-    python benchmarks/schedule_growth.py --sizes 8x6,16x64 --seconds 5 --method paper
+    python benchmarks/schedule_growth.py --sizes 8x6,16x64 --seconds 5
 
 An instance NxM has N nodes; both models have N stages and M micro-batches, times as in the last rows of
 Table 3: 4NM operations. Each runs in a process of its own, so that its memory is its own. Printed for
@@ -29,7 +29,6 @@ from rlhfuse.files import write_bytes
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.rules.builders import greedy
-from rlhfuse.schedule.search.search import METHODS
 
 SIZES = "8x6,8x16,16x16,16x64,32x64,32x128,64x128,64x256"
 
@@ -40,14 +39,14 @@ def main() -> None:
     for nodes, microbatches in sizes(arguments.sizes):
         problem = instance(nodes, microbatches)
         screen.print(f"{nodes} nodes, {microbatches} micro-batches: {4 * nodes * microbatches:,} operations ...")
-        run = Run(f"{nodes}x{microbatches}", problem, arguments.seconds, arguments.seed, arguments.method)
+        run = Run(f"{nodes}x{microbatches}", problem, arguments.seconds, arguments.seed)
         (outcome,) = launch([run], arguments.ranks)
         rows.append(facts(outcome, problem, 4 * nodes * microbatches))
         screen.print(table(rows[-1:]))
     screen.print(table(rows))
     if arguments.plot:
         write_bytes(arguments.plot, draw(rows))
-    settings = {key: getattr(arguments, key) for key in ("ranks", "seconds", "seed", "method")}
+    settings = {key: getattr(arguments, key) for key in ("ranks", "seconds", "seed")}
     started = time.strftime("%Y-%m-%dT%H:%M:%S")
     result = {"benchmark": "schedule_growth", "machine": machine(), "ended": started, **settings, "rows": rows}
     finish(result, arguments.out)
@@ -58,7 +57,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=counting, default=2, help="MPI ranks; 1 runs without mpirun")
     parser.add_argument("--seconds", type=positive, default=60.0, help="for each instance")
     parser.add_argument("--seed", type=counting, default=1)
-    parser.add_argument("--method", choices=METHODS, default="default")
     parser.add_argument("--sizes", default=SIZES, help="NODESxMICROBATCHES, several with commas")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the cost of a move over the size")
     parser.add_argument("--out", metavar="FILE", help="also write the JSON object here")

@@ -21,7 +21,6 @@ from schedule_table import number, progress, row_numbers
 from search_runs import Outcome, Run, console, counting, finish, launch, machine, middle, positive, worst
 
 from rlhfuse.errors import run_program
-from rlhfuse.schedule.search.search import METHODS
 
 ROWS = "2,8,12"  # the two where memory is hardest, and the largest
 
@@ -30,7 +29,7 @@ def main() -> None:
     arguments = parse_arguments()
     screen = console()
     runs = [
-        Run(str(row), SETTINGS[row - 1].problem(), arguments.seconds, seed, arguments.method)
+        Run(str(row), SETTINGS[row - 1].problem(), arguments.seconds, seed)
         for row in row_numbers(arguments.rows)
         for seed in range(1, arguments.seeds + 1)
     ]
@@ -43,7 +42,7 @@ def main() -> None:
             screen.print(table([facts(outcomes[-arguments.seeds :])]))
     rows = [facts(outcomes[i : i + arguments.seeds]) for i in range(0, len(outcomes), arguments.seeds)]
     screen.print(table(rows))
-    settings = {key: getattr(arguments, key) for key in ("ranks", "seconds", "seeds", "method")}
+    settings = {key: getattr(arguments, key) for key in ("ranks", "seconds", "seeds")}
     ended = time.strftime("%Y-%m-%dT%H:%M:%S")
     result = {"benchmark": "schedule_seeds", "machine": machine(), "ended": ended, **settings, "rows": rows}
     finish(result, arguments.out)
@@ -55,7 +54,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=positive, default=30.0, help="for each search")
     parser.add_argument("--seeds", type=counting, default=20, help="seeds 1, 2, ... for each setting")
     parser.add_argument("--rows", default=ROWS, help="rows of Table 3, such as 2,8,12")
-    parser.add_argument("--method", choices=METHODS, default="default")
     parser.add_argument("--out", metavar="FILE", help="also write the JSON object here")
     return parser.parse_args()
 

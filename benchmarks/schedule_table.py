@@ -1,12 +1,11 @@
-"""The paper's Table 3 with this project's search in it, and the paper's own search beside it.
+"""The paper's Table 3 with this project's search in it.
 
     python benchmarks/schedule_table.py --ranks 2 --seconds 60 --seeds 3 --out table.json
-    python benchmarks/schedule_table.py --rows 3,12 --seconds 5 --paper-seconds 10
+    python benchmarks/schedule_table.py --rows 3,12 --seconds 5
 
 For each setting: serial 1F1B, 1F1B+, the paper's greedy, the search and the lower bound, as speed-ups over serial and
 in ticks, with the seconds of search until the bound; the peak memories beside the best published ones and
-the proved bound. Then both methods on the same cores in turn: what makespan the paper's search came to,
-and when each of the two was first there. All seconds count from the start of a search.
+the proved bound. All seconds count from the start of a search.
 
 Tables and progress go to stderr, one JSON object to stdout. With several seeds a figure is the median.
 """
@@ -14,11 +13,11 @@ Tables and progress go to stderr, one JSON object to stdout. With several seeds 
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from paper.greedy import paper_greedy
 from paper.table3 import PRINTED, SETTINGS, TRACED, one_f_one_b_plus_makespan
 from rich.console import Group
 from rich.live import Live
@@ -28,7 +27,6 @@ from search_runs import Outcome, Run, console, counting, finish, launch, machine
 from rlhfuse.errors import InputError, run_program
 from rlhfuse.schedule.ir.evaluate import TOLERANCE, evaluate
 from rlhfuse.schedule.rules.builders import serial_makespan, serial_peak_memory
-from rlhfuse.schedule.search.paper_greedy import paper_greedy
 
 SOON_SECONDS = 2.0
 
@@ -47,7 +45,7 @@ def main() -> None:
             live.update(picture([row_facts(row, outcomes) for row in done], runs, len(outcomes)))
     facts = [row_facts(row, outcomes) for row in rows]
     screen.print("\n" + ", ".join(f"{key.replace('_', ' ')} {number(value)}" for key, value in summary(facts).items()))
-    settings = {key: getattr(arguments, key) for key in ("ranks", "seconds", "paper_seconds", "seeds")}
+    settings = {key: getattr(arguments, key) for key in ("ranks", "seconds", "seeds")}
     finish(
         {
             "benchmark": "schedule_table",
@@ -62,19 +60,13 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="The paper's Table 3, searched here and by the paper's method.")
+    parser = argparse.ArgumentParser(description="The paper's Table 3, searched here.")
     parser.add_argument("--ranks", type=counting, default=2, help="MPI ranks; 1 runs without mpirun")
     parser.add_argument("--seconds", type=positive, default=60.0, help="for one search of one setting")
-    parser.add_argument("--paper-seconds", type=float, help="for one search by the paper's method; 0 leaves it out")
     parser.add_argument("--rows", default="all", help="rows of the table to run, such as 1,2,12")
     parser.add_argument("--seeds", type=counting, default=1, help="searches of each setting, with seeds 1, 2, ...")
     parser.add_argument("--out", metavar="FILE", help="also write the JSON object here")
-    arguments = parser.parse_args()
-    if arguments.paper_seconds is None:
-        arguments.paper_seconds = arguments.seconds
-    if not 0 <= arguments.paper_seconds < math.inf:
-        raise InputError(f"--paper-seconds {arguments.paper_seconds} must be 0 or more")
-    return arguments
+    return parser.parse_args()
 
 
 def row_numbers(text: str) -> list[int]:
@@ -89,25 +81,16 @@ def row_numbers(text: str) -> list[int]:
 
 
 def planned(rows: Sequence[int], arguments: argparse.Namespace) -> list[Run]:
-    """Row by row and seed by seed, the project's search and then the paper's.
-
-    The paper's search gets the objective latency: none of its time goes into memory.
-    """
-    runs = []
-    for row in rows:
-        problem = SETTINGS[row - 1].problem()
-        for seed in range(1, arguments.seeds + 1):
-            runs.append(Run(str(row), problem, arguments.seconds, seed))
-            if arguments.paper_seconds:
-                runs.append(Run(str(row), problem, arguments.paper_seconds, seed, method="paper", objective="latency"))
-    return runs
+    """Row by row and seed by seed."""
+    seeds = range(1, arguments.seeds + 1)
+    return [Run(str(row), SETTINGS[row - 1].problem(), arguments.seconds, seed) for row in rows for seed in seeds]
 
 
 def progress(outcome: Outcome) -> str:
     reached = outcome.first_bound_seconds
     bound = f"bound after {reached:.2f} s" if reached is not None else f"bound {outcome.lower_bound} not reached"
     return (
-        f"{SETTINGS[int(outcome.name) - 1].name:10s} {outcome.method:7s} seed {outcome.seed}: "
+        f"{SETTINGS[int(outcome.name) - 1].name:10s} seed {outcome.seed}: "
         f"makespan {outcome.makespan}, {bound}, memory {outcome.peak_memory}, {outcome.seconds:.1f} s"
     )
 
@@ -117,8 +100,7 @@ def row_facts(row: int, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     setting, printed, traced = SETTINGS[row - 1], PRINTED[row - 1], TRACED[row - 1]
     problem = setting.problem()
     rule = evaluate(paper_greedy(problem))
-    ours = [outcome for outcome in outcomes if outcome.name == str(row) and outcome.method == "default"]
-    paper = [outcome for outcome in outcomes if outcome.name == str(row) and outcome.method == "paper"]
+    ours = [outcome for outcome in outcomes if outcome.name == str(row)]
     peak = middle([outcome.peak_memory for outcome in ours])
     bound = middle([outcome.memory_lower_bound for outcome in ours])
     return {
@@ -140,9 +122,7 @@ def row_facts(row: int, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "memory_lower_bound": bound,
         "memory_gap": peak / bound - 1,
         "published": {"printed": printed._asdict(), "traced": traced._asdict()},
-        "comparison": compared(ours, paper),
-        "default_runs": [run_facts(outcome) for outcome in ours],
-        "paper_runs": [run_facts(outcome) for outcome in paper],
+        "runs": [run_facts(outcome) for outcome in ours],
     }
 
 
@@ -151,36 +131,10 @@ def run_facts(outcome: Outcome) -> dict[str, Any]:
     return {key: getattr(outcome, key) for key in keys} | {"improvements": outcome.improvements}
 
 
-def compared(ours: Sequence[Outcome], paper: Sequence[Outcome]) -> dict[str, Any] | None:
-    """When both methods first had the makespan that the paper's came to; the ratio is the median over seeds.
-
-    None without runs of the paper's method. A seed whose paper search found nothing better than the greedy
-    schedule that it began with has no ratio, nor has one that the default search did not follow.
-    """
-    if not paper:
-        return None
-    seeds = []
-    for mine, theirs in zip(ours, paper):
-        improved = theirs.makespan < theirs.improvements[0][1]
-        taken, needed = theirs.seconds_to(theirs.makespan), mine.seconds_to(theirs.makespan)
-        ratio = taken / needed if improved and needed is not None else None
-        seeds.append({"makespan": theirs.makespan, "paper_seconds": taken, "seconds": needed, "ratio": ratio})
-    ratios = sorted(seed["ratio"] for seed in seeds if seed["ratio"] is not None)
-    return {
-        "makespan": middle([seed["makespan"] for seed in seeds]),
-        "paper_seconds": middle([seed["paper_seconds"] for seed in seeds]),
-        "seconds": middle([seed["seconds"] for seed in seeds]),
-        "ratio": ratios[len(ratios) // 2] if ratios else None,
-        "paper_bound_seconds": middle([outcome.first_bound_seconds for outcome in paper]),
-        "seeds": seeds,
-    }
-
-
 def summary(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """How many rows meet what is asked of the search; medians over seeds, and worst seeds."""
     published = [row["published"]["traced"]["ours_memory"] * (1 + TOLERANCE) for row in facts]
     strictly = [row["published"]["traced"]["ours_memory"] * (1 - TOLERANCE) for row in facts]
-    ratios = [row["comparison"]["ratio"] for row in facts if row["comparison"] and row["comparison"]["ratio"]]
     soon = [row for row in facts if row["bound_seconds"] is not None and row["bound_seconds"] <= SOON_SECONDS]
     return {
         "rows": len(facts),
@@ -191,20 +145,16 @@ def summary(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "memory_at_most_published_worst_seed": sum(row["memory_worst"] <= best for row, best in zip(facts, published)),
         "memory_below_published": sum(row["memory"] < best for row, best in zip(facts, strictly)),
         "memory_proved_least": sum(row["memory"] <= row["memory_lower_bound"] * (1 + TOLERANCE) for row in facts),
-        "time_ratio_median": sorted(ratios)[len(ratios) // 2] if ratios else None,
-        "time_ratio_least": min(ratios, default=None),
     }
 
 
 def picture(facts: Sequence[dict[str, Any]], runs: Sequence[Run], done: int) -> Group:
-    """The three tables of the rows that are through, and what runs now."""
+    """The tables of the rows that are through, and what runs now."""
     parts: list[Any] = [latency_table(facts), memory_table(facts)] if facts else []
-    if any(row["comparison"] for row in facts):
-        parts.append(comparison_table(facts))
     if done < len(runs):
         run, left = runs[done], sum(run.seconds for run in runs[done:])
         name = SETTINGS[int(run.name) - 1].name
-        parts.append(f"search {done + 1} of {len(runs)}: {name}, {run.method}, seed {run.seed}; {left:.0f} s at most")
+        parts.append(f"search {done + 1} of {len(runs)}: {name}, seed {run.seed}; {left:.0f} s at most")
     return Group(*parts)
 
 
@@ -228,15 +178,6 @@ def memory_table(facts: Sequence[dict[str, Any]]) -> Table:
         published = row["published"]["traced"]["ours_memory"]
         values = [row["greedy_memory"], published, *(row[key] for key in keys)]
         table.add_row(row["setting"], *(f"{value:.2f}" for value in values), f"{row['memory_gap']:.1%}")
-    return table
-
-
-def comparison_table(facts: Sequence[dict[str, Any]]) -> Table:
-    table = _table("The paper's search on the same cores", "it reached", "bound", "after s", "default after s", "ratio")
-    for row in facts:
-        made = row["comparison"]
-        seconds = [number(made[key]) for key in ("paper_seconds", "seconds", "ratio")]
-        table.add_row(row["setting"], str(made["makespan"]), str(row["lower_bound"]), *seconds)
     return table
 
 

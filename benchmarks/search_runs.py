@@ -1,7 +1,7 @@
 """Runs schedule searches one after the other under one mpirun: what the schedule benchmarks share.
 
 A benchmark describes its runs, `launch` starts the ranks once and yields an outcome as each run ends.
-Every method makes a few moves before the first run, so that no run pays for loading kernels. This
+The ranks make a few moves before the first run, so that no run pays for loading kernels. This
 file is also the program of the ranks:
 
     mpirun -n 2 python benchmarks/search_runs.py RUNS.json 2
@@ -32,7 +32,8 @@ from rich.console import Console
 from rlhfuse.errors import InputError, run_program
 from rlhfuse.files import write_text
 from rlhfuse.schedule.ir.problem import FusionProblem, Number
-from rlhfuse.schedule.search.search import SearchReport, search, world_communicator
+from rlhfuse.schedule.search.mpi import world_communicator
+from rlhfuse.schedule.search.search import SearchObserver, SearchReport, SearchSettings, search
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,6 @@ class Run:
     problem: FusionProblem
     seconds: float
     seed: int = 1
-    method: str = "default"
     objective: str = "memory"
 
 
@@ -56,7 +56,6 @@ class Outcome:
 
     name: str
     seed: int
-    method: str
     ranks: int
     makespan: Number
     lower_bound: Number
@@ -124,8 +123,7 @@ def main() -> None:
     raw, ranks = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
     comm = world_communicator() if ranks > 1 else None
     runs = [Run(**{**entry, "problem": FusionProblem.from_dict(entry["problem"])}) for entry in raw]
-    for method in sorted({run.method for run in runs}):
-        search(SETTINGS[0].problem(), iterations=1000, method=method, objective="memory", comm=comm)
+    search(SETTINGS[0].problem(), SearchSettings(iterations=1000, objective="memory"), comm=comm)
     for run in runs:
         outcome = _search(run, comm, ranks)
         if comm is None or comm.Get_rank() == 0:
@@ -135,23 +133,16 @@ def main() -> None:
 def _search(run: Run, comm: Any, ranks: int) -> Outcome:
     improvements: list[list[Number]] = []
 
-    def improved(_: Any, report: SearchReport) -> None:
-        improvements.append([round(report.seconds, 6), report.makespan, report.peak_memory])
+    class Observer(SearchObserver):
+        def improved(self, schedule: Any, report: SearchReport) -> None:
+            improvements.append([round(report.seconds, 6), report.makespan, report.peak_memory])
 
-    _, report = search(
-        run.problem,
-        time_limit=run.seconds,
-        seed=run.seed,
-        objective=run.objective,
-        method=run.method,
-        comm=comm,
-        on_improved=improved,
-    )
+    settings = SearchSettings(time_limit=run.seconds, seed=run.seed, objective=run.objective)
+    _, report = search(run.problem, settings, comm=comm, observer=Observer())
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Outcome(
         name=run.name,
         seed=run.seed,
-        method=run.method,
         ranks=ranks,
         makespan=report.makespan,
         lower_bound=report.lower_bound,

@@ -21,7 +21,7 @@ LAYERS = {
 }
 # package -> where it may be imported: folders end with "/"
 RESTRICTED = {
-    "mpi4py": ("rlhfuse/schedule/search/search.py",),
+    "mpi4py": ("rlhfuse/schedule/search/mpi.py",),
     "transformers": ("rlhfuse/models/hf.py", "tools/"),
     "flash_attn": ("rlhfuse/models/attention.py",),
     "wandb": ("rlhfuse/monitor/wandb_logger.py",),
@@ -160,7 +160,7 @@ def test_a_made_up_offence_is_found(tmp_path, path, text, complaint):
 @pytest.mark.parametrize(
     "path, text",
     [
-        ("rlhfuse/schedule/search/search.py", "from mpi4py import MPI"),
+        ("rlhfuse/schedule/search/mpi.py", "from mpi4py import MPI"),
         ("rlhfuse/simulator/a.py", "from rlhfuse.schedule.ir import problem"),
         ("rlhfuse/models/hf.py", "import transformers, torch, megatron.core"),
         ("rlhfuse/gen/a.py", "from rlhfuse.models.build import x\nfrom . import sequence"),

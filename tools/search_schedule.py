@@ -1,4 +1,4 @@
-"""Search a fused-pipeline schedule, alone or with one chain of annealing per MPI rank.
+"""Search a fused-pipeline schedule by simulated annealing, alone or on every rank of an MPI job.
 
     mpirun -n 16 python tools/search_schedule.py --problem problem.json --out schedule.json --time-limit 60
     python tools/search_schedule.py --problem problem.json --out schedule.json --iterations 2000000 --seed 1
@@ -24,15 +24,13 @@ from typing import Any, NamedTuple, NoReturn
 
 from rlhfuse.errors import EXIT_BAD_INPUT, InputError, run_program
 from rlhfuse.schedule.io import load_schedule
-from rlhfuse.schedule.ir.objective import OBJECTIVES, Goal
 from rlhfuse.schedule.ir.problem import FusionProblem, load_problem, read_json
 from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.schedule.rules.min_memory import check_caps
-from rlhfuse.schedule.search.live_line import LiveLine, describe
-from rlhfuse.schedule.search.paper_chain import PaperSettings
-from rlhfuse.schedule.search.result_file import ResultFile, Spent
-from rlhfuse.schedule.search.search import METHODS, SearchReport, search, world_communicator
-from rlhfuse.schedule.search.signals import Signals
+from rlhfuse.schedule.rules.builders import check_caps
+from rlhfuse.schedule.search.mpi import StopSignals, world_communicator
+from rlhfuse.schedule.search.search import SearchObserver, SearchReport, SearchSettings, search
+from rlhfuse.schedule.search.solution import OBJECTIVES, Objective
+from rlhfuse.schedule.search_output import EarlierRuns, LiveLine, ResultFile, describe
 
 EXIT_CODES = """exit codes:
   0    done: proved optimal, or the time limit or the number of moves is reached
@@ -43,26 +41,19 @@ EXIT_CODES = """exit codes:
        A second Ctrl-C ends the process where it stands."""
 
 
-PAPER_FLAGS = (
-    ("t0", "first temperature, in units of time"),
-    ("alpha", "what the temperature is multiplied by in every iteration"),
-    ("eps", "temperature to stop at"),
-)
-
-
 class Task(NamedTuple):
     """What is to be done, checked: the same on every rank."""
 
     arguments: argparse.Namespace
     problem: FusionProblem
+    settings: SearchSettings
     start: Schedule | None
-    spent: Spent
-    paper: PaperSettings
+    earlier: EarlierRuns
 
 
 def main() -> int:
     imported = time.perf_counter()
-    with Signals() as signals:
+    with StopSignals() as signals:
         comm = communicator()
         ready = time.perf_counter()
         rank = comm.Get_rank() if comm is not None else 0
@@ -83,48 +74,46 @@ def main() -> int:
             raise
 
 
-def run_search(task: Task, comm: Any, signals: Signals) -> int:
-    """Search and write on rank 0; returns the exit code."""
-    arguments = task.arguments
-    result = ResultFile(arguments.out, task.spent)
-    live = LiveLine(sys.stderr, arguments.time_limit)
+class Output(SearchObserver):
+    """The output file and the live line of a search, and the signals that end it."""
 
-    def on_round(report: SearchReport) -> None:
+    def __init__(self, task: Task, signals: StopSignals) -> None:
+        self.result = ResultFile(task.arguments.out, task.earlier)
+        self.live = LiveLine(sys.stderr, task.settings.time_limit)
+        self.signals = signals
+
+    def improved(self, schedule: Schedule, report: SearchReport) -> None:
+        self.result.improved(schedule, report)
+
+    def round_ended(self, report: SearchReport) -> None:
         compiling_is_next = report.moves == 0
-        result.write(at_once=compiling_is_next or signals.received > 0)
-        live.show(report)
+        self.result.write(at_once=compiling_is_next or self.signals.received > 0)
+        self.live.show(report)
 
+    def stop(self) -> int:
+        return self.signals.received
+
+
+def run_search(task: Task, comm: Any, signals: StopSignals) -> int:
+    """Search and write on rank 0; returns the exit code."""
+    output, out = Output(task, signals), task.arguments.out
     try:
-        schedule, report = search(
-            task.problem,
-            time_limit=arguments.time_limit,
-            iterations=arguments.iterations,
-            seed=arguments.seed,
-            objective=arguments.objective,
-            latency=arguments.latency,
-            start=task.start,
-            method=arguments.method,
-            paper=task.paper,
-            comm=comm,
-            stop=lambda: signals.received,
-            on_improved=result.improved,
-            on_round=on_round,
-        )
+        schedule, report = search(task.problem, task.settings, start=task.start, comm=comm, observer=output)
     finally:
-        live.end()
-        result.write(at_once=True)
+        output.live.end()
+        output.result.write(at_once=True)
     if comm is None or comm.Get_rank() == 0:
-        result.improved(schedule, report)
-        result.write(at_once=True, last=True)
+        output.result.improved(schedule, report)
+        output.result.write(at_once=True, last=True)
         print(describe(report), flush=True)
         if report.signal:
             print(
-                f"stopped by {Signals.name(report.signal)} after {report.seconds:.1f} s; best so far is in "
-                f"{arguments.out}; go on with --resume",
+                f"stopped by {StopSignals.name(report.signal)} after {report.seconds:.1f} s; best so far is in {out}; "
+                "go on with --resume",
                 file=sys.stderr,
             )
         else:
-            print(f"written to {arguments.out}")
+            print(f"written to {out}")
     return 128 + report.signal if report.signal else 0
 
 
@@ -164,12 +153,6 @@ def parse_arguments() -> argparse.Namespace:
         help="with --objective memory: any makespan up to X is fast enough, least peak memory of those",
     )
     parser.add_argument("--memory-cap", type=float, metavar="X", help="replaces the problem's memory_cap on every node")
-    parser.add_argument(
-        "--method", choices=METHODS, default="default", help="paper: its Algorithms 1-3 as written, the baseline"
-    )
-    for name, meaning in PAPER_FLAGS:
-        default = getattr(PaperSettings(), name)
-        parser.add_argument(f"--{name}", type=float, help=f"--method paper: {meaning}; default {default}")
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument("--force", action="store_true", help="replace an existing output file")
     existing.add_argument(
@@ -185,34 +168,28 @@ def read_task(arguments: argparse.Namespace) -> Task:
         if arguments.memory_cap is not None:
             problem = replace(problem, memory_cap=tidy_number(arguments.memory_cap))
         check_caps(problem)
-        Goal(problem, arguments.objective, arguments.latency)
+        Objective(problem, arguments.objective, arguments.latency)
     except InputError as error:
         raise InputError(f"{arguments.problem}: {error}") from None
     if arguments.time_limit is None and arguments.iterations is None:
         raise InputError("the search has no end: give --time-limit SECONDS or --iterations N")
-    paper = paper_settings(arguments)
+    settings = SearchSettings(
+        arguments.time_limit, arguments.iterations, arguments.seed, arguments.objective, arguments.latency
+    )
     check_output(Path(arguments.out), arguments)
     if not arguments.resume:
-        return Task(arguments, problem, None, Spent(), paper)
+        return Task(arguments, problem, settings, None, EarlierRuns())
     if not Path(arguments.out).exists():
         print(f"{arguments.out} is not there yet: starting afresh", file=sys.stderr)
-        return Task(arguments, problem, None, Spent(), paper)
+        return Task(arguments, problem, settings, None, EarlierRuns())
     start = load_schedule(arguments.out, expect=problem)
-    spent = Spent.read(read_json(arguments.out), arguments.out)
-    print(f"going on from {arguments.out}, after {spent.seconds:.1f} s and {spent.moves:,} moves", file=sys.stderr)
+    earlier = EarlierRuns.read(read_json(arguments.out), arguments.out)
+    print(f"going on from {arguments.out}, after {earlier.seconds:.1f} s and {earlier.moves:,} moves", file=sys.stderr)
     other = first_difference(start.problem, problem)
     if other:
         print(f"{arguments.out} was made for {other}; its order is priced again", file=sys.stderr)
-        spent = replace(spent, first_bound_seconds=None)
-    return Task(arguments, problem, start, spent, paper)
-
-
-def paper_settings(arguments: argparse.Namespace) -> PaperSettings:
-    """Raises InputError on settings of the paper's method without it, and on settings out of range."""
-    given = {name: getattr(arguments, name) for name, _ in PAPER_FLAGS if getattr(arguments, name) is not None}
-    if given and arguments.method != "paper":
-        raise InputError(f"--{next(iter(given))} goes with --method paper; --method is {arguments.method}")
-    return replace(PaperSettings(), **given)
+        earlier = replace(earlier, first_bound_seconds=None)
+    return Task(arguments, problem, settings, start, earlier)
 
 
 def check_output(out: Path, arguments: argparse.Namespace) -> None:

@@ -21,6 +21,7 @@ from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.verify import verify
 from rlhfuse.schedule.rules.builders import serial_makespan, serial_peak_memory
+from rlhfuse.schedule.search_output import percent_above
 
 
 def main() -> None:
@@ -119,20 +120,15 @@ def summary(schedule: Schedule, timeline: Timeline) -> str:
         for pipeline in problem.pipelines
     ]
     lines.append(
-        f"makespan {timeline.makespan:g} (lower bound {bound:g}, gap {gap(timeline.makespan, bound)}; "
+        f"makespan {timeline.makespan:g} (lower bound {bound:g}, gap {percent_above(timeline.makespan, bound)}; "
         f"serial 1F1B {serial:g}: {serial / timeline.makespan:.3f} times as fast)"
     )
     lines.append(
-        f"peak memory {timeline.peak_memory:g} (lower bound {least:g}, gap {gap(timeline.peak_memory, least)}; "
-        f"serial 1F1B {serial_peak_memory(problem):g}); per node "
+        f"peak memory {timeline.peak_memory:g} (lower bound {least:g}, "
+        f"gap {percent_above(timeline.peak_memory, least)}; serial 1F1B {serial_peak_memory(problem):g}); per node "
         f"{' '.join(f'{peak:g}' for peak in timeline.node_peak_memory)}"
     )
     return "\n".join(lines)
-
-
-def gap(value: float, bound: float) -> str:
-    """How far above its bound, in percent of it."""
-    return f"{value / bound - 1:.2%}" if bound > 0 else "0" if value == bound else "unknown"
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from rlhfuse.schedule.ir.problem import FusionProblem, fused_problem
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import serial_1f1b, serial_makespan
 from rlhfuse.schedule.rules.interleaved import interleaved_1f1b
-from rlhfuse.schedule.search.search import search
+from rlhfuse.schedule.search.search import SearchSettings, search
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.iteration import IterationSeconds, move_cost, simulate_iteration
 from rlhfuse.simulator.lengths import SampleLengths
@@ -178,7 +178,7 @@ def choose_schedule(config: RunConfig, problem: FusionProblem) -> tuple[Schedule
         loaded = load_schedule(config.fusion.schedule, expect=problem)
         return Schedule(problem, loaded.orders), f"order read from {config.fusion.schedule}"
     limit, seed = config.fusion.search_seconds, config.trainer.seed
-    found, report = search(problem, time_limit=limit, seed=seed, objective="memory")
+    found, report = search(problem, SearchSettings(time_limit=limit, seed=seed, objective="memory"))
     proved = "proved optimal" if report.optimal else "not proved optimal"
     return found, f"annealed {report.seconds:.1f} s, {report.moves} moves, latency {proved}"
 

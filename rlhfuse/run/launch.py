@@ -37,7 +37,7 @@ from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.verify import verify
-from rlhfuse.schedule.search import kernels
+from rlhfuse.schedule.search import worker as search_worker
 
 
 def dry_run(config: RunConfig, world_size: int | None) -> int:
@@ -158,7 +158,7 @@ def settle(prepared: Prepared, name: str, rank: int, device: Device) -> tuple[Sc
         if rank == 0:
             run_dir = Path(config.trainer.output_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
             if config.fusion.intra_stage and not config.fusion.schedule:
-                kernels.compile_kernels_apart()  # of the search that this plan begins with
+                search_worker.compile_kernels_apart()  # of the search that this plan begins with
             plan, schedule = plan_run(config, prepared.checkpoints.specs, prepared.world_size)
             write_start(run_dir, config, plan, schedule)
             print(start_line(prepared), flush=True)

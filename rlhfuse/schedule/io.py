@@ -1,25 +1,22 @@
-"""schedule.json: a schedule with its problem, its times and the bounds beside them.
+"""schedule.json: a schedule with its problem, its times and the bounds beside them (docs/formats.md).
 
-The file is a contract (every task with start and end, in execution order per node) and is checked on
-reading: the orders must be a valid schedule of the problem inside the file, that problem must be the one
-the reader expects, and every time, figure and bound in the file must be true (claims.py). Written beside
-and renamed, so that half a file is never seen.
+On reading, the orders must be a valid schedule, within its memory cap, of the problem inside the file, and that problem
+must be the one the reader expects. Times, figures and bounds in the file are for people and other programs: they are
+computed again from the orders. Written beside and renamed, so that half a file is never seen.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rlhfuse.errors import InputError, ScheduleError
 from rlhfuse.files import write_text
 from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
-from rlhfuse.schedule.claims import check_claims
 from rlhfuse.schedule.ir.action import Action, Kind
-from rlhfuse.schedule.ir.evaluate import evaluate, tidy
-from rlhfuse.schedule.ir.objective import loosen, reaches
+from rlhfuse.schedule.ir.evaluate import evaluate, over_cap, reaches, tidy
 from rlhfuse.schedule.ir.problem import FusionProblem, Number, read_json
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import serial_makespan, serial_peak_memory
@@ -30,7 +27,7 @@ def schedule_dict(schedule: Schedule, search: Mapping[str, Any] | None = None) -
     problem, timeline = schedule.problem, evaluate(schedule)
     bound = latency_bound(problem)
     memory = memory_bound(problem, timeline.makespan)
-    fits = all(peak <= loosen(problem.node_cap(node)) for node, peak in enumerate(timeline.node_peak_memory))
+    fits = over_cap(problem, timeline.node_peak_memory) is None
     return {
         "version": 1,
         "problem": problem.to_dict(),
@@ -85,8 +82,8 @@ def load_schedule(path: str | Path, expect: FusionProblem | None = None) -> Sche
 def read_schedule(raw: Any, where: str, expect: FusionProblem | None = None) -> Schedule:
     """The schedule in the JSON form `raw`, read from `where`.
 
-    Raises InputError as `load_schedule` does: on a malformed file, on orders that break a rule of the file's own
-    problem (its memory cap is one), and on times, figures and bounds in the file that are untrue.
+    Raises InputError as `load_schedule` does: on a malformed file, and on orders that break a rule of the file's own
+    problem (its memory cap is one).
     """
     if not isinstance(raw, dict) or not {"version", "problem", "tasks"} <= raw.keys():
         raise InputError(f"{where} is no schedule: version, problem and tasks are needed; make it with search_schedule")
@@ -97,20 +94,15 @@ def read_schedule(raw: Any, where: str, expect: FusionProblem | None = None) -> 
         check_same_layout(problem, expect, where)
     try:
         schedule = Schedule(problem, _read_orders(raw["tasks"]))
-        computed = schedule_dict(schedule)
-        _check_cap(problem, computed["node_peak_memory"])
-        check_claims(raw, computed)
+        peaks = evaluate(schedule).node_peak_memory
+        node = over_cap(problem, peaks)
+        if node is not None:
+            raise InputError(
+                f"node {node} holds {peaks[node]} of activations, but its memory cap leaves {problem.node_cap(node):g}"
+            )
     except InputError as error:
         raise ScheduleError(f"{where}: {error}", getattr(error, "grid", "")) from None
     return schedule
-
-
-def _check_cap(problem: FusionProblem, peaks: Sequence[Number]) -> None:
-    for node, peak in enumerate(peaks):
-        if peak > loosen(problem.node_cap(node)):
-            raise InputError(
-                f"node {node} holds {peak} of activations, but its memory cap leaves {problem.node_cap(node):g}"
-            )
 
 
 def check_same_layout(found: FusionProblem, expect: FusionProblem, where: str) -> None:

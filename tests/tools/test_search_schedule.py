@@ -133,12 +133,6 @@ def test_latency_that_is_fast_enough_leaves_room_for_memory(folder, in_process):
     assert loose["makespan"] <= slow and loose["peak_memory"] < tight["peak_memory"]
 
 
-def test_the_papers_method_takes_its_settings(folder, in_process):
-    settings = ["--method", "paper", "--t0", 20, "--alpha", 0.999, "--eps", 1e-3]
-    assert in_process(folder, "--iterations", 20_000, *settings) == 0
-    assert read(folder)["search"]["method"] == "paper" and read(folder)["search"]["accepted"] > 0
-
-
 def test_memory_cap_is_in_the_file(folder, in_process):
     assert in_process(folder, "--iterations", 20_000, "--memory-cap", 6) == 0
     assert read(folder)["problem"]["memory_cap"] == 6 and read(folder)["peak_memory"] <= 6
@@ -219,9 +213,6 @@ def pipeline(**change):
         ({}, ["--objective", "speed"], r"argument --objective: invalid choice: 'speed'"),
         ({}, ["--objective", "memory", "--latency", 1], r"latency=1.0 is below the proved bound"),
         ({}, ["--latency", 500], r"latency=500.0 goes with objective='memory'"),
-        ({}, ["--t0", 5], r"--t0 goes with --method paper; --method is default"),
-        ({}, ["--method", "paper", "--alpha", 1.5], r"alpha=1.5 must be between 0 and 1"),
-        ({}, ["--method", "tabu"], r"argument --method: invalid choice"),
         ({}, ["--problem", "/nowhere/problem.json"], r"cannot read /nowhere/problem.json"),
         ({}, ["--out", "/nowhere/schedule.json"], r"folder /nowhere does not exist"),
         ({}, ["--out", "/"], r"--out / is a folder"),

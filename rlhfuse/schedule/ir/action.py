@@ -1,12 +1,7 @@
 """One thing a node or a rank does: compute a micro-batch on a pipeline stage, or move its data.
 
-An action prints as `critic.0:2F5` (pipeline, its stage, kind, micro-batch) and parses back. Computing
-kinds are F (forward), B (backward; the input gradient when the backward is split) and W (weight
-gradient); S and R before F or B send and receive an activation or its gradient. Three kinds are about a
-stage's weights and have no micro-batch, `actor:0RG`: TE sums the gradients of tied embeddings, RG starts
-to reduce gradients over data-parallel ranks, ST is the model's optimizer step.
-
-Knows nothing of nodes, times or ranks. Paper: section 5.2, the subtask S_ij.
+An action prints as `critic.0:2F5` (pipeline, its stage, kind, micro-batch) and parses back. The kinds about a stage's
+weights, TE, RG and ST, have no micro-batch: `actor:0RG`. Paper: section 5.2, the subtask S_ij.
 """
 
 from __future__ import annotations

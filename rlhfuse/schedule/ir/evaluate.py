@@ -1,11 +1,8 @@
-"""What a schedule costs: start and end of every action, makespan, peak memory, or the cycle it hides.
+"""What a schedule costs: start and end of every action, makespan, peak activation memory. Finds deadlocks.
 
-An action starts when the one before it on its node has ended and its upstream's output has arrived.
-Peak memory of a node is the largest sum of activations forwarded and not yet backwarded there (with a
-split backward: not yet through the weight gradient); it follows from the node's order alone. Static
-memory is not part of it.
-
-Knows nothing of search. Paper: section 5.2, Algorithm 3, with the deadlock check that it presumes.
+An action starts when the one before it on its node has ended and its upstream's output has arrived. A micro-batch holds
+its activation on a stage from F to B (to W when the backward is split). Static memory is not part of it.
+Paper: section 5.2, Algorithm 3.
 """
 
 from __future__ import annotations
@@ -15,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhfuse.errors import ScheduleError
-from rlhfuse.schedule.ir.action import Action
 from rlhfuse.schedule.ir.graph import OperationGraph, build_graph
-from rlhfuse.schedule.ir.problem import Number
+from rlhfuse.schedule.ir.problem import FusionProblem, Number
 from rlhfuse.schedule.ir.schedule import Schedule, grid
 
 TOLERANCE = 1e-9  # relative; sums of the same floats in another order differ by less
@@ -101,14 +97,10 @@ def memory_profile(schedule: Schedule, node: int) -> list[Number]:
 
     Counted in whole activations and then multiplied, so that 8 * 1.95 is 15.6 wherever it occurs.
     """
-    return order_memory(schedule, schedule.orders[node])
-
-
-def order_memory(schedule: Schedule, order: Sequence[Action]) -> list[Number]:
     pipelines = {pipeline.name: pipeline for pipeline in schedule.problem.pipelines}
     held: Counter[tuple[str, int]] = Counter()
     profile = []
-    for action in order:
+    for action in schedule.orders[node]:
         pipeline = pipelines[action.pipeline]
         if action.kind == "F":
             held[action.pipeline, action.stage] += 1
@@ -117,6 +109,24 @@ def order_memory(schedule: Schedule, order: Sequence[Action]) -> list[Number]:
         total = sum(count * pipelines[name].activation[stage] for (name, stage), count in held.items())
         profile.append(tidy(total))
     return profile
+
+
+def over_cap(problem: FusionProblem, node_peak_memory: Sequence[Number]) -> int | None:
+    """The first node whose peak is above its memory cap, if there is one."""
+    for node, peak in enumerate(node_peak_memory):
+        if peak > loosen(problem.node_cap(node)):
+            return node
+    return None
+
+
+def reaches(value: Number, bound: Number) -> bool:
+    """value <= bound within TOLERANCE."""
+    return value <= bound * (1 + TOLERANCE)
+
+
+def loosen(cap: float) -> float:
+    """A cap with room for the rounding of sums."""
+    return cap * (1 + TOLERANCE) + 1e-12
 
 
 def tidy(value: float) -> Number:

@@ -1,15 +1,7 @@
 """The operations of a problem as numbered arrays: the one place that encodes and decodes actions.
 
-An operation has at most one *upstream* (the operation whose output it takes):
-
-    F at stage s  <-  F at stage s-1          B at stage s  <-  B at stage s+1
-    B at the last stage  <-  F there          W at stage s  <-  B at stage s
-
-B at stage s also needs F at stage s, which the chain through the last stage implies. A *lane* is all
-micro-batches of one (pipeline, stage, kind): they run in order. A micro-batch's activation is taken
-by F and released by the lane's last kind (B, or W when the backward is split).
-
-Knows nothing of orders, times of start or search.
+An operation has at most one *upstream*, whose output it takes: F at stage s takes F at s-1, B takes B at s+1 (F at the
+last stage), W takes B of its stage. All micro-batches of one (pipeline, stage, kind) are a *lane* and run in order.
 """
 
 from __future__ import annotations
@@ -39,8 +31,8 @@ class Lane:
 class OperationGraph:
     """Arrays over the n operations of `problem`; -1 stands for none.
 
-    node, lane, upstream: int64[n]; downstream: int64[n, 2]; duration, lag (transfer from upstream),
-    memory (taken, or negative: released): float64[n].
+    node, lane, upstream: int64[n]; downstream: int64[n, 2]; duration, lag (transfer from upstream): float64[n];
+    memory: float64[n], the activation that an F takes; negative where the lane's last kind (B or W) releases it.
     """
 
     problem: FusionProblem

@@ -1,13 +1,8 @@
-"""What is to be scheduled: pipelines, the nodes their stages live on, times and memory.
+"""What is to be scheduled: pipelines, the nodes their stages live on, times and memory (problem.json).
 
-A problem is any number of pipelines with an arbitrary stage -> node map, so K1:K2 groups, more than
-two models and a model that visits a node twice are the same thing. Times are in any one unit, and so
-is memory. `transfer` delays a dependent task on another node and occupies no node. With
-`weight_gradient` the backward is split: `backward` is then the input gradient, the weight gradient W
-follows it, and the activation is held until W has run.
-
-Knows nothing of schedules, ranks or devices; `fused_problem` alone knows layouts. The JSON form is
-the contract `problem.json`. Paper: section 5.2, problem formulation.
+Any number of pipelines with any stage -> node map: K1:K2 groups, several models, a model that visits a node twice.
+Times are in any one unit, and so is memory. `transfer` delays a dependent task on another node and occupies no node.
+Paper: section 5.2, problem formulation.
 """
 
 from __future__ import annotations

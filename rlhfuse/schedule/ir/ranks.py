@@ -1,19 +1,9 @@
-"""Which ranks hold which pipeline stage when several models train on the same ranks.
+"""Which ranks hold which pipeline stage when several models train on the same ranks (docs/schedules.md has a picture).
 
-A *node* is a group of max(tp) ranks, so that a stage of any model fills one: a model with a smaller tp
-gets every s = max(tp)/tp consecutive stages merged into one. N = lcm of all depths (P = pp/s) nodes make a
-*fused group* with K = N/P pipelines of each model (of two models, K1 and K2 are coprime); dp = K x replicas,
-and the same schedule runs on every replica. Each pipeline is a contiguous block of ranks (order: tensor,
-pipeline, data); models alternate in direction, so every second one's blocks are listed backwards:
-
-    ranks          0          1          2          3        actor d1t1p4, critic d2t1p2
-    actor        stage 0    stage 1    stage 2    stage 3
-    critic     .0 stage 1 .0 stage 0 .1 stage 1 .1 stage 0   gradients meet over {1,3} and {0,2}
-
-An interleaved model (v chunks) runs v times over its block: stage s is at *position* s % pp of it.
-
-Knows nothing of times, micro-batches or process groups. Paper: section 5.2, problem transformation
-(where it says tp2/s stages it means pp2/s).
+A *node* is a group of max(tp) ranks; a model with a smaller tp has s = max(tp)/tp consecutive stages merged on one. The
+lcm of all depths (P = pp/s) nodes make a *fused group* with K = nodes/P pipelines of each model, in blocks of ranks
+(order: tensor, pipeline, data); every second model's blocks are listed backwards. dp = K x replicas, and the same
+schedule runs on every replica. Paper: section 5.2, problem transformation (where it says tp2/s stages it means pp2/s).
 """
 
 from __future__ import annotations

@@ -1,16 +1,9 @@
-"""The order in which every node computes, as a value.
-
-A schedule prints one line per node and parses back. With one actor pipeline running down two nodes
-and one critic pipeline running up, one micro-batch each and equal times, no node idles:
+"""The order in which every node computes, as a value that prints one line per node and parses back.
 
     node 0: actor:0F0 critic:1F0 critic:1B0 actor:0B0
     node 1: critic:0F0 actor:1F0 actor:1B0 critic:0B0
 
-Every schedule keeps one rule: on its node the forwards of a pipeline stage run in micro-batch order,
-and so do its backwards, so that gradients are summed in the same order whatever the schedule.
-
-Knows nothing of time or ranks: evaluate.py prices a schedule, lowering.py expands it to ranks.
-Paper: section 5.2, the matrix S.
+The forwards of a stage run in micro-batch order, and so do its backwards. Paper: section 5.2, the matrix S.
 """
 
 from __future__ import annotations

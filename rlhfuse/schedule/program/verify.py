@@ -24,9 +24,8 @@ from dataclasses import dataclass
 
 from rlhfuse.errors import InputError, ScheduleError
 from rlhfuse.schedule.ir.action import COMPUTE, SENDS, Action, Kind
-from rlhfuse.schedule.ir.evaluate import tidy
+from rlhfuse.schedule.ir.evaluate import loosen, tidy
 from rlhfuse.schedule.ir.graph import kinds_of
-from rlhfuse.schedule.ir.objective import loosen
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.expected_instructions import Duty, Event, duties_of

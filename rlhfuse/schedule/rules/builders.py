@@ -1,25 +1,21 @@
-"""Schedules made by rule: 1F1B one model after the other, GPipe, the paper's greedy, capped greedy.
+"""Schedules made by rule: serial 1F1B, the paper's greedy, capped greedy, one micro-batch at a time.
 
-All of them come from one list scheduler: whenever a node is idle it takes, among the operations whose
-input has arrived, the one of the best rank; a forward waits while its stage already holds its cap of
-micro-batches in flight. 1F1B is that rule with backwards first and a cap of P - s on stage s.
-
-Schedules of other shapes have files of their own: halved.py (1F1B+), interleaved.py, time_sharing.py (PUZZLE),
-bidirectional.py (Chimera).
-
-Knows nothing of search. Paper: section 5.2, "a naive solution" (greedy) and the serial 1F1B baseline.
+A list scheduler makes the first three: a node that is idle takes, of the operations whose input has arrived, the one of
+the best rank; a forward waits while its stage holds its cap of micro-batches. 1F1B is backwards first under a cap of
+P - s. Also the 1F1B pattern over given orders, which interleaved.py and time_sharing.py use. Paper: section 5.2.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from rlhfuse.schedule.ir.action import Kind
-from rlhfuse.schedule.ir.evaluate import evaluate, tidy
+from rlhfuse.errors import InputError
+from rlhfuse.schedule.ir.action import Action, Kind
+from rlhfuse.schedule.ir.evaluate import evaluate, loosen, tidy
 from rlhfuse.schedule.ir.graph import Lane, OperationGraph, build_graph, kinds_of
 from rlhfuse.schedule.ir.problem import FusionProblem, Number, Pipeline
 from rlhfuse.schedule.ir.schedule import Schedule
@@ -27,25 +23,25 @@ from rlhfuse.schedule.ir.schedule import Schedule
 Caps = Mapping[tuple[int, int], int]  # (pipeline number, stage) -> micro-batches in flight
 
 
-def serial_1f1b(problem: FusionProblem, in_flight: int | None = None) -> Schedule:
+def serial_1f1b(problem: FusionProblem) -> Schedule:
     """Each model by itself in 1F1B order, models in order of appearance on every node.
 
-    No barrier stands between the models: a node that has finished one begins the next. `in_flight`
-    lowers the cap on every stage to at most that many micro-batches.
+    No barrier stands between the models: a node that has finished one begins the next.
     """
-    return _one_model_after_another(problem, lambda p, s: min(p.stages - s, in_flight or p.stages))
-
-
-def gpipe(problem: FusionProblem) -> Schedule:
-    """Each model by itself, all forwards of a stage before its backwards."""
-    return _one_model_after_another(problem, lambda p, s: p.microbatches, forward_first=True)
+    orders: list[tuple[Action, ...]] = [()] * problem.nodes
+    for part in _one_model_problems(problem):
+        graph = build_graph(part)
+        caps = {(p, s): part.pipelines[p].stages - s for p, s in _stages(part)}
+        rows = list_schedule(graph, caps, _operation_ranks(graph)).orders
+        orders = [before + after for before, after in zip(orders, rows)]
+    return Schedule(problem, tuple(orders))
 
 
 def greedy(problem: FusionProblem) -> Schedule:
     """The paper's greedy: run whatever is ready, the larger model's first, memory not regarded."""
     graph = build_graph(problem)
-    caps = {key: problem.pipelines[key[0]].microbatches for key in _stages(problem)}
-    return list_schedule(graph, caps, _ranks(graph))
+    caps = {(p, s): problem.pipelines[p].microbatches for p, s in _stages(problem)}
+    return list_schedule(graph, caps, _operation_ranks(graph))
 
 
 def capped_greedy(
@@ -53,27 +49,69 @@ def capped_greedy(
 ) -> Schedule:
     """Greedy under 1F1B's caps plus `extra` micro-batches (one number, or one per model) on every stage.
 
-    Under a cap it pays to run forwards first: they fill the pipelines up to the cap and no further.
-    With `model_first` the larger model goes before the direction, else after it.
+    Under a cap forwards first fill the pipelines up to the cap and no further. `model_first`: see `lane_ranks`.
     """
     graph = build_graph(problem)
     more = extra if isinstance(extra, Mapping) else dict.fromkeys(problem.models, extra)
     caps = {
         (p, s): max(1, problem.pipelines[p].stages - s + more[problem.pipelines[p].model]) for p, s in _stages(problem)
     }
-    return list_schedule(graph, caps, _ranks(graph, forward_first, model_first))
+    return list_schedule(graph, caps, _operation_ranks(graph, forward_first, model_first))
+
+
+def one_at_a_time(problem: FusionProblem) -> Schedule:
+    """Every micro-batch alone: down its pipeline and up again before the next one begins. Needs the least memory."""
+    orders: list[list[Action]] = [[] for _ in range(problem.nodes)]
+    for pipeline in problem.pipelines:
+        for microbatch in range(pipeline.microbatches):
+            for stage, node in enumerate(pipeline.placement):
+                orders[node].append(Action(pipeline.name, stage, Kind.F, microbatch))
+            for stage, node in reversed(list(enumerate(pipeline.placement))):
+                for kind in (Kind.B, Kind.W) if pipeline.split else (Kind.B,):
+                    orders[node].append(Action(pipeline.name, stage, kind, microbatch))
+    return Schedule(problem, tuple(tuple(order) for order in orders))
+
+
+def min_memory(problem: FusionProblem) -> tuple[Number, ...]:
+    """Activation memory of each node without which no schedule exists, and with which `one_at_a_time` does.
+
+    Before a pipeline's last stage runs the backward of a micro-batch all its stages hold it, so a node needs the
+    largest sum, over pipelines, of the activations of the stages that it has of the pipeline.
+    """
+    needed = [0.0] * problem.nodes
+    for pipeline in problem.pipelines:
+        held = [0.0] * problem.nodes
+        for node, activation in zip(pipeline.placement, pipeline.activation):
+            held[node] += activation
+        needed = [max(pair) for pair in zip(needed, held)]
+    return tuple(tidy(value) for value in needed)
+
+
+def check_caps(problem: FusionProblem) -> None:
+    """Raise InputError, with the smallest cap that would do, unless some schedule fits."""
+    needed = min_memory(problem)
+    short = [node for node, least in enumerate(needed) if least > loosen(problem.node_cap(node))]
+    if not short:
+        return
+    node = max(short, key=lambda node: needed[node] - problem.node_cap(node))
+    static = problem.static_memory[node] if isinstance(problem.static_memory, tuple) else problem.static_memory
+    there = " there" if isinstance(problem.memory_cap, tuple) else ""
+    raise InputError(
+        f"memory_cap leaves {tidy(problem.node_cap(node))} for activations on node {node}, but one micro-batch at a "
+        f"time needs {needed[node]}; the smallest feasible cap{there} is {tidy(needed[node] + static)}"
+    )
 
 
 @lru_cache(maxsize=4)  # every schedule of a problem that is written names it
 def serial_makespan(problem: FusionProblem) -> Number:
     """Time of training one model after the other with 1F1B, a barrier (the optimizer step) between them."""
-    return tidy(sum(evaluate(serial_1f1b(part)).makespan for part in _parts(problem)))
+    return tidy(sum(evaluate(serial_1f1b(part)).makespan for part in _one_model_problems(problem)))
 
 
 @lru_cache(maxsize=4)
 def serial_peak_memory(problem: FusionProblem) -> Number:
     """Peak activation memory of the same."""
-    return tidy(max(evaluate(serial_1f1b(part)).peak_memory for part in _parts(problem)))
+    return tidy(max(evaluate(serial_1f1b(part)).peak_memory for part in _one_model_problems(problem)))
 
 
 def pipeline_work(pipeline: Pipeline) -> Number:
@@ -81,7 +119,27 @@ def pipeline_work(pipeline: Pipeline) -> Number:
     return sum(pipeline.forward) + sum(pipeline.backward) + sum(pipeline.weight_gradient or ())
 
 
-def list_schedule(graph: OperationGraph, caps: Caps, ranks: Sequence) -> Schedule:
+def lane_ranks(graph: OperationGraph, forward_first: bool = False, model_first: bool = True) -> list[int]:
+    """Turn of every lane, the smallest first: the larger model's, then by direction, then by number.
+
+    Without `model_first` the direction decides before the model.
+    """
+    order = (Kind.F, Kind.B, Kind.W) if forward_first else (Kind.B, Kind.F, Kind.W)
+    keys = []
+    for lane in graph.lanes:
+        size, direction = -pipeline_work(graph.problem.pipelines[lane.pipeline]), order.index(lane.kind)
+        key = (size, direction) if model_first else (direction, size)
+        keys.append((*key, lane.pipeline, lane.stage))
+    rank = {key: position for position, key in enumerate(sorted(keys))}
+    return [rank[key] for key in keys]
+
+
+def _operation_ranks(graph: OperationGraph, forward_first: bool = False, model_first: bool = True) -> list[int]:
+    ranks = lane_ranks(graph, forward_first, model_first)
+    return [rank for lane, rank in zip(graph.lanes, ranks) for _ in range(lane.microbatches)]
+
+
+def list_schedule(graph: OperationGraph, caps: Caps, ranks: Sequence[int]) -> Schedule:
     """Run the list scheduler. `ranks[operation]`: the smallest goes first; every cap is at least 1."""
     problem = graph.problem
     lanes_on: list[list[int]] = [[] for _ in range(problem.nodes)]
@@ -94,7 +152,7 @@ def list_schedule(graph: OperationGraph, caps: Caps, ranks: Sequence) -> Schedul
     held = dict.fromkeys(_stages(problem), 0)
     release = [kinds_of(p)[-1] for p in problem.pipelines]
     free = [0.0] * problem.nodes
-    orders: list[list] = [[] for _ in range(problem.nodes)]
+    orders: list[list[Action]] = [[] for _ in range(problem.nodes)]
     wakes = [(0.0, node) for node in range(problem.nodes)]
     while wakes:
         now, node = heapq.heappop(wakes)
@@ -120,7 +178,7 @@ def list_schedule(graph: OperationGraph, caps: Caps, ranks: Sequence) -> Schedul
 def _pick(
     graph: OperationGraph,
     candidates: list[int],
-    ranks: Sequence,
+    ranks: Sequence[int],
     done: list[int],
     arrival: list[float],
     now: float,
@@ -128,13 +186,13 @@ def _pick(
     caps: Caps,
 ) -> int | None:
     """The lane of `candidates` with the best operation next that has its input and room under the cap."""
-    best, best_rank = None, None
+    best, best_rank = None, math.inf
     for number in candidates:
         lane: Lane = graph.lanes[number]
         operation = lane.first + done[number]
         if done[number] == lane.microbatches or arrival[operation] > now:
             continue
-        if best is not None and ranks[operation] >= best_rank:
+        if ranks[operation] >= best_rank:
             continue
         if lane.kind is Kind.F and held[lane.pipeline, lane.stage] >= caps[lane.pipeline, lane.stage]:
             continue
@@ -146,30 +204,51 @@ def _stages(problem: FusionProblem) -> list[tuple[int, int]]:
     return [(p, s) for p, pipeline in enumerate(problem.pipelines) for s in range(pipeline.stages)]
 
 
-def _ranks(graph: OperationGraph, forward_first: bool = False, model_first: bool = True) -> list[int]:
-    """Of every operation: by size of the model and by direction, then by number so that ties are fixed."""
-    order = (Kind.F, Kind.B, Kind.W) if forward_first else (Kind.B, Kind.F, Kind.W)
-    ranks = []
-    for lane in graph.lanes:
-        size, direction = -pipeline_work(graph.problem.pipelines[lane.pipeline]), order.index(lane.kind)
-        rank = (size, direction) if model_first else (direction, size)
-        ranks.append((*rank, lane.pipeline, lane.stage))
-    place = {rank: position for position, rank in enumerate(sorted(ranks))}
-    return [place[rank] for lane, rank in zip(graph.lanes, ranks) for _ in range(lane.microbatches)]
-
-
-def _parts(problem: FusionProblem) -> list[FusionProblem]:
-    """The problem with one model at a time."""
+def _one_model_problems(problem: FusionProblem) -> list[FusionProblem]:
     return [
         replace(problem, pipelines=tuple(p for p in problem.pipelines if p.model == model)) for model in problem.models
     ]
 
 
-def _one_model_after_another(problem: FusionProblem, cap, forward_first: bool = False) -> Schedule:
-    orders: list[tuple] = [()] * problem.nodes
-    for part in _parts(problem):
-        graph = build_graph(part)
-        caps = {(p, s): cap(part.pipelines[p], s) for p, s in _stages(part)}
-        rows = list_schedule(graph, caps, _ranks(graph, forward_first)).orders
-        orders = [before + after for before, after in zip(orders, rows)]
+# ---- the 1F1B pattern over given orders: valid under any times and lags
+
+
+def one_forward_one_backward(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Action]:
+    """`warm_up` forwards, then one forward and one backward in turn, then the backwards that are left.
+
+    Forwards a b c d, backwards a b c d, a warm-up of two: aF bF | cF aB | dF bB | cB dB.
+    """
+    warm_up = min(warm_up, len(forwards))
+    row = list(forwards[:warm_up])
+    for forward, backward in zip(forwards[warm_up:], backwards):
+        row += [forward, backward]
+    return row + list(backwards[len(forwards) - warm_up :])
+
+
+def schedule_of_rows(problem: FusionProblem, rows: Sequence[Iterable[Action]]) -> Schedule:
+    """The schedule of rows of F and B, one row per node; each W is put behind its B, which frees memory earliest."""
+    split = {pipeline.name for pipeline in problem.pipelines if pipeline.split}
+    orders = []
+    for row in rows:
+        order: list[Action] = []
+        for action in row:
+            order.append(action)
+            if action.kind is Kind.B and action.pipeline in split:
+                order.append(action._replace(kind=Kind.W))
+        orders.append(tuple(order))
     return Schedule(problem, tuple(orders))
+
+
+def by_model(problem: FusionProblem) -> list[Pipeline]:
+    """Pipelines model by model, models in order of appearance."""
+    return sorted(problem.pipelines, key=lambda pipeline: problem.models.index(pipeline.model))
+
+
+def check_single_visits(pipeline: Pipeline, builder: str) -> None:
+    """Raise InputError, naming the builder, when two stages of `pipeline` share a node."""
+    for node in pipeline.placement:
+        if pipeline.placement.count(node) > 1:
+            raise InputError(
+                f"{builder}: pipeline {pipeline.name} visits node {node} {pipeline.placement.count(node)} times; "
+                "every stage needs a node of its own"
+            )

@@ -1,13 +1,8 @@
-"""Interleaved 1F1B: a pipeline that runs over its nodes v times, with stages 1/v as long.
+"""Interleaved 1F1B (Megatron's virtual stages): a pipeline runs over its nodes v times, with stages 1/v as long.
 
-Megatron's virtual stages. Node n of N holds the chunks n, N + n, 2N + n, ...; micro-batches run in groups of
-N, a group through one chunk after the other (backwards from the last chunk to the first). Node n begins with
-
-    min(2 (N - n - 1) + (v - 1) N, v M)
-
-forwards, then alternates. With equal stages the bubble falls from (N-1)/(N-1+M) to (N-1)/(N-1+vM).
-
-Knows nothing of times. Paper: section 2.2, Figure 3 (bottom).
+Node n of N holds the chunks n, N + n, 2N + n, ...; micro-batches run in groups of N, a group through one chunk after
+the other (backwards from the last chunk to the first). With equal stages the bubble falls from (N-1)/(N-1+M) to
+(N-1)/(N-1+vM). Paper: section 2.2, Figure 3 (bottom).
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.evaluate import tidy
 from rlhfuse.schedule.ir.problem import FusionProblem, Number, Pipeline
 from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.schedule.rules.fixed_order import by_model, check_single_visits, one_forward_one_backward, schedule_of_rows
+from rlhfuse.schedule.rules.builders import by_model, check_single_visits, one_forward_one_backward, schedule_of_rows
 
 
 def interleaved_1f1b(problem: FusionProblem) -> Schedule:

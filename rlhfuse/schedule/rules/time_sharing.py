@@ -1,15 +1,8 @@
-"""PUZZLE's time-sharing: the next model's 1F1B begins while the one before it drains.
+"""PUZZLE's time-sharing: the next model's 1F1B begins while the one before it drains (PUZZLE 4.2, Figure 5).
 
-All models have the same layout and run in the same direction. The order is 1F1B over the micro-batches of
-all models in a row, as if they were one model's. P = 3, two micro-batches each, equal times:
-
-    serial   node 0  1F 1F .  .  1B .  1B 2F 2F .  ...     shared   node 0  1F 1F 2F .  1B 2F 1B ...
-
-Stage s never holds more than P - s micro-batches of all models together. With equal stages, M >= P micro-batches
-of each model and one ratio of b to f, the makespan is  M sum_k(f_k + b_k) + (P - 1) max_k(f_k + b_k)
-(equation 1; the paper states it for any times).
-
-Knows nothing of times. PUZZLE paper: section 4.2, Figure 5.
+All models have one layout and one direction; the order is 1F1B over the micro-batches of all models in a row, so that
+stage s never holds more than P - s of them. With equal stages and M >= P micro-batches of each model the makespan is
+M sum_k(f_k + b_k) + (P - 1) max_k(f_k + b_k).
 """
 
 from __future__ import annotations
@@ -20,7 +13,7 @@ from rlhfuse.errors import InputError
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.schedule.rules.fixed_order import by_model, check_single_visits, one_forward_one_backward, schedule_of_rows
+from rlhfuse.schedule.rules.builders import by_model, check_single_visits, one_forward_one_backward, schedule_of_rows
 
 
 def time_sharing(problem: FusionProblem) -> Schedule:

@@ -1,19 +1,8 @@
-"""Simulated annealing over node orders, in numba: the inner loop of the search.
+"""Simulated annealing over node orders, in numba: the inner loop of the search (paper: section 5.2, Algorithms 1-3).
 
-One operation moves up to LONGEST places on its node; many only swap two neighbours (`heads_tails.py`).
-The longest path through the moved segment is at most the largest r + duration + q over it, and exactly
-that for two neighbours. So a worsening move is priced in the length of the segment and refused without
-touching the state; only an accepted one updates heads and tails.
-
-Operations are moved when they are critical and adjacent in time to the neighbour that they pass (only
-such moves can shorten the schedule; the job-shop N1 and N6 neighbourhoods), and a small share of others.
-No move that could close a cycle is made: o may be passed by a only if o's upstream starts before
-everything that a feeds, and two tight neighbours have no other path between them, times being positive.
-
-Memory is a penalty per position whose activations exceed the node's cap; a move changes the positions
-of its segment alone.
-
-Knows nothing of problems, MPI or files: arrays in, arrays out. Paper: section 5.2, Algorithms 1-3.
+One operation moves up to LONGEST places on its node. Moved are critical operations adjacent in time to the neighbour
+that they pass (only such moves can shorten the schedule; the job-shop N1 and N6 neighbourhoods), and a small share of
+others. A move is priced over its segment before the state is touched. Memory is a penalty per position above the cap.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""The list scheduler of builders.py once more, over arrays and in numba, to try many rules in a moment.
+"""The list scheduler of builders.py over arrays and in numba, to try many rules in a moment (paper: 5.2, greedy).
 
-Whenever a node is idle it takes, of the operations whose input has arrived, the one of the best rank; a
-forward waits while its stage already holds its cap of micro-batches. `tuned_starts` tries a grid of caps
-above 1F1B's for the largest model and for the others, forwards or backwards first, models or directions
-first, and keeps what is not beaten in both makespan and peak memory.
-
-Knows nothing of annealing. builders.list_schedule is its plain twin. Paper: section 5.2, greedy.
+`tuned_starts` tries a grid of caps above 1F1B's for the largest model and for the others, forwards or backwards first,
+models or directions first, and keeps what is not beaten in both makespan and peak memory. `builders.list_schedule` is
+the plain twin.
 """
 
 from __future__ import annotations
@@ -18,13 +15,11 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from rlhfuse.schedule.ir.action import Kind
 from rlhfuse.schedule.ir.graph import Lane, OperationGraph, kinds_of
 from rlhfuse.schedule.ir.problem import FusionProblem
-from rlhfuse.schedule.rules.builders import pipeline_work
+from rlhfuse.schedule.rules.builders import lane_ranks, pipeline_work
 from rlhfuse.schedule.search.heads_tails import Tables
-from rlhfuse.schedule.search.heap import drop, push
-from rlhfuse.schedule.search.sequence import Found
+from rlhfuse.schedule.search.solution import Solution
 
 TRIED_OPERATIONS = 2_000_000  # over all tries: a few tenths of a second
 # Micro-batches above 1F1B's caps, in sixteenths of the pipeline's stages.
@@ -93,35 +88,28 @@ class Dispatcher:
             np.empty(4 * n + nodes, np.int64),
         )
 
-    def dispatch(self, rules: Rules) -> Found:
+    def dispatch(self, rules: Rules) -> Solution:
         """The schedule that the rules make."""
         sequence = np.empty(self.graph.size, np.int64)
-        return Found(*_dispatch(self.tables, self.lanes, rules, self.scratch, sequence), sequence)
+        return Solution(*_dispatch(self.tables, self.lanes, rules, self.scratch, sequence), sequence)
 
     def rules(self, largest: int, others: int, forward_first: bool, model_first: bool) -> Rules:
         """1F1B's caps with so many sixteenths of the stages more; the rank of `builders.capped_greedy`."""
         pipelines = self.graph.problem.pipelines
-        size = [pipeline_work(pipeline) for pipeline in pipelines]
-        large = _largest(self.graph.problem)
+        large = max(pipelines, key=pipeline_work).model
         extra = [math.ceil((largest if p.model == large else others) * p.stages / 16) for p in pipelines]
-        order = (Kind.F, Kind.B, Kind.W) if forward_first else (Kind.B, Kind.F, Kind.W)
-        keys = []
-        for lane in self.graph.lanes:
-            first, second = -size[lane.pipeline], order.index(lane.kind)
-            keys.append((*((first, second) if model_first else (second, first)), lane.pipeline, lane.stage))
-        place = {key: position for position, key in enumerate(sorted(keys))}
         caps = [max(1, pipelines[p].stages - s + extra[p]) for p, s in self.stages]
-        return Rules(np.array([place[key] for key in keys]), np.array(caps))
+        return Rules(np.array(lane_ranks(self.graph, forward_first, model_first)), np.array(caps))
 
 
-def tuned_starts(dispatcher: Dispatcher) -> list[Found]:
+def tuned_starts(dispatcher: Dispatcher) -> list[Solution]:
     """What the grid gives, as far as nothing else is both faster and leaner; the fastest first."""
     tries = max(2, TRIED_OPERATIONS // dispatcher.graph.size)
-    made = sorted((dispatcher.dispatch(rules) for rules in _grid(dispatcher, tries)), key=lambda found: found[:2])
-    kept: list[Found] = []
-    for found in made:
-        if not kept or found.peak_memory < kept[-1].peak_memory:
-            kept.append(found)
+    made = [dispatcher.dispatch(rules) for rules in _grid(dispatcher, tries)]
+    kept: list[Solution] = []
+    for solution in sorted(made, key=lambda solution: solution[:2]):
+        if not kept or solution.peak_memory < kept[-1].peak_memory:
+            kept.append(solution)
     return kept[:KEPT]
 
 
@@ -144,10 +132,6 @@ def _takes(lane: Lane, problem: FusionProblem) -> int:
     return int(lane.kind is kinds[0]) - int(lane.kind is kinds[-1])
 
 
-def _largest(problem: FusionProblem) -> str:
-    return max(problem.pipelines, key=pipeline_work).model
-
-
 @njit(cache=True)
 def _dispatch(t: Tables, lanes: _Lanes, rules: Rules, s: _Scratch, sequence: np.ndarray):
     """Run the list scheduler; returns (makespan, peak memory)."""
@@ -161,10 +145,10 @@ def _dispatch(t: Tables, lanes: _Lanes, rules: Rules, s: _Scratch, sequence: np.
         s.arrival[o] = 0.0 if t.upstream[o] < 0 else np.inf
     count, makespan, peak = 0, 0.0, 0.0
     for node in range(nodes):
-        count = push(s.heap_key, s.heap_node, count, 0.0, node)
+        count = heap_push(s.heap_key, s.heap_node, count, 0.0, node)
     while count > 0:
         now, node = s.heap_key[0], s.heap_node[0]
-        count = drop(s.heap_key, s.heap_node, count)
+        count = heap_pop(s.heap_key, s.heap_node, count)
         if now < s.free[node]:
             continue
         best = -1
@@ -190,10 +174,48 @@ def _dispatch(t: Tables, lanes: _Lanes, rules: Rules, s: _Scratch, sequence: np.
         makespan = max(makespan, s.free[node])
         sequence[s.place[node]] = o
         s.place[node] += 1
-        count = push(s.heap_key, s.heap_node, count, s.free[node], node)
+        count = heap_push(s.heap_key, s.heap_node, count, s.free[node], node)
         for k in range(2):
             target = t.downstream[o, k]
             if target >= 0:
                 s.arrival[target] = s.free[node] + t.lag[target]
-                count = push(s.heap_key, s.heap_node, count, s.arrival[target], t.node[target])
+                count = heap_push(s.heap_key, s.heap_node, count, s.arrival[target], t.node[target])
     return makespan, peak
+
+
+# A binary heap in two arrays, the smallest (key, item) first: heapq in numba takes half as long again.
+
+
+@njit(cache=True)
+def heap_push(keys: np.ndarray, items: np.ndarray, count: int, key: float, item: int) -> int:
+    """Insert into the heap of `count` entries; returns the new count."""
+    i = count
+    while i > 0:
+        parent = (i - 1) >> 1
+        if keys[parent] < key or (keys[parent] == key and items[parent] <= item):
+            break
+        keys[i], items[i] = keys[parent], items[parent]
+        i = parent
+    keys[i], items[i] = key, item
+    return count + 1
+
+
+@njit(cache=True)
+def heap_pop(keys: np.ndarray, items: np.ndarray, count: int) -> int:
+    """Remove the smallest of `count` entries (read it at index 0 before); returns the new count."""
+    last = count - 1
+    key, item = keys[last], items[last]
+    i = 0
+    while True:
+        child = 2 * i + 1
+        if child >= last:
+            break
+        other = child + 1
+        if other < last and (keys[other] < keys[child] or (keys[other] == keys[child] and items[other] < items[child])):
+            child = other
+        if keys[child] > key or (keys[child] == key and items[child] >= item):
+            break
+        keys[i], items[i] = keys[child], items[child]
+        i = child
+    keys[i], items[i] = key, item
+    return last

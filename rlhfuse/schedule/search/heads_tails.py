@@ -1,15 +1,8 @@
-"""Heads and tails of a set of node orders, kept up to date while operations move, in numba.
+"""Heads and tails of all operations under given node orders, kept up to date while operations move, in numba.
 
-The state is the order of every node, and for every operation its head r (start) and tail q (longest path
-after its end), so that r + duration + q is the longest path through it. A move takes one operation out
-and puts it back up to LONGEST places away on its node:
-
-    before  p a b c s      heads of b, c, a anew from the end of p and from what feeds them
-    after   p b c a s      tails of a, c, b anew from s and from what they feed
-
-Heads and tails are updated as far as they change, in an order of all operations that is mended with every move.
-
-Knows nothing of which moves are good: arrays in, arrays out. Paper: section 5.2, Algorithm 3.
+Head r is the start of an operation, tail q the longest path after its end: r + duration + q is the longest path through
+it. A move takes one operation out and puts it back up to LONGEST places away on its node; heads and tails are updated
+as far as they change, in a topological order that is mended with every move. Paper: section 5.2, Algorithm 3.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
-"""Finds a fused schedule: one chain of annealing alone, or one on every rank of an MPI job.
+"""Finds a fused schedule by simulated annealing, alone or on every rank of an MPI job.
 
-The first schedule made by rule stands at once as incumbent, then the best of them. Every MPI rank runs
-its own chain (own random stream, own starts); after every round of moves the ranks agree on the best
-find (exchange.py), so that all hold the same incumbent and stop together: when nothing can be better,
-when the budget is spent, or when a signal asks one of them.
-
-    time_limit   a round lasts as many moves as this rank makes in ROUND_SECONDS, whatever the instance
-    iterations   a round has a fixed number of moves; the result depends on seed and number of ranks alone
-
-Knows nothing of files or layouts. mpi4py is imported by the caller's wish only. Paper: section 5.2,
-Algorithm 1; section 6, MPI.
+The first schedule made by rule is the incumbent at once. Every rank runs its own SearchWorker; after every round of
+moves the ranks agree on the best solution (mpi.py), so that all hold the same incumbent and stop together: when nothing
+can be better, when the budget is spent, or when a signal asks one of them. Paper: section 5.2, Algorithm 1; section 6.
 """
 
 from __future__ import annotations
@@ -17,26 +10,47 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rlhfuse.errors import InputError
-from rlhfuse.schedule.ir.graph import OperationGraph, build_graph
-from rlhfuse.schedule.ir.objective import Goal, Incumbent, Key, reaches
+from rlhfuse.schedule.ir.evaluate import reaches
+from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Number
 from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.schedule.rules.builders import greedy
-from rlhfuse.schedule.rules.min_memory import check_caps, one_at_a_time
-from rlhfuse.schedule.search.exchange import Exchange, Say
-from rlhfuse.schedule.search.kernels import in_turn, load_kernels
-from rlhfuse.schedule.search.paper_chain import PaperChain, PaperSettings, paper_starts
-from rlhfuse.schedule.search.sequence import Round, schedule_of
-from rlhfuse.schedule.search.worker import Chain
+from rlhfuse.schedule.rules.builders import check_caps, greedy, one_at_a_time
+from rlhfuse.schedule.search.mpi import Exchange, RoundMessage, in_turn
+from rlhfuse.schedule.search.solution import Incumbent, Key, Objective, Round, schedule_of
+from rlhfuse.schedule.search.worker import SearchWorker, load_kernels
 
-METHODS = ("default", "paper")
 ROUND_SECONDS = 0.15  # between two looks at the clock, the other ranks and the signals
 FIRST_ROUND_MOVES = 256  # of the second round; the first is one move
 FIXED_ROUND_WORK = 20_000_000  # moves of a round times operations, where the number of moves is the budget
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """What to search for and how long; at least one of `time_limit` and `iterations` is needed.
+
+    time_limit   seconds from when the kernels are ready; a round lasts about ROUND_SECONDS
+    iterations   moves of every rank; the result depends on seed and number of ranks alone
+    objective, latency: those of `solution.Objective`. Raises InputError when out of range.
+    """
+
+    time_limit: float | None = None
+    iterations: int | None = None
+    seed: int = 1
+    objective: str = "latency"
+    latency: Number | None = None
+
+    def __post_init__(self) -> None:
+        if self.time_limit is None and self.iterations is None:
+            raise InputError("the search has no end: give time_limit (seconds) or iterations (moves)")
+        for name, value in (("time_limit", self.time_limit), ("iterations", self.iterations)):
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise InputError(f"{name}={value} must be above 0")
+        if self.seed < 0:
+            raise InputError(f"seed={self.seed} must be at least 0")
 
 
 @dataclass(frozen=True)
@@ -54,10 +68,8 @@ class SearchReport:
     kernel_seconds: float  # compiling the kernels, or loading them compiled
     moving_seconds: float  # of rank 0, in rounds of moves after that
     first_bound_seconds: float | None  # when the latency bound was reached
-    seed: int
+    settings: SearchSettings
     ranks: int
-    objective: str
-    method: str
     signal: int  # that ended it; 0 for none
 
     @property
@@ -66,160 +78,150 @@ class SearchReport:
         return reaches(self.makespan, self.lower_bound)
 
 
+class SearchObserver:
+    """Whom a search tells of its progress, on rank 0, and asks for a stop, on every rank; this one does nothing."""
+
+    def improved(self, schedule: Schedule, report: SearchReport) -> None:
+        """A new best schedule."""
+
+    def round_ended(self, report: SearchReport) -> None:
+        """After every round, and again and again while rank 0 waits for other ranks."""
+
+    def stop(self) -> int:
+        """Asked after every round: the number of a signal ends the search on all ranks, 0 goes on."""
+        return 0
+
+
 def search(
     problem: FusionProblem,
+    settings: SearchSettings,
     *,
-    time_limit: float | None = None,
-    iterations: int | None = None,
-    seed: int = 1,
-    objective: str = "latency",
-    latency: Number | None = None,
-    memory_cap: float | None = None,
     start: Schedule | None = None,
     comm: Any = None,
-    method: str = "default",
-    paper: PaperSettings = PaperSettings(),
-    stop: Callable[[], int] = lambda: 0,
-    on_improved: Callable[[Schedule, SearchReport], None] = lambda schedule, report: None,
-    on_round: Callable[[SearchReport], None] = lambda report: None,
+    observer: SearchObserver | None = None,
 ) -> tuple[Schedule, SearchReport]:
-    """Search until a proved optimum, `time_limit` seconds or `iterations` moves per rank.
+    """Search until a proved optimum, the time limit or the number of moves.
 
-    The limit counts from when the kernels are ready: what is found must not depend on whether this machine
-    has compiled them before.
-
-    `objective` and `latency` are those of `goal.Goal`. `memory_cap` replaces the problem's cap (static
-    memory still counts); `start` is a schedule to improve on; `comm` is an mpi4py communicator; `method`
-    is the project's own search or the paper's, whose settings are `paper`. `stop` is asked after every
-    round on every rank: a signal's number ends the search on all of them. The other callbacks run on
-    rank 0, `on_round` also while it waits for other ranks. All ranks return the same schedule, never
-    slower than greedy unless greedy breaks the cap. KeyboardInterrupt passes through. Raises InputError
-    on settings out of range and on a cap that no schedule meets.
+    `start` is a schedule to improve on, `comm` an mpi4py communicator. All ranks return the same schedule, never slower
+    than greedy unless greedy breaks the memory cap. KeyboardInterrupt passes through. Raises InputError on a cap that
+    no schedule meets and as `Objective` does.
     """
-    _check_settings(time_limit, iterations, seed, memory_cap)
-    if method not in METHODS:
-        raise InputError(f"method={method!r} must be one of {', '.join(METHODS)}")
-    clock = _Clock(time_limit, iterations)
-    if memory_cap is not None:
-        problem = replace(problem, memory_cap=memory_cap)
+    observer, budget = observer or SearchObserver(), _Budget(settings)
     rank, ranks = (comm.Get_rank(), comm.Get_size()) if comm is not None else (0, 1)
-    tell = on_improved if rank == 0 else lambda schedule, report: None
-    with in_turn(comm, _host(comm)):
-        waited = clock.seconds()
+    with in_turn(comm):
+        waited = budget.seconds()
         check_caps(problem)
-        goal = Goal(problem, objective, latency)
+        objective = Objective(problem, settings.objective, settings.latency)
         graph = build_graph(problem)
-        clock.fixed_round = max(1000, min(50_000, FIXED_ROUND_WORK // graph.size))
-        standing = _Standing(goal, clock, seed, ranks, method, tell)
+        budget.fixed_round = max(1000, min(50_000, FIXED_ROUND_WORK // graph.size))
+        state = _SearchState(objective, budget, ranks, (observer if rank == 0 else SearchObserver()).improved)
         starts: list[Incumbent] = []
-        for entry in _starts(graph, start, method):
+        for entry in _starts(problem, start):
             starts.append(entry)
-            standing.offer(entry)
-        before = clock.seconds()
-        if not standing.reached:
-            load_kernels(method)
-        clock.kernel_seconds = clock.seconds() - before
-        clock.uncounted = waited + clock.kernel_seconds
-    least, idle = _least(comm), (lambda: on_round(standing.report())) if rank == 0 else (lambda: None)
-    exchange = Exchange(graph.size, comm, least, idle)
-    if method == "paper":
-        chain: Chain | PaperChain = PaperChain(graph, goal, starts, seed, rank, paper)
-    else:
-        chain = Chain(graph, goal, starts, seed, rank)
+            state.offer(entry)
+        before = budget.seconds()
+        if not state.reached:
+            load_kernels()
+        budget.kernel_seconds = budget.seconds() - before
+        budget.uncounted = waited + budget.kernel_seconds
+    exchange = Exchange(graph.size, comm, (lambda: observer.round_ended(state.report())) if rank == 0 else lambda: None)
+    worker = SearchWorker(graph, objective, starts, settings.seed, rank)
     done = Round(0, None)
     while True:
-        heard = exchange.agree(_say(done, clock.share(), stop()), standing.beats)
-        standing.moves += heard.tried
-        standing.accepted += heard.accepted
-        standing.signal = heard.signal
-        if heard.sequence is not None:
-            standing.offer(Incumbent.of(schedule_of(graph, heard.sequence)))
+        result = exchange.agree(_message(done, budget.share(), observer.stop()), state.beats)
+        state.moves += result.tried
+        state.accepted += result.accepted
+        state.signal = result.signal
+        if result.sequence is not None:
+            state.offer(Incumbent.of(schedule_of(graph, result.sequence)))
         if rank == 0:
-            on_round(standing.report())
-        if standing.reached or heard.share >= 1 or heard.signal:
-            return standing.best.schedule, standing.report()
-        done = clock.timed(lambda moves: chain.round(standing.best, moves, heard.share))
+            observer.round_ended(state.report())
+        if state.reached or result.share >= 1 or result.signal:
+            return state.incumbent.schedule, state.report()
+        done = budget.timed(lambda moves: worker.round(state.incumbent, moves, result.share))
 
 
-def _starts(graph: OperationGraph, start: Schedule | None, method: str) -> Iterator[Incumbent]:
+def _starts(problem: FusionProblem, start: Schedule | None) -> Iterator[Incumbent]:
     """The schedules to begin with; one of them fits the caps."""
-    problem = graph.problem
-    if method == "paper":
-        yield from paper_starts(problem, start)
-        return
     first = Incumbent.of(greedy(problem) if start is None else Schedule(problem, start.orders))
     yield first
     if not first.fits():
         yield Incumbent.of(one_at_a_time(problem))
 
 
-class _Standing:
-    """The best schedule so far, and what is told about it."""
+def _message(done: Round, share: float, signal: int) -> RoundMessage:
+    if done.solution is None:
+        return RoundMessage(share=share, signal=signal, tried=done.tried, accepted=done.accepted)
+    return RoundMessage(done.solution[:2], done.solution.sequence, share, signal, done.tried, done.accepted)
+
+
+class _SearchState:
+    """The best schedule so far, and what is reported of it."""
 
     def __init__(
-        self,
-        goal: Goal,
-        clock: _Clock,
-        seed: int,
-        ranks: int,
-        method: str,
-        on_improved: Callable[[Schedule, SearchReport], None],
+        self, objective: Objective, budget: _Budget, ranks: int, improved: Callable[[Schedule, SearchReport], None]
     ) -> None:
-        self.goal, self.clock, self.on_improved = goal, clock, on_improved
-        self.seed, self.ranks, self.method = seed, ranks, method
-        self.best: Incumbent | None = None
+        self.objective, self.budget, self.ranks, self.improved = objective, budget, ranks, improved
+        self._incumbent: Incumbent | None = None
+        self.memory_bound: Number = 0
         self.reached = False  # nothing can be better
         self.moves = self.accepted = self.signal = 0
-        self.first: float | None = None
-        self.first_bound: float | None = None
+        self.first_seconds = 0.0
+        self.first_bound_seconds: float | None = None
+
+    @property
+    def incumbent(self) -> Incumbent:
+        assert self._incumbent is not None, "one of the starts fits the caps"
+        return self._incumbent
 
     def beats(self, key: Key) -> bool:
         """Whether a schedule of this makespan and peak memory would be the new best."""
-        makespan, peak = key
-        return self.best is None or (max(makespan, self.goal.enough), peak) < self.goal.key(self.best.timeline)
+        if self._incumbent is None:
+            return True
+        return (max(key[0], self.objective.target), key[1]) < self.objective.key(self._incumbent.timeline)
 
     def offer(self, entry: Incumbent) -> None:
         """Make `entry` the best one if it fits the caps and is better."""
         timeline = entry.timeline
         if not self.beats((timeline.makespan, timeline.peak_memory)) or not entry.fits():
             return
-        self.best, self.reached = entry, self.goal.reached(timeline)
-        self.memory_bound = self.goal.memory_bound(timeline.makespan)
-        if self.first is None:
-            self.first = self.clock.seconds()
-        if self.first_bound is None and reaches(timeline.makespan, self.goal.latency_bound):
-            self.first_bound = self.clock.seconds()
-        self.on_improved(entry.schedule, self.report())
+        first = self._incumbent is None
+        self._incumbent, self.reached = entry, self.objective.reached(timeline)
+        self.memory_bound = self.objective.memory_bound(timeline.makespan)
+        if first:
+            self.first_seconds = self.budget.seconds()
+        if self.first_bound_seconds is None and reaches(timeline.makespan, self.objective.latency_bound):
+            self.first_bound_seconds = self.budget.seconds()
+        self.improved(entry.schedule, self.report())
 
     def report(self) -> SearchReport:
+        timeline = self.incumbent.timeline
         return SearchReport(
-            makespan=self.best.timeline.makespan,
-            lower_bound=self.goal.latency_bound,
-            peak_memory=self.best.timeline.peak_memory,
+            makespan=timeline.makespan,
+            lower_bound=self.objective.latency_bound,
+            peak_memory=timeline.peak_memory,
             memory_lower_bound=self.memory_bound,
             moves=self.moves,
             accepted=self.accepted,
-            seconds=self.clock.seconds(),
-            first_seconds=self.first,
-            kernel_seconds=self.clock.kernel_seconds,
-            moving_seconds=self.clock.moving_seconds,
-            first_bound_seconds=self.first_bound,
-            seed=self.seed,
+            seconds=self.budget.seconds(),
+            first_seconds=self.first_seconds,
+            kernel_seconds=self.budget.kernel_seconds,
+            moving_seconds=self.budget.moving_seconds,
+            first_bound_seconds=self.first_bound_seconds,
+            settings=self.budget.settings,
             ranks=self.ranks,
-            objective=self.goal.objective,
-            method=self.method,
             signal=self.signal,
         )
 
 
-class _Clock:
-    """How much of the budget this rank has used, in seconds or moves, and how many moves its next round has."""
+class _Budget:
+    """How much this rank has used, in seconds or moves, and how many moves its next round has."""
 
-    def __init__(self, time_limit: float | None, iterations: int | None) -> None:
+    def __init__(self, settings: SearchSettings) -> None:
         self.started = time.monotonic()
-        self.time_limit, self.iterations = time_limit, iterations
+        self.settings = settings
         self.moves = 0
-        self.pace = 1  # of the first round, which makes the chain's own starts
+        self.pace = 1  # of the first round, which makes the worker's own starts
         self.fixed_round = 1
         self.kernel_seconds = self.moving_seconds = 0.0
         self.uncounted = 0.0  # before the search: kernels are compiled on a machine's first use, in turn on a host
@@ -228,12 +230,15 @@ class _Clock:
         return time.monotonic() - self.started
 
     def share(self) -> float:
-        spent = (self.seconds() - self.uncounted) / self.time_limit if self.time_limit is not None else 0.0
-        return max(spent, self.moves / self.iterations if self.iterations is not None else 0.0)
+        """Of the budget used; 1 when it is spent."""
+        time_limit, iterations = self.settings.time_limit, self.settings.iterations
+        spent = (self.seconds() - self.uncounted) / time_limit if time_limit is not None else 0.0
+        return max(spent, self.moves / iterations if iterations is not None else 0.0)
 
     def timed(self, play: Callable[[int], Round]) -> Round:
         """Play one round and set the pace of the next; nothing is played when this rank's moves are used up."""
-        moves = self.pace if self.iterations is None else min(self.pace, self.iterations - self.moves)
+        time_limit, iterations = self.settings.time_limit, self.settings.iterations
+        moves = self.pace if iterations is None else min(self.pace, iterations - self.moves)
         if moves <= 0:
             return Round(0, None)
         before = self.seconds()
@@ -244,52 +249,9 @@ class _Clock:
             self.pace = FIRST_ROUND_MOVES
         else:
             self.moving_seconds += now - before
-            left = math.inf if self.time_limit is None else self.time_limit + self.uncounted - now
+            left = math.inf if time_limit is None else time_limit + self.uncounted - now
             wanted = min(ROUND_SECONDS, left)
             self.pace = min(8 * self.pace, max(2, int(done.tried * wanted / max(now - before, 1e-6))))
-        if self.iterations is not None:
+        if iterations is not None:
             self.pace = self.fixed_round
         return done
-
-
-def _say(done: Round, share: float, signal: int) -> Say:
-    found = done.found
-    key, sequence = (found[:2], found.sequence) if found is not None else (Say().key, None)
-    return Say(key, sequence, share, signal, done.tried, done.accepted)
-
-
-def _host(comm: Any) -> Any:
-    """The communicator of this host's ranks, where there is a communicator."""
-    if comm is None:
-        return None
-    from mpi4py import MPI
-
-    return comm.Split_type(MPI.COMM_TYPE_SHARED)
-
-
-def _least(comm: Any) -> Any:
-    """MPI's MIN, where there is a communicator."""
-    if comm is None:
-        return None
-    from mpi4py import MPI
-
-    return MPI.MIN
-
-
-def _check_settings(time_limit: float | None, iterations: int | None, seed: int, memory_cap: float | None) -> None:
-    if time_limit is None and iterations is None:
-        raise InputError("the search has no end: give time_limit (seconds) or iterations (moves)")
-    for name, value in (("time_limit", time_limit), ("iterations", iterations), ("memory_cap", memory_cap)):
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise InputError(f"{name}={value} must be above 0")
-    if seed < 0:
-        raise InputError(f"seed={seed} must be at least 0")
-
-
-def world_communicator() -> Any:
-    """MPI's world communicator. Raises InputError when mpi4py or an MPI library is missing."""
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise InputError(f"started under mpirun but MPI cannot be loaded ({error}); pip install rlhfuse[mpi]") from None
-    return MPI.COMM_WORLD

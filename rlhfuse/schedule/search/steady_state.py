@@ -1,20 +1,8 @@
-"""From a schedule of a few micro-batches to one of many: its middle is repeated.
+"""From a schedule of a few micro-batches to one of many: its steady state is repeated.
 
-A unit is the smallest share of the micro-batches that keeps their proportions: M0 : M1 = 64 : 32 has 32
-units of (2, 1). Once the pipelines are full, a schedule may go on in a period of T per unit for as long
-as one likes, so a good schedule of 16 units makes one of 32 with the same peak memory:
-
-    before the cut       as it is
-    at the cut           the operations of the last `window` units, again and again, T per unit later
-    after the cut        as it is, later by T for every unit put in
-
-What comes out gives every operation a time to aim at; the orders are then made by taking, of all
-operations whose inputs and predecessors are there, the one of least aim: never a cycle, and exactly the
-repetition wherever the middle is periodic. It costs a sort to try a cut, so many are tried.
-
-Worth its while only where every unit costs the same time at the bound: there the small schedule at its
-bound becomes the large one at its own. Knows nothing of annealing. No paper: the published searches
-begin anew for every number of micro-batches, and need more memory the more of them there are.
+A unit is the smallest share of the micro-batches that keeps their proportions: M0 : M1 = 64 : 32 has 32 units of
+(2, 1). What is before a cut stays, the last units before it are repeated in a period of T per unit, what is after it
+comes later. That gives every operation a time to aim at, and the orders follow the aims (docs/schedules.md).
 """
 
 from __future__ import annotations
@@ -28,14 +16,14 @@ import numpy as np
 from numba import njit
 
 from rlhfuse.schedule.bounds.bounds import latency_bound
+from rlhfuse.schedule.ir.evaluate import over_cap, reaches
 from rlhfuse.schedule.ir.graph import OperationGraph
-from rlhfuse.schedule.ir.objective import loosen, reaches
 from rlhfuse.schedule.ir.problem import FusionProblem
+from rlhfuse.schedule.search.dispatch import heap_pop, heap_push
 from rlhfuse.schedule.search.heads_tails import Tables, new_state, refresh
-from rlhfuse.schedule.search.heap import drop, push
-from rlhfuse.schedule.search.sequence import Found, node_peaks
+from rlhfuse.schedule.search.solution import Solution, node_peaks
 
-TRIED_OPERATIONS = 1_200_000  # over all cuts of one stretch: a few tenths of a second
+TRIED_OPERATIONS = 1_200_000  # over all cuts of one extension: a few tenths of a second
 MOST_TRIES = 1_000
 WINDOWS = (1, 2, 3, 4, 6, 8)  # units that are repeated together
 FEWEST_CUTS = 8  # for every window
@@ -56,7 +44,7 @@ def with_units(problem: FusionProblem, units: int) -> FusionProblem:
     )
 
 
-def coarser(problem: FusionProblem) -> FusionProblem | None:
+def coarser_problem(problem: FusionProblem) -> FusionProblem | None:
     """The problem with half of the units, if from there on each unit adds the same time to the latency bound."""
     units = units_of(problem)
     half = (units + 1) // 2
@@ -78,12 +66,12 @@ def period_of(problem: FusionProblem) -> float:
     return max(busy) / units_of(problem)
 
 
-class Stretcher:
-    """Makes schedules of `large` from those of `small`: the same problem with fewer units."""
+class SteadyStateExtender:
+    """Makes solutions of `large` from those of `small`: the same problem with fewer units."""
 
     def __init__(self, small: OperationGraph, small_tables: Tables, large: OperationGraph, tables: Tables) -> None:
         self.small_tables, self.tables, self.size = small_tables, tables, large.size
-        self.caps = np.array([loosen(large.problem.node_cap(node)) for node in range(large.problem.nodes)])
+        self.problem = large.problem
         units = units_of(small.problem)
         self.added = units_of(large.problem) - units
         self.period = period_of(large.problem)
@@ -102,31 +90,32 @@ class Stretcher:
             np.empty(large.size, np.int64),
         )
 
-    def best(self, found: Found, better: Callable[[Found], bool]) -> tuple[Found | None, Found]:
+    def extend(self, solution: Solution, better: Callable[[Solution], bool]) -> tuple[Solution | None, Solution]:
         """Of all tries: the best one that fits the caps and is `better` (or None), and the fastest."""
         lifted, fastest = None, None
-        for candidate in self._tries(found):
+        for candidate in self._tries(solution):
             if fastest is None or candidate.makespan < fastest.makespan:
                 fastest = candidate
             if better(candidate) and (lifted is None or candidate[:2] < lifted[:2]) and self._fits(candidate):
                 lifted = candidate
+        assert fastest is not None
         return lifted, fastest
 
-    def _tries(self, found: Found) -> Iterator[Found]:
-        """The stretched schedule for every cut and window."""
-        state = new_state(found.sequence, 1)
+    def _tries(self, solution: Solution) -> Iterator[Solution]:
+        """The extended schedule for every cut and window."""
+        state = new_state(solution.sequence, 1)
         refresh(self.small_tables, state)
         tries = max(4, min(MOST_TRIES, TRIED_OPERATIONS // self.size))
         windows = WINDOWS if tries >= FEWEST_CUTS * len(WINDOWS) else WINDOWS[:1]
         for window in windows:
             for cut in np.linspace(0.1, 0.9, max(2, tries // len(windows))):
                 aim = self.scratch.aim
-                _aim(self.lanes, state.head, cut * found.makespan, window, self.added, self.period, aim)
+                _aim(self.lanes, state.head, cut * solution.makespan, window, self.added, self.period, aim)
                 sequence = np.empty(self.size, np.int64)
-                yield Found(*order_by_aim(self.tables, self.scratch, sequence), sequence)
+                yield Solution(*order_by_aim(self.tables, self.scratch, sequence), sequence)
 
-    def _fits(self, found: Found) -> bool:
-        return all(peak <= cap for peak, cap in zip(node_peaks(self.tables, found.sequence), self.caps))
+    def _fits(self, solution: Solution) -> bool:
+        return over_cap(self.problem, node_peaks(self.tables, solution.sequence)) is None
 
 
 class _Lanes(NamedTuple):
@@ -185,10 +174,10 @@ def order_by_aim(t: Tables, s: _Scratch, sequence: np.ndarray):
     for o in range(n):
         s.waits[o] = (t.upstream[o] >= 0) + (o > 0 and t.lane[o - 1] == t.lane[o])
         if s.waits[o] == 0:
-            count = push(s.heap_key, s.heap_item, count, s.aim[o], o)
+            count = heap_push(s.heap_key, s.heap_item, count, s.aim[o], o)
     while count > 0:
         o, least = s.heap_item[0], s.heap_key[0]
-        count = drop(s.heap_key, s.heap_item, count)
+        count = heap_pop(s.heap_key, s.heap_item, count)
         node, source = t.node[o], t.upstream[o]
         start = clock[node]
         if source >= 0:
@@ -204,5 +193,5 @@ def order_by_aim(t: Tables, s: _Scratch, sequence: np.ndarray):
             if target >= 0:
                 s.waits[target] -= 1
                 if s.waits[target] == 0:
-                    count = push(s.heap_key, s.heap_item, count, max(least, s.aim[target]), target)
+                    count = heap_push(s.heap_key, s.heap_item, count, max(least, s.aim[target]), target)
     return makespan, peak

@@ -1,124 +1,132 @@
-"""One rank's part of a search: walks through the problem and through smaller ones of the same kind.
+"""One rank's part of a search: annealing of the problem and of coarser ones with fewer micro-batches.
 
-Where every further unit of micro-batches adds the same time to the latency bound, schedules of half the
-units are walked through too, half of these again, and so on; what is met there is stretched to the next
-level (stretch.py), up to the problem itself. The levels take turns, round by round. A level that has
-nothing left to gain goes on meeting schedules leaner than the best of the next level, since not every
-one has a middle that can be repeated.
-
-Knows nothing of clocks, MPI or files; the same seed and rank give the same rounds.
+Where every further unit of micro-batches adds the same time to the latency bound, schedules of half the units are
+annealed too, half of these again, and so on; their steady states are extended to the next level (steady_state.py). The
+levels take turns, round by round. A level with nothing left to gain goes on looking for schedules leaner than the best
+of the next level, since not every one has a middle that can be repeated.
 """
 
 from __future__ import annotations
 
 import math
 
+from rlhfuse.kernel_cache import compile_apart
+from rlhfuse.schedule.ir.evaluate import over_cap, reaches
 from rlhfuse.schedule.ir.graph import OperationGraph, build_graph
-from rlhfuse.schedule.ir.objective import Goal, Incumbent, loosen, reaches
-from rlhfuse.schedule.ir.problem import FusionProblem
-from rlhfuse.schedule.rules.builders import serial_1f1b
-from rlhfuse.schedule.rules.min_memory import one_at_a_time
-from rlhfuse.schedule.search.annealing_run import Walk
+from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
+from rlhfuse.schedule.rules.builders import greedy, one_at_a_time, serial_1f1b
+from rlhfuse.schedule.search.annealing_run import AnnealingRun
 from rlhfuse.schedule.search.dispatch import Dispatcher, tuned_starts
-from rlhfuse.schedule.search.sequence import Found, Round, node_peaks, sequence_of, tables_of
-from rlhfuse.schedule.search.steady_state import Stretcher, coarser, period_of, units_of
+from rlhfuse.schedule.search.solution import (
+    Incumbent,
+    Objective,
+    Round,
+    Solution,
+    node_peaks,
+    solution_of,
+    tables_of,
+)
+from rlhfuse.schedule.search.steady_state import (
+    SteadyStateExtender,
+    coarser_problem,
+    order_by_aim,
+    period_of,
+    units_of,
+)
 
-STRETCHED_STARTS = 3  # kept by a level to begin its runs with, besides those made by rule
+EXTENDED_STARTS = 3  # kept by a level to begin its runs with, besides those made by rule
 
 
-class Level:
-    """The problem with some number of units: its walk, the best schedule that is known of it, its starts.
+class CoarseLevel:
+    """The problem with some number of units (all of them at the top): its annealing run, best solution, starts.
 
     Raises ValueError when no schedule of `given` nor any made here fits the caps.
     """
 
-    def __init__(self, graph: OperationGraph, goal: Goal, given: list[Incumbent], seed: int, rank: int) -> None:
-        self.graph, self.goal = graph, goal
+    def __init__(
+        self, graph: OperationGraph, objective: Objective, given: list[Incumbent], seed: int, rank: int
+    ) -> None:
+        self.graph, self.objective = graph, objective
         self.tables = tables_of(graph)
-        self.starts = [*tuned_starts(Dispatcher(graph, self.tables)), *map(self.found, given)]
-        self.best = min(filter(self._fits, self.starts), key=goal.key)
-        self.stretched: list[Found] = []
-        self.walk = Walk(graph, self.tables, goal, seed, rank)
+        self.starts = tuned_starts(Dispatcher(graph, self.tables)) + [solution_of(graph, entry) for entry in given]
+        self.best = min(filter(self._fits, self.starts), key=objective.key)
+        self.extended: list[Solution] = []
+        self.run = AnnealingRun(graph, self.tables, objective, seed, rank)
 
-    def found(self, entry: Incumbent) -> Found:
-        timeline = entry.timeline
-        return Found(float(timeline.makespan), float(timeline.peak_memory), sequence_of(self.graph, entry.schedule))
+    def _fits(self, solution: Solution) -> bool:
+        return over_cap(self.graph.problem, node_peaks(self.tables, solution.sequence)) is None
 
-    def _fits(self, found: Found) -> bool:
-        problem = self.graph.problem
-        peaks = node_peaks(self.tables, found.sequence)
-        return all(peak <= loosen(problem.node_cap(node)) for node, peak in enumerate(peaks))
-
-    def better(self, found: Found) -> bool:
-        """Whether `found` beats the best by more than rounding."""
-        mine, other = self.goal.key(found), self.goal.key(self.best)
+    def better(self, solution: Solution) -> bool:
+        """Whether `solution` beats the best by more than rounding."""
+        mine, other = self.objective.key(solution), self.objective.key(self.best)
         if reaches(mine[0], other[0]) and reaches(other[0], mine[0]):
             return not reaches(other[1], mine[1])
         return mine[0] < other[0]
 
     @property
     def fast_enough(self) -> bool:
-        return self.goal.fast_enough(self.best.makespan)
+        return self.objective.fast_enough(self.best.makespan)
 
     @property
     def finished(self) -> bool:
-        """Whether its own walk has nothing left to gain."""
-        if self.goal.objective == "latency":
+        """Whether its own annealing has nothing left to gain."""
+        if self.objective.kind == "latency":
             return self.fast_enough
-        proved = self.fast_enough and reaches(self.best.peak_memory, self.goal.memory_bound(self.best.makespan))
-        return proved or self.walk.exhausted
+        proved = self.fast_enough and reaches(self.best.peak_memory, self.objective.memory_bound(self.best.makespan))
+        return proved or self.run.exhausted
 
     def advance(self, moves: int, late: bool) -> Round:
-        return self.walk.advance(self.best, self.starts + self.stretched, moves, late)
+        """Try at most `moves` moves to beat the best."""
+        return self.run.advance(self.best, self.starts + self.extended, moves, late)
 
-    def keep_start(self, found: Found) -> None:
-        """Remember a schedule that is not fast enough, in place of the slowest."""
-        self.stretched = sorted([*self.stretched, found], key=lambda f: f.makespan)[:STRETCHED_STARTS]
+    def keep_start(self, solution: Solution) -> None:
+        """Remember a solution that is not fast enough, in place of the slowest."""
+        self.extended = sorted([*self.extended, solution], key=lambda s: s.makespan)[:EXTENDED_STARTS]
 
 
-class Chain:
-    """The levels, the smallest problem first, and whose turn it is."""
+class SearchWorker:
+    """The levels, the coarsest first, and whose turn it is. The same seed and rank give the same rounds."""
 
-    def __init__(self, graph: OperationGraph, goal: Goal, starts: list[Incumbent], seed: int, rank: int) -> None:
-        self.levels = [Level(graph, goal, starts, seed, rank)]
-        self.stretchers: list[Stretcher] = []
-        while (small := coarser(self.levels[0].goal.problem)) is not None:
+    def __init__(
+        self, graph: OperationGraph, objective: Objective, starts: list[Incumbent], seed: int, rank: int
+    ) -> None:
+        self.levels = [CoarseLevel(graph, objective, starts, seed, rank)]
+        self.extenders: list[SteadyStateExtender] = []
+        while (small := coarser_problem(self.levels[0].objective.problem)) is not None:
             self._put_below(small, seed, rank)
         self.turn = 0
         self.incumbent: Incumbent | None = None  # the owner's best when last seen
 
     def _put_below(self, small: FusionProblem, seed: int, rank: int) -> None:
         above = self.levels[0]
-        latency = above.goal.latency
+        latency = above.objective.latency
         if latency is not None:  # as much slack as there is above
-            added = (units_of(above.goal.problem) - units_of(small)) * period_of(small)
-            latency = max(latency - added, Goal(small).latency_bound)
+            added = (units_of(above.objective.problem) - units_of(small)) * period_of(small)
+            latency = max(latency - added, Objective(small).latency_bound)
         given = [Incumbent.of(serial_1f1b(small)), Incumbent.of(one_at_a_time(small))]
-        graph = build_graph(small)
-        self.levels.insert(0, Level(graph, Goal(small, above.goal.objective, latency), given, seed, rank))
-        self.stretchers.insert(0, Stretcher(graph, self.levels[0].tables, above.graph, above.tables))
+        graph, objective = build_graph(small), Objective(small, above.objective.kind, latency)
+        self.levels.insert(0, CoarseLevel(graph, objective, given, seed, rank))
+        self.extenders.insert(0, SteadyStateExtender(graph, self.levels[0].tables, above.graph, above.tables))
 
     def round(self, best: Incumbent, moves: int, share: float) -> Round:
         """Try at most `moves` moves (at least 1) to beat `best`; `share` of the whole search is over (0 to 1)."""
         top = self.levels[-1]
         if best is not self.incumbent:
             begin, self.incumbent = self.incumbent is None, best
-            tuned, top.best = top.best, top.found(best)
+            tuned, top.best = top.best, solution_of(top.graph, best)
             if begin and top.better(tuned):
                 return Round(1, tuned)
-        number = self._whose_turn()
+        number = self._next_level()
         level = self.levels[number]
         if number < len(self.levels) - 1 and level.finished:
             above = self.levels[number + 1]
-            done = level.walk.meet(level.best, above.best.peak_memory if above.fast_enough else math.inf, moves)
+            done = level.run.find_leaner(level.best, above.best.peak_memory if above.fast_enough else math.inf, moves)
         else:
-            done = level.advance(moves, late=share > 0.5 and top.goal.latency is None)
-        found = None
-        if done.found is not None:
-            found = self._lift(number, done.found)
-        return Round(done.tried, found, done.accepted)
+            done = level.advance(moves, late=share > 0.5 and top.objective.latency is None)
+        solution = None if done.solution is None else self._lift(number, done.solution)
+        return Round(done.tried, solution, done.accepted)
 
-    def _whose_turn(self) -> int:
+    def _next_level(self) -> int:
         """The levels that can still help, in turn."""
         last = len(self.levels) - 1
         able = [number for number in range(last) if self._helps(number)]
@@ -132,23 +140,45 @@ class Chain:
         if not above.fast_enough:
             return level.fast_enough
         leaner = not reaches(above.best.peak_memory, level.best.peak_memory)
-        return level.goal.objective == "memory" and leaner and level.fast_enough
+        return level.objective.kind == "memory" and leaner and level.fast_enough
 
-    def _lift(self, number: int, found: Found) -> Found | None:
-        """Take `found` into its level, and what can be made of it into those above; what is new at the top, if any."""
-        level = self.levels[number]
-        if level.better(found):
-            level.best = found
-        elif number == len(self.levels) - 1:
+    def _lift(self, number: int, solution: Solution) -> Solution | None:
+        """Take `solution` into its level, and its extensions into those above; what is new at the top, if any."""
+        level, top = self.levels[number], number == len(self.levels) - 1
+        if level.better(solution):
+            level.best = solution
+        elif top:
             return None
-        if number == len(self.levels) - 1:
-            return found
-        if not level.goal.fast_enough(found.makespan):
+        if top:
+            return solution
+        if not level.objective.fast_enough(solution.makespan):
             return None
         above = self.levels[number + 1]
-        if above.fast_enough and reaches(above.best.peak_memory, found.peak_memory):
+        if above.fast_enough and reaches(above.best.peak_memory, solution.peak_memory):
             return None
-        lifted, nearest = self.stretchers[number].best(found, above.better)
+        lifted, fastest = self.extenders[number].extend(solution, above.better)
         if not above.fast_enough:
-            above.keep_start(nearest)
+            above.keep_start(fastest)
         return self._lift(number + 1, lifted) if lifted is not None else None
+
+
+def load_kernels() -> None:
+    """Load every numba kernel of a search by a few moves on a tiny problem; compiles what is not cached: seconds."""
+    times = ((1, 1), (2, 2), (1, 1))
+    actor = Pipeline("actor", "actor", (0, 1), 8, *times)
+    problem = FusionProblem(2, (actor, Pipeline("critic", "critic", (1, 0), 8, *times)))
+    start = Incumbent.of(greedy(problem))
+    worker = SearchWorker(build_graph(problem), Objective(problem, "memory"), [start], 1, 0)
+    for _ in range(2):  # the first may bring nothing but a start
+        worker.round(start, 1, 0.0)
+    for number, extender in enumerate(worker.extenders):
+        extender.extend(worker.levels[number].best, worker.levels[number + 1].better)
+
+
+def compile_kernels_apart() -> None:
+    """Compile them in another process, unless they are cached; `order_by_aim` is the last that it calls."""
+    compile_apart(order_by_aim, "rlhfuse.schedule.search.worker")
+
+
+if __name__ == "__main__":
+    load_kernels()

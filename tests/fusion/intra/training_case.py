@@ -30,14 +30,14 @@ from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
-from rlhfuse.schedule.rules.builders import capped_greedy, gpipe, greedy, serial_1f1b
+from rlhfuse.schedule.rules.builders import capped_greedy, greedy, serial_1f1b
 from rlhfuse.schedule.rules.interleaved import interleaved_1f1b
 from rlhfuse.schedule.rules.time_sharing import time_sharing
 
 BUILDERS = {
     "fused": greedy,
     "capped": capped_greedy,
-    "gpipe": gpipe,
+    "eager": lambda problem: capped_greedy(problem, 99),  # forwards before all else
     "serial": serial_1f1b,
     "time-shared": time_sharing,
     "interleaved": interleaved_1f1b,

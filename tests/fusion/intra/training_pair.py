@@ -16,10 +16,15 @@ from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.program import Programs
-from rlhfuse.schedule.rules.builders import gpipe, greedy, serial_1f1b
+from rlhfuse.schedule.rules.builders import capped_greedy, greedy, serial_1f1b
 from rlhfuse.schedule.rules.interleaved import interleaved_1f1b
 
-BUILDERS = {"fused": greedy, "gpipe": gpipe, "serial": serial_1f1b, "interleaved": interleaved_1f1b}
+BUILDERS = {
+    "fused": greedy,
+    "eager": lambda problem: capped_greedy(problem, 99),
+    "serial": serial_1f1b,
+    "interleaved": interleaved_1f1b,
+}
 LR = {"actor": 1e-3, "critic": 2e-3}
 
 

@@ -18,8 +18,8 @@ from rlhfuse.schedule.bounds.window_rules import least, narrow
 from rlhfuse.schedule.io import schedule_dict
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
-from rlhfuse.schedule.rules.builders import capped_greedy, gpipe, greedy, serial_1f1b
-from rlhfuse.schedule.search.search import search
+from rlhfuse.schedule.rules.builders import capped_greedy, greedy, serial_1f1b
+from rlhfuse.schedule.search.search import SearchSettings, search
 
 EDGE = 1e-9
 PROBLEMS, WORK = 60, 0.1  # small problems to solve, and how hard CP-SAT tries each (exact.py)
@@ -96,7 +96,7 @@ def test_bounds_and_claims_against_exact_optima():
         capped = replace(problem, memory_cap=needed(problem) + rng.choice([0, 1, 2]))
         count(seen, "capped latency", latency_bound(capped), exact.least_makespan(capped, work=WORK), seed)
         if seed % 2 == 0:
-            schedule, report = search(problem, iterations=20_000, seed=seed, objective="memory")
+            schedule, report = search(problem, SearchSettings(iterations=20_000, seed=seed, objective="memory"))
             least = exact.least_memory(problem, report.makespan, work=WORK)
             told = schedule_dict(schedule)
             seen["searched"] += 1
@@ -124,7 +124,7 @@ def test_bounds_never_pass_what_a_builder_made():
     for seed in range(400):
         problem = random_problem(seed, largest=10 if seed % 4 == 0 else 4)
         fastest = latency_bound(problem)
-        for build in (serial_1f1b, gpipe, greedy, capped_greedy, lambda p: capped_greedy(p, 2)):
+        for build in (serial_1f1b, greedy, capped_greedy, lambda p: capped_greedy(p, 2)):
             timeline = evaluate(build(problem))
             capped = replace(problem, memory_cap=timeline.peak_memory)
             assert fastest <= latency_bound(capped) * (1 + EDGE) <= timeline.makespan * (1 + 2 * EDGE), seed

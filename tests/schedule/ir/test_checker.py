@@ -13,27 +13,23 @@ import pytest
 from schedule_cases import plain, random_instance, random_problem, table_3_problem, verdict
 
 from rlhfuse.errors import InputError, ScheduleError
-from rlhfuse.schedule.io import load_schedule, read_schedule, save_schedule, schedule_dict
+from rlhfuse.schedule.io import read_schedule, schedule_dict
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.schedule.rules.bidirectional import bidirectional_problem, chimera
-from rlhfuse.schedule.rules.builders import capped_greedy, gpipe, greedy, serial_1f1b
-from rlhfuse.schedule.rules.halved import halved_1f1b
+from rlhfuse.schedule.rules.builders import capped_greedy, greedy, one_at_a_time, serial_1f1b
 from rlhfuse.schedule.rules.interleaved import interleaved_1f1b, interleaved_problem
 from rlhfuse.schedule.rules.time_sharing import same_layout_problem, time_sharing
-from rlhfuse.schedule.search.search import search
+from rlhfuse.schedule.search.search import SearchSettings, search
 
 BUILDERS = {
     "serial 1F1B": serial_1f1b,
-    "one in flight": lambda p: serial_1f1b(p, 1),
-    "GPipe": gpipe,
+    "one at a time": one_at_a_time,
+    "eager": lambda p: capped_greedy(p, 99),
     "greedy": greedy,
     "capped greedy": capped_greedy,
-    "1F1B+": halved_1f1b,
     "interleaved 1F1B": lambda p: interleaved_1f1b(interleaved_problem(p, 2)),
     "time-sharing": lambda p: time_sharing(same_layout_problem(p)),
-    "Chimera": lambda p: chimera(bidirectional_problem(p)),
 }
 
 
@@ -116,9 +112,9 @@ def test_search_on_random_instances(chunk):
     for seed in range(chunk, 200, 4):
         problem = random_instance(seed)[1]
         if seed % 2:
-            lean = evaluate(serial_1f1b(problem, 1)).node_peak_memory
+            lean = evaluate(one_at_a_time(problem)).node_peak_memory
             problem = capped(problem, [peak * (1 + seed % 3 / 2) for peak in lean], seed % 3)
-        schedule, report = search(problem, iterations=300, seed=seed)
+        schedule, report = search(problem, SearchSettings(iterations=300, seed=seed))
         raw = {**plain(problem), "memory_cap": problem.memory_cap, "static_memory": problem.static_memory}
         claims = {"makespan": report.makespan, "peak_memory": report.peak_memory}
         found = verdict(raw, as_rows(schedule), claims)
@@ -173,7 +169,6 @@ def damages(valid, rng):
         assert not isinstance(verdict(raw["problem"], raw["tasks"], raw), str)
         raw["problem"]["memory_cap"][node] -= 0.01 * peaks[node]
         yield "over the cap", "over the cap", raw
-    yield from claim_damages(fresh, valid)
 
 
 def task_damages(fresh, node, i, task, rng, nodes):
@@ -188,12 +183,6 @@ def task_damages(fresh, node, i, task, rng, nodes):
         target = raw["tasks"][other]
         target.insert(rng.randint(0, len(target)), row.pop(i))
         yield "on the wrong node", "wrong node", raw
-    length = task["end"] - task["start"]
-    for early, late in ((-length / 2, -length / 2), (-length / 2, 0), (0, length / 2), (-1e6, -1e6)):
-        raw, row = fresh(node)
-        row[i]["start"] += early
-        row[i]["end"] += late
-        yield "overlapping or of a wrong length", "", raw
     for change in ({"pipeline": "nobody"}, {"stage": task["stage"] + 99}, {"microbatch": -1}, {"microbatch": 99}):
         raw, row = fresh(node)
         row[i] |= change
@@ -208,10 +197,6 @@ def order_damages(fresh, node, row_before):
                 raw, row = fresh(node, timed)
                 row[i]["microbatch"], row[j]["microbatch"] = row[j]["microbatch"], row[i]["microbatch"]
                 yield "micro-batches out of order", "micro-batches out of order", raw
-        if i + 1 < len(row_before):
-            raw, row = fresh(node)
-            row[i], row[i + 1] = row[i + 1], row[i]
-            yield "neighbours swapped, times kept", "", raw
         for j in range(i + 1, len(row_before)):  # what needs the output of task i, put before it
             other = row_before[j]
             same = (other["pipeline"], other["microbatch"]) == (task["pipeline"], task["microbatch"])
@@ -234,25 +219,6 @@ def needed(before, after):
     }.get(kinds, False)
 
 
-def claim_damages(fresh, valid):
-    for key in ("makespan", "peak_memory"):
-        for factor in (0.99, 1.01):
-            raw, _ = fresh()
-            raw[key] *= factor
-            if raw[key] != valid[key]:
-                yield f"wrong {key}", "claimed", raw
-    for node, peak in enumerate(valid["node_peak_memory"]):
-        raw, _ = fresh()
-        raw["node_peak_memory"][node] = peak + 0.5
-        yield "wrong node_peak_memory", "claimed node_peak_memory", raw
-    raw, _ = fresh()
-    raw["optimal"] = not raw["optimal"]
-    yield "wrong optimal", "claimed optimal", raw
-    raw, _ = fresh()
-    raw["lower_bound"] = raw["makespan"] * 1.01
-    yield "wrong lower_bound", "claimed lower_bound", raw
-
-
 def test_every_damage_is_refused_by_checker_and_reader(capsys):
     counts, rng = Counter(), random.Random(1)
     for seed in range(40):
@@ -267,7 +233,7 @@ def test_every_damage_is_refused_by_checker_and_reader(capsys):
         for kind, rule, raw in damages(valid, rng):
             both_refuse(raw, f"seed {seed}, {name}, {kind}", rule)
             counts[kind] += 1
-    assert min(counts.values()) >= 10 and len(counts) == 15, counts
+    assert min(counts.values()) >= 10 and len(counts) == 8, counts
     with capsys.disabled():
         print(f"\n{sum(counts.values())} damaged schedules refused twice: {dict(counts)}")
 
@@ -318,38 +284,10 @@ def random_order(problem, node, rng, tidy):
         lanes[name, stage, kind] += 1
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"makespan": 226}, "makespan is 226, but the schedule's is 244"),
-        ({"makespan": "244"}, "makespan is '244'"),
-        ({"makespan": float("nan")}, "makespan is nan"),
-        ({"peak_memory": 15.6}, "peak_memory is 15.6, but the schedule's is 23.6"),
-        ({"node_peak_memory": [1]}, "node_peak_memory is .*8 numbers"),
-        ({"serial_makespan": 400}, "serial_makespan is 400, but the schedule's is 309"),
-        ({"lower_bound": 226}, "lower_bound is 226, but no more than 225 is proved"),
-        ({"lower_bound": True}, "lower_bound is True"),
-        ({"optimal": True}, "optimal is True, but makespan 244 has the bound 225"),
-        ({"optimal": 0}, "optimal is 0"),
-        ({"memory_lower_bound": 99}, "memory_lower_bound is 99, but no more than"),
-    ],
-)
-def test_untrue_claims_are_refused_by_name(tmp_path, change, message):
-    path = tmp_path / "schedule.json"
-    save_schedule(path, greedy(table_3_problem(8, 4, 8, 4, 5, 4, 1.95, 2)))
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(ScheduleError, match=f"schedule.json: {message}"):
-        load_schedule(path)
-
-
-def test_what_a_file_may_leave_out_or_understate(tmp_path):
+def test_times_and_figures_in_a_file_are_for_people():
+    """Only the order is read; what is said about it is computed again."""
     schedule = greedy(table_3_problem(8, 4, 8, 4, 5, 4, 1.95, 2))
-    raw = as_file(schedule)
-    assert read_schedule(without_times(deepcopy(raw)), "file") == schedule
-    assert read_schedule({**raw, "lower_bound": 200}, "file") == schedule  # true, only weaker
-    raw["tasks"][0][1]["start"] = 4
-    with pytest.raises(ScheduleError, match=r"tasks\[0\]\[1\]: start is 4, but in this order the task runs from 5 to"):
-        read_schedule(raw, "file")
+    assert read_schedule({**without_times(as_file(schedule)), "makespan": 1, "optimal": True}, "file") == schedule
 
 
 def test_a_schedule_over_its_own_cap_is_not_read():

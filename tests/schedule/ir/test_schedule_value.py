@@ -17,7 +17,6 @@ from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import (
     capped_greedy,
-    gpipe,
     greedy,
     serial_1f1b,
     serial_makespan,
@@ -64,7 +63,7 @@ def test_serial_orders_are_1f1b():
         "node 1: a:1F0 a:1F1 a:1B0 a:1F2 a:1B1 a:1F3 a:1B2 a:1B3",
         "node 2: a:2F0 a:2B0 a:2F1 a:2B1 a:2F2 a:2B2 a:2F3 a:2B3",
     ]
-    assert gpipe(problem).text().splitlines()[2] == "node 2: a:2F0 a:2F1 a:2F2 a:2F3 a:2B0 a:2B1 a:2B2 a:2B3"
+    assert capped_greedy(problem, 9).text().splitlines()[2] == "node 2: a:2F0 a:2F1 a:2F2 a:2F3 a:2B0 a:2B1 a:2B2 a:2B3"
 
 
 @pytest.mark.parametrize(
@@ -249,7 +248,7 @@ def test_damaged_schedule_files_are_refused(tmp_path, damage):
 def test_builders_on_random_problems(seed):
     problem = random_problem(seed)
     bound = latency_bound(problem)
-    for build in (serial_1f1b, gpipe, greedy, capped_greedy, lambda p: capped_greedy(p, 2)):
+    for build in (serial_1f1b, greedy, capped_greedy, lambda p: capped_greedy(p, 2)):
         schedule = build(problem)
         makespan, peaks = check(problem, schedule.orders)
         timeline = evaluate(schedule)

@@ -7,7 +7,7 @@ from math import gcd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_cases import TABLE_3, check, table_3_problem
+from schedule_cases import check, table_3_problem
 
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.errors import InputError
@@ -15,14 +15,9 @@ from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline, StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import rank_map
-from rlhfuse.schedule.rules import bidirectional
-from rlhfuse.schedule.rules.bidirectional import bidirectional_problem, chimera
-from rlhfuse.schedule.rules.builders import capped_greedy, gpipe, greedy, serial_1f1b, serial_makespan
-from rlhfuse.schedule.rules.halved import halved_1f1b, halved_problem
+from rlhfuse.schedule.rules.builders import capped_greedy, greedy, serial_1f1b, serial_makespan
 from rlhfuse.schedule.rules.interleaved import interleaved_1f1b, interleaved_problem
 from rlhfuse.schedule.rules.time_sharing import same_layout_problem, time_sharing
-
-PUBLISHED_HALVED = [1.03, 1.06, 1.10, 1.03, 1.05, 1.07, 1.02, 1.03, 1.05, 1.01, 1.02, 1.03]  # rows as in TABLE_3
 
 
 def even(nodes, microbatches, forward=1, backward=1, activation=1, model="a", reverse=False):
@@ -42,62 +37,6 @@ def makespan(schedule):
     found = check(schedule.problem, schedule.orders)[0]
     assert evaluate(schedule).makespan == pytest.approx(found)
     return found
-
-
-# ---- 1F1B+ --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case, published", list(zip(TABLE_3, PUBLISHED_HALVED)))
-def test_1f1b_plus_is_the_closed_form_and_table_3(case, published):
-    (p0, p1, m0, m1, f0, f1, a0, a1), serial, *_ = case
-    problem = table_3_problem(p0, p1, m0, m1, f0, f1, a0, a1)
-    halved = halved_problem(problem)
-    time = serial_makespan(halved)
-    assert time == (m0 / 2 + p0 / 2 - 1) * 3 * 2 * f0 + (m1 / 2 + p1 / 2 - 1) * 3 * 2 * f1
-    assert serial / time == pytest.approx(published, abs=0.01)
-    assert makespan(halved_1f1b(problem)) <= time  # the one has a barrier between the models, the other none
-    assert halved.pipelines[0].activation == (2 * a0,) * (p0 // 2)
-
-
-def test_halves_lie_side_by_side():
-    problem = FusionProblem(
-        4,
-        (
-            Pipeline("a", "a", (0, 1, 2, 3), 4, (1, 2, 3, 4), (1, 1, 1, 2), (1, 1, 5, 1), (1, 2, 1, 2)),
-            Pipeline("c.0", "c", (1, 0), 6, (1, 1), (1, 1), (1, 1)),
-            Pipeline("c.1", "c", (3, 2), 6, (1, 1), (1, 1), (1, 1)),
-        ),
-        transfer=0.5,
-        memory_cap=9,
-        static_memory=3,
-    )
-    halved = halved_problem(problem)
-    assert [(p.name, p.placement, p.microbatches) for p in halved.pipelines] == [
-        ("a.0", (0, 1), 2),
-        ("a.1", (2, 3), 2),
-        ("c.0", (1,), 3),
-        ("c.1", (0,), 3),
-        ("c.2", (3,), 3),
-        ("c.3", (2,), 3),
-    ]
-    assert halved.pipelines[1] == Pipeline("a.1", "a", (2, 3), 2, (3, 7), (2, 3), (2, 6), (3, 3))
-    assert (halved.transfer, halved.memory_cap, halved.static_memory) == (0.5, 9, 6)
-    assert halved_problem(replace(problem, static_memory=(1, 1, 1, 1))).static_memory == (2, 2, 2, 2)
-    makespan(halved_1f1b(problem))
-
-
-@pytest.mark.parametrize(
-    "problem, message",
-    [
-        (one_model(3, 4), r"pipeline a has 3 stages, 3 % 2 = 1"),
-        (one_model(4, 5), r"pipeline a has 5 micro-batches, 5 % 2 = 1"),
-        (replace(one_model(2, 2), static_memory=(1, 2)), r"static_memory \[1, 2\] differs"),
-        (FusionProblem(1, (replace(even(2, 2), placement=(0, 0)),)), "visits node 0 2 times"),
-    ],
-)
-def test_what_cannot_be_halved_is_refused(problem, message):
-    with pytest.raises(InputError, match=f"1F1B\\+: .*{message}"):
-        halved_1f1b(problem)
 
 
 # ---- interleaved 1F1B ---------------------------------------------------------------------------------------
@@ -203,81 +142,6 @@ def test_time_sharing_needs_one_layout():
         time_sharing(FusionProblem(1, (replace(even(2, 2), placement=(0, 0)),)))
 
 
-# ---- Chimera ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("units", [1, 2, 3, 5])
-@pytest.mark.parametrize("nodes", [2, 4, 6, 8, 16])
-def test_chimera_with_equal_times(nodes, units):
-    """N micro-batches: 2N + P - 2 slots, which is the bound; 1F1B takes 2N + 2P - 2."""
-    total = units * nodes
-    single = one_model(nodes, total)
-    problem = bidirectional_problem(single)
-    schedule = chimera(problem)
-    assert makespan(schedule) == 2 * total + nodes - 2 == latency_bound(problem)
-    assert makespan(serial_1f1b(single)) == 2 * total + 2 * nodes - 2
-    # Of P micro-batches in flight an outer node holds P/2 + 1, an inner one all.
-    expected = [nodes // 2 + 1 + min(s, nodes - 1 - s) for s in range(nodes)]
-    assert check(problem, schedule.orders)[1] == (expected if nodes > 2 else [2, 2])
-
-
-@pytest.mark.parametrize("nodes", [2, 4, 6, 8, 16])
-def test_chimera_with_backward_twice_the_forward(nodes):
-    """N = P: 3N + 2P - 4 forwards' time, as its paper says, is the bound. 1F1B takes 3N + 3P - 3, for any N."""
-    for units in (1, 2, 4, 8):
-        single = one_model(nodes, units * nodes, 1, 2)
-        problem = bidirectional_problem(single)
-        schedule = chimera(problem)
-        assert makespan(schedule) < makespan(serial_1f1b(single)) == 3 * (units * nodes + nodes - 1)
-        assert max(check(problem, schedule.orders)[1]) <= nodes + 1
-        if units == 1:
-            assert makespan(schedule) == 5 * nodes - 4 == latency_bound(problem)
-
-
-@settings(derandomize=True, deadline=None, max_examples=40)
-@given(st.sampled_from([2, 4, 6, 8]), st.integers(1, 4), st.integers(1, 9), st.integers(1, 9))
-def test_chimera_beats_1f1b(nodes, units, forward, backward):
-    single = one_model(nodes, units * nodes, forward, backward)
-    assert makespan(chimera(bidirectional_problem(single))) < makespan(serial_1f1b(single))
-
-
-def test_chimera_order_is_the_docstrings():
-    """On unit times the grid's only freedom is to start earlier than its slot."""
-    schedule = chimera(bidirectional_problem(one_model(4, 4)))
-    lines = [line.strip() for line in bidirectional.__doc__.splitlines()]
-    grid = [line.split(":")[1].split() for line in lines if line.startswith("node")]
-    for row, order, starts in zip(grid, schedule.orders, evaluate(schedule).starts, strict=True):
-        words = [f"{'a' if action.pipeline == 'a.down' else 'b'}{action.microbatch}{action.kind}" for action in order]
-        assert words == [word for word in row if word != "."]
-        assert all(start <= row.index(word) for start, word in zip(starts, words))
-
-
-def test_chimera_takes_two_models_and_several_pairs():
-    problem = FusionProblem(4, (even(4, 2), even(4, 2, model="c", reverse=True)))
-    assert makespan(chimera(problem)) == 10 < makespan(serial_1f1b(problem))
-    models = even(4, 4, 1, 2), even(4, 8, 3, 5, model="c")
-    both = bidirectional_problem(FusionProblem(4, models, static_memory=(1,) * 4))
-    assert both.static_memory == (2,) * 4
-    names = [action.pipeline for action in chimera(both).orders[0]]
-    assert set(names[:8]) == {"a.down", "a.up"} and set(names[8:]) == {"c.down", "c.up"}
-    makespan(chimera(both))
-
-
-@pytest.mark.parametrize(
-    "build, message",
-    [
-        (lambda: bidirectional_problem(one_model(4, 5)), "a has 5 micro-batches, 5 % 2 = 1"),
-        (lambda: bidirectional_problem(one_model(3, 4)), "a has 3 stages, 3 % 2 = 1"),
-        (lambda: chimera(one_model(4, 4)), r"a on nodes \[0, 1, 2, 3\] has no partner"),
-        (lambda: chimera(FusionProblem(3, (even(3, 2), even(3, 2, model="c", reverse=True)))), "3 stages"),
-        (lambda: chimera(interleaved_problem(one_model(2, 2), 2)), "visits node 0 2 times"),
-    ],
-)
-def test_what_chimera_cannot_do_is_refused(build, message):
-    with pytest.raises(InputError, match=message):
-        build()
-
-
 # ---- layouts turned into problems ---------------------------------------------------------------------------
 
 
@@ -315,7 +179,7 @@ def test_layouts_become_problems(actor, critic, m1, nodes, k1, k2, m2, stages, r
         assert sum(pipeline.forward) == sum(costs(layout, first).forward)
         assert pipeline.activation[0] == 1 + (merge - 1) / 8  # the fullest sub-stage
     assert len(rank_map(layouts).replicas) == replicas
-    for build in (serial_1f1b, gpipe, greedy, capped_greedy):
+    for build in (serial_1f1b, greedy, capped_greedy):
         assert makespan(build(problem)) >= latency_bound(problem)
     assert FusionProblem.from_dict(json.loads(json.dumps(problem.to_dict()))) == problem
 

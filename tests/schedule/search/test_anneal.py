@@ -14,7 +14,7 @@ from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import capped_greedy, serial_1f1b
 from rlhfuse.schedule.search.anneal import LONG_SHARE, LONGER, Rule, anneal, uniform
 from rlhfuse.schedule.search.heads_tails import LONGEST, makespan_of, new_state, refresh
-from rlhfuse.schedule.search.sequence import sequence_of, tables_of
+from rlhfuse.schedule.search.solution import sequence_of, tables_of
 
 
 def longest_paths(graph, rows):

@@ -15,9 +15,17 @@ from schedule_cases import TABLE_3, check, random_instance, random_problem, tabl
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.rules.builders import capped_greedy, list_schedule, pipeline_work
-from rlhfuse.schedule.search.dispatch import KEPT, LARGEST_EXTRAS, OTHER_EXTRAS, Dispatcher, Rules, tuned_starts
-from rlhfuse.schedule.search.heap import drop, push
-from rlhfuse.schedule.search.sequence import schedule_of, tables_of
+from rlhfuse.schedule.search.dispatch import (
+    KEPT,
+    LARGEST_EXTRAS,
+    OTHER_EXTRAS,
+    Dispatcher,
+    Rules,
+    heap_pop,
+    heap_push,
+    tuned_starts,
+)
+from rlhfuse.schedule.search.solution import schedule_of, tables_of
 
 WAYS = [(forward_first, model_first) for forward_first in (True, False) for model_first in (True, False)]
 
@@ -40,12 +48,12 @@ def drawn_problem(seed):
     return replace(problem, pipelines=tuple(map(emptied, problem.pipelines)))
 
 
-def check_found(dispatcher, found):
-    """`found` is valid and costs what it says."""
+def check_solution(dispatcher, solution):
+    """`solution` is valid and costs what it says."""
     problem = dispatcher.graph.problem
-    makespan, peaks = check(problem, schedule_of(dispatcher.graph, found.sequence).orders)
-    assert found.makespan == pytest.approx(makespan, rel=1e-9)
-    assert found.peak_memory == pytest.approx(max(peaks), rel=1e-9, abs=1e-9)
+    makespan, peaks = check(problem, schedule_of(dispatcher.graph, solution.sequence).orders)
+    assert solution.makespan == pytest.approx(makespan, rel=1e-9)
+    assert solution.peak_memory == pytest.approx(max(peaks), rel=1e-9, abs=1e-9)
 
 
 # ---- the heap ---------------------------------------------------------------------------------------------------
@@ -58,11 +66,11 @@ def test_the_heap_gives_what_heapq_gives(steps):
     keys, items, count, twin = np.empty(80), np.empty(80, np.int64), 0, []
     for step in steps + [None] * 80:
         if step is not None:
-            count = push(keys, items, count, float(step[0]), step[1])
+            count = heap_push(keys, items, count, float(step[0]), step[1])
             heapq.heappush(twin, step)
         elif twin:
             assert (keys[0], items[0]) == heapq.heappop(twin)
-            count = drop(keys, items, count)
+            count = heap_pop(keys, items, count)
         assert count == len(twin)
         assert not twin or (keys[0], items[0]) == twin[0]
 
@@ -71,11 +79,11 @@ def test_the_heap_sorts_what_it_holds():
     values = np.random.default_rng(0).integers(0, 40, (500, 2))
     keys, items, count = np.empty(500), np.empty(500, np.int64), 0
     for key, item in values:
-        count = push(keys, items, count, key / 8, item)
+        count = heap_push(keys, items, count, key / 8, item)
     out = []
     while count:
         out.append((keys[0], items[0]))
-        count = drop(keys, items, count)
+        count = heap_pop(keys, items, count)
     assert out == sorted((key / 8, item) for key, item in values.tolist())
 
 
@@ -92,9 +100,9 @@ def test_any_ranks_and_caps_give_the_plain_twins_schedule(seed):
     rank = rng.permutation(len(graph.lanes))
     cap = rng.integers(1, 7, len(dispatcher.stages))
     expected = list_schedule(graph, dict(zip(dispatcher.stages, cap.tolist())), rank[graph.lane].tolist())
-    found = dispatcher.dispatch(Rules(rank, cap))
-    assert schedule_of(graph, found.sequence).orders == expected.orders
-    check_found(dispatcher, found)
+    solution = dispatcher.dispatch(Rules(rank, cap))
+    assert schedule_of(graph, solution.sequence).orders == expected.orders
+    check_solution(dispatcher, solution)
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
@@ -106,8 +114,8 @@ def test_the_rules_are_those_of_capped_greedy(seed, largest, others, way):
     large = max(problem.pipelines, key=pipeline_work)
     extra = {p.model: math.ceil((largest if p is large else others) * p.stages / 16) for p in problem.pipelines}
     dispatcher = dispatcher_of(problem)
-    found = dispatcher.dispatch(dispatcher.rules(largest, others, *way))
-    assert schedule_of(dispatcher.graph, found.sequence).orders == capped_greedy(problem, extra, *way).orders
+    solution = dispatcher.dispatch(dispatcher.rules(largest, others, *way))
+    assert schedule_of(dispatcher.graph, solution.sequence).orders == capped_greedy(problem, extra, *way).orders
 
 
 @pytest.mark.parametrize("row", [TABLE_3[2][0], TABLE_3[11][0]], ids=str)
@@ -144,11 +152,11 @@ def grid(dispatcher):
 def test_tuned_starts_are_the_undominated_ones_of_the_grid(seed):
     dispatcher = dispatcher_of(random_problem(seed))
     starts, made = tuned_starts(dispatcher), grid(dispatcher)
-    for found in starts:
-        check_found(dispatcher, found)
-    costs = {found[:2] for found in made}
+    for solution in starts:
+        check_solution(dispatcher, solution)
+    costs = {solution[:2] for solution in made}
     undominated = {a for a in costs if not any(b != a and b[0] <= a[0] and b[1] <= a[1] for b in costs)}
-    assert [found[:2] for found in starts] == sorted(undominated)[:KEPT]
+    assert [solution[:2] for solution in starts] == sorted(undominated)[:KEPT]
 
 
 @pytest.mark.parametrize("row", [TABLE_3[2][0], TABLE_3[6][0], TABLE_3[9][0]], ids=str)
@@ -156,8 +164,8 @@ def test_tuned_starts_of_table_3(row):
     """Not all of the grid is tried where operations are many; what is tried first always is."""
     dispatcher = dispatcher_of(table_3_problem(*row))
     starts = tuned_starts(dispatcher)
-    for found in starts:
-        check_found(dispatcher, found)
+    for solution in starts:
+        check_solution(dispatcher, solution)
     assert 2 <= len(starts) <= KEPT
     for faster, leaner in zip(starts, starts[1:]):
         assert faster.makespan < leaner.makespan and faster.peak_memory > leaner.peak_memory
@@ -169,5 +177,5 @@ def test_tuned_starts_of_table_3(row):
 def test_one_operation_each_is_enough():
     problem = FusionProblem(1, (Pipeline("only", "only", (0,), 1, (1,), (2,), (0,)),))
     dispatcher = dispatcher_of(problem)
-    (found,) = tuned_starts(dispatcher)
-    assert found[:2] == (3.0, 0.0) and found.sequence.tolist() == [0, 1]
+    (solution,) = tuned_starts(dispatcher)
+    assert solution[:2] == (3.0, 0.0) and solution.sequence.tolist() == [0, 1]

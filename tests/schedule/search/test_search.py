@@ -14,11 +14,9 @@ from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
-from rlhfuse.schedule.rules.builders import greedy
-from rlhfuse.schedule.rules.min_memory import needed_memory, one_at_a_time
-from rlhfuse.schedule.search.kernels import load_kernels
-from rlhfuse.schedule.search.search import FIRST_ROUND_MOVES, ROUND_SECONDS, search
-from rlhfuse.schedule.search.worker import Chain
+from rlhfuse.schedule.rules.builders import greedy, min_memory, one_at_a_time
+from rlhfuse.schedule.search.search import FIRST_ROUND_MOVES, ROUND_SECONDS, SearchObserver, SearchSettings, search
+from rlhfuse.schedule.search.worker import SearchWorker, load_kernels
 
 
 def tiny(seed):
@@ -75,7 +73,7 @@ def brute_force(problem):
 @pytest.mark.parametrize("seed", range(5))
 def test_search_finds_the_optimum_of_tiny_problems(seed):
     problem = tiny(seed)
-    schedule, report = search(problem, iterations=60_000, objective="memory")
+    schedule, report = search(problem, SearchSettings(iterations=60_000, objective="memory"))
     optimum = brute_force(problem)
     assert (report.makespan, report.peak_memory) == optimum
     assert latency_bound(problem) <= optimum[0] and memory_bound(problem, optimum[0]) <= optimum[1]
@@ -85,7 +83,7 @@ def test_search_finds_the_optimum_of_tiny_problems(seed):
 @given(st.integers(0, 10**6))
 def test_search_on_random_problems_is_valid_and_no_worse_than_greedy(seed):
     problem = random_problem(seed)
-    schedule, report = search(problem, iterations=20_000, seed=seed)
+    schedule, report = search(problem, SearchSettings(iterations=20_000, seed=seed))
     makespan, peaks = check(problem, schedule.orders)
     assert report.makespan == pytest.approx(makespan) and report.peak_memory == pytest.approx(max(peaks))
     assert latency_bound(problem) * (1 - 1e-9) <= makespan <= evaluate(greedy(problem)).makespan * (1 + 1e-9)
@@ -94,13 +92,13 @@ def test_search_on_random_problems_is_valid_and_no_worse_than_greedy(seed):
 
 @pytest.mark.parametrize("row, bound", [(row, bound) for row, _, bound, _, _ in TABLE_3[:6]])
 def test_table_3_reaches_its_latency_bound(row, bound):
-    schedule, report = search(table_3_problem(*row), iterations=3_000_000, seed=1)
+    schedule, report = search(table_3_problem(*row), SearchSettings(iterations=3_000_000, seed=1))
     assert check(schedule.problem, schedule.orders)[0] == bound == report.makespan and report.optimal
 
 
 def test_memory_objective_reaches_the_proved_optimum():
     row, _, bound, _, memory = TABLE_3[2]
-    schedule, report = search(table_3_problem(*row), iterations=20_000_000, seed=1, objective="memory")
+    schedule, report = search(table_3_problem(*row), SearchSettings(iterations=20_000_000, seed=1, objective="memory"))
     makespan, peaks = check(schedule.problem, schedule.orders)
     assert makespan == bound and max(peaks) == pytest.approx(memory)
     assert report.memory_lower_bound == memory
@@ -108,17 +106,20 @@ def test_memory_objective_reaches_the_proved_optimum():
 
 def test_same_seed_same_schedule():
     problem = table_3_problem(*TABLE_3[2][0])
-    runs = [search(problem, iterations=300_000, seed=seed, objective="memory")[0].orders for seed in (3, 3, 4)]
+    runs = [
+        search(problem, SearchSettings(iterations=300_000, seed=seed, objective="memory"))[0].orders
+        for seed in (3, 3, 4)
+    ]
     assert runs[0] == runs[1] and runs[0] != runs[2]
 
 
 def test_memory_cap_is_kept():
     problem = replace(table_3_problem(*TABLE_3[2][0]), static_memory=3)
-    schedule, report = search(problem, iterations=300_000, memory_cap=13)
+    schedule, report = search(replace(problem, memory_cap=13), SearchSettings(iterations=300_000))
     assert max(check(problem, schedule.orders)[1]) <= 10
     assert report.makespan > report.lower_bound  # 15.6 is proved to be needed at the latency bound
     with pytest.raises(InputError, match="memory_cap leaves 1 .* needs 2; the smallest feasible cap is 5"):
-        search(problem, iterations=1000, memory_cap=4)
+        search(replace(problem, memory_cap=4), SearchSettings(iterations=1000))
 
 
 @settings(derandomize=True, deadline=None, max_examples=25)
@@ -126,42 +127,51 @@ def test_memory_cap_is_kept():
 def test_the_smallest_feasible_cap_is_exact(seed):
     problem = random_problem(seed)
     lone = check(problem, one_at_a_time(problem).orders)[1]
-    assert lone == pytest.approx(needed_memory(problem))
-    least = max(needed_memory(problem))
-    schedule, _ = search(problem, iterations=500, memory_cap=least)
+    assert lone == pytest.approx(min_memory(problem))
+    least = max(min_memory(problem))
+    schedule, _ = search(replace(problem, memory_cap=least), SearchSettings(iterations=500))
     assert max(check(problem, schedule.orders)[1]) <= least * (1 + 1e-9)
     with pytest.raises(InputError, match=f"smallest feasible cap is {least}"):
-        search(problem, iterations=500, memory_cap=least * 0.999)
+        search(replace(problem, memory_cap=least * 0.999), SearchSettings(iterations=500))
 
 
 def test_caps_may_differ_between_nodes():
     caps = (4, 99, 99, 99, 99, 99, 99, 6)
     problem = replace(table_3_problem(*TABLE_3[2][0]), memory_cap=caps)
-    schedule, _ = search(problem, iterations=100_000)
+    schedule, _ = search(problem, SearchSettings(iterations=100_000))
     assert all(peak <= cap for peak, cap in zip(check(problem, schedule.orders)[1], caps))
 
 
 def test_search_goes_on_from_a_schedule():
     problem = table_3_problem(*TABLE_3[2][0])
-    start, first = search(problem, iterations=300_000, objective="memory")
-    again, second = search(problem, iterations=1000, seed=9, start=start)
+    start, first = search(problem, SearchSettings(iterations=300_000, objective="memory"))
+    again, second = search(problem, SearchSettings(iterations=1000, seed=9), start=start)
     assert (second.makespan, second.peak_memory) <= (first.makespan, first.peak_memory)
 
 
 def test_improvements_are_reported_in_order():
     keys = []
+
+    class Observer(SearchObserver):
+        def improved(self, schedule, report):
+            keys.append((evaluate(schedule).makespan, report.peak_memory))
+
     problem = table_3_problem(*TABLE_3[5][0])
-    schedule, report = search(
-        problem, iterations=500_000, on_improved=lambda s, r: keys.append((evaluate(s).makespan, r.peak_memory))
-    )
+    schedule, report = search(problem, SearchSettings(iterations=500_000), observer=Observer())
     assert keys == sorted(set(keys), reverse=True) and keys[-1][0] == report.makespan
 
 
 def test_a_signal_ends_the_search_with_what_it_has():
-    asked = []
-    problem = replace(table_3_problem(*TABLE_3[2][0]), memory_cap=4)  # never done
-    schedule, report = search(problem, time_limit=3600, stop=lambda: asked.append(1) or 15 * (len(asked) == 4))
-    assert report.signal == 15 and len(asked) == 4
+    class Observer(SearchObserver):
+        asked = 0
+
+        def stop(self):
+            self.asked += 1
+            return 15 if self.asked == 4 else 0
+
+    problem, observer = replace(table_3_problem(*TABLE_3[2][0]), memory_cap=4), Observer()  # never done
+    schedule, report = search(problem, SearchSettings(time_limit=3600), observer=observer)
+    assert report.signal == 15 and observer.asked == 4
     assert max(check(problem, schedule.orders)[1]) <= 4
 
 
@@ -169,7 +179,7 @@ def test_every_rank_may_use_up_its_moves():
     """The first round is one move, for the kernels; the last one is cut to what is left."""
     problem = replace(table_3_problem(*TABLE_3[2][0]), memory_cap=4)
     for budget in (1, 2, 30_001):
-        _, report = search(problem, iterations=budget)
+        _, report = search(problem, SearchSettings(iterations=budget))
         assert report.moves == budget
     assert report.kernel_seconds > 0 and report.first_seconds < report.seconds
 
@@ -182,21 +192,20 @@ def test_every_rank_may_use_up_its_moves():
         ({"iterations": -1}, "iterations=-1"),
         ({"iterations": 1, "seed": -1}, "seed=-1"),
         ({"iterations": 1, "objective": "speed"}, "objective='speed'"),
-        ({"iterations": 1, "memory_cap": float("nan")}, "memory_cap=nan"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, message):
     with pytest.raises(InputError, match=message):
-        search(tiny(0), **settings)
+        search(tiny(0), SearchSettings(**settings))
 
 
 @pytest.mark.parametrize("move_seconds, compile_seconds", [(1e-5, 0.0), (1e-3, 20.0)])
 def test_time_limit_holds_and_rounds_are_short(monkeypatch, move_seconds, compile_seconds):
     """On machines of any pace: time here passes with the moves and with compiling, which does not count."""
-    now, rounds, play = [50.0], [], Chain.round
+    now, rounds, play = [50.0], [], SearchWorker.round
 
-    def compiled(method):
-        load_kernels(method)
+    def compiled():
+        load_kernels()
         now[0] += compile_seconds
 
     def paced(*arguments):
@@ -204,11 +213,15 @@ def test_time_limit_holds_and_rounds_are_short(monkeypatch, move_seconds, compil
         now[0] += move_seconds * done.tried
         return done
 
+    class Observer(SearchObserver):
+        def round_ended(self, report):
+            rounds.append(report.seconds)
+
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    monkeypatch.setattr(Chain, "round", paced)
+    monkeypatch.setattr(SearchWorker, "round", paced)
     monkeypatch.setattr("rlhfuse.schedule.search.search.load_kernels", compiled)
     problem = replace(table_3_problem(*TABLE_3[9][0]), memory_cap=12)
-    _, report = search(problem, time_limit=3.0, on_round=lambda report: rounds.append(report.seconds))
+    _, report = search(problem, SearchSettings(time_limit=3.0), observer=Observer())
     lengths = [b - a for a, b in zip(rounds, rounds[1:])]
     first = move_seconds * FIRST_ROUND_MOVES
     assert report.kernel_seconds >= compile_seconds

@@ -1,4 +1,4 @@
-"""Stretching: units, levels, and that what comes out is valid, costs what it says, and is exact where periodic."""
+"""Extending steady states: units, levels, and that what comes out is valid, costs what it says and keeps a period."""
 
 import math
 from dataclasses import replace
@@ -15,34 +15,41 @@ from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.rules.builders import capped_greedy, greedy, serial_1f1b
-from rlhfuse.schedule.search.sequence import Found, schedule_of, sequence_of, tables_of
-from rlhfuse.schedule.search.steady_state import FEWEST_UNITS, Stretcher, coarser, period_of, units_of, with_units
+from rlhfuse.schedule.search.solution import Solution, schedule_of, sequence_of, tables_of
+from rlhfuse.schedule.search.steady_state import (
+    FEWEST_UNITS,
+    SteadyStateExtender,
+    coarser_problem,
+    period_of,
+    units_of,
+    with_units,
+)
 
 BUILDERS = (greedy, capped_greedy, serial_1f1b)
 
 
-def stretcher_of(small, large):
+def extender_of(small, large):
     graphs = build_graph(small), build_graph(large)
-    return Stretcher(graphs[0], tables_of(graphs[0]), graphs[1], tables_of(graphs[1])), graphs[1]
+    return SteadyStateExtender(graphs[0], tables_of(graphs[0]), graphs[1], tables_of(graphs[1])), graphs[1]
 
 
-def found_of(schedule):
+def solution_in(schedule):
     timeline = evaluate(schedule)
     sequence = sequence_of(build_graph(schedule.problem), schedule)
-    return Found(float(timeline.makespan), float(timeline.peak_memory), sequence)
+    return Solution(float(timeline.makespan), float(timeline.peak_memory), sequence)
 
 
-def stretched(schedule, large, better=lambda found: True, tries=96):
+def extended(schedule, large, better=lambda solution: True, tries=96):
     """(best that fits and is better, fastest, all that was tried: about `tries`, graph of the large problem)."""
-    stretcher, graph = stretcher_of(schedule.problem, large)
+    extender, graph = extender_of(schedule.problem, large)
     made = []
 
-    def asked(found):
-        made.append(found)
-        return better(found)
+    def asked(solution):
+        made.append(solution)
+        return better(solution)
 
     with patch("rlhfuse.schedule.search.steady_state.TRIED_OPERATIONS", tries * graph.size):
-        return *stretcher.best(found_of(schedule), asked), made, graph
+        return *extender.extend(solution_in(schedule), asked), made, graph
 
 
 def one_pipeline(microbatches, stages=4):
@@ -84,7 +91,7 @@ def test_units_keep_the_proportions_and_the_rest(seed, units):
 def test_coarser_is_half_where_every_unit_costs_a_period_and_else_nothing(seed, units):
     problem = with_units(random_problem(seed), units)
     half = (units + 1) // 2
-    small = coarser(problem)
+    small = coarser_problem(problem)
     added = latency_bound(problem) - latency_bound(with_units(problem, half))
     exact = added == pytest.approx((units - half) * period_of(problem), rel=3e-9)
     assert small == (with_units(problem, half) if half >= FEWEST_UNITS and exact else None)
@@ -92,7 +99,7 @@ def test_coarser_is_half_where_every_unit_costs_a_period_and_else_nothing(seed, 
 
 def test_coarser_happens_and_does_not():
     """So that the test above is of both kinds; (8, 4, 8, 4) would halve to where the bound is another."""
-    chosen = {row: coarser(table_3_problem(*row)) for row, *_ in TABLE_3}
+    chosen = {row: coarser_problem(table_3_problem(*row)) for row, *_ in TABLE_3}
     levels = {row: units_of(small) if small else 0 for row, small in chosen.items()}
     assert list(levels.values()) == [8, 0, 0, 16, 0, 0, 16, 8, 0, 32, 0, 0]
     for (row, _, bound, *_), small in zip(TABLE_3, chosen.values()):
@@ -102,7 +109,7 @@ def test_coarser_happens_and_does_not():
             assert latency_bound(small) + left_out * period_of(problem) == bound
     problem = table_3_problem(*TABLE_3[5][0])  # half of (8, 8, 8, 8): 4 units, not too few, but 141 + 4 * 21 < 225
     assert latency_bound(with_units(problem, 4)) + 4 * 21 != latency_bound(problem)
-    assert coarser(one_pipeline(7)) == one_pipeline(4) and coarser(one_pipeline(6)) is None
+    assert coarser_problem(one_pipeline(7)) == one_pipeline(4) and coarser_problem(one_pipeline(6)) is None
 
 
 # ---- what comes out ---------------------------------------------------------------------------------------------
@@ -114,21 +121,21 @@ def test_what_comes_out_is_valid_and_costs_what_it_says(seed, units, added, buil
     """Exact levels or not, periodic or not, any placement, lags and split backwards: all tries are schedules."""
     problem = random_problem(seed)
     small, large = with_units(problem, units), with_units(problem, units + added)
-    lifted, fastest, tries, graph = stretched(builder(small), large)
-    assert len(tries) == 96 and any(lifted is found for found in tries)
-    assert fastest.makespan == min(found.makespan for found in tries)
-    for found in [lifted, fastest, *tries[:: len(tries) // 6]]:
-        makespan, peaks = check(large, schedule_of(graph, found.sequence).orders)
-        assert found.makespan == pytest.approx(makespan, rel=1e-9)
-        assert found.peak_memory == pytest.approx(max(peaks), rel=1e-9)
+    lifted, fastest, tries, graph = extended(builder(small), large)
+    assert len(tries) == 96 and any(lifted is solution for solution in tries)
+    assert fastest.makespan == min(solution.makespan for solution in tries)
+    for solution in [lifted, fastest, *tries[:: len(tries) // 6]]:
+        makespan, peaks = check(large, schedule_of(graph, solution.sequence).orders)
+        assert solution.makespan == pytest.approx(makespan, rel=1e-9)
+        assert solution.peak_memory == pytest.approx(max(peaks), rel=1e-9)
 
 
 @pytest.mark.parametrize("small, large", [(8, 16), (8, 9), (5, 64), (12, 23)])
-def test_1f1b_stretches_to_its_bound_in_the_same_memory(small, large):
+def test_1f1b_extends_to_its_bound_in_the_same_memory(small, large):
     start = serial_1f1b(one_pipeline(small))
     before = evaluate(start)
     assert before.makespan == latency_bound(start.problem) == 9 + 3 * small
-    lifted, fastest, _, graph = stretched(start, one_pipeline(large))
+    lifted, fastest, _, graph = extended(start, one_pipeline(large))
     assert lifted.makespan == fastest.makespan == latency_bound(graph.problem) == 9 + 3 * large
     assert lifted.peak_memory == before.peak_memory == 6
     assert evaluate(schedule_of(graph, lifted.sequence)).node_peak_memory == before.node_peak_memory
@@ -136,7 +143,7 @@ def test_1f1b_stretches_to_its_bound_in_the_same_memory(small, large):
 
 def test_the_middle_of_1f1b_is_repeated_as_it_is():
     """What it makes of 1F1B of 8 micro-batches is 1F1B of 16."""
-    lifted, _, _, graph = stretched(serial_1f1b(one_pipeline(8)), one_pipeline(16))
+    lifted, _, _, graph = extended(serial_1f1b(one_pipeline(8)), one_pipeline(16))
     assert schedule_of(graph, lifted.sequence).orders == serial_1f1b(one_pipeline(16)).orders
 
 
@@ -145,13 +152,13 @@ def test_the_middle_of_1f1b_is_repeated_as_it_is():
     [((4, 2, 8, 4, 1, 1, 2, 1), 0, (39, 9), (75, 9)), ((4, 2, 16, 8, 1, 2, 2, 1), 1, (102, 12), (198, 12))],
     ids=str,
 )
-def test_a_fused_schedule_at_its_bound_stretches_to_the_next_bound(row, extra, before, after):
+def test_a_fused_schedule_at_its_bound_extends_to_the_next_bound(row, extra, before, after):
     """Three pipelines on four nodes, by capped greedy."""
     small = table_3_problem(*row)
     large = with_units(small, 2 * units_of(small))
     start = capped_greedy(small, extra)
-    assert coarser(large) == small and found_of(start)[:2] == before and before[0] == latency_bound(small)
-    lifted, _, _, graph = stretched(start, large)
+    assert coarser_problem(large) == small and solution_in(start)[:2] == before and before[0] == latency_bound(small)
+    lifted, _, _, graph = extended(start, large)
     makespan, peaks = check(large, schedule_of(graph, lifted.sequence).orders)
     assert (makespan, max(peaks)) == lifted[:2] == after and after[0] == latency_bound(large)
 
@@ -165,29 +172,29 @@ def test_the_best_of_the_tries_within_every_nodes_cap(seed, choice):
     """Caps halfway between the peaks of two tries, node by node: some fit and some do not, or none."""
     problem = random_problem(seed)
     start, large = greedy(with_units(problem, 2)), with_units(problem, 5)
-    _, _, tries, graph = stretched(start, large)
-    peaks = [evaluate(schedule_of(graph, found.sequence)).node_peak_memory for found in tries]
+    _, _, tries, graph = extended(start, large)
+    peaks = [evaluate(schedule_of(graph, solution.sequence)).node_peak_memory for solution in tries]
     a, b = peaks[choice % len(peaks)], peaks[choice // 7 % len(peaks)]
     capped = replace(large, memory_cap=tuple((x + y) / 2 for x, y in zip(a, b)))
-    lifted, fastest, again, _ = stretched(start, capped)
-    assert [found[:2] for found in again] == [found[:2] for found in tries]
+    lifted, fastest, again, _ = extended(start, capped)
+    assert [solution[:2] for solution in again] == [solution[:2] for solution in tries]
     fitting = [f[:2] for f, p in zip(tries, peaks) if all(x <= c + 1e-9 for x, c in zip(p, capped.memory_cap))]
     assert (lifted[:2] if lifted else None) == min(fitting, default=None)
-    assert fastest.makespan == min(found.makespan for found in tries)  # it may be above the caps
+    assert fastest.makespan == min(solution.makespan for solution in tries)  # it may be above the caps
 
 
 def test_a_cap_of_one_node_alone_is_kept():
     """Greedy holds more on some node than 1F1B does: a cap there decides, one elsewhere does not."""
     problem = table_3_problem(*TABLE_3[2][0])
     start, large = greedy(problem), with_units(problem, 6)
-    lifted, _, _, graph = stretched(start, large)
+    lifted, _, _, graph = extended(start, large)
     peaks = evaluate(schedule_of(graph, lifted.sequence)).node_peak_memory
     node = int(np.argmax(peaks))
     for cap, same in ((peaks[node], True), (peaks[node] - 0.5, False)):
         caps = [math.inf] * 8
         caps[node] = cap
         capped = replace(large, memory_cap=tuple(1e9 if math.isinf(c) else c for c in caps), static_memory=0)
-        kept = stretched(start, capped)[0]
+        kept = extended(start, capped)[0]
         assert (kept is not None and kept[:2] == lifted[:2]) is same
         assert kept is None or evaluate(schedule_of(graph, kept.sequence)).node_peak_memory[node] <= cap + 1e-9
 
@@ -196,12 +203,12 @@ def test_static_memory_counts_against_the_cap():
     start, large = serial_1f1b(one_pipeline(8)), one_pipeline(16)
     for static, fits in ((4, True), (4.1, False)):
         capped = replace(large, memory_cap=10, static_memory=static)
-        lifted, fastest, *_ = stretched(start, capped)
+        lifted, fastest, *_ = extended(start, capped)
         assert (lifted is not None and lifted.makespan == 57) is fits
         assert fastest.makespan == 57
 
 
 def test_only_what_is_better_is_lifted():
     start, large = serial_1f1b(one_pipeline(8)), one_pipeline(16)
-    lifted, fastest, *_ = stretched(start, large, better=lambda found: found.makespan < 57)
+    lifted, fastest, *_ = extended(start, large, better=lambda solution: solution.makespan < 57)
     assert lifted is None and fastest.makespan == 57

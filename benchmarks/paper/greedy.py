@@ -1,12 +1,8 @@
-"""The paper's greedy schedule, as its authors' program makes it: what their annealing starts from.
+"""The paper's greedy schedule as its authors' program makes it (section 5.2, "a naive solution").
 
-"If the micro-batches of two models are both ready, it favors the larger model": one operation after
-the other is placed, always the one that can start first (backwards before forwards), but a smaller
-model's only where it ends before a larger model's next operation on that node can start. This gives the
-makespans and peak memories of all twelve greedy schedules in the authors' repository; `builders.greedy`
-reads the same sentence without looking ahead, and comes out otherwise.
-
-Knows nothing of search. Paper: section 5.2, "a naive solution".
+One operation after the other is placed, always the one that can start first (backwards before forwards), but a smaller
+model's only where it ends before a larger model's next operation on that node can start. This gives the makespans and
+peak memories of all twelve greedy schedules in the authors' repository; `builders.greedy` does not look ahead.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ FIRST = (Kind.B, Kind.F, Kind.W)  # of operations that can start at the same tim
 
 
 def paper_greedy(problem: FusionProblem) -> Schedule:
-    """The greedy schedule of any problem; several models are looked ahead for by size, the largest first."""
+    """The greedy schedule of any problem; several models count by size, the largest first."""
     graph = build_graph(problem)
     placing = _Placing(graph)
     duration, downstream = graph.duration.tolist(), graph.downstream.tolist()

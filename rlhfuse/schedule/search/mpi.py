@@ -1,0 +1,175 @@
+"""What the ranks of a search tell each other between two rounds, and the signals that end it (paper: section 6, MPI).
+
+A round costs two reductions: the least (makespan found, share of the budget used, minus its stop signal) and the sum of
+the moves. Only a makespan worth having is followed by the least peak memory at it, the lowest rank that has both, and
+that rank's sequence. All ranks decide alike from equal numbers. Waiting polls, so that signals are noticed.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlhfuse.errors import InputError
+
+FIRST_NAP_SECONDS = 0.0002
+LONGEST_NAP_SECONDS = 0.001
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1: batch systems send it beforehand
+
+
+def load_mpi() -> Any:
+    """The module mpi4py.MPI, which initialises MPI. Raises InputError when mpi4py or an MPI library is missing."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise InputError(f"started under mpirun but MPI cannot be loaded ({error}); pip install rlhfuse[mpi]") from None
+    return MPI
+
+
+def world_communicator() -> Any:
+    """MPI's world communicator. Raises InputError as `load_mpi` does."""
+    return load_mpi().COMM_WORLD
+
+
+@contextmanager
+def in_turn(comm: Any) -> Iterator[None]:
+    """The body runs on rank 0 of `comm`, then on the first rank of every host, then on all others.
+
+    numba writes the index of a kernel before the kernel itself: processes that fill one cache together may read what
+    an older version has left there. `comm` None stands for one process.
+    """
+    if comm is None:
+        yield
+        return
+    host = comm.Split_type(load_mpi().COMM_TYPE_SHARED)
+    turn = 0 if comm.Get_rank() == 0 else 1 if host.Get_rank() == 0 else 2
+    for _ in range(turn):
+        _barrier(comm)
+    try:
+        yield
+    finally:
+        for _ in range(2 - turn):
+            _barrier(comm)
+        host.Free()
+
+
+def _barrier(comm: Any) -> None:
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(LONGEST_NAP_SECONDS)
+
+
+class RoundMessage(NamedTuple):
+    """What one rank brings to the end of a round. `key` is (makespan, peak memory), infinite without a solution."""
+
+    key: tuple[float, float] = (math.inf, math.inf)
+    sequence: np.ndarray | None = None
+    share: float = 0.0  # of its budget used, 1 when it is spent
+    signal: int = 0  # a signal that asks for the end; 0 for none
+    tried: int = 0
+    accepted: int = 0
+
+
+class RoundResult(NamedTuple):
+    """What all ranks know after it: the best sequence, the least share, the largest signal, the sums."""
+
+    sequence: np.ndarray | None
+    share: float
+    signal: int
+    tried: int
+    accepted: int
+
+
+class Exchange:
+    """The ranks of one search for sequences of `size` operations; `comm` is an mpi4py communicator or None.
+
+    `idle` is called while a rank that is slow, or dead, keeps this one waiting.
+    """
+
+    def __init__(self, size: int, comm: Any = None, idle: Callable[[], None] = lambda: None) -> None:
+        self.size, self.comm, self.idle = size, comm, idle
+        self.rank = comm.Get_rank() if comm is not None else 0
+        self.min = load_mpi().MIN if comm is not None else None
+
+    def agree(self, message: RoundMessage, beats: Callable[[tuple[float, float]], bool]) -> RoundResult:
+        """Exchange one round. A sequence is passed on only if `beats` its key: a pure function, equal on all ranks."""
+        if self.comm is None:
+            return RoundResult(message.sequence if beats(message.key) else None, *message[2:])
+        mine = np.array([message.key[0], message.share, -message.signal])
+        counts = np.array([message.tried, message.accepted], np.int64)
+        (makespan, share, stop), (tried, accepted) = self._reduce((mine, self.min), (counts, None))
+        sequence = None
+        if beats((makespan, -math.inf)):  # no rank can do better than this
+            peak = self._minimum(message.key[1] if message.key[0] == makespan else math.inf)
+            if beats((makespan, peak)):
+                winner = int(self._minimum(self.rank if message.key == (makespan, peak) else math.inf))
+                sequence = self._broadcast(message.sequence, winner)
+        return RoundResult(sequence, float(share), int(-stop), int(tried), int(accepted))
+
+    def _minimum(self, value: float) -> float:
+        ((least,),) = self._reduce((np.array([value], np.float64), self.min))
+        return float(least)
+
+    def _reduce(self, *parts: tuple[np.ndarray, Any]) -> list[np.ndarray]:
+        """The reduction of each array over all ranks, by its operation (None: the sum); posted together."""
+        results = [np.empty_like(array) for array, _ in parts]
+        self._wait(
+            [
+                self.comm.Iallreduce(array, result, **({} if operation is None else {"op": operation}))
+                for (array, operation), result in zip(parts, results)
+            ]
+        )
+        return results
+
+    def _broadcast(self, sequence: np.ndarray | None, winner: int) -> np.ndarray:
+        buffer = np.empty(self.size, np.int64)
+        if self.rank == winner:
+            buffer[:] = sequence
+        self._wait([self.comm.Ibcast(buffer, root=winner)])
+        return buffer
+
+    def _wait(self, requests: Sequence[Any]) -> None:
+        nap = FIRST_NAP_SECONDS
+        while not all([request.Test() for request in requests]):
+            time.sleep(nap)
+            nap = min(2 * nap, LONGEST_NAP_SECONDS)
+            self.idle()
+
+
+class StopSignals:
+    """Listens to STOP_SIGNALS while it is entered; `received` is the number of the first one, 0 for none.
+
+    Nothing is interrupted. A second Ctrl-C acts as it did before; the others may come twice, from the batch system and
+    from mpirun, and change nothing more. What was ignored (a shell's background job ignores Ctrl-C) stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self.before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or number
+        if number == signal.SIGINT:
+            signal.signal(number, self.before[number])
+
+    @staticmethod
+    def name(number: int) -> str:
+        """What people call it."""
+        return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
