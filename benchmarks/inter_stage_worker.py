@@ -26,8 +26,11 @@ from rank_processes import TIMEOUT_SECONDS
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.decisions.migration import MoveCost
 from rlhfuse.decisions.placement import Placement
+from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.fusion.inter.inference import FrozenModel, Scorer
-from rlhfuse.fusion.inter.inter_stage import FusionLimits, GenInferReport, InterStage, Request
+from rlhfuse.fusion.inter.inter_stage import InterStage
+from rlhfuse.fusion.inter.migration import FusionLimits
+from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.gen.engine import Engine, EngineOptions
 from rlhfuse.gen.migration.transfer import HeadPlan, receive_shipment, send_shipment
 from rlhfuse.gen.sequence import SamplingParams
@@ -74,11 +77,11 @@ class FusionRank:
         self.sides = tuple((rank,) for rank in range(INSTANCES))
         alone = self.maker.for_model("generation", plain_grid(LAYOUT), rank).tp
         self.inter_stage = InterStage(
-            rank,
-            Placement(self.sides, self.sides),
-            self.engine,
-            self.scorer,
-            self.store,
+            rank=rank,
+            placement=Placement(self.sides, self.sides),
+            engine=self.engine,
+            scorer=self.scorer,
+            store=self.store,
             instance_group=alone,
             worker_group=alone,
             timeout_seconds=TIMEOUT_SECONDS,

@@ -18,7 +18,7 @@ from typing import Any
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.costs.flops import IterationFlops
 from rlhfuse.decisions.placement import Placement
-from rlhfuse.fusion.inter.inter_stage import GenInferReport
+from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.fusion.intra.training_step import MinibatchResult
 from rlhfuse.monitor.samples import SampleText
 from rlhfuse.monitor.trace import Span

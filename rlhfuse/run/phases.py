@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rlhfuse.fusion.inter.inter_stage import GenInferReport
+from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.fusion.intra.training_step import MinibatchResult
 from rlhfuse.monitor.trace import Span
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.costs.flops import IterationFlops
-from rlhfuse.fusion.inter.inter_stage import GenInferReport
+from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.fusion.intra.training_step import MinibatchResult
 from rlhfuse.ppo.losses import actor_metrics, critic_metrics
 from rlhfuse.ppo.metrics import balance_metrics, batch_metrics

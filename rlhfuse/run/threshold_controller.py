@@ -29,7 +29,8 @@ from rlhfuse.costs.measured import (
     save_measured_cost,
 )
 from rlhfuse.errors import InputError
-from rlhfuse.fusion.inter.inter_stage import FusionLimits, GenInferReport
+from rlhfuse.fusion.inter.migration import FusionLimits
+from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.parallel.collectives import all_gather_bytes
 from rlhfuse.parallel.device import Device
 from rlhfuse.planning.plan import Plan

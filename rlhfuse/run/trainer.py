@@ -26,8 +26,9 @@ from rlhfuse.checkpoint.writer import CheckpointWriter, mark_finished, rewind
 from rlhfuse.config.role import SCORING_ORDER, Role
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.data.sampler import PromptSampler, prompt_groups, sample_id
+from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.fusion.inter.inference import Scorer
-from rlhfuse.fusion.inter.inter_stage import InterStage, Request
+from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.fusion.intra.training_step import MinibatchResult, TrainingStep
 from rlhfuse.gen.engine import Engine, EngineOptions
 from rlhfuse.gen.sequence import SamplingParams
@@ -117,11 +118,11 @@ class Trainer:
             config.trainer.hang_seconds,
         )
         self.inter_stage = InterStage(
-            rank,
-            self.roles.placement,
-            self.engine,
-            self.scorer,
-            store,
+            rank=rank,
+            placement=self.roles.placement,
+            engine=self.engine,
+            scorer=self.scorer,
+            store=store,
             rewarder=self.rewarder,
             instance_group=self.roles.generation_tp,
             worker_group=self.roles.worker_tp,

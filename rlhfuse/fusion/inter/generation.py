@@ -1,30 +1,36 @@
-"""Decoding on one instance: up to the first trigger, and the long tail after it.
+"""Decoding on one instance: up to the first trigger, and the long tail after it (paper section 4).
 
-Before the first trigger an instance that has decoded all of its own waits for the others, because they may need to
-meet. In the tail every sample is published as it ends, and an instance without samples leaves.
-
-The leader reads how many samples of the whole batch are finished; what it decides holds for all tensor ranks at the
-same step boundary (`Relay`). Knows nothing of who is freed, and of scoring but for what it is observed beside.
+Before the first trigger an instance that has decoded all of its own waits, because the others may need it at the
+barrier. In the tail every sample is published as it ends, and an instance without samples leaves.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from rlhfuse.fusion.inter.inference import Rewarder
-from rlhfuse.fusion.inter.report import Diary
-from rlhfuse.fusion.inter.request import Request
-from rlhfuse.fusion.inter.store_reporter import Courier
-from rlhfuse.fusion.inter.team import Relay, Team
+from rlhfuse.fusion.inter.iteration_store import StoreReporter
+from rlhfuse.fusion.inter.report import RankEvents
+from rlhfuse.fusion.inter.tensor_parallel_group import DelayedBroadcast, TensorParallelGroup
 from rlhfuse.gen.engine import Engine
-from rlhfuse.gen.sequence import GenerationResult
+from rlhfuse.gen.sequence import GenerationResult, SamplingParams
 from rlhfuse.ppo.rollout import Rollout
 
 IDLE_SECONDS = 0.002  # sleep of an instance that has nothing left to decode before the trigger
-GO_ON, MEET = 0, 1
+GO_ON, STOP = 0, 1
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sample to generate."""
+
+    sample_id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
 
 
 class Generation:
@@ -33,17 +39,17 @@ class Generation:
     def __init__(
         self,
         engine: Engine,
-        team: Team,
-        courier: Courier | None,
+        group: TensorParallelGroup,
+        reporter: StoreReporter | None,
         rewarder: Rewarder | None,
-        diary: Diary,
+        events: RankEvents,
         instances: int,
         total: int,
         progress: Callable[[str], None],
     ) -> None:
-        """`courier` and `rewarder` are the leader's; `total`: samples of the whole batch."""
-        self._engine, self._team, self._courier, self._rewarder = engine, team, courier, rewarder
-        self._diary = diary
+        """`reporter` and `rewarder` are the leader's; `total`: samples of the whole batch."""
+        self._engine, self._group, self._reporter, self._rewarder = engine, group, reporter, rewarder
+        self._events = events
         self._instances, self._total = instances, total
         self._progress = progress
         self._begin = time.time()
@@ -53,54 +59,58 @@ class Generation:
         for request in requests:
             self._engine.add(request.sample_id, request.prompt, request.params)
 
-    def head(self, trigger: int) -> list[Rollout]:
-        """Decode until at most `trigger` samples of the whole batch remain (0: all are done); returns this share's."""
-        relay, done, steps = Relay(self._team, GO_ON), [], 0
-        neighbour = "decoding" if self._instances > 1 else "idle"
+    def decode_until(self, trigger: int) -> list[Rollout]:
+        """Decode until at most `trigger` samples of the whole batch remain; returns those that this instance ended.
+
+        0: until all are done.
+        """
+        decision, samples, steps = DelayedBroadcast(self._group, GO_ON), [], 0
+        contention = "decoding" if self._instances > 1 else "idle"
         start = busy_until = self._begin = time.time()
         while True:
-            begun, decoded = time.perf_counter(), self._engine.has_unfinished()
+            step_start, decoded = time.perf_counter(), self._engine.has_unfinished()
             if decoded:
                 finished = self._step()
-                self._tell(len(finished))
-                done += finished
+                self._report_finished(len(finished))
+                samples += finished
                 busy_until = time.time()
             else:
                 time.sleep(IDLE_SECONDS)
             steps += 1
-            reached = self._reached(trigger, relay, f"generation: step {steps}")
+            reached = self._trigger_reached(trigger, decision, f"generation: step {steps}")
             if decoded:
-                self._observe(begun, neighbour)
+                self._observe(step_start, contention)
             if reached:
                 break
-        relay.close()
-        self._diary.span("generate", start, busy_until)
-        self._diary.span("wait", busy_until, time.time())
-        self._diary.generation_seconds = busy_until - self._begin
-        return done
+        decision.close()
+        self._events.span("generate", start, busy_until)
+        self._events.span("wait", busy_until, time.time())
+        self._events.generation_seconds = busy_until - self._begin
+        return samples
 
-    def tail(self, trigger: int, others: int) -> None:
+    def decode_tail(self, trigger: int, others: int) -> None:
         """Decode what is left here, publishing each sample as it ends, or until at most `trigger` samples remain.
 
         `others`: how many more instances decode.
         """
-        relay, start = Relay(self._team, GO_ON), time.time()
-        if self._courier:
-            self._courier.watch_scoring()
+        decision, start = DelayedBroadcast(self._group, GO_ON), time.time()
+        if self._reporter:
+            self._reporter.watch_scoring()
         while self._engine.has_unfinished():
-            begun = time.perf_counter()
-            left = len(self._engine.unfinished())
-            if trigger and self._reached(trigger, relay, f"generation of the long tail: {left} samples left here"):
+            step_start = time.perf_counter()
+            doing = f"generation of the long tail: {len(self._engine.unfinished())} samples left here"
+            if trigger and self._trigger_reached(trigger, decision, doing):
                 break
             if not trigger:
-                self._progress(f"generation of the long tail: {left} samples left here")
-            neighbour = self._tail_neighbour(others)
+                self._progress(doing)
+            scoring = self._reporter is not None and self._reporter.scoring > 0
+            contention = "scoring" if scoring else "decoding" if others else "idle"
             finished = self._step()
-            self._tell(len(finished), [rollout.to_bytes() for rollout in finished])
-            self._observe(begun, neighbour)
-        relay.close()
-        self._diary.span("generate", start, time.time())
-        self._diary.generation_seconds = time.time() - self._begin
+            self._report_finished(len(finished), [rollout.to_bytes() for rollout in finished])
+            self._observe(step_start, contention)
+        decision.close()
+        self._events.span("generate", start, time.time())
+        self._events.generation_seconds = time.time() - self._begin
 
     def _step(self) -> list[Rollout]:
         start = time.perf_counter()
@@ -110,45 +120,40 @@ class Generation:
             if result.finish_reason == "error":
                 raise FloatingPointError(f"sample {result.sample_id}: the actor's logits are not finite")
         rollouts = [as_rollout(result) for result in results]
-        if rollouts and self._rewarder and self._team.leads:
+        if rollouts and self._rewarder and self._group.is_leader:
             self._rewarder.submit(rollouts)
         return rollouts
 
-    def _observe(self, begun: float, neighbour: str) -> None:
-        """Note the step that began at `begun` and is over now, from boundary to boundary.
+    def _observe(self, step_start: float, contention: str) -> None:
+        """Record the step that is over now, from boundary to boundary.
 
         What lies between the engine's steps is theirs: small models spend a good part of their time there.
         """
         stats = self._engine.last_step
-        seconds = stats.seconds + time.perf_counter() - begun - self._in_engine
+        seconds = stats.seconds + time.perf_counter() - step_start - self._in_engine
         if stats.prefill_tokens:
-            self._diary.observe("prefill", stats.prefill_tokens, stats.batch, seconds, neighbour)
+            self._events.observe("prefill", stats.prefill_tokens, stats.batch, seconds, contention)
         else:
-            self._diary.observe("decode", stats.batch, stats.context_tokens, seconds, neighbour)
+            self._events.observe("decode", stats.batch, stats.context_tokens, seconds, contention)
 
-    def _tell(self, count: int, samples: Sequence[bytes] = ()) -> None:
+    def _report_finished(self, count: int, samples: Sequence[bytes] = ()) -> None:
         start = time.perf_counter()
-        if self._courier and count:
-            self._courier.finish(count, samples)
-        self._diary.agreement_seconds += time.perf_counter() - start
+        if self._reporter and count:
+            self._reporter.report(count, samples)
+        self._events.agreement_seconds += time.perf_counter() - start
 
-    def _reached(self, trigger: int, relay: Relay, doing: str) -> bool:
-        """Whether this step boundary is the one to meet at; the same on all tensor ranks."""
+    def _trigger_reached(self, trigger: int, decision: DelayedBroadcast, doing: str) -> bool:
+        """Whether this step boundary is the one to stop at; the same on all tensor ranks."""
         start = time.perf_counter()
-        decision = GO_ON
-        if self._courier:
-            finished = self._courier.finished
+        decided = GO_ON
+        if self._reporter:
+            finished = self._reporter.finished
             self._progress(f"{doing}, {finished} of {self._total} samples finished")
-            decision = MEET if self._total - finished <= trigger else GO_ON
-        decision = relay.pass_on(decision)
+            decided = STOP if self._total - finished <= trigger else GO_ON
+        decided = decision.pass_on(decided)
         if self._engine.has_unfinished():  # who has nothing to decode loses nothing by waiting
-            self._diary.agreement_seconds += time.perf_counter() - start
-        return decision == MEET
-
-    def _tail_neighbour(self, others: int) -> str:
-        if self._courier and self._courier.scoring:
-            return "scoring"
-        return "decoding" if others else "idle"
+            self._events.agreement_seconds += time.perf_counter() - start
+        return decided == STOP
 
 
 def as_rollout(result: GenerationResult) -> Rollout:

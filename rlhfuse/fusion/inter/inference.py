@@ -1,13 +1,12 @@
 """Scoring of finished samples by the frozen models: reference log-probabilities, values and a reward.
 
-Samples are packed up to a token budget; the result for a sample does not depend on the pack it was in (CPU,
-float32). Weights come in from host memory for the first pack, each model while the one before it scores, and go
-out afterwards. A job may have any of the three models, or none where a function gives the rewards (`Rewarder`).
-Knows nothing of who generated a sample or of when it is asked.
+Samples are packed up to a token budget; the result for a sample does not depend on the pack it was in (CPU, float32).
+Weights come in from host memory for the first pack, each model while the one before it scores, and go out afterwards.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from rlhfuse.fusion.inter.weight_loader import WeightLoader
 from rlhfuse.models.heads import token_logprobs
 from rlhfuse.models.stage import PackedTokens, PipelineStage
 from rlhfuse.parallel.offload import OffloadedWeights
@@ -42,10 +40,9 @@ class PackWork:
 
 
 class Rewarder(Protocol):
-    """Scores samples outside the models, beside generation and inference.
+    """Scores samples outside the models, while generation and inference go on; each instance's leader has one.
 
-    Each instance's leader has one. What it says stays apart from a rollout's `score`, the reward model's: the gather
-    at the end brings all of it to every rank as `GenInferReport.function_scores`, sample id -> score.
+    Its scores stay apart from a rollout's `score`, the reward model's: see `GenInferReport.function_scores`.
     """
 
     def submit(self, rollouts: Sequence[Rollout]) -> None:
@@ -83,8 +80,7 @@ class Scorer:
 
     def begin_load(self) -> None:
         """Start to bring the models in, one after the other; returns at once. A pack waits for each in turn."""
-        if self._loader is None:
-            self._loader = WeightLoader([model.offloaded for model in self._models], self._device)
+        self._start_loader()
 
     def wait_for_first(self) -> None:
         """Until scoring can begin: the first model is there."""
@@ -110,23 +106,22 @@ class Scorer:
         start, self._waited = time.perf_counter(), 0.0
         ordered = sorted(rollouts, key=lambda r: r.sample_id)
         batch = RolloutBatch.from_rollouts(ordered)
-        packed = PackedTokens.pack([r.prompt_tokens + r.response_tokens for r in ordered], self._device)
-        predict = batch.prediction_index.to(self._device)
+        packed = PackedTokens.of(batch.tokens, batch.cu_seqlens, self._device)
+        predictions = batch.prediction_index.to(self._device)
         responses = batch.response_lengths.tolist()
-        nothing = [None] * len(ordered)
-        ref, values, scores = nothing, nothing, nothing
+        ref, values, scores = ([None] * len(ordered) for _ in range(3))
         if self._reference is not None:
             targets = batch.tokens[batch.response_index].to(self._device)
-            logits = self._outputs(self._reference, packed)[predict]
+            logits = self._outputs(self._reference, packed)[predictions]
             logprobs, _ = token_logprobs(logits, targets, self._vocab, self._temperature, self._reference.tp_group)
             ref = logprobs.cpu().split(responses)
         if self._critic is not None:
-            values = self._outputs(self._critic, packed)[predict].float().cpu().split(responses)
+            values = self._outputs(self._critic, packed)[predictions].float().cpu().split(responses)
         if self._reward is not None:
             last = (batch.cu_seqlens[1:].long() - 1).to(self._device)
             scores = self._outputs(self._reward, packed)[last].float().cpu().tolist()
-        out = [r.with_scores(*given) for r, *given in zip(ordered, ref, values, scores)]
-        return out, PackWork(len(batch.tokens), len(ordered), time.perf_counter() - start - self._waited)
+        scored = [r.with_scores(*given) for r, *given in zip(ordered, ref, values, scores)]
+        return scored, PackWork(len(batch.tokens), len(ordered), time.perf_counter() - start - self._waited)
 
     def _outputs(self, model: FrozenModel, packed: PackedTokens) -> torch.Tensor:
         self._wait(model)
@@ -134,5 +129,63 @@ class Scorer:
 
     def _wait(self, model: FrozenModel) -> None:
         start = time.perf_counter()
-        self._loader.wait(next(i for i, one in enumerate(self._models) if one is model))
+        self._start_loader().wait(next(i for i, other in enumerate(self._models) if other is model))
         self._waited += time.perf_counter() - start
+
+    def _start_loader(self) -> WeightLoader:
+        if self._loader is None:
+            self._loader = WeightLoader([model.offloaded for model in self._models], self._device)
+        return self._loader
+
+
+class WeightLoader:
+    """Loads offloaded models once, in order, overlapped with compute on those that are there.
+
+    thread    | reference  | critic     | reward    |
+    caller    | wait(0)    | reference scores | critic scores | reward scores
+    """
+
+    def __init__(self, models: Sequence[OffloadedWeights], device: torch.device) -> None:
+        self._models, self._device = models, device
+        self._loaded = [threading.Event() for _ in models]
+        self._failure: BaseException | None = None
+        self.seconds = 0.0  # that the models loaded so far took, without gaps
+        self._thread = threading.Thread(target=self._run, name="weight-loader", daemon=True)
+        self._thread.start()
+
+    def wait(self, index: int) -> None:
+        """Until the model at this position can be used. Raises what loading raised."""
+        self._loaded[index].wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Until all are there; afterwards they may be released. Raises what loading raised."""
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # a new thread begins on GPU 0
+                with torch.cuda.stream(torch.cuda.Stream(self._device)):
+                    self._load()
+            else:
+                self._load()
+        except BaseException as failure:  # raised by the thread that waits
+            self._failure = failure
+        finally:
+            for event in self._loaded:
+                event.set()
+
+    def _load(self) -> None:
+        for model, loaded in zip(self._models, self._loaded):
+            start = time.perf_counter()
+            model.begin_load()
+            model.finish_load()
+            if self._device.type == "cuda":
+                # the copy is queued before this stream, which has nothing else to do: the computing one goes on
+                torch.cuda.current_stream(self._device).synchronize()
+            self.seconds += time.perf_counter() - start
+            loaded.set()

@@ -1,28 +1,31 @@
-"""What the ranks of one iteration tell each other while they generate and score, through the job's store.
+"""What the ranks of one iteration share through the job's store while they generate and score.
 
-    finished      how many samples of the whole batch are done
-    published     how many samples ended after the first trigger, and each of them with its tokens
-    note/K/I      what instance I brought to meeting K: its unfinished samples, none if it has nothing left to decode
-    claims        tickets for the packs known at the first meeting: whoever draws ticket k scores pack k
-    taken         how many of the published samples have been taken to be scored, and by whom last
-    scoring       workers that load or score; waiting: workers for which there is no work yet
-
-Counters only grow, but for the last two, which are hints. Whoever takes something does so in one atomic operation,
-so no lock is needed and no rank waits for one that decodes.
+Counters only grow, but for `scoring` and `waiting`, which are hints. Whoever takes something does so in one atomic
+operation, so no lock is needed and no rank waits for one that decodes.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 
 import torch.distributed as dist
 
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.001, 0.02
+POLL_SECONDS = 0.005
 
 
-class Board:
-    """The store's keys of one iteration. A call is one round trip, or two."""
+class IterationStore:
+    """The store's keys of one iteration. A call is one round trip, or two.
+
+    finished      samples of the whole batch that are done
+    published     samples that ended after the first trigger; sample/J is the J-th of them with its tokens
+    state/K/I     what instance I brought to barrier K
+    tickets       drawn for the packs known at the first barrier: whoever draws ticket k scores pack k
+    taken         published samples that have been taken to be scored, and by whom last
+    scoring       workers that load or score; waiting: workers for which there is no work yet
+    """
 
     def __init__(self, store: dist.Store, iteration: int, timeout_seconds: float) -> None:
         self._store = store
@@ -30,13 +33,11 @@ class Board:
         self._prefix = f"iteration/{iteration}/"
         self._timeout = timeout_seconds
 
-    def connected_anew(self) -> Board:
-        """The same board over a connection of its own, for another thread."""
-        return Board(self._store.clone(), self._iteration, self._timeout)
+    def reconnect(self) -> IterationStore:
+        """The same keys over a connection of its own, for another thread."""
+        return IterationStore(self._store.clone(), self._iteration, self._timeout)
 
-    # finished samples -----------------------------------------------------------------------------------------
-
-    def finish(self, count: int) -> int:
+    def add_finished(self, count: int) -> int:
         """Add newly finished samples; returns how many of the batch are finished."""
         return self._add("finished", count)
 
@@ -53,27 +54,23 @@ class Board:
         """The index-th published sample. Raises TimeoutError if it does not follow its announcement."""
         return self._wait_for(f"sample/{index}", f"sample {index} of the long tail was announced but not sent")
 
-    # later meetings -------------------------------------------------------------------------------------------
+    def put_state(self, barrier: int, instance: int, state: bytes) -> None:
+        """What an instance brings to a barrier behind the first."""
+        self._store.set(f"{self._prefix}state/{barrier}/{instance}", state)
 
-    def bring(self, meeting: int, instance: int, note: bytes) -> None:
-        self._store.set(f"{self._prefix}note/{meeting}/{instance}", note)
-
-    def notes(self, meeting: int, instances: Sequence[int]) -> dict[int, bytes]:
+    def wait_for_states(self, barrier: int, instances: Sequence[int]) -> dict[int, bytes]:
         """What these instances brought; waits for all. Raises TimeoutError naming the one that did not come."""
-        late = f"of {len(instances)} instances did not come to meeting {meeting}"
-        return {i: self._wait_for(f"note/{meeting}/{i}", f"instance {i} {late}") for i in instances}
+        late = f"of {len(instances)} instances did not come to migration barrier {barrier}"
+        return {i: self._wait_for(f"state/{barrier}/{i}", f"instance {i} {late}") for i in instances}
 
-    # scoring work ---------------------------------------------------------------------------------------------
-
-    def claim(self) -> int:
-        """Draw the next ticket."""
-        return self._add("claims", 1) - 1
+    def next_ticket(self) -> int:
+        return self._add("tickets", 1) - 1
 
     def taken(self) -> int:
         """How many of the published samples somebody has taken."""
         return self._read_taken()[1]
 
-    def take(self, first: int, count: int, worker: int) -> bool:
+    def try_take(self, first: int, count: int, worker: int) -> bool:
         """Take the published samples from `first` on; False if another worker was quicker, and nothing is taken."""
         before, taken = self._read_taken()
         if taken != first:
@@ -82,24 +79,19 @@ class Board:
         wanted = f"{first + count} {worker}"
         return self._store.compare_set(self._prefix + "taken", before, wanted).decode() == wanted
 
-    def note_scoring(self, change: int) -> None:
-        """One worker more, or less, that loads or scores."""
-        self._add("scoring", change)
+    def add_scoring(self, change: int) -> int:
+        """So many workers more, or fewer, that load or score; returns how many do."""
+        return self._add("scoring", change)
 
-    def scoring(self) -> int:
-        return self._add("scoring", 0)
-
-    def note_waiting(self, change: int) -> int:
-        """One worker more, or less, that waits for work; returns how many do."""
+    def add_waiting(self, change: int) -> int:
+        """So many workers more, or fewer, that wait for work; returns how many do."""
         return self._add("waiting", change)
 
-    # the end --------------------------------------------------------------------------------------------------
-
-    def clear(self, meetings: int, instances: int) -> None:
+    def clear(self, barriers: int, instances: int) -> None:
         """Drop the iteration's keys; one rank calls it after everyone is done."""
         samples = [f"sample/{i}" for i in range(self.published())]
-        notes = [f"note/{k}/{i}" for k in range(meetings) for i in range(instances)]
-        for key in ("finished", "published", "claims", "taken", "scoring", "waiting", *samples, *notes):
+        states = [f"state/{k}/{i}" for k in range(barriers) for i in range(instances)]
+        for key in ("finished", "published", "tickets", "taken", "scoring", "waiting", *samples, *states):
             self._store.delete_key(self._prefix + key)
 
     def _add(self, key: str, amount: int) -> int:
@@ -123,3 +115,80 @@ class Board:
             time.sleep(pause)
             pause = min(2 * pause, LAST_PAUSE_SECONDS)
         return self._store.get(key)
+
+
+class StoreReporter:
+    """Background thread of an instance's leader that reports finished samples to the store and polls the counts.
+
+    A decode step never waits for a round trip; a count that is read late delays a trigger by a step and nothing else.
+    Use as a context manager: its end waits until everything is reported. Raises what the store raised.
+    """
+
+    def __init__(self, store: IterationStore, poll_seconds: float = POLL_SECONDS) -> None:
+        self._store = store.reconnect()
+        self._poll = poll_seconds
+        self._changed = threading.Condition()
+        self._count = 0
+        self._samples: list[bytes] = []
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._finished = 0
+        self._scoring: int | None = None
+        self._thread = threading.Thread(target=self._run, name="store-reporter", daemon=True)
+
+    @property
+    def finished(self) -> int:
+        """Samples of the whole batch that were finished when the store was last asked."""
+        self._check()
+        return self._finished
+
+    @property
+    def scoring(self) -> int:
+        """Workers that scored or loaded then; 0 before `watch_scoring`."""
+        return self._scoring or 0
+
+    def watch_scoring(self) -> None:
+        """From now on ask how many workers score."""
+        self._scoring = 0
+
+    def report(self, count: int, samples: Sequence[bytes] = ()) -> None:
+        """`count` more samples are finished; `samples` are to be published. Returns at once."""
+        self._check()
+        with self._changed:
+            self._count += count
+            self._samples += samples
+            self._changed.notify()
+
+    def __enter__(self) -> StoreReporter:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+        if kind is None:
+            self._check()
+
+    def _run(self) -> None:
+        try:
+            while not (self._closing and not self._count):
+                self._exchange()
+        except BaseException as failure:  # raised by the thread that asks
+            self._failure = failure
+
+    def _exchange(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._count or self._closing, self._poll)
+            count, samples = self._count, self._samples
+            self._count, self._samples = 0, []
+        if samples:
+            self._store.publish(samples)
+        self._finished = self._store.add_finished(count)  # last: who reads that all are finished finds all published
+        if self._scoring is not None:
+            self._scoring = self._store.add_scoring(0)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure

@@ -19,7 +19,8 @@ from tiny import write_checkpoint
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.decisions.migration import MoveCost
 from rlhfuse.errors import RewardError
-from rlhfuse.fusion.inter.inter_stage import FusionLimits, Request
+from rlhfuse.fusion.inter.generation import Request
+from rlhfuse.fusion.inter.migration import FusionLimits
 from rlhfuse.gen.sequence import SamplingParams
 
 BY_KV = MoveCost(1, 0.0, 0.0, 1.0, 1.0)
@@ -190,11 +191,11 @@ def inter_stage(rank, folders, case, number, progress=lambda _: None, rewarder=N
     )
     store = store or dist.PrefixStore(f"test{number}", dist.distributed_c10d._get_default_store())
     stage = InterStage(
-        rank,
-        made.placement,
-        made.engine,
-        scorer,
-        store,
+        rank=rank,
+        placement=made.placement,
+        engine=made.engine,
+        scorer=scorer,
+        store=store,
         instance_group=made.tp_group,
         worker_group=made.worker_group,
         timeout_seconds=540,

@@ -74,7 +74,7 @@ def test_later_triggers_free_more_instances_and_change_no_bit(run, by):
     report = result["report"]
     assert result["digest"] == run.serial_digest(case)
     kept = [len(plan.destinations) for plan in report.plans]
-    assert kept in ([3, 2, 1], [3, 1], [3, 2])  # an instance may have ended before the second or the third meeting
+    assert kept in ([3, 2, 1], [3, 1], [3, 2])  # an instance may have ended before the second or the third barrier
     for before, after in zip(report.plans, report.plans[1:]):
         assert set(after.destinations) | set(after.freed) <= set(before.destinations)
         moved = {move.sample_id for move in before.moves} | set(before.stays)
@@ -167,9 +167,9 @@ def test_observations_say_what_the_others_did(run):
     serial = run.serial(Case(STAIRS))["report"].observations
     assert {row[-1] for row in serial["decode"]} == {"decoding"} and not serial["migration"]
     assert {row[-1] for row in serial["score"]} == {"scoring"} and len(serial["load"]) == 4
-    for seen, meetings in ((fused, 2), (serial, 1)):
+    for seen, barriers in ((fused, 2), (serial, 1)):
         assert all(row[0] > 0 for kind in ("load", "release") for row in seen[kind])
-        assert len(seen["release"]) == 4 and len(seen["meeting"]) == meetings
+        assert len(seen["release"]) == 4 and len(seen["meeting"]) == barriers
 
 
 def test_several_waiting_samples_of_the_tail_are_scored_together(run):
@@ -184,8 +184,8 @@ def test_several_waiting_samples_of_the_tail_are_scored_together(run):
 def together_from_the_third_step(stage, scorer, made, case, store):
     """All meet behind their third step; from there on a step takes a while.
 
-    The samples of two tokens end in the second step, but no courier tells of them before all are in their third (who
-    has one), and nobody takes that one before it has heard of all of them.
+    The samples of two tokens end in the second step, but no leader reports them before all are in their third (who
+    has one), and nobody takes that one before it knows of all of them.
     """
     short, step, steps = sum(n <= 2 for n in case.lengths), made.engine.step, iter(range(10_000))
     share = len(case.lengths) // len(made.placement.instances)
@@ -197,28 +197,28 @@ def together_from_the_third_step(stage, scorer, made, case, store):
             assert time.monotonic() < deadline, f"{enough} were not reached"
             time.sleep(0.002)
 
-    def courier():
-        (thread,) = (one for one in threading.enumerate() if one.name == "courier")
-        return thread._target.__self__
+    def reporter():
+        (running,) = (thread for thread in threading.enumerate() if thread.name == "store-reporter")
+        return running._target.__self__
 
-    def hold(board):
-        tell = board.finish
+    def hold(iteration_store):
+        add_finished = iteration_store.add_finished
 
-        def finish(count):
+        def held(count):
             if count:
-                until(lambda: board._store.add("third", 0), ranks)
-            return tell(count)
+                until(lambda: iteration_store._store.add("third", 0), ranks)
+            return add_finished(count)
 
-        board.finish = finish
+        iteration_store.add_finished = held
 
     def patient():
         number = next(steps)
         if number == 0:
-            hold(courier()._board)
+            hold(reporter()._store)
         elif number == 2:
             store.add("third", 1)
         if number >= 2:
-            until(lambda: courier().finished, short)
+            until(lambda: reporter().finished, short)
             time.sleep(0.01)
         return step()
 
@@ -244,8 +244,8 @@ def facts_of(plan):
         pytest.param(ENDS_FIRST, (20, 10), marks=pytest.mark.slow),  # needs instances of like pace: an idle machine
     ],
 )
-def test_meetings_are_those_of_the_simulation(run, lengths, triggers):
-    """Twelve long samples are left at once: the second trigger has been reached at the first one's meeting.
+def test_barriers_are_those_of_the_simulation(run, lengths, triggers):
+    """Twelve long samples are left at once: the second trigger has been reached at the first one's barrier.
 
     What arrived there moves on with its cache. In the last case an instance has ended its last sample by then.
     """
@@ -288,12 +288,12 @@ def stand_still(stage, scorer, made, case, store):
     """Destinations take no step after the migration before everything that was finished by then is scored."""
     from rlhfuse.fusion.inter import inter_stage
 
-    hand_over, score, step = inter_stage.hand_over, scorer.score, made.engine.step
+    execute, score, step = inter_stage.execute_migration, scorer.score, made.engine.step
     share = len(made.placement.workers[made.placement.worker_of(made.rank)])
     known = []
 
     def moving(number, plan, *more):
-        done = hand_over(number, plan, *more)
+        done = execute(number, plan, *more)
         known.append(len(case.lengths) - len(plan.moves) - len(plan.stays))
         return done
 
@@ -309,13 +309,13 @@ def stand_still(stage, scorer, made, case, store):
         store.add("scored", len(rollouts))
         return out
 
-    inter_stage.hand_over, scorer.score, made.engine.step = moving, counting, standing
+    inter_stage.execute_migration, scorer.score, made.engine.step = moving, counting, standing
 
 
 def back_to_normal(stage, scorer, made, case, store):
-    from rlhfuse.fusion.inter import hand_over, inter_stage
+    from rlhfuse.fusion.inter import inter_stage, migration
 
-    inter_stage.hand_over = hand_over.hand_over
+    inter_stage.execute_migration = migration.execute_migration
 
 
 @pytest.mark.parametrize("layout, inference", [("d4t1p1", "d4t1p1"), ("d2t2p1", "d4t1p1"), ("d2t2p1", "d2t2p1")])

@@ -1,0 +1,64 @@
+"""The ranks of a generation instance, or of an inference worker, as one: the first leads, for it alone reads the store.
+
+The others learn its decisions in a blocking broadcast, or in one that is used a call later, so that a decode step never
+waits for a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+class TensorParallelGroup:
+    """This rank's instance or worker."""
+
+    def __init__(self, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None) -> None:
+        """`ranks` in order of `group`, which must carry CPU tensors; a single rank needs none."""
+        self._ranks = tuple(ranks)
+        self._group = group
+        self.is_leader = self._ranks[0] == rank
+        self.size = len(self._ranks)
+
+    def broadcast(self, *values: int) -> tuple[int, ...]:
+        """The leader's values on all ranks; a collective."""
+        if self.size == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.int64)
+        dist.broadcast(tensor, src=self._ranks[0], group=self._group)
+        return tuple(tensor.tolist())
+
+    def start_broadcast(self, value: int) -> tuple[dist.Work, torch.Tensor]:
+        """The leader's value on its way to all ranks; the tensor holds it once the work is done."""
+        tensor = torch.tensor([value])
+        work = dist.broadcast(tensor, src=self._ranks[0], group=self._group, async_op=True)
+        assert work is not None, "this rank is in its own group"
+        return work, tensor
+
+
+class DelayedBroadcast:
+    """The leader's decisions at step boundaries, in force one call later; all ranks call `pass_on` equally often."""
+
+    def __init__(self, group: TensorParallelGroup, initial: int) -> None:
+        """`initial` is in force at the first boundary."""
+        self._group = group
+        self._latest = initial
+        self._pending: tuple[dist.Work, torch.Tensor] | None = None
+
+    def pass_on(self, value: int) -> int:
+        """Give what is in force from the next call on; returns what is in force now. One rank needs no delay."""
+        if self._group.size == 1:
+            return value
+        started = self._group.start_broadcast(value)
+        self.close()
+        self._pending = started
+        return self._latest
+
+    def close(self) -> None:
+        """Wait for the broadcast under way."""
+        if self._pending is not None:
+            work, tensor = self._pending
+            work.wait()
+            self._latest, self._pending = int(tensor), None
