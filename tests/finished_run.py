@@ -10,15 +10,13 @@ from rlhfuse.config.settings import load_config
 from rlhfuse.costs.analytic import largest_flat_batch
 from rlhfuse.costs.lines import Line, LineTable
 from rlhfuse.costs.measured import MeasuredCost, save_measured_cost
-from rlhfuse.decisions.layouts import training_layouts
 from rlhfuse.monitor.metrics import MetricsWriter
 from rlhfuse.monitor.trace import Span, save_trace
-from rlhfuse.planning.plan import Plan, save_plan
-from rlhfuse.planning.planner import median_context, plan_run, read_specs
+from rlhfuse.planning.draft import draft_plan, median_context, read_specs
+from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.run_plan import PlanReport, save_plan
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.action import Action
-from rlhfuse.schedule.ir.ranks import rank_map
-from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.times import makespan, program_times
 from rlhfuse.simulator.iteration import simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
@@ -50,12 +48,12 @@ def write_run(folder: Path, iterations: int = 5) -> Path:
         "parallel: {actor_train: d1t1p4, critic_train: d2t1p2, generation: d4t1p1}\nfusion: {intra_stage: false}\n"
     )
     config = load_config(folder / "config.yaml")
-    plan, schedule = plan_run(config, read_specs(config), RANKS)
+    run_plan = make_plan(draft_plan(config, read_specs(config), RANKS))
+    plan = run_plan.report
     save_plan(plan, folder / "plan.json")
-    save_schedule(folder / "schedule.json", schedule)
+    save_schedule(folder / "schedule.json", run_plan.schedule)
     save_measured_cost(COSTS, folder / "costs.json")
-    ranks = rank_map(training_layouts(plan.tasks))
-    times = program_times(lower(schedule, ranks), ranks, _action_seconds)
+    times = program_times(run_plan.programs, run_plan.ranks, _action_seconds)
     spans, begin = [], 100.0
     with MetricsWriter(folder / "metrics.jsonl") as metrics:
         for number in range(iterations):
@@ -86,7 +84,7 @@ def _action_seconds(action: Action) -> float:
     return {"F": 0.01, "B": 0.02, "RG": 0.001, "ST": 0.005}[str(action.kind)]
 
 
-def _row(plan: Plan, number: int):
+def _row(plan: PlanReport, number: int):
     lengths, before = lengths_of(number), lengths_of(max(0, number - 1))
     tokens = sum(lengths.prompt) + sum(lengths.output)
     bs_max = largest_flat_batch(COSTS, median_context(before), plan.limits.max_sequences)

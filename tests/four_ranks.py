@@ -1,9 +1,12 @@
-"""A configuration of four ranks, and the shapes of its models, without files."""
+"""A configuration of four ranks, the shapes of its models, and its plan, without files."""
 
 from __future__ import annotations
 
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.planning.draft import draft_plan
+from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.run_plan import RunPlan
 
 TINY = ModelSpec("llama", 8, 64, 8, 4, 8, 192, 512, 512)
 SPECS = {role: TINY for role in ("actor", "critic", "reference", "reward")}
@@ -26,3 +29,7 @@ def config(**keys) -> RunConfig:
 def run(**keys) -> RunConfig:
     """The same with no search time to speak of."""
     return config(**{"fusion__search_seconds": 0.2, **keys})
+
+
+def planned(made: RunConfig, specs=SPECS, lengths=None) -> RunPlan:
+    return make_plan(draft_plan(made, specs, 4, lengths))

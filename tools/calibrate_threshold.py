@@ -24,7 +24,7 @@ from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.profiled import load_run_costs
 from rlhfuse.costs.trial import TrialCost
 from rlhfuse.errors import InputError, run_program
-from rlhfuse.planning.planner import generation_cost, instance_limits, median_context, read_specs
+from rlhfuse.planning.draft import generation_cost, instance_limits, median_context, read_specs
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 from rlhfuse.simulator.threshold import Threshold, save_threshold, sweep_threshold
 

@@ -4,7 +4,7 @@
 
 Layouts, batch arithmetic, memory per rank and phase, predicted times, the training schedule, R_t, and why.
 --problem writes the training schedule's problem for tools/search_schedule.py: ticks of a microsecond, bytes. Exits
-with 2 and the equation that fails where the config cannot run on so many ranks.
+with 2 and the equation that fails, or the memory that is missing, where the config cannot run on so many ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from rlhfuse.config.settings import load_config
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.errors import run_program
 from rlhfuse.files import write_text
-from rlhfuse.planning.planner import plan_run, read_specs
+from rlhfuse.planning.draft import draft_plan, read_specs
+from rlhfuse.planning.planner import make_plan
 from rlhfuse.simulator.lengths import load_lengths
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia")
@@ -36,13 +37,13 @@ def main() -> int:
     lengths = load_lengths(args.lengths, default_prompt=config.data.max_prompt_tokens).lengths if args.lengths else None
     world_size = planned_world_size(config, args.world_size)
     if NVIDIA_DRIVER.exists():
-        from rlhfuse.run.launch import name_device  # torch, which takes seconds, is asked only where there may be a GPU
+        from rlhfuse.run.launch import with_device  # torch, which takes seconds, is asked only where there may be a GPU
 
-        name_device(config)
-    plan, schedule = plan_run(config, read_specs(config), world_size, lengths=lengths)
+        config = with_device(config)
+    plan = make_plan(draft_plan(config, read_specs(config), world_size, lengths))
     if args.problem:
-        write_text(args.problem, json.dumps(schedule.problem.to_dict(), indent=1) + "\n")
-    print(json.dumps(plan.to_dict(), indent=1) if args.json else plan.render())
+        write_text(args.problem, json.dumps(plan.schedule.problem.to_dict(), indent=1) + "\n")
+    print(json.dumps(plan.report.to_dict(), indent=1) if args.json else plan.report.render())
     return 0
 
 

@@ -24,7 +24,7 @@ from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.costs.profiled import save_profile
 from rlhfuse.decisions.layouts import check_layouts
 from rlhfuse.errors import InputError, run_program
-from rlhfuse.planning.planner import read_specs
+from rlhfuse.planning.draft import read_specs
 from rlhfuse.run.profiling.points import check_world
 
 

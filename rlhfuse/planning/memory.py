@@ -1,26 +1,33 @@
-"""What a rank holds in each phase of an iteration, in bytes.
+"""What a rank holds in each phase of an iteration, in bytes, against what it may have.
 
-    moves       the generation copy is filled, then the critic's for scoring, which goes on to host memory
-    generation  the generation copy and the KV cache
-    inference   the models that score, out of host memory
-    training    gradients and activations
-
-Weights and optimizer of the models that train stay in device memory throughout; everything else is released before
-the next phase takes what it needs. On a CPU host memory and device memory are the same. A phase is priced on its
-fullest rank; what a process holds without any model, interpreter and libraries, is not counted.
-
-Knows nothing of time. Activations come from the schedule's peak.
+The models that train stay in device memory; what the other phases need comes before they begin and goes when they end.
+A phase is priced on its fullest rank, all samples as long as they can become. What training holds beside the
+activations of its schedule is the static memory of the scheduling problem, whose cap is the limit of a rank
+(paper section 5.2, constraint 3).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.errors import InputError
 
 SCORERS = ("reference_inference", "reward_inference", "critic_inference")
 TRAINED = ("actor_train", "critic_train")
+CGROUP = Path("/sys/fs/cgroup/memory.max")
+DEVICE_PARTS = ("weights", "optimizer", "gradients", "activations", "kv", "buckets")
+REMEDIES = {
+    "moves": "use more tensor ranks for parallel.generation and parallel.inference",
+    "generation": "lower rollout.kv_blocks_per_instance or use more tensor ranks for parallel.generation",
+    "inference": "lower rollout.max_batched_tokens or use more tensor ranks for parallel.inference",
+    "training": "raise fusion.actor_microbatches, set trainer.recompute=full or use more stages or tensor ranks",
+}
 
 
 @dataclass(frozen=True)
@@ -33,12 +40,88 @@ class PhaseMemory:
     gradients: int
     activations: int
     kv: int
-    buckets: int  # weights, or keys and values, on their way
-    host: int
+    buckets: int  # weights, or keys and values, in transfer
+    host: int  # offloaded weights
 
     @property
     def device(self) -> int:
         return self.weights + self.optimizer + self.gradients + self.activations + self.kv + self.buckets
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """The phases moves, generation, inference and training, the last without its schedule's activations; bytes."""
+
+    static: tuple[PhaseMemory, ...]
+    hardware: HardwareSpec
+    limit: float  # of one rank
+    limit_source: str
+    microbatch_tokens: float  # of the longest samples
+
+    def phases(self, activations: float) -> tuple[PhaseMemory, ...]:
+        """With a schedule that holds up to `activations` on a rank."""
+        *others, training = self.static
+        return (*others, replace(training, activations=training.activations + int(activations)))
+
+    def needed(self, phase: PhaseMemory) -> int:
+        """Of `limit`; on a CPU host copies share it."""
+        return phase.device + self.hardware.process_bytes + (phase.host if self.hardware.name == "cpu" else 0)
+
+    def fullest(self, activations: float) -> PhaseMemory:
+        return max(self.phases(activations), key=self.needed)
+
+    @property
+    def training_bytes(self) -> int:
+        """What training needs beside the activations of its schedule."""
+        return self.needed(self.static[-1])
+
+    def check(self, activations: float, least: float, order: str) -> None:
+        """Raise InputError unless a schedule that holds `activations` fits; `order` says which one it is.
+
+        `least`: activations of the leanest schedule. The message has the fullest phase, its parts and a remedy.
+        """
+        fullest = self.fullest(activations)
+        needed = self.needed(fullest)
+        if needed <= self.limit:
+            return
+        parts = [f"{name} {readable_bytes(getattr(fullest, name))}" for name in DEVICE_PARTS if getattr(fullest, name)]
+        if self.hardware.name == "cpu":
+            parts.append(f"host copies {readable_bytes(fullest.host)}")
+        if self.hardware.process_bytes:
+            parts.append(f"the process {readable_bytes(self.hardware.process_bytes)}")
+        which, remedy = "", REMEDIES[fullest.phase]
+        if fullest.phase == "training":
+            smallest = self.training_bytes + int(least)
+            which = f" with {order}" if activations > least else ""
+            which += f"; the least of any schedule is {readable_bytes(smallest)}"
+            if smallest <= self.limit:
+                remedy = f"leave fusion.intra_stage on and fusion.schedule empty to search one that fits, {remedy}"
+        raise InputError(
+            f"memory: {fullest.phase} needs {readable_bytes(needed)} per rank ({', '.join(parts)}){which}, but a rank "
+            f"of this {self.hardware.name} has {readable_bytes(self.limit)}; {remedy}, or set trainer.memory_limit_gb"
+        )
+
+
+def memory_budget(
+    config: RunConfig,
+    costs: Mapping[str, AnalyticCost],
+    world_size: int,
+    kv_capacity_bytes: float,
+    samples_per_microbatch: float,
+) -> MemoryBudget:
+    """The budget of a run; `costs` has one entry per task, `kv_capacity_bytes` is C of a whole instance."""
+    rollout, hardware = config.rollout, costs["generation"].hardware
+    longest = samples_per_microbatch * (config.data.max_prompt_tokens + rollout.max_response_tokens)
+    static = memory_by_phase(
+        costs,
+        kv_capacity_bytes,
+        max(cost.passing_bytes(longest) for task, cost in costs.items() if task in TRAINED),
+        rollout.max_batched_tokens,
+        rollout.max_sequences_per_instance,
+        config.fusion.bucket_mib << 20,
+    )
+    limit, source = memory_limit(config, hardware, world_size)
+    return MemoryBudget(static, hardware, limit, source, longest)
 
 
 def memory_by_phase(
@@ -49,11 +132,10 @@ def memory_by_phase(
     sequences: int,
     bucket_bytes: int,
 ) -> tuple[PhaseMemory, ...]:
-    """The four phases. `costs` has one entry per task of the run; `kv_capacity_bytes` is C of a whole instance.
+    """The four phases. Generation and scoring keep no activations for a backward.
 
-    `training_activations`: peak of the schedule on one rank. Generation and scoring keep no activations for a
-    backward: they hold the widest layer's of `batched_tokens`, and the float32 logits where there is a head, in
-    generation those of the `sequences` that draw a token.
+    They hold the widest layer's of `batched_tokens`, and the float32 logits where there is a head, in generation
+    those of the `sequences` that draw a token.
     """
     trained = [costs[task] for task in TRAINED if task in costs]
     scorers = [costs[task] for task in SCORERS if task in costs]
@@ -68,17 +150,32 @@ def memory_by_phase(
         held = dict(gradients=0, activations=0, kv=0, buckets=0) | {key: int(value) for key, value in parts.items()}
         return PhaseMemory(name, resident + weights, optimizer, host=offloaded, **held)
 
-    bucket = min(bucket_bytes, max(copy, critic))
     decoding = generation.forward_bytes(batched_tokens, min(sequences, batched_tokens))
     scoring = max((cost.forward_bytes(batched_tokens, batched_tokens) for cost in scorers), default=0)
+    gradients = sum(cost.gradient_bytes() for cost in trained)
     return (
-        phase("moves", copy + critic, buckets=bucket),
+        phase("moves", copy + critic, buckets=min(bucket_bytes, max(copy, critic))),
         phase("generation", copy, activations=decoding, kv=kv_capacity_bytes / generation.layout.tp),
         phase("inference", offloaded, activations=scoring),
-        phase(
-            "training", 0, gradients=sum(cost.gradient_bytes() for cost in trained), activations=training_activations
-        ),
+        phase("training", 0, gradients=gradients, activations=training_activations),
     )
+
+
+def memory_limit(config: RunConfig, hardware: HardwareSpec, world_size: int) -> tuple[float, str]:
+    """Bytes that one rank may use, and where the number is from. The ranks of a CPU node share the machine's."""
+    if config.trainer.memory_limit_gb:
+        return config.trainer.memory_limit_gb * 1e9, "trainer.memory_limit_gb"
+    if hardware.name != "cpu":
+        return hardware.memory_bytes, f"of one {hardware.name}"
+    ranks, machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), machine_bytes()
+    return machine / ranks, f"this machine's {readable_bytes(machine)} / {ranks} ranks"
+
+
+def machine_bytes() -> int:
+    """Memory of this machine, or of the container that this process is in."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    allowed = CGROUP.read_text().strip() if CGROUP.exists() else "max"
+    return total if allowed == "max" else min(total, int(allowed))
 
 
 def readable_bytes(count: float) -> str:

@@ -1,16 +1,18 @@
-"""Why a plan is as it is, in words: the lines that stand beside its numbers.
-
-Computes nothing of the plan; what it explains is handed in.
-"""
+"""What a plan says beside its numbers: why they are so, and which files the run will write."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import HardwareSpec
-from rlhfuse.planning.memory import PhaseMemory, readable_bytes
-from rlhfuse.planning.memory_check import REMEDIES, needed_bytes
+from rlhfuse.config.spec import HardwareSpec, ModelSpec
+from rlhfuse.costs.analytic import CostModel
+from rlhfuse.costs.profiled import ProfiledCost
+from rlhfuse.planning.memory import MemoryBudget, readable_bytes
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
+
+CHECKPOINT_BYTES = 12  # per parameter that trains: float32 weight and Adam's two moments
 
 
 def lengths_reason(config: RunConfig, lengths: SampleLengths | None, draws: int) -> str:
@@ -28,8 +30,11 @@ def lengths_reason(config: RunConfig, lengths: SampleLengths | None, draws: int)
     )
 
 
-def costs_reason(config: RunConfig, hardware: HardwareSpec) -> str:
-    """Where the times are from that nothing here has measured."""
+def costs_reason(config: RunConfig, hardware: HardwareSpec, costs: CostModel, costs_name: str) -> str:
+    """The source of the times."""
+    if config.fusion.profile:
+        training = "training too" if isinstance(costs, ProfiledCost) else "training analytically"
+        return f"generation and inference are priced by {costs_name}, {training}"
     unsure = config.trainer.hardware == "auto" and hardware.name != "cpu"
     assumed = " (trainer.hardware=auto: assumed)" if unsure else ""
     return (
@@ -62,14 +67,42 @@ def limits_reason(config: RunConfig, limits: InstanceLimits) -> str:
     )
 
 
-def memory_reason(memory: tuple[PhaseMemory, ...], hardware: HardwareSpec, limit: float) -> str:
-    """The fullest phase beside the `limit`, in bytes per rank; and what to change where it does not fit."""
-    needs = {phase.phase: needed_bytes(phase, hardware) for phase in memory}
-    fullest = max(needs, key=needs.__getitem__)
-    fits = "fits in" if needs[fullest] <= limit else "DOES NOT FIT in"
-    with_host = ", host copies and the process itself included," if hardware.name == "cpu" else ""
-    remedy = "" if needs[fullest] <= limit else f": {REMEDIES[fullest]}"
+def memory_reason(memory: MemoryBudget, activations: float) -> str:
+    """The fullest phase beside the limit of a rank; `activations`: bytes of the training schedule."""
+    fullest = memory.fullest(activations)
+    with_host = ", host copies and the process itself included," if memory.hardware.name == "cpu" else ""
     return (
-        f"the fullest phase, {fullest}, needs {readable_bytes(needs[fullest])} per rank{with_host} and {fits} "
-        f"{readable_bytes(limit)}{remedy}"
+        f"the fullest phase, {fullest.phase}, needs {readable_bytes(memory.needed(fullest))} per rank{with_host} and "
+        f"fits in {readable_bytes(memory.limit)}"
     )
+
+
+def output_files(config: RunConfig, specs: Mapping[str, ModelSpec], element_bytes: int) -> tuple[tuple[str, str], ...]:
+    """Names within the run directory, which comes first, each with what it is."""
+    trainer, trained = config.trainer, config.trained()
+    counts = {role: specs[role].parameters(scalar_head=role.scalar_head) for role in trained}
+    loggers = [name for name, on in (("tensorboard/", trainer.tensorboard), ("wandb/", trainer.wandb != "off")) if on]
+    traced = trainer.trace_iterations
+    rows = [
+        (trainer.output_dir or "runs/<config name>-<time>", "the run directory; it holds"),
+        ("config.yaml", "this configuration, defaults filled in"),
+        ("plan.json, schedule.json", "this plan, and the training schedule"),
+        ("metrics.jsonl", f"one line for each of {trainer.iterations} iterations"),
+        *((name, "the same metrics") for name in loggers),
+        ("trace.json", f"time line of the last {traced} iterations, predicted and measured"),
+        ("samples.jsonl", f"{trainer.sample_texts} samples of each iteration as text"),
+        ("costs.json", "what work cost in this run, for fusion.profile of a later one"),
+    ]
+    if trainer.save_every:
+        size = readable_bytes(CHECKPOINT_BYTES * sum(counts.values()))
+        often = f"every {trainer.save_every} iterations, {size} each; the last {trainer.keep_checkpoints} are kept"
+        rows.append(("checkpoints/iteration-N/", often))
+    else:
+        remedy = "a run that dies begins again; trainer.save_every=N saves one every N iterations"
+        rows.append(("(no checkpoints)", remedy))
+    if trainer.export:
+        rows += [
+            (f"export/{role}/", f"{readable_bytes(count * element_bytes)}, in Hugging Face layout, at the end")
+            for role, count in counts.items()
+        ]
+    return (*rows, ("finished.json", "when all iterations are done"))

@@ -12,15 +12,15 @@ from rlhfuse.data.reward_function import RewardCall
 from rlhfuse.data.reward_workers import RewardWorkers
 from rlhfuse.data.sampler import PromptSampler, sample_origin
 from rlhfuse.ppo.rollout import Rollout
-from rlhfuse.run.preflight import Prepared
+from rlhfuse.run.preflight import RunInputs
 
 
 class FunctionRewarder:
     """A `Rewarder` that calls the function of the configuration, in processes of its own."""
 
-    def __init__(self, prepared: Prepared, sampler: PromptSampler) -> None:
-        config = prepared.config
-        self._prompts, self._tokenizer, self._sampler = prepared.prompts, prepared.tokenizer, sampler
+    def __init__(self, inputs: RunInputs, sampler: PromptSampler) -> None:
+        config = inputs.config
+        self._prompts, self._tokenizer, self._sampler = inputs.prompts, inputs.tokenizer, sampler
         self._count = config.rollout.prompts_per_iteration
         self._drawn: tuple[int, list[int]] = (-1, [])  # the iteration asked for last, and its prompts
         self._workers = RewardWorkers(

@@ -1,7 +1,7 @@
 """A generation trial: prompts of the run's data through the engine, in this process alone.
 
-It shows how long the actor's responses are and what the engine's steps cost here, before any run was made. The
-actor is loaded whole, so a generation instance of several ranks is measured as one.
+It shows how long the actor's responses are and what the engine's steps cost, before any run was made. The actor is
+loaded whole, so a generation instance of several ranks is measured as one.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import torch
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.measured import DecodeObservation, TokensObservation
-from rlhfuse.data.prompts import load_prompts
 from rlhfuse.data.sampler import PromptSampler, sample_id
 from rlhfuse.gen.engine import Engine, EngineOptions
 from rlhfuse.gen.sequence import GenerationResult, SamplingParams
-from rlhfuse.models.hf import load_tokenizer, resolve_checkpoint
+from rlhfuse.models.hf import resolve_checkpoint
 from rlhfuse.parallel.device import choose_device
-from rlhfuse.planning.planner import kv_blocks
-from rlhfuse.run.preflight import encoder
+from rlhfuse.planning.draft import kv_blocks
+from rlhfuse.run.preflight import read_prompts
 from rlhfuse.simulator.lengths import SampleLengths
 
 WARM_UP_TOKENS = 4  # of a sample before the trial: compiling kernels is no step of a run
@@ -44,15 +43,7 @@ def run_trial(config: RunConfig, prompts: int, progress: Callable[[str], None]) 
     """
     folder = resolve_checkpoint(config.actor.path, "actor.path")
     spec = ModelSpec.from_config(folder)
-    tokenizer = load_tokenizer(resolve_checkpoint(config.actor.tokenizer, "actor.tokenizer"), spec)
-    data = load_prompts(
-        config.data.train_files,
-        config.data.prompt_key,
-        encoder(tokenizer, config),
-        config.data.max_prompt_tokens,
-        config.data.filter_long_prompts,
-        dialogues_as_turns=config.data.apply_chat_template,
-    )
+    _, data = read_prompts(config, spec)
     engine = _engine(config, folder)
     rollout = config.rollout
     params = SamplingParams(
@@ -64,9 +55,9 @@ def run_trial(config: RunConfig, prompts: int, progress: Callable[[str], None]) 
     )
     drawn = PromptSampler(len(data), config.trainer.seed).prompts_of(0, prompts)
     engine.generate([data[drawn[0]].tokens], SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True))
-    places = {sample_id(0, place, 0): place for place in range(prompts)}
-    for number, index in zip(places, drawn):
-        engine.add(number, data[index].tokens, params)
+    positions = {sample_id(0, position, 0): position for position in range(prompts)}
+    for sample, index in zip(positions, drawn):
+        engine.add(sample, data[index].tokens, params)
     results: dict[int, GenerationResult] = {}
     decode, prefill = [], []
     while engine.has_unfinished():
@@ -76,10 +67,10 @@ def run_trial(config: RunConfig, prompts: int, progress: Callable[[str], None]) 
             prefill.append(TokensObservation(stats.prefill_tokens, stats.batch, stats.seconds))
         else:
             decode.append(DecodeObservation(stats.batch, stats.context_tokens, stats.seconds))
-        results |= {places[result.sample_id]: result for result in ended}
+        results |= {positions[result.sample_id]: result for result in ended}
         if ended:
             progress(f"{len(results)} of {prompts} samples finished")
-    ordered = [results[place] for place in range(prompts)]
+    ordered = [results[position] for position in range(prompts)]
     lengths = SampleLengths(
         tuple(len(result.prompt_tokens) for result in ordered), tuple(len(result.tokens) for result in ordered)
     )

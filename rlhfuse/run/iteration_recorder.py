@@ -23,10 +23,10 @@ from rlhfuse.fusion.intra.training_step import MinibatchResult
 from rlhfuse.monitor.samples import SampleText
 from rlhfuse.monitor.trace import Span
 from rlhfuse.parallel.collectives import all_gather_bytes
-from rlhfuse.planning.plan import Plan
+from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.run.phases import Phases
-from rlhfuse.run.preflight import Prepared
+from rlhfuse.run.preflight import RunInputs
 from rlhfuse.run.run_metrics import (
     fusion_metrics,
     lengths_of,
@@ -60,14 +60,14 @@ class IterationRecorder:
 
     def __init__(
         self,
-        prepared: Prepared,
-        plan: Plan,
+        inputs: RunInputs,
+        plan: PlanReport,
         placement: Placement,
         rank: int,
         threshold: ThresholdController,
         peak_flops: float | None,
     ) -> None:
-        self._prepared, self._config, self._plan = prepared, prepared.config, plan
+        self._inputs, self._config, self._plan = inputs, inputs.config, plan
         self._placement, self._rank, self._threshold = placement, rank, threshold
         self._peak_flops = peak_flops
         self._closed: float | None = None  # when the last iteration was, its log not included
@@ -86,7 +86,7 @@ class IterationRecorder:
         metrics |= self._metrics(done, everyone)
         ended = time.time()
         metrics |= speed_metrics(done.batch, ended - done.begin)
-        metrics |= mfu_metrics(self._flops(done.batch), metrics, self._prepared.world_size, self._peak_flops)
+        metrics |= mfu_metrics(self._flops(done.batch), metrics, self._inputs.world_size, self._peak_flops)
         message = self._threshold.observe(done.number, done.report, done.batch)
         if message and self._rank == 0:
             print(message, flush=True)
@@ -119,7 +119,7 @@ class IterationRecorder:
         return metrics | memory_metrics(everyone)
 
     def _flops(self, batch: RolloutBatch) -> IterationFlops:
-        config, specs = self._config, self._prepared.checkpoints.specs
+        config, specs = self._config, self._inputs.checkpoints.specs
         lengths = lengths_of(batch)
         return IterationFlops.of(
             specs, config.trained(), config.scorers(), lengths.prompt, lengths.output, config.algorithm.epochs
@@ -127,7 +127,7 @@ class IterationRecorder:
 
     def _sample_texts(self, done: IterationResult) -> list[SampleText]:
         """The first samples of the batch, for people to read."""
-        decode = partial(self._prepared.tokenizer.decode, skip_special_tokens=True)
+        decode = partial(self._inputs.tokenizer.decode, skip_special_tokens=True)
         first = zip(done.report.rollouts[: self._config.trainer.sample_texts], done.batch.scores.tolist())
         return [
             SampleText(

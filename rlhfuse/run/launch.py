@@ -1,8 +1,6 @@
 """From a checked configuration to a running job and back: the frame around the trainer.
 
-    checks on every rank -> process group, watchdog -> schedule and plan by rank 0, sent to all -> trainer
-
-The schedule is searched by rank 0 for a few seconds and sent as text; every rank verifies what it was sent.
+inputs and draft on every rank -> process group, watchdog -> the plan by rank 0, sent to all -> trainer
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ import datetime
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,69 +28,65 @@ from rlhfuse.monitor.watchdog import Limits, Watchdog
 from rlhfuse.parallel.collectives import all_gather_bytes, raise_on_all_ranks
 from rlhfuse.parallel.device import Device, allow_many_files, choose_device, local_rank
 from rlhfuse.parallel.groups import connect
-from rlhfuse.planning.plan import Plan, save_plan
-from rlhfuse.planning.planner import make_plan, plan_run
-from rlhfuse.run.preflight import Prepared, prepare
+from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning.planner import make_plan, parse_plan
+from rlhfuse.planning.run_plan import RunPlan, save_plan
+from rlhfuse.run.preflight import RunInputs, check_inputs
 from rlhfuse.run.trainer import Trainer
 from rlhfuse.schedule.io import save_schedule
-from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.schedule.program.lowering import lower
-from rlhfuse.schedule.program.verify import verify
 from rlhfuse.schedule.search import worker as search_worker
 
 
 def dry_run(config: RunConfig, world_size: int | None) -> int:
     """Check everything and print the plan; launches nothing."""
-    name_device(config)
+    config = with_device(config)
     if is_finished(config):
         print(finished_line(config))
         return 0
-    world = planned_world_size(config, world_size)
-    prepared = prepare(config, world)
-    print(start_line(prepared))
-    print(prompts_line(prepared))
-    print(make_plan(config, prepared.checkpoints.specs, world).render())
+    inputs = check_inputs(config, planned_world_size(config, world_size))
+    print(start_line(inputs))
+    print(prompts_line(inputs))
+    print(make_plan(inputs.draft).report.render())
     return 0
 
 
 def train(config: RunConfig, name: str) -> int:
     """One rank of a job under torchrun. Returns the exit code."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    name_device(config)
+    config = with_device(config)
     if is_finished(config):
         if rank == 0:
             print(finished_line(config), flush=True)
         return 0
-    prepared = prepare(config, world)
+    inputs = check_inputs(config, world)
     device = choose_device(config.trainer.device, local_rank(), config.trainer.threads_per_rank)
     if not device.is_cuda:
-        check_arithmetic(prepared)
+        check_arithmetic(inputs.draft)
     torch.manual_seed(config.trainer.seed)
     allow_many_files()
     backend = "cpu:gloo,cuda:nccl" if device.is_cuda else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=config.trainer.hang_seconds))
     connect([dist.group.WORLD], device.torch_device)
-    run_dir = run_job(prepared, name, rank, device)
+    run_dir = run_job(inputs, name, rank, device)
     if rank == 0:
         print(f"done: {run_dir}", flush=True)
     dist.destroy_process_group()
     return 0
 
 
-def run_job(prepared: Prepared, name: str, rank: int, device: Device) -> Path:
+def run_job(inputs: RunInputs, name: str, rank: int, device: Device) -> Path:
     """The job on this rank, in a process group that is there; a collective. Returns the run directory."""
-    config = prepared.config
+    config = inputs.config
     store = dist.PrefixStore(f"rlhfuse/{name}", dist.distributed_c10d._get_default_store())
     limits = Limits(config.trainer.watchdog_seconds, config.trainer.hang_seconds)
     watched = store.clone()  # a connection of its own: the main thread's may be busy
     watched.set_timeout(datetime.timedelta(seconds=config.trainer.watchdog_seconds))
-    with Watchdog(watched, rank, prepared.world_size, limits) as watchdog:
+    with Watchdog(watched, rank, inputs.world_size, limits) as watchdog:
         if not device.is_cuda:
             watchdog.progress("compiling the engine's kernels")
             load_kernels(config)
-        schedule, plan, run_dir = settle(prepared, name, rank, device)
-        trainer = Trainer(prepared, plan, schedule, rank, device, store, watchdog, run_dir)
-        trainer.fit()
+        plan, run_dir = agree_on_plan(inputs, name, rank, device)
+        Trainer(inputs, plan, rank, device, store, watchdog, run_dir).fit()
         dist.barrier()
     return run_dir
 
@@ -105,22 +100,23 @@ def load_kernels(config: RunConfig) -> None:
     dist.barrier()
 
 
-def name_device(config: RunConfig) -> None:
-    """Replace trainer.device=auto by what this machine has, and trainer.hardware=auto by a GPU that is known.
+def with_device(config: RunConfig) -> RunConfig:
+    """With this machine's device for trainer.device=auto, and its GPU, where known, for trainer.hardware=auto.
 
     Plan and run must be about the same device.
     """
-    trainer = config.trainer
+    trainer, gpu = config.trainer, torch.cuda.is_available()
     if trainer.device == "auto":
-        trainer.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if trainer.hardware == "auto" and trainer.device == "cuda" and torch.cuda.is_available():
-        trainer.hardware = gpu_by_name(torch.cuda.get_device_name()) or "auto"
+        trainer = replace(trainer, device="cuda" if gpu else "cpu")
+    if trainer.hardware == "auto" and trainer.device == "cuda" and gpu:
+        trainer = replace(trainer, hardware=gpu_by_name(torch.cuda.get_device_name()) or "auto")
+    return replace(config, trainer=trainer)
 
 
-def check_arithmetic(prepared: Prepared) -> None:
+def check_arithmetic(draft: PlanDraft) -> None:
     """Test on this machine that a row's bits do not depend on the batch, at every model's widths."""
-    generation = next(task.layout for task in prepared.tasks if task.name == "generation")
-    for spec in set(prepared.checkpoints.specs.values()):
+    generation = next(task.layout for task in draft.tasks if task.name == "generation")
+    for spec in set(draft.specs.values()):
         invariance.self_test(hidden=spec.hidden, mlp=spec.mlp // generation.tp, vocab=spec.vocab // generation.tp)
 
 
@@ -130,52 +126,51 @@ def finished_line(config: RunConfig) -> str:
     return f"finished already: {done}; for more set trainer.iterations"
 
 
-def start_line(prepared: Prepared) -> str:
+def start_line(inputs: RunInputs) -> str:
     """Where the run begins, for people."""
-    if prepared.resume:
-        moved = prepared.facts.layout_diff(prepared.resume.manifest.facts)
+    if inputs.resume:
+        moved = inputs.facts.layout_diff(inputs.resume.manifest.facts)
         note = f"; {moved}: equal to about 1e-5 from here on, not bit for bit" if moved else ""
-        return f"resuming from {prepared.resume.folder}: {prepared.resume.iteration} iterations are done{note}"
-    why = "no checkpoint to resume from" if prepared.config.trainer.resume == "auto" else "trainer.resume=never"
-    critic = prepared.checkpoints.paths.get("critic")
+        return f"resuming from {inputs.resume.folder}: {inputs.resume.iteration} iterations are done{note}"
+    why = "no checkpoint to resume from" if inputs.config.trainer.resume == "auto" else "trainer.resume=never"
+    critic = inputs.checkpoints.paths.get("critic")
     headless = critic and not has_scalar_head(critic)
     return f"fresh start: {why}" + (f"; {critic} has no value head: the critic's begins at 0" if headless else "")
 
 
-def prompts_line(prepared: Prepared) -> str:
+def prompts_line(inputs: RunInputs) -> str:
     """What was read, for people; and whether an iteration must draw a prompt twice."""
-    wanted = prepared.config.rollout.prompts_per_iteration
-    if len(prepared.prompts) >= wanted:
-        return str(prepared.prompts)
-    return f"{prepared.prompts}; an iteration draws {wanted}: some more than once"
+    wanted = inputs.config.rollout.prompts_per_iteration
+    if len(inputs.prompts) >= wanted:
+        return str(inputs.prompts)
+    return f"{inputs.prompts}; an iteration draws {wanted}: some more than once"
 
 
-def settle(prepared: Prepared, name: str, rank: int, device: Device) -> tuple[Schedule, Plan, Path]:
-    """Schedule, plan and run directory, the same on every rank; rank 0 writes and prints them."""
-    config = prepared.config
-    told = b""
+def agree_on_plan(inputs: RunInputs, name: str, rank: int, device: Device) -> tuple[RunPlan, Path]:
+    """Plan and run directory, the same on every rank; a collective. Rank 0 makes, writes and prints them."""
+    config, plan, sent = inputs.config, None, b""
     with raise_on_all_ranks():
         if rank == 0:
             run_dir = Path(config.trainer.output_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-            if config.fusion.intra_stage and not config.fusion.schedule:
+            if inputs.draft.given is None:
                 search_worker.compile_kernels_apart()  # of the search that this plan begins with
-            plan, schedule = plan_run(config, prepared.checkpoints.specs, prepared.world_size)
-            write_start(run_dir, config, plan, schedule)
-            print(start_line(prepared), flush=True)
+            plan = make_plan(inputs.draft)
+            write_start(run_dir, config, plan)
+            print(start_line(inputs), flush=True)
             print(f"run directory: {run_dir}")
-            print(f"device: {device.torch_device} ({device.backend}), {prompts_line(prepared)}")
-            print(f"{plan.render()}\n{schedule.text()}", flush=True)
-            told = json.dumps([str(run_dir), plan.to_dict(), schedule.text()]).encode()
-    folder, plan_dict, text = json.loads(all_gather_bytes(told)[0])
-    schedule = Schedule.parse(prepared.problem, text)
-    verify(lower(schedule, prepared.ranks, tied=prepared.tied), schedule, prepared.ranks, tied=prepared.tied)
-    return schedule, Plan.from_dict(plan_dict), Path(folder)
+            print(f"device: {device.torch_device} ({device.backend}), {prompts_line(inputs)}")
+            print(f"{plan.report.render()}\n{plan.schedule.text()}", flush=True)
+            sent = json.dumps([str(run_dir), plan.to_text()]).encode()
+    folder, text = json.loads(all_gather_bytes(sent)[0])
+    with raise_on_all_ranks():
+        plan = plan or parse_plan(inputs.draft, text)
+    return plan, Path(folder)
 
 
-def write_start(run_dir: Path, config: RunConfig, plan: Plan, schedule: Schedule) -> None:
+def write_start(run_dir: Path, config: RunConfig, plan: RunPlan) -> None:
     """What a run is before its first iteration. Raises InputError naming the file that cannot be written."""
     with writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
     write_text(run_dir / "config.yaml", dump_config(config))
-    save_schedule(run_dir / "schedule.json", schedule, {"source": plan.schedule.source})
-    save_plan(plan, run_dir / "plan.json")
+    save_schedule(run_dir / "schedule.json", plan.schedule, {"source": plan.report.schedule.source})
+    save_plan(plan.report, run_dir / "plan.json")

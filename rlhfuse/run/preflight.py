@@ -1,13 +1,13 @@
-"""Every check that can be made before anything is launched, and what it reads on the way.
+"""What a run reads before it starts, all checked: models, tokenizer, prompts, reward function, checkpoint.
 
-All ranks make the same checks from the same files, so that all of them end with exit code 2 and rank 0 alone
-prints the line. Models are not built here; of checkpoints only config.json and the headers are read.
+All ranks make the same checks from the same files before anything is launched, so that all of them end with exit code
+2 and rank 0 alone prints the line. Models are not built; of checkpoints only config.json and the headers are read.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,104 +15,68 @@ from typing import Any
 
 from rlhfuse.checkpoint.checkpoint import Checkpoint, checkpoints_in, find_checkpoint
 from rlhfuse.checkpoint.compatibility import RunCompatibility
+from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
-from rlhfuse.costs.analytic import AnalyticCost, CostModel
 from rlhfuse.data.prompts import PromptSet, load_prompts
 from rlhfuse.data.reward_function import RewardFunction
-from rlhfuse.decisions.layouts import BatchArithmetic, Task, batch_arithmetic, check_layouts, training_layouts
 from rlhfuse.errors import InputError
 from rlhfuse.models.hf import check_checkpoint, load_tokenizer, resolve_checkpoint
-from rlhfuse.planning.memory_check import memory_limit, refuse_unless_fits, run_memory
-from rlhfuse.planning.planner import (
-    check_threshold,
-    element_bytes,
-    hardware_of,
-    kv_blocks,
-    starting_costs,
-    task_costs,
-    training_problem,
-)
+from rlhfuse.planning.draft import PlanDraft, draft_plan
 from rlhfuse.run.roles import Checkpoints
-from rlhfuse.schedule.io import load_schedule
-from rlhfuse.schedule.ir.problem import FusionProblem
-from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
-from rlhfuse.schedule.rules.builders import serial_1f1b
-from rlhfuse.simulator.threshold import load_threshold
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A run whose inputs were all found good."""
+class RunInputs:
+    """The inputs of a run that can be planned and fits; the plan itself is made from `draft`."""
 
-    config: RunConfig
-    world_size: int
+    draft: PlanDraft
     checkpoints: Checkpoints
     tokenizer: Any
     prompts: PromptSet
-    tasks: tuple[Task, ...]
-    ranks: FusedRanks
-    problem: FusionProblem
     facts: RunCompatibility
     resume: Checkpoint | None  # None: a fresh start
-    costs: CostModel  # of generation and inference, until the run has measured its own
-    costs_name: str
 
     @property
-    def tied(self) -> frozenset[str]:
-        """Trained models whose output layer is their embedding; the critic has a head of its own."""
-        return frozenset({"actor"} if self.checkpoints.specs["actor"].tied_embeddings else ())
+    def config(self) -> RunConfig:
+        return self.draft.config
+
+    @property
+    def world_size(self) -> int:
+        return self.draft.world_size
 
 
-def prepare(config: RunConfig, world_size: int) -> Prepared:
-    """Check everything. Raises InputError with one line that names the value and the fix."""
+def check_inputs(config: RunConfig, world_size: int) -> RunInputs:
+    """Read and check everything. Raises InputError with one line that names the value and the fix."""
     check_output(config)
     if config.trainer.wandb != "off" and find_spec("wandb") is None:
         raise InputError("trainer.wandb needs the wandb package: pip install 'rlhfuse[wandb]', or trainer.wandb=off")
     checkpoints = find_checkpoints(config)
     specs = checkpoints.specs
-    tasks = check_layouts(config, specs, world_size)
     _check_inference_layouts(config)
+    draft = draft_plan(config, specs, world_size)
     for role, path in checkpoints.paths.items():
         check_checkpoint(path, specs[role], role.scalar_head, role.fresh_head)
-    tokenizer = load_tokenizer(resolve_checkpoint(config.actor.tokenizer, "actor.tokenizer"), specs["actor"])
-    prompts = load_prompts(
-        config.data.train_files,
-        config.data.prompt_key,
-        encoder(tokenizer, config),
-        config.data.max_prompt_tokens,
-        config.data.filter_long_prompts,
-        dialogues_as_turns=config.data.apply_chat_template,
-    )
+    tokenizer, prompts = read_prompts(config, specs[Role.ACTOR])
     if config.reward.function:
         check_reward_function(config, prompts)
-    ranks = rank_map(training_layouts(tasks))
-    hardware = hardware_of(config)
-    costs = task_costs(config, specs, tasks, hardware)
-    tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens / 2
-    batch = batch_arithmetic(config, tasks)
-    problem = training_problem(costs, batch, tokens)
-    if config.fusion.schedule:
-        load_schedule(config.fusion.schedule, expect=problem)
-    if config.fusion.threshold_file:
-        check_threshold(load_threshold(config.fusion.threshold_file), config, batch)
-    _check_memory(config, world_size, specs["actor"], costs, batch)
-    facts = RunCompatibility.of(config, specs, tasks, world_size, tokenizer.get_vocab())
-    resume = find_checkpoint(config, facts)
-    priced = starting_costs(config, specs, costs, world_size)
-    return Prepared(config, world_size, checkpoints, tokenizer, prompts, tasks, ranks, problem, facts, resume, *priced)
+    facts = RunCompatibility.of(config, specs, draft.tasks, world_size, tokenizer.get_vocab())
+    return RunInputs(draft, checkpoints, tokenizer, prompts, facts, find_checkpoint(config, facts))
 
 
-def _check_memory(
-    config: RunConfig, world_size: int, actor: ModelSpec, costs: Mapping[str, AnalyticCost], batch: BatchArithmetic
-) -> None:
-    """Refuse a run that cannot fit even with the leanest schedule, when all samples become as long as they can."""
-    full = training_problem(costs, batch, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
-    hardware = costs["generation"].hardware
-    token_bytes = actor.kv_bytes_per_token(element_bytes(config))
-    capacity = kv_blocks(config, batch.instances) * config.rollout.block_tokens * token_bytes
-    phases = run_memory(config, costs, batch, capacity, serial_1f1b(full))
-    refuse_unless_fits(phases, hardware, memory_limit(config, hardware, world_size))
+def read_prompts(config: RunConfig, actor: ModelSpec) -> tuple[Any, PromptSet]:
+    """The run's tokenizer and its prompts as tokens. Raises InputError naming file, line or key."""
+    tokenizer = load_tokenizer(resolve_checkpoint(config.actor.tokenizer, "actor.tokenizer"), actor)
+    data = config.data
+    prompts = load_prompts(
+        data.train_files,
+        data.prompt_key,
+        encoder(tokenizer, config),
+        data.max_prompt_tokens,
+        data.filter_long_prompts,
+        dialogues_as_turns=data.apply_chat_template,
+    )
+    return tokenizer, prompts
 
 
 def check_reward_function(config: RunConfig, prompts: PromptSet) -> None:
@@ -125,12 +89,12 @@ def check_reward_function(config: RunConfig, prompts: PromptSet) -> None:
 def find_checkpoints(config: RunConfig) -> Checkpoints:
     """Local folder and shape of each role of the run; the critic's defaults to the reward model's."""
     order = sorted(config.roles(), key=lambda role: len(role.path_defaults))  # what others default to first
-    found = {role: resolve_checkpoint(getattr(config, role).path, f"{role}.path") for role in order}
-    paths = {role: found[role] for role in config.roles()}
+    resolved = {role: resolve_checkpoint(getattr(config, role).path, f"{role}.path") for role in order}
+    paths = {role: resolved[role] for role in config.roles()}
     return Checkpoints(paths, {role: ModelSpec.from_config(path) for role, path in paths.items()})
 
 
-def encoder(tokenizer: Any, config: RunConfig):
+def encoder(tokenizer: Any, config: RunConfig) -> Callable[[Any], list[int]]:
     """Text or chat turns -> token ids, as config.data says."""
     add = {"auto": None, "true": True, "false": False}.get(str(config.data.add_bos).lower())
     if str(config.data.add_bos).lower() not in ("auto", "true", "false"):

@@ -22,7 +22,7 @@ from rlhfuse.monitor.report.memory_table import MemoryTable
 from rlhfuse.monitor.report.phase_times import render_phase_times
 from rlhfuse.monitor.samples import SampleText, SampleWriter
 from rlhfuse.monitor.trace import Span, save_trace
-from rlhfuse.planning.plan import Plan
+from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.run.time_budget import TimeBudget
 
 TRACE_SHARE = 0.005  # of the time may go into writing trace.json again; the end of a run always does
@@ -32,7 +32,7 @@ class RunLog:
     """The open files of one run."""
 
     def __init__(
-        self, run_dir: Path, config: RunConfig, plan: Plan, first_iteration: int, metrics_bytes: int | None
+        self, run_dir: Path, config: RunConfig, plan: PlanReport, first_iteration: int, metrics_bytes: int | None
     ) -> None:
         """`metrics_bytes`: of metrics.jsonl, those that stay; None for all of them."""
         trainer = config.trainer

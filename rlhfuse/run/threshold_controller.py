@@ -33,8 +33,8 @@ from rlhfuse.fusion.inter.migration import FusionLimits
 from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.parallel.collectives import all_gather_bytes
 from rlhfuse.parallel.device import Device
-from rlhfuse.planning.plan import Plan
-from rlhfuse.planning.planner import instance_limits, median_context
+from rlhfuse.planning.draft import instance_limits, median_context
+from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.run.time_budget import TimeBudget
 from rlhfuse.simulator.instances import InstanceLimits
@@ -114,7 +114,7 @@ class ThresholdController:
     """Holds the R_t in force and what it was chosen from. All ranks hold the same values."""
 
     def __init__(
-        self, config: RunConfig, plan: Plan, actor: ModelSpec, costs: CostModel, costs_name: str, device: Device
+        self, config: RunConfig, plan: PlanReport, actor: ModelSpec, costs: CostModel, costs_name: str, device: Device
     ) -> None:
         """`costs` price everything until the first iteration has been measured; the log calls them `costs_name`."""
         self._config = config

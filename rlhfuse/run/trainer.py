@@ -42,8 +42,8 @@ from rlhfuse.parallel.offload import WeightMemory
 from rlhfuse.parallel.optimizer_state import check_exportable, export_state, import_state
 from rlhfuse.parallel.peak_rate import peak_flops, peak_line
 from rlhfuse.parallel.reshard import Resharder
-from rlhfuse.planning.plan import Plan
-from rlhfuse.planning.planner import kv_blocks
+from rlhfuse.planning.draft import kv_blocks
+from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.ppo.adaptive import KLController, RunningMoments
 from rlhfuse.ppo.advantage import add_advantages
 from rlhfuse.ppo.balance import cut_minibatches
@@ -52,12 +52,10 @@ from rlhfuse.ppo.token_rewards import add_token_rewards, combine_rewards, sample
 from rlhfuse.run.function_reward import FunctionRewarder
 from rlhfuse.run.iteration_recorder import IterationRecorder, IterationResult
 from rlhfuse.run.phases import Phases
-from rlhfuse.run.preflight import Prepared
+from rlhfuse.run.preflight import RunInputs
 from rlhfuse.run.roles import DTYPES, Roles, build_roles, whole_copy
 from rlhfuse.run.run_log import RunLog
 from rlhfuse.run.threshold_controller import ThresholdController
-from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.schedule.program.lowering import lower
 
 
 class Trainer:
@@ -65,55 +63,55 @@ class Trainer:
 
     def __init__(
         self,
-        prepared: Prepared,
-        plan: Plan,
-        schedule: Schedule,
+        inputs: RunInputs,
+        plan: RunPlan,
         rank: int,
         device: Device,
         store: dist.Store,
         watchdog: Watchdog,
         run_dir: Path,
     ) -> None:
-        config = prepared.config
-        self.config, self.prepared, self.plan, self.schedule = config, prepared, plan, schedule
+        config = inputs.config
+        self.config, self.inputs, self.plan = config, inputs, plan
         self.rank, self.device, self.run_dir = rank, device, run_dir
         self.watchdog = watchdog
         watchdog.progress("building models")
         self.memory = PhaseMeter(device, config.trainer.return_memory)
-        self.roles: Roles = build_roles(config, prepared.checkpoints, prepared.ranks, rank, device)
+        self.roles: Roles = build_roles(config, inputs.checkpoints, plan.ranks, rank, device)
         self.resharder = Resharder(device, bucket_bytes=config.fusion.bucket_mib << 20)
         self.generation_memory = WeightMemory(self.roles.generation, device)
         self.engine = self._build_engine()
         self.scorer = Scorer(
             *(self.roles.frozen.get(role) for role in SCORING_ORDER),
-            vocab=prepared.checkpoints.specs[Role.ACTOR].vocab,
+            vocab=inputs.checkpoints.specs[Role.ACTOR].vocab,
             temperature=config.rollout.temperature,
             device=device.torch_device,
         )
-        self.programs = lower(schedule, prepared.ranks, tied=prepared.tied)
         self.training = TrainingStep(
             rank,
-            prepared.ranks,
-            schedule,
-            self.programs,
+            plan.ranks,
+            plan.schedule,
+            plan.programs,
             self.roles.trained,
             self.roles.channels,
             config.rollout.temperature,
             watchdog.progress,
         )
-        actor = prepared.checkpoints.specs[Role.ACTOR]
-        self.threshold = ThresholdController(config, plan, actor, prepared.costs, prepared.costs_name, device)
+        actor = inputs.checkpoints.specs[Role.ACTOR]
+        self.threshold = ThresholdController(config, plan.report, actor, plan.costs, plan.costs_name, device)
         self.peak_flops = peak_flops(config.trainer.peak_tflops, DTYPES[config.trainer.dtype], device)
-        self.sampler = PromptSampler(len(prepared.prompts), config.trainer.seed)
+        self.sampler = PromptSampler(len(inputs.prompts), config.trainer.seed)
         self.rewarder = self._start_rewarder()
         self.kl = KLController(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
         self.spread = RunningMoments()
-        self.recorder = IterationRecorder(prepared, plan, self.roles.placement, rank, self.threshold, self.peak_flops)
+        self.recorder = IterationRecorder(
+            inputs, plan.report, self.roles.placement, rank, self.threshold, self.peak_flops
+        )
         self.checkpoints = CheckpointWriter(
             run_dir,
             rank,
-            prepared.world_size,
-            prepared.facts,
+            inputs.world_size,
+            inputs.facts,
             config.trainer.keep_checkpoints,
             config.trainer.hang_seconds,
         )
@@ -133,14 +131,14 @@ class Trainer:
         )
 
     def _build_engine(self) -> Engine:
-        config, spec = self.config, self.prepared.checkpoints.specs[Role.ACTOR]
+        config, spec = self.config, self.inputs.checkpoints.specs[Role.ACTOR]
         rollout = config.rollout
         engine = Engine(
             spec,
             dict(self.roles.generation.named_parameters()),
             EngineOptions(
                 block_tokens=rollout.block_tokens,
-                num_blocks=kv_blocks(config, self.plan.batch.instances),
+                num_blocks=kv_blocks(config, self.plan.report.batch.instances),
                 max_sequences=rollout.max_sequences_per_instance,
                 max_batched_tokens=rollout.max_batched_tokens,
                 cuda_graphs=rollout.cuda_graphs,
@@ -162,7 +160,7 @@ class Trainer:
         """The first rank of each instance has the processes that call the reward function."""
         placement = self.roles.placement
         leads = placement.instances[placement.instance_of(self.rank)][0] == self.rank
-        return FunctionRewarder(self.prepared, self.sampler) if self.config.reward.function and leads else None
+        return FunctionRewarder(self.inputs, self.sampler) if self.config.reward.function and leads else None
 
     # the loop -------------------------------------------------------------------------------------------------
 
@@ -214,8 +212,8 @@ class Trainer:
         """Of a run that goes on with iteration `first`; what it is going to write again is removed."""
         if stale := rewind(self.run_dir, first):
             print(f"removed from {self.run_dir / 'checkpoints'}: {', '.join(stale)}", flush=True)
-        kept = metrics_kept(self.prepared.resume, self.run_dir)
-        return RunLog(self.run_dir, self.config, self.plan, first, kept)
+        kept = metrics_kept(self.inputs.resume, self.run_dir)
+        return RunLog(self.run_dir, self.config, self.plan.report, first, kept)
 
     def iterate(self, iteration: int) -> tuple[dict[str, Any], list[Span], list[SampleText]]:
         """One PPO iteration; returns its metrics, every rank's spans, a few samples."""
@@ -242,7 +240,7 @@ class Trainer:
 
     def _requests(self, iteration: int) -> list[Request]:
         """The whole batch's samples, the same on every rank."""
-        rollout, prompts = self.config.rollout, self.prepared.prompts
+        rollout, prompts = self.config.rollout, self.inputs.prompts
         params = SamplingParams(
             temperature=rollout.temperature,
             top_k=rollout.top_k,
@@ -297,9 +295,10 @@ class Trainer:
             for epoch in range(algorithm.epochs)
             for indices in cut_minibatches(len(batch), algorithm.minibatches, seed, iteration, epoch)
         ]
+        microbatches = self.plan.report.batch.microbatches_of
         for number, indices in enumerate(cuts):
             self.watchdog.progress(f"iteration {iteration}: training mini-batch {number}")
-            results.append(self.training.run(batch.select(indices), self.plan.batch.microbatches_of, lr, algorithm))
+            results.append(self.training.run(batch.select(indices), microbatches, lr, algorithm))
         phases.note_training(results, start)
         return results
 
@@ -330,15 +329,15 @@ class Trainer:
 
     def _restore(self) -> int:
         """Take the checkpoint to resume from in, if any; returns the first iteration to run."""
-        if self.config.trainer.save_every or self.prepared.resume:
+        if self.config.trainer.save_every or self.inputs.resume:
             for model in self.roles.trained.values():
                 check_exportable(model.optimizer)
-        if not (resume := self.prepared.resume):
+        if not (resume := self.inputs.resume):
             return 0
         self.watchdog.progress(f"loading {resume.folder}")
         for role, model in self.roles.trained.items():
             import_state(model.optimizer, partial(resume.reader.read, role), partial(resume.reader.step, role))
-        state, moved = resume.manifest.state, self.prepared.facts.layout_diff(resume.manifest.facts)
+        state, moved = resume.manifest.state, self.inputs.facts.layout_diff(resume.manifest.facts)
         if self.kl.target:
             self.kl = replace(self.kl, coef=state.algorithm["kl_coef"])
         if self.config.algorithm.scale_scores:
@@ -350,11 +349,11 @@ class Trainer:
         """Write the trained models in Hugging Face layout; a collective."""
         self.watchdog.progress("exporting models")
         for role, trained in self.roles.trained.items():
-            copy = whole_copy(self.config, self.prepared.checkpoints, role, self.rank, self.device)
+            copy = whole_copy(self.config, self.inputs.checkpoints, role, self.rank, self.device)
             self.resharder.reshard(trained.optimizer.modules.values(), copy)
             with self.checkpoints.joint_failure():
                 if self.rank == 0:
-                    paths, specs = self.prepared.checkpoints.paths, self.prepared.checkpoints.specs
+                    paths, specs = self.inputs.checkpoints.paths, self.inputs.checkpoints.specs
                     weights = dict(copy.named_parameters())
                     out = self.run_dir / "export" / role
                     export_checkpoint(weights, specs[role], trained.scalar_head, paths[role], out)

@@ -22,7 +22,7 @@ from rlhfuse.errors import InputError
 from rlhfuse.monitor.metrics import read_metrics
 from rlhfuse.monitor.report.compare import compare_exports, compare_runs
 from rlhfuse.run.launch import dry_run, start_line, train
-from rlhfuse.run.preflight import prepare
+from rlhfuse.run.preflight import check_inputs
 
 pytestmark = pytest.mark.timeout(1800)  # five trainings are started for the first one
 
@@ -143,14 +143,14 @@ def copy(runs, tmp_path):
 def refused(config: Path, run_dir: Path, *overrides: str) -> str:
     settings = [f"trainer.output_dir={run_dir}", "trainer.resume=auto", "trainer.iterations=6", *overrides]
     with pytest.raises(InputError) as caught:
-        prepare(load_config(config, settings), 2)
+        check_inputs(load_config(config, settings), 2)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def resumed(config: Path, run_dir: Path, *overrides: str) -> Checkpoint | None:
     settings = [f"trainer.output_dir={run_dir}", "trainer.resume=auto", "trainer.iterations=6", *overrides]
-    return prepare(load_config(config, settings), 2).resume
+    return check_inputs(load_config(config, settings), 2).resume
 
 
 def test_auto_takes_the_newest_and_a_path_the_one_it_names(copy):
@@ -213,10 +213,10 @@ def test_another_layout_or_world_is_taken_and_told(copy):
     config, run_dir = copy
     layouts = {"parallel.actor_train": "d2t1p1", "parallel.critic_train": "d1t1p2", "fusion.actor_microbatches": "4"}
     settings = [f"trainer.output_dir={run_dir}", "trainer.resume=auto", "trainer.iterations=6"]
-    prepared = prepare(load_config(config, settings + [f"{k}={v}" for k, v in layouts.items()]), 2)
-    line = start_line(prepared)
+    inputs = check_inputs(load_config(config, settings + [f"{k}={v}" for k, v in layouts.items()]), 2)
+    line = start_line(inputs)
     assert "actor_train d1t1p2 -> d2t1p1, " in line and "not bit for bit" in line
-    facts = prepared.resume.manifest.facts
+    facts = inputs.resume.manifest.facts
     assert replace(facts, world_size=4).layout_diff(facts) == "2 -> 4 ranks"
     assert facts.layout_diff(facts) == ""
 

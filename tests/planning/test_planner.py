@@ -6,30 +6,32 @@ import json
 from dataclasses import replace
 
 import pytest
-from four_ranks import SPECS, run
+from four_ranks import SPECS, planned, run
 from sim_helpers import linear_cost, long_tail
 
+from rlhfuse.costs.grid import Grid
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.measured import save_measured_cost
-from rlhfuse.decisions.layouts import batch_arithmetic, check_layouts
+from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for, save_profile
 from rlhfuse.errors import InputError
-from rlhfuse.planning.memory import readable_bytes
-from rlhfuse.planning.memory_check import machine_bytes, memory_limit, refuse_unless_fits
-from rlhfuse.planning.plan import load_plan, save_plan
-from rlhfuse.planning.planner import make_plan, plan_run, task_costs, training_problem
+from rlhfuse.planning.draft import TICK_SECONDS, draft_plan
+from rlhfuse.planning.memory import machine_bytes, memory_limit, readable_bytes
+from rlhfuse.planning.planner import make_plan, parse_plan
+from rlhfuse.planning.run_plan import RunPlan, load_plan, save_plan
 from rlhfuse.schedule.io import save_schedule
-from rlhfuse.schedule.rules.builders import serial_1f1b
+from rlhfuse.schedule.ir.action import Kind
+from rlhfuse.schedule.program.times import makespan, program_times
+from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
+from rlhfuse.schedule.rules.min_memory import needed_memory
 from rlhfuse.simulator.threshold import save_threshold
 
 
 def problem_of(made):
-    tasks = check_layouts(made, SPECS, 4)
-    costs = task_costs(made, SPECS, tasks, hardware_by_name("cpu"))
-    return training_problem(costs, batch_arithmetic(made, tasks), 384)
+    return draft_plan(made, SPECS, 4).problem
 
 
 def test_a_plan_says_what_and_why():
-    plan = make_plan(run(), SPECS, 4)
+    plan = planned(run()).report
     assert plan.threshold_samples is None and plan.threshold is None
     assert plan.seconds.gen_infer_fused == plan.seconds.gen_infer_serial  # no tail is known yet
     assert plan.seconds.training_fused < plan.seconds.training_serial
@@ -44,7 +46,7 @@ def test_a_plan_says_what_and_why():
 
 
 def test_lengths_give_a_threshold():
-    plan = make_plan(run(), SPECS, 4, lengths=long_tail(500, longest=256))
+    plan = planned(run(), lengths=long_tail(500, longest=256)).report
     assert plan.threshold is not None and plan.threshold_samples == plan.threshold.threshold
     assert plan.threshold.samples == 64 and plan.threshold.instances == 4
     assert plan.seconds.gen_infer_fused <= plan.seconds.gen_infer_serial
@@ -61,7 +63,7 @@ def test_lengths_give_a_threshold():
     ],
 )
 def test_memory_is_shown_against_what_a_rank_has(keys, needed, limit):
-    plan = make_plan(run(**keys), SPECS, 4)
+    plan = planned(run(**keys)).report
     for phase in plan.memory:
         assert plan.needed_bytes(phase) == needed(phase) and plan.memory_limit == limit
         rows = [line for line in plan.render().splitlines() if line.startswith(f"  {phase.phase} ")]
@@ -72,25 +74,25 @@ def test_memory_is_shown_against_what_a_rank_has(keys, needed, limit):
 
 def test_files_are_those_that_the_run_will_write():
     keys = dict(trainer__save_every=5, trainer__tensorboard=False, trainer__wandb="offline")
-    files = dict(make_plan(run(**keys), SPECS, 4).files)
+    files = dict(planned(run(**keys)).report.files)
     assert files["checkpoints/iteration-N/"].startswith("every 5 iterations, ") and "wandb/" in files
     assert "tensorboard/" not in files and "export/critic/" in files and "(no checkpoints)" not in files
     states = 12 * (SPECS["actor"].parameters() + SPECS["critic"].parameters(scalar_head=True))
     assert readable_bytes(states) in files["checkpoints/iteration-N/"]
-    none = dict(make_plan(run(trainer__export=False), SPECS, 4).files)
+    none = dict(planned(run(trainer__export=False)).report.files)
     assert "(no checkpoints)" in none and "export/actor/" not in none
 
 
 def test_the_plan_round_trips(tmp_path):
     for lengths in (None, long_tail(64)):
-        plan = make_plan(run(), SPECS, 4, lengths=lengths)
+        plan = planned(run(), lengths=lengths).report
         save_plan(plan, tmp_path / "plan.json")
         assert load_plan(tmp_path / "plan.json") == plan
 
 
 def test_memory_by_hand():
     """float32 on 4 ranks: the actor is cut in 4 stages, the critic in 2, generation copies whole."""
-    plan = make_plan(run(), SPECS, 4)
+    plan = planned(run()).report
     moves, generation, inference, training = plan.memory
     whole, layer = SPECS["actor"].parameters(), SPECS["actor"].layer_parameters
     actor_stage = 2 * layer + 512 * 64 + 64  # the last: layers, output layer and norm
@@ -113,23 +115,64 @@ def test_memory_by_hand():
     assert training.device == trained * 2 + training.optimizer + training.activations
 
 
-def test_what_cannot_fit_is_refused(monkeypatch):
-    machine = hardware_by_name("a100")
-    phases = make_plan(run(), SPECS, 4).memory
-    refuse_unless_fits(phases, machine, 1e9)
-    with pytest.raises(InputError, match=r"memory: training needs .* per rank \(weights .*, but a rank of this a100"):
-        refuse_unless_fits(phases, machine, 1e6)
-    laptop = replace(hardware_by_name("cpu"), process_bytes=10**12)
-    with pytest.raises(InputError, match="the process 931 GiB.*trainer.memory_limit_gb"):
-        refuse_unless_fits(phases, laptop, 1e9)
-    assert memory_limit(run(), machine, 4) == machine.memory_bytes
-    assert memory_limit(run(trainer__memory_limit_gb=3.0), machine, 4) == 3e9
+def test_the_limit_of_a_rank(monkeypatch):
+    assert memory_limit(run(), hardware_by_name("a100"), 4) == (80e9, "of one a100")
+    assert memory_limit(run(trainer__memory_limit_gb=3.0), hardware_by_name("a100"), 4)[0] == 3e9
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert memory_limit(run(), hardware_by_name("cpu"), 16) == machine_bytes() / 8
+    assert memory_limit(run(), hardware_by_name("cpu"), 16)[0] == machine_bytes() / 8
+
+
+def test_phases_that_do_not_fit_are_refused():
+    huge = {role: replace(spec, mlp=2_000_000) for role, spec in SPECS.items()}
+    with pytest.raises(InputError, match=r"memory: \w+ needs .* per rank \(weights .*, host copies .*, the process"):
+        draft_plan(run(), huge, 4)
+
+
+def limits_between():
+    """A run whose fused schedule holds more than the leanest one, and memory limits in GB: fused, between, below all.
+
+    On a GPU named a100, where a limit is of device memory alone.
+    """
+    keys = dict(trainer__hardware="a100", rollout__kv_blocks_per_instance=24, rollout__max_batched_tokens=64)
+    draft = draft_plan(run(**keys), SPECS, 4)
+    fused = make_plan(draft).report.schedule.peak_activation_bytes
+    least = max(needed_memory(draft.problem))
+    assert least < fused and draft.memory.fullest(least).phase == "training"
+    beside = draft.memory.training_bytes
+    return keys, [(beside + activations) / 1e9 for activations in (fused, (least + fused) / 2, least - 1)]
+
+
+def test_the_schedule_is_searched_under_the_memory_that_is_left():
+    keys, (enough, between, _) = limits_between()
+    free, tight = (planned(run(**keys, trainer__memory_limit_gb=limit)) for limit in (enough, between))
+    assert tight.schedule.problem.memory_cap == between * 1e9
+    training = tight.report.memory[-1]
+    assert tight.report.needed_bytes(training) <= between * 1e9 < free.report.needed_bytes(free.report.memory[-1])
+    assert tight.report.schedule.makespan_seconds >= free.report.schedule.makespan_seconds
+
+
+def test_what_no_schedule_can_fit_is_refused():
+    keys, (_, _, below) = limits_between()
+    words = r"memory: training needs .* per rank .*; the least of any schedule is .*a rank of this a100 has .*; raise "
+    with pytest.raises(InputError, match=words + ".*recompute.*trainer.memory_limit_gb"):
+        draft_plan(run(**keys, trainer__memory_limit_gb=below), SPECS, 4)
+
+
+def test_a_given_schedule_that_does_not_fit_is_refused(tmp_path):
+    """Whether from a file or serial, and although a search would find one that does."""
+    keys, (_, between, _) = limits_between()
+    save_schedule(tmp_path / "free.json", greedy(problem_of(run(**keys))))
+    for given, words in (
+        ({"fusion__schedule": str(tmp_path / "free.json")}, "with order read from .*free.json; the least"),
+        ({"fusion__intra_stage": False, "fusion__actor_microbatches": 16}, "with serial 1F1B"),
+    ):
+        draft_plan(run(**keys, **given), SPECS, 4)
+        with pytest.raises(InputError, match=f"{words}.*leave fusion.intra_stage on and fusion.schedule empty"):
+            draft_plan(run(**keys, **given, trainer__memory_limit_gb=between), SPECS, 4)
 
 
 def test_weight_moves_are_in_the_plan():
-    plan = make_plan(run(), SPECS, 4)
+    plan = planned(run()).report
     actor, critic = plan.weight_moves
     assert plan.seconds.weight_moves == actor.seconds + critic.seconds > 0
     for seconds, side in ((plan.seconds.serial, "serial"), (plan.seconds.fused, "fused")):
@@ -141,7 +184,7 @@ def test_weight_moves_are_in_the_plan():
     whole = 4 * SPECS["actor"].parameters()
     assert actor.traffic.stays == whole and actor.traffic.within == 3 * whole and actor.traffic.across == 0
     assert critic.traffic.stays == critic.traffic.within == 2 * 4 * SPECS["actor"].parameters(scalar_head=True)
-    assert "critic_train d2t1p2 -> critic_inference d4t1p1" in make_plan(run(), SPECS, 4).render()
+    assert "critic_train d2t1p2 -> critic_inference d4t1p1" in planned(run()).report.render()
 
 
 ROWS = ("generation", "reference_inference", "reward_inference", "critic_inference")
@@ -157,16 +200,16 @@ ONE_INSTANCE = {f"parallel__{row}": "d1t4p1" for row in ROWS}
     ],
 )
 def test_threshold_from_the_config(keys, world, expected, reason):
-    plan = make_plan(run(**keys), SPECS, world)
+    plan = planned(run(**keys)).report
     assert plan.threshold_samples == expected
     assert any(reason in sentence for sentence in plan.threshold_reasons)
 
 
 def test_threshold_file_is_used_and_checked(tmp_path):
-    made = make_plan(run(), SPECS, 4, lengths=long_tail(500)).threshold
+    made = planned(run(), lengths=long_tail(500)).report.threshold
     file = tmp_path / "threshold.json"
     save_threshold(made, file)
-    plan = make_plan(run(fusion__threshold_file=str(file)), SPECS, 4)
+    plan = planned(run(fusion__threshold_file=str(file))).report
     assert plan.threshold == made and plan.seconds.gen_infer_fused == made.fused_seconds
     raw = made.to_dict()
     for change, message in (
@@ -175,45 +218,94 @@ def test_threshold_file_is_used_and_checked(tmp_path):
     ):
         file.write_text(json.dumps({**raw, **change}))
         with pytest.raises(InputError, match=message):
-            make_plan(run(fusion__threshold_file=str(file)), SPECS, 4)
+            planned(run(fusion__threshold_file=str(file)))
 
 
 def test_schedule_file_is_used_and_checked(tmp_path):
     file = tmp_path / "schedule.json"
     save_schedule(file, serial_1f1b(problem_of(run())))
-    plan = make_plan(run(fusion__schedule=str(file)), SPECS, 4)
-    assert str(file) in plan.schedule.source
-    assert plan.schedule.makespan_seconds > make_plan(run(), SPECS, 4).schedule.makespan_seconds
-    assert plan_run(run(fusion__schedule=str(file)), SPECS, 4)[1].orders == serial_1f1b(problem_of(run())).orders
+    plan = planned(run(fusion__schedule=str(file)))
+    assert str(file) in plan.report.schedule.source
+    assert plan.report.schedule.makespan_seconds > planned(run()).report.schedule.makespan_seconds
+    assert plan.schedule.orders == serial_1f1b(problem_of(run())).orders
     with pytest.raises(InputError, match="microbatches 4, this run has 8"):
-        make_plan(run(fusion__schedule=str(file), fusion__actor_microbatches=8), SPECS, 4)
+        planned(run(fusion__schedule=str(file), fusion__actor_microbatches=8))
 
 
 def test_serial_training_when_intra_stage_is_off():
-    plan = make_plan(run(fusion__intra_stage=False), SPECS, 4)
+    plan = planned(run(fusion__intra_stage=False)).report
     assert "fusion.intra_stage is false" in plan.schedule.source
 
 
 @pytest.mark.parametrize("critic, source", [("d2t1p2v2", "interleaved 1F1B"), ("d2t1p2", "serial 1F1B")])
 def test_interleaved_layouts_are_planned(critic, source):
     layouts = {"parallel__actor_train": "d1t1p4v2", "parallel__critic_train": critic}
-    off, schedule = plan_run(run(fusion__intra_stage=False, **layouts), SPECS, 4)
-    assert off.schedule.source.startswith(source)
-    assert schedule.problem.pipeline("actor").placement == (0, 1, 2, 3) * 2
-    fused = make_plan(run(**layouts), SPECS, 4)
-    assert fused.schedule.makespan_seconds < off.schedule.makespan_seconds
+    off = planned(run(fusion__intra_stage=False, **layouts))
+    assert off.report.schedule.source.startswith(source)
+    assert off.schedule.problem.pipeline("actor").placement == (0, 1, 2, 3) * 2
+    fused = planned(run(**layouts)).report
+    assert fused.schedule.makespan_seconds < off.report.schedule.makespan_seconds
 
 
 def test_profile_prices_generation(tmp_path):
     save_measured_cost(linear_cost(swap_in=100.0), tmp_path / "profile.json")
-    plan = make_plan(run(fusion__profile=str(tmp_path / "profile.json")), SPECS, 4)
+    plan = planned(run(fusion__profile=str(tmp_path / "profile.json"))).report
     assert plan.seconds.gen_infer_serial > 100
 
 
-def test_memory_that_does_not_fit_is_said():
-    huge = {role: replace(spec, mlp=2_000_000) for role, spec in SPECS.items()}
-    plan = make_plan(run(), huge, 4)
-    assert any("DOES NOT FIT" in reason for reason in plan.reasons)
+def slow_at(model: str, made) -> ProfiledCost:
+    """A profile in which a layer of `model` takes ten times as long as one of the other, and scoring nothing."""
+    one = Grid(((1.0,),), (1.0,))
+
+    def grids(role: str) -> TrainingGrids:
+        layer, ends = Grid(((1.0,),), (0.1 if role == model else 0.01,)), Grid(((1.0,),), (0.001,))
+        return TrainingGrids(1, layer, layer, ends, ends)
+
+    pair = Grid(((1.0,), (1.0,)), (1.0,))
+    score = {role: {"idle": pair} for role in made.scorers()}
+    training = {role: grids(role) for role in made.trained()}
+    return ProfiledCost(made_for(made, SPECS), {"idle": pair}, {"idle": pair}, score, 0.0, one, None, training)
+
+
+def weight_steps(plan: RunPlan) -> dict[int, list[tuple[int, str]]]:
+    """Positions of what sums gradients and steps optimizers, by rank."""
+    kinds = (Kind.TE, Kind.RG, Kind.ST)
+    return {
+        rank: [(place, str(i)) for place, i in enumerate(program.instructions) if i.action.kind in kinds]
+        for rank, program in plan.programs.by_rank.items()
+    }
+
+
+def test_a_profile_reaches_the_programs(tmp_path):
+    """The same order of computing, another model slow: reductions and steps move. The makespan is that of what runs."""
+    keys = {"fusion__schedule": str(tmp_path / "schedule.json"), "fusion__profile": str(tmp_path / "profile.json")}
+    save_schedule(tmp_path / "schedule.json", greedy(problem_of(run())))
+    plans = {}
+    for model in ("actor", "critic"):
+        save_profile(slow_at(model, run()), tmp_path / "profile.json")
+        plans[model] = plan = planned(run(**keys))
+        times = {p.name: p for p in plan.schedule.problem.pipelines}
+
+        def seconds(action):
+            if action.kind not in (Kind.F, Kind.B):
+                return 0.0
+            pipeline = times[action.pipeline]
+            return (pipeline.forward if action.kind is Kind.F else pipeline.backward)[action.stage] * TICK_SECONDS
+
+        spent = makespan(program_times(plan.programs.by_rank, plan.ranks, seconds))
+        assert plan.report.schedule.makespan_seconds == pytest.approx(spent, rel=1e-9)
+        received = parse_plan(draft_plan(run(**keys), SPECS, 4), plan.to_text())
+        assert received == plan
+    assert plans["actor"].schedule.orders == plans["critic"].schedule.orders
+    assert weight_steps(plans["actor"]) != weight_steps(plans["critic"])
+
+
+def test_a_profile_reaches_the_search(tmp_path):
+    orders = []
+    for model in ("actor", "critic"):
+        save_profile(slow_at(model, run()), tmp_path / "profile.json")
+        orders.append(planned(run(fusion__profile=str(tmp_path / "profile.json"))).schedule.orders)
+    assert orders[0] != orders[1]
 
 
 def test_bad_plan_files_are_refused(tmp_path):

@@ -13,9 +13,10 @@ from tiny import write_checkpoint, write_run, write_tokenizer
 
 from rlhfuse.config.settings import load_config
 from rlhfuse.errors import InputError
-from rlhfuse.planning.planner import make_plan, read_specs
+from rlhfuse.planning.draft import draft_plan, read_specs
+from rlhfuse.planning.planner import make_plan
 from rlhfuse.run.launch import dry_run
-from rlhfuse.run.preflight import prepare
+from rlhfuse.run.preflight import check_inputs
 
 ROLES = ("actor", "critic", "reference", "reward")
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,21 +38,21 @@ def folder(good, tmp_path):
 
 def refused(folder: Path, *overrides: str, world: int = 2) -> str:
     with pytest.raises(InputError) as caught:
-        prepare(load_config(folder / "run.yaml", overrides), world)
+        check_inputs(load_config(folder / "run.yaml", overrides), world)
     return str(caught.value)
 
 
-def test_a_good_run_is_prepared(good):
-    prepared = prepare(load_config(good), 2)
-    assert len(prepared.prompts) == 12 and prepared.world_size == 2
-    assert prepared.prompts[0].tokens[0] == 1  # the tokenizer's own beginning-of-text token
+def test_a_good_run_is_accepted(good):
+    inputs = check_inputs(load_config(good), 2)
+    assert len(inputs.prompts) == 12 and inputs.world_size == 2
+    assert inputs.prompts[0].tokens[0] == 1  # the tokenizer's own beginning-of-text token
 
 
 def test_the_dry_run_prints_the_plan_that_the_planner_makes(good, capsys):
     settings = ["fusion.intra_stage=false", "trainer.device=cpu"]  # nothing is searched, so nothing depends on time
     assert dry_run(load_config(good, settings), 2) == 0
     config = load_config(good, settings)
-    assert capsys.readouterr().out.endswith(make_plan(config, read_specs(config), 2).render() + "\n")
+    assert capsys.readouterr().out.endswith(make_plan(draft_plan(config, read_specs(config), 2)).report.render() + "\n")
 
 
 def test_a_missing_checkpoint(folder):
@@ -120,7 +121,7 @@ def test_a_model_folder_without_tokenizer(folder):
 )
 def test_settings_that_cannot_work(good, override, words):
     if not words:  # a row that names all ranks is the default written out
-        prepare(load_config(good, [override]), 2)
+        check_inputs(load_config(good, [override]), 2)
         return
     assert words in refused(good.parent, override)
 
@@ -134,7 +135,7 @@ def test_a_reward_function_is_held_against_every_row(folder):
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     assert f"{folder}/prompts.jsonl:2: reward_model is '{{}}'; it needs a ground_truth" in refused(folder, function)
     (folder / "prompts.jsonl").write_text(lines[0] + "\n")
-    assert set(prepare(load_config(folder / "run.yaml", [function]), 2).checkpoints.specs) == set(ROLES)
+    assert set(check_inputs(load_config(folder / "run.yaml", [function]), 2).checkpoints.specs) == set(ROLES)
     assert "mine.py has no function other" in refused(folder, f"reward.function={folder}/mine.py:other")
 
 
@@ -143,9 +144,9 @@ def test_only_the_models_of_the_run_are_looked_for(folder):
     (folder / "mine.py").write_text("def score(completions): return [1.0]\n")
     settings = [f"reward.function={folder}/mine.py:score", "reward.signature=trl", "reward.path=''"]
     settings += ["algorithm.name=grpo", "reference.path=none", "algorithm.kl_coef=0"]
-    prepared = prepare(load_config(folder / "run.yaml", settings), 2)
-    assert set(prepared.checkpoints.specs) == {"actor"} and list(prepared.ranks.shape.layouts) == ["actor"]
-    plan = make_plan(prepared.config, prepared.checkpoints.specs, 2)
+    inputs = check_inputs(load_config(folder / "run.yaml", settings), 2)
+    assert set(inputs.checkpoints.specs) == {"actor"} and list(inputs.draft.ranks.shape.layouts) == ["actor"]
+    plan = make_plan(inputs.draft).report
     assert "critic" not in plan.render() and plan.seconds.fused > 0
 
 

@@ -9,16 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from four_ranks import SPECS, run
+from four_ranks import SPECS, planned, run
 from sim_helpers import limits, linear_cost, long_tail
 
-from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.lines import Line, LineTable
 from rlhfuse.costs.measured import save_measured_cost
-from rlhfuse.decisions.layouts import check_layouts
 from rlhfuse.fusion.inter.report import OBSERVED
 from rlhfuse.parallel.device import choose_device
-from rlhfuse.planning.planner import make_plan, starting_costs, task_costs
 from rlhfuse.run.threshold_controller import (
     LOOK_SHARE,
     WORTH_MOVING,
@@ -41,10 +38,10 @@ def alone():
 
 
 def control(config):
-    analytic = task_costs(config, SPECS, check_layouts(config, SPECS, 4), hardware_by_name("cpu"))
-    costs, name = starting_costs(config, SPECS, analytic, 4)
-    device = choose_device("cpu", 0, 1)
-    return ThresholdController(config, make_plan(config, SPECS, 4), SPECS["actor"], costs, name, device)
+    plan = planned(config)
+    return ThresholdController(
+        config, plan.report, SPECS["actor"], plan.costs, plan.costs_name, choose_device("cpu", 0, 1)
+    )
 
 
 def iteration(lengths):

@@ -51,14 +51,16 @@ def job(rank: int, config: Path, out: Path, overrides: tuple[str, ...]) -> list[
     from rlhfuse.config.settings import load_config
     from rlhfuse.errors import RewardError
     from rlhfuse.parallel.device import choose_device
-    from rlhfuse.run.launch import name_device, run_job
-    from rlhfuse.run.preflight import prepare
+    from rlhfuse.run.launch import run_job, with_device
+    from rlhfuse.run.preflight import check_inputs
 
     multiprocessing.current_process()._config["daemon"] = False  # a daemon may not start the reward's processes
     settings = load_config(config, [*overrides, f"trainer.output_dir={out}"])
-    name_device(settings)
+    settings = with_device(settings)
     try:
-        run_job(prepare(settings, 2), f"{out.name}-{settings.trainer.iterations}", rank, choose_device("cpu", 0, 1))
+        run_job(
+            check_inputs(settings, 2), f"{out.name}-{settings.trainer.iterations}", rank, choose_device("cpu", 0, 1)
+        )
     except RewardError as error:
         return str(error)
     return sorted(folder.name for folder in out.glob("export/*"))

@@ -22,8 +22,8 @@ from rlhfuse.decisions.layouts import training_layouts
 from rlhfuse.errors import InputError
 from rlhfuse.monitor.report.run_files import RunFiles
 from rlhfuse.monitor.trace import Span
-from rlhfuse.planning.plan import Plan
-from rlhfuse.planning.planner import median_context
+from rlhfuse.planning.draft import median_context
+from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.schedule.program.lowering import lower
@@ -59,7 +59,7 @@ class Forecaster:
                 raise InputError(f"{run.folder} has no {name}: nothing can be predicted without it")
         self._rows, self._schedule = run.rows, run.schedule
         self._costs = load_measured_cost(run.folder / "costs.json")
-        self._plan = Plan.from_dict(run.plan or {}, str(run.folder / "plan.json"))
+        self._plan = PlanReport.from_dict(run.plan or {}, str(run.folder / "plan.json"))
         self._bs_max = (yaml.safe_load(run.config) or {}).get("fusion", {}).get("bs_max")
         self._index = {row["iteration"]: index for index, row in enumerate(self._rows)}
         self._traced = {number: spans for number, spans in run.traced_iterations().items() if number in self._index}

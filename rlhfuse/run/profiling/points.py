@@ -13,7 +13,7 @@ from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.errors import InputError
-from rlhfuse.planning.planner import kv_blocks
+from rlhfuse.planning.draft import kv_blocks
 
 SMALLEST_CONTEXT = 64
 SMALLEST_TOKENS = 64

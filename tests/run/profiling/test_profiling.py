@@ -49,7 +49,7 @@ def profile_on(rank: int, changes: tuple[str, ...]) -> tuple[dict | None, list[s
     import torch.distributed as dist
 
     from rlhfuse.parallel.device import choose_device
-    from rlhfuse.planning.planner import read_specs
+    from rlhfuse.planning.draft import read_specs
     from rlhfuse.run.profiling.run import Profiler
 
     config = load_config(ROOT / "examples" / "quickstart.yaml", [*SETTINGS, *changes])
@@ -88,7 +88,7 @@ def extremes_on(rank: int) -> tuple[list[float], float]:
 
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.parallel.groups import GroupMaker
-    from rlhfuse.planning.planner import read_specs
+    from rlhfuse.planning.draft import read_specs
     from rlhfuse.run.profiling.work import Builder, GenerationWork
 
     config = quickstart("rollout.max_response_tokens=480")  # with the prompt, the models' whole context of 512

@@ -1,7 +1,7 @@
-"""The plan of a run: everything decided before it starts, in a file that a person can read and diff.
+"""The plan of a run: everything decided before it starts, once, and the same on every rank.
 
-A `Plan` is a value: it prints for people, writes itself as plan.json and reads itself back. It knows nothing of how
-it is made (planning/planner.py) and nothing of torch, process groups or the engine.
+`PlanReport` is what plan.json holds, for people and tools; `RunPlan` adds what the ranks execute: the schedule and
+the programs lowered from it. planner.py makes both.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from pathlib import Path
 
 from rlhfuse.config.role import Role
 from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.costs.analytic import CostModel
 from rlhfuse.decisions.layout_moves import LayoutMove
 from rlhfuse.decisions.layouts import BatchArithmetic, Task
 from rlhfuse.decisions.migration import MoveCost
 from rlhfuse.errors import InputError
 from rlhfuse.files import write_text
-from rlhfuse.planning.memory import PhaseMemory, readable_bytes
+from rlhfuse.planning.memory import DEVICE_PARTS, PhaseMemory, readable_bytes
+from rlhfuse.schedule.ir.ranks import FusedRanks
+from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.schedule.program.program import Programs
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.iteration import IterationSeconds
 from rlhfuse.simulator.threshold import Threshold
 
-VERSION = 2  # 1 had no weight moves in its seconds
-
-
+VERSION = 2
 WORTH_SEARCHING = 0.01  # gap of a schedule above which people should know how to search on
 
 
@@ -58,7 +60,7 @@ class ScheduleSummary:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlanReport:
     """What a run will do and what it is predicted to cost.
 
     `memory` holds where all samples are as long as they can become: micro-batches then have `microbatch_tokens`.
@@ -99,7 +101,7 @@ class Plan:
         return json.loads(json.dumps(raw))  # tuples as JSON has them
 
     @staticmethod
-    def from_dict(raw: dict, where: str = "plan") -> Plan:
+    def from_dict(raw: dict, where: str = "plan") -> PlanReport:
         """Inverse of `to_dict`. Raises InputError naming `where` and the field."""
         try:
             fields = dict(raw)
@@ -120,7 +122,7 @@ class Plan:
             fields["limits"], fields["move_cost"] = InstanceLimits(**raw["limits"]), MoveCost(**raw["move_cost"])
             fields["files"] = tuple((path, what) for path, what in raw["files"])
             fields["reasons"], fields["threshold_reasons"] = tuple(raw["reasons"]), tuple(raw["threshold_reasons"])
-            return Plan(**fields)
+            return PlanReport(**fields)
         except (KeyError, TypeError) as error:
             raise InputError(f"{where} is no plan.json: {error}; write one with tools/plan.py --json") from None
 
@@ -145,7 +147,7 @@ class Plan:
         return phase.device + self.process_bytes + (phase.host if self.hardware == "cpu" else 0)
 
     def _memory_lines(self) -> tuple[str, ...]:
-        columns = ("weights", "optimizer", "gradients", "activations", "kv", "buckets", "host")
+        columns = (*DEVICE_PARTS, "host")
         lines = ["phase      " + "".join(f"{name:>12s}" for name in (*columns, "process", "needed", "of limit"))]
         for phase in self.memory:
             needed = self.needed_bytes(phase)
@@ -154,8 +156,8 @@ class Plan:
             lines.append(f"{phase.phase:11s}" + "".join(f"{text:>12s}" for text in shown))
         host = "host copies count"
         if self.hardware != "cpu":
-            offloaded = readable_bytes(self.ranks_per_node * max(phase.host for phase in self.memory))
-            host += f" for host memory alone: {offloaded} on a node of {self.ranks_per_node} ranks"
+            node = readable_bytes(self.ranks_per_node * max(phase.host for phase in self.memory))
+            host += f" for host memory alone: {node} on a node of {self.ranks_per_node} ranks"
         lines.append(f"limit {readable_bytes(self.memory_limit)} ({self.memory_limit_source}); {host}")
         return tuple(lines)
 
@@ -184,10 +186,29 @@ class Plan:
         return (head, *lines[:-1], f"{lines[-1]}  (x{s.speedup:.2f})")
 
 
-def load_plan(path: str | Path) -> Plan:
+@dataclass(frozen=True)
+class RunPlan:
+    """A report with what it is about; `report.schedule.makespan_seconds` is that of `schedule`, hence of `programs`.
+
+    `costs`: of generation and inference until the run has measured its own, called `costs_name` in its log.
+    """
+
+    report: PlanReport
+    schedule: Schedule
+    ranks: FusedRanks
+    programs: Programs
+    costs: CostModel
+    costs_name: str
+
+    def to_text(self) -> str:
+        """What one rank sends the others, for `planner.parse_plan`; the rest follows from the run's configuration."""
+        return json.dumps({"report": self.report.to_dict(), "schedule": self.schedule.text()})
+
+
+def load_plan(path: str | Path) -> PlanReport:
     """Read plan.json. Raises InputError naming the file."""
     try:
-        return Plan.from_dict(json.loads(Path(path).read_text()), str(path))
+        return PlanReport.from_dict(json.loads(Path(path).read_text()), str(path))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
@@ -196,6 +217,6 @@ def load_plan(path: str | Path) -> Plan:
         raise InputError(f"{path} is not valid JSON: {error}") from None
 
 
-def save_plan(plan: Plan, path: str | Path) -> None:
+def save_plan(report: PlanReport, path: str | Path) -> None:
     """Write beside and rename. Raises InputError where that fails."""
-    write_text(path, json.dumps(plan.to_dict(), indent=1) + "\n")
+    write_text(path, json.dumps(report.to_dict(), indent=1) + "\n")

@@ -1,0 +1,283 @@
+"""What a plan is made from: all that follows from configuration, models and world size, the same on every rank.
+
+Layouts and batch are checked, the files that the configuration names are read, work is priced, and the one training
+problem is stated: times of the profile where there is one, at the lengths that are known; activations at the longest
+samples; as cap what a rank has beside them. Paper section 6, parallel strategy configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from rlhfuse.config.role import Role
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
+from rlhfuse.costs.analytic import AnalyticCost, CostModel, JobCost, largest_flat_batch
+from rlhfuse.costs.hardware import hardware_by_name
+from rlhfuse.costs.profiled import ProfiledCost, load_run_costs
+from rlhfuse.decisions.layouts import (
+    TASK_ROLES,
+    BatchArithmetic,
+    Task,
+    batch_arithmetic,
+    check_layouts,
+    training_layouts,
+)
+from rlhfuse.errors import InputError
+from rlhfuse.planning.memory import SCORERS, TRAINED, MemoryBudget, memory_budget
+from rlhfuse.schedule.io import load_schedule
+from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.ir.problem import FusionProblem, fused_problem
+from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
+from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.schedule.rules.builders import serial_1f1b
+from rlhfuse.schedule.rules.interleaved import interleaved_1f1b
+from rlhfuse.schedule.rules.min_memory import needed_memory
+from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.threshold import Threshold, load_threshold
+
+TICK_SECONDS = 1e-6  # schedules are searched in whole microseconds, so that ties are exact
+
+
+@dataclass(frozen=True)
+class PlanDraft:
+    """A run that can be planned and fits its ranks. `costs` price generation and inference until it has measured them.
+
+    `lengths`: of past samples, or None; `planned_lengths`: these cut to the run's, else all as long as they can become.
+    `given`: the training schedule with where it is from, unless it is to be searched.
+    """
+
+    config: RunConfig
+    specs: Mapping[str, ModelSpec]
+    world_size: int
+    lengths: SampleLengths | None
+    planned_lengths: SampleLengths
+    tasks: tuple[Task, ...]
+    batch: BatchArithmetic
+    ranks: FusedRanks
+    hardware: HardwareSpec
+    costs: CostModel
+    costs_name: str
+    limits: InstanceLimits
+    memory: MemoryBudget
+    problem: FusionProblem
+    given: tuple[Schedule, str] | None
+    threshold_file: Threshold | None
+
+    @property
+    def tied(self) -> frozenset[str]:
+        """Trained models whose output layer is their embedding; the critic has a head of its own."""
+        return frozenset({Role.ACTOR} if self.specs[Role.ACTOR].tied_embeddings else ())
+
+
+def draft_plan(
+    config: RunConfig, specs: Mapping[str, ModelSpec], world_size: int, lengths: SampleLengths | None = None
+) -> PlanDraft:
+    """Check and price a run; launches and searches nothing.
+
+    Raises InputError with the equation that fails, the file that is wrong, or the phase that does not fit a rank.
+    """
+    tasks = check_layouts(config, specs, world_size)
+    batch = batch_arithmetic(config, tasks)
+    hardware = hardware_of(config)
+    analytic = task_costs(config, specs, tasks, hardware)
+    costs, costs_name = starting_costs(config, specs, analytic, world_size)
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    if lengths is None:  # an upper bound
+        samples = config.samples_per_iteration
+        planned = SampleLengths((prompt,) * samples, (response,) * samples)
+    else:
+        planned = lengths.clip(prompt, response)
+    limits = instance_limits(config, specs["actor"], batch.instances, costs, median_context(planned))
+    memory = memory_budget(config, analytic, world_size, limits.kv_capacity_bytes, batch.samples_per_microbatch)
+    mean_tokens = (sum(planned.prompt) + sum(planned.output)) / len(planned)
+    problem = training_problem(analytic, batch, mean_tokens, prompt + response, costs)
+    given = given_schedule(config, problem)
+    least = max(needed_memory(problem))
+    memory.check(evaluate(given[0]).peak_memory if given else least, least, given[1] if given else "")
+    problem = replace(problem, memory_cap=memory.limit, static_memory=memory.training_bytes)
+    return PlanDraft(
+        config,
+        specs,
+        world_size,
+        lengths,
+        planned,
+        tasks,
+        batch,
+        rank_map(training_layouts(tasks)),
+        hardware,
+        costs,
+        costs_name,
+        limits,
+        memory,
+        problem,
+        (Schedule(problem, given[0].orders), given[1]) if given else None,
+        _threshold_file(config, batch),
+    )
+
+
+def read_specs(config: RunConfig) -> dict[str, ModelSpec]:
+    """The model spec of each role, from its folder's config.json. Raises InputError naming file and field."""
+    return {role: ModelSpec.from_config(getattr(config, role).path) for role in config.roles()}
+
+
+def element_bytes(config: RunConfig) -> int:
+    return 4 if config.trainer.dtype == "float32" else 2
+
+
+def hardware_of(config: RunConfig) -> HardwareSpec:
+    """The machine that is planned for. Raises InputError naming the key and the known ones."""
+    try:
+        return hardware_by_name(config.trainer.hardware, config.trainer.device)
+    except InputError as error:
+        raise InputError(f"trainer.hardware: {error}") from None
+
+
+def task_costs(
+    config: RunConfig, specs: Mapping[str, ModelSpec], tasks: tuple[Task, ...], hardware: HardwareSpec
+) -> dict[str, AnalyticCost]:
+    """One roofline per task."""
+    size, recompute = element_bytes(config), config.trainer.recompute == "full"
+    return {
+        task.name: AnalyticCost(
+            specs[task.role],
+            task.layout,
+            hardware,
+            size,
+            task.role.scalar_head,
+            sequence_parallel=task.training and config.parallel.sequence_parallel,
+            recompute=task.training and recompute,
+        )
+        for task in tasks
+    }
+
+
+def job_cost(costs: Mapping[str, AnalyticCost], world_size: int) -> JobCost:
+    """The analytic CostModel of generation and inference."""
+    generation = costs["generation"]
+    crosses = world_size > generation.hardware.devices_per_node
+    return JobCost(generation, tuple(costs[name] for name in SCORERS if name in costs), cross_node=crosses)
+
+
+def starting_costs(
+    config: RunConfig, specs: Mapping[str, ModelSpec], analytic: Mapping[str, AnalyticCost], world_size: int
+) -> tuple[CostModel, str]:
+    """Costs of generation and inference before a run has measured any, and their name: fusion.profile's, or analytic.
+
+    Raises InputError for a file that is no profile of this run.
+    """
+    if config.fusion.profile:
+        return load_run_costs(config, specs), f"costs of fusion.profile={config.fusion.profile}"
+    return job_cost(analytic, world_size), "analytic costs"
+
+
+def generation_cost(
+    config: RunConfig, specs: Mapping[str, ModelSpec], instances: int, hardware: HardwareSpec
+) -> JobCost:
+    """The CostModel of `instances` generation instances, whatever the world of the other tasks."""
+    parallel, size = config.parallel, element_bytes(config)
+    roles = dict(TASK_ROLES)
+    present = ("generation", *(task for task in SCORERS if roles[task] in config.roles()))
+    layouts = {task: ParallelLayout.parse(getattr(parallel, task)) for task in present}
+    costs = {
+        task: AnalyticCost(specs[roles[task]], layout, hardware, size, roles[task].scalar_head)
+        for task, layout in layouts.items()
+    }
+    return job_cost(costs, instances * layouts["generation"].tp)
+
+
+def kv_blocks(config: RunConfig, instances: int) -> int:
+    """KV blocks of one instance: as configured, else room for every sample of the instance at full length."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    samples = -(-config.samples_per_iteration // instances)
+    return config.rollout.kv_blocks_per_instance or samples * -(-longest // config.rollout.block_tokens)
+
+
+def instance_limits(
+    config: RunConfig, actor: ModelSpec, instances: int, costs: CostModel, median_context_tokens: float
+) -> InstanceLimits:
+    """What a generation instance holds. BS_max comes from the costs unless the config gives it."""
+    rollout = config.rollout
+    token_bytes = actor.kv_bytes_per_token(element_bytes(config))
+    bs_max = config.fusion.bs_max or largest_flat_batch(
+        costs, median_context_tokens, rollout.max_sequences_per_instance
+    )
+    return InstanceLimits(
+        max_sequences=rollout.max_sequences_per_instance,
+        kv_capacity_bytes=kv_blocks(config, instances) * rollout.block_tokens * token_bytes,
+        kv_bytes_per_token=token_bytes,
+        block_tokens=rollout.block_tokens,
+        bs_max=bs_max,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_output_tokens=rollout.max_response_tokens,
+        score_tokens=rollout.max_batched_tokens,
+        scoring_models=max(1, len(config.scorers())),
+    )
+
+
+def median_context(lengths: SampleLengths) -> float:
+    """Context of a median sample halfway through its response."""
+    return sorted(lengths.prompt)[len(lengths) // 2] + sorted(lengths.output)[len(lengths) // 2] / 2
+
+
+def training_problem(
+    analytic: Mapping[str, AnalyticCost],
+    batch: BatchArithmetic,
+    mean_tokens: float,
+    longest_tokens: float,
+    costs: CostModel,
+) -> FusionProblem:
+    """One mini-batch on one fused group, without a memory cap. Tokens are per sample.
+
+    Times are for `mean_tokens`, in ticks of TICK_SECONDS: measured where `costs` is a ProfiledCost, else analytic.
+    Activations are for `longest_tokens`, in bytes.
+    """
+    sequences = batch.samples_per_microbatch
+    tokens = mean_tokens * sequences
+    stages, layouts = {}, {}
+    for task in TRAINED:
+        if task not in analytic:
+            continue
+        model, cost = dict(TASK_ROLES)[task], analytic[task]
+        if isinstance(costs, ProfiledCost):
+            times = costs.stage_costs(model, cost, tokens, sequences, TICK_SECONDS)
+        else:
+            times = cost.stage_costs(tokens, sequences, TICK_SECONDS)
+        longest = cost.stage_costs(longest_tokens * sequences, sequences, TICK_SECONDS)
+        layouts[model], stages[model] = cost.layout, replace(times, activation=longest.activation)
+    return fused_problem(layouts, batch.actor_microbatches, stages)
+
+
+def given_schedule(config: RunConfig, problem: FusionProblem) -> tuple[Schedule, str] | None:
+    """The training schedule and where it is from: (interleaved) serial 1F1B, or the config's file; None: search one.
+
+    A file's order is taken and priced with this run's times. Raises InputError for a file made for other layouts.
+    """
+    if not config.fusion.intra_stage:
+        if all(len(set(pipeline.placement)) < pipeline.stages for pipeline in problem.pipelines):
+            return interleaved_1f1b(problem), "interleaved 1F1B: fusion.intra_stage is false"
+        return serial_1f1b(problem), "serial 1F1B: fusion.intra_stage is false"
+    if config.fusion.schedule:
+        loaded = load_schedule(config.fusion.schedule, expect=problem)
+        return Schedule(problem, loaded.orders), f"order read from {config.fusion.schedule}"
+    return None
+
+
+def _threshold_file(config: RunConfig, batch: BatchArithmetic) -> Threshold | None:
+    """What fusion.threshold_file holds. Raises InputError for one that was made for another batch."""
+    if not (file := config.fusion.threshold_file):
+        return None
+    threshold = load_threshold(file)
+    if threshold.instances != batch.instances:
+        raise InputError(
+            f"fusion.threshold_file={file}: made for {threshold.instances} generation instances, this run has "
+            f"{batch.instances}; calibrate again"
+        )
+    if threshold.threshold > batch.samples or threshold.samples not in (None, batch.samples):
+        raise InputError(
+            f"fusion.threshold_file={file}: R_t = {threshold.threshold} of {threshold.samples or 'unknown'} samples, "
+            f"this run has {batch.samples}; calibrate again"
+        )
+    return threshold
