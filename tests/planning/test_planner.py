@@ -20,6 +20,7 @@ from rlhfuse.planning.planner import make_plan, parse_plan
 from rlhfuse.planning.run_plan import RunPlan, load_plan, save_plan
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.action import Kind
+from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.program.times import makespan, program_times
 from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
 from rlhfuse.schedule.rules.min_memory import needed_memory
@@ -128,47 +129,42 @@ def test_phases_that_do_not_fit_are_refused():
         draft_plan(run(), huge, 4)
 
 
-def limits_between():
-    """A run whose fused schedule holds more than the leanest one, and memory limits in GB: fused, between, below all.
+ON_GPU = dict(trainer__hardware="a100", rollout__kv_blocks_per_instance=24, rollout__max_batched_tokens=64)
 
-    On a GPU named a100, where a limit is of device memory alone.
-    """
-    keys = dict(trainer__hardware="a100", rollout__kv_blocks_per_instance=24, rollout__max_batched_tokens=64)
-    draft = draft_plan(run(**keys), SPECS, 4)
-    fused = make_plan(draft).report.schedule.peak_activation_bytes
-    least = max(needed_memory(draft.problem))
-    assert least < fused and draft.memory.fullest(least).phase == "training"
-    beside = draft.memory.training_bytes
-    return keys, [(beside + activations) / 1e9 for activations in (fused, (least + fused) / 2, least - 1)]
+
+def limits(peak: float, draft) -> tuple[float, float, float]:
+    """Memory limits in GB with room for `peak`, for something between it and the leanest schedule, and for none."""
+    least, beside = max(needed_memory(draft.problem)), draft.memory.training_bytes
+    assert least < peak and draft.memory.fullest(least).phase == "training"
+    return tuple((beside + activations) / 1e9 for activations in (peak, (least + peak) / 2, least - 1))
 
 
 def test_the_schedule_is_searched_under_the_memory_that_is_left():
-    keys, (enough, between, _) = limits_between()
-    free, tight = (planned(run(**keys, trainer__memory_limit_gb=limit)) for limit in (enough, between))
+    draft = draft_plan(run(**ON_GPU), SPECS, 4)
+    enough, between, below = limits(make_plan(draft).report.schedule.peak_activation_bytes, draft)
+    free, tight = (planned(run(**ON_GPU, trainer__memory_limit_gb=limit)) for limit in (enough, between))
     assert tight.schedule.problem.memory_cap == between * 1e9
     training = tight.report.memory[-1]
     assert tight.report.needed_bytes(training) <= between * 1e9 < free.report.needed_bytes(free.report.memory[-1])
     assert tight.report.schedule.makespan_seconds >= free.report.schedule.makespan_seconds
-
-
-def test_what_no_schedule_can_fit_is_refused():
-    keys, (_, _, below) = limits_between()
     words = r"memory: training needs .* per rank .*; the least of any schedule is .*a rank of this a100 has .*; raise "
     with pytest.raises(InputError, match=words + ".*recompute.*trainer.memory_limit_gb"):
-        draft_plan(run(**keys, trainer__memory_limit_gb=below), SPECS, 4)
+        draft_plan(run(**ON_GPU, trainer__memory_limit_gb=below), SPECS, 4)
 
 
-def test_a_given_schedule_that_does_not_fit_is_refused(tmp_path):
-    """Whether from a file or serial, and although a search would find one that does."""
-    keys, (_, between, _) = limits_between()
-    save_schedule(tmp_path / "free.json", greedy(problem_of(run(**keys))))
-    for given, words in (
-        ({"fusion__schedule": str(tmp_path / "free.json")}, "with order read from .*free.json; the least"),
-        ({"fusion__intra_stage": False, "fusion__actor_microbatches": 16}, "with serial 1F1B"),
-    ):
-        draft_plan(run(**keys, **given), SPECS, 4)
-        with pytest.raises(InputError, match=f"{words}.*leave fusion.intra_stage on and fusion.schedule empty"):
-            draft_plan(run(**keys, **given, trainer__memory_limit_gb=between), SPECS, 4)
+@pytest.mark.parametrize("source", ["order read from .*free.json", "serial 1F1B"])
+def test_a_given_schedule_that_does_not_fit_is_refused(tmp_path, source):
+    """Although a search would find one that does."""
+    keys = {"fusion__intra_stage": False}
+    if source != "serial 1F1B":
+        save_schedule(tmp_path / "free.json", greedy(problem_of(run(**ON_GPU))))
+        keys = {"fusion__schedule": str(tmp_path / "free.json")}
+    draft = draft_plan(run(**ON_GPU, **keys), SPECS, 4)
+    enough, between, _ = limits(evaluate(draft.given[0]).peak_memory, draft)
+    draft_plan(run(**ON_GPU, **keys, trainer__memory_limit_gb=enough), SPECS, 4)
+    with pytest.raises(InputError, match=f"with {source}.*leave fusion.intra_stage on and fusion.schedule empty"):
+        draft_plan(run(**ON_GPU, **keys, trainer__memory_limit_gb=between), SPECS, 4)
+    assert planned(run(**ON_GPU, trainer__memory_limit_gb=between)).report.memory_limit == between * 1e9
 
 
 def test_weight_moves_are_in_the_plan():
