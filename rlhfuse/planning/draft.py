@@ -31,9 +31,8 @@ from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, fused_problem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.schedule.rules.builders import serial_1f1b
+from rlhfuse.schedule.rules.builders import needed_memory, serial_1f1b
 from rlhfuse.schedule.rules.interleaved import interleaved_1f1b
-from rlhfuse.schedule.rules.min_memory import needed_memory
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import Threshold, load_threshold

@@ -22,8 +22,7 @@ from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.action import Kind
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.program.times import makespan, program_times
-from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
-from rlhfuse.schedule.rules.min_memory import needed_memory
+from rlhfuse.schedule.rules.builders import greedy, needed_memory, serial_1f1b
 from rlhfuse.simulator.threshold import save_threshold
 
 
