@@ -31,7 +31,7 @@ from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, fused_problem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.schedule.rules.builders import needed_memory, serial_1f1b
+from rlhfuse.schedule.rules.builders import min_memory, serial_1f1b
 from rlhfuse.schedule.rules.interleaved import interleaved_1f1b
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
@@ -94,7 +94,7 @@ def draft_plan(
     mean_tokens = (sum(planned.prompt) + sum(planned.output)) / len(planned)
     problem = training_problem(analytic, batch, mean_tokens, prompt + response, costs)
     given = given_schedule(config, problem)
-    least = max(needed_memory(problem))
+    least = max(min_memory(problem))
     memory.check(evaluate(given[0]).peak_memory if given else least, least, given[1] if given else "")
     problem = replace(problem, memory_cap=memory.limit, static_memory=memory.training_bytes)
     return PlanDraft(

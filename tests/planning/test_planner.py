@@ -22,7 +22,7 @@ from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.action import Kind
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.program.times import makespan, program_times
-from rlhfuse.schedule.rules.builders import greedy, needed_memory, serial_1f1b
+from rlhfuse.schedule.rules.builders import greedy, min_memory, serial_1f1b
 from rlhfuse.simulator.threshold import save_threshold
 
 
@@ -133,7 +133,7 @@ ON_GPU = dict(trainer__hardware="a100", rollout__kv_blocks_per_instance=24, roll
 
 def limits(peak: float, draft) -> tuple[float, float, float]:
     """Memory limits in GB with room for `peak`, for something between it and the leanest schedule, and for none."""
-    least, beside = max(needed_memory(draft.problem)), draft.memory.training_bytes
+    least, beside = max(min_memory(draft.problem)), draft.memory.training_bytes
     assert least < peak and draft.memory.fullest(least).phase == "training"
     return tuple((beside + activations) / 1e9 for activations in (peak, (least + peak) / 2, least - 1))
 
