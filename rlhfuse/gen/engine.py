@@ -1,13 +1,9 @@
-"""The generation engine: prompts in, finished samples out, one step at a time.
+"""The generation engine: continuous batching over a paged KV cache; prompts in, finished samples out, step by step.
 
     while engine.has_unfinished():
         finished += engine.step()        the scheduler chooses, the model runs, the sampler draws
 
-Tokens and log-probabilities of a sample depend on its prompt, its parameters and its sample id alone: on CPU in
-float32 not a bit changes with the batch, chunking, shared prefixes, preemption, or a move to another engine. The
-engine runs in one process, or on each rank of a tensor-parallel group, where all ranks make the same calls in
-the same order and so take identical steps. It knows token ids; texts only to find stop texts, and only if it was
-given a `detokenize`.
+Token ids alone; texts only to find stop texts. On CPU in float32 a sample's bits depend on its request alone.
 """
 
 from __future__ import annotations
@@ -23,33 +19,49 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.migration import MoveCost, Together
+from rlhfuse.decisions.migration import MoveMode
 from rlhfuse.errors import InputError
-from rlhfuse.gen.admission import new_sequence
-from rlhfuse.gen.block_manager import BlockManager
-from rlhfuse.gen.engine_reports import SequenceState, StepStats
-from rlhfuse.gen.forward_batch import ForwardBatch
-from rlhfuse.gen.kv_cache import KVCache
-from rlhfuse.gen.migration.arrival import Arrival
-from rlhfuse.gen.migration.migration import (
-    BUCKET_BYTES,
+from rlhfuse.gen.core.block_manager import BlockManager
+from rlhfuse.gen.core.forward_batch import ForwardBatch, ScheduledSequence
+from rlhfuse.gen.core.kv_cache import KVCache
+from rlhfuse.gen.core.scheduler import Scheduler
+from rlhfuse.gen.core.sequence import GenerationResult, SamplingParams, Sequence, new_sequence
+from rlhfuse.gen.migration.import_transaction import ImportTransaction
+from rlhfuse.gen.migration.kv_transfer import (
     BlockShape,
-    Manifest,
-    MoveMode,
-    Shipment,
-    Traveller,
-    buckets,
-    pack,
+    KVTransfer,
+    SequenceSnapshot,
+    TransferManifest,
+    prepare_transfer,
 )
 from rlhfuse.gen.model_runner import Kernels, ModelRunner
-from rlhfuse.gen.prefill_rate import PrefillRate
 from rlhfuse.gen.sampler import DrawBatch, draw_tokens
-from rlhfuse.gen.scheduler import Scheduler, Work
-from rlhfuse.gen.sequence import GenerationResult, SamplingParams, Sequence
-from rlhfuse.gen.stop_text import completes_stop_text
-from rlhfuse.gen.tokenizer import read_tokenizer
+from rlhfuse.gen.stop_text import completes_stop_text, read_tokenizer
 
-__all__ = ["Engine", "EngineOptions", "GenerationResult", "SamplingParams", "SequenceState", "StepStats"]
+__all__ = ["Engine", "EngineOptions", "GenerationResult", "SamplingParams", "StepStats", "UnfinishedSample"]
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What one step did, as the cost model wants to know it."""
+
+    batch: int  # sequences that ran
+    prefill_tokens: int  # tokens run for sequences that were not decoding
+    context_tokens: int  # tokens in the cache of all that ran, after the step
+    seconds: float  # without the capture of a CUDA graph, which happens once for a shape
+    reused_tokens: int = 0  # tokens of sequences that entered, found in known prefixes instead of being run
+
+
+@dataclass(frozen=True)
+class UnfinishedSample:
+    """An unfinished sample as others see it."""
+
+    sample_id: int
+    kv_tokens: int  # tokens in the cache
+    total_tokens: int  # prompt and response so far
+    blocks: int  # KV blocks held (a shared block counts for each sequence)
+    shared_blocks: tuple[int, ...]  # those of them that others use too
+    waiting: bool  # not running: never started, or preempted
 
 
 @dataclass(frozen=True)
@@ -109,8 +121,7 @@ class Engine:
         self._block_shape = BlockShape(
             spec.layers, options.block_tokens, spec.kv_heads, spec.head_dim, str(dtype).removeprefix("torch.")
         )
-        self._departing: list[int] = []  # sample ids offered to another engine, not yet gone
-        self._prefill_rate = PrefillRate()
+        self._exporting: list[int] = []  # sample ids offered to another engine
         self._detokenize = detokenize
         self.last_step = StepStats(0, 0, 0, 0.0)
 
@@ -150,7 +161,7 @@ class Engine:
         if len(set(ids)) < len(ids):
             raise InputError("sample_ids holds one id twice; ids must differ")
         for seq in [self._sequence(*item) for item in zip(ids, prompts, each)]:
-            self._enter(seq)
+            self._add(seq)
         finished: dict[int, GenerationResult] = {}
         while self.has_unfinished():
             finished |= {result.sample_id: result for result in self.step()}
@@ -162,47 +173,46 @@ class Engine:
         Raises InputError, and changes nothing, for an id in use, an empty prompt, a token outside the vocabulary, or
         a prompt that with `max_tokens` is longer than the context or than all KV blocks together can hold.
         """
-        self._enter(self._sequence(sample_id, list(prompt), params))
+        self._add(self._sequence(sample_id, list(prompt), params))
 
     def step(self) -> list[GenerationResult]:
         """Run one forward pass and draw; returns the samples that finished. Nothing to do gives []."""
         if self._cache is None:
             raise RuntimeError("the engine is paused; call resume() first")
-        if not self.runner.bound:
+        if self.runner.weights is None:
             raise RuntimeError("the engine has no weights; call load_weights() first")
-        self._check_settled()
+        self._check_not_exporting()
         start, reused_before = time.perf_counter() - self.runner.recording_seconds, self.scheduler.reused_tokens
-        work = self.scheduler.schedule()
-        if not work:
+        scheduled = self.scheduler.schedule()
+        if not scheduled:
             return []
-        batch = ForwardBatch.of(work, self.scheduler.table, self.options.block_tokens)
-        decoding = sum(count == 1 and draws and bool(seq.tokens) for seq, count, draws in work)
+        batch = ForwardBatch.of(scheduled, self.scheduler.table, self.options.block_tokens)
+        decoding = sum(count == 1 and draws and bool(seq.tokens) for seq, count, draws in scheduled)
         try:
-            finished = self._run(work, batch)
+            finished = self._run(scheduled, batch)
         except BaseException:
             self.scheduler.preempt_all()  # blocks may be half written: run their tokens again
             raise
         if self.device.type == "cuda" and not len(batch.draw_rows):
             torch.cuda.synchronize(self.device)  # nothing was drawn, so nothing has waited for the forward pass
-        self.last_step = done = StepStats(
-            batch=len(work),
+        self.last_step = StepStats(
+            batch=len(scheduled),
             prefill_tokens=len(batch.tokens) - decoding,
             context_tokens=int(batch.contexts.sum()),
             seconds=time.perf_counter() - self.runner.recording_seconds - start,
             reused_tokens=self.scheduler.reused_tokens - reused_before,
         )
-        self._prefill_rate.observe(done.prefill_tokens, done.batch, done.seconds)
         return finished
 
     def abort(self, sample_id: int) -> None:
         """Drop a sample. Raises InputError if it is not unfinished here."""
-        self._check_settled()
-        self._leave(self._find(sample_id))
+        self._check_not_exporting()
+        self._remove(self._find(sample_id))
 
     def has_unfinished(self) -> bool:
         return bool(self._sequences)
 
-    def unfinished(self) -> list[SequenceState]:
+    def unfinished(self) -> list[UnfinishedSample]:
         """All unfinished samples: running, oldest first, then waiting."""
         queues = ((self.scheduler.running, False), (self.scheduler.waiting, True))
         return [self._state(seq, waiting) for queue, waiting in queues for seq in queue]
@@ -211,88 +221,51 @@ class Engine:
     def free_blocks(self) -> int:
         return self.scheduler.blocks.free_blocks
 
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of the KV cache on this rank; 0 when paused."""
-        return self._cache.bytes if self._cache is not None else 0
-
-    def move_cost(
-        self, bytes_per_second: float, latency_seconds: float = 0.0, prefill_seconds_per_token: float | None = None
-    ) -> MoveCost:
-        """What moving a sample over such a link costs, with its keys and values or run again.
-
-        A speed of prefill not given is learned from the steps so far, with tensor parallelism those of the first rank
-        (a collective), so that all decide alike. Raises InputError if none has prefilled.
-        """
-        seconds = prefill_seconds_per_token
-        if seconds is None:
-            seconds = self._prefill_rate.agreed_seconds_per_token(self.runner.tp_group)
-        if not bytes_per_second > 0:
-            raise InputError(f"bytes_per_second={bytes_per_second} must be above 0")
-        return MoveCost(self._block_shape.bytes_per_token, latency_seconds, 1 / bytes_per_second, seconds)
-
-    def move_modes(self, sample_ids: Iterable[int], cost: MoveCost) -> dict[int, MoveMode]:
-        """The quicker way to move each of these samples together; a prefix that they share is counted once."""
-        together, blocks = Together(self.options.block_tokens), self.scheduler.blocks
-        found = [self._find(sample_id) for sample_id in sample_ids]
-        return {seq.sample_id: together.add(cost, seq.computed_tokens, blocks.shared(seq)) for seq in found}
-
     @contextmanager
     def export_sequences(
         self, sample_ids: Iterable[int], modes: MoveMode | Mapping[int, MoveMode] = "kv"
-    ) -> Iterator[Shipment]:
+    ) -> Iterator[KVTransfer]:
         """Offer unfinished samples to another engine: they leave at the end of the `with`, or stay if it raises.
 
-        `modes`: "kv" or "tokens", for all or by sample id, as from `move_modes`; a sample that has not run yet
-        travels as tokens. Until the end of the `with` this engine does not step, and after it the shipment is of no
-        use. Raises InputError for an id that is not unfinished here or is given twice.
+        `modes`: "kv" or "tokens", for all or by sample id; a sample that has not run yet moves as tokens. Until the
+        end of the `with` this engine does not step, and after it the transfer is of no use. Raises InputError for an
+        id that is not unfinished here or is given twice.
         """
-        self._check_settled()
+        self._check_not_exporting()
         sequences = [self._find(sample_id) for sample_id in sample_ids]
-        shipment = pack(sequences, modes, self._block_shape, self._cache)
-        self._departing = [seq.sample_id for seq in sequences]
+        transfer = prepare_transfer(sequences, modes, self._block_shape, self._cache)
+        self._exporting = [seq.sample_id for seq in sequences]
         try:
-            yield shipment
+            yield transfer
         finally:
-            self._departing = []
+            self._exporting = []
         for seq in sequences:
-            self._leave(seq)
-
-    def import_sequences(self, shipment: Shipment) -> list[int]:
-        """Take samples in, all or none. Returns ids whose tokens must be run again: without KV, or without room.
-
-        Raises InputError for an id in use, a finished sequence, or blocks of another shape.
-        """
-        block_bytes = self._block_shape.bytes_per_head * self.runner.kv_heads
-        with self.receive_sequences(shipment.manifest) as arrival:
-            for numbers in buckets(arrival.wanted, block_bytes, BUCKET_BYTES):
-                arrival.write(numbers, shipment.read(numbers, slice(None)))
-            recomputed = arrival.recomputed
-        return recomputed  # nothing may fail once the samples have entered: the source still holds them
+            self._remove(seq)
 
     @contextmanager
-    def receive_sequences(self, manifest: Manifest) -> Iterator[Arrival]:
-        """Hold room for samples whose blocks the caller then writes, those that the arrival wants.
+    def import_sequences(self, manifest: TransferManifest) -> Iterator[ImportTransaction]:
+        """Reserve room for samples whose missing blocks the caller then writes into the transaction.
 
-        At the end of the `with` all samples enter; if it raises, none. Raises as `import_sequences`.
+        At the end of the `with` all samples enter; if it raises, none. Raises InputError for an id in use, a finished
+        sequence, or blocks of another shape.
         """
-        self._check_settled()
-        sequences = [self._restore(traveller) for traveller in manifest.travellers]
+        self._check_not_exporting()
+        sequences = [self._restore(snapshot) for snapshot in manifest.sequences]
         if manifest.num_blocks and manifest.shape != self._block_shape:
             raise InputError(f"blocks of {manifest.shape} do not fit this engine's {self._block_shape}; move as tokens")
-        arrival = Arrival(self.scheduler, self._cache)
+        transaction = ImportTransaction(self.scheduler, self._cache)
         try:
-            for seq, traveller in zip(sequences, manifest.travellers):
-                arrival.hold(seq, traveller)
-            yield arrival
-            arrival.enter(self._sequences)
+            for seq, snapshot in zip(sequences, manifest.sequences):
+                transaction.reserve(seq, snapshot)
+            yield transaction
+            transaction.commit(self._sequences)
         except BaseException:
-            arrival.give_back(self._sequences)
+            transaction.rollback(self._sequences)
             raise
 
     def pause(self) -> None:
         """Drop the KV cache memory. Unfinished samples keep their tokens and are run again after `resume`."""
-        self._check_settled()
+        self._check_not_exporting()
         self.scheduler.preempt_all()
         self.runner.release()
         self._cache = None
@@ -316,7 +289,7 @@ class Engine:
 
         Everything computed with the old values is forgotten: unfinished samples are run again from their tokens.
         """
-        self._check_settled()
+        self._check_not_exporting()
         self.runner.bind(weights)
         self.scheduler.preempt_all()
 
@@ -326,18 +299,18 @@ class Engine:
         assert {seq.sample_id: seq for seq in queued} == self._sequences, "queues and samples disagree"
         self.scheduler.check_integrity()
 
-    def _run(self, work: list[Work], batch: ForwardBatch) -> list[GenerationResult]:
+    def _run(self, scheduled: list[ScheduledSequence], batch: ForwardBatch) -> list[GenerationResult]:
         assert self._cache is not None
         logits = self.runner.forward(batch, self._cache)
-        drawing = [seq for seq, _, draws in work if draws]
+        drawing = [seq for seq, _, draws in scheduled if draws]
         totals = batch.positions[batch.draw_rows] + 1
         draws = draw_tokens(logits, DrawBatch.of(drawing, totals, self.scheduler.table))
-        self.scheduler.complete(work)
+        self.scheduler.complete(scheduled)
         finished = []
         for seq, token, logprob in zip(drawing, draws.tokens, draws.logprobs):
             self._take(seq, token, logprob)
             if seq.finish_reason is not None:
-                self._leave(seq)
+                self._remove(seq)
                 finished.append(seq.result())
         return finished
 
@@ -367,11 +340,11 @@ class Engine:
             can_detokenize=self._detokenize is not None,
         )
 
-    def _enter(self, seq: Sequence) -> None:
+    def _add(self, seq: Sequence) -> None:
         self._sequences[seq.sample_id] = seq
         self.scheduler.add(seq)
 
-    def _leave(self, seq: Sequence) -> None:
+    def _remove(self, seq: Sequence) -> None:
         self.scheduler.remove(seq)
         del self._sequences[seq.sample_id]
 
@@ -380,29 +353,22 @@ class Engine:
             raise InputError(f"sample {sample_id} is not unfinished in this engine")
         return self._sequences[sample_id]
 
-    def _state(self, seq: Sequence, waiting: bool) -> SequenceState:
+    def _state(self, seq: Sequence, waiting: bool) -> UnfinishedSample:
         table, shared = seq.block_table, self.scheduler.blocks.shared(seq)
-        return SequenceState(seq.sample_id, seq.computed_tokens, seq.total_tokens, len(table), tuple(shared), waiting)
+        return UnfinishedSample(
+            seq.sample_id, seq.computed_tokens, seq.total_tokens, len(table), tuple(shared), waiting
+        )
 
-    def _check_settled(self) -> None:
-        if self._departing:
-            raise RuntimeError(f"samples {self._departing[:8]} are being exported; end the `with` of the export first")
+    def _check_not_exporting(self) -> None:
+        if self._exporting:
+            raise RuntimeError(f"samples {self._exporting[:8]} are being exported; end the `with` of the export first")
 
-    def _restore(self, traveller: Traveller) -> Sequence:
-        seq = self._sequence(traveller.sample_id, list(traveller.prompt), traveller.params)
-        seq.tokens, seq.logprobs = list(traveller.tokens), list(traveller.logprobs)
+    def _restore(self, snapshot: SequenceSnapshot) -> Sequence:
+        seq = self._sequence(snapshot.sample_id, list(snapshot.prompt), snapshot.params)
+        seq.tokens, seq.logprobs = list(snapshot.tokens), list(snapshot.logprobs)
         if seq.total_tokens >= seq.max_total_tokens:
             raise InputError(f"sample {seq.sample_id} is finished: it has {seq.total_tokens} tokens")
         return seq
 
     def _new_cache(self) -> KVCache:
-        return KVCache(
-            self.spec.layers,
-            self.options.num_blocks + self.runner.spare_blocks,
-            self.options.block_tokens,
-            self.runner.kv_heads,
-            self.spec.head_dim,
-            lanes=self.runner.uses_cpu_kernels,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        return self.runner.new_cache(self.options.num_blocks, self.options.block_tokens)

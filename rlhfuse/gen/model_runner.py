@@ -1,20 +1,14 @@
 """The model as generation sees it: weights are read in place, under their Megatron-core names.
 
-Binds and checks the weights, and chooses who computes: the kernels for CPU (cpu_forward.py) or device_forward.py.
-
-    x = embedding[token]
-    per layer:  x += proj(attention(rope(qkv(norm(x))), cache));  x += fc2(silu(gate) * up),  [gate, up] = fc1(norm(x))
-    logits = output(norm(x)), at the rows that draw
-
-With a tensor-parallel group each rank holds a share of heads, MLP columns and vocabulary rows; the outputs of proj
-and fc2 are summed over the ranks and the logits are gathered, so that all ranks see the same numbers. Knows nothing
-of sequences, scheduling or sampling.
+x = embedding[token]
+per layer:  x += proj(attention(rope(qkv(norm(x))), cache));  x += fc2(silu(gate) * up),  [gate, up] = fc1(norm(x))
+logits = output(norm(x)), at the rows that draw
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,15 +16,33 @@ from torch import Tensor
 
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.errors import InputError
+from rlhfuse.gen.core.forward_batch import ForwardBatch
+from rlhfuse.gen.core.kv_cache import KVCache
+from rlhfuse.gen.core.model_shard import LayerWeights, ModelWeights, TensorParallel
 from rlhfuse.gen.cpu.forward import CpuForward
-from rlhfuse.gen.forward_batch import ForwardBatch
 from rlhfuse.gen.gpu.forward import DeviceForward
-from rlhfuse.gen.gpu.rotary import rotary_tables
-from rlhfuse.gen.kv_cache import KVCache
-from rlhfuse.gen.tensor_parallel import TensorParallel
-from rlhfuse.gen.weights import LayerWeights, ModelWeights
 
 Kernels = Literal["auto", "torch"]
+
+
+class Forward(Protocol):
+    """Who computes: the CPU kernels or torch and flash-attn."""
+
+    cache_type: type[KVCache]
+    spare_blocks: int  # blocks that a cache must have besides those of sequences, at its end
+
+    @property
+    def recording_seconds(self) -> float:
+        """Seconds spent on capturing CUDA graphs since the beginning."""
+        ...
+
+    def bind(self, weights: ModelWeights) -> None: ...
+
+    def unbind(self) -> None: ...
+
+    def release(self) -> None: ...
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor: ...
 
 
 class ModelRunner:
@@ -46,56 +58,52 @@ class ModelRunner:
         kernels: Kernels = "auto",
         cuda_graphs: bool = True,
     ) -> None:
-        """`max_sequences`, `kernels`, `cuda_graphs`: as in EngineOptions."""
-        self.spec, self.device, self.dtype, self.tp_group = spec, device, dtype, tp_group
-        self.parallel = TensorParallel(tp_group)
-        self.tp_size = self.parallel.size
+        """`max_sequences`, `kernels`, `cuda_graphs`: as in EngineOptions.
+
+        With a tensor-parallel group each rank holds a share of heads, MLP columns and vocabulary rows, and all ranks
+        see the same logits. Raises InputError where tp does not divide the model.
+        """
+        self.spec, self.device, self.dtype = spec, device, dtype
+        parallel = TensorParallel(tp_group)
+        self.tp_size = parallel.size
         for name, value in (("heads", spec.heads), ("kv_heads", spec.kv_heads), ("mlp", spec.mlp)):
             if value % self.tp_size:
                 raise InputError(f"{name}({value}) % tp({self.tp_size}) = {value % self.tp_size}, must be 0")
         self.heads, self.kv_heads = spec.heads // self.tp_size, spec.kv_heads // self.tp_size
-        self.cos, self.sin = rotary_tables(spec, device)
-        self.uses_cpu_kernels = device.type == "cpu" and kernels == "auto"
-        self._cpu_forward: CpuForward | None = None
-        self._device_forward: DeviceForward | None = None
-        if self.uses_cpu_kernels:
-            self._cpu_forward = CpuForward(self)
+        self._forward: Forward
+        if device.type == "cpu" and kernels == "auto":
+            self._forward = CpuForward(spec, parallel)
         else:
             recorder = DeviceForward.recorder_for(device, cuda_graphs)
-            self._device_forward = DeviceForward(
-                spec, self.parallel, device=device, max_sequences=max_sequences, recorder=recorder
-            )
+            self._forward = DeviceForward(spec, parallel, device=device, max_sequences=max_sequences, recorder=recorder)
         self.weights: ModelWeights | None = None
         self.bind(weights)
 
     @property
-    def spare_blocks(self) -> int:
-        """Blocks that a cache must have besides those of sequences, at its end."""
-        return 0 if self._device_forward is None else self._device_forward.spare_blocks
-
-    @property
     def recording_seconds(self) -> float:
         """Seconds spent on capturing CUDA graphs since the beginning."""
-        return 0.0 if self._device_forward is None else self._device_forward.recording_seconds
+        return self._forward.recording_seconds
+
+    def new_cache(self, num_blocks: int, block_tokens: int) -> KVCache:
+        """An empty cache of this rank's KV heads, in the layout that its kernels read."""
+        return self._forward.cache_type(
+            self.spec.layers,
+            num_blocks + self._forward.spare_blocks,
+            block_tokens,
+            self.kv_heads,
+            self.spec.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
 
     def release(self) -> None:
         """Give back what was built over the cache, which the caller is about to drop, and working memory."""
-        if self._cpu_forward is not None:
-            self._cpu_forward.space.clear()
-        if self._device_forward is not None:
-            self._device_forward.release()
-
-    @property
-    def bound(self) -> bool:
-        """Whether there are weights to read."""
-        return self.weights is not None
+        self._forward.release()
 
     def unbind(self) -> None:
         """Let go of the weights, so that their memory can be given back; `bind` comes before the next step."""
+        self._forward.unbind()
         self.weights = None
-        for forward in (self._cpu_forward, self._device_forward):
-            if forward is not None:
-                forward.unbind()
 
     def bind(self, weights: Mapping[str, Tensor]) -> None:
         """Read from these tensors from now on. Raises InputError naming a missing or ill-shaped one."""
@@ -135,14 +143,12 @@ class ModelRunner:
             )
 
         # Everything is checked before anything is replaced: after an InputError the old weights still serve.
-        found = take(embedding, rows, spec.hidden)
+        embedding_weight = take(embedding, rows, spec.hidden)
         layers = [layer(number) for number in range(spec.layers)]
         final_norm = take("decoder.final_layernorm.weight", spec.hidden)
-        output = found if spec.tied_embeddings else take("output_layer.weight", rows, spec.hidden)
-        self.weights = ModelWeights(found, tuple(layers), final_norm, output)
-        for forward in (self._cpu_forward, self._device_forward):
-            if forward is not None:
-                forward.bind(self.weights)
+        output = embedding_weight if spec.tied_embeddings else take("output_layer.weight", rows, spec.hidden)
+        self.weights = ModelWeights(embedding_weight, tuple(layers), final_norm, output)
+        self._forward.bind(self.weights)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
@@ -150,7 +156,4 @@ class ModelRunner:
 
         Rows past R, if any, are padding.
         """
-        if self._device_forward is not None:
-            return self._device_forward.forward(batch, cache)
-        assert self._cpu_forward is not None
-        return self._cpu_forward.forward(batch, cache)
+        return self._forward.forward(batch, cache)

@@ -1,15 +1,9 @@
-"""Draws one token per row, by Gumbel-max with noise that is a pure function of what is drawn.
+"""Draws one token per row, by Gumbel-max with noise that is a pure function of (seed, sample id, position, token).
 
     token = argmax_i  logits_i / temperature + g_i,     g_i = -log(-log(1 - u_i)),     u_i = hash(key, i) in (0, 1)
 
-has exactly the softmax distribution; `key` is made of (seed, sample id, position) alone. So a draw depends on
-nothing but the logits: not on the batch, not on the instance, not on earlier draws. Temperature 0 is argmax. Banned
-tokens are taken out first; of the others top-k and top-p leave those at or above one threshold (ties with it stay).
-The log-probability returned is of the distribution after temperature and before bans, top-k and top-p (after
-temperature 1 if greedy).
-
-On CPU the rows go through the numba kernel of sampler_cpu.py; elsewhere through the same formulas in torch: the same
-hash bits, and noise equal to a few ulp. Knows nothing of how tokens end up in sequences.
+Temperature 0 is argmax. Banned tokens are taken out first; of the others top-k and top-p leave those at or above one
+cutoff. Log-probabilities are after temperature and before bans, top-k and top-p (of temperature 1 if greedy).
 """
 
 from __future__ import annotations
@@ -21,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfuse.gen.cpu import sampling as sampler_cpu
-from rlhfuse.gen.running_table import RunningTable
-from rlhfuse.gen.sequence import Sequence
-from rlhfuse.models.cpu.threads import share_threads
+from rlhfuse.gen.core.forward_batch import RunningTable
+from rlhfuse.gen.core.sequence import Sequence
+from rlhfuse.gen.cpu import sampling
+from rlhfuse.models.cpu.tiles import share_threads
 
 _MASK32 = 0xFFFFFFFF
 
@@ -51,7 +45,7 @@ class DrawBatch:
         """For the next tokens of running sequences that have `totals` [R] tokens."""
         rows = np.array([seq.row for seq in drawing], np.int64)
         return DrawBatch(
-            keys=sampler_cpu.noise_keys(table.streams[rows], totals),
+            keys=sampling.noise_keys(table.streams[rows], totals),
             temperatures=table.temperatures[rows],
             top_ks=table.top_ks[rows],
             top_ps=table.top_ps[rows],
@@ -79,7 +73,7 @@ def draw_tokens(logits: Tensor, batch: DrawBatch) -> Draws:
     share_threads()
     # Rows of a wider buffer are copied: the kernel is compiled for rows without gaps, which it reads several times.
     contiguous = np.ascontiguousarray(logits.numpy())
-    tokens, logprobs = sampler_cpu.draw_rows(
+    tokens, logprobs = sampling.draw_rows(
         contiguous, batch.keys, batch.temperatures, batch.top_ks, batch.top_ps, batch.banned
     )
     return Draws(tokens.tolist(), logprobs.tolist())
@@ -94,12 +88,12 @@ def _draw_torch(logits: Tensor, batch: DrawBatch) -> Draws:
     scaled = logits / temperatures.masked_fill(greedy, 1.0)
     allowed = logits
     if batch.banned.size:
-        rows, places = (batch.banned >= 0).nonzero()
+        rows, columns = (batch.banned >= 0).nonzero()
         allowed = logits.clone()
-        allowed[here(rows), here(batch.banned[rows, places])] = float("-inf")
+        allowed[here(rows), here(batch.banned[rows, columns])] = float("-inf")
     noise = gumbel_noise(here(batch.keys.astype(np.int64)), logits.shape[1])
     scores = torch.where(greedy, scaled, scaled + noise)
-    out = (allowed < thresholds_torch(allowed, batch)[:, None]) | (allowed == float("-inf"))
+    out = (allowed < cutoffs_torch(allowed, batch)[:, None]) | (allowed == float("-inf"))
     best, tokens = scores.masked_fill(out, float("-inf")).max(dim=1)
     logprobs = torch.log_softmax(scaled, dim=1).gather(1, tokens[:, None])[:, 0]
     broken = ~(torch.isfinite(logits.amax(dim=1)) & torch.isfinite(best))
@@ -107,14 +101,14 @@ def _draw_torch(logits: Tensor, batch: DrawBatch) -> Draws:
     return Draws(tokens.tolist(), logprobs.tolist())
 
 
-def thresholds_torch(logits: Tensor, batch: DrawBatch) -> Tensor:
-    """As `row_threshold` of threshold_cpu.py, for all rows [R, vocab] at once: [R], minus infinity if both are off."""
+def cutoffs_torch(logits: Tensor, batch: DrawBatch) -> Tensor:
+    """As `row_cutoff` of gen/cpu/sampling.py, for all rows [R, vocab] at once: [R], minus infinity if both are off."""
     vocab = logits.shape[1]
-    thresholds = torch.full((len(logits),), float("-inf"), device=logits.device)
+    cutoffs = torch.full((len(logits),), float("-inf"), device=logits.device)
     limited = (batch.top_ks > 0) & (batch.top_ks < vocab)
     rows = ((batch.temperatures > 0) & (limited | (batch.top_ps < 1))).nonzero()[0]
     if not len(rows):
-        return thresholds
+        return cutoffs
 
     def here(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array[rows]).to(logits.device)[:, None]
@@ -128,8 +122,8 @@ def thresholds_torch(logits: Tensor, batch: DrawBatch) -> Tensor:
     # A running sum may round up to 1 too early: without top-p nothing is cut, whatever it is.
     least = here(np.where(batch.top_ps < 1, batch.top_ps, 2.0))
     kept = ((before < least) & ~beyond).sum(dim=1, keepdim=True)
-    thresholds[where] = ranked.gather(1, kept.clamp(min=1) - 1)[:, 0]
-    return thresholds
+    cutoffs[where] = ranked.gather(1, kept.clamp(min=1) - 1)[:, 0]
+    return cutoffs
 
 
 def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:

@@ -21,7 +21,7 @@ from rlhfuse.costs.hardware import gpu_by_name
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.errors import writing
 from rlhfuse.files import write_text
-from rlhfuse.gen.cpu.warm_up import compile_kernels, compile_kernels_apart
+from rlhfuse.gen.compile_kernels import compile_kernels, compile_kernels_apart
 from rlhfuse.models.cpu import invariance
 from rlhfuse.models.hf import has_scalar_head
 from rlhfuse.monitor.watchdog import Limits, Watchdog

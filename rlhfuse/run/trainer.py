@@ -30,8 +30,8 @@ from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.fusion.inter.inference import Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.fusion.intra.training_step import MinibatchResult, TrainingStep
+from rlhfuse.gen.core.sequence import SamplingParams
 from rlhfuse.gen.engine import Engine, EngineOptions
-from rlhfuse.gen.sequence import SamplingParams
 from rlhfuse.models.hf_folder import export_checkpoint
 from rlhfuse.monitor.samples import SampleText
 from rlhfuse.monitor.trace import Span

@@ -14,10 +14,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from gen_models import random_weights, tiny_spec
+from moves import import_sequences, through_bytes
 
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.engine import Engine, EngineOptions, GenerationResult, SamplingParams
-from rlhfuse.gen.migration.migration import Manifest, Shipment
 
 SPEC = tiny_spec(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=40, vocab=61, context=96, eos_token_ids=())
 
@@ -84,11 +84,10 @@ class World:
 def move(source: Engine, destination: Engine, sample_ids: list[int], *, with_kv: bool, as_bytes: bool) -> list[int]:
     """Samples leave one engine and enter the other, as they are or through what travels between processes."""
     mode = "kv" if with_kv else "tokens"
-    with source.export_sequences(sample_ids, mode) as shipment:
-        if as_bytes and shipment.manifest.num_blocks:
-            manifest = Manifest.decode(shipment.manifest.encode())
-            shipment = Shipment.of(manifest, shipment.read(range(manifest.num_blocks), slice(None)))
-        return destination.import_sequences(shipment)
+    with source.export_sequences(sample_ids, mode) as transfer:
+        if as_bytes and transfer.manifest.num_blocks:
+            transfer = through_bytes(transfer)
+        return import_sequences(destination, transfer)
 
 
 class Pair:

@@ -53,7 +53,7 @@ def test_weights_and_cache_go_and_come(spec):
     engine.release_weights()
     gone = weakref.ref(weights["decoder.final_layernorm.weight"])
     weights.clear()
-    assert engine.kv_bytes == 0 and gone() is None
+    assert engine._cache is None and gone() is None
     engine.resume()
     engine.add(1, [9, 10], GREEDY)
     with pytest.raises(RuntimeError, match="no weights; call load_weights"):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from gen_models import random_weights, tiny_spec
+from moves import import_sequences, move_sequences, through_bytes
 
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.gen.migration.migration import Manifest, Shipment, move_sequences
 
 PARAMS = [
     SamplingParams(temperature=t, top_k=k, top_p=p, seed=s, max_tokens=40, ignore_eos=True)
@@ -77,13 +77,11 @@ def test_migrated_equals_alone(make_engine, prompts, alone, steps, with_kv):
         (source if i < 6 else destination).add(i, prompts[i], PARAMS[i])
     results = [r for _ in range(steps) for r in source.step()]
     moving = [s.sample_id for s in source.unfinished()][::2]
-    with source.export_sequences(moving, "kv" if with_kv else "tokens") as shipment:
-        manifest = Manifest.decode(shipment.manifest.encode())
-        assert manifest == shipment.manifest
-        received = Shipment.of(manifest, shipment.read(range(manifest.num_blocks), slice(None)))
+    with source.export_sequences(moving, "kv" if with_kv else "tokens") as transfer:
+        received = through_bytes(transfer)
         destination.step()
-        recomputed = destination.import_sequences(received)
-    assert set(recomputed) == {one.sample_id for one in manifest.travellers if not (with_kv and one.blocks)}
+        recomputed = import_sequences(destination, received)
+    assert set(recomputed) == {s.sample_id for s in received.manifest.sequences if not (with_kv and s.blocks)}
     for engine in (source, destination):
         while engine.has_unfinished():
             engine.check_integrity()
@@ -110,7 +108,7 @@ def test_pause_resume_and_same_weights(make_engine, prompts, alone):
         engine.add(i, prompts[i], PARAMS[i])
     results = [r for _ in range(9) for r in engine.step()]
     engine.pause()
-    assert engine.kv_bytes == 0 and all(s.waiting and not s.kv_tokens for s in engine.unfinished())
+    assert engine._cache is None and all(s.waiting and not s.kv_tokens for s in engine.unfinished())
     with pytest.raises(RuntimeError, match="resume"):
         engine.step()
     engine.resume()

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfuse.gen import sampler
-from rlhfuse.gen.cpu import sampling as sampler_cpu
-from rlhfuse.gen.cpu.topp_cutoff import BINS, row_threshold
-from rlhfuse.gen.running_table import RunningTable
+from rlhfuse.gen.core.forward_batch import RunningTable
+from rlhfuse.gen.core.sequence import SamplingParams, Sequence
+from rlhfuse.gen.cpu import sampling
+from rlhfuse.gen.cpu.sampling import BINS, row_cutoff
 from rlhfuse.gen.sampler import DrawBatch, draw_tokens
-from rlhfuse.gen.sequence import SamplingParams, Sequence
 
 OFF = dict(temperature=1.0, top_k=0, top_p=1.0, banned=(), seed=0)
 
@@ -116,8 +116,8 @@ def test_both_implementations_agree():
     assert max(abs(a - b) for a, b in zip(ours.logprobs, theirs.logprobs)) < 1e-5
     noise = sampler.gumbel_noise(torch.from_numpy(batch.keys[:1].astype(np.int64)), 1000)[0]
     k0, k1 = batch.keys[0]
-    hashes = [sampler_cpu.noise_hash(k0, k1, i) for i in range(1000)]
-    assert max(abs(-math.log(sampler_cpu.exponential(h)) - float(g)) for h, g in zip(hashes, noise)) < 1e-5
+    hashes = [sampling.noise_hash(k0, k1, i) for i in range(1000)]
+    assert max(abs(-math.log(sampling.exponential(h)) - float(g)) for h, g in zip(hashes, noise)) < 1e-5
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
@@ -188,21 +188,21 @@ def test_threshold_is_exact(seed, vocab, spread, ties, temperature, top_k, top_p
         row = np.round(row / spread).astype(np.float32) * np.float32(spread)
     row[generator.random(vocab) < 0.1] = -np.inf
     row[seed % vocab] = 1.0
-    found = row_threshold(row, np.float32(temperature), top_k, top_p)
+    found = row_cutoff(row, np.float32(temperature), top_k, top_p)
     twins = {threshold_twin(row, np.float32(temperature), top_k, p) for p in (top_p - 1e-5, top_p, top_p + 1e-5)}
     assert found in (twins if top_p < 1 else {threshold_twin(row, 1.0, top_k, 1.0)})
     batch = draw_batch([dict(temperature=temperature, top_k=top_k, top_p=top_p)])
-    in_torch = float(sampler.thresholds_torch(torch.from_numpy(row)[None], batch)[0])
+    in_torch = float(sampler.cutoffs_torch(torch.from_numpy(row)[None], batch)[0])
     assert in_torch in twins or in_torch == -math.inf  # minus infinity where both are off
 
 
 def test_threshold_of_equal_logits_and_of_one_token():
-    assert row_threshold(np.zeros(4 * BINS, np.float32), np.float32(1), 7, 0.5) == 0
-    assert row_threshold(np.full(1, -3, np.float32), np.float32(1), 0, 0.5) == -3
+    assert row_cutoff(np.zeros(4 * BINS, np.float32), np.float32(1), 7, 0.5) == 0
+    assert row_cutoff(np.full(1, -3, np.float32), np.float32(1), 0, 0.5) == -3
     peaked = np.full(100, -1e30, np.float32)
     peaked[40] = 5
-    assert row_threshold(peaked, np.float32(1), 0, 0.999) == 5
-    assert row_threshold(peaked, np.float32(1), 2, 1.0) == np.float32(-1e30)
+    assert row_cutoff(peaked, np.float32(1), 0, 0.999) == 5
+    assert row_cutoff(peaked, np.float32(1), 2, 1.0) == np.float32(-1e30)
 
 
 def test_keys_are_of_seed_sample_and_position():
@@ -210,7 +210,7 @@ def test_keys_are_of_seed_sample_and_position():
     table, cases = RunningTable(6), [(0, 0), (0, 1), (1, 0), (-1, 3), (2**64 + 5, 2), (7, 2**62)]
     sequences = [Sequence(i, [1, 2], SamplingParams(seed=s, min_tokens=3), 9, frozenset({4})) for s, i in cases]
     for seq in sequences:
-        table.enter(seq)
+        table.add(seq)
     totals = np.array([2, 2, 2, 4, 5, 100])
     batch = DrawBatch.of(sequences, totals, table)
     assert batch.keys.tolist() == [list(noise_key(*case, total)) for case, total in zip(cases, totals.tolist())]

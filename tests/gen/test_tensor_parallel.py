@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from gen_models import random_weights, tiny_spec
+from moves import move_sequences
 
 from rlhfuse.errors import leave
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.gen.migration.migration import move_sequences
 
 SPEC = tiny_spec(qkv_bias=True, qk_norm=True, head_dim=16)
 PROMPTS = [[9, 10, 11], [12], list(range(20, 60)), [300, 299]]

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from rlhfuse.models.attention import PagedQueries, paged_attention, varlen_attention
 from rlhfuse.models.cpu import paged_attention as paged_cpu
 from rlhfuse.models.cpu.elementwise import exp32, log32, neg_log_one_minus
-from rlhfuse.models.cpu.threads import share_threads
-from rlhfuse.models.cpu.tiles import LANES, lanes_up
+from rlhfuse.models.cpu.tiles import LANES, lanes_up, share_threads
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ from rlhfuse.fusion.inter.report import DecodePause, GenInferReport, RankEvents,
 from rlhfuse.fusion.inter.scoring_queue import ScoringQueue
 from rlhfuse.fusion.inter.tensor_parallel_group import TensorParallelGroup
 from rlhfuse.gen.engine import Engine
-from rlhfuse.gen.migration.migration import BUCKET_BYTES
+from rlhfuse.gen.migration.kv_transfer import BUCKET_BYTES
 from rlhfuse.parallel.collectives import all_gather_bytes
 from rlhfuse.ppo.rollout import Rollout, pack_rollouts, unpack_rollouts
 from rlhfuse.simulator.instances import split_samples

@@ -1,33 +1,44 @@
 """The forward pass for generation on CPU: numba kernels over panels of 16 tokens (models/cpu/decoder.py).
 
-    x = embedding[token]
-    per layer:  x += proj(attention(rope(qkv(norm(x))), cache));  x += fc2(silu(gate) * up),  [gate, up] = fc1(norm(x))
-    logits = output(norm(x)), at the rows that draw
-
-With tensor parallelism the outputs of proj and fc2 are summed over the ranks in rank order. All intermediate results
-lie in one workspace that is kept between steps. In float32 a token's bits depend on its own sequence alone. In
-bfloat16 weights and cache are bfloat16 and everything between them is float32. Knows nothing of scheduling.
+All intermediate results lie in one workspace that is kept between steps. In float32 a token's bits depend on its own
+sequence alone (docs/fusion.md, batch invariance). In bfloat16 weights and cache are bfloat16, all between is float32.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfuse.gen.forward_batch import ForwardBatch
-from rlhfuse.gen.kv_cache import KVCache
-from rlhfuse.models.cpu import decoder as decoder_cpu
-from rlhfuse.models.cpu import paged_attention as paged_cpu
-from rlhfuse.models.cpu.threads import share_threads
-from rlhfuse.models.cpu.tiles import LANES, panel_offsets
+from rlhfuse.config.spec import ModelSpec
+from rlhfuse.gen.core.forward_batch import ForwardBatch
+from rlhfuse.gen.core.kv_cache import KVCache
+from rlhfuse.gen.core.model_shard import LayerWeights, ModelWeights, TensorParallel
+from rlhfuse.models.cpu import decoder
+from rlhfuse.models.cpu.paged_attention import Queries, paged_attention
+from rlhfuse.models.cpu.tiles import LANES, lanes_up, panel_offsets, share_threads
+from rlhfuse.models.rotary import rotary_tables
 
-if TYPE_CHECKING:
-    from rlhfuse.gen.model_runner import ModelRunner
-    from rlhfuse.gen.weights import LayerWeights, ModelWeights
+
+class LaneKVCache(KVCache):
+    """The layout that the CPU kernels read.
+
+    keys [layers, blocks, G, D, block_tokens], values [layers, blocks, G, block_tokens, D]; the last dimension is padded
+    to whole panels, which costs memory only for odd sizes.
+    """
+
+    def _shapes(self, layers: int, num_blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        head = (layers, num_blocks, self.kv_heads)
+        return (
+            (*head, self.head_dim, lanes_up(self.block_tokens)),
+            (*head, self.block_tokens, lanes_up(self.head_dim)),
+        )
+
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        keys, values = self.keys[..., : self.block_tokens], self.values[..., : self.head_dim]
+        return keys.permute(0, 1, 4, 2, 3), values.permute(0, 1, 3, 2, 4)
 
 
 @dataclass(frozen=True)
@@ -78,22 +89,26 @@ class Workspace:
 
 
 class CpuForward:
-    """Runs steps with the weights that its runner has bound; see `bind`."""
+    """Runs steps with the weights that were bound last."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner, spec = runner, runner.spec
+    cache_type = LaneKVCache
+    spare_blocks = 0
+    recording_seconds = 0.0
+
+    def __init__(self, spec: ModelSpec, parallel: TensorParallel) -> None:
+        self.spec, self.parallel = spec, parallel
         self.eps = np.float32(spec.norm_eps)
         self.scale = np.float32(spec.head_dim**-0.5)
-        self.cos, self.sin = runner.cos.numpy(), runner.sin.numpy()
-        heads, groups = runner.heads, runner.kv_heads
+        self.cos, self.sin = (table.numpy() for table in rotary_tables(spec, torch.device("cpu")))
+        self.heads, self.kv_heads = spec.heads // parallel.size, spec.kv_heads // parallel.size
         self.space = Workspace(
             dict(
                 x=spec.hidden,
                 delta=spec.hidden,
                 normed=spec.hidden,
-                qkv=(heads + 2 * groups) * spec.head_dim,
-                attention=heads * spec.head_dim,
-                mlp=spec.mlp // runner.tp_size,
+                qkv=(self.heads + 2 * self.kv_heads) * spec.head_dim,
+                attention=self.heads * spec.head_dim,
+                mlp=spec.mlp // parallel.size,
                 drawn=spec.hidden,
             )
         )
@@ -102,13 +117,17 @@ class CpuForward:
         """Read from these tensors from now on."""
         self.layers = [_Layer.of(layer) for layer in weights.layers]
         self.embedding, self.output = as_array(weights.embedding), as_array(weights.output)
-        if self.runner.tp_size == 1:
-            self.output = self.output[: self.runner.spec.vocab]  # without the rows that only fill up
+        if self.parallel.size == 1:
+            self.output = self.output[: self.spec.vocab]  # without the rows that only fill up
         self.final_norm = as_array(weights.final_norm)
 
     def unbind(self) -> None:
         """Let go of the weights."""
         del self.layers, self.embedding, self.output, self.final_norm
+
+    def release(self) -> None:
+        """Give the working memory back."""
+        self.space.clear()
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Run one step, filling the cache. Returns float32 logits [R, vocab], one row per drawing row."""
@@ -128,24 +147,24 @@ class _Step:
 
     def __init__(self, forward: CpuForward, batch: ForwardBatch, panels: int, threads: int) -> None:
         self.forward, self.batch, self.threads = forward, batch, threads
-        runner, space = forward.runner, forward.space
+        space = forward.space
         self.x, self.delta, self.normed, self.qkv, self.attention, self.mlp = (
             space.take(name, panels) for name in ("x", "delta", "normed", "qkv", "attention", "mlp")
         )
         self.hidden_at, self.attention_at, self.mlp_at = (space.offsets(n) for n in ("x", "attention", "mlp"))
-        self.q = np.empty((len(batch.tokens), runner.heads, runner.spec.head_dim), np.float32)
-        self.queries = paged_cpu.Queries.of(batch.query_starts, batch.contexts, runner.kv_heads, threads)
-        first_row = runner.parallel.rank * forward.embedding.shape[0]
-        decoder_cpu.embed(batch.tokens, forward.embedding, first_row, self.x)
+        self.q = np.empty((len(batch.tokens), forward.heads, forward.spec.head_dim), np.float32)
+        self.queries = Queries.of(batch.query_starts, batch.contexts, forward.kv_heads, threads)
+        first_row = forward.parallel.rank * forward.embedding.shape[0]
+        decoder.embed(batch.tokens, forward.embedding, first_row, self.x)
         self._sum(self.x)
         self.delta[...] = 0
 
     def attend(self, layer: _Layer, keys: np.ndarray, values: np.ndarray) -> None:
         """delta = proj(attention(norm(x + delta)))"""
         forward, batch = self.forward, self.batch
-        decoder_cpu.add_norm(self.x, self.delta, layer.input_norm, forward.eps, self.normed)
-        decoder_cpu.multiply(layer.qkv, self.normed, self.hidden_at, self.qkv, self.threads)
-        decoder_cpu.place_heads(
+        decoder.add_norm(self.x, self.delta, layer.input_norm, forward.eps, self.normed)
+        decoder.multiply(layer.qkv, self.normed, self.hidden_at, self.qkv, self.threads)
+        decoder.place_heads(
             self.qkv,
             batch.positions,
             batch.slots,
@@ -160,29 +179,29 @@ class _Step:
             self.q,
             self.threads,
         )
-        paged_cpu.paged_attention(self.q, keys, values, batch.tables, *self.queries, forward.scale, self.attention)
-        decoder_cpu.multiply(layer.proj, self.attention, self.attention_at, self.delta, self.threads)
+        paged_attention(self.q, keys, values, batch.tables, *self.queries, forward.scale, self.attention)
+        decoder.multiply(layer.proj, self.attention, self.attention_at, self.delta, self.threads)
         self._sum(self.delta)
 
     def run_mlp(self, layer: _Layer) -> None:
         """delta = fc2(silu(gate) * up) of norm(x + delta)"""
-        decoder_cpu.add_norm(self.x, self.delta, layer.mlp_norm, self.forward.eps, self.normed)
-        decoder_cpu.multiply_swiglu(layer.fc1, self.normed, self.hidden_at, self.mlp, self.threads)
-        decoder_cpu.multiply(layer.fc2, self.mlp, self.mlp_at, self.delta, self.threads)
+        decoder.add_norm(self.x, self.delta, layer.mlp_norm, self.forward.eps, self.normed)
+        decoder.multiply_swiglu(layer.fc1, self.normed, self.hidden_at, self.mlp, self.threads)
+        decoder.multiply(layer.fc2, self.mlp, self.mlp_at, self.delta, self.threads)
         self._sum(self.delta)
 
     def logits(self) -> Tensor:
         forward, rows = self.forward, self.batch.draw_rows
         panels = -(-len(rows) // LANES)
         drawn = forward.space.take("drawn", panels)
-        decoder_cpu.add_norm(self.x, self.delta, forward.final_norm, forward.eps, self.normed)
-        decoder_cpu.take_tokens(self.normed, rows, drawn)
+        decoder.add_norm(self.x, self.delta, forward.final_norm, forward.eps, self.normed)
+        decoder.take_tokens(self.normed, rows, drawn)
         out = np.empty((len(rows), forward.output.shape[0]), np.float32)
-        decoder_cpu.multiply_to_rows(forward.output, drawn, self.hidden_at, out, self.threads)
-        return forward.runner.parallel.gather(torch.from_numpy(out))[:, : forward.runner.spec.vocab]
+        decoder.multiply_to_rows(forward.output, drawn, self.hidden_at, out, self.threads)
+        return forward.parallel.gather(torch.from_numpy(out))[:, : forward.spec.vocab]
 
     def _sum(self, panels: np.ndarray) -> None:
-        self.forward.runner.parallel.sum(torch.from_numpy(panels))
+        self.forward.parallel.sum(torch.from_numpy(panels))
 
 
 def as_array(weight: Tensor) -> np.ndarray:

@@ -1,8 +1,7 @@
-"""The draw of sampler.py for CPU: a numba kernel, each row by itself in a fixed order.
+"""The draw of gen/sampler.py on CPU: a numba kernel, each row by itself in a fixed order, exact and without sorting it.
 
-Rows are read in chunks of CHUNK tokens, one short loop for each formula, so that LLVM vectorises every loop. Sums
-run over CHUNK lanes in float64; the best token is kept for each lane, and the lanes are compared at the end.
-Several threads take several rows, so bits do not depend on them. Knows nothing of torch.
+Sums run over CHUNK lanes in float64; the best token is kept for each lane, and the lanes are compared at the end.
+Several threads take several rows, so bits do not depend on them.
 """
 
 from __future__ import annotations
@@ -10,10 +9,12 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from rlhfuse.gen.cpu.topp_cutoff import row_threshold
 from rlhfuse.models.cpu.elementwise import F32, exp32, log32, neg_log_one_minus
 
-CHUNK = 64
+CHUNK = 64  # tokens read at a time, one short loop for each formula, so that LLVM vectorises every loop
+BINS = 1024
+_WIDEST = F32(32.0)  # tokens less likely than exp(-32) of the best share the last bin
+_NARROWEST = F32(1e-6)
 _U32 = np.uint32
 _U64 = np.uint64
 
@@ -83,26 +84,26 @@ def _partition(row, temperature, highest, terms):
 
 
 @njit
-def _score(row, start, width, key0, key1, temperature, threshold, hashes, scores):
-    """scores[:width] = row / temperature + noise of tokens start and on; minus infinity below the threshold."""
+def _score(row, start, width, key0, key1, temperature, cutoff, hashes, scores):
+    """scores[:width] = row / temperature + noise of tokens start and on; minus infinity below the cutoff."""
     for j in range(width):
         hashes[j] = noise_hash(key0, key1, start + j)
     for j in range(width):
         scores[j] = exponential(hashes[j])
     for j in range(width):
         score = row[start + j] / temperature - log32(scores[j])
-        scores[j] = score if row[start + j] >= threshold else F32(-np.inf)
+        scores[j] = score if row[start + j] >= cutoff else F32(-np.inf)
 
 
 @njit
-def _best_token(row, key0, key1, temperature, threshold, scores):
+def _best_token(row, key0, key1, temperature, cutoff, scores):
     """The token of the highest score, the first of equal ones; -1 if all are minus infinity. Temperature 0: greedy."""
     best, where = np.full(CHUNK, -np.inf, np.float32), np.zeros(CHUNK, np.int32)
     hashes = np.empty(CHUNK, np.uint32)
     for start in range(0, row.shape[0], CHUNK):
         width = min(CHUNK, row.shape[0] - start)
         if temperature > 0:
-            _score(row, start, width, key0, key1, temperature, threshold, hashes, scores)
+            _score(row, start, width, key0, key1, temperature, cutoff, hashes, scores)
         else:
             for j in range(width):
                 scores[j] = row[start + j]
@@ -114,6 +115,92 @@ def _best_token(row, key0, key1, temperature, threshold, scores):
         if best[j] > highest or (best[j] == highest and token >= 0 and where[j] + j < token):
             highest, token = best[j], where[j] + j
     return token
+
+
+@njit
+def _extremes(row):
+    """The lowest and the highest logit, lane by lane."""
+    low, high = np.full(CHUNK, np.inf, np.float32), np.full(CHUNK, -np.inf, np.float32)
+    for start in range(0, row.shape[0], CHUNK):
+        for j in range(min(CHUNK, row.shape[0] - start)):
+            x = row[start + j]
+            low[j] = x if x < low[j] else low[j]
+            high[j] = x if x > high[j] else high[j]
+    return low.min(), high.max()
+
+
+@njit
+def _fill(row, temperature, highest, scale, bins, weights):
+    """Each token's bin into `bins` [vocab] uint16, its exp(row / temperature - highest) into `weights` [vocab]."""
+    for i in range(row.shape[0]):
+        bins[i] = np.uint16(min((highest - row[i] / temperature) * scale, F32(BINS - 1)))
+    for i in range(row.shape[0]):
+        weights[i] = exp32(row[i] / temperature - highest)
+
+
+@njit
+def _sorted_bin(row, bins, number, count):
+    """Logits of the `count` tokens in one bin, the highest first."""
+    members = np.empty(count, np.float32)
+    at = 0
+    for i in range(row.shape[0]):
+        if bins[i] == number:
+            members[at] = row[i]
+            at += 1
+    members.sort()
+    return members[::-1]
+
+
+@njit
+def row_cutoff(row, temperature, top_k, top_p):
+    """Least logit of the `top_k` highest (0: all) whose likelier tokens hold less than `top_p` of their probability.
+
+    Tokens are counted, and their probabilities added, in BINS equal intervals below the highest logit; only the bin in
+    which the k-th token, or the p-th part of the probability, lies is sorted. Exponentials are float32, their sums
+    float64, in index order within a bin and bin after bin: nothing but the row decides.
+    row [vocab] float32 without NaN or infinity, but minus infinity where a token is ruled out; temperature > 0.
+    A logit of the row, so that comparing with it is exact; ties with it stay.
+    """
+    lowest, highest = _extremes(row)
+    if highest == -np.inf:
+        return highest
+    lowest, highest = lowest / temperature, highest / temperature
+    vocab = row.shape[0]
+    left = top_k if 0 < top_k < vocab else vocab  # tokens that top-k leaves, counted down bin by bin
+    bins, weights = np.empty(vocab, np.uint16), np.empty(vocab, np.float32)
+    counts, masses = np.zeros(BINS, np.int64), np.zeros(BINS, np.float64)
+    scale = F32(BINS) / max(min(highest - lowest, _WIDEST), _NARROWEST)
+    _fill(row, temperature, highest, scale, bins, weights)
+    for i in range(vocab):
+        counts[bins[i]] += 1
+        masses[bins[i]] += np.float64(weights[i])
+    last, total = 0, 0.0  # the bin of the last token left; probability of all that are left
+    while left > counts[last]:
+        left -= counts[last]
+        total += masses[last]
+        last += 1
+    if top_p < 1 and left == counts[last]:
+        total += masses[last]
+    else:
+        members = _sorted_bin(row, bins, last, counts[last])[:left]
+        if top_p >= 1:
+            return members[-1]
+        for x in members:
+            total += np.float64(exp32(x / temperature - highest))
+    number, mass = 0, 0.0
+    while number < last and mass + masses[number] < top_p * total:
+        mass += masses[number]
+        number += 1
+    members = _sorted_bin(row, bins, number, counts[number])
+    if number == last:
+        members = members[:left]
+    cutoff = members[0]
+    for x in members:
+        if mass >= top_p * total:
+            break
+        cutoff = x
+        mass += np.float64(exp32(x / temperature - highest))
+    return cutoff
 
 
 @njit(inline="never")
@@ -131,10 +218,10 @@ def _draw_row(row, key0, key1, temperature, top_k, top_p, banned):
         for token in banned:
             if token >= 0:
                 allowed[token] = F32(-np.inf)
-    threshold = F32(-np.inf)
+    cutoff = F32(-np.inf)
     if temperature > 0 and (0 < top_k < row.shape[0] or top_p < 1):
-        threshold = row_threshold(allowed, temperature, top_k, top_p)
-    token = _best_token(allowed, key0, key1, temperature, threshold, scratch)
+        cutoff = row_cutoff(allowed, temperature, top_k, top_p)
+    token = _best_token(allowed, key0, key1, temperature, cutoff, scratch)
     if token < 0:
         return -1, F32(np.nan)
     return token, F32(np.float64(row[token] / unit - highest) - log_total)

@@ -1,15 +1,8 @@
 """Decode steps recorded once and replayed: a CUDA graph for each shape, so that the host launches one thing per step.
 
-    first step of a shape    run it on a side stream (kernels load, libraries choose and allocate), then capture it
-    later steps              copy the integers into the captured input, replay, read the captured output
-
-A graph knows memory by its address. It serves while weights, cache and its own input lie where they lay, whatever
-their values, and is dropped when one of them moved. All graphs share one memory pool and one buffer of logits, which
-the next step overwrites: on one stream that is after everything that was queued to read it. Graphs hand nothing to
-each other through the pool, so they may be replayed in any order.
-
-Under tensor parallelism the sums over ranks are captured too. NCCL needs all ranks to capture and replay in the same
-order: ranks of one engine take identical steps, so they meet a new shape in the same step. Knows nothing of the model.
+Shapes are rounded up so that few occur: rows to 1, 2, 4, 8, 16, 32, 48, ...; columns of the block tables to powers of
+two, from 256 tokens up. The first step of a shape is run on a side stream and captured; later ones copy their integers
+into the captured input and replay. All graphs share one memory pool and one buffer of logits.
 """
 
 from __future__ import annotations
@@ -17,13 +10,110 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfuse.gen.gpu.decode_inputs import DecodeInputs, DecodeShape, Staging
+from rlhfuse.gen.core.forward_batch import ForwardBatch
+
+SHORTEST_TOKENS = 256  # narrower tables are widened to this: attention over so little costs nothing
+ROW_STEP = 16
+
+
+class DecodeShape(NamedTuple):
+    rows: int
+    width: int  # columns of the block tables
+
+    @property
+    def integers(self) -> int:
+        return self.rows * (4 + self.width)
+
+    @staticmethod
+    def holding(sequences: int, blocks: int, most_sequences: int, most_blocks: int, block_tokens: int) -> DecodeShape:
+        """The smallest shape for so many sequences of at most `blocks` blocks each.
+
+        No shape exceeds `most_sequences` rows or `most_blocks` columns, unless the batch itself does.
+        """
+        short = sequences <= ROW_STEP // 2
+        rows = _power_of_two(sequences) if short else -(-sequences // ROW_STEP) * ROW_STEP
+        width = _power_of_two(max(blocks, -(-SHORTEST_TOKENS // block_tokens)))
+        return DecodeShape(max(sequences, min(rows, most_sequences)), max(blocks, min(width, most_blocks)))
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeInputs:
+    """Views into `packed`, int32 [shape.integers] on the device, which the next step of this shape overwrites."""
+
+    shape: DecodeShape
+    packed: Tensor
+
+    @staticmethod
+    def empty(shape: DecodeShape, device: torch.device) -> DecodeInputs:
+        return DecodeInputs(shape, torch.empty(shape.integers, dtype=torch.int32, device=device))
+
+    def indices(self) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens, positions, slots, each [rows] int64: new tensors, made by one kernel."""
+        tokens, positions, slots = self.packed[: 3 * self.shape.rows].long().chunk(3)
+        return tokens, positions, slots
+
+    @property
+    def contexts(self) -> Tensor:
+        """[rows] int32: tokens in the cache after the step."""
+        return self.packed[3 * self.shape.rows : 4 * self.shape.rows]
+
+    @property
+    def tables(self) -> Tensor:
+        """[rows, width] int32 cache blocks; those past a context are never looked at."""
+        return self.packed[4 * self.shape.rows :].view(self.shape)
+
+
+def padded_arrays(batch: ForwardBatch, shape: DecodeShape, spare_block: int, block_tokens: int) -> list[np.ndarray]:
+    """The parts of DecodeInputs.packed for a batch of one token per sequence, in order, with padding rows.
+
+    Padding is token 0 at position 0 with a context of 1, in a spare block that no sequence ever gets: it writes where
+    nobody reads, and reads only what padding wrote.
+    """
+    sequences = len(batch.contexts)
+    assert len(batch.tokens) == sequences <= shape.rows, f"{len(batch.tokens)} tokens of {sequences} sequences"
+    tables = np.full(shape, spare_block, np.int32)
+    tables[:sequences, : batch.tables.shape[1]] = batch.tables
+    facts = np.zeros((4, shape.rows), np.int32)
+    facts[2], facts[3] = spare_block * block_tokens, 1
+    facts[:, :sequences] = batch.tokens, batch.positions, batch.slots, batch.contexts
+    return [facts, tables]
+
+
+class Staging:
+    """Page-locked host memory through which a step's integers reach the device in one copy that nobody waits for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host = torch.empty(0, dtype=torch.int32)
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+
+    def send(self, arrays: list[np.ndarray], target: Tensor | None = None) -> Tensor:
+        """All arrays one after another as int32 on the device: in `target`, or a new tensor.
+
+        The copy is ordered before what the current stream runs next; the arrays may change at once.
+        """
+        total = sum(array.size for array in arrays)
+        if self._copied is not None:
+            self._copied.synchronize()  # the copy before this one still reads the host memory
+        if total > self._host.numel():
+            self._host = torch.empty(2 * total, dtype=torch.int32, pin_memory=self._copied is not None)
+        np.concatenate([array.reshape(-1) for array in arrays], out=self._host.numpy()[:total], casting="same_kind")
+        if target is None:
+            target = torch.empty(total, dtype=torch.int32, device=self._device)
+        target.copy_(self._host[:total], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self._device))
+        return target
 
 
 class Recorder(Protocol):
@@ -31,9 +121,11 @@ class Recorder(Protocol):
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """What repeats `work`. `work` may be run while recording, any number of times, also none."""
+        ...
 
     def release(self) -> None:
         """Give back the memory of what was recorded; the caller has dropped all of it."""
+        ...
 
 
 class CudaRecorder:
@@ -75,7 +167,13 @@ class _Recorded:
 
 
 class DecodeGraphs:
-    """The recorded decode steps of one model over one cache."""
+    """The recorded decode steps of one model over one cache.
+
+    A graph knows memory by its address: it serves while weights, cache and its own input lie where they lay, and is
+    dropped when one of them moved. Graphs hand nothing to each other, so they may be replayed in any order. NCCL's sums
+    are captured too, for which all ranks must capture and replay in one order: the ranks of an engine take identical
+    steps, so they meet a new shape in the same step.
+    """
 
     def __init__(self, recorder: Recorder, device: torch.device, most_rows: int, vocab: int) -> None:
         self._recorder, self._device = recorder, device

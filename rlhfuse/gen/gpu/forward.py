@@ -1,16 +1,9 @@
-"""The model's forward pass for generation in torch and flash-attn: what CUDA runs. It runs on CPU too, slowly.
+"""The forward pass for generation in torch and flash-attn: what CUDA runs (on CPU it runs too, slowly).
 
-Two kinds of step, one set of layers:
-
-    decode   one token of each sequence: padded to a shape of DecodeShape, attention of fixed shape, in CUDA graphs
-             (decode_graphs.py) or, switched off, launched one kernel after another in the same padded shapes
+    decode   one token of each sequence: padded to a DecodeShape, in CUDA graphs or launched kernel after kernel
     mixed    chunks of prompts among decoding sequences: packed without padding, launched kernel after kernel
 
-The integers of a step reach the device in one copy. Both kinds, and graphs on or off, give the same numbers up to
-rounding: on CUDA the libraries choose kernels by shape. Within a decode shape, graphs on and off launch the same
-kernels on the same shapes. The last block of the cache is spare: padding rows live there.
-
-Letters: T tokens, H query heads, G key/value heads of this rank, D head_dim. Knows nothing of sequences or sampling.
+Letters: T tokens, H query heads, G key/value heads of this rank, D head_dim.
 """
 
 from __future__ import annotations
@@ -24,20 +17,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.gen.forward_batch import ForwardBatch
-from rlhfuse.gen.gpu.decode_graphs import CudaRecorder, DecodeGraphs, Recorder
-from rlhfuse.gen.gpu.decode_inputs import DecodeInputs, DecodeShape, Staging, padded_arrays
-from rlhfuse.gen.gpu.rotary import rotary_tables, rotate, signed_tables
-from rlhfuse.gen.kv_cache import KVCache
-from rlhfuse.gen.tensor_parallel import TensorParallel
-from rlhfuse.gen.weights import LayerWeights, ModelWeights
+from rlhfuse.gen.core.forward_batch import ForwardBatch
+from rlhfuse.gen.core.kv_cache import KVCache
+from rlhfuse.gen.core.model_shard import LayerWeights, ModelWeights, TensorParallel
+from rlhfuse.gen.gpu.decode_graphs import (
+    CudaRecorder,
+    DecodeGraphs,
+    DecodeInputs,
+    DecodeShape,
+    Recorder,
+    Staging,
+    padded_arrays,
+)
 from rlhfuse.models.attention import PagedQueries, decode_attention, flash_attention, flash_obstacle, paged_attention
+from rlhfuse.models.rotary import rotary_tables, rotate, signed_tables
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (q [T, H, D], one layer's keys, its values) -> [T, H, D]
 
 
 class DeviceForward:
-    spare_blocks = 1  # cache blocks it needs besides those of sequences: the last ones
+    cache_type = KVCache
+    spare_blocks = 1  # the last of the cache: padding rows write and read there
 
     def __init__(
         self,

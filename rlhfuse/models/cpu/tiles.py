@@ -16,7 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numba
 import numpy as np
+import torch
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
@@ -174,3 +176,15 @@ def _load_scalar(builder: ir.IRBuilder, dtype: Any, place: Any) -> Any:
 def panel_offsets(panels: int, features: int) -> np.ndarray:
     """Where each panel of an activation [panels, features, LANES] begins."""
     return np.arange(panels, dtype=np.int64) * (features * LANES)
+
+
+def share_threads() -> int:
+    """Give the kernels torch's number of threads, as far as the machine has them; returns it. Call before a kernel.
+
+    numba's OpenMP pool sets the thread count of the whole process when it starts: torch's is put back.
+    """
+    count = torch.get_num_threads()
+    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)
+    return numba.get_num_threads()

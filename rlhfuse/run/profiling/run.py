@@ -22,7 +22,7 @@ from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import NEIGHBOURS
 from rlhfuse.costs.grid import Grid
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
-from rlhfuse.gen.cpu.warm_up import compile_kernels
+from rlhfuse.gen.compile_kernels import compile_kernels
 from rlhfuse.parallel.device import Device, local_rank
 from rlhfuse.parallel.groups import GroupMaker, connect, plain_grid
 from rlhfuse.run.profiling.company import IDLE_SECONDS, STOP, Company

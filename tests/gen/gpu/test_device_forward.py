@@ -13,12 +13,11 @@ import torch.multiprocessing as mp
 from gen_models import random_weights, tiny_spec
 
 from rlhfuse.errors import InputError, leave
+from rlhfuse.gen.core.forward_batch import ForwardBatch
+from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.gen.forward_batch import ForwardBatch
 from rlhfuse.gen.gpu import forward as device_forward
-from rlhfuse.gen.gpu.decode_graphs import DecodeGraphs
-from rlhfuse.gen.gpu.decode_inputs import DecodeInputs, DecodeShape, Staging, padded_arrays
-from rlhfuse.gen.kv_cache import KVCache
+from rlhfuse.gen.gpu.decode_graphs import DecodeGraphs, DecodeInputs, DecodeShape, Staging, padded_arrays
 from rlhfuse.gen.model_runner import ModelRunner
 from rlhfuse.models import attention
 
@@ -51,7 +50,7 @@ def torch_engine(spec, repeater: Repeater | None = None, dtype=torch.float32, we
     weights = weights or {name: w.to(dtype) for name, w in random_weights(spec).items()}
     engine = Engine(spec, weights, EngineOptions(**({"num_blocks": 200, "kernels": "torch"} | options)), dtype=dtype)
     if repeater is not None:
-        forward = engine.runner._device_forward
+        forward = engine.runner._forward
         forward._graphs = DecodeGraphs(repeater, CPU, forward.max_sequences, spec.vocab)
     return engine
 
@@ -76,7 +75,7 @@ def decoded(engine: Engine, batch: ForwardBatch, shape: DecodeShape) -> torch.Te
     arrays = padded_arrays(batch, shape, cache.keys.shape[1] - 1, cache.block_tokens)
     with torch.inference_mode():
         inputs = DecodeInputs(shape, Staging(CPU).send(arrays))
-        return engine.runner._device_forward.decode(inputs, cache)[: len(batch.tokens)].float()
+        return engine.runner._forward.decode(inputs, cache)[: len(batch.tokens)].float()
 
 
 @pytest.mark.parametrize("changes", [dict(), WIDE, dict(tied_embeddings=True, kv_heads=4), dict(kv_heads=1)])
@@ -138,7 +137,7 @@ def test_a_step_that_does_not_draw_every_row(prompts):
     """A chunk of one token decodes like the others, but its logits are not asked for."""
     engine = torch_engine(tiny_spec(**WIDE))
     batch = filled(engine, prompts)
-    forward, cache = engine.runner._device_forward, engine._cache
+    forward, cache = engine.runner._forward, engine._cache
     everything = forward.forward(batch, cache).clone()
     some = ForwardBatch(**{**vars(batch), "draw_rows": np.array([1, 4])})
     assert torch.equal(forward.forward(some, cache), everything[[1, 4]])
@@ -148,7 +147,7 @@ def test_recording_follows_shapes_cache_and_weights(prompts):
     spec, repeater = tiny_spec(**WIDE), Repeater()
     weights = random_weights(spec)
     engine = torch_engine(spec, repeater, weights=weights)
-    graphs = engine.runner._device_forward._graphs
+    graphs = engine.runner._forward._graphs
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     expected = torch_engine(spec).generate(prompts, params)
     assert engine.generate(prompts, params) == expected
@@ -223,7 +222,7 @@ def run_rank(rank: int, folder: str) -> None:
         EngineOptions(num_blocks=60, kernels="torch"),
         tp_group=dist.group.WORLD,
     )
-    forward = engine.runner._device_forward
+    forward = engine.runner._forward
     forward._graphs = DecodeGraphs(repeater, CPU, forward.max_sequences, spec.vocab)
     results = engine.generate([[9, 10, 11], [12], list(range(20, 60))], SamplingParams(max_tokens=12, ignore_eos=True))
     torch.save((results, repeater.recorded, forward._graphs.shapes), f"{folder}/{rank}.pt")
@@ -299,7 +298,7 @@ def test_tensors_without_numbers_pass_through_so_nothing_is_read_back(monkeypatc
     runner = ModelRunner(spec, weights, device=meta, dtype=torch.bfloat16, max_sequences=8)
     cache = KVCache(spec.layers, 9, 256, spec.kv_heads, spec.head_dim, lanes=False, dtype=torch.bfloat16, device=meta)
     with torch.inference_mode():
-        logits = runner._device_forward.decode(DecodeInputs.empty(DecodeShape(4, 8), meta), cache)
+        logits = runner._forward.decode(DecodeInputs.empty(DecodeShape(4, 8), meta), cache)
     assert logits.shape == (4, 304) and logits.dtype == torch.bfloat16 and logits.is_meta
     three = np.arange(3)
     batch = ForwardBatch(three, three, three, np.array([0, 3]), np.array([300]), np.zeros((1, 2), np.int32), three[2:])
@@ -329,7 +328,7 @@ def test_why_flash_attention_is_not_used(monkeypatch, dtype, device, head_dim, b
 
 def test_slow_attention_is_explained_once(monkeypatch):
     engine = torch_engine(tiny_spec(**WIDE))
-    forward = engine.runner._device_forward
+    forward = engine.runner._forward
     monkeypatch.setattr(attention, "flash_attention", FlashDouble)
     monkeypatch.setattr(device_forward, "flash_attention", FlashDouble)
     monkeypatch.setattr(forward, "device", torch.device("cuda"))

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from rlhfuse.models.cpu import decoder as decoder_cpu
-from rlhfuse.models.cpu.threads import share_threads
-from rlhfuse.models.cpu.tiles import LANES, lanes_up, panel_offsets
+from rlhfuse.models.cpu.tiles import LANES, lanes_up, panel_offsets, share_threads
 
 TOKENS, HIDDEN, MLP = 53, 40, 50  # odd on purpose: no tile and no panel is filled exactly
 EPS = np.float32(1e-5)
@@ -129,7 +128,7 @@ def test_kernels_leave_torchs_threads_alone():
     """numba's pool, when it starts, sets OpenMP's count for the whole process."""
     code = (
         "import torch, numba; torch.set_num_threads(1)\n"
-        "from rlhfuse.models.cpu.threads import share_threads\n"
+        "from rlhfuse.models.cpu.tiles import share_threads\n"
         "assert share_threads() == 1 == torch.get_num_threads() == numba.get_num_threads()\n"
         "torch.set_num_threads(64)\n"
         "assert share_threads() == numba.config.NUMBA_NUM_THREADS and torch.get_num_threads() == 64"

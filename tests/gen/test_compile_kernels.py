@@ -1,4 +1,4 @@
-"""Warming up leaves nothing to compile."""
+"""After compile_kernels a step compiles nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import torch
 from numba.core import event
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.gen.cpu.warm_up import compile_kernels
+from rlhfuse.gen.compile_kernels import compile_kernels
 from gen_models import random_weights, tiny_spec
 
 compile_kernels(torch.{dtype})

@@ -1,16 +1,8 @@
-"""A shipment between two engines on different ranks, also where their tensor-parallel degrees differ.
+"""A transfer between two engines on different ranks, whose tensor-parallel degrees may differ.
 
-Each rank of an instance holds a run of the model's KV heads, so a rank sends to every rank whose run meets its own:
-
-    source tp 2    rank 0: heads 0 1     rank 1: heads 2 3
-    plan           0>4 heads 0:1   0>5 heads 1:2   1>6 heads 2:3   1>7 heads 3:4
-    target tp 4    rank 4: 0   rank 5: 1   rank 6: 2   rank 7: 3
-
-Between each pair:  manifest -> ; <- the blocks that are wanted ; those blocks, in buckets -> ; <- "entered".
-Only blocks that the destination has room for and does not know already are sent. The samples leave the source when
-all its peers have confirmed; the destination takes them when every block is there. Two buckets are under way at a
-time, half of `bucket_bytes` each: the next is read while the last is sent.
-Knows nothing of which samples move where, or why.
+Between two ranks whose KV heads meet:  manifest -> ; <- the blocks that are missing ; those, in buckets -> ; <- "done".
+Only blocks that the destination has room for and does not know already are sent, two buckets under way at a time. The
+sequences leave the source when all its peers have confirmed; the destination takes them when every block is there.
 """
 
 from __future__ import annotations
@@ -18,18 +10,18 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
-import torch
 import torch.distributed as dist
 
 from rlhfuse.errors import InputError
-from rlhfuse.gen.engine import Engine
-from rlhfuse.gen.migration.arrival import Arrival
-from rlhfuse.gen.migration.migration import BUCKET_BYTES, BlockShape, Manifest, Shipment, buckets
+from rlhfuse.gen.migration.import_transaction import ImportTransaction
+from rlhfuse.gen.migration.kv_transfer import BUCKET_BYTES, BlockShape, KVTransfer, TransferManifest, buckets
 from rlhfuse.parallel.collectives import receive_bytes, send_bytes
 
-REFUSED, ENTERED = b"refused", b"entered"
+REFUSED, DONE = b"refused", b"done"
 
 
 @dataclass(frozen=True)
@@ -47,7 +39,14 @@ class HeadMove:
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """Who sends which KV heads to whom, between the ranks of two instances in tensor order."""
+    """Who sends which KV heads to whom, between the ranks of two instances in tensor order.
+
+    Each rank holds a run of the model's KV heads and sends to every rank whose run meets its own:
+
+        source tp 2    rank 0: heads 0 1     rank 1: heads 2 3
+        moves          0>4 heads 0:1   0>5 heads 1:2   1>6 heads 2:3   1>7 heads 3:4
+        target tp 4    rank 4: 0   rank 5: 1   rank 6: 2   rank 7: 3
+    """
 
     kv_heads: int
     sources: tuple[int, ...]
@@ -88,8 +87,8 @@ class HeadPlan:
         return [(m, slice(m.first - start, m.last - start)) for m in self.moves if m.destination == rank]
 
 
-def send_shipment(
-    shipment: Shipment,
+def send_sequences(
+    transfer: KVTransfer,
     plan: HeadPlan,
     rank: int,
     group: dist.ProcessGroup | None = None,
@@ -101,30 +100,38 @@ def send_shipment(
     Raises RuntimeError if a destination refuses the samples or its ranks disagree.
     """
     peers = plan.sent_by(rank)
-    header = shipment.manifest.encode()
+    manifest = transfer.manifest.encode()
     for move, _ in peers:
-        send_bytes(header, move.destination, group)
+        send_bytes(manifest, move.destination, group)
     answers = [receive_bytes(move.destination, group) for move, _ in peers]
     if REFUSED in answers or len(set(answers)) > 1:
         raise RuntimeError(f"rank {rank}: the samples were not taken by all of ranks {list(plan.destinations)}")
     under_way, sent = deque(), 0
-    for numbers, move, heads in _messages(json.loads(answers[0]), peers, shipment.manifest.shape, bucket_bytes):
+    for numbers, move, heads in _messages(json.loads(answers[0]), peers, transfer.manifest.shape, bucket_bytes):
         if len(under_way) == 2:
             under_way.popleft()[0].wait()
-        kv = shipment.read(numbers, heads)
+        kv = transfer.read(numbers, heads)
         under_way.append((dist.isend(kv, move.destination, group=group), kv))  # kv lives until the send is done
         sent += kv.numel() * kv.element_size()
         del kv
     for work, _ in under_way:
         work.wait()
     for move, _ in peers:
-        if receive_bytes(move.destination, group) != ENTERED:
-            raise RuntimeError(f"rank {move.destination} did not confirm that the samples entered")
+        if receive_bytes(move.destination, group) != DONE:
+            raise RuntimeError(f"rank {move.destination} did not confirm that it has the samples")
     return sent
 
 
-def receive_shipment(
-    engine: Engine,
+class Destination(Protocol):
+    """What receiving asks of an engine."""
+
+    def import_sequences(self, manifest: TransferManifest) -> AbstractContextManager[ImportTransaction]:
+        """As `Engine.import_sequences`."""
+        ...
+
+
+def receive_sequences(
+    engine: Destination,
     plan: HeadPlan,
     rank: int,
     group: dist.ProcessGroup | None = None,
@@ -133,61 +140,60 @@ def receive_shipment(
 ) -> list[int]:
     """This rank's part of receiving; every destination rank calls it. Returns ids whose tokens will be run again.
 
-    Raises what `Engine.receive_sequences` raises, after the source was told that the samples stay there.
+    Raises what `Engine.import_sequences` raises, after the source was told that the samples stay there.
     """
     peers = plan.received_by(rank)
-    headers = [receive_bytes(move.source, group) for move, _ in peers]
-    if len(set(headers)) > 1:
+    manifest, *others = [TransferManifest.decode(receive_bytes(move.source, group)) for move, _ in peers]
+    if any(other != manifest for other in others):
         raise RuntimeError(f"ranks {list(plan.sources)} sent different manifests; they did not take the same steps")
-    manifest = Manifest.decode(headers[0])
     try:
-        with engine.receive_sequences(manifest) as arrival:
-            wanted = arrival.wanted
+        with engine.import_sequences(manifest) as transaction:
+            missing = transaction.missing_blocks
             for move, _ in peers:
-                send_bytes(json.dumps(wanted).encode(), move.source, group)
-            messages = _messages(wanted, peers, manifest.shape, bucket_bytes)
-            _receive_blocks(engine, arrival, messages, manifest.shape, group)
+                send_bytes(json.dumps(missing).encode(), move.source, group)
+            messages = _messages(missing, peers, manifest.shape, bucket_bytes)
+            _receive_blocks(transaction, messages, manifest.shape, group)
     except InputError:  # raised before anything was answered
         for move, _ in peers:
             send_bytes(REFUSED, move.source, group)
         raise
     for move, _ in peers:
-        send_bytes(ENTERED, move.source, group)
-    return arrival.recomputed
+        send_bytes(DONE, move.source, group)
+    return transaction.recomputed
 
 
 Message = tuple[Sequence[int], HeadMove, slice]  # block numbers, between whom, heads on this rank
 
 
 def _messages(
-    wanted: list[int], peers: list[tuple[HeadMove, slice]], shape: BlockShape, bucket_bytes: int
+    missing: list[int], peers: list[tuple[HeadMove, slice]], shape: BlockShape, bucket_bytes: int
 ) -> Iterator[Message]:
     """All messages of a rank; those between two ranks come in the same order on both.
 
     The share of a bucket is a matter of the heads of the move alone, which both ends know.
     """
-    runs = [buckets(wanted, shape.bytes_per_head * (m.last - m.first), bucket_bytes // 2) for m, _ in peers]
-    for at in range(max(map(len, runs))):
+    runs = [buckets(missing, shape.bytes_per_head * (m.last - m.first), bucket_bytes // 2) for m, _ in peers]
+    for index in range(max(map(len, runs))):
         for run, (move, heads) in zip(runs, peers):
-            if at < len(run):
-                yield run[at], move, heads
+            if index < len(run):
+                yield run[index], move, heads
 
 
 def _receive_blocks(
-    engine: Engine, arrival: Arrival, messages: Iterator[Message], shape: BlockShape, group: dist.ProcessGroup | None
+    transaction: ImportTransaction, messages: Iterator[Message], shape: BlockShape, group: dist.ProcessGroup | None
 ) -> None:
     under_way = deque()
+
+    def finish_first() -> None:
+        work, numbers, kv, heads = under_way.popleft()
+        work.wait()
+        transaction.write(numbers, kv, heads)
+
     for numbers, move, heads in messages:
         if len(under_way) == 2:
-            _finish(arrival, *under_way.popleft())
-        size = shape.tensor_shape(len(numbers), move.last - move.first)
-        kv = torch.empty(size, dtype=engine.dtype, device=engine.device)
+            finish_first()
+        kv = transaction.empty(shape.tensor_shape(len(numbers), move.last - move.first))
         under_way.append((dist.irecv(kv, move.source, group=group), numbers, kv, heads))
         del kv
     while under_way:
-        _finish(arrival, *under_way.popleft())
-
-
-def _finish(arrival: Arrival, work: dist.Work, numbers: Sequence[int], kv: torch.Tensor, heads: slice) -> None:
-    work.wait()
-    arrival.write(numbers, kv, heads)
+        finish_first()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfuse.gen.block_manager import BlockManager
-from rlhfuse.gen.scheduler import Scheduler
-from rlhfuse.gen.sequence import SamplingParams, Sequence
+from rlhfuse.gen.core.block_manager import BlockManager
+from rlhfuse.gen.core.scheduler import Scheduler
+from rlhfuse.gen.core.sequence import SamplingParams, Sequence
 
 FAST = settings(derandomize=True, deadline=None, max_examples=150)
 
@@ -72,7 +72,7 @@ def test_scheduler_keeps_its_books_and_finishes(data):
         assert len(scheduler.running) <= scheduler.max_sequences
         drawing = [w.seq for w in work if w.draws]
         for w in work:
-            assert len(w.seq.block_table) * block_tokens >= w.context
+            assert len(w.seq.block_table) * block_tokens >= w.seq.computed_tokens + w.count
         scheduler.complete(work)
         for seq in drawing:
             seq.append(seq.sample_id % 2, 0.0)

@@ -1,4 +1,4 @@
-"""Host-side books of a step: the flat batch, the running table, the order in which sequences get their tokens."""
+"""Host-side bookkeeping of a step: the flat batch, the running table, the order in which sequences get their tokens."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfuse.gen.block_manager import BlockManager
-from rlhfuse.gen.forward_batch import ForwardBatch
-from rlhfuse.gen.scheduler import Scheduler, Work
-from rlhfuse.gen.sequence import SamplingParams, Sequence
+from rlhfuse.gen.core.block_manager import BlockManager
+from rlhfuse.gen.core.forward_batch import ForwardBatch, ScheduledSequence
+from rlhfuse.gen.core.scheduler import Scheduler
+from rlhfuse.gen.core.sequence import SamplingParams, Sequence
 
 FAST = settings(derandomize=True, deadline=None, max_examples=100)
 
@@ -20,7 +20,7 @@ def sequence(sample_id: int, prompt: int, response: int = 6) -> Sequence:
     return Sequence(sample_id, tokens, SamplingParams(max_tokens=response), prompt + response, frozenset())
 
 
-def run(scheduler: Scheduler, work: list[Work]) -> list[Sequence]:
+def run(scheduler: Scheduler, work: list[ScheduledSequence]) -> list[Sequence]:
     """Stand in for the model: every sequence that draws gets token 7. Returns the finished."""
     scheduler.complete(work)
     for seq in (w.seq for w in work if w.draws):
@@ -30,7 +30,7 @@ def run(scheduler: Scheduler, work: list[Work]) -> list[Sequence]:
     return [w.seq for w in work if w.seq.finish_reason]
 
 
-def batch_twin(work: list[Work], block_tokens: int) -> dict[str, list]:
+def batch_twin(work: list[ScheduledSequence], block_tokens: int) -> dict[str, list]:
     """What each field of a ForwardBatch means, token by token."""
     twin = {name: [] for name in ("tokens", "positions", "slots", "contexts", "tables", "draw_rows")}
     twin["query_starts"] = [0]
@@ -119,7 +119,7 @@ def test_decoding_never_waits_for_a_prefill(prompts, budget, arrivals):
                 arrived.append(7, 0.0)
                 arrived.computed_tokens = arrived.total_tokens - (1 if whole else 2)
                 scheduler.blocks.grow(arrived, arrived.computed_tokens)
-                scheduler.adopt(arrived)
+                scheduler.add_running(arrived)
         decoding = [seq for seq in scheduler.running if seq.tokens and seq.pending_tokens == 1]
         work = scheduler.schedule()
         if not work:

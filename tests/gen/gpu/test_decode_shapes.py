@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfuse.gen.forward_batch import ForwardBatch
-from rlhfuse.gen.gpu.decode_inputs import DecodeInputs, DecodeShape, Staging, padded_arrays
+from rlhfuse.gen.core.forward_batch import ForwardBatch
+from rlhfuse.gen.gpu.decode_graphs import DecodeInputs, DecodeShape, Staging, padded_arrays
 
 CPU = torch.device("cpu")
 

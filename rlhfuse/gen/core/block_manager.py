@@ -1,14 +1,9 @@
 """Which KV blocks are free, who uses the others, and which of them hold a known prefix.
 
-A block holds `block_tokens` consecutive tokens of one sequence. A full block can serve every sequence that begins
-with the same tokens (the samples of one prompt, mostly), so blocks are counted by users:
-
-    free, unknown   users = 0                     handed out first come, first served
-    in use          users >= 1, in users' tables
-    free, known     users = 0, in the index       may be taken up again, or handed out and forgotten
-
-The index names a prefix by the name of the prefix one block shorter and the tokens of its last block, compared
-exactly: no hash can collide. Running out of blocks is an answer (`can_grow`), not an exception. Never sees a tensor.
+A full block can serve every sequence that begins with the same tokens, so blocks are counted by users. A block without
+users is free; while it is in the prefix index it may be taken up again, or be handed out and forgotten. The index
+names a prefix by the name of the prefix one block shorter and the tokens of its last block, compared exactly: no hash
+can collide. Running out of blocks is an answer (`can_grow`), not an exception.
 """
 
 from __future__ import annotations
@@ -16,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from rlhfuse.gen.sequence import Sequence
+from rlhfuse.gen.core.sequence import Sequence
 
 ROOT = 0  # name of the empty prefix
 
@@ -66,11 +61,7 @@ class BlockManager:
         """Blocks of `seq` that others use too."""
         return [block for block in seq.block_table if self._users[block] > 1]
 
-    def can_admit(self, seq: Sequence, known: list[int], tokens: int) -> bool:
-        """Whether there is room for `tokens` tokens of `seq` after sharing the blocks `known`."""
-        return self.can_place(known, self.blocks_for(tokens) - len(known))
-
-    def can_place(self, known: list[int], fresh: int) -> bool:
+    def can_allocate(self, known: list[int], fresh: int) -> bool:
         """Whether `fresh` free blocks are left once the blocks `known` are in use."""
         return fresh + sum(self._users[block] == 0 for block in known) <= len(self._free)
 
@@ -78,10 +69,10 @@ class BlockManager:
         """Blocks that hold the longest known beginning of `seq`, leaving at least one token to compute."""
         blocks, node = [], ROOT
         for start in range(0, seq.total_tokens - self.block_tokens, self.block_tokens):
-            found = self._index.get((node, tuple(seq.slice(start, start + self.block_tokens))))
-            if found is None:
+            entry = self._index.get((node, tuple(seq.slice(start, start + self.block_tokens))))
+            if entry is None:
                 break
-            node, block = found
+            node, block = entry
             blocks.append(block)
         return blocks
 

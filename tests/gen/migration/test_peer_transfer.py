@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rlhfuse.errors import InputError
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.gen.migration.migration import Shipment
-from rlhfuse.gen.migration.transfer import HeadPlan, receive_shipment, send_shipment
+from rlhfuse.gen.migration.kv_transfer import KVTransfer
+from rlhfuse.gen.migration.peer_transfer import HeadPlan, receive_sequences, send_sequences
 
 SPEC = tiny_spec(kv_heads=4, qk_norm=True, head_dim=16)
 PROMPTS = [list(range(20, 59))] * 4 + [[9, 10, 11], [12], [300, 299] * 9]
@@ -102,16 +102,18 @@ def source_side(engine: Engine, plan: HeadPlan, rank: int, bucket_bytes: int, al
     ids = [s.sample_id for s in engine.unfinished()]
     for some in [ids[:already], ids[already:]] if already else [ids]:
         try:
-            with engine.export_sequences(some) as shipment:
+            with engine.export_sequences(some) as transfer:
 
-                def read(numbers, heads, shipment=shipment):
-                    kv = shipment.read(numbers, heads)
+                def read(numbers, heads, transfer=transfer):
+                    kv = transfer.read(numbers, heads)
                     told["largest"] = max(told["largest"], kv.numel() * kv.element_size())
                     told["order"].append(len(numbers))
                     return kv
 
-                told["blocks"] = shipment.manifest.num_blocks
-                told["sent"] += send_shipment(Shipment(shipment.manifest, read), plan, rank, bucket_bytes=bucket_bytes)
+                told["blocks"] = transfer.manifest.num_blocks
+                told["sent"] += send_sequences(
+                    KVTransfer(transfer.manifest, read), plan, rank, bucket_bytes=bucket_bytes
+                )
         except RuntimeError as error:
             told["error"] = str(error)
 
@@ -123,7 +125,7 @@ def destination_side(
         engine.add(2, [8, 8, 8], PARAMS)
     for _ in range(2 if already else 1):
         try:
-            told["recomputed"] = receive_shipment(engine, plan, rank, bucket_bytes=bucket_bytes)
+            told["recomputed"] = receive_sequences(engine, plan, rank, bucket_bytes=bucket_bytes)
         except InputError as error:
             told["error"] = str(error)
     engine.check_integrity()

@@ -1,10 +1,8 @@
-"""Sums and gathers over the ranks that share one model; with one rank they do nothing.
-
-On CPU a sum adds the ranks' parts in rank order, so that the bits of an element do not depend on its place; on CUDA
-it is NCCL's. Knows nothing of layers.
-"""
+"""One rank's share of a model: its tensors as references, and the sums and gathers over the ranks that share it."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,7 +10,46 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class LayerWeights:
+    """One decoder layer's tensors: references, never copies."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    proj: Tensor
+    mlp_norm: Tensor
+    fc1: Tensor
+    fc2: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in vars(self).values() if tensor is not None]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelWeights:
+    """All tensors of one rank. `embedding` and `output` hold its share of the vocabulary's rows."""
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    output: Tensor
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where the numbers lie. Equal addresses: the same memory, though its values may be new."""
+        tensors = [self.embedding, self.final_norm, self.output, *(t for layer in self.layers for t in layer.tensors())]
+        return tuple(tensor.data_ptr() for tensor in tensors)
+
+
 class TensorParallel:
+    """Sums and gathers over a tensor-parallel group; with one rank they do nothing.
+
+    On CPU a sum adds the ranks' parts in rank order, so that the bits of an element do not depend on its position; on
+    CUDA it is NCCL's.
+    """
+
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         """`group` None: one rank. The group stays the caller's."""
         self.group = group
@@ -20,13 +57,13 @@ class TensorParallel:
         self.rank = dist.get_rank(group) if group is not None else 0
 
     def sum(self, x: Tensor) -> Tensor:
-        """x, which all ranks' sum is written over."""
+        """All ranks' sum, written over x."""
         if self.size == 1:
             return x
         if x.is_cuda:
             dist.all_reduce(x, group=self.group)
             return x
-        parts = self._parts(x)
+        parts = self._all_gather(x)
         x.copy_(parts[0])
         for part in parts[1:]:
             x += part
@@ -37,7 +74,7 @@ class TensorParallel:
         if self.size == 1:
             return x
         if not x.is_cuda:
-            return torch.cat(self._parts(x), dim=-1)
+            return torch.cat(self._all_gather(x), dim=-1)
         whole = x.new_empty(self.size, *x.shape)
         dist.all_gather_into_tensor(whole, x.contiguous(), group=self.group)
         return whole.transpose(0, 1).flatten(1)
@@ -50,7 +87,7 @@ class TensorParallel:
         mine = (local >= 0) & (local < table.shape[0])
         return self.sum(F.embedding(local.where(mine, 0), table) * mine[:, None])
 
-    def _parts(self, x: Tensor) -> list[Tensor]:
+    def _all_gather(self, x: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous(), group=self.group)
         return parts

@@ -1,13 +1,7 @@
-"""The memory that holds keys and values, cut into blocks.
+"""The memory that holds keys and values, cut into blocks: [layers, blocks, block_tokens, G, D] for both.
 
-Two layouts, one per kind of kernel; `read_blocks` and `write_blocks` speak a third one, the same for both, in which
-a block is contiguous: [2, layers, block_tokens, G, D].
-
-    lanes   keys [layers, blocks, G, D, block_tokens], values [layers, blocks, G, block_tokens, D]   CPU kernel
-    rows    both [layers, blocks, block_tokens, G, D]                                               CUDA kernels
-
-The last dimension of `lanes` is padded to whole panels of 16, which costs memory only for odd sizes. Knows which
-block holds what only from the tables it is given. G is the number of KV heads on this rank.
+`read_blocks` and `write_blocks` use a layout of their own, the same whatever the cache's: [2, layers, block_tokens, G,
+D] for each block. G counts the KV heads on this rank. The CPU kernels' layout is `LaneKVCache` (gen/cpu/forward.py).
 """
 
 from __future__ import annotations
@@ -16,8 +10,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-from rlhfuse.models.cpu.tiles import lanes_up
 
 
 class KVCache:
@@ -29,15 +21,11 @@ class KVCache:
         kv_heads: int,
         head_dim: int,
         *,
-        lanes: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.lanes = lanes
         self.block_tokens, self.kv_heads, self.head_dim = block_tokens, kv_heads, head_dim
-        rows = (layers, num_blocks, block_tokens, kv_heads, head_dim)
-        keys = (layers, num_blocks, kv_heads, head_dim, lanes_up(block_tokens)) if self.lanes else rows
-        values = (layers, num_blocks, kv_heads, block_tokens, lanes_up(head_dim)) if self.lanes else rows
+        keys, values = self._shapes(layers, num_blocks)
         # Zeros, not whatever the memory held: a masked NaN times a zero weight is still NaN in CUDA kernels.
         self.keys = torch.zeros(keys, dtype=dtype, device=device)
         self.values = torch.zeros(values, dtype=dtype, device=device)
@@ -65,9 +53,11 @@ class KVCache:
             for layer in range(side.shape[0]):
                 side[layer, :, :, heads][chosen] = kv[:, number, layer]
 
+    def _shapes(self, layers: int, num_blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of keys and values."""
+        rows = (layers, num_blocks, self.block_tokens, self.kv_heads, self.head_dim)
+        return rows, rows
+
     def _rows(self) -> tuple[Tensor, Tensor]:
         """Views of keys and values as [layers, blocks, block_tokens, G, D]."""
-        if self.lanes:
-            keys, values = self.keys[..., : self.block_tokens], self.values[..., : self.head_dim]
-            return keys.permute(0, 1, 4, 2, 3), values.permute(0, 1, 3, 2, 4)
         return self.keys, self.values

@@ -1,4 +1,4 @@
-"""Samples change engines: a shared prefix travels once, a failure loses nothing, the quicker way is taken."""
+"""Samples change engines: a shared prefix is sent once, a failure loses nothing."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import pytest
 from gen_models import random_weights, tiny_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moves import import_sequences, move_sequences
 
 import rlhfuse.gen
 from rlhfuse.errors import InputError
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.gen.migration.migration import Manifest, Shipment, Traveller, buckets, move_sequences
+from rlhfuse.gen.migration.kv_transfer import KVTransfer, SequenceSnapshot, TransferManifest, buckets
 
 GEN = Path(rlhfuse.gen.__file__).parent
 PROMPT = list(range(8, 69))  # 61 tokens: 15 full blocks of 4
@@ -60,14 +61,14 @@ def test_a_prefix_of_sixteen_samples_travels_and_is_stored_once(siblings):
     used = source.options.num_blocks - source.free_blocks
     assert used == 15 + 16 * 2  # 15 shared, and 61 - 60 + 7 tokens of one's own
     sent = []
-    with source.export_sequences(range(16)) as shipment:
-        assert shipment.manifest.num_blocks == used
+    with source.export_sequences(range(16)) as transfer:
+        assert transfer.manifest.num_blocks == used
 
         def counted(numbers, heads):
             sent.extend(numbers)
-            return shipment.read(numbers, heads)
+            return transfer.read(numbers, heads)
 
-        assert destination.import_sequences(Shipment(shipment.manifest, counted)) == []
+        assert import_sequences(destination, KVTransfer(transfer.manifest, counted)) == []
     assert sorted(sent) == list(range(used))
     assert destination.options.num_blocks - destination.free_blocks == used
     assert source.free_blocks == source.options.num_blocks and not source.has_unfinished()
@@ -79,10 +80,10 @@ def test_what_the_destination_knows_is_not_sent(siblings):
     source, destination = running_siblings(8), engine_of()
     assert move_sequences(source, destination, range(8)) == []
     destination.step()
-    with source.export_sequences(range(8, 16)) as shipment:
-        with destination.receive_sequences(shipment.manifest) as arrival:
-            assert len(arrival.wanted) == 8 * 2
-            arrival.write(arrival.wanted, shipment.read(arrival.wanted, slice(None)))
+    with source.export_sequences(range(8, 16)) as transfer:
+        with destination.import_sequences(transfer.manifest) as transaction:
+            assert len(transaction.missing_blocks) == 8 * 2
+            transaction.write(transaction.missing_blocks, transfer.read(transaction.missing_blocks, slice(None)))
     assert destination.options.num_blocks - destination.free_blocks == 15 + 8 * 3 + 8 * 2  # eight went on
     assert finish(source, destination) == siblings
 
@@ -139,17 +140,17 @@ def _fail_at_call(k: int, source: Engine, destination: Engine, ids: list[int]) -
         nonlocal count
         file = Path(frame.f_code.co_filename)
         # in these a step from list to list is one operation
-        books = file.name in ("block_manager.py", "running_table.py", "scheduler.py")
-        if file.parent == GEN and (event == "call" or (event == "c_call" and not books)):
+        bookkeeping = file.name in ("block_manager.py", "forward_batch.py", "scheduler.py")
+        if GEN in file.parents and (event == "call" or (event == "c_call" and not bookkeeping)):
             count += 1
             if count == k + 1:
                 raise KeyboardInterrupt(f"call {k}")
 
     try:
-        with source.export_sequences(ids) as shipment:
+        with source.export_sequences(ids) as transfer:
             sys.setprofile(profile)
             try:
-                destination.import_sequences(shipment)
+                import_sequences(destination, transfer)
             finally:
                 sys.setprofile(None)
     except KeyboardInterrupt:
@@ -157,21 +158,20 @@ def _fail_at_call(k: int, source: Engine, destination: Engine, ids: list[int]) -
     return False, True
 
 
-def test_a_failing_read_or_write_leaves_both_engines_as_they_were(siblings, monkeypatch):
+def test_a_failing_read_or_write_leaves_both_engines_as_they_were(siblings):
     """In the middle of the transfer, block by block."""
-    monkeypatch.setattr("rlhfuse.gen.engine.BUCKET_BYTES", 1)
     for fails_at in (0, 7, 46):
         source, destination = running_siblings(8), engine_of()
         blocks = iter(range(100))
 
-        with pytest.raises(MemoryError), source.export_sequences(range(16)) as shipment:
+        with pytest.raises(MemoryError), source.export_sequences(range(16)) as transfer:
 
             def read(numbers, heads):
                 if next(blocks) == fails_at:
                     raise MemoryError("no memory for a bucket")
-                return shipment.read(numbers, heads)
+                return transfer.read(numbers, heads)
 
-            destination.import_sequences(Shipment(shipment.manifest, read))
+            import_sequences(destination, KVTransfer(transfer.manifest, read))
         destination.check_integrity()
         assert destination.free_blocks == destination.options.num_blocks and not destination.has_unfinished()
         assert finish(source) == siblings
@@ -181,8 +181,8 @@ def test_a_failing_read_or_write_leaves_both_engines_as_they_were(siblings, monk
 
 def test_while_samples_are_offered_their_engine_does_not_step(siblings):
     source = running_siblings(3)
-    with source.export_sequences([1, 2], "tokens") as shipment:
-        assert shipment.manifest.num_blocks == 0
+    with source.export_sequences([1, 2], "tokens") as transfer:
+        assert transfer.manifest.num_blocks == 0
         again = [source.step, source.pause, lambda: source.abort(1), lambda: move_sequences(source, source, [3])]
         for forbidden in again:
             with pytest.raises(RuntimeError, match=r"samples \[1, 2\] are being exported"):
@@ -193,12 +193,12 @@ def test_while_samples_are_offered_their_engine_does_not_step(siblings):
 
 def test_incomplete_blocks_do_not_enter():
     source, destination = running_siblings(3), engine_of()
-    with pytest.raises(RuntimeError, match="not complete"), source.export_sequences([4]) as shipment:
-        with destination.receive_sequences(shipment.manifest) as arrival:
-            some = arrival.wanted[:-1]
-            arrival.write(some, shipment.read(some, slice(None)))
-            last = arrival.wanted
-            arrival.write(last, shipment.read(last, slice(0, 1)), slice(0, 1))  # one of two heads
+    with pytest.raises(RuntimeError, match="not complete"), source.export_sequences([4]) as transfer:
+        with destination.import_sequences(transfer.manifest) as transaction:
+            some = transaction.missing_blocks[:-1]
+            transaction.write(some, transfer.read(some, slice(None)))
+            last = transaction.missing_blocks
+            transaction.write(last, transfer.read(last, slice(0, 1)), slice(0, 1))  # one of two heads
     assert not destination.has_unfinished() and len(source.unfinished()) == 16
     destination.check_integrity()
 
@@ -224,35 +224,14 @@ def test_bad_input_is_refused_and_changes_nothing(siblings):
         move_sequences(source, small, [0, 1])
     assert finish(source) == siblings
     with pytest.raises(InputError, match="at most 2 of 3"):
-        Manifest(source._block_shape, 1, (Traveller(0, (1, 2), (3,), (0.0,), PARAMS, 3, (0,)),))
+        TransferManifest(source._block_shape, 1, (SequenceSnapshot(0, (1, 2), (3,), (0.0,), PARAMS, 3, (0,)),))
 
 
 def test_blocks_of_another_size_move_as_tokens(siblings):
     source, destination = running_siblings(8), engine_of(block_tokens=8)
-    with source.export_sequences(range(16), "tokens") as shipment:
-        assert destination.import_sequences(shipment) == list(range(16))
+    with source.export_sequences(range(16), "tokens") as transfer:
+        assert import_sequences(destination, transfer) == list(range(16))
     assert {i: r.tokens for i, r in finish(destination).items()} == {i: r.tokens for i, r in siblings.items()}
-
-
-def test_the_quicker_way_is_taken_and_a_shared_prefix_counted_once(siblings):
-    """68 tokens in the cache, 60 of them shared: the first sample may be worth sending where the others are not."""
-    source = running_siblings(8)
-    with pytest.raises(InputError, match="prefill_seconds_per_token"):
-        engine_of().move_cost(1e9)
-    assert source.move_cost(1e9).prefill_seconds_per_token > 0
-    per_token = source.move_cost(1e9).kv_bytes_per_token
-    assert per_token == SPEC.kv_bytes_per_token(4)
-    cost = source.move_cost(1e6 * per_token, latency_seconds=50e-6, prefill_seconds_per_token=2.5e-6)
-    # 50 + 68 us to send, 170 to run: send. Then, with the prefix on its way, 50 + 8 against 2.5 * 8: run.
-    modes = source.move_modes(range(16), cost)
-    assert modes == {0: "kv"} | {i: "tokens" for i in range(1, 16)}
-    assert set(source.move_modes(range(16), source.move_cost(1e12)).values()) == {"kv"}
-    assert set(source.move_modes(range(16), source.move_cost(1.0)).values()) == {"tokens"}
-    destination = engine_of()
-    assert move_sequences(source, destination, range(16), cost) == list(range(1, 16))
-    destination.step()
-    assert destination.last_step.prefill_tokens == 15 * 9  # of 69 tokens each, 60 are known
-    assert finish(destination) == siblings
 
 
 def test_buckets_hold_at_least_one_block():
@@ -287,10 +266,10 @@ def test_random_moves_between_three_engines_change_no_bit(data):
         fails = data.draw(st.integers(0, 3)) == 0
         modes = {i: data.draw(st.sampled_from(("kv", "kv", "tokens"))) for i in ids}
         try:
-            with source.export_sequences(ids, modes) as shipment:
+            with source.export_sequences(ids, modes) as transfer:
                 if fails:
                     raise ConnectionError
-                destination.import_sequences(shipment)
+                import_sequences(destination, transfer)
         except ConnectionError:
             pass
         for engine in engines:

@@ -1,8 +1,7 @@
-"""Compiles the CPU kernels of the engine, or loads them from numba's cache, before anything waits for a step.
+"""Compiles the engine's CPU kernels, or loads them from numba's cache, before anything waits for a step.
 
-The first start on a machine compiles for many seconds. On a host with several ranks one does it for all: together
-they would each compile the same. `python -m rlhfuse.gen.cpu.warm_up float32` is the process of its own that does it, so
-that the compiler's memory is no rank's. Knows nothing of ranks.
+The first start on a machine compiles for many seconds; of several ranks on a host one does it for all, in a process of
+its own (`python -m rlhfuse.gen.compile_kernels float32`), so that the compiler's memory is no rank's.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def compile_kernels(dtype: torch.dtype = torch.float32) -> None:
 
 def compile_kernels_apart(dtype: torch.dtype = torch.float32) -> None:
     """The same in another process, unless they are cached; that of the sampler is the last that a step calls."""
-    compile_apart(draw_rows, "rlhfuse.gen.cpu.warm_up", str(dtype).removeprefix("torch."))
+    compile_apart(draw_rows, "rlhfuse.gen.compile_kernels", str(dtype).removeprefix("torch."))
 
 
 if __name__ == "__main__":

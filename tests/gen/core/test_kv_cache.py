@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from gen_models import random_weights, tiny_spec
+from moves import move_sequences
 
+from rlhfuse.gen.core.kv_cache import KVCache
+from rlhfuse.gen.cpu.forward import LaneKVCache
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.gen.kv_cache import KVCache
-from rlhfuse.gen.migration.migration import move_sequences
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lanes", [True, False])
 @pytest.mark.parametrize("heads", [slice(None), slice(1, 2), slice(0, 3)], ids=str)
 def test_blocks_are_read_as_they_were_written(lanes, heads, dtype):
-    cache = KVCache(3, 7, 4, 3, 6, lanes=lanes, dtype=dtype, device=torch.device("cpu"))
+    cache = (LaneKVCache if lanes else KVCache)(3, 7, 4, 3, 6, dtype=dtype, device=torch.device("cpu"))
     kv = torch.randn(2, 2, 3, 4, 3, 6).to(dtype)[..., heads, :]
     cache.write_blocks([5, 0], kv, heads)
     assert torch.equal(cache.read_blocks([5, 0], heads), kv)
@@ -38,7 +39,7 @@ def test_torch_path_equals_cpu_kernels(prompts, changes):
     moved = [r for _ in range(9) for r in ours.step()]
     options = EngineOptions(num_blocks=60, max_batched_tokens=50, kernels="torch")
     torch_engine = Engine(spec, random_weights(spec), options)
-    assert not torch_engine._cache.lanes
+    assert type(ours._cache) is LaneKVCache and type(torch_engine._cache) is KVCache
     results = torch_engine.generate(prompts, params)
     assert move_sequences(ours, torch_engine, [s.sample_id for s in ours.unfinished()]) == []
     while torch_engine.has_unfinished():

@@ -1,0 +1,126 @@
+"""One step's sequences as flat arrays, ready for the model: tokens lie one after another, without padding.
+
+sequence 0      1   2            (a chunk of 4 prompt tokens, then two that decode)
+tokens   a b c d e  f
+query_starts 0, 4, 5, 6     contexts 7, 31, 12     draw_rows: the last row of each that draws
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from rlhfuse.gen.core.sequence import Sequence
+
+NO_ROW = -1
+
+
+class ScheduledSequence(NamedTuple):
+    """Run the next `count` pending tokens of `seq`."""
+
+    seq: Sequence
+    count: int
+    draws: bool  # these are all: the step ends with the draw of a new token
+
+
+class RunningTable:
+    """What a step needs of the running sequences, one row each, so that a step gathers rows and does not loop.
+
+    A sequence keeps its row (`Sequence.row`) while it runs. Everything but `blocks` is fixed by then; `blocks` repeats
+    `Sequence.block_table` and is told of each new block. The scheduler owns the table.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.blocks = np.zeros((rows, 8), np.int32)  # columns are added when a sequence needs them
+        self.streams = np.zeros(rows, np.uint64)  # names of the samples' noise
+        self.temperatures = np.zeros(rows, np.float32)
+        self.top_ks = np.zeros(rows, np.int64)
+        self.top_ps = np.zeros(rows, np.float64)
+        self.least_totals = np.zeros(rows, np.int64)  # total tokens before which no end token may be drawn
+        self._free = list(range(rows - 1, -1, -1))
+
+    def add(self, seq: Sequence) -> None:
+        """Give `seq` a row, with the blocks it has. Last of all: a failure before leaves the table as it was."""
+        assert seq.row == NO_ROW, f"sample {seq.sample_id} already has row {seq.row}"
+        row, params = self._free[-1], seq.params
+        self.streams[row] = seq.noise_stream
+        self.temperatures[row] = params.temperature
+        self.top_ks[row] = params.top_k
+        self.top_ps[row] = params.top_p
+        self.least_totals[row] = len(seq.prompt) + params.min_tokens
+        self.blocks[row] = 0
+        self._copy_blocks(row, seq.block_table, 0)
+        seq.row = self._free.pop()
+
+    def add_blocks(self, seq: Sequence, start: int) -> None:
+        """Copy the blocks of `seq` from number `start` on."""
+        self._copy_blocks(seq.row, seq.block_table, start)
+
+    def _copy_blocks(self, row: int, block_table: list[int], start: int) -> None:
+        most = len(block_table)
+        if most > self.blocks.shape[1]:
+            wider = np.zeros((self.blocks.shape[0], max(most, 2 * self.blocks.shape[1])), np.int32)
+            wider[:, : self.blocks.shape[1]] = self.blocks
+            self.blocks = wider
+        self.blocks[row, start:most] = block_table[start:]
+
+    def remove(self, seq: Sequence) -> None:
+        self._free.append(seq.row)
+        seq.row = NO_ROW
+
+    def check_integrity(self, running: list[Sequence], waiting: list[Sequence]) -> None:
+        """Assert that rows are held by running sequences alone and repeat what these say."""
+        rows = [seq.row for seq in running]
+        assert sorted(rows + self._free) == list(range(len(self.streams))), f"rows {rows} and free ones {self._free}"
+        assert all(seq.row == NO_ROW for seq in waiting), "a waiting sequence holds a row"
+        for seq in running:
+            blocks = self.blocks[seq.row, : len(seq.block_table)].tolist()
+            assert blocks == seq.block_table, f"sample {seq.sample_id}: row holds {blocks}, table {seq.block_table}"
+            assert int(self.streams[seq.row]) == seq.noise_stream, f"sample {seq.sample_id} has another's row"
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    tokens: np.ndarray  # [T] int64
+    positions: np.ndarray  # [T] int64, within each sequence
+    slots: np.ndarray  # [T] int64: block * block_tokens + offset, where key and value go
+    query_starts: np.ndarray  # [S + 1] int64: rows of each sequence
+    contexts: np.ndarray  # [S] int64: tokens in the cache after the step
+    tables: np.ndarray  # [S, most blocks] int32, short rows filled with 0
+    draw_rows: np.ndarray  # [R] int64: rows whose logits are wanted
+
+    @staticmethod
+    def of(scheduled: list[ScheduledSequence], table: RunningTable, block_tokens: int) -> ForwardBatch:
+        counts = np.array([count for _, count, _ in scheduled])
+        contexts = np.array([seq.computed_tokens + count for seq, count, _ in scheduled])
+        rows = np.array([seq.row for seq, _, _ in scheduled])
+        draws = np.array([draws for _, _, draws in scheduled])
+        ends = counts.cumsum()
+        if ends[-1] == len(scheduled):  # one token each: the usual step
+            positions, token_rows = contexts - 1, rows
+        else:
+            positions = np.arange(ends[-1]) + np.repeat(contexts - ends, counts)
+            token_rows = np.repeat(rows, counts)
+        numbers, offsets = np.divmod(positions, block_tokens)
+        return ForwardBatch(
+            tokens=_tokens(scheduled),
+            positions=positions,
+            slots=table.blocks[token_rows, numbers].astype(np.int64) * block_tokens + offsets,
+            query_starts=np.concatenate(([0], ends)),
+            contexts=contexts,
+            tables=table.blocks[rows, : int(numbers.max()) + 1],
+            draw_rows=ends[draws] - 1,
+        )
+
+
+def _tokens(scheduled: list[ScheduledSequence]) -> np.ndarray:
+    """The tokens of all sequences one after another."""
+    tokens: list[int] = []
+    for seq, count, draws in scheduled:
+        if count == 1 and draws and seq.tokens:
+            tokens.append(seq.tokens[-1])
+        else:
+            tokens += seq.slice(seq.computed_tokens, seq.computed_tokens + count)
+    return np.array(tokens)

@@ -1,0 +1,143 @@
+"""Unfinished sequences that move to another engine: a manifest, and the KV blocks that it names (paper section 4.2).
+
+sequence 7   blocks 0 1 2 3        samples of one prompt name the same blocks of the transfer,
+sequence 8   blocks 0 1 2 4        so a shared prefix is sent, and stored, once
+sequence 9   no blocks             moves as tokens and is run again, to the same bits
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rlhfuse.decisions.migration import MoveMode
+from rlhfuse.errors import InputError
+from rlhfuse.gen.core.kv_cache import KVCache
+from rlhfuse.gen.core.sequence import SamplingParams
+from rlhfuse.gen.core.sequence import Sequence as EngineSequence
+
+BUCKET_BYTES = 64 << 20  # most memory that a transfer takes beside the caches
+
+
+@dataclass(frozen=True)
+class SequenceSnapshot:
+    """An unfinished sequence. `blocks` numbers the transfer's blocks that hold its first `computed_tokens` tokens.
+
+    Both are empty for a sequence that moves as tokens.
+    """
+
+    sample_id: int
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    params: SamplingParams
+    computed_tokens: int = 0
+    blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """One block of the whole model. `kv_heads` counts those of all tensor-parallel ranks together."""
+
+    layers: int
+    block_tokens: int
+    kv_heads: int
+    head_dim: int
+    dtype: str  # "float32" or "bfloat16"
+
+    @property
+    def bytes_per_head(self) -> int:
+        """Keys and values of one KV head in one block."""
+        return 2 * self.layers * self.block_tokens * self.head_dim * (2 if self.dtype == "bfloat16" else 4)
+
+    def tensor_shape(self, blocks: int, heads: int) -> tuple[int, ...]:
+        """Of so many blocks with so many heads, as `KVCache.read_blocks` gives them."""
+        return (blocks, 2, self.layers, self.block_tokens, heads, self.head_dim)
+
+
+@dataclass(frozen=True)
+class TransferManifest:
+    """A transfer but for its keys and values; equal on all tensor-parallel ranks."""
+
+    shape: BlockShape
+    num_blocks: int
+    sequences: tuple[SequenceSnapshot, ...]
+
+    def __post_init__(self) -> None:
+        if len({seq.sample_id for seq in self.sequences}) < len(self.sequences):
+            raise InputError("a transfer was given one sample id twice; ids must differ")
+        for seq in self.sequences:
+            total = len(seq.prompt) + len(seq.tokens)
+            if not 0 <= seq.computed_tokens < total:
+                raise InputError(
+                    f"sample {seq.sample_id}: {seq.computed_tokens} tokens in the cache, at most {total - 1} of "
+                    f"{total} can be: the last one is yet to be run"
+                )
+            if len(seq.blocks) != -(-seq.computed_tokens // self.shape.block_tokens):
+                raise InputError(
+                    f"sample {seq.sample_id}: {len(seq.blocks)} blocks for {seq.computed_tokens} tokens in the cache"
+                )
+            if any(not 0 <= number < self.num_blocks for number in seq.blocks):
+                raise InputError(f"sample {seq.sample_id} names a block outside the transfer's {self.num_blocks}")
+
+    def encode(self) -> bytes:
+        """For another rank of this job alone: equal manifests may differ in their bytes."""
+        return pickle.dumps(self, protocol=pickle.HIGHEST_PROTOCOL)
+
+    @staticmethod
+    def decode(data: bytes) -> TransferManifest:
+        """Inverse of `encode`."""
+        return pickle.loads(data)
+
+
+@dataclass(frozen=True, eq=False)
+class KVTransfer:
+    """Sequences with the means to read their blocks: `read(numbers, heads)` -> kv, as `KVCache.read_blocks`.
+
+    `numbers` are the transfer's, `heads` a slice of the KV heads on this rank. Holds no memory of its own.
+    """
+
+    manifest: TransferManifest
+    read: Callable[[Sequence[int], slice], Tensor]
+
+
+def prepare_transfer(
+    sequences: Sequence[EngineSequence],
+    modes: MoveMode | Mapping[int, MoveMode],
+    shape: BlockShape,
+    cache: KVCache | None,
+) -> KVTransfer:
+    """The transfer of an engine's sequences, each in its mode; it reads from `cache` when asked to.
+
+    Without a cache (a paused engine) all move as tokens. Raises InputError for an unknown mode.
+    """
+    numbers: dict[int, int] = {}  # block in the cache -> number in the transfer
+    snapshots = []
+    for seq in sequences:
+        mode = modes if isinstance(modes, str) else modes[seq.sample_id]
+        if mode not in ("kv", "tokens"):
+            raise InputError(f"sample {seq.sample_id}: mode={mode!r} must be kv or tokens")
+        computed = seq.computed_tokens if mode == "kv" and cache is not None else 0
+        table = seq.block_table[: -(-computed // shape.block_tokens)]
+        blocks = tuple(numbers.setdefault(block, len(numbers)) for block in table)
+        snapshots.append(
+            SequenceSnapshot(
+                seq.sample_id, tuple(seq.prompt), tuple(seq.tokens), tuple(seq.logprobs), seq.params, computed, blocks
+            )
+        )
+    cache_blocks = list(numbers)
+
+    def read(wanted: Sequence[int], heads: slice) -> Tensor:
+        assert cache is not None, "a transfer without a cache has no blocks"
+        return cache.read_blocks([cache_blocks[number] for number in wanted], heads)
+
+    return KVTransfer(TransferManifest(shape, len(cache_blocks), tuple(snapshots)), read)
+
+
+def buckets(numbers: Sequence[int], block_bytes: int, bucket_bytes: int) -> list[Sequence[int]]:
+    """`numbers` in order, cut into runs of at most `bucket_bytes`; a block larger than that is a run of its own."""
+    size = max(1, bucket_bytes // block_bytes)
+    return [numbers[start : start + size] for start in range(0, len(numbers), size)]
