@@ -27,7 +27,7 @@ assert not compiled.buffer, [data.data["dispatcher"] for _, data in compiled.buf
 
 
 def check(dtype: str) -> None:
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", CODE.format(dtype=dtype)],
         capture_output=True,
