@@ -224,7 +224,7 @@ def iterate(rank: int, folders: dict[str, Path], case: Case, number: int, distur
         report = stage.run(0, case.requests(), case.triggers, case.limits())
     finally:
         engine.__dict__.pop("step", None)
-    assert engine.kv_bytes == 0 and not any(model.offloaded.loaded for model in made.frozen.values())
+    assert engine._cache is None and not any(model.offloaded.loaded for model in made.frozen.values())
     assert not engine.has_unfinished()
     engine.check_integrity()
     said = sorted(report.function_scores.items())
