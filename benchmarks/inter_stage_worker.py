@@ -31,9 +31,9 @@ from rlhfuse.fusion.inter.inference import FrozenModel, Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.fusion.inter.migration import FusionLimits
 from rlhfuse.fusion.inter.report import GenInferReport
+from rlhfuse.gen.core.sequence import SamplingParams
 from rlhfuse.gen.engine import Engine, EngineOptions
-from rlhfuse.gen.migration.transfer import HeadPlan, receive_shipment, send_shipment
-from rlhfuse.gen.sequence import SamplingParams
+from rlhfuse.gen.migration.peer_transfer import HeadPlan, receive_sequences, send_sequences
 from rlhfuse.models.build import build_model
 from rlhfuse.models.stage import PipelineStage
 from rlhfuse.parallel.device import choose_device
@@ -239,13 +239,13 @@ class FusionRank:
                 barrier()
                 start = time.perf_counter()
                 if self.rank == 1:
-                    receive_shipment(self.engine, heads, self.rank)
+                    receive_sequences(self.engine, heads, self.rank)
                     for state in self.engine.unfinished():
                         self.engine.abort(state.sample_id)
                     continue
                 sample = self.engine.unfinished()[0].sample_id
-                with self.engine.export_sequences([sample], "kv") as shipment:
-                    sent = send_shipment(shipment, heads, self.rank)
+                with self.engine.export_sequences([sample], "kv") as transfer:
+                    sent = send_sequences(transfer, heads, self.rank)
                 rows.append([sent, time.perf_counter() - start])
         self.engine.pause()
         return rows

@@ -16,8 +16,8 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.measured import DecodeObservation, TokensObservation
 from rlhfuse.data.sampler import PromptSampler, sample_id
+from rlhfuse.gen.core.sequence import GenerationResult, SamplingParams
 from rlhfuse.gen.engine import Engine, EngineOptions
-from rlhfuse.gen.sequence import GenerationResult, SamplingParams
 from rlhfuse.models.hf import resolve_checkpoint
 from rlhfuse.parallel.device import choose_device
 from rlhfuse.planning.draft import kv_blocks

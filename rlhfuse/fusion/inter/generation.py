@@ -16,8 +16,8 @@ from rlhfuse.fusion.inter.inference import Rewarder
 from rlhfuse.fusion.inter.iteration_store import StoreReporter
 from rlhfuse.fusion.inter.report import RankEvents
 from rlhfuse.fusion.inter.tensor_parallel_group import DelayedBroadcast, TensorParallelGroup
+from rlhfuse.gen.core.sequence import GenerationResult, SamplingParams
 from rlhfuse.gen.engine import Engine
-from rlhfuse.gen.sequence import GenerationResult, SamplingParams
 from rlhfuse.ppo.rollout import Rollout
 
 IDLE_SECONDS = 0.002  # sleep of an instance that has nothing left to decode before the trigger

@@ -16,7 +16,7 @@ from rlhfuse.decisions.migration import MigrationPlan, MoveCost, SequenceState, 
 from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.report import PairMigration
 from rlhfuse.gen.engine import Engine
-from rlhfuse.gen.migration.transfer import HeadPlan, receive_shipment, send_shipment
+from rlhfuse.gen.migration.peer_transfer import HeadPlan, receive_sequences, send_sequences
 from rlhfuse.parallel.collectives import all_gather_bytes
 from rlhfuse.ppo.rollout import Rollout, pack_rollouts, unpack_rollouts
 
@@ -130,9 +130,9 @@ def _migrate_pair(
     sides = placement.instances[source], placement.instances[destination]
     heads = HeadPlan.between(*sides, engine.spec.kv_heads)
     if rank in sides[1]:
-        receive_shipment(engine, heads, rank, bucket_bytes=bucket_bytes)
+        receive_sequences(engine, heads, rank, bucket_bytes=bucket_bytes)
         return 0
     modes = {move.sample_id: move.mode for move in plan.moves_from(source) if move.destination == destination}
-    with engine.export_sequences(modes, modes) as shipment:
-        mine = send_shipment(shipment, heads, rank, bucket_bytes=bucket_bytes)
+    with engine.export_sequences(modes, modes) as transfer:
+        mine = send_sequences(transfer, heads, rank, bucket_bytes=bucket_bytes)
     return mine * len(sides[0])  # each rank of an instance holds an equal share of the heads

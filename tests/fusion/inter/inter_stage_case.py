@@ -21,7 +21,7 @@ from rlhfuse.decisions.migration import MoveCost
 from rlhfuse.errors import RewardError
 from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.fusion.inter.migration import FusionLimits
-from rlhfuse.gen.sequence import SamplingParams
+from rlhfuse.gen.core.sequence import SamplingParams
 
 BY_KV = MoveCost(1, 0.0, 0.0, 1.0, 1.0)
 BY_TOKENS = MoveCost(1, 1.0, 1.0, 0.0, 0.0)

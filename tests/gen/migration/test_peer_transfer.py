@@ -179,7 +179,7 @@ def test_bits_arrive_and_generation_goes_on(workers, whole, layout, bucket_bytes
         assert all(set(one["order"]) == {1} for one in sources)
 
 
-def test_a_second_shipment_brings_only_what_is_not_known(workers, whole):
+def test_a_second_transfer_brings_only_what_is_not_known(workers, whole):
     """Two of the four samples of a prompt move first, so that their shared blocks wait there for the others."""
     sources, destinations = run(workers, "2 to 1", already=2)
     same_bits(sources, destinations)
