@@ -336,11 +336,11 @@ def refuse_weights_beside_a_cache(stage, scorer, made, case, store):
     """Loading a model fails while this rank has keys and values, or anybody still holds their memory."""
     engine = made.engine
     keys, values = weakref.ref(engine._cache.keys), weakref.ref(engine._cache.values)
-    assert engine.kv_bytes > 0
+    assert engine._cache is not None
 
     def loading(load):
-        if engine.kv_bytes or keys() is not None or values() is not None:
-            raise MemoryError(f"weights come in beside {engine.kv_bytes} bytes of keys and values")
+        if engine._cache is not None or keys() is not None or values() is not None:
+            raise MemoryError("weights come in beside keys and values")
         load()
 
     for model in made.frozen.values():
