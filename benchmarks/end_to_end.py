@@ -41,7 +41,8 @@ from rich.table import Table
 from search_runs import console, counting, finish, machine
 from stories_runs import config_file, model_folder, prompts_file, run_program_of, seconds_of, train
 
-from rlhfuse.config.settings import RunConfig, load_config
+from rlhfuse.config.load import load_config
+from rlhfuse.config.settings import RunConfig
 from rlhfuse.errors import InputError, run_program
 from rlhfuse.files import write_text
 from rlhfuse.monitor.report.phase_times import phase_times

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from rlhfuse.config.settings import load_config
+from rlhfuse.config.load import load_config
 from rlhfuse.costs.analytic import largest_flat_batch
 from rlhfuse.costs.lines import Line, LineTable
 from rlhfuse.costs.measured import MeasuredCost, save_measured_cost

@@ -14,16 +14,14 @@ SPECS = {role: TINY for role in ("actor", "critic", "reference", "reward")}
 
 def config(**keys) -> RunConfig:
     """A run on 4 ranks; keyword `parallel__generation="d2t2p1"` sets parallel.generation."""
-    made = RunConfig()
-    made.data.max_prompt_tokens = 128
     layouts = dict(actor_train="d1t1p4", critic_train="d2t1p2", generation="d4t1p1")
     inference = dict.fromkeys(("inference", "reference_inference", "reward_inference", "critic_inference"), "d4t1p1")
     settings = {f"parallel__{name}": layout for name, layout in {**layouts, **inference}.items()}
+    groups: dict[str, dict] = {"data": {"max_prompt_tokens": 128}}
     for key, value in {**settings, **keys}.items():
         group, _, name = key.partition("__")
-        assert hasattr(getattr(made, group), name)
-        setattr(getattr(made, group), name, value)
-    return made
+        groups.setdefault(group, {})[name] = value
+    return RunConfig().with_(**groups)
 
 
 def run(**keys) -> RunConfig:

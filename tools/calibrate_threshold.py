@@ -17,7 +17,8 @@ import os
 import sys
 from pathlib import Path
 
-from rlhfuse.config.settings import RunConfig, load_config
+from rlhfuse.config.load import load_config
+from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.costs.analytic import CostModel
 from rlhfuse.costs.hardware import hardware_by_name

@@ -13,7 +13,7 @@ import argparse
 import json
 from pathlib import Path
 
-from rlhfuse.config.settings import load_config
+from rlhfuse.config.load import load_config
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.errors import run_program
 from rlhfuse.files import write_text

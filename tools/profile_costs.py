@@ -19,7 +19,8 @@ from pathlib import Path
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated", module="torch.distributed")
 
-from rlhfuse.config.settings import RunConfig, load_config
+from rlhfuse.config.load import load_config
+from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.costs.profiled import save_profile
 from rlhfuse.decisions.layouts import check_layouts
@@ -61,7 +62,7 @@ def measure(config: RunConfig, out: Path, limit_seconds: float) -> int:
     from rlhfuse.run.profiling.run import Profiler
 
     if config.trainer.device == "auto":
-        config.trainer.device = "cuda" if torch.cuda.is_available() else "cpu"
+        config = config.with_(trainer={"device": "cuda" if torch.cuda.is_available() else "cpu"})
     device = choose_device(config.trainer.device, local_rank(), config.trainer.threads_per_rank)
     allow_many_files()
     timeout = datetime.timedelta(seconds=config.trainer.hang_seconds)

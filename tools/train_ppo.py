@@ -17,7 +17,7 @@ from pathlib import Path
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated", module="torch.distributed")
 
-from rlhfuse.config.settings import load_config
+from rlhfuse.config.load import load_config
 from rlhfuse.errors import InputError, run_program
 
 

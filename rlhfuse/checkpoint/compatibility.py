@@ -43,7 +43,7 @@ class RunCompatibility:
         vocabulary: Mapping[str, int],
     ) -> RunCompatibility:
         """In JSON's values, so that what was read compares equal to what was written. `vocabulary`: token -> id."""
-        flat = _flatten(asdict(config), "")
+        flat = {key: value for key, value, _ in config.leaves()}
         free = {k for k in flat if k in FREE_KEYS or k.split(".")[0] in FREE_GROUPS and k not in FIXED_KEYS}
         facts = RunCompatibility(
             world_size,
@@ -84,10 +84,3 @@ class RunCompatibility:
             if other.layouts.get(task) != layout
         ]
         return ", ".join(changed)
-
-
-def _flatten(raw: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in raw.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

@@ -1,28 +1,18 @@
 """What the values of a configuration must keep together: combinations that do not contradict each other.
 
-Every refusal is an InputError that names the key, its value and what would do. What a value may be by itself stands in
-config_values.py; rules that need models, files or the number of ranks stand where those are read (preflight.py,
-decisions/layouts.py).
+Every refusal is an InputError that names the key, its value and what would do. What needs models, files or the number
+of ranks is checked where those are read (planning/, run/, decisions/layouts.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import TYPE_CHECKING
-
 from rlhfuse.config.role import Role
-from rlhfuse.config.spec import ParallelLayout
-from rlhfuse.config.values import check_values
+from rlhfuse.config.settings import RunConfig
 from rlhfuse.errors import InputError
-
-if TYPE_CHECKING:
-    from rlhfuse.config.settings import RunConfig
 
 
 def check_config(config: RunConfig) -> None:
     """Raise InputError for the first rule that `config`, its defaults filled, does not keep."""
-    check_values(config)
-    _check_layouts(config)
     _check_algorithm(config)
     _check_kl(config)
     _check_penalties(config)
@@ -34,23 +24,12 @@ def check_config(config: RunConfig) -> None:
         raise InputError("data.train_files is empty; give at least one prompt file")
 
 
-def _check_layouts(config: RunConfig) -> None:
-    for field in fields(config.parallel):
-        value = getattr(config.parallel, field.name)
-        if not isinstance(value, str):
-            continue
-        try:
-            ParallelLayout.parse(value)
-        except InputError as error:
-            raise InputError(f"parallel.{field.name}={value}: {error}") from None
-
-
 def _check_algorithm(config: RunConfig) -> None:
     algorithm = config.algorithm
     if 0 < algorithm.dual_clip <= 1:
         raise InputError(f"algorithm.dual_clip={algorithm.dual_clip} must be above 1, or 0 for none")
     if not algorithm.score_scale:
-        raise InputError("algorithm.score_scale=0.0 takes no notice of any score; use 1 for none, below 0 to turn it")
+        raise InputError("algorithm.score_scale=0.0 discards every score; 1 leaves them, below 0 flips their sign")
     copies = config.rollout.samples_per_prompt
     if algorithm.groups and copies < 2:
         raise InputError(
@@ -103,7 +82,7 @@ def _check_models(config: RunConfig) -> None:
         if weight != 1 and not getattr(reward, source):
             raise InputError(f"reward.{kind}_weight={weight} weighs a {kind}, but reward.{source} is not set")
         if weight == 0 and getattr(reward, source):
-            raise InputError(f"reward.{kind}_weight=0.0 takes no notice of reward.{source}; drop reward.{source}")
+            raise InputError(f"reward.{kind}_weight=0.0 discards what reward.{source} gives; drop reward.{source}")
     if not algorithm.has_critic and config.critic.path:
         raise InputError(
             f"algorithm.name={algorithm.name} has no critic, but critic.path={config.critic.path}; drop critic.path"

@@ -9,14 +9,14 @@ import datetime
 import json
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from rlhfuse.checkpoint.checkpoint import is_finished
-from rlhfuse.config.settings import RunConfig, dump_config
+from rlhfuse.config.load import dump_config
+from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.hardware import gpu_by_name
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.errors import writing
@@ -107,10 +107,10 @@ def with_device(config: RunConfig) -> RunConfig:
     """
     trainer, gpu = config.trainer, torch.cuda.is_available()
     if trainer.device == "auto":
-        trainer = replace(trainer, device="cuda" if gpu else "cpu")
+        trainer = trainer.with_(device="cuda" if gpu else "cpu")
     if trainer.hardware == "auto" and trainer.device == "cuda" and gpu:
-        trainer = replace(trainer, hardware=gpu_by_name(torch.cuda.get_device_name()) or "auto")
-    return replace(config, trainer=trainer)
+        trainer = trainer.with_(hardware=gpu_by_name(torch.cuda.get_device_name()) or "auto")
+    return config.with_(trainer=trainer)
 
 
 def check_arithmetic(draft: PlanDraft) -> None:

@@ -96,9 +96,7 @@ def find_checkpoints(config: RunConfig) -> Checkpoints:
 
 def encoder(tokenizer: Any, config: RunConfig) -> Callable[[Any], list[int]]:
     """Text or chat turns -> token ids, as config.data says."""
-    add = {"auto": None, "true": True, "false": False}.get(str(config.data.add_bos).lower())
-    if str(config.data.add_bos).lower() not in ("auto", "true", "false"):
-        raise InputError(f"data.add_bos={config.data.add_bos!r} must be auto, true or false")
+    add = {"auto": None, "true": True, "false": False}[config.data.add_bos]
 
     def encode(prompt: Any) -> list[int]:
         if not isinstance(prompt, str) or config.data.apply_chat_template:

@@ -9,7 +9,6 @@ A resumed run goes on in all of them from the iteration it resumes at. Knows not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -89,5 +88,5 @@ def _boards(run_dir: Path, config: RunConfig, first_iteration: int) -> list[Any]
         from rlhfuse.monitor.wandb_logger import WandbLogger
 
         trainer = config.trainer
-        boards.append(WandbLogger(run_dir, trainer.wandb_project, trainer.wandb, asdict(config)))
+        boards.append(WandbLogger(run_dir, trainer.wandb_project, trainer.wandb, config.model_dump(mode="json")))
     return boards

@@ -257,11 +257,11 @@ class Trainer:
 
     def _effective_config(self, batch: RolloutBatch) -> AlgorithmConfig:
         """The algorithm's settings of this iteration: the KL's weight and the scale of scores follow the run."""
-        algorithm = replace(self.config.algorithm, kl_coef=self.kl.coef)
+        algorithm = self.config.algorithm.model_copy(update={"kl_coef": self.kl.coef})
         if not algorithm.scale_scores:
             return algorithm
         self.spread = self.spread.after(batch.scores)
-        return replace(algorithm, score_scale=algorithm.score_scale / self.spread.std)
+        return algorithm.model_copy(update={"score_scale": algorithm.score_scale / self.spread.std})
 
     def _move_weights(self, phases: Phases) -> None:
         """Actor into the generation layout; a critic into the inference layout and offloaded in host memory."""

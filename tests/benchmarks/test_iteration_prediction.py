@@ -8,7 +8,7 @@ from benchmark_run import check_refused, run
 from iteration_prediction import goal, settings  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 
-from rlhfuse.config.settings import load_config  # noqa: E402
+from rlhfuse.config.load import load_config  # noqa: E402
 from rlhfuse.monitor.report.forecast import PHASES, predicted_spans  # noqa: E402
 from rlhfuse.monitor.report.forecast_table import ForecastTable, PhaseRow  # noqa: E402
 from rlhfuse.monitor.report.run_files import RunFiles  # noqa: E402

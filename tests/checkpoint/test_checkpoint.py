@@ -17,7 +17,7 @@ from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.checkpoint.convert import convert, open_checkpoint
 from rlhfuse.checkpoint.shard_files import FileFacts
 from rlhfuse.checkpoint.writer import rewind
-from rlhfuse.config.settings import load_config
+from rlhfuse.config.load import load_config
 from rlhfuse.errors import InputError
 from rlhfuse.monitor.metrics import read_metrics
 from rlhfuse.monitor.report.compare import compare_exports, compare_runs

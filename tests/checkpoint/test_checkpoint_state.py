@@ -30,9 +30,11 @@ def build(rank: int, folders: dict, actor: str, critic: str, dtype: str) -> dict
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.run.roles import Checkpoints, build_roles
 
-    config = RunConfig(parallel=ParallelConfig(actor, critic, False, *["d4t1p1"] * 5))
-    config.trainer.dtype = dtype
-    config.actor.optim = OptimizerConfig(lr=1e-3, weight_decay=0.1)
+    tasks = ("generation", "inference", "reference_inference", "reward_inference", "critic_inference")
+    layouts = {"actor_train": actor, "critic_train": critic} | dict.fromkeys(tasks, "d4t1p1")
+    config = RunConfig(parallel=ParallelConfig(**layouts)).with_(
+        trainer={"dtype": dtype}, actor={"optim": OptimizerConfig(lr=1e-3, weight_decay=0.1)}
+    )
     ranks = rank_map({"actor": ParallelLayout.parse(actor), "critic": ParallelLayout.parse(critic)})
     specs = {role: ModelSpec.from_config(path) for role, path in folders.items()}
     roles = build_roles(config, Checkpoints(folders, specs), ranks, rank, choose_device("cpu", 0, 1))

@@ -31,7 +31,6 @@ REFUSALS = [
         {"parallel__sequence_parallel": True},
         "parallel.sequence_parallel=true cuts tokens over tensor ranks, but parallel.actor_train=d1t1p4",
     ),
-    (4, {"parallel__generation": "x4"}, "layout 'x4' is not of the form d1t2p4"),
     (
         4,
         {"parallel__reward_inference": "d2t1p1@2-3"},
@@ -118,8 +117,13 @@ def test_a_run_without_critic_has_neither_its_tasks_nor_its_rules():
 
 
 def test_nothing_but_the_actor():
-    made = config(algorithm__name="rloo", algorithm__kl_coef=0.0, algorithm__epochs=2)
-    made.reference.path, made.reward.function = "none", "m:f"
+    made = config(
+        algorithm__name="rloo",
+        algorithm__kl_coef=0.0,
+        algorithm__epochs=2,
+        reference__path="none",
+        reward__function="m:f",
+    )
     tasks = check_layouts(made, {"actor": TINY}, 4)
     assert [task.name for task in tasks] == ["generation", "actor_train"]
     batch = batch_arithmetic(made, tasks)

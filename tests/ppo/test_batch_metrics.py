@@ -1,7 +1,5 @@
 """The batch's own metrics on numbers that can be checked by eye."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -35,7 +33,7 @@ def test_batch_metrics():
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
     assert "critic/score_scale" not in metrics
-    scaled = replace(algorithm, scale_scores=True, score_scale=0.25)
+    scaled = algorithm.with_(scale_scores=True, score_scale=0.25)
     assert batch_metrics(batch, scaled)["critic/score_scale"] == 0.25
     assert metrics["critic/advantages/mean"] == pytest.approx(0, abs=1e-6)
 

@@ -48,7 +48,7 @@ def job(rank: int, config: Path, out: Path, overrides: tuple[str, ...]) -> list[
     """The job on this rank; the roles that it trained and scored with, or what failed."""
     import multiprocessing
 
-    from rlhfuse.config.settings import load_config
+    from rlhfuse.config.load import load_config
     from rlhfuse.errors import RewardError
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.run.launch import run_job, with_device

@@ -138,11 +138,11 @@ def build_pair(
     device = choose_device("cpu", 0, 1)
     tasks = ("generation", "inference", "reference_inference", "reward_inference", "critic_inference")
     layouts = {"actor_train": actor, "critic_train": critic} | dict.fromkeys(tasks, "d4t1p1")
-    config = RunConfig(parallel=ParallelConfig(**layouts))
-    config.trainer.dtype, config.trainer.recompute = dtype, recompute
-    config.parallel.sequence_parallel = sequence_parallel
-    config.actor.optim = OptimizerConfig(name=optimizer, lr=LR["actor"], clip_grad=1.0)
-    config.critic.optim = OptimizerConfig(name=optimizer, lr=LR["critic"], clip_grad=1.0)
+    config = RunConfig(parallel=ParallelConfig(**layouts, sequence_parallel=sequence_parallel)).with_(
+        trainer={"dtype": dtype, "recompute": recompute},
+        actor={"optim": OptimizerConfig(name=optimizer, lr=LR["actor"], clip_grad=1.0)},
+        critic={"optim": OptimizerConfig(name=optimizer, lr=LR["critic"], clip_grad=1.0)},
+    )
     layouts = {"actor": ParallelLayout.parse(actor), "critic": ParallelLayout.parse(critic)}
     ranks = rank_map(layouts)
     specs = {role: ModelSpec.from_config(path) for role, path in folders.items()}

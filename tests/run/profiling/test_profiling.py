@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from gloo import Workers
 
-from rlhfuse.config.settings import load_config
+from rlhfuse.config.load import load_config
 from rlhfuse.costs.analytic import NEIGHBOURS
 from rlhfuse.errors import InputError
 from rlhfuse.run.profiling.points import check_world, points_of

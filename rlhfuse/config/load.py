@@ -1,0 +1,158 @@
+"""From YAML and dotted `key=value` arguments to a checked RunConfig, and back to YAML.
+
+OmegaConf reads and merges, the models of settings.py validate, rules.py looks at combinations. Every refusal is an
+InputError of one line that names the key, its value and what would do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from yaml import YAMLError
+
+from rlhfuse.config.role import Role
+from rlhfuse.config.rules import check_config
+from rlhfuse.config.settings import LARGEST, LARGEST_REAL, RunConfig, Settings
+from rlhfuse.errors import InputError
+
+BOUNDS = ("gt", "ge", "lt", "le")
+UNKNOWN = ("extra_forbidden", "invalid_key")
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Literal: "a text"}
+KINDS[tuple] = "a list of texts like [a.jsonl, b.jsonl]"
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file, apply `key=value` overrides, fill defaults, check ranges and combinations.
+
+    Raises InputError naming the file or the argument, the key, and the nearest known key.
+    """
+    sources = [_read(Path(path)), *map(_argument, overrides)]
+    try:
+        merged = OmegaConf.merge(RunConfig().model_dump(mode="json"), *sources)
+        config = validate(OmegaConf.to_container(merged, resolve=True), str(path))
+    except OmegaConfBaseException as error:
+        raise InputError(f"{path}: {getattr(error, 'full_key', '')}: {str(error).splitlines()[0]}") from None
+    config = _fill_defaults(config)
+    check_config(config)
+    return config
+
+
+def dump_config(config: RunConfig) -> str:
+    """YAML text that `load_config` reads back to an equal value."""
+    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+
+
+def validate(raw: Any, where: str) -> RunConfig:
+    """Nested keys and values as a RunConfig, its defaults not filled. Raises InputError for the first fault."""
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        raise InputError(_refusals(error, where)[0][0]) from None
+
+
+def _fill_defaults(config: RunConfig) -> RunConfig:
+    """`config` with the defaults that depend on other keys."""
+    groups: dict[str, dict] = {role: {"path": _path_of(config, role)} for role in config.roles()}
+    groups["actor"]["tokenizer"] = config.actor.tokenizer or config.actor.path
+    inference = config.parallel.inference or config.parallel.generation
+    tasks = ("reference_inference", "reward_inference", "critic_inference")
+    own = {task: getattr(config.parallel, task) or inference for task in tasks}
+    return config.with_(parallel={"inference": inference, **own}, **groups)
+
+
+def _path_of(config: RunConfig, role: Role) -> str:
+    paths = [getattr(config, source).path for source in (role, *role.path_defaults)]
+    return next(filter(None, paths), "")
+
+
+def _read(file: Path) -> DictConfig:
+    try:
+        source = OmegaConf.load(file)
+    except FileNotFoundError:
+        raise InputError(f"config file {file} does not exist") from None
+    except OSError as error:
+        raise InputError(f"config file {file} cannot be read: {error.strerror or error}") from None
+    except Exception as error:  # yaml raises many kinds; all of them mean: not YAML
+        raise InputError(f"config file {file} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(source, DictConfig):
+        raise InputError(f"{file}: the file must be a mapping, not {OmegaConf.to_container(source)}")
+    return _check_source(source, str(file))
+
+
+def _argument(text: str) -> DictConfig:
+    if "=" not in text:
+        raise InputError(f"argument {text!r} is not of the form key=value")
+    try:
+        source = OmegaConf.from_dotlist([text])
+    except (OmegaConfBaseException, YAMLError, ValueError) as error:
+        raise InputError(f"argument {text[:200]!r} cannot be read: {' '.join(str(error).split())[:200]}") from None
+    return _check_source(source, f"argument {text!r}")
+
+
+def _check_source(source: DictConfig, where: str) -> DictConfig:
+    """`source` itself. Raises InputError for unknown keys and wrong types; a range is looked at after merging."""
+    try:
+        RunConfig.model_validate(OmegaConf.to_container(source))
+    except ValidationError as error:
+        for line, mendable in _refusals(error, where):
+            if not mendable:
+                raise InputError(line) from None
+    return source
+
+
+def _refusals(error: ValidationError, where: str) -> list[tuple[str, bool]]:
+    """A line for each fault, unknown keys first, and whether another source may still mend it."""
+    faults = error.errors(include_url=False)
+    return [_refusal(fault, where) for fault in sorted(faults, key=lambda fault: fault["type"] not in UNKNOWN)]
+
+
+def _refusal(fault: Mapping[str, Any], where: str) -> tuple[str, bool]:
+    key, field = _field_at(fault["loc"])
+    value, kind = fault["input"], fault["type"]
+    if kind in UNKNOWN:
+        near = difflib.get_close_matches(key, [known for known, _, _ in RunConfig().leaves()], n=1, cutoff=0.0)
+        return f"{where}: unknown key {key}; did you mean {near[0]}?", False
+    if value == "???":
+        return f"{where}: {key}='???' must be a value, not OmegaConf's mark of a missing one", False
+    if field is None:
+        return f"{where}: {key} must be a mapping, not {value!r}", "${" in str(value)
+    if limits := _limits(field, kind):
+        return f"{key}={float(value) if field.annotation is float else value} must be {limits}", True
+    if isinstance(reason := fault.get("ctx", {}).get("error"), InputError):
+        return f"{key}={value}: {reason}", True
+    if kind == "literal_error" and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        return f"{key}={str(value)!r} must be one of {', '.join(get_args(field.annotation))}", True
+    inside = fault["loc"][len(key.split(".")) :]  # of a list
+    expected = "a text" if inside else KINDS[get_origin(field.annotation) or field.annotation]
+    return f"{where}: {key}{''.join(f'[{i}]' for i in inside)}={value!r} must be {expected}", "${" in str(value)
+
+
+def _field_at(location: Sequence[str | int]) -> tuple[str, FieldInfo | None]:
+    """Dotted key of a fault, and its definition: None for a group and for a key that is not known."""
+    group: Any = RunConfig
+    for depth, name in enumerate(location, start=1):
+        field = group.model_fields.get(name)
+        if field is None or not isinstance(field.default, Settings):
+            return ".".join(map(str, location[:depth])), field
+        group = field.annotation
+    return ".".join(map(str, location)), None
+
+
+def _limits(field: FieldInfo, fault: str) -> str:
+    """The range that a number was refused for, as text; '' for another fault."""
+    if fault == "finite_number":
+        return "finite"
+    if not fault.startswith(("greater_than", "less_than")):
+        return ""
+    bounds = {name: getattr(item, name) for item in field.metadata for name in BOUNDS if hasattr(item, name)}
+    low, high = bounds.get("gt", bounds.get("ge")), bounds.get("lt", bounds.get("le"))
+    if high not in (LARGEST, LARGEST_REAL):
+        return f"in {'(' if 'gt' in bounds else '['}{low:n}, {high:n}{')' if 'lt' in bounds else ']'}"
+    return f"at most {high:n}" if fault.startswith("less") else f"{'above' if 'gt' in bounds else 'at least'} {low:n}"
