@@ -24,7 +24,7 @@ RESTRICTED = {
     "mpi4py": ("rlhfuse/schedule/search/mpi.py",),
     "transformers": ("rlhfuse/models/hf.py", "tools/"),
     "flash_attn": ("rlhfuse/models/attention.py",),
-    "wandb": ("rlhfuse/monitor/wandb_logger.py",),
+    "wandb": ("rlhfuse/monitor/loggers.py",),
     "megatron": ("rlhfuse/parallel/", "rlhfuse/models/"),
 }
 MOST_FILES = 15

@@ -1,8 +1,7 @@
-"""What one rank tells the others about itself, and whether its process still runs.
+"""What ranks tell each other about themselves, and the reasons to end the job that follow from it.
 
-A `Heartbeat` is a line of JSON in the job's key-value store. `counter` grows with every beat of the watchdog's
-thread, `progress` with every report of the main thread. A process is named by its host (with boot and process
-namespace, so that equal pids are never mistaken), pid and start time. Knows no store and takes no decision.
+A `Heartbeat` is a line of JSON in the job's store. `counter` grows with every beat of the watchdog's thread, `progress`
+with every report of the main thread.
 """
 
 from __future__ import annotations
@@ -10,10 +9,14 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 RUNNING, DONE, TERMINATED, INTERRUPTED, FAILED, LEFT = "running", "done", "terminated", "interrupted", "failed", "left"
+PLACES_AT_MOST = 64  # ranks in the list of places; every rank prints its own place besides
+EXIT_DEAD_PEER = 1
+EXIT_STOPPED = {INTERRUPTED: 130, TERMINATED: 143}
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,106 @@ class Heartbeat:
 
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.process.pid} on {self.process.host})"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds between heartbeats, of silence before a rank counts as dead, and of no progress anywhere."""
+
+    watchdog_seconds: float = 60.0
+    hang_seconds: float = 600.0
+    interval_seconds: float = 1.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why this rank leaves, and with which exit code."""
+
+    report: str
+    exit_code: int = EXIT_DEAD_PEER
+
+
+class PeerTable:
+    """The latest heartbeat of every peer and since when it has said the same. Decides; does nothing."""
+
+    def __init__(self, own: Heartbeat, limits: Limits, now: float) -> None:
+        self._own, self._limits = own, limits
+        self._latest: dict[int, Heartbeat] = {}
+        self._changed: dict[int, float] = {}  # when a peer's counter was last seen to grow
+        self._progressed = now  # when any rank's progress was last seen to grow
+
+    @property
+    def heartbeats(self) -> list[Heartbeat]:
+        return [self._latest[rank] for rank in sorted(self._latest)]
+
+    def note(self, beat: Heartbeat, now: float) -> None:
+        """Take in what a peer's key says now."""
+        before = self._latest.get(beat.rank)
+        if before is None or (beat.counter, beat.state) != (before.counter, before.state):
+            self._changed[beat.rank] = now
+        if before is None or beat.progress != before.progress:
+            self._progressed = now
+        self._latest[beat.rank] = beat
+
+    def note_own(self, own: Heartbeat, now: float) -> None:
+        if own.progress != self._own.progress:
+            self._progressed = now
+        self._own = own
+
+    def verdict(self, now: float) -> Verdict | None:
+        """The first reason to leave, the root cause before its consequences; None while all is well."""
+        return next(self._reasons(now), None)
+
+    def _reasons(self, now: float) -> Iterator[Verdict]:
+        beats = self.heartbeats
+        yield from (Verdict(f"{b.because} (found by rank {b.rank})") for b in beats if b.state == LEFT)
+        for beat in beats:
+            if beat.state == FAILED:
+                yield Verdict(f"{beat} failed with {beat.because}; last seen in: {beat.doing}")
+        yield from (Verdict(f"{b} died; last seen in: {b.doing}") for b in beats if self._is_gone(b))
+        for beat in beats:
+            if self._is_silent(beat, now):
+                silence = now - self._changed[beat.rank]
+                yield Verdict(f"{beat} died: silent for {silence:.0f} s; last seen in: {beat.doing}")
+        for beat in beats:
+            if beat.state in EXIT_STOPPED:
+                yield Verdict(f"{beat} was {beat.state} in: {beat.doing}", EXIT_STOPPED[beat.state])
+        stuck = now - self._progressed
+        if stuck > self._limits.hang_seconds:
+            yield Verdict(f"no rank made progress for {stuck:.0f} s")
+
+    def _is_gone(self, beat: Heartbeat) -> bool:
+        return beat.state == RUNNING and beat.process.is_gone(self._own.process.machine)
+
+    def _is_silent(self, beat: Heartbeat, now: float) -> bool:
+        return beat.state == RUNNING and now - self._changed[beat.rank] > self._limits.watchdog_seconds
+
+    def unheard_since(self, moment: float) -> list[Heartbeat]:
+        """Running peers that have shown no sign of life since `moment`."""
+        return [beat for beat in self.heartbeats if beat.state == RUNNING and self._changed[beat.rank] <= moment]
+
+    def elsewhere(self, beats: list[Heartbeat]) -> list[Heartbeat]:
+        """Those on other machines, where a process cannot be looked up."""
+        return [beat for beat in beats if beat.process.machine != self._own.process.machine]
+
+    def still_to_report(self, now: float) -> list[Heartbeat]:
+        """Live peers that have not said yet where they were when they left."""
+        running = (beat for beat in self.heartbeats if beat.state == RUNNING)
+        return [beat for beat in running if not self._is_gone(beat) and not self._is_silent(beat, now)]
+
+    def reporter(self, now: float) -> int:
+        """The lowest rank that can still print: neither dead nor ended by an error of its own."""
+        left = {beat.rank for beat in self.heartbeats if beat.state in (LEFT, TERMINATED)}
+        return min({self._own.rank} | left | {beat.rank for beat in self.still_to_report(now)})
+
+    def places(self) -> str:
+        """A line for each peer, in order of rank: what it does, or was last seen in."""
+        lines = []
+        for beat in self.heartbeats[:PLACES_AT_MOST]:
+            seen = "was last seen in" if self._is_gone(beat) else "is in" if beat.state == RUNNING else "was in"
+            lines.append(f"  {beat} {seen}: {beat.doing}")
+        more = len(self._latest) - len(lines)
+        return "\n".join(lines + ([f"  and {more} more ranks, each of which prints its own place"] if more else []))
 
 
 def _machine() -> str:

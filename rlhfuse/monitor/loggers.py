@@ -1,75 +1,159 @@
-"""The same metrics as TensorBoard scalars.
+"""The metrics of each iteration on the terminal, in TensorBoard and in Weights & Biases.
 
-An event file is a row of records, each a serialised `Event`; TensorBoard's own functions make both. They are appended
-here, an iteration at a time, and not by its `SummaryWriter`, whose thread meets a full disk where nobody can answer.
-A file of its own because loading TensorBoard takes seconds: only a run that wants it imports it.
+Loggers are alike: `log` takes an iteration's metrics and its samples, `close` ends. What is missing in the metrics is
+left out. TensorBoard and wandb take seconds to load, so only a run that wants them does.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import os
-import socket
-import time
-from collections.abc import Iterable
+import sys
+import uuid
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, Protocol, TextIO
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard.summary import scalar, text
+from rich.console import Console
+from rich.text import Text
 
-from rlhfuse.errors import writing
-from rlhfuse.files import AppendFile
+from rlhfuse.errors import InputError, writing
+from rlhfuse.files import write_text
 from rlhfuse.monitor.metrics import Metrics
 from rlhfuse.monitor.samples import SampleText
 
-FILE_VERSION = "brain.Event:2"
+WANDB_MODES = ("online", "offline")
+
+
+class Logger(Protocol):
+    def log(self, metrics: Metrics, samples: Iterable[SampleText] = ()) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _numbers(metrics: Metrics) -> Iterator[tuple[str, float]]:
+    """Every finite number but the iteration itself, by name; scalars of numpy and torch too."""
+    for name, value in metrics.items():
+        number = value.item() if hasattr(value, "item") else value
+        finite = isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
+        if finite and name != "iteration":
+            yield name, number
+
+
+class ProgressPrinter:
+    """One line per iteration, with colour on a terminal; `iterations` is the number planned.
+
+    iteration  3/10  score +0.412  kl 0.0131  length 87.2  (3% cut)  4,210 tokens/s  2.10 s: gen 52%, train 31%
+    """
+
+    def __init__(self, iterations: int, stream: TextIO = sys.stdout) -> None:
+        self._iterations = iterations
+        self._console = Console(file=stream, highlight=False, soft_wrap=True)
+
+    def log(self, metrics: Metrics, samples: Iterable[SampleText] = ()) -> None:
+        with writing("standard output"):
+            self._console.print(Text("  ").join(Text(*part) for part in progress_parts(metrics, self._iterations)))
+
+    def close(self) -> None:
+        """Nothing to do: the stream is not ours."""
+
+
+def progress_parts(metrics: Metrics, iterations: int) -> list[tuple[str, str]]:
+    """(text, style) of each piece of the line."""
+    width = len(str(iterations))
+    parts = [(f"iteration {int(metrics['iteration']):{width}d}/{iterations}", "bold")]
+    for name, text, style in (
+        ("critic/score/mean", "score {:+.3f}", "green"),
+        ("actor/ref_kl", "kl {:.4f}", "yellow"),
+        ("response_length/mean", "length {:.1f}", ""),
+        ("response_length/clip_ratio", "({:.0%} cut)", "dim"),
+        ("perf/throughput", "{:,.0f} tokens/s", "cyan"),
+    ):
+        if metrics.get(name) is not None:
+            parts.append((text.format(metrics[name]), style))
+    if metrics.get("timing_s/step"):
+        parts.append((f"{metrics['timing_s/step']:.2f} s{_shares(metrics)}", "dim"))
+    return parts
+
+
+def _shares(metrics: Metrics) -> str:
+    """Parts of the iteration's time, largest first; what is below one percent is left out."""
+    whole = metrics["timing_s/step"]
+    times = {
+        name.removeprefix("timing_s/"): value / whole
+        for name, value in metrics.items()
+        if name.startswith("timing_s/") and name != "timing_s/step" and value is not None and value >= 0.01 * whole
+    }
+    ordered = sorted(times.items(), key=lambda item: (-item[1], item[0]))
+    return ": " + ", ".join(f"{name} {share:.0%}" for name, share in ordered) if ordered else ""
 
 
 class TensorBoardLogger:
-    """Writes an event file into `folder`. On resume, events from `first_iteration` on are hidden by the reader.
+    """Scalars and texts in `folder`. On resume, events from `first_iteration` on are hidden by the reader.
 
-    Raises InputError naming the file where it cannot be written; what was logged before can still be read.
+    Raises InputError naming the folder where it cannot be written; iterations logged before can still be read.
     """
 
     def __init__(self, folder: str | Path, first_iteration: int | None = None) -> None:
-        name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.0"
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._folder = folder
         with writing(folder):
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        self._file = AppendFile(Path(folder) / name)
-        events = [Event(wall_time=time.time(), file_version=FILE_VERSION)]
-        if first_iteration is not None:
-            started = SessionLog(status=SessionLog.START)
-            events.append(Event(wall_time=time.time(), step=first_iteration, session_log=started))
-        self._file.append(_records(events))
+            self._writer = SummaryWriter(str(folder), purge_step=first_iteration)
 
     def log(self, metrics: Metrics, samples: Iterable[SampleText] = ()) -> None:
-        """Every finite number under its own name at step `iteration`, and the samples as text; null is left out."""
-        step = int(metrics["iteration"])
-        found = []
-        for name, value in metrics.items():
-            number = value.item() if hasattr(value, "item") else value
-            if name != "iteration" and isinstance(number, (int, float)) and math.isfinite(number):
-                found.append(_event(scalar(name, number), step))
-        for number, one in enumerate(samples):
-            shown = f"{one.score:+.3f}  **{one.prompt}** {one.response}"
-            found.append(_event(text(f"samples/{number}", shown), one.iteration))
-        self._file.append(_records(found))
+        """All of it is on its way to disk when this returns: the writer's thread reports a full disk at `flush`."""
+        with writing(self._folder):
+            for name, number in _numbers(metrics):
+                self._writer.add_scalar(name, number, int(metrics["iteration"]))
+            for number, sample in enumerate(samples):
+                shown = f"{sample.score:+.3f}  **{sample.prompt}** {sample.response}"
+                self._writer.add_text(f"samples/{number}", shown, sample.iteration)
+            self._writer.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with writing(self._folder):
+            self._writer.close()
 
 
-def _event(summary: Summary, step: int) -> Event:
-    return Event(wall_time=time.time(), step=step, summary=summary)
+class WandbLogger:
+    """A run below `folder`/wandb; it keeps one id for its whole life, so that a resumed run continues its curves.
+
+    The iterations that a resumed run repeats are the same to the last bit; the server keeps the first of two values
+    for a step. Raises InputError where the mode is unknown.
+    """
+
+    def __init__(self, folder: str | Path, project: str, mode: str, config: dict[str, Any]) -> None:
+        if mode not in WANDB_MODES:
+            raise InputError(f"trainer.wandb={mode!r} is not one of off, {', '.join(WANDB_MODES)}")
+        import wandb
+
+        self._wandb, folder = wandb, Path(folder)
+        self._run = wandb.init(
+            project=project,
+            id=_run_id(folder / "wandb_id"),
+            name=folder.name,
+            dir=str(folder),
+            mode=mode,
+            resume="allow",
+            config=config,
+            settings=wandb.Settings(console="off", silent=True),
+        )
+
+    def log(self, metrics: Metrics, samples: Iterable[SampleText] = ()) -> None:
+        """Every finite number under its own name, and the samples as a table."""
+        row: dict[str, Any] = {"iteration": metrics["iteration"], **dict(_numbers(metrics))}
+        table = [[sample.iteration, sample.prompt, sample.response, sample.score] for sample in samples]
+        if table:
+            row["samples"] = self._wandb.Table(columns=["iteration", "prompt", "response", "score"], data=table)
+        self._run.log(row, step=int(metrics["iteration"]))
+
+    def close(self) -> None:
+        self._run.finish()
+        self._wandb.teardown()  # waits for the service process, which may still be writing the file of an offline run
 
 
-def _records(events: Iterable[Event]) -> bytes:
-    """With the lengths and checksums of the file format."""
-    out = io.BytesIO()
-    writer = RecordWriter(out)
-    for event in events:
-        writer.write(event.SerializeToString())
-    return out.getvalue()
+def _run_id(path: Path) -> str:
+    """The run's id, made at its first start."""
+    if not path.exists():
+        write_text(path, uuid.uuid4().hex[:8] + "\n")
+    return path.read_text(encoding="utf-8").strip()

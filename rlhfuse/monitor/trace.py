@@ -1,22 +1,14 @@
-"""What every rank did and when, predicted and measured, as a Chrome trace and as a picture.
+"""What every rank did and when, as a Chrome trace and as a picture.
 
-A `Span` is one piece of work of one rank. Spans are saved in Chrome's trace format, which Perfetto
-(ui.perfetto.dev) opens: one process "predicted", one "measured", a thread per rank.
-
-    rank 0  [generate      ][migrate][score     ][ train FBFBFB ]
-    rank 1  [generate                          ][ train FBFBFB ]
-
-Times are seconds since a start that all ranks share. Knows nothing of what the work means: `kind` chooses the
-colour, and the recorder is told the time by a clock.
+A `Span` is one piece of work of one rank. Spans are saved in Chrome's trace format, which Perfetto (ui.perfetto.dev)
+opens: one process for what was measured, one for what was predicted, a thread per rank.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,41 +40,6 @@ class Span:
             raise InputError(f"span {self.name}: group {self.group!r} is not one of {', '.join(GROUPS)}")
         if self.end_seconds < self.start_seconds:
             raise InputError(f"span {self.name}: ends at {self.end_seconds} s, before {self.start_seconds} s")
-
-
-class Trace:
-    """Collects the measured spans of one rank.
-
-    `origin_seconds` is the clock's time at the shared start (broadcast it from rank 0); the default clock is the
-    wall clock, the only one that ranks on different hosts share.
-    """
-
-    def __init__(self, rank: int, origin_seconds: float, clock: Callable[[], float] = time.time) -> None:
-        self.rank = rank
-        self._origin, self._clock = origin_seconds, clock
-        self._spans: list[Span] = []
-
-    def now(self) -> float:
-        """Seconds since the shared start."""
-        return self._clock() - self._origin
-
-    @contextmanager
-    def span(self, name: str, kind: str, **args: Any) -> Iterator[None]:
-        start = self.now()
-        try:
-            yield
-        finally:
-            self.add(name, kind, start, self.now(), **args)
-
-    def add(self, name: str, kind: str, start_seconds: float, end_seconds: float, **args: Any) -> None:
-        # a wall clock may be set back while the work runs
-        end_seconds = max(start_seconds, end_seconds)
-        self._spans.append(Span(name, kind, self.rank, start_seconds, end_seconds, args=args))
-
-    def take(self) -> list[Span]:
-        """The spans since the last call; the recorder forgets them."""
-        taken, self._spans = self._spans, []
-        return taken
 
 
 def save_trace(spans: Sequence[Span], path: str | Path) -> None:

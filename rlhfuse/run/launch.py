@@ -24,7 +24,8 @@ from rlhfuse.files import write_text
 from rlhfuse.gen.compile_kernels import compile_kernels, compile_kernels_apart
 from rlhfuse.models.cpu import invariance
 from rlhfuse.models.hf import has_scalar_head
-from rlhfuse.monitor.watchdog import Limits, Watchdog
+from rlhfuse.monitor.heartbeat import Limits
+from rlhfuse.monitor.watchdog import Watchdog
 from rlhfuse.parallel.collectives import all_gather_bytes, raise_on_all_ranks
 from rlhfuse.parallel.device import Device, allow_many_files, choose_device, local_rank
 from rlhfuse.parallel.groups import connect

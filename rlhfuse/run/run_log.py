@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rlhfuse.checkpoint.checkpoint import METRICS
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.errors import writing
-from rlhfuse.monitor.console import ProgressPrinter
+from rlhfuse.monitor.loggers import Logger, ProgressPrinter, TensorBoardLogger, WandbLogger
 from rlhfuse.monitor.metrics import Metrics, MetricsWriter
 from rlhfuse.monitor.report.memory_table import MemoryTable
 from rlhfuse.monitor.report.phase_times import render_phase_times
@@ -39,8 +37,7 @@ class RunLog:
         self._run_dir, self._trace_iterations = run_dir, trainer.trace_iterations
         self._metrics = MetricsWriter(run_dir / METRICS, keep_bytes=metrics_bytes)
         self._samples = SampleWriter(run_dir / "samples.jsonl", first_iteration)
-        self._boards = _boards(run_dir, config, first_iteration)
-        self._printer = ProgressPrinter(trainer.iterations)
+        self._loggers = _loggers(run_dir, config, first_iteration)
         self._rows: list[Metrics] = []
         self._traced: list[list[Span]] = []
         self._traces = TimeBudget(TRACE_SHARE)
@@ -49,10 +46,8 @@ class RunLog:
         """One iteration. Raises InputError naming the file that cannot be written."""
         self._metrics.write(metrics)
         self._samples.write(samples)
-        for board in self._boards:
-            board.log(metrics, samples)
-        with writing("standard output"):
-            self._printer.print(metrics)
+        for logger in self._loggers:
+            logger.log(metrics, samples)
         self._rows.append({name: value for name, value in metrics.items() if not isinstance(value, list)})
         self._traced = [*self._traced, spans][-self._trace_iterations :]
         if self._traces.due():
@@ -73,20 +68,16 @@ class RunLog:
             print(render_phase_times(self._rows), flush=True)
             if table := MemoryTable.of(self._plan.to_dict(), self._rows):
                 print(table.text(), flush=True)
-        for opened in (self._metrics, self._samples, *self._boards):
+        for opened in (self._metrics, self._samples, *self._loggers):
             opened.close()
 
 
-def _boards(run_dir: Path, config: RunConfig, first_iteration: int) -> list[Any]:
-    """The loggers that are switched on; each is loaded only then, which takes seconds."""
-    boards: list[Any] = []
-    if config.trainer.tensorboard:
-        from rlhfuse.monitor.loggers import TensorBoardLogger
-
-        boards.append(TensorBoardLogger(run_dir / "tensorboard", first_iteration))
-    if config.trainer.wandb != "off":
-        from rlhfuse.monitor.wandb_logger import WandbLogger
-
-        trainer = config.trainer
-        boards.append(WandbLogger(run_dir, trainer.wandb_project, trainer.wandb, config.model_dump(mode="json")))
-    return boards
+def _loggers(run_dir: Path, config: RunConfig, first_iteration: int) -> list[Logger]:
+    """The terminal's and those that are switched on."""
+    trainer = config.trainer
+    loggers: list[Logger] = []
+    if trainer.tensorboard:
+        loggers.append(TensorBoardLogger(run_dir / "tensorboard", first_iteration))
+    if trainer.wandb != "off":
+        loggers.append(WandbLogger(run_dir, trainer.wandb_project, trainer.wandb, config.model_dump(mode="json")))
+    return [*loggers, ProgressPrinter(trainer.iterations)]

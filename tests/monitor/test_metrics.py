@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfuse.errors import InputError
-from rlhfuse.monitor.console import ProgressPrinter, progress_parts
+from rlhfuse.monitor.loggers import ProgressPrinter, progress_parts
 from rlhfuse.monitor.metrics import MetricsWriter, read_metrics
 
 
@@ -75,7 +75,7 @@ METRICS = {
 
 def test_progress_line():
     stream = io.StringIO()
-    ProgressPrinter(10, stream).print(METRICS)
+    ProgressPrinter(10, stream).log(METRICS)
     assert stream.getvalue() == (
         "iteration  3/10  score +0.412  kl 0.0131  length 87.2  (3% cut)  4,210 tokens/s  2.00 s: gen 60%, train 30%\n"
     )

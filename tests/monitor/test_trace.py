@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rlhfuse.errors import InputError
-from rlhfuse.monitor.trace import Span, Trace, draw_iteration, load_trace, save_trace
+from rlhfuse.monitor.trace import Span, draw_iteration, load_trace, save_trace
 
 SPANS = [
     Span("generate", "generate", 0, 0.0, 1.5, "measured", {"samples": 3}),
@@ -33,22 +33,6 @@ def test_trace_reads_back(tmp_path):
     save_trace(SPANS, tmp_path / "trace.json")
     assert sorted(load_trace(tmp_path / "trace.json"), key=str) == sorted(SPANS, key=str)
     assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]
-
-
-def test_recorder_measures_and_forgets():
-    ticks = iter([100.0, 101.0, 103.5])
-    trace = Trace(2, 100.0, lambda: next(ticks))
-    assert trace.now() == 0.0
-    with pytest.raises(ValueError), trace.span("score", "score", samples=4):
-        raise ValueError("the span is kept all the same")
-    assert trace.take() == [Span("score", "score", 2, 1.0, 3.5, "measured", {"samples": 4})]
-    assert trace.take() == []
-
-
-def test_clock_set_back_gives_an_empty_span():
-    trace = Trace(0, 0.0)
-    trace.add("x", "x", 5.0, 4.0)
-    assert trace.take()[0].end_seconds == 5.0
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])

@@ -3,8 +3,8 @@
 import pytest
 
 from rlhfuse.errors import InputError
+from rlhfuse.monitor.loggers import WandbLogger
 from rlhfuse.monitor.samples import SampleText
-from rlhfuse.monitor.wandb_logger import WandbLogger
 
 wandb = pytest.importorskip("wandb", reason="the wandb package is an optional extra")
 

@@ -11,8 +11,8 @@ import time
 import pytest
 from gloo import host_store, join
 
-from rlhfuse.monitor.heartbeat import FAILED, INTERRUPTED, LEFT, TERMINATED, Heartbeat, ProcessName
-from rlhfuse.monitor.watchdog import Limits, PeerBook, Watchdog
+from rlhfuse.monitor.heartbeat import FAILED, INTERRUPTED, LEFT, TERMINATED, Heartbeat, Limits, PeerTable, ProcessName
+from rlhfuse.monitor.watchdog import Watchdog
 
 HERE = ProcessName.own()
 FAR = ProcessName("far", "far", 7, "1")
@@ -23,8 +23,8 @@ def beat(rank, process=FAR, counter=0, progress=0, doing="generation step 3", **
     return Heartbeat(rank, process, counter, progress, doing, **fields)
 
 
-def book():
-    return PeerBook(beat(0, HERE), LIMITS, now=0.0)
+def table():
+    return PeerTable(beat(0, HERE), LIMITS, now=0.0)
 
 
 def test_heartbeat_reads_back():
@@ -48,7 +48,7 @@ def test_own_process_lives_and_an_ended_one_is_gone():
 
 
 def test_silent_peer_is_dead_and_a_beating_one_is_not():
-    peers = book()
+    peers = table()
     for now in range(0, 40):
         peers.note(beat(1, counter=now), now)
         peers.note(beat(2, counter=min(now, 10)), now)
@@ -61,7 +61,7 @@ def test_silent_peer_is_dead_and_a_beating_one_is_not():
 
 def test_the_cause_is_named_before_its_consequences():
     """Rank 1 left because rank 2 died: rank 1's end must not be reported as the cause."""
-    peers = book()
+    peers = table()
     peers.note(beat(1, dataclasses.replace(HERE, started="1")), 0)  # gone without a word
     peers.note(beat(3, state=LEFT, because="rank 2 (pid 9 on far) died"), 0)
     assert peers.verdict(0).report == "rank 2 (pid 9 on far) died (found by rank 3)"
@@ -84,8 +84,8 @@ def test_a_peer_that_leaves_while_it_is_read_is_not_the_cause():
     """Rank 1 wrote why it leaves, and ended, after it was read for the second time."""
     ended = dataclasses.replace(HERE, started="1")
     store = ScriptedStore(beat(1, HERE), beat(1, ended), beat(1, ended, state=LEFT, because="rank 2 died"))
-    watchdog = Watchdog(store, rank=0, world_size=2)
-    watchdog._book = PeerBook(beat(0, HERE), Limits(watchdog_seconds=-1), now=0.0)
+    watchdog = Watchdog(store, rank=0, world_size=2, limits=LIMITS)
+    watchdog._table = PeerTable(beat(0, HERE), Limits(watchdog_seconds=-1), now=0.0)
     assert watchdog._look(1, 0).report == "rank 2 died (found by rank 1)"
 
 
@@ -94,19 +94,19 @@ def test_a_peer_that_leaves_while_it_is_read_is_not_the_cause():
     [(FAILED, 1, "failed with ValueError: x"), (INTERRUPTED, 130, "interrupted"), (TERMINATED, 143, "terminated")],
 )
 def test_what_peers_say_on_leaving(state, exit_code, words):
-    peers = book()
+    peers = table()
     peers.note(beat(1, state=state, because="ValueError: x"), 0)
     assert peers.verdict(0).exit_code == exit_code and words in peers.verdict(0).report
 
 
 def test_a_rank_that_ended_cleanly_is_not_dead():
-    peers = book()
+    peers = table()
     peers.note(beat(1, state="done", process=dataclasses.replace(HERE, started="1")), 0)
     assert peers.verdict(90) is None
 
 
 def test_hang_needs_every_rank_to_stand_still():
-    peers = book()
+    peers = table()
     for now in range(0, 300, 10):
         peers.note(beat(1, counter=now, progress=min(now, 150)), now)
         verdict = peers.verdict(now)
@@ -118,7 +118,7 @@ def test_hang_needs_every_rank_to_stand_still():
 
 
 def test_unheard_since_counts_only_running_ranks():
-    peers = book()
+    peers = table()
     peers.note(beat(1), 0)
     peers.note(beat(2, HERE), 0)
     peers.note(beat(3, state=TERMINATED), 0)
@@ -128,21 +128,21 @@ def test_unheard_since_counts_only_running_ranks():
 
 
 def test_the_lowest_rank_left_reports_the_places():
-    peers = PeerBook(beat(3, HERE), LIMITS, now=0.0)
+    peers = PeerTable(beat(3, HERE), LIMITS, now=0.0)
     peers.note(beat(0, dataclasses.replace(HERE, started="1"), doing="step 0"), 0)  # gone
     peers.note(beat(1, state=FAILED, doing="step 1"), 0)
     assert peers.reporter(0) == 3
     peers.note(beat(2, doing="step 2"), 0)
-    assert peers.reporter(0) == 2 and [b.rank for b in peers.still_to_speak(0)] == [2]
+    assert peers.reporter(0) == 2 and [b.rank for b in peers.still_to_report(0)] == [2]
     assert peers.reporter(20) == 3  # silent too long
     peers.note(beat(2, state=LEFT, doing="step 2b"), 20)
-    assert peers.reporter(40) == 2 and not peers.still_to_speak(40)
+    assert peers.reporter(40) == 2 and not peers.still_to_report(40)
     places = peers.places().splitlines()
     assert [line.split(") ")[1] for line in places] == ["was last seen in: step 0", "was in: step 1", "was in: step 2b"]
 
 
 def test_places_are_bounded_in_a_large_world():
-    peers = book()
+    peers = table()
     for rank in range(1, 256):
         peers.note(beat(rank), 0)
     lines = peers.places().splitlines()
@@ -158,8 +158,8 @@ class SlowDeathStore(ScriptedStore):
 
 def failing(*beats):
     store = SlowDeathStore(*beats)
-    watchdog = Watchdog(store, rank=0, world_size=2)
-    watchdog._book = PeerBook(beat(0, HERE), LIMITS, now=0.0)
+    watchdog = Watchdog(store, rank=0, world_size=2, limits=LIMITS)
+    watchdog._table = PeerTable(beat(0, HERE), LIMITS, now=0.0)
     watchdog._leave_by_error("RuntimeError: Connection closed by peer")
     return store.said
 

@@ -14,7 +14,7 @@ import time
 from gloo import host_store, join
 from inter_stage_case import Case, MeanTokenReward, inter_stage, write_models
 
-from rlhfuse.monitor.watchdog import Limits
+from rlhfuse.monitor.heartbeat import Limits
 
 WORLD = 2
 CASE = Case((3, 40, 30, 5, 50, 2, 60, 45), (6,), layout="d2t1p1", inference="d2t1p1", step_seconds=())

@@ -19,7 +19,7 @@ import pytest
 from disturbed_pair import Plan, disturbed, plan, write_models
 from gloo import host_store, join
 
-from rlhfuse.monitor.watchdog import Limits
+from rlhfuse.monitor.heartbeat import Limits
 from rlhfuse.schedule.ir.action import Action, Kind
 
 WORLD = 4
