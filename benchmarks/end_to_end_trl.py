@@ -1,8 +1,7 @@
 """TRL's GRPO for end_to_end.py, with the Python of TRL's own environment: one JSON object of the step times to --out.
 
-Started alone, or under `python -m torch.distributed.run` with one thread a process. The settings are those of
-examples/stories_grpo.yaml; where TRL has a slower default (bfloat16 on CPU, gradient checkpointing, copies of the
-reference model) the faster choice is made for it. A step's seconds are from the end of one step to the end of the next.
+Where TRL has a slower default for a CPU (bfloat16, gradient checkpointing) the faster choice is made for it. A step's
+seconds are from the end of one step to the end of the next.
 """
 
 from __future__ import annotations

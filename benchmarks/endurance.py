@@ -1,30 +1,17 @@
 """Whether a long training stays as it began: memory, open files and threads of every rank, time of every iteration.
 
-    python benchmarks/endurance.py --iterations 300 --out endurance.json --samples samples.csv
+    python benchmarks/endurance.py --iterations 300 --samples samples.csv
     python benchmarks/endurance.py --config examples/quickstart.yaml --ranks 4 --iterations 60 trainer.save_every=5
-    python benchmarks/endurance.py --quick    a few small iterations, to see that it runs
 
-Starts the training as users do, with torchrun and tools/train_ppo.py, and looks at its ranks from outside whenever a
-line of metrics.jsonl is there. The first iterations, in which kernels compile and caches fill, are left out.
-
-Memory of one moment depends on where in its iteration a rank is, so each figure is the median of five iterations;
-of open files and threads it is the least of the five.
-Time per iteration changes for a good reason too: responses get longer or shorter as the policy learns. So a straight
-line is fitted to the seconds of an iteration, to those of a generated token, and to those of an iteration at equal
-tokens (tokens are a second regressor), each slope with its standard error, in percent of the mean per 100 iterations.
-On a busy machine they say how busy it was. The CPU time of all ranks, at equal tokens too, says little of that, as
-little as memory and files do, and is held against the goal.
+Looks at the ranks from outside whenever a line of metrics.jsonl is there; the first iterations are left out. Responses
+change as the policy learns, so the seconds and the CPU time of an iteration are fitted by a line at equal tokens.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
@@ -32,17 +19,14 @@ from typing import Any
 
 import numpy as np
 import psutil
-from launched import end
-from rich.table import Table
-from search_runs import console, counting, finish, machine
+from harness import Figure, Measurement, counting, options
+from processes import ROOT, train
 
-from rlhfuse.errors import InputError, run_program, writing
-from rlhfuse.monitor.metrics import read_metrics
+from rlhfuse.errors import InputError, run_program
+from rlhfuse.files import write_text
 
-ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = 10  # iterations
-WINDOW = 5  # iterations of a median
-POLL_SECONDS = 0.05
+WINDOW = 5  # iterations of a median: memory depends on where in its iteration a rank is
 LEAST = 4  # iterations in a slope
 CPU = "CPU of all ranks at equal tokens"
 MEMORY_GOAL = 1.05  # at the end, of what it was after the warm-up
@@ -89,18 +73,18 @@ class RankLife:
     def of(rank: int, looks: Sequence[Look]) -> RankLife:
         """`looks`: of this rank after the warm-up, in order."""
         width = max(min(WINDOW, len(looks) // 2), 1)
-        first, last = looks[:width], looks[-width:]
+        ends = looks[:width], looks[-width:]
 
-        def ends(figure: Callable[[list[int]], float], name: str) -> list[float]:
-            return [figure([getattr(one, name) for one in part]) for part in (first, last)]
+        def both(value: Callable[[list[int]], Any], name: str) -> list[Any]:
+            return [value([getattr(look, name) for look in part]) for part in ends]
 
-        memory, most = ends(statistics.median, "resident_bytes"), max(one.resident_bytes for one in looks)
-        return RankLife(rank, *memory, most, *ends(min, "files"), *ends(min, "threads"))
+        memory, most = both(statistics.median, "resident_bytes"), max(look.resident_bytes for look in looks)
+        return RankLife(rank, *memory, most, *both(min, "files"), *both(min, "threads"))
 
 
 @dataclass(frozen=True)
 class Slope:
-    """A straight line through values of iterations: their mean, growth in % of it per 100 iterations, its error."""
+    """A line through values of iterations: their mean, growth in % of it per 100 iterations, its standard error."""
 
     mean: float
     percent: float
@@ -109,8 +93,8 @@ class Slope:
     @staticmethod
     def of(values: Mapping[int, float], beside: Mapping[int, float] | None = None) -> Slope:
         """Ordinary least squares; `values` by iteration, four at least. `beside`: the second regressor."""
-        columns = [[1.0, one, *([beside[one]] if beside else [])] for one in values]
-        x, y = np.asarray(columns, dtype=float), np.asarray(list(values.values()), dtype=float)
+        x = np.asarray([[1.0, i, *([beside[i]] if beside else [])] for i in values], dtype=float)
+        y = np.asarray(list(values.values()), dtype=float)
         x[:, 1:] -= x[:, 1:].mean(axis=0)
         inverse = np.linalg.pinv(x.T @ x)  # of equal tokens in all iterations too
         fitted = inverse @ x.T @ y
@@ -128,109 +112,70 @@ def main() -> None:
         raise InputError(f"--iterations {arguments.iterations}: {skipped} are left out, give {least} or more")
     if arguments.run_dir and Path(arguments.run_dir).exists():
         raise InputError(f"--run-dir {arguments.run_dir} exists; give another name")
-    screen, load, begun = console(), os.getloadavg()[0], time.monotonic()
+    if arguments.samples:
+        write_text(arguments.samples, "")  # said before hours of training
+    measurement, looks = Measurement("endurance", arguments), []
     with tempfile.TemporaryDirectory() as folder:
-        run_dir = Path(arguments.run_dir or Path(folder) / "run").resolve()
-        looks = train(arguments, run_dir, Path(folder) / "output.txt")
-        rows = read_metrics(run_dir / "metrics.jsonl")[skipped:]
+        out = Path(arguments.run_dir or Path(folder) / "run").resolve()
+        rows = train(
+            Path(arguments.config).resolve(),
+            out,
+            [f"trainer.iterations={arguments.iterations}", "trainer.export=false", *arguments.overrides],
+            ranks=arguments.ranks,
+            timeout=arguments.timeout,
+            watch=Watch(out / "metrics.jsonl", looks),
+        )[skipped:]
+    if arguments.samples:
+        head = ",".join(field.name for field in fields(Look))
+        write_text(arguments.samples, "\n".join([head, *(",".join(map(str, astuple(look))) for look in looks)]) + "\n")
     after = [look for look in looks if look.iteration >= skipped]
     lives = [
-        RankLife.of(rank, [one for one in after if one.rank == rank]) for rank in sorted({one.rank for one in after})
+        RankLife.of(rank, [look for look in after if look.rank == rank]) for rank in sorted({one.rank for one in after})
     ]
     slopes = slopes_of(rows, cpu_of(looks))
-    screen.print(memory_table(lives), slope_table(slopes), highlight=False)
-    result = {
-        "benchmark": "endurance",
-        "machine": {**machine(), "ranks": arguments.ranks, "load_before": load, "load_after": os.getloadavg()[0]},
-        "ended": time.strftime("%Y-%m-%dT%H:%M:%S"),
-        "seconds": time.monotonic() - begun,
-        "quick": arguments.quick,
-        "iterations": arguments.iterations,
-        "left_out": skipped,
-        "ranks": [{**asdict(life), "growth": life.growth} for life in lives],
-        "slopes": {name: asdict(slope) for name, slope in slopes.items()},
-        "goals": [] if arguments.quick else goals(lives, slopes),
-    }
-    finish(result, arguments.out)
+    report(measurement, lives, slopes)
+    measurement.facts(iterations=arguments.iterations, left_out=skipped, ranks=[asdict(life) for life in lives])
+    measurement.finish()
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = options(__doc__, seed=False)
     parser.add_argument("--config", default=str(ROOT / "examples/quickstart.yaml"))
     parser.add_argument("--ranks", type=counting, default=4)
     parser.add_argument("--iterations", type=counting, default=300)
-    parser.add_argument("--quick", action="store_true", help="small iterations, one of them left out; no goals")
     parser.add_argument("--run-dir", metavar="DIR", help="keep the run here")
     parser.add_argument("--timeout", type=counting, default=7200, help="seconds that the training may take")
     parser.add_argument("--samples", metavar="FILE", help="write every look at every rank here, as CSV")
-    parser.add_argument("--out", metavar="FILE", help="also write the JSON object here")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the config's")
-    return parser.parse_intermixed_args()
+    arguments = parser.parse_intermixed_args()
+    if arguments.quick:
+        arguments.overrides = [*QUICK, *arguments.overrides]
+    return arguments
 
 
-# the run --------------------------------------------------------------------------------------------------------
+class Watch:
+    """Looks at all ranks whenever a line more is in the metrics."""
 
+    def __init__(self, metrics: Path, looks: list[Look]) -> None:
+        self._metrics, self._looks, self._lines = metrics, looks, 0
 
-def train(arguments: argparse.Namespace, run_dir: Path, output: Path) -> list[Look]:
-    """Raises RuntimeError with the end of the output when the training fails or takes too long."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.ranks)]
-    command += [str(ROOT / "tools/train_ppo.py"), "--config", arguments.config]
-    command += [f"trainer.output_dir={run_dir}", f"trainer.iterations={arguments.iterations}"]
-    command += ["trainer.export=false", *(QUICK if arguments.quick else ()), *arguments.overrides]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    looks: list[Look] = []
-    with writing(arguments.samples or os.devnull, "give a path in a writable folder"):
-        table = open(arguments.samples or os.devnull, "w")
-    with open(output, "w") as stream, table:
-        print(*(field.name for field in fields(Look)), sep=",", file=table)
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            cwd=ROOT,
-            start_new_session=True,
-        )
-        try:
-            for one in watch(process, run_dir / "metrics.jsonl", arguments.timeout):
-                looks.append(one)
-                print(*astuple(one), sep=",", file=table, flush=True)
-        finally:
-            end(process)
-    if process.returncode:
-        raise RuntimeError(f"the training ended with code {process.returncode}:\n{output.read_text()[-4000:]}")
-    return looks
-
-
-def watch(process: subprocess.Popen, metrics: Path, timeout: float) -> Iterator[Look]:
-    """Looks at all ranks whenever a line more is in `metrics`, until the process ends."""
-    until, lines = time.monotonic() + timeout, 0
-    while process.poll() is None:
-        if time.monotonic() > until:
-            raise RuntimeError(f"the training took more than {timeout} s; give a longer --timeout")
-        now = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-        if now > lines:
-            lines = now
-            yield from look(process.pid, lines - 1)
-        time.sleep(POLL_SECONDS)
+    def __call__(self, process: Any) -> None:
+        lines = self._metrics.read_bytes().count(b"\n") if self._metrics.exists() else 0
+        if lines > self._lines and process.poll() is None:
+            self._lines = lines
+            self._looks += look(process.pid, lines - 1)
 
 
 def look(launcher: int, iteration: int) -> Iterator[Look]:
     """All ranks; those that have just ended are left out."""
-    for one in psutil.Process(launcher).children():
+    for child in psutil.Process(launcher).children():
         try:
-            rank = one.environ().get("RANK")
+            rank, used = child.environ().get("RANK"), child.cpu_times()
             if rank is not None:
-                used = one.cpu_times()
-                cpu = used.user + used.system
-                yield Look(iteration, int(rank), one.memory_info().rss, one.num_fds(), one.num_threads(), cpu)
+                memory, cpu = child.memory_info().rss, used.user + used.system
+                yield Look(iteration, int(rank), memory, child.num_fds(), child.num_threads(), cpu)
         except (psutil.NoSuchProcess, psutil.AccessDenied):  # a rank that has ended has no environment to read
             continue
-
-
-# figures --------------------------------------------------------------------------------------------------------
 
 
 def cpu_of(looks: Sequence[Look]) -> dict[int, float]:
@@ -238,9 +183,9 @@ def cpu_of(looks: Sequence[Look]) -> dict[int, float]:
     seen: dict[int, dict[int, float]] = {}
     for one in looks:
         seen.setdefault(one.iteration, {})[one.rank] = one.cpu_seconds
-    ranks = set().union(*seen.values())
+    ranks = {one.rank for one in looks}
     whole = {iteration: sum(by_rank.values()) for iteration, by_rank in seen.items() if by_rank.keys() == ranks}
-    return {one: whole[one] - whole[one - 1] for one in whole if one - 1 in whole}
+    return {i: whole[i] - whole[i - 1] for i in whole if i - 1 in whole}
 
 
 def slopes_of(rows: Sequence[dict[str, Any]], cpu: Mapping[int, float]) -> dict[str, Slope]:
@@ -249,41 +194,37 @@ def slopes_of(rows: Sequence[dict[str, Any]], cpu: Mapping[int, float]) -> dict[
     tokens = {row["iteration"]: sum(row["lengths/output"]) for row in rows}
     return {
         "iteration": Slope.of(seconds),
-        "generated token": Slope.of({one: seconds[one] / tokens[one] for one in seconds}),
+        "generated token": Slope.of({i: seconds[i] / tokens[i] for i in seconds}),
         "iteration at equal tokens": Slope.of(seconds, tokens),
-        CPU: Slope.of({one: used for one, used in cpu.items() if one in tokens}, tokens),
+        CPU: Slope.of({i: used for i, used in cpu.items() if i in tokens}, tokens),
     }
 
 
-def goals(lives: Sequence[RankLife], slopes: Mapping[str, Slope]) -> list[dict[str, Any]]:
-    growth = max(life.growth for life in lives)
-    files = max(life.files_end - life.files_begin for life in lives)
-    threads = max(life.threads_end - life.threads_begin for life in lives)
+def report(measurement: Measurement, lives: Sequence[RankLife], slopes: Mapping[str, Slope]) -> None:
+    """Tables and figures. What is certain of a slope, at two standard errors, is held against its goal."""
+    growth = [life.growth for life in lives]
+    measurement.figure("memory_growth", Figure(max(growth), "x", min(growth), max(growth)).at_most(MEMORY_GOAL))
+    for name in ("files", "threads"):
+        more = max(getattr(life, f"{name}_end") - getattr(life, f"{name}_begin") for life in lives)
+        measurement.figure(f"{name}_more", Figure(more).at_most(0))
     slope = slopes[CPU]
-    slower = slope.percent - 2 * slope.standard_error  # what is certain of it, at two standard errors
-    found = [
-        ("memory at the end, of that after the warm-up, worst rank", MEMORY_GOAL, growth),
-        ("files opened and not closed, worst rank", 0, files),
-        ("threads more than before, worst rank", 0, threads),
-        (f"slope of {CPU} less two standard errors, % per 100 iterations", 0, slower),
+    slower = slope.percent - 2 * slope.standard_error
+    measurement.figure("cpu_slope_certain", Figure(slower, "% per 100 iterations").at_most(0))
+    for name, key in (("cpu_slope", CPU), ("seconds_slope", "iteration at equal tokens")):
+        measurement.figure(name, slopes[key].percent, "% per 100 iterations")
+        measurement.figure(f"{name}.error", slopes[key].standard_error, "% per 100 iterations")
+    rows = []
+    for life in lives:
+        sizes = (life.memory_begin_bytes, life.memory_end_bytes, life.memory_most_bytes)
+        counts = f"{life.files_begin} -> {life.files_end}", f"{life.threads_begin} -> {life.threads_end}"
+        rows.append([str(life.rank), *(f"{size / 1e6:.1f}" for size in sizes), f"{life.growth:.3f}", *counts])
+    head = ("rank", "MB begin", "MB end", "MB most", "end / begin", "files", "threads")
+    measurement.table("ranks", "Ranks after the warm-up", head, rows)
+    rows = [
+        [name, f"{one.mean:.4g}", f"{one.percent:+.2f}", f"{one.standard_error:.2f}"] for name, one in slopes.items()
     ]
-    return [{"figure": f, "goal": goal, "measured": value, "reached": value <= goal} for f, goal, value in found]
-
-
-def memory_table(lives: Sequence[RankLife]) -> Table:
-    table = Table("rank", "MB begin", "MB end", "ratio", "MB most", "files", "threads", title="ranks after the warm-up")
-    for one in lives:
-        sizes = [f"{size / 1e6:.1f}" for size in (one.memory_begin_bytes, one.memory_end_bytes, one.memory_most_bytes)]
-        files, threads = f"{one.files_begin} -> {one.files_end}", f"{one.threads_begin} -> {one.threads_end}"
-        table.add_row(str(one.rank), *sizes[:2], f"{one.growth:.3f}", sizes[2], files, threads)
-    return table
-
-
-def slope_table(slopes: Mapping[str, Slope]) -> Table:
-    table = Table("of", "mean s", "% per 100 iterations", "standard error", title="seconds, over the iterations")
-    for name, one in slopes.items():
-        table.add_row(name, f"{one.mean:.4g}", f"{one.percent:+.2f}", f"{one.standard_error:.2f}")
-    return table
+    head = ("of", "mean s", "% per 100 iterations", "standard error")
+    measurement.table("slopes", "Seconds, over the iterations", head, rows)
 
 
 if __name__ == "__main__":

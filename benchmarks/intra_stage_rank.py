@@ -1,40 +1,30 @@
 """One rank of the intra-stage benchmark: the models' stages on it, and every way of training them.
 
-rank_processes.py starts it and calls `TrainingRank`'s methods over a pipe. All sides of a case train the same stages
-on the same micro-batches. The weights do not change, so that every run of a case must leave the same bits in the
-gradient buffers: `digest` is how the benchmark checks it.
-
-Times are of CLOCK_MONOTONIC (`time.perf_counter`), which all processes of one machine share.
+All sides train the same stages on the same micro-batches at a learning rate of 0, so that every run must leave the same
+bits in the gradient buffers. Times are of `time.perf_counter`, which all processes of one machine share.
 """
 
 from __future__ import annotations
 
 import gc
 import hashlib
-import resource
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
-warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated", module="torch.distributed")
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from intra_stage_cases import MEGATRON, MODELS, RANKS, Case, Sizes, rank_layout
-from intra_stage_ranks import Action, Run, Spent
+from intra_stage import MEGATRON, MODELS, RANKS, Sizes, rank_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_1f1b import megatron_1f1b
-from rank_processes import TIMEOUT_SECONDS
+from processes import TIMEOUT_SECONDS
+from random_models import barrier, join_ranks, random_llama
 from torch import Tensor
 
 from rlhfuse.config.settings import AlgorithmConfig, OptimizerConfig
-from rlhfuse.config.spec import ModelSpec
 from rlhfuse.fusion.intra.executor import PipelineParts, PipelineWork, ProgramExecutor
 from rlhfuse.fusion.intra.p2p import Channels
-from rlhfuse.fusion.intra.step_report import StepReport
-from rlhfuse.models.build import build_model
+from rlhfuse.fusion.intra.report import StepReport
 from rlhfuse.models.heads import token_logprobs
 from rlhfuse.models.stage import LossFunction, PackedTokens, PipelineStage, TrainingStage
 from rlhfuse.parallel.device import choose_device
@@ -55,24 +45,19 @@ ECHOES = 30  # of the transfer measurement
 class Part:
     """One model on this rank."""
 
-    spec: ModelSpec
     grid: ModelGrid
+    number: int  # of its stage
     stage: TrainingStage
     optimizer: ModelOptimizer
     groups: ProcessGroupCollection
-
-    def number(self, rank: int) -> int:
-        """Its stage."""
-        return self.grid.position(rank)[1]
 
 
 class TrainingRank:
     """The models of one size on this rank."""
 
-    def __init__(self, rank: int, sizes: Sizes, seed: int) -> None:
-        self.rank = rank
-        self.sizes = sizes
-        self.seed = seed
+    def __init__(self, rank: int, sizes: dict[str, Any], seed: int) -> None:
+        join_ranks(rank, RANKS)
+        self.rank, self.seed, self.sizes = rank, seed, Sizes(**sizes)
         self.device = choose_device("cpu", 0, 1)
         self.maker = GroupMaker(TIMEOUT_SECONDS)
         self.parts = {model: self._part(model) for model in MODELS}
@@ -81,27 +66,22 @@ class TrainingRank:
         self.channels.connect()
 
     def _part(self, model: str) -> Part:
-        spec, head = self.sizes.spec(model), model == "critic"
-        grid = ModelGrid(rank_layout().pipelines(model))
+        grid, head = ModelGrid(rank_layout().pipelines(model)), model == "critic"
+        number = grid.position(self.rank)[1]
+        seed = self.seed + 100 * MODELS.index(model) + number
+        built = random_llama(model, self.sizes.spec(model), grid, self.maker, self.rank, self.device, head, seed)
         groups = self.maker.for_model(model, grid, self.rank)
-        built = build_model(spec, grid, groups, self.rank, scalar_head=head, dtype=torch.float32, device=self.device)
-        stage = grid.position(self.rank)[1]
-        draw_weights(built, self.seed + 100 * MODELS.index(model) + stage)
-        optimizer = ModelOptimizer({stage: built}, OptimizerConfig(), groups, self.device)
-        ends = PipelineStage(optimizer.module, first=stage == 0, last=stage == grid.pp - 1, scalar_head=head)
-        return Part(spec, grid, TrainingStage(ends), optimizer, groups)
+        optimizer = ModelOptimizer({number: built}, OptimizerConfig(), groups, self.device)
+        ends = PipelineStage(optimizer.module, first=number == 0, last=number == grid.pp - 1, scalar_head=head)
+        return Part(grid, number, TrainingStage(ends), optimizer, groups)
 
-    def load(self, case: Case, programs: Mapping[str, tuple[tuple[str, ...], ...]]) -> None:
+    def load(self, microbatches: int, programs: Mapping[str, tuple[tuple[str, ...], ...]]) -> None:
         """Take a case: `programs[side][phase][rank]` is the text of what a rank runs, phases parted by a barrier."""
-        cuts = draw_batch(case, self.seed)
-        packed = tuple(pack(cut) for cut in cuts)
-        tokens = sum(cut.response_tokens for cut in cuts)
-        losses = {"actor": actor_loss(self.parts["actor"], cuts, tokens), "critic": critic_loss(cuts, tokens)}
-        self.work = {
-            # at a learning rate of 0 an optimizer step costs the same and leaves the weights for the next side
-            model: PipelineWork(packed, losses[model], lr=0.0)
-            for model in MODELS
-        }
+        cuts = draw_batch(self.sizes, microbatches, self.seed)
+        packed, tokens = tuple(pack(cut) for cut in cuts), sum(cut.response_tokens for cut in cuts)
+        actor_loss = policy_loss(self.sizes.vocab, self.parts["actor"].groups, cuts, tokens)
+        losses = {"actor": actor_loss, "critic": value_loss(cuts, tokens)}
+        self.work = {model: PipelineWork(packed, losses[model], lr=0.0) for model in MODELS}
         self.sides = {
             side: [self._phase(Program.parse(texts[self.rank])) for texts in phases]
             for side, phases in programs.items()
@@ -110,7 +90,7 @@ class TrainingRank:
 
     def _phase(self, program: Program) -> Phase:
         parts = {
-            model: PipelineParts({part.number(self.rank): part.stage}, part.optimizer, torch.float32)
+            model: PipelineParts({part.number: part.stage}, part.optimizer, torch.float32)
             for model, part in self.parts.items()
         }
         executor = ProgramExecutor(program, parts, self.channels, lambda _: None)
@@ -124,8 +104,8 @@ class TrainingRank:
 
         return phase
 
-    def run(self, side: str) -> Run:
-        """Train one mini-batch as `side` does, from a barrier on."""
+    def run(self, side: str) -> dict[str, Any]:
+        """Train one mini-batch as `side` does, from a barrier on; of Megatron's own loop only the whole is known."""
         for part in self.parts.values():
             part.optimizer.zero_grad()
         gc.collect()
@@ -133,7 +113,6 @@ class TrainingRank:
         reports: list[StepReport] = []
         try:
             barrier()
-            faults = page_faults()
             start, cpu = time.perf_counter(), time.thread_time()
             for number, phase in enumerate(self.sides[side]):
                 if number:
@@ -141,10 +120,30 @@ class TrainingRank:
                 if report := phase():
                     reports.append(report)
             end, cpu = time.perf_counter(), time.thread_time() - cpu
-            faults = page_faults() - faults
         finally:
             gc.enable()
-        return run_of(self.rank, start, end, cpu, faults, reports)
+        return {
+            "start": start,
+            "end": end,
+            "cpu_seconds": cpu,
+            "actions": [
+                (str(a.action), (a.action.pipeline, a.action.stage, str(a.action.kind)), a.start_seconds, a.end_seconds)
+                for report in reports
+                for a in report.spans
+            ],
+            "spent": [
+                {
+                    "kind": str(kind),
+                    "count": times.count,
+                    "transport": times.transport_seconds,  # in the calls that start sends and receives
+                    "waiting": times.waiting_seconds,  # for inputs and reductions
+                    "overhead": times.overhead_seconds,  # in the executor itself
+                }
+                for report in reports
+                for kind, times in report.times.items()
+            ],
+            "peak_live": max((report.peak_live for report in reports), default=0),
+        }
 
     def digest(self) -> str:
         """Of all gradients on this rank."""
@@ -159,17 +158,17 @@ class TrainingRank:
 
         A cycle is two micro-batches of each model, forwards first and backwards in reverse, as in a fused step.
         """
-        work = [(model, mb) for model in MODELS for mb in (0, 1)]
+        order = [(model, mb) for model in MODELS for mb in (0, 1)]
         found: dict[tuple[str, int, str], list[float]] = {}
         generator = torch.Generator().manual_seed(self.seed)
         shape = (len(self.work["actor"].batches[0]), 1, self.sizes.hidden)
         for cycle in range(WARM_CYCLES + cycles):
             barrier()
             for kind in (Kind.F, Kind.B):
-                for model, mb in work if kind is Kind.F else (work[2:] + work[:2]):
+                for model, mb in order if kind is Kind.F else (order[2:] + order[:2]):
                     seconds = self._timed(model, mb, kind, torch.randn(shape, generator=generator))
                     if cycle >= WARM_CYCLES:
-                        found.setdefault((model, self.parts[model].number(self.rank), str(kind)), []).append(seconds)
+                        found.setdefault((model, self.parts[model].number, str(kind)), []).append(seconds)
         return found
 
     def _timed(self, model: str, mb: int, kind: Kind, tensor: Tensor) -> float:
@@ -182,86 +181,38 @@ class TrainingRank:
         return time.perf_counter() - start
 
     def transfer(self) -> dict[str, float]:
-        """Seconds of one hidden state from rank to rank (half an echo), and of the two calls that start it."""
-        shape = (self.sizes.microbatch_tokens, 1, self.sizes.hidden)
-        other, tensor = 1 - self.rank, torch.zeros(shape)
-        times: dict[str, list[float]] = {"one_way": [], "send_call": [], "receive_call": []}
+        """Seconds of one hidden state from rank to rank: half an echo."""
+        shape = (len(self.work["actor"].batches[0]), 1, self.sizes.hidden)
+        other, tensor, times = 1 - self.rank, torch.zeros(shape), []
         for _ in range(ECHOES):
-            begin = time.perf_counter()
-            work, buffer = self.channels.post_receive(shape, torch.float32, other)
-            times["receive_call"].append(time.perf_counter() - begin)
+            work, _buffer = self.channels.post_receive(shape, torch.float32, other)
             barrier()
             start = time.perf_counter()
             if self.rank:
                 work.wait()
-            begin = time.perf_counter()
             self.channels.send(tensor, other)
-            times["send_call"].append(time.perf_counter() - begin)
             if not self.rank:
                 work.wait()
-            times["one_way"].append((time.perf_counter() - start) / 2)
+            times.append((time.perf_counter() - start) / 2)
             self.channels.drain()
-        return {name: sorted(values)[len(values) // 2] for name, values in times.items()}
-
-    def close(self) -> None:
-        self.maker.close()
+        return {"one_way": sorted(times)[ECHOES // 2]}
 
 
-def page_faults() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-
-def run_of(rank: int, start: float, end: float, cpu_seconds: float, faults: int, reports: list[StepReport]) -> Run:
-    """In words that need no torch to be read."""
-    actions = tuple(
-        Action(
-            rank,
-            str(span.action),
-            (span.action.pipeline, span.action.stage, str(span.action.kind)),
-            span.start_seconds,
-            span.end_seconds,
-        )
-        for report in reports
-        for span in report.spans
-    )
-    spent = tuple(
-        (str(kind), Spent(times.count, times.transport_seconds, times.waiting_seconds, times.overhead_seconds))
-        for report in reports
-        for kind, times in report.times.items()
-    )
-    drain = sum(report.drain_seconds for report in reports)
-    live = max((report.peak_live for report in reports), default=0)
-    return Run(start, end, cpu_seconds, faults, actions, spent, drain, live)
-
-
-def draw_weights(model: torch.nn.Module, seed: int) -> None:
-    """Random weights as a fresh Llama has them."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-            else:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
-
-
-def draw_batch(case: Case, seed: int) -> list[RolloutBatch]:
+def draw_batch(sizes: Sizes, microbatches: int, seed: int) -> list[RolloutBatch]:
     """The case's micro-batches, random, all of one shape."""
-    sizes, generator = case.sizes, torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
 
     def draw(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(3, sizes.vocab, (count,), generator=generator).tolist())
 
     rollouts = []
-    for i in range(case.microbatches * sizes.sequences):
+    for i in range(microbatches * sizes.sequences):
         prompt, response = draw(sizes.prompt_tokens), draw(sizes.response_tokens)
         noise = 0.1 * torch.randn(3, sizes.response_tokens, generator=generator)
         rollouts.append(Rollout(i, prompt, response, noise[0] - 6, "stop", noise[1] - 6, noise[2], 0.5))
     batch = RolloutBatch.from_rollouts(rollouts)
-    count = batch.response_tokens
-    batch = batch.with_fields(
-        advantages=torch.randn(count, generator=generator), returns=torch.randn(count, generator=generator)
-    )
+    advantages, returns = torch.randn(2, batch.response_tokens, generator=generator)
+    batch = batch.with_fields(advantages=advantages, returns=returns)
     rows = range(len(rollouts))
     return [batch.select(list(rows[i : i + sizes.sequences])) for i in rows[:: sizes.sequences]]
 
@@ -271,31 +222,20 @@ def pack(cut: RolloutBatch) -> PackedTokens:
     return PackedTokens.pack([tokens[a:b] for a, b in zip(borders, borders[1:])], torch.device("cpu"))
 
 
-def actor_loss(part: Part, cuts: list[RolloutBatch], tokens: int) -> LossFunction:
+def policy_loss(vocab: int, groups: ProcessGroupCollection, cuts: list[RolloutBatch], tokens: int) -> LossFunction:
     def loss(logits_TV: Tensor, microbatch: int) -> Tensor:
         cut = cuts[microbatch]
-        logprobs, _ = token_logprobs(
-            logits_TV[cut.prediction_index], cut.tokens[cut.response_index], part.spec.vocab, 1.0, part.groups.tp
-        )
+        targets = cut.tokens[cut.response_index]
+        logprobs, _ = token_logprobs(logits_TV[cut.prediction_index], targets, vocab, 1.0, groups.tp)
         return policy_loss_sum(logprobs, cut.old_logprobs, cut.advantages, AlgorithmConfig().clip_eps)[0] / tokens
 
     return loss
 
 
-def critic_loss(cuts: list[RolloutBatch], tokens: int) -> LossFunction:
+def value_loss(cuts: list[RolloutBatch], tokens: int) -> LossFunction:
     def loss(values_T: Tensor, microbatch: int) -> Tensor:
         cut = cuts[microbatch]
         values = values_T[cut.prediction_index]
         return value_loss_sum(values, cut.values, cut.returns, AlgorithmConfig().value_clip_eps)[0] / tokens
 
     return loss
-
-
-def barrier() -> None:
-    dist.all_reduce(torch.zeros(1))
-
-
-def begin(rank: int) -> None:
-    """Join the other ranks, with one thread each."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
