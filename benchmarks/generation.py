@@ -1,229 +1,525 @@
-"""Speed of the generation engine beside vLLM and transformers on one CPU machine, in one run.
+"""Speed of the generation engine beside vLLM and transformers on one CPU machine, taken in turns.
 
-    benchmarks/setup_peers.sh .venv-vllm                     makes vLLM's environment, apart from this one
-    python benchmarks/generation.py --vllm-python .venv-vllm/bin/python --plot speed.png --out speed.json
-    python benchmarks/generation.py --quick                  the same in small, to see that it runs: no measurement
+    benchmarks/setup_peers.sh vllm .venv-vllm                makes vLLM's environment, apart from this one
+    python benchmarks/generation.py --vllm-python .venv-vllm/bin/python --plot speed.png
 
-All engines run the same random Llama in float32 from the same files, on the same threads, with the same prompts,
-forced response lengths and sampling: temperature 1 over the whole vocabulary (this project's engine also returns the
-log-probability of every token). Each is a process of its own, and all are alive while they are asked in turns, another
-one first in each round; `idle_cpu_share` says how much of a core each one took while another was measured. Before
-that, a short trial finds each engine's best configuration for many sequences (A), for few (C) and for both (B, E, F);
-all that was tried and what was chosen is printed. Prompts are new in each round, so no prefix cache answers for a
-model. Figures are medians over rounds; a ratio is another engine's seconds over this one's, with the least and the
-most of a single round.
-
-    A   64 sequences x 128 tokens of a 4.5M-parameter model, and the matrix products of these steps alone
-    B   256 requests, 64 at a time, with real long-tailed lengths; transformers in static batches of 64
-    C   milliseconds per token of each sequence at batch 1, 2, 4, 8
-    D   share of this engine's decode step outside the model's forward pass, and a profile of the rest
-    E   decode steps of a 100M-parameter model against max(bytes / memory bandwidth, operations / GEMM rate)
-    F   milliseconds of a decode step over the context (batch 8) and over the batch (context 64)
-
-In D "forward pass" is all of ModelRunner.forward, so scheduling, batch building, sampling and bookkeeping are outside.
-In E the bytes are all weights once and the keys and values of every sequence once; the bandwidth is the higher one
-of reading a 2 GiB buffer and one as large as the weights, which may lie in a cache. Nothing else should run meanwhile:
-two threads that wait for each other on a busy machine are many times slower.
-
-Progress goes to stderr, one JSON object to stdout.
+The same random Llama, threads, prompts, forced lengths and sampling (temperature 1, whole vocabulary) for all; each
+engine is a process of its own, stopped while another is measured, in the best of the configurations that a short trial
+compares. Prompts are new in each round, so no prefix cache answers for a model.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import math
 import os
-import signal
+import random
+import statistics
 import sys
 import tempfile
-import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from generation_cases import CASES, FULL, QUICK, TRACE, Bench, Sizes, trace_lengths
-from generation_peers import OWN, Fleet, Model, choose, known_peers
-from generation_plot import draw
-from generation_worker import SPARE
-from search_runs import console, counting, finish, machine
+from harness import DATA, Figure, Measurement, Panel, counting, options, peer_python, plot, take_turns
+from processes import Worker, environment
 
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.errors import InputError, run_program
-from rlhfuse.files import write_bytes
 
+OWN, LIMITS = "rlhfuse", "limits"  # the second is no engine: what the machine allows
+PEERS = ("vllm", "transformers")
+TRACE = DATA / "traces" / "arxiv_llama2tok.csv"
 HEAD_DIM = 64
-SMALL = {  # 4.5M parameters
-    "hidden_size": 256,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 688,
-    "vocab_size": 512,
-}
-LARGE = {  # 100M
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "intermediate_size": 2048,
-    "vocab_size": 16384,
-}
-IDLE_LIMIT = 0.05  # of a core: more than this and the engines were not alone
-GOALS = (  # case, peer, ratio
-    ("A", "vllm", 1.2),
-    ("A", "transformers", 1.7),
-    ("B", "vllm", 1.5),
-    ("B", "transformers", 5.0),
-)
-OUTSIDE_GOAL = 0.25  # of a decode step, at the sequences of A
+SPARE = 200  # tokens that the first sequence may draw while others of `decode` are still in their prompts
+# 4.5M and 100M parameters
+SMALL = dict(hidden_size=256, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2)
+SMALL |= dict(intermediate_size=688, vocab_size=512)
+LARGE = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4)
+LARGE |= dict(intermediate_size=2048, vocab_size=16384)
+GOALS = {("A", "vllm"): 1.2, ("A", "transformers"): 1.7, ("B", "vllm"): 1.5, ("B", "transformers"): 5.0}
+OUTSIDE_GOAL = 0.25  # of a decode step outside the forward pass, at the sequences of A
+LONG_ROUNDS = 3  # of B at most: static batches of long sequences take minutes
+DEAR_TOKENS = 2**14  # in the prompts of a point of F: then one round, which warms up for itself
+PROFILE_ROWS = 12
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the cases are."""
+
+    sequences: int = 64
+    prompt_tokens: int = 16
+    response_tokens: int = 128
+    requests: int = 256  # of the long-tailed lengths
+    context: int = 1024
+    small_batches: tuple[int, ...] = (1, 2, 4, 8)
+    decode_steps: int = 32  # timed, at each point of E and F
+    limit_batches: tuple[int, ...] = (1, 16, 64)
+    limit_context: int = 128
+    contexts: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096, 8192)
+    context_batch: int = 8
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    batch_context: int = 64
+    bandwidth_bytes: int = 2**31
+    gemm_size: int = 2048
+
+
+QUICK = Sizes(16, 16, 16, 32, 96, (1, 2), 8, (1, 4), 32, (32, 128), 2, (1, 8), 16, 2**26, 512)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way to run an engine."""
+
+    name: str
+    arguments: dict[str, Any]  # as the engine's class in generation_engines.py takes them
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint in Hugging Face layout, and how much of it is to run at once."""
+
+    folder: Path
+    max_sequences: int
+    cache_tokens: int  # in all sequences together
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        return ModelSpec.from_config(self.folder)
+
+
+def candidates(peer: str, python: str, threads: int) -> list[Configuration]:
+    """The configurations that are tried for an engine; the first is a good one without trial."""
+    if peer == OWN:
+        sizes = (16, 32)
+        return [Configuration(f"blocks of {n}", {"block_tokens": n, "max_batched_tokens": 2048}) for n in sizes]
+    if peer == "transformers":
+        static = {"attn_implementation": "sdpa", "cache_implementation": "static"}
+        return [
+            Configuration("sdpa, dynamic cache", {"attn_implementation": "sdpa"}),
+            Configuration("eager attention, dynamic cache", {"attn_implementation": "eager"}),
+            Configuration("sdpa, static cache", static),
+            Configuration("sdpa, static cache, compiled", {**static, "compile": True}),
+        ]
+    if peer == LIMITS:
+        return [Configuration("torch", {})]
+    eager, within = {"enforce_eager": True}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    found = [
+        Configuration("eager", eager, within),
+        Configuration("eager, no prefix cache", {**eager, "enable_prefix_caching": False}, within),
+        Configuration("eager, blocks of 32 tokens", {**eager, "block_size": 32}, within),
+        Configuration("torch.compile", {"enforce_eager": False}, within),
+    ]
+    intel_openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
+    if intel_openmp.exists():
+        preload = {"LD_PRELOAD": str(intel_openmp)}
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+        apart = {"VLLM_CPU_OMP_THREADS_BIND": cores, **preload}
+        found += [
+            Configuration("eager, Intel OpenMP", eager, {**within, **preload}),
+            Configuration("torch.compile, Intel OpenMP", {"enforce_eager": False}, {**within, **preload}),
+            Configuration(f"eager, engine process bound to cores {cores}, Intel OpenMP", eager, apart),
+        ]
+    return found
+
+
+class Fleet:
+    """The engines of one run, by name; a process is started when it is first asked for."""
+
+    def __init__(self, pythons: dict[str, str], threads: int, rounds: int, folder: Path) -> None:
+        self.pythons, self.threads, self.rounds = pythons, threads, rounds
+        self.engines = [peer for peer in pythons if peer != LIMITS]
+        self.chosen: dict[str, dict[str, Configuration]] = {}  # peer -> "many", "few", "any" sequences
+        self.versions: dict[str, str] = {}
+        self._folder = folder
+        self._workers: dict[tuple[str, str, Path], Worker] = {}
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes; the next that is asked for starts anew."""
+        while self._workers:
+            self._workers.popitem()[1].close()
+
+    def ask(self, peer: str, model: Model, kind: str, do: str, **request: Any) -> dict[str, Any]:
+        """One request to a peer in its best configuration for "many", "few" or "any" sequences."""
+        configuration = self.chosen[peer][kind]
+        key = (peer, configuration.name, model.folder)
+        if key not in self._workers:
+            self._workers[key] = self._start(peer, model, configuration)
+        worker = self._workers[key]
+        worker.go_on()
+        answer = worker.ask(do, **request)
+        worker.put_aside()
+        return answer
+
+    def _start(self, peer: str, model: Model, configuration: Configuration) -> Worker:
+        """Raises RuntimeError where the engine does not start, or with other threads."""
+        cache_bytes = model.cache_tokens * model.spec.kv_bytes_per_token(4)
+        more = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(cache_bytes / 2**30))}
+        worker = Worker(
+            f"generation_engines:{peer.capitalize()}",
+            self._folder / f"{peer}.log",
+            environment(self.threads, {**more, **configuration.environment}),
+            self.pythons[peer],
+            model=str(model.folder),
+            context=model.spec.context,
+            max_sequences=model.max_sequences,
+            cache_tokens=model.cache_tokens,
+            configuration=configuration.arguments,
+        )
+        try:
+            worker.ready()
+            self.versions[peer], threads = worker.ask("facts")
+            if threads != self.threads:
+                raise RuntimeError(f"{peer} ({configuration.name}) runs {threads} threads")
+        except BaseException:
+            worker.close()
+            raise
+        worker.put_aside()
+        return worker
+
+    def choose(
+        self, model: Model, trial: Callable[[str, int], dict[str, Any]] | None, say: Callable
+    ) -> list[list[str]]:
+        """Set each engine's best configuration for many sequences, for few, and for any (both seconds multiplied).
+
+        `trial(kind, round)` is the request for "many" and for "few"; None takes each engine's first configuration.
+        Returns a row of each that was tried; one that does not run is left out and says why.
+        """
+        rows = []
+        for peer, python in self.pythons.items():
+            found = candidates(peer, python, self.threads)
+            self.chosen[peer] = dict.fromkeys(("many", "few", "any"), found[0])
+            if trial is None or peer == LIMITS:
+                continue
+            seconds: dict[str, tuple[float, float]] = {}
+            for configuration in found:
+                self.chosen[peer] = dict.fromkeys(("many", "few", "any"), configuration)
+                try:
+                    seconds[configuration.name] = tuple(
+                        min([self.ask(peer, model, kind, **trial(kind, i))["seconds"] for i in range(4)][1:])
+                        for kind in ("many", "few")
+                    )
+                    cells = [f"{value:.3f} s" for value in seconds[configuration.name]]
+                except RuntimeError as error:
+                    cells = ["failed", str(error).strip().splitlines()[-1][:60]]
+                self.close()
+                rows.append([peer, configuration.name, *cells])
+                say(", ".join(rows[-1]))
+            ran = [configuration for configuration in found if configuration.name in seconds]
+            if not ran:
+                raise RuntimeError(f"no configuration of {peer} runs: {rows[-1][-1]}")
+            keys = {"many": lambda one: one[0], "few": lambda one: one[1], "any": lambda one: one[0] * one[1]}
+            self.chosen[peer] = {kind: min(ran, key=lambda one: key(seconds[one.name])) for kind, key in keys.items()}
+        return rows
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every case is given; a case adds its figures and tables to the measurement."""
+
+    fleet: Fleet
+    sizes: Sizes
+    seed: int
+    models: dict[str, Model]  # small, large, long
+    trace: Path
+    measurement: Measurement
+
+    def prompts(self, count: int, tokens: int, number: int) -> list[list[int]]:
+        draw = random.Random(f"{self.seed} {count} {tokens} {number}")
+        return [[draw.randrange(8, 500) for _ in range(tokens)] for _ in range(count)]
+
+    def generate(self, lengths: Sequence[int], number: int) -> dict[str, Any]:
+        """The request of a whole generation: short prompts, these response lengths."""
+        prompts, seed = self.prompts(len(lengths), self.sizes.prompt_tokens, number), self.seed + number + 1
+        return dict(do="generate", prompts=prompts, lengths=lengths, at_once=self.sizes.sequences, seed=seed)
+
+    def decode(self, batch: int, context: int, number: int) -> dict[str, Any]:
+        """The request of decode steps that begin at a context."""
+        prompts, seed = self.prompts(batch, context, number), self.seed + number + 1
+        return dict(do="decode", prompts=prompts, steps=self.sizes.decode_steps, seed=seed)
+
+    def trial(self, kind: str, number: int) -> dict[str, Any]:
+        """The request by which configurations are compared: half of the throughput case, or of a small batch."""
+        count = self.sizes.sequences if kind == "many" else 2
+        return self.generate([self.sizes.response_tokens // 2] * count, number)
+
+    def turns(
+        self,
+        model: str,
+        kind: str,
+        request: Callable[[int], dict[str, Any]],
+        key: str,
+        rounds: int,
+        warm_up: bool = True,
+    ) -> dict[str, list[float]]:
+        """What every engine answers for `key`, by round."""
+
+        def side(peer: str) -> Callable[[int], float]:
+            return lambda number: self.fleet.ask(peer, self.models[model], kind, **request(number))[key]
+
+        return take_turns({peer: side(peer) for peer in self.fleet.engines}, rounds, warm_up)
+
+    def compare(self, case: str, seconds: dict[str, list[float]], scale: float, unit: str) -> list[str]:
+        """Figures of every engine and of the ratios; cells of a table: medians, then ratios."""
+        own, cells, ratios = seconds[OWN], [], []
+        for peer, each in seconds.items():
+            values = [scale / one if unit == "tokens/s" else scale * one for one in each]
+            figure = self.measurement.figure(f"{case.lower()}.{peer}", Figure.of(values, unit))
+            cells.append(f"{figure.value:,.4g}")
+            if peer != OWN:
+                ratio, goal = Figure.ratio(each, own), GOALS.get((case, peer))
+                self.measurement.figure(f"{case.lower()}.over_{peer}", ratio.at_least(goal) if goal else ratio)
+                ratios.append(ratio.text())
+        return [*cells, *ratios]
+
+    def heads(self) -> list[str]:
+        return [*self.fleet.engines, *(f"over {peer}" for peer in self.fleet.engines if peer != OWN)]
+
+
+def throughput(bench: Bench) -> None:
+    """A: 64 sequences of one length at once, beside the matrix products of the same steps alone"""
+    sizes, spec = bench.sizes, bench.models["small"].spec
+    lengths, tokens = [sizes.response_tokens] * sizes.sequences, sizes.response_tokens * sizes.sequences
+    seconds = bench.turns("small", "many", lambda i: bench.generate(lengths, i), "seconds", bench.fleet.rounds)
+    products = dict(shapes=product_shapes(spec), rows=sizes.sequences, repeats=4 * sizes.decode_steps)
+    step = bench.fleet.ask(LIMITS, bench.models["small"], "any", "products", **products, seed=1)["step_seconds"]
+    row = bench.compare("A", seconds, tokens, "tokens/s")
+    limit = bench.measurement.figure("a.gemm_only", sizes.sequences / step, "tokens/s").value
+    share = bench.measurement.figure("a.of_gemm_only", tokens / statistics.median(seconds[OWN]) / limit).value
+    head = ["tokens/s of", *bench.heads(), "products alone", "of it"]
+    bench.measurement.table(
+        "a", "A: throughput", head, [[f"{sizes.sequences} x {lengths[0]}", *row, f"{limit:,.4g}", f"{share:.0%}"]]
+    )
+
+
+def long_tail(bench: Bench) -> None:
+    """B: 256 requests with real long-tailed lengths, 64 at a time; transformers in static batches"""
+    sizes = bench.sizes
+    lengths = trace_lengths(bench.trace, sizes.requests, sizes.context - sizes.prompt_tokens, bench.seed)
+    rounds = min(LONG_ROUNDS, bench.fleet.rounds)
+    seconds = bench.turns("small", "any", lambda i: bench.generate(lengths, i), "seconds", rounds)
+    row, ordered = bench.compare("B", seconds, sum(lengths), "tokens/s"), sorted(lengths)
+    p50, p99 = ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
+    name = f"p50 {p50}, p99 {p99}, max {ordered[-1]}"
+    bench.measurement.table("b", "B: long-tailed lengths", ["tokens/s of", *bench.heads()], [[name, *row]])
+
+
+def small_batches(bench: Bench) -> None:
+    """C: milliseconds per token of each sequence when few run"""
+    rows, tokens = [], bench.sizes.response_tokens
+    for batch in bench.sizes.small_batches:
+        lengths = [tokens] * batch
+        seconds = bench.turns("small", "few", lambda i: bench.generate(lengths, i), "seconds", bench.fleet.rounds)
+        rows.append([str(batch), *bench.compare(f"C.batch{batch}", seconds, 1e3 / tokens, "ms")])
+    bench.measurement.table("c", "C: milliseconds of a step", ["batch", *bench.heads()], rows)
+
+
+def overhead(bench: Bench) -> None:
+    """D: the share of a decode step outside the model's forward pass, and the functions that take the time"""
+    model, sizes, rows = bench.models["small"], bench.sizes, []
+    for batch, kind in ((sizes.sequences, "many"), (1, "few")):
+
+        def ask(do: str, number: int, **more: int) -> dict[str, Any]:
+            prompts = bench.prompts(batch, sizes.prompt_tokens, number)
+            return bench.fleet.ask(
+                OWN, model, kind, do, prompts=prompts, steps=2 * sizes.decode_steps, seed=bench.seed, **more
+            )
+
+        answers = take_turns({OWN: lambda number: ask("share", number)}, bench.fleet.rounds, warm_up=True)[OWN]
+        share = Figure.of([answer["share_outside"] for answer in answers])
+        share = share.at_most(OUTSIDE_GOAL) if batch == sizes.sequences else share
+        bench.measurement.figure(f"d.batch{batch}.outside", share)
+        milliseconds = [
+            1e3 * statistics.median(one[key] for one in answers) for key in ("step_seconds", "forward_seconds")
+        ]
+        rows.append([str(batch), *(f"{value:.2f} ms" for value in milliseconds), f"{share.value:.1%}"])
+        profile = ask("profile", len(answers), top=PROFILE_ROWS)["functions"]
+        cells = [[one["function"], f"{one['microseconds']:.1f}", f"{one['calls']:.1f}"] for one in profile]
+        head = ("function", "us of a step by itself, under the profiler", "calls")
+        bench.measurement.table(f"d.batch{batch}", f"D: functions of a step, batch {batch}", head, cells)
+    head = ("batch", "step", "forward pass", "outside it")
+    bench.measurement.table("d", "D: a decode step of this engine", head, rows)
+
+
+def machine_limit(bench: Bench) -> None:
+    """E: decode steps of a 100M-parameter model against max(bytes / memory bandwidth, operations / GEMM rate)"""
+    model, sizes, rows = bench.models["large"], bench.sizes, []
+    spec, context = model.spec, sizes.limit_context + sizes.decode_steps // 2
+    # a buffer as large as the weights may lie in a cache: so may the weights, and the higher bandwidth counts
+    buffers = [sizes.bandwidth_bytes, step_bytes(spec, 0, 0)]
+    machine = bench.fleet.ask(LIMITS, model, "any", "machine", buffers=buffers, gemm_size=sizes.gemm_size, repeats=9)
+    bandwidth, rate = max(machine["bytes_per_second"]), machine["flops_per_second"]
+    bench.measurement.figure("e.bandwidth", bandwidth / 1e9, "GB/s")
+    bench.measurement.figure("e.gemm", rate / 1e9, "GFLOP/s")
+    for batch in sizes.limit_batches:
+        steps = bench.turns(
+            "large", "any", lambda i: bench.decode(batch, sizes.limit_context, i), "step_seconds", bench.fleet.rounds
+        )
+        memory, arithmetic = step_bytes(spec, batch, context) / bandwidth, step_flops(spec, batch, context) / rate
+        limit = max(memory, arithmetic)
+        for peer, each in steps.items():
+            bench.measurement.figure(f"e.batch{batch}.{peer}.of_limit", Figure.of([limit / one for one in each]))
+        bound = f"{1e3 * limit:.2f} ms ({'memory' if memory >= arithmetic else 'arithmetic'})"
+        shares = [f"{limit / statistics.median(each):.0%}" for each in steps.values()]
+        rows.append([str(batch), bound, *bench.compare(f"E.batch{batch}", steps, 1e3, "ms"), *shares])
+    head = ["batch", "limit", *bench.heads(), *(f"{peer} of the limit" for peer in bench.fleet.engines)]
+    bench.measurement.table("e", "E: milliseconds of a step beside the machine's limit", head, rows)
+
+
+def curves(bench: Bench) -> None:
+    """F: milliseconds of a decode step as the context grows and as the batch grows"""
+    sizes, panels = bench.sizes, []
+    points = {
+        "context": [(sizes.context_batch, context) for context in sizes.contexts],
+        "batch": [(batch, sizes.batch_context) for batch in sizes.batches],
+    }
+    for axis, pairs in points.items():
+        rows, lines = [], {peer: [] for peer in bench.fleet.engines}
+        for batch, context in pairs:
+            dear, x = batch * context > DEAR_TOKENS, context if axis == "context" else batch
+            request = lambda i: bench.decode(batch, context, i)  # noqa: E731
+            rounds = 1 if dear else min(3, bench.fleet.rounds)
+            steps = bench.turns("long", "any", request, "step_seconds", rounds, warm_up=not dear)
+            rows.append([str(x), *bench.compare(f"F.{axis}{x}", steps, 1e3, "ms")])
+            for peer, each in steps.items():
+                lines[peer].append((x, 1e3 * statistics.median(each)))
+        fixed = f"batch {sizes.context_batch}" if axis == "context" else f"context {sizes.batch_context}"
+        title = f"F: milliseconds of a step over the {axis} ({fixed})"
+        bench.measurement.table(f"f.{axis}", title, [axis, *bench.heads()], rows)
+        panels.append(Panel(f"{axis} ({fixed})", "milliseconds of a decode step", lines))
+    bench.measurement.facts(curves=[panel.lines for panel in panels])
+
+
+CASES = {"A": throughput, "B": long_tail, "C": small_batches, "D": overhead, "E": machine_limit, "F": curves}
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines are ended too
     arguments = parse_arguments()
-    cases = chosen_cases(arguments.cases)
-    if "B" in cases and arguments.trace is not None:
-        trace_lengths(Path(arguments.trace), 1, 1, arguments.seed)  # bad input is said before anything is measured
-    sizes = QUICK if arguments.quick else FULL
-    pythons, left_out = known_peers(filter(None, arguments.peers.split(",")), arguments.vllm_python)
-    screen = console()
+    cases, sizes = arguments.cases, QUICK if arguments.quick else Sizes()
+    measurement = Measurement("generation", arguments)
+    pythons = {OWN: sys.executable}
+    for peer in filter(None, arguments.peers.split(",")):
+        if peer not in PEERS:
+            raise InputError(f"--peers: {peer!r} is unknown; give some of {','.join(PEERS)}")
+        if peer == "vllm" and arguments.vllm_python is None:
+            measurement.say("vllm is left out: no --vllm-python; benchmarks/setup_peers.sh makes its environment")
+            continue
+        vllm = peer == "vllm"
+        pythons[peer] = peer_python("--vllm-python", arguments.vllm_python, peer) if vllm else sys.executable
     trace = Path(arguments.trace or TRACE)
     if "B" in cases and arguments.trace is None and not trace.exists():
         cases.remove("B")
-        left_out["B"] = f"no --trace, and {TRACE.name} is not beside the repository"
-    for name, reason in left_out.items():
-        screen.print(f"{name} is left out: {reason}", highlight=False)
-    load = os.getloadavg()[0]
+        measurement.say(f"B is left out: no --trace, and {TRACE.name} is not beside the repository")
+    if "B" in cases:
+        trace_lengths(trace, 1, 1, arguments.seed)  # bad input is said before anything is measured
+    rounds = 1 if arguments.quick else arguments.rounds
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        models = write_models(folder, sizes, arguments.quick, arguments.seed)
-        rounds = 1 if arguments.quick else arguments.rounds
-        with Fleet(pythons, arguments.threads, rounds, folder, screen) as fleet:
-            bench = Bench(fleet, sizes, arguments.seed, models, trace, screen)
-            screen.print("Configurations, tried briefly:" if not arguments.no_trial else "Configurations: no trial")
-            tried = choose(fleet, models["small"], None if arguments.no_trial or arguments.quick else bench.trial)
-            configurations = report_chosen(fleet, screen)
-            results = run_cases(cases, bench)
-            result = {
-                "benchmark": "generation",
-                "machine": {**machine(), "threads": arguments.threads, "load_before": load},
-                "ended": time.strftime("%Y-%m-%dT%H:%M:%S"),
-                "rounds": rounds,
-                "seed": arguments.seed,
-                "quick": arguments.quick,
-                "sampling": "temperature 1 over the whole vocabulary, forced lengths, float32",
-                "versions": fleet.versions,
-                "left_out": left_out,
-                "configurations": configurations,
-                "tried": tried,
-                "idle_cpu_share": fleet.idle_shares(),
-                "ratios": {case: found["ratios"] for case, found in results.items() if "ratios" in found},
-                "goals": [] if arguments.quick else goals(results),
-                "cases": results,
-            }
-    for peer, share in result["idle_cpu_share"].items():
-        if share > IDLE_LIMIT:
-            screen.print(f"{peer} took {share:.0%} of a core while idle: the figures are not to be trusted")
+        models = write_models(Path(name), sizes, arguments.quick, arguments.seed)
+        with Fleet({**pythons, LIMITS: sys.executable}, arguments.threads, rounds, Path(name)) as fleet:
+            bench = Bench(fleet, sizes, arguments.seed, models, trace, measurement)
+            trial = None if arguments.no_trial or arguments.quick else bench.trial
+            tried = fleet.choose(models["small"], trial, measurement.say)
+            measurement.table("trial", "Configurations", ("engine", "configuration", "many", "few"), tried)
+            for case in cases:
+                measurement.say(CASES[case].__doc__ or case)
+                if case in "EF":
+                    fleet.close()  # another model: the processes of the last one need their memory no more
+                CASES[case](bench)
+            chosen = {peer: {kind: one.name for kind, one in kinds.items()} for peer, kinds in fleet.chosen.items()}
+            measurement.facts(threads=arguments.threads, versions=fleet.versions, configurations=chosen)
+    result = measurement.finish()
     if arguments.plot:
-        write_bytes(arguments.plot, draw(results["F"]))
-    finish(result, arguments.out)
+        labels = ("context, tokens", "batch, sequences")
+        lines = result["facts"]["curves"]
+        plot(arguments.plot, [Panel(x, "milliseconds of a decode step", each) for x, each in zip(labels, lines)])
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = options(__doc__, rounds=5)
     parser.add_argument("--cases", default=",".join(CASES), help="such as A,C")
-    parser.add_argument("--peers", default="vllm,transformers", help="engines to compare with")
+    parser.add_argument("--peers", default=",".join(PEERS), help="engines to compare with")
     parser.add_argument("--vllm-python", metavar="FILE", help="Python of vLLM's environment; none leaves vLLM out")
     parser.add_argument("--threads", type=counting, default=os.cpu_count(), help="of each engine")
-    parser.add_argument("--rounds", type=counting, default=5, help="in which the engines are asked in turns")
-    parser.add_argument("--seed", type=counting, default=1)
     parser.add_argument("--trace", metavar="FILE", help=f"CSV with a column num_decode_tokens, for B [{TRACE.name}]")
     parser.add_argument("--no-trial", action="store_true", help="take the first configuration of each engine")
-    parser.add_argument("--quick", action="store_true", help="one round of small sizes without trial")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the curves of F")
-    parser.add_argument("--out", metavar="FILE", help="also write the JSON object here")
     arguments = parser.parse_args()
-    if arguments.plot and "F" not in chosen_cases(arguments.cases):
+    names = {word.strip().upper() for word in arguments.cases.split(",")}
+    if unknown := sorted(names - set(CASES)):
+        raise InputError(f"--cases {arguments.cases}: {unknown[0]!r} is not a case; give some of {','.join(CASES)}")
+    if arguments.plot and "F" not in names:
         raise InputError(f"--plot {arguments.plot} draws case F, which --cases {arguments.cases} leaves out; add F")
+    arguments.cases = sorted(names)
     return arguments
-
-
-def chosen_cases(text: str) -> list[str]:
-    """Letters of the cases, in order. Raises InputError for another."""
-    names = [word.strip().upper() for word in text.split(",")]
-    for name in names:
-        if name not in CASES:
-            raise InputError(f"--cases {text}: {name!r} is not a case; give some of {','.join(CASES)}")
-    return sorted(set(names))
 
 
 def write_models(folder: Path, sizes: Sizes, quick: bool, seed: int) -> dict[str, Model]:
     """Random checkpoints in Hugging Face layout: small for A-D, large for E, and small with a long context for F."""
-    room = sizes.decode_steps + SPARE
-    limit = sizes.limit_context + room
-    longest = max(sizes.contexts) + room
-    long_tokens = max(sizes.context_batch * longest, max(sizes.batches) * (sizes.batch_context + room))
-    rows = (
-        ("small", SMALL, sizes.context, sizes.sequences, sizes.sequences * sizes.context),
-        ("large", SMALL if quick else LARGE, limit, max(sizes.limit_batches), max(sizes.limit_batches) * limit),
-        ("long", SMALL, longest, max(*sizes.batches, sizes.context_batch), long_tokens),
-    )
-    return {
-        name: Model(write_model(folder / name, shape, context, seed), max_sequences, cache_tokens)
-        for name, shape, context, max_sequences, cache_tokens in rows
-    }
-
-
-def write_model(folder: Path, shape: dict[str, int], context: int, seed: int) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    torch.manual_seed(seed)
-    config = LlamaConfig(**shape, head_dim=HEAD_DIM, max_position_embeddings=context)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    room = sizes.decode_steps + SPARE
+    limit, longest = sizes.limit_context + room, max(sizes.contexts) + room
+    long_tokens = max(sizes.context_batch * longest, max(sizes.batches) * (sizes.batch_context + room))
+    most = max(sizes.limit_batches)
+    models = {}
+    for name, shape, context, max_sequences, cache_tokens in (
+        ("small", SMALL, sizes.context, sizes.sequences, sizes.sequences * sizes.context),
+        ("large", SMALL if quick else LARGE, limit, most, most * limit),
+        ("long", SMALL, longest, max(*sizes.batches, sizes.context_batch), long_tokens),
+    ):
+        torch.manual_seed(seed)
+        config = LlamaConfig(**shape, head_dim=HEAD_DIM, max_position_embeddings=context)
+        LlamaForCausalLM(config).save_pretrained(folder / name)
+        models[name] = Model(folder / name, max_sequences, cache_tokens)
+    return models
 
 
-def report_chosen(fleet: Fleet, screen: Any) -> dict[str, Any]:
-    """What each engine runs in, printed and for the JSON object."""
-    found: dict[str, Any] = {}
-    for peer in fleet.engines:
-        found[peer] = {
-            kind: {"name": chosen.name, "arguments": chosen.arguments, "environment": chosen.environment}
-            for kind, chosen in fleet.chosen[peer].items()
-        }
-        kinds = ", ".join(f"{kind}: {chosen.name}" for kind, chosen in fleet.chosen[peer].items())
-        screen.print(f"{peer} runs {kinds}", highlight=False)
-    return found
+def product_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
+    """(outputs, inputs) of each matrix product of a step, in order."""
+    heads_dim = spec.heads * spec.head_dim
+    qkv = heads_dim + 2 * spec.kv_heads * spec.head_dim
+    layer = [(qkv, spec.hidden), (spec.hidden, heads_dim), (2 * spec.mlp, spec.hidden), (spec.hidden, spec.mlp)]
+    return layer * spec.layers + [(spec.vocab, spec.hidden)]
 
 
-def run_cases(cases: list[str], bench: Bench) -> dict[str, Any]:
-    results = {}
-    for case in cases:
-        bench.screen.print(f"{case}: {CASES[case].__doc__.partition(': ')[2]}", highlight=False)
-        if case in "EF":
-            bench.fleet.close()  # another model: the processes of the last one need their memory no more
-        results[case] = CASES[case](bench)
-    return results
+def step_bytes(spec: ModelSpec, batch: int, context: int) -> int:
+    """That a float32 decode step must move: weights once (of the embedding only the rows looked up), KV once."""
+    weights = spec.layers * spec.layer_parameters + spec.hidden + spec.embedding_parameters + batch * spec.hidden
+    return 4 * weights + batch * (context + 1) * spec.kv_bytes_per_token(4)
 
 
-def goals(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """The goals that this run measured, and whether they are reached."""
-    found = [
-        {"case": case, "figure": f"{peer} seconds / {OWN} seconds", "goal": goal, "measured": ratio["ratio"]}
-        for case, peer, goal in GOALS
-        if (ratio := results.get(case, {}).get("ratios", {}).get(peer))
-    ]
-    for row in found:
-        row["reached"] = row["measured"] >= row["goal"]
-    if "D" in results:
-        share = results["D"]["rows"][0]["share_outside"]
-        figure = "share of a decode step outside the forward pass"
-        found.append(
-            {"case": "D", "figure": figure, "goal": OUTSIDE_GOAL, "measured": share, "reached": share < OUTSIDE_GOAL}
-        )
-    return found
+def step_flops(spec: ModelSpec, batch: int, context: int) -> int:
+    attention = 4 * spec.layers * spec.heads * spec.head_dim * context
+    return batch * (2 * sum(n * k for n, k in product_shapes(spec)) + attention)
+
+
+def trace_lengths(path: Path, count: int, longest: int, seed: int) -> list[int]:
+    """`count` response lengths drawn from a trace, scaled so that the longest of them is `longest`."""
+    if not path.exists():
+        raise InputError(f"--trace {path} is not there; give a CSV file with a column num_decode_tokens")
+    try:
+        with path.open() as file:
+            known = [int(row["num_decode_tokens"]) for row in csv.DictReader(file)]
+    except (KeyError, ValueError) as error:
+        raise InputError(f"--trace {path}: num_decode_tokens is not a column of whole numbers ({error})") from None
+    if len(known) < count:
+        raise InputError(f"--trace {path} holds {len(known)} requests, {count} are needed; give a longer one")
+    drawn = random.Random(seed).sample(known, count)
+    return [max(1, round(length * longest / max(drawn))) for length in drawn]
 
 
 if __name__ == "__main__":

@@ -1,219 +1,405 @@
 """Generation and inference of one iteration, fused beside serial, on two instances of one CPU machine.
 
-    python benchmarks/inter_stage.py --out fused.json --trace trace.json --markdown table.md
-    python benchmarks/inter_stage.py --quick             the same in small, to see that it runs: no measurement
+    python benchmarks/inter_stage.py [--trace trace.json]
 
-Two processes with one thread each hold a generation instance and an inference worker each, made of random Llamas: the
-product's engine, scorer and inter-stage runtime. The actor and the reference are of one shape, critic and reward model
-of another (1:2 and 2:1, as in the paper's pairs of models). Prompts are random tokens; prompt and output lengths are
-those of requests of a real trace, scaled to the longest allowed, and are forced.
-
-First decode steps, prefills, scoring and loading are profiled on each rank while the other one is idle, decodes and
-scores, and the moving of keys and values between the ranks; what lies between the points is interpolated. The simulator
-predicts every R_t with these costs and chooses one. Then serial (R_t = 0) and every other R_t run in turns, in the
-opposite order every other round, and all must give the same tokens, log-probabilities, values and rewards, bit for bit.
-The fastest of so many is fast by luck too, so the R_t chosen and the fastest one run in turn once more, and these runs
-alone say how far the choice lies behind the best.
-
-`bound` is 1 + T_inf / T_gen. `ideal` is the best that this n and m allow: migration and loading free, scoring cut as
-finely as one likes. `cpu_share` is the processor time that the computing threads got of the time that their work took:
-below 1 something else ran on the machine, and the figures are not to be trusted.
-
-Nothing else should run meanwhile. Progress goes to stderr, one JSON object to stdout.
+Two processes of one thread hold a generation instance and an inference worker each, of random Llamas; lengths are those
+of a real trace, scaled, and forced. Costs are fitted to a few runs, as a training fits them to its iterations; every
+R_t is predicted with them and run in turn, the chosen and the fastest once more. All runs must give the same bits.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import math
 import statistics
-import time
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from inter_stage_cases import (
-    FULL,
-    INSTANCES,
-    PERCENTS,
-    QUICK,
-    QUICK_PERCENTS,
-    ROLES,
-    TRACE,
-    Sizes,
-    batch_lengths,
-    context_batches,
-    packs,
-    thresholds,
-)
-from inter_stage_figures import Point, figures, goals, trace_spans
-from inter_stage_profile import Profile
-from inter_stage_runs import Run
-from inter_stage_tables import line, markdown
-from rank_processes import ALLOCATOR, Ranks, warn_of_company
-from rich.console import Console
-from search_runs import console, counting, finish, machine, named
+import numpy as np
+from harness import DATA, Figure, Measurement, named, options, take_turns
+from processes import ALLOCATOR, Ranks
 
-from rlhfuse.costs.analytic import NEIGHBOURS
-from rlhfuse.costs.grid import Grid
-from rlhfuse.costs.profiled import ProfiledCost
-from rlhfuse.errors import run_program
-from rlhfuse.files import write_text
+from rlhfuse.config.spec import ModelSpec
+from rlhfuse.costs.analytic import largest_flat_batch
+from rlhfuse.costs.measured import BytesObservation, DecodeObservation, MeasuredCost, TokensObservation
+from rlhfuse.decisions.migration import MigrationPlan
+from rlhfuse.errors import InputError, run_program
 from rlhfuse.monitor.trace import Span, save_trace
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.iteration import GenInferTimeline, move_cost, simulate_gen_infer
-from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 from rlhfuse.simulator.threshold import sweep_threshold
 
-QUICK_ROUNDS = 2
-REPEATS, QUICK_REPEATS = 3, 2  # of each piece of work in the profile
-MORE_ROUNDS = 1  # for serial and the chosen R_t, for each round of the sweep
-FINAL_ROUNDS = 7  # of the chosen R_t and the fastest of the sweep
-WORKER = "inter_stage_worker:FusionRank"
+INSTANCES = 2
+ROLES = ("actor", "reference", "critic", "reward")
+HEAD_DIM = 64
+BLOCK_TOKENS = 16
+ELEMENT_BYTES = 4  # float32
+PERCENTS, QUICK_PERCENTS = (0, 5, 10, 20, 30, 40, 50, 60, 80, 95), (0, 20, 60)  # of the batch: the R_t that are swept
+FIT_PERCENTS = (0, 20, 50)  # of the runs that costs are fitted to
+TRACE = DATA / "traces" / "arxiv_llama2tok.csv"
+QUICK_ROUNDS, FINAL_ROUNDS = 2, 7  # the last: of the R_t chosen and the fastest of the sweep
+GAP_SECONDS = 0.2  # between two runs in the trace
+SPEEDUP_GOAL = 1.2
+AGREEMENT_GOAL = 0.02  # of generation
+MIGRATION_GOAL = 0.03  # of the stage
+ERROR_GOAL = 0.10  # mean, predicted against measured
+CHOICE_GOAL = 0.05  # chosen R_t over the best measured
+ALONE = 0.97  # of the processor time that the work took: with less the ranks were not alone
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Models, batch and packs; reference and actor are of one shape, critic and reward model of another."""
+
+    name: str  # layers of the actor : layers of critic and reward
+    layers: int
+    scorer_layers: int
+    hidden: int
+    mlp: int
+    vocab: int
+    samples: int
+    max_prompt: int
+    max_output: int
+    score_tokens: int  # of one pack
+
+    def spec(self, role: str) -> ModelSpec:
+        layers = self.layers if role in ("actor", "reference") else self.scorer_layers
+        heads, context = self.hidden // HEAD_DIM, self.max_prompt + self.max_output
+        return ModelSpec("llama", layers, self.hidden, heads, heads, HEAD_DIM, self.mlp, self.vocab, context)
+
+    @property
+    def blocks(self) -> int:
+        """KV blocks of an instance: a quarter of all samples at their longest; few get there."""
+        return max(self.samples * -(-(self.max_prompt + self.max_output) // BLOCK_TOKENS) // 4, 5 * self.samples)
+
+    def limits(self, costs: MeasuredCost, lengths: SampleLengths) -> InstanceLimits:
+        """BS_max from the costs at the batch's median context, as a training run finds it."""
+        median = float(np.median(np.asarray(lengths.prompt) + np.asarray(lengths.output) / 2))
+        token_bytes = self.spec("actor").kv_bytes_per_token(ELEMENT_BYTES)
+        return InstanceLimits(
+            max_sequences=self.samples,
+            kv_capacity_bytes=self.blocks * BLOCK_TOKENS * token_bytes,
+            kv_bytes_per_token=token_bytes,
+            block_tokens=BLOCK_TOKENS,
+            bs_max=largest_flat_batch(costs, median, self.samples),
+            max_prompt_tokens=self.max_prompt,
+            max_output_tokens=self.max_output,
+            score_tokens=self.score_tokens,
+        )
+
+
+FULL = (
+    Sizes("1:2", 6, 12, 640, 1728, 1024, 64, 32, 384, 512),
+    Sizes("2:1", 6, 3, 640, 1728, 1024, 64, 32, 384, 512),
+)
+QUICK = (
+    Sizes("1:2", 2, 4, 256, 704, 512, 12, 16, 64, 128),
+    Sizes("2:1", 2, 1, 256, 704, 512, 12, 16, 64, 128),
+)
+
+
+def batch_lengths(source: str | Path, sizes: Sizes, seed: int) -> SampleLengths:
+    """Requests drawn from a trace, prompts and outputs each scaled so that the batch's longest is the longest allowed.
+
+    Raises InputError for a trace that is not there or has no lengths of prompts.
+    """
+    trace = load_lengths(source)
+    if trace.prompt_column is None:
+        raise InputError(f"{source} has no column of prompt lengths; give a trace that has both")
+    (drawn,) = trace.lengths.draw(sizes.samples, 1, seed)
+    return SampleLengths(scaled(drawn.prompt, sizes.max_prompt), scaled(drawn.output, sizes.max_output))
+
+
+def scaled(values: Sequence[int], longest: int) -> tuple[int, ...]:
+    """The longest value becomes `longest`, none less than 1."""
+    return tuple(max(1, math.ceil(value * longest / max(values))) for value in values)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Generation and inference of the batch, as the ranks told it."""
+
+    ranks: Sequence[Mapping[str, Any]]
+
+    @property
+    def seconds(self) -> float:
+        return max(rank["total_seconds"] for rank in self.ranks)
+
+    @property
+    def generation_seconds(self) -> float:
+        return self.ranks[0]["generation_seconds"]
+
+    def _generating(self, instance: int) -> list[tuple[str, float, float]]:
+        return [span for span in self.ranks[instance]["spans"] if span[0] == "generate"]
+
+    @property
+    def migration_seconds(self) -> float:
+        """From the last instance's last step before the trigger until the last destination decodes again."""
+        if not self.ranks[0]["plans"]:
+            return 0.0
+        plan = MigrationPlan.parse(self.ranks[0]["plans"][0])
+        begun = max(self._generating(instance)[0][2] for instance in range(len(self.ranks)))
+        return max(self._generating(instance)[1][1] for instance in plan.destinations) - begun
+
+    @property
+    def cpu_share(self) -> float:
+        """Processor time that the computing threads got, over the time that their work took."""
+        observed = self.ranks[0]["observations"]
+        busy = sum(seconds_of(row) for kind in ("decode", "prefill", "score") for row in observed[kind])
+        return sum(rank["cpu_seconds"] for rank in self.ranks) / busy
+
+
+def seconds_of(row: Sequence[Any]) -> float:
+    """Of an observation: its last number, behind which the neighbour may be named."""
+    return [value for value in row if not isinstance(value, str)][-1]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One R_t; 0 is serial."""
+
+    threshold: int
+    predicted: GenInferTimeline
+    ideal: GenInferTimeline  # migration and loading free
+    runs: Sequence[Run]  # by round
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(run.seconds for run in self.runs)
+
+    @property
+    def error(self) -> float:
+        return self.predicted.total_seconds / self.seconds - 1
+
+    def median(self, name: str) -> float:
+        return statistics.median(getattr(run, name) for run in self.runs)
+
+    @property
+    def middle(self) -> Run:
+        """The run of the median."""
+        return sorted(self.runs, key=lambda run: run.seconds)[len(self.runs) // 2]
+
+    def ideal_seconds(self, work: float) -> float:
+        """With free migration and loading, and `work` seconds of scoring, cut as finely as one likes.
+
+        The destinations score from the end of generation G on, the freed from the trigger t: n instances end together
+        after max(G, (m G + (n - m) t + work) / n).
+        """
+        generation = self.ideal.generation_seconds
+        if not self.ideal.plans:
+            return generation + work / INSTANCES
+        count, trigger = len(self.ideal.plans[-1].destinations), self.ideal.trigger_seconds[-1]
+        return max(generation, (count * generation + (INSTANCES - count) * trigger + work) / INSTANCES)
+
+
+# rows as a run observes them: what work is taken to cost before any run was seen, and where a run saw none of a kind
+GUESS = {
+    "decode": [(1, 32, 5e-3), (8, 256, 8e-3)],
+    "prefill": [(32, 1, 5e-3)],
+    "score": [(512, 8, 0.2)],
+    "migration": [(1 << 20, 2e-3)],
+    "load": [(0.0,)],
+    "meeting": [(0.0,)],
+    "release": [(0.0,)],
+}
+
+
+def fit_costs(runs: Sequence[Run], free_moves: bool = False) -> MeasuredCost:
+    """From what the runs observed, as a training fits its costs; `free_moves`: migration and loading take no time."""
+    rows: dict[str, list[Any]] = {kind: [] for kind in GUESS}
+    for run in runs:
+        for kind, seen in run.ranks[0]["observations"].items():
+            rows[kind] += seen
+    rows = {kind: seen or list(GUESS[kind]) for kind, seen in rows.items()}
+    if free_moves:
+        rows |= {"migration": [(1, 0.0)], "load": [(0.0,)]}
+    return MeasuredCost.fit(
+        [DecodeObservation(*row) for row in rows["decode"]],
+        [TokensObservation(*row) for row in rows["prefill"]],
+        [TokensObservation(*row) for row in rows["score"]],
+        [BytesObservation(*row) for row in rows["migration"]],
+        *([row[0] for row in rows[kind]] for kind in ("load", "meeting", "release")),
+    )
 
 
 def main() -> None:
     arguments = parse_arguments()
     cases = named("--sizes", arguments.sizes, {sizes.name: sizes for sizes in (QUICK if arguments.quick else FULL)})
     lengths = {sizes.name: batch_lengths(arguments.lengths, sizes, arguments.seed) for sizes in cases}
-    screen = console()
-    load = os.getloadavg()[0]
-    rounds = QUICK_ROUNDS if arguments.quick else arguments.rounds
-    found: list[dict[str, Any]] = []
-    spans: list[Span] = []
-    begun = time.monotonic()
-    with Ranks(WORKER, {"OMP_NUM_THREADS": "1", **ALLOCATOR}) as ranks:
-        for sizes in cases:
-            ranks.ask("build", sizes, arguments.seed)
-            case, drawn = measure(sizes, lengths[sizes.name], ranks, rounds, arguments, spans, screen)
-            found.append(case)
-            spans += drawn
-            screen.print(line(case), highlight=False)
-            warn_of_company(screen, case["cpu_share"])
-    result = {
-        "benchmark": "inter_stage",
-        "machine": {**machine(), "ranks": INSTANCES, "threads": 1, "load_before": load},
-        "ended": time.strftime("%Y-%m-%dT%H:%M:%S"),
-        "seconds": time.monotonic() - begun,
-        "rounds": rounds,
-        "seed": arguments.seed,
-        "trace": str(arguments.lengths),
-        "quick": arguments.quick,
-        "goals": [] if arguments.quick else [goal for case in found for goal in goals(case["case"], case)],
-        "cases": found,
-    }
+    measurement, spans, rows, choices = Measurement("inter_stage", arguments), [], [], []
+    for sizes in cases:
+        made = {"sizes": asdict(sizes), "seed": arguments.seed}
+        with Ranks("inter_stage_rank:FusionRank", INSTANCES, ALLOCATOR, **made) as ranks:
+            row, choice = Case(sizes, lengths[sizes.name], ranks, arguments, measurement).measure(spans)
+        rows.append(row)
+        choices.append(choice)
+    head = ("models", "samples", "output p50, max", "T_inf/T_gen", "serial", "fused", "speedup", "predicted")
+    measurement.table("speed", "Generation with inference, fused beside serial", (*head, "ideal", "bound"), rows)
+    head = ("models", "R_t chosen", "fastest", "chosen over fastest", "in the sweep", "mean error", "agreement")
+    measurement.table("choice", "R_t", (*head, "migration", "pause", "moved", "had to move"), choices)
     if arguments.trace:
         save_trace(spans, arguments.trace)
-    if arguments.markdown:
-        write_text(arguments.markdown, markdown(found))
-    finish(result, arguments.out)
+    measurement.finish()
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = options(__doc__, rounds=3)
     parser.add_argument("--sizes", default=FULL[0].name, help=f"some of {', '.join(sizes.name for sizes in FULL)}")
     parser.add_argument("--lengths", default=TRACE, metavar="FILE", help="csv, jsonl or parquet with both lengths")
-    parser.add_argument("--rounds", type=counting, default=3, help="in which all R_t take turns")
-    parser.add_argument("--seed", type=counting, default=1)
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds of tiny models and three R_t")
     parser.add_argument("--trace", metavar="FILE", help="Chrome trace: predicted above, measured below")
-    parser.add_argument("--markdown", metavar="FILE", help="write the tables here")
-    parser.add_argument("--out", metavar="FILE", help="also write the JSON object here")
     return parser.parse_args()
 
 
-def measure(
-    sizes: Sizes,
-    lengths: SampleLengths,
-    ranks: Ranks,
-    rounds: int,
-    arguments: argparse.Namespace,
-    before: list[Span],
-    screen: Console,
-) -> tuple[dict[str, Any], list[Span]]:
-    """Profile, predict, let all R_t take turns; figures, and the spans of the median runs behind those `before`."""
-    ranks.ask("load", lengths, arguments.seed)
-    screen.print(f"{sizes.name}: profiling work beside {', '.join(NEIGHBOURS)} instances", highlight=False)
-    profile = profiled(sizes, ranks, QUICK_REPEATS if arguments.quick else REPEATS)
-    costs = profile.fit()
-    limits = sizes.limits(costs, lengths)
-    chosen = sweep_threshold(lengths, INSTANCES, costs, limits, max_triggers=1).threshold
-    percents = QUICK_PERCENTS if arguments.quick else PERCENTS
-    swept = tuple(sorted({*thresholds(sizes.samples, percents), chosen}))
-    turns = Turns(ranks, limits, costs, screen)
-    runs = turns.sweep(swept, chosen, rounds)
-    best = min(swept, key=lambda threshold: statistics.median(run.seconds for run in runs[threshold]))
-    final = turns.final(chosen, best, QUICK_ROUNDS if arguments.quick else FINAL_ROUNDS)
-    free = replace(costs, move=Grid(((1.0,),), (0.0,)), swap_in=0.0)
-    points = [
-        Point(r, simulated(lengths, costs, limits, r), simulated(lengths, free, limits, r), tuple(runs[r]))
-        for r in swept
-    ]
-    case = {
-        "case": sizes.name,
-        "parameters": {role: sizes.parameters(role) for role in ROLES},
-        "samples": sizes.samples,
-        "lengths": lengths.percentiles(),
-        "prompt_tokens": sum(lengths.prompt),
-        "output_tokens": sum(lengths.output),
-        "bs_max": limits.bs_max,
-        "step_of_8_over_1": profile.step_ratio(8),
-        **figures(points, chosen, final, len(turns.digests) == 1),
-        "profile": profile.table(costs),
-        "costs": costs.to_dict(),
-    }
-    begin = max((span.end_seconds for span in before), default=0.0)
-    return case, trace_spans(points, chosen, begin, sizes.name)
+class Case:
+    """One pair of models: fit, predict, let all R_t take turns."""
 
+    def __init__(
+        self,
+        sizes: Sizes,
+        lengths: SampleLengths,
+        ranks: Ranks,
+        arguments: argparse.Namespace,
+        measurement: Measurement,
+    ) -> None:
+        self.sizes, self.lengths, self.ranks, self.measurement = sizes, lengths, ranks, measurement
+        self.rounds, self.final_rounds, self.percents = arguments.rounds, FINAL_ROUNDS, PERCENTS
+        if arguments.quick:
+            self.rounds, self.final_rounds, self.percents = QUICK_ROUNDS, QUICK_ROUNDS, QUICK_PERCENTS
+        self.digests: set[str] = set()
+        ranks.ask("load", lengths, arguments.seed)
 
-def profiled(sizes: Sizes, ranks: Ranks, repeats: int) -> Profile:
-    """Each rank in turn beside each neighbour, after one unmeasured turn that loads all kernels."""
-    ranks.ask("profile", 0, "idle", ((1, 1),), ((1, 2),), 1)
-    ranks.ask("profile", 1, "idle", ((1, 1),), ((1, 2),), 1)
-    answers = [
-        (neighbour, ranks.ask("profile", rank, neighbour, context_batches(sizes), packs(sizes), repeats)[rank])
-        for neighbour in NEIGHBOURS
-        for rank in range(INSTANCES)
-    ]
-    contexts = (1, sizes.max_prompt, sizes.max_output // 2)
-    return Profile.of(answers, ranks.ask("migration", contexts, repeats)[0])
+    def measure(self, spans: list[Span]) -> tuple[list[str], list[str]]:
+        """Adds to `spans`; returns the rows of the speedups and of the choice."""
+        self._price([])
+        fitting = self._thresholds(FIT_PERCENTS)
+        for threshold in fitting:
+            self._run(threshold)  # compiles, allocates
+        self._price([self._run(threshold) for threshold in fitting])
+        chosen = sweep_threshold(self.lengths, INSTANCES, self.costs, self.limits, max_triggers=1).threshold
+        swept = sorted({*self._thresholds(self.percents), chosen})
+        runs = take_turns({str(r): lambda _, r=r: self._run(r) for r in swept}, self.rounds)
+        points = {r: self._point(r, runs[str(r)]) for r in swept}
+        best = min(swept, key=lambda r: points[r].seconds)
+        pairs = sorted({0, chosen, best})  # serial, the choice and the fastest once more, in pairs
+        final = take_turns({str(r): lambda _, r=r: self._run(r) for r in pairs}, self.final_rounds)
+        if len(self.digests) != 1:
+            raise RuntimeError(f"{self.sizes.name}: runs at different R_t left different bits")
+        spans += trace_spans(
+            [points[0], points[chosen]], max((s.end_seconds for s in spans), default=0.0), self.sizes.name
+        )
+        share = min(run.cpu_share for point in points.values() for run in point.runs)
+        self._figure("cpu_share", share)
+        if share < ALONE:
+            self.measurement.say(f"{self.sizes.name}: the ranks got {share:.0%} of the processor: they were not alone")
+        self._sweep_table(points, chosen)
+        seconds = {r: [run.seconds for run in final[str(r)]] for r in pairs}
+        return self._speed_row(points, chosen, seconds), self._choice_row(points, chosen, best, seconds, final)
 
+    def _price(self, runs: Sequence[Run]) -> None:
+        self.costs, self.free = fit_costs(runs), fit_costs(runs, free_moves=True)
+        self.limits = self.sizes.limits(self.costs, self.lengths)
 
-class Turns:
-    """Runs of generation and inference at one R_t after another, the order turned round every other time."""
+    def _thresholds(self, percents: Sequence[int]) -> list[int]:
+        """R_t in samples, ascending, each once."""
+        return sorted({(self.sizes.samples * percent + 50) // 100 for percent in percents})
 
-    def __init__(self, ranks: Ranks, limits: InstanceLimits, costs: ProfiledCost, screen: Console) -> None:
-        self._ranks, self._limits, self._screen = ranks, limits, screen
-        self._moving = move_cost(costs, limits)
-        self.digests: set[str] = set()  # of everything that came out
-
-    def sweep(self, swept: tuple[int, ...], chosen: int, rounds: int) -> dict[int, list[Run]]:
-        """Runs by R_t, in the order of rounds; serial and the chosen one have more of them."""
-        for threshold in (0, chosen):
-            self._run(threshold, "warm-up")
-        return self._rounds((*swept, *(0, chosen) * MORE_ROUNDS), rounds, "sweep")
-
-    def final(self, chosen: int, best: int, rounds: int) -> dict[int, list[Run]]:
-        """Runs of the R_t chosen and of the fastest of the sweep; none where they are the same."""
-        return self._rounds((chosen, best), rounds, "choice against best") if chosen != best else {}
-
-    def _rounds(self, turn: tuple[int, ...], rounds: int, name: str) -> dict[int, list[Run]]:
-        runs: dict[int, list[Run]] = {threshold: [] for threshold in turn}
-        for number in range(rounds):
-            for threshold in turn if number % 2 == 0 else reversed(turn):
-                runs[threshold].append(self._run(threshold, f"{name}, round {number + 1} of {rounds}"))
-        return runs
-
-    def _run(self, threshold: int, name: str) -> Run:
-        run = Run.of(self._ranks.ask("run", (threshold,) if threshold else (), self._limits, self._moving))
-        self._screen.print(f"{name}: R_t {threshold}: {run.seconds:.2f} s", highlight=False)
-        self.digests |= {rank.digest for rank in run.ranks}
+    def _run(self, threshold: int) -> Run:
+        triggers = (threshold,) if threshold else ()
+        run = Run(self.ranks.ask("run", triggers, self.limits, move_cost(self.costs, self.limits)))
+        self.measurement.say(f"{self.sizes.name}, R_t {threshold}: {run.seconds:.2f} s")
+        self.digests |= {rank["digest"] for rank in run.ranks}
         return run
 
+    def _point(self, threshold: int, runs: Sequence[Run]) -> Point:
+        timelines = (
+            simulate_gen_infer(self.lengths, INSTANCES, costs, self.limits, (threshold,) if threshold else ())
+            for costs in (self.costs, self.free)
+        )
+        return Point(threshold, *timelines, runs)
 
-def simulated(lengths: SampleLengths, costs: ProfiledCost, limits: InstanceLimits, threshold: int) -> GenInferTimeline:
-    return simulate_gen_infer(lengths, INSTANCES, costs, limits, (threshold,) if threshold else ())
+    def _figure(self, name: str, value: Figure | float, unit: str = "") -> Figure:
+        return self.measurement.figure(f"{self.sizes.name.replace(':', 'to')}.{name}", value, unit)
+
+    def _sweep_table(self, points: Mapping[int, Point], chosen: int) -> None:
+        rows = []
+        for r, point in points.items():
+            predicted, early = point.predicted, statistics.median(run.ranks[0]["early"] for run in point.runs)
+            seconds = [f"{value:.2f} s" for value in (point.seconds, predicted.total_seconds)]
+            generation = [point.median("generation_seconds"), predicted.generation_seconds]
+            ends = [*(f"{value:.2f} s" for value in generation), f"{early:.0f} of {self.sizes.samples}"]
+            rows.append([f"{r}{' (chosen)' if r == chosen else ''}", *seconds, f"{point.error:+.1%}", *ends])
+        head = ("R_t", "measured", "predicted", "error", "generation", "predicted", "scored before its end")
+        name = self.sizes.name
+        self.measurement.table(f"{name.replace(':', 'to')}.sweep", f"{name}: every R_t", head, rows)
+
+    def _speed_row(self, points: Mapping[int, Point], chosen: int, seconds: Mapping[int, Sequence[float]]) -> list[str]:
+        serial, fused = points[0], points[chosen]
+        speedup = self._figure("speedup", Figure.ratio(seconds[0], seconds[chosen]).at_least(SPEEDUP_GOAL))
+        predicted = self._figure("speedup_predicted", serial.predicted.total_seconds / fused.predicted.total_seconds)
+        generation = serial.median("generation_seconds")
+        share = self._figure("inference_over_generation", serial.seconds / generation - 1).value
+        work = sum(span.end - span.start for span in serial.ideal.spans if span.kind == "score")
+        best = min(point.ideal_seconds(work) for point in points.values())
+        ideal = self._figure("ideal", serial.ideal_seconds(work) / best).value
+        lengths = self.lengths.percentiles()
+        medians = [self._figure(name, Figure.of(seconds[r], "s")) for name, r in (("serial", 0), ("fused", chosen))]
+        cells = [str(self.sizes.samples), f"{lengths['p50']}, {lengths['max']}", f"{share:.2f}"]
+        ends = [speedup.text(), *(f"{value:.2f}" for value in (predicted.value, ideal, 1 + share))]
+        return [self.sizes.name, *cells, *(f"{median.value:.2f} s" for median in medians), *ends]
+
+    def _choice_row(
+        self,
+        points: Mapping[int, Point],
+        chosen: int,
+        best: int,
+        seconds: Mapping[int, Sequence[float]],
+        final: Mapping[str, Sequence[Run]],
+    ) -> list[str]:
+        """The fastest of so many is fast by luck too: the later pairs say how far the choice lies behind it."""
+        behind = Figure.of([a / b - 1 for a, b in zip(seconds[chosen], seconds[best])])
+        behind = self._figure("chosen_over_best", behind.at_most(CHOICE_GOAL))
+        swept = self._figure("chosen_over_best_of_sweep", points[chosen].seconds / points[best].seconds - 1)
+        errors = Figure.of([abs(point.error) for point in points.values()])
+        mean = statistics.mean(abs(point.error) for point in points.values())
+        error = self._figure("mean_error", replace(errors, value=mean).at_most(ERROR_GOAL))
+        runs = final[str(chosen)]
+        agreement = [run.ranks[0]["agreement_seconds"] / run.generation_seconds for run in runs]
+        migration = [run.migration_seconds / run.seconds for run in runs]
+        shares = [
+            self._figure("agreement", Figure.of(agreement).at_most(AGREEMENT_GOAL)),
+            self._figure("migration", Figure.of(migration).at_most(MIGRATION_GOAL)),
+        ]
+        pause = self._figure("pause", Figure.of([1e3 * run.ranks[0]["pause_seconds"] for run in runs], "ms"))
+        moved = [
+            self._figure(name, Figure.of([run.ranks[0][name] for run in runs], "bytes"))
+            for name in ("migrated_bytes", "needed_bytes")
+        ]
+        ratio = self.costs.decode_step_seconds(8, 8 * 32) / self.costs.decode_step_seconds(1, 32)
+        self._figure("step_of_8_over_1", ratio)
+        cells = [str(chosen), str(best), *(f"{figure.value:.1%}" for figure in (behind, swept, error))]
+        ends = [f"{pause.value:.0f} ms", *(f"{figure.value / 1e6:.2f} MB" for figure in moved)]
+        return [self.sizes.name, *cells, *(f"{figure.value:.2%}" for figure in shares), *ends]
+
+
+def trace_spans(points: Sequence[Point], begin: float, case: str) -> list[Span]:
+    """The median runs of serial and the chosen R_t, predicted and measured, one after the other."""
+    spans: list[Span] = []
+    for point in points:
+        facts, run = {"case": case, "R_t": point.threshold}, point.middle
+        for span in point.predicted.spans:
+            if span.kind != "idle":
+                kind = "load" if span.kind == "swap_in" else span.kind
+                ends = begin + span.start, begin + span.end
+                spans.append(Span(kind, kind, span.instance, *ends, "predicted", facts))
+        shift = begin - min(rank["begin"] for rank in run.ranks)
+        for number, rank in enumerate(run.ranks):
+            for kind, first, last in rank["spans"]:
+                spans.append(Span(kind, kind, number, shift + first, shift + last, "measured", facts))
+        begin = max(span.end_seconds for span in spans) + GAP_SECONDS
+    return spans
 
 
 if __name__ == "__main__":

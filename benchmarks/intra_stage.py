@@ -174,7 +174,7 @@ def measure(
     spans: list[Span],
 ) -> list[str]:
     """Profile, make the schedules, let the sides take turns; adds to `spans` and returns the row of the table."""
-    name = f"{sizes.name} M={microbatches}"
+    name = f"{sizes.name.replace(':', 'to').replace('.', '_')}_m{microbatches}"
     ranks.ask("load", microbatches, {})
     profiles = ranks.ask("profile", PROFILE_CYCLES)
     times = {key: statistics.median(values) for answer in profiles for key, values in answer.items()}
@@ -199,7 +199,7 @@ def measure(
     add_executor(name, measurement, rounds[FUSED], ranks.ask("transfer")[0])
     add_details(name, measurement, schedules, times, rounds)
     spans += trace_spans(name, schedules, rounds, max((span.end_seconds for span in spans), default=0.0))
-    return add_speedups(name, measurement, schedules, rounds)
+    return [sizes.name, str(microbatches), *add_speedups(name, measurement, schedules, rounds)]
 
 
 def problem_of(microbatches: int, times: Times) -> FusionProblem:
@@ -247,7 +247,7 @@ def side_programs(schedules: Schedules) -> dict[str, tuple[tuple[str, ...], ...]
 def add_speedups(
     name: str, measurement: Measurement, schedules: Schedules, rounds: Mapping[str, Sequence[Round]]
 ) -> list[str]:
-    """Speedups of the fused side beside what the schedules promise, and the row of the table."""
+    """Speedups of the fused side beside what the schedules promise, and cells of the table."""
     seconds = {side: [run.seconds for run in runs] for side, runs in rounds.items()}
     medians = {
         side: measurement.figure(f"{name}.{side}", Figure.of(values, "s")).value for side, values in seconds.items()
@@ -265,7 +265,7 @@ def add_speedups(
     steps = measurement.figure(f"{name}.with_steps", Figure.ratio(seconds[SERIAL_STEP], seconds[FUSED_STEP])).value
     measurement.say(f"{name}: {head.text()} against {baseline}, predicted {predicted:.2f}")
     cells = [f"{medians[side]:.3f} s" for side in SIDES[:4]]
-    return [*name.split(" M="), *cells, head.text(), f"{predicted:.2f}", f"{share:.3f}", f"{bound:.2f}", f"{steps:.2f}"]
+    return [*cells, head.text(), f"{predicted:.2f}", f"{share:.3f}", f"{bound:.2f}", f"{steps:.2f}"]
 
 
 def add_executor(name: str, measurement: Measurement, rounds: Sequence[Round], transfer: Mapping[str, float]) -> None:

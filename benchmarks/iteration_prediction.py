@@ -4,7 +4,7 @@
 
 Trains a run like examples/quickstart.yaml with both fusions, then tools/show_forecast.py predicts every iteration from
 the iterations before it. Lengths are the iteration's own in the first prediction, so that it shows the error of the
-costs alone, and those of the iterations before in the second. The first iterations, which compile kernels, are left out.
+costs alone, and those of the iterations before in the second. The first ones, which compile kernels, are left out.
 """
 
 from __future__ import annotations

@@ -1,11 +1,6 @@
-"""One engine under measurement, alone in its process: started and asked by generation.py over a pipe.
+"""One engine under measurement, alone in its process; generation.py asks it over a pipe.
 
-    PYTHON benchmarks/generation_worker.py '{"engine": "vllm", "model": FOLDER, ...}'
-
-Requests and answers are JSON, one a line: {"do": METHOD, ...arguments} -> {...}. Between two requests the process
-waits in a read and takes no CPU. What libraries print goes to stderr. Each engine has the same two methods:
-
-    generate    prompts with forced lengths, so many at a time -> seconds, tokens
+    generate    prompts with forced lengths, so many at a time -> seconds
     decode      all prompts at once, each step timed           -> seconds of a step when all of them decode
 
 Runs in the environment of the engine it measures: only that engine is imported, and nothing of rlhfuse for others.
@@ -13,10 +8,8 @@ Runs in the environment of the engine it measures: only that engine is imported,
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import sys
 import time
 from typing import Any
 
@@ -26,9 +19,20 @@ SPARE = 200  # tokens that the first sequence may draw while others of `decode` 
 Prompts = list[list[int]]
 
 
-class Vllm:
-    """vLLM. `configuration`: arguments of vllm.LLM. Whoever started this process set the environment, where vLLM
-    looks for the memory of its cache."""
+class Measured:
+    """An engine in this process."""
+
+    version: str
+
+    def facts(self) -> tuple[str, int]:
+        """Version and threads."""
+        import torch
+
+        return self.version, torch.get_num_threads()
+
+
+class Vllm(Measured):
+    """`configuration`: arguments of vllm.LLM. The size of its cache is in the environment, where vLLM looks for it."""
 
     def __init__(
         self, model: str, context: int, max_sequences: int, cache_tokens: int, configuration: dict[str, Any]
@@ -53,7 +57,9 @@ class Vllm:
         start = time.perf_counter()
         outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         seconds = time.perf_counter() - start
-        return {"seconds": seconds, "tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}
+        made = sum(len(output.outputs[0].token_ids) for output in outputs)
+        assert made == sum(lengths), f"{made} tokens of {sum(lengths)}"
+        return {"seconds": seconds}
 
     def decode(self, prompts: Prompts, steps: int, seed: int) -> dict[str, Any]:
         engine = self._llm.llm_engine
@@ -77,9 +83,8 @@ class Vllm:
         return self._params(temperature=1.0, max_tokens=length, min_tokens=0, ignore_eos=True, detokenize=False, **more)
 
 
-class Transformers:
-    """transformers.generate. `configuration`: attn_implementation of the model, whether to compile it, and the rest
-    goes to generate.
+class Transformers(Measured):
+    """`configuration`: attn_implementation of the model, whether to compile it, and the rest goes to generate.
 
     More requests than `at_once` run in static batches, each as long as its longest sequence.
     """
@@ -107,15 +112,13 @@ class Transformers:
 
     def generate(self, prompts: Prompts, lengths: list[int], at_once: int, seed: int) -> dict[str, Any]:
         self._torch.manual_seed(seed)
-        tokens = 0
         start = time.perf_counter()
         for first in range(0, len(prompts), at_once):
             asked = lengths[first : first + at_once]
             batch = self._torch.tensor(prompts[first : first + at_once])
             output = self._sample(batch, max(asked))
             assert output.shape[1] == batch.shape[1] + max(asked), f"{list(output.shape)}: ended early"
-            tokens += sum(asked)
-        return {"seconds": time.perf_counter() - start, "tokens": tokens}
+        return {"seconds": time.perf_counter() - start}
 
     def decode(self, prompts: Prompts, steps: int, seed: int) -> dict[str, Any]:
         self._torch.manual_seed(seed)
@@ -144,7 +147,7 @@ class Transformers:
             )
 
 
-class Rlhfuse:
+class Rlhfuse(Measured):
     """This project's engine. `configuration`: fields of EngineOptions but num_blocks and max_sequences."""
 
     def __init__(
@@ -164,11 +167,12 @@ class Rlhfuse:
         params = [self._params(max_tokens=length, ignore_eos=True, seed=seed) for length in lengths]
         start = time.perf_counter()
         results = self._engine.generate(prompts, params)
-        return {"seconds": time.perf_counter() - start, "tokens": sum(len(result.tokens) for result in results)}
+        seconds, made = time.perf_counter() - start, sum(len(result.tokens) for result in results)
+        assert made == sum(lengths), f"{made} tokens of {sum(lengths)}"
+        return {"seconds": seconds}
 
     def decode(self, prompts: Prompts, steps: int, seed: int) -> dict[str, Any]:
-        times = self._decoding(prompts, steps, seed)
-        return {"step_seconds": statistics.median(times)}
+        return {"step_seconds": statistics.median(self._decoding(prompts, steps, seed))}
 
     def share(self, prompts: Prompts, steps: int, seed: int) -> dict[str, Any]:
         """Of the decode steps of all prompts: seconds of a step, and of the forward pass inside it."""
@@ -239,7 +243,7 @@ class Rlhfuse:
         return times
 
 
-class Limits:
+class Limits(Measured):
     """What the machine allows, by torch alone: the matrix products of a step, the GEMM rate, the memory bandwidth."""
 
     def __init__(
@@ -294,25 +298,3 @@ class Limits:
         start = time.perf_counter()
         call()
         return time.perf_counter() - start
-
-
-ENGINES = {"rlhfuse": Rlhfuse, "vllm": Vllm, "transformers": Transformers, "limits": Limits}
-
-
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print to stdout goes to stderr
-    asked = json.loads(sys.argv[1])
-    name = asked.pop("engine")
-    engine = ENGINES[name](**asked)
-    import torch
-
-    print(json.dumps({"version": engine.version, "torch_threads": torch.get_num_threads()}), file=answers)
-    for line in sys.stdin:
-        request = json.loads(line)
-        method = getattr(engine, request.pop("do"))
-        print(json.dumps(method(**request)), file=answers)
-
-
-if __name__ == "__main__":
-    main()

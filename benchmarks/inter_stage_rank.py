@@ -1,0 +1,146 @@
+"""One rank of the inter-stage benchmark: a generation instance and an inference worker, as the trainer builds them.
+
+All runs generate and score the same samples, so every run must leave the same bits in tokens, log-probabilities,
+values and rewards: `digest`.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from inter_stage import BLOCK_TOKENS, INSTANCES, ROLES, Sizes
+from processes import TIMEOUT_SECONDS
+from random_models import barrier, join_ranks, random_llama
+
+from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.decisions.migration import MoveCost
+from rlhfuse.fusion.inter.inference import FrozenModel, Scorer
+from rlhfuse.fusion.inter.inter_stage import FusionLimits, InterStage, Request
+from rlhfuse.fusion.inter.placement import Placement
+from rlhfuse.gen.engine import Engine, EngineOptions
+from rlhfuse.gen.sequence import SamplingParams
+from rlhfuse.models.stage import PipelineStage
+from rlhfuse.parallel.device import choose_device
+from rlhfuse.parallel.groups import GroupMaker, plain_grid
+from rlhfuse.parallel.offload import OffloadedWeights
+from rlhfuse.ppo.rollout import Rollout, RolloutBatch
+from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.lengths import SampleLengths
+
+LAYOUT = ParallelLayout(INSTANCES, 1, 1)
+FIRST_TOKEN = 3  # those below may mean something to a model
+
+
+class FusionRank:
+    """The models of one size on this rank."""
+
+    def __init__(self, rank: int, sizes: dict[str, Any], seed: int) -> None:
+        join_ranks(rank, INSTANCES)
+        self.rank, self.sizes, self.seed = rank, Sizes(**sizes), seed
+        self.device, self.maker = choose_device("cpu", 0, 1), GroupMaker(TIMEOUT_SECONDS)
+        modules = {role: self._model(role) for role in ROLES}
+        self.engine = Engine(
+            self.sizes.spec("actor"),
+            dict(modules["actor"].named_parameters()),
+            EngineOptions(self.sizes.blocks, BLOCK_TOKENS, self.sizes.samples, max_batched_tokens=2048),
+        )
+        self.engine.pause()
+        scorer = Scorer(
+            *(self._frozen(role, modules[role]) for role in ROLES[1:]),
+            vocab=self.sizes.vocab,
+            temperature=1.0,
+            device=self.device.torch_device,
+        )
+        alone = self._groups("generation").tp
+        sides = tuple((number,) for number in range(INSTANCES))
+        self.inter_stage = InterStage(
+            rank,
+            Placement(sides, sides),
+            self.engine,
+            scorer,
+            dist.PrefixStore("inter_stage", dist.distributed_c10d._get_default_store()),
+            instance_group=alone,
+            worker_group=alone,
+            timeout_seconds=TIMEOUT_SECONDS,
+            progress=lambda _: None,
+        )
+        self.iteration = 0
+
+    def _groups(self, name: str) -> Any:
+        return self.maker.for_model(name, plain_grid(LAYOUT), self.rank)
+
+    def _model(self, role: str) -> torch.nn.Module:
+        head, seed = role in ("critic", "reward"), self.seed + ROLES.index(role)
+        spec, grid = self.sizes.spec(role), plain_grid(LAYOUT)
+        return random_llama(role, spec, grid, self.maker, self.rank, self.device, head, seed).requires_grad_(False)
+
+    def _frozen(self, role: str, model: torch.nn.Module) -> FrozenModel:
+        weights = OffloadedWeights(model, self.device)
+        weights.offload()
+        stage = PipelineStage(model, first=True, last=True, scalar_head=role != "reference")
+        return FrozenModel(stage, weights, self._groups(role).tp)
+
+    def load(self, lengths: SampleLengths, seed: int) -> None:
+        """Take a batch: random prompts of these lengths, outputs forced to theirs."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def tokens(count: int) -> tuple[int, ...]:
+            return tuple(torch.randint(FIRST_TOKEN, self.sizes.vocab, (count,), generator=generator).tolist())
+
+        self.requests = [
+            Request(sample, tokens(prompt), SamplingParams(max_tokens=output, ignore_eos=True, seed=1))
+            for sample, (prompt, output) in enumerate(zip(lengths.prompt, lengths.output))
+        ]
+
+    def run(self, triggers: tuple[int, ...], limits: InstanceLimits, moving: MoveCost) -> dict[str, Any]:
+        """Generate and score the batch, from a barrier on; the sums are over all ranks, equal on each."""
+        self.engine.resume()
+        self.iteration += 1
+        fusion_limits = FusionLimits(
+            bs_max=limits.bs_max,
+            sample_kv_bytes=limits.sample_kv_bytes,
+            capacity_kv_bytes=limits.kv_capacity_bytes,
+            block_tokens=limits.block_tokens,
+            move_cost=moving,
+            score_tokens=limits.score_tokens,
+        )
+        gc.collect()
+        gc.disable()
+        try:
+            barrier()
+            cpu = time.thread_time()
+            report = self.inter_stage.run(self.iteration, self.requests, triggers, fusion_limits)
+            cpu = time.thread_time() - cpu
+        finally:
+            gc.enable()
+        return {
+            "begin": report.begin_seconds,
+            "total_seconds": report.total_seconds,
+            "generation_seconds": report.generation_seconds,
+            "spans": [(span.kind, span.start_seconds, span.end_seconds) for span in report.spans],
+            "plans": [str(plan) for plan in report.plans],
+            "migrated_bytes": report.migrated_bytes,
+            "needed_bytes": report.bytes_needed,
+            "early": report.scored_before_generation_end,
+            "observations": report.observations,
+            "cpu_seconds": cpu,  # of the thread that computes, on this rank
+            "agreement_seconds": report.agreement_seconds,
+            "pause_seconds": report.pause_seconds,
+            "digest": digest(report.rollouts),
+        }
+
+
+def digest(rollouts: Sequence[Rollout]) -> str:
+    """Of tokens and bits of every number."""
+    sha = hashlib.sha256(RolloutBatch.from_rollouts(rollouts).digest().encode())
+    for rollout in rollouts:
+        for values in (rollout.ref_logprobs, rollout.values, torch.tensor(rollout.score, dtype=torch.float32)):
+            assert values is not None, f"sample {rollout.sample_id} was not scored"
+            sha.update(values.contiguous().numpy().tobytes())
+    return sha.hexdigest()
