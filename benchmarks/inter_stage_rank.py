@@ -20,9 +20,9 @@ from random_models import barrier, join_ranks, random_llama
 
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.decisions.migration import MoveCost
+from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.inference import FrozenModel, Scorer
 from rlhfuse.fusion.inter.inter_stage import FusionLimits, InterStage, Request
-from rlhfuse.fusion.inter.placement import Placement
 from rlhfuse.gen.engine import Engine, EngineOptions
 from rlhfuse.gen.sequence import SamplingParams
 from rlhfuse.models.stage import PipelineStage

@@ -29,7 +29,7 @@ from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.program import Program, Programs
 from rlhfuse.schedule.rules.builders import serial_1f1b, serial_makespan
-from rlhfuse.schedule.search.search import search
+from rlhfuse.schedule.search.search import SearchSettings, search
 
 RANKS = 2
 LAYOUT = ParallelLayout(1, 1, RANKS)
@@ -97,7 +97,7 @@ class Schedules:
     @staticmethod
     def of(problem: FusionProblem, seed: int) -> Schedules:
         serial = serial_1f1b(problem)
-        fused, _ = search(problem, iterations=SEARCH_MOVES, seed=seed)
+        fused, _ = search(problem, SearchSettings(iterations=SEARCH_MOVES, seed=seed))
         timeline = evaluate(fused)
         makespans = (serial_makespan(problem), evaluate(serial).makespan, timeline.makespan, latency_bound(problem))
         peak_live = tuple(map(int, timeline.node_peak_memory))  # an activation counts 1
@@ -196,7 +196,7 @@ def measure(
     if share < ALONE:
         measurement.say(f"{name}: the ranks got {share:.0%} of the processor: they were not alone")
     measurement.figure(f"{name}.cpu_share", share)
-    add_executor(name, measurement, rounds[FUSED], ranks.ask("transfer")[0])
+    add_executor(name, measurement, rounds[FUSED])
     add_details(name, measurement, schedules, times, rounds)
     spans += trace_spans(name, schedules, rounds, max((span.end_seconds for span in spans), default=0.0))
     return [sizes.name, str(microbatches), *add_speedups(name, measurement, schedules, rounds)]
@@ -268,7 +268,7 @@ def add_speedups(
     return [*cells, head.text(), f"{predicted:.2f}", f"{share:.3f}", f"{bound:.2f}", f"{steps:.2f}"]
 
 
-def add_executor(name: str, measurement: Measurement, rounds: Sequence[Round], transfer: Mapping[str, float]) -> None:
+def add_executor(name: str, measurement: Measurement, rounds: Sequence[Round]) -> None:
     """The executor's own time in fused runs, without stages and transport: medians over all ranks' runs."""
     runs = [rank for run in rounds for rank in run.ranks]
 
@@ -280,7 +280,6 @@ def add_executor(name: str, measurement: Measurement, rounds: Sequence[Round], t
     measurement.figure(f"{name}.instruction", own)
     measurement.figure(f"{name}.send", per_instruction("transport", ("SF", "SB")), "us")
     measurement.figure(f"{name}.receive", per_instruction("transport", ("RF", "RB")), "us")
-    measurement.figure(f"{name}.one_way", MICROSECONDS * transfer["one_way"], "us")
     shares = [spent(rank, "overhead")[0] / (rank["end"] - rank["start"]) for rank in runs]
     measurement.figure(f"{name}.share", Figure(statistics.median(shares)).at_most(SHARE_GOAL))
 
@@ -292,7 +291,7 @@ def add_details(
     times: Times,
     rounds: Mapping[str, Sequence[Round]],
 ) -> None:
-    """Actions beside the profile that the schedule was made of; busy and live on each rank beside the schedule."""
+    """Actions beside the profile that the schedule was made of; live micro-batches must be as scheduled."""
     rows = []
     for key, profiled in sorted(times.items()):
         seconds = [
@@ -309,18 +308,9 @@ def add_details(
         rows.append([f"{key[0]}:{key[1]}{key[2]}", *cells, *(f"{value / profiled:.2f}" for value in seconds)])
     head = ("action", "profile", "fused", "serial", "fused / profile", "serial / profile")
     measurement.table(f"{name}.actions", f"{name}: seconds of an action", head, rows)
-    timeline, rows = evaluate(schedules.fused), []
-    for rank, (starts, ends) in enumerate(zip(timeline.starts, timeline.ends)):
-        runs = [run.ranks[rank] for run in rounds[FUSED]]
-        busy = sum(end - start for start, end in zip(starts, ends)) / MICROSECONDS
-        waiting = max(ends) / MICROSECONDS - busy
-        live = max(run["peak_live"] for run in runs)
-        assert live == schedules.peak_live[rank], f"rank {rank} kept {live} micro-batches, not {schedules.peak_live}"
-        measured = [statistics.median(map(busy_seconds, runs)), statistics.median(spent(r, "waiting")[0] for r in runs)]
-        cells = [f"{value:.3f} s" for value in (measured[0], busy, measured[1], waiting)]
-        rows.append([str(rank), *cells, str(live)])
-    head = ("rank", "busy", "predicted", "waiting", "predicted", "live micro-batches")
-    measurement.table(f"{name}.ranks", f"{name}: ranks in fused runs", head, rows)
+    for rank, expected in enumerate(schedules.peak_live):
+        live = max(run.ranks[rank]["peak_live"] for run in rounds[FUSED])
+        assert live == expected, f"rank {rank} kept {live} micro-batches for their backward, not {expected}"
 
 
 def trace_spans(name: str, schedules: Schedules, rounds: Mapping[str, Sequence[Round]], begin: float) -> list[Span]:

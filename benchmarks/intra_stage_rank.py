@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,24 +21,21 @@ from processes import TIMEOUT_SECONDS
 from random_models import barrier, join_ranks, random_llama
 from torch import Tensor
 
-from rlhfuse.config.settings import AlgorithmConfig, OptimizerConfig
+from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.fusion.intra.executor import PipelineParts, PipelineWork, ProgramExecutor
 from rlhfuse.fusion.intra.p2p import Channels
-from rlhfuse.fusion.intra.report import StepReport
+from rlhfuse.fusion.intra.step_report import StepReport
 from rlhfuse.models.heads import token_logprobs
 from rlhfuse.models.stage import LossFunction, PackedTokens, PipelineStage, TrainingStage
 from rlhfuse.parallel.device import choose_device
 from rlhfuse.parallel.groups import GroupMaker, ModelGrid
 from rlhfuse.parallel.optimizer import ModelOptimizer
-from rlhfuse.ppo.losses import policy_loss_sum, value_loss_sum
-from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.run.roles import neighbour_pairs
 from rlhfuse.schedule.ir.action import Kind
 from rlhfuse.schedule.program.program import Program
 
 Phase = Callable[[], "StepReport | None"]
 WARM_CYCLES = 2  # of the profile, not counted
-ECHOES = 30  # of the transfer measurement
 
 
 @dataclass(frozen=True)
@@ -77,11 +74,10 @@ class TrainingRank:
 
     def load(self, microbatches: int, programs: Mapping[str, tuple[tuple[str, ...], ...]]) -> None:
         """Take a case: `programs[side][phase][rank]` is the text of what a rank runs, phases parted by a barrier."""
-        cuts = draw_batch(self.sizes, microbatches, self.seed)
-        packed, tokens = tuple(pack(cut) for cut in cuts), sum(cut.response_tokens for cut in cuts)
-        actor_loss = policy_loss(self.sizes.vocab, self.parts["actor"].groups, cuts, tokens)
-        losses = {"actor": actor_loss, "critic": value_loss(cuts, tokens)}
-        self.work = {model: PipelineWork(packed, losses[model], lr=0.0) for model in MODELS}
+        batches = draw_batch(self.sizes, microbatches, self.seed)
+        actor_loss = policy_loss(self.sizes.vocab, self.parts["actor"].groups, batches)
+        losses = {"actor": actor_loss, "critic": value_loss(batches)}
+        self.work = {model: PipelineWork(batches, losses[model], lr=0.0) for model in MODELS}
         self.sides = {
             side: [self._phase(Program.parse(texts[self.rank])) for texts in phases]
             for side, phases in programs.items()
@@ -180,62 +176,25 @@ class TrainingRank:
             stage.backward(mb, None if stage.stage.last else tensor / tensor.numel())
         return time.perf_counter() - start
 
-    def transfer(self) -> dict[str, float]:
-        """Seconds of one hidden state from rank to rank: half an echo."""
-        shape = (len(self.work["actor"].batches[0]), 1, self.sizes.hidden)
-        other, tensor, times = 1 - self.rank, torch.zeros(shape), []
-        for _ in range(ECHOES):
-            work, _buffer = self.channels.post_receive(shape, torch.float32, other)
-            barrier()
-            start = time.perf_counter()
-            if self.rank:
-                work.wait()
-            self.channels.send(tensor, other)
-            if not self.rank:
-                work.wait()
-            times.append((time.perf_counter() - start) / 2)
-            self.channels.drain()
-        return {"one_way": sorted(times)[ECHOES // 2]}
+
+def draw_batch(sizes: Sizes, microbatches: int, seed: int) -> tuple[PackedTokens, ...]:
+    """The case's micro-batches of random tokens, all of one shape."""
+    generator, length = torch.Generator().manual_seed(seed), sizes.prompt_tokens + sizes.response_tokens
+    rows = torch.randint(3, sizes.vocab, (microbatches, sizes.sequences, length), generator=generator).tolist()
+    return tuple(PackedTokens.pack(cut, torch.device("cpu")) for cut in rows)
 
 
-def draw_batch(sizes: Sizes, microbatches: int, seed: int) -> list[RolloutBatch]:
-    """The case's micro-batches, random, all of one shape."""
-    generator = torch.Generator().manual_seed(seed)
+def policy_loss(vocab: int, groups: ProcessGroupCollection, batches: Sequence[PackedTokens]) -> LossFunction:
+    """Of the token that follows, over all tokens of the mini-batch: the arithmetic of a policy's loss."""
+    total = sum(len(batch) for batch in batches)
 
-    def draw(count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(3, sizes.vocab, (count,), generator=generator).tolist())
-
-    rollouts = []
-    for i in range(microbatches * sizes.sequences):
-        prompt, response = draw(sizes.prompt_tokens), draw(sizes.response_tokens)
-        noise = 0.1 * torch.randn(3, sizes.response_tokens, generator=generator)
-        rollouts.append(Rollout(i, prompt, response, noise[0] - 6, "stop", noise[1] - 6, noise[2], 0.5))
-    batch = RolloutBatch.from_rollouts(rollouts)
-    advantages, returns = torch.randn(2, batch.response_tokens, generator=generator)
-    batch = batch.with_fields(advantages=advantages, returns=returns)
-    rows = range(len(rollouts))
-    return [batch.select(list(rows[i : i + sizes.sequences])) for i in rows[:: sizes.sequences]]
-
-
-def pack(cut: RolloutBatch) -> PackedTokens:
-    tokens, borders = cut.tokens.tolist(), cut.cu_seqlens.tolist()
-    return PackedTokens.pack([tokens[a:b] for a, b in zip(borders, borders[1:])], torch.device("cpu"))
-
-
-def policy_loss(vocab: int, groups: ProcessGroupCollection, cuts: list[RolloutBatch], tokens: int) -> LossFunction:
     def loss(logits_TV: Tensor, microbatch: int) -> Tensor:
-        cut = cuts[microbatch]
-        targets = cut.tokens[cut.response_index]
-        logprobs, _ = token_logprobs(logits_TV[cut.prediction_index], targets, vocab, 1.0, groups.tp)
-        return policy_loss_sum(logprobs, cut.old_logprobs, cut.advantages, AlgorithmConfig().clip_eps)[0] / tokens
+        targets = batches[microbatch].tokens.roll(-1)
+        return -token_logprobs(logits_TV, targets, vocab, 1.0, groups.tp)[0].sum() / total
 
     return loss
 
 
-def value_loss(cuts: list[RolloutBatch], tokens: int) -> LossFunction:
-    def loss(values_T: Tensor, microbatch: int) -> Tensor:
-        cut = cuts[microbatch]
-        values = values_T[cut.prediction_index]
-        return value_loss_sum(values, cut.values, cut.returns, AlgorithmConfig().value_clip_eps)[0] / tokens
-
-    return loss
+def value_loss(batches: Sequence[PackedTokens]) -> LossFunction:
+    total = sum(len(batch) for batch in batches)
+    return lambda values_T, microbatch: (values_T - 1).square().sum() / total

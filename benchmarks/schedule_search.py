@@ -29,8 +29,10 @@ from processes import mpirun, run
 from rlhfuse.errors import InputError, run_program
 from rlhfuse.schedule.ir.evaluate import TOLERANCE, evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Number
+from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import greedy, serial_makespan, serial_peak_memory
-from rlhfuse.schedule.search.search import SearchReport, search, world_communicator
+from rlhfuse.schedule.search.mpi import world_communicator
+from rlhfuse.schedule.search.search import SearchObserver, SearchReport, SearchSettings, search
 
 SIZES = "8x6,8x16,16x16,16x64,32x64,32x128,64x128,64x256"
 SEED_ROWS = "2,8,12"  # the two where memory is hardest, and the largest
@@ -38,43 +40,25 @@ SOON_SECONDS = 2.0
 GROWTH_BYTES = 2e9
 
 
-@dataclass(frozen=True)
-class Search:
-    """One search to make; `name` is a row of the table."""
-
-    name: str
-    problem: FusionProblem
-    seconds: float
-    seed: int
+REPORTED = ("makespan", "lower_bound", "peak_memory", "memory_lower_bound", "moves", "accepted", "first_bound_seconds")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a search. `improvements`: [seconds, makespan, peak memory]; the first is made by rule."""
+    """What came of one search; `name` is that of its setting."""
 
     name: str
     seed: int
-    ranks: int
+    rank_seconds: float  # of all ranks together, spent on moves
+    setup_seconds: float  # until the first schedule stood: no move was tried before
+    peak_rss_bytes: int  # the largest of a rank
     makespan: Number
     lower_bound: Number
     peak_memory: Number
     memory_lower_bound: Number
     moves: int
     accepted: int
-    seconds: float
     first_bound_seconds: float | None
-    improvements: list[list[Number]]
-    peak_rss_bytes: list[int]  # of each rank, since its process began
-
-    @property
-    def setup_seconds(self) -> float:
-        """Until the first schedule stood: no move was tried before."""
-        return self.improvements[0][0]
-
-    @property
-    def rank_seconds(self) -> float:
-        """Of all ranks together, spent on moves."""
-        return (self.seconds - self.setup_seconds) * self.ranks
 
     def __str__(self) -> str:
         reached = self.first_bound_seconds
@@ -137,13 +121,8 @@ def sizes(text: str) -> list[tuple[int, int]]:
 def by_setting(arguments: argparse.Namespace, measurement: Measurement) -> Iterator[tuple[int, list[Outcome]]]:
     """Every row of Table 3 that is asked for, with an outcome for each seed."""
     rows, seeds = arguments.rows, range(1, arguments.seeds + 1)
-    searches = [
-        Search(SETTINGS[row - 1].name, SETTINGS[row - 1].problem(), arguments.seconds, seed)
-        for row in rows
-        for seed in seeds
-    ]
-    measurement.say(f"{len(searches)} searches of at most {arguments.seconds:g} s on {arguments.ranks} ranks")
-    outcomes = launch(searches, arguments.ranks, measurement)
+    settings = [(SETTINGS[row - 1].name, SETTINGS[row - 1].problem(), seed) for row in rows for seed in seeds]
+    outcomes = launch(settings, arguments, measurement)
     for number, row in enumerate(rows):
         yield row, outcomes[number * len(seeds) : (number + 1) * len(seeds)]
 
@@ -180,33 +159,33 @@ def table(arguments: argparse.Namespace, measurement: Measurement) -> None:
     for name, count in counts.items():
         figure = Figure(count, "settings")
         measurement.figure(name, figure.at_least(goals[name]) if name in goals else figure)
-    measurement.figure("slowest_to_bound", worst([row["seconds"] for row in rows]) or float("inf"), "s")
+    if (slowest := worst([row["seconds"] for row in rows])) is not None:
+        measurement.figure("slowest_to_bound", slowest, "s")
     measurement.facts(rows=rows)
 
 
 def row_facts(row: int, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """One row of Table 3; with several seeds a value is the median."""
     setting = SETTINGS[row - 1]
-    problem = setting.problem()
-    rule = evaluate(greedy(problem))
+    problem, traced = setting.problem(), TRACED[row - 1]
     return {
         "row": row,
         "setting": setting.name,
         "models": setting.models,
         "serial": serial_makespan(problem),
         "one_f_one_b_plus": one_f_one_b_plus_makespan(setting),
-        "greedy": rule.makespan,
+        "greedy": traced.greedy,  # as the authors' program makes it
         "makespan": middle([outcome.makespan for outcome in outcomes]),
         "lower_bound": outcomes[0].lower_bound,
         "seconds": middle([outcome.first_bound_seconds for outcome in outcomes]),
         "seconds_worst": worst([outcome.first_bound_seconds for outcome in outcomes]),
         "serial_memory": serial_peak_memory(problem),
-        "greedy_memory": rule.peak_memory,
+        "greedy_memory": traced.greedy_memory,
         "memory": middle([outcome.peak_memory for outcome in outcomes]),
         "memory_worst": worst([outcome.peak_memory for outcome in outcomes]),
         "memory_bound": middle([outcome.memory_lower_bound for outcome in outcomes]),
         "printed": PRINTED[row - 1]._asdict(),
-        "traced": TRACED[row - 1]._asdict(),
+        "traced": traced._asdict(),
         "searches": [asdict(outcome) for outcome in outcomes],
     }
 
@@ -242,17 +221,19 @@ def growth(arguments: argparse.Namespace, measurement: Measurement) -> None:
         name, operations = f"{nodes}x{microbatches}", 4 * nodes * microbatches
         problem = Setting(LARGER, (nodes, nodes), (microbatches, microbatches), (2, 1), (1.64, 1)).problem()
         # one launch each, so that its memory is its own
-        (outcome,) = launch([Search(name, problem, arguments.seconds, 1)], arguments.ranks, measurement)
-        rule, spent = evaluate(greedy(problem)), outcome.rank_seconds
-        tried = 1e6 * spent / outcome.moves if outcome.moves else None
-        accepted = 1e6 * spent / outcome.accepted if outcome.accepted else None
+        (outcome,) = launch([(name, problem, 1)], arguments, measurement)
+        rule = evaluate(greedy(problem))
+        tried, accepted = (
+            1e6 * outcome.rank_seconds / count if count else None for count in (outcome.moves, outcome.accepted)
+        )
         facts.append({"operations": operations, "tried": tried, "accepted": accepted, "greedy": rule.makespan})
         facts[-1] |= asdict(outcome)
         ends = [f"{value:g}" for value in (outcome.makespan, rule.makespan, outcome.lower_bound, outcome.peak_memory)]
-        rss = max(outcome.peak_rss_bytes)
+        rss = outcome.peak_rss_bytes
         costs = [f"{outcome.setup_seconds:.2f}", text(tried), text(accepted)]
         rows.append([name, f"{operations:,}", *costs, *ends, f"{rss / 1e9:.2f}"])
-        measurement.figure(f"{name}.accepted_move", accepted or float("inf"), "us")
+        measurement.figure(f"{name}.accepted_move", accepted or 0.0, "us")
+        measurement.figure(f"{name}.over_greedy", outcome.makespan / rule.makespan)
         measurement.figure(f"{name}.rss", Figure(rss, "bytes").at_most(GROWTH_BYTES))
     head = ("instance", "operations", "set-up s", "us/tried", "us/accepted", "makespan", "greedy", "bound", "memory")
     measurement.table("growth", "Growth of the search", (*head, "RSS GB"), rows)
@@ -268,69 +249,59 @@ def growth(arguments: argparse.Namespace, measurement: Measurement) -> None:
 # searches ---------------------------------------------------------------------------------------------------------
 
 
-def launch(searches: Sequence[Search], ranks: int, measurement: Measurement) -> list[Outcome]:
-    """Search one after the other under one mpirun; each outcome is said when it is there.
+def launch(
+    settings: Sequence[tuple[str, FusionProblem, int]], arguments: argparse.Namespace, measurement: Measurement
+) -> list[Outcome]:
+    """Search (name, problem, seed) one after the other under one mpirun; each outcome is said when it is there.
 
     Raises InputError when there is no mpirun, RuntimeError when the ranks fail.
     """
-    outcomes: list[Outcome] = []
+    ranks, seconds, outcomes = arguments.ranks, arguments.seconds, []
     with tempfile.TemporaryDirectory() as folder:
         asked, answers = Path(folder) / "searches.json", Path(folder) / "outcomes.jsonl"
-        asked.write_text(json.dumps([{**asdict(one), "problem": one.problem.to_dict()} for one in searches]))
+        asked.write_text(json.dumps([(name, problem.to_dict(), seconds, seed) for name, problem, seed in settings]))
         answers.touch()
         with answers.open() as lines:
 
             def watch(_: Any) -> None:
                 for line in lines:
                     outcomes.append(Outcome(**json.loads(line)))
-                    measurement.say(f"{len(outcomes):3d}/{len(searches)}  {outcomes[-1]}")
+                    measurement.say(f"{len(outcomes):3d}/{len(settings)}  {outcomes[-1]}")
 
             program = [sys.executable, __file__, "--rank", asked, answers, str(ranks)]
-            run([*mpirun(ranks), *program], timeout=sum(one.seconds for one in searches) * 2 + 600, watch=watch)
+            run([*mpirun(ranks), *program], timeout=2 * seconds * len(settings) + 600, watch=watch)
     return outcomes
 
 
 def rank_main(asked: Path, answers: Path, ranks: int) -> None:
     """The program of a rank: one JSON line for each search, written by rank 0."""
     comm = world_communicator() if ranks > 1 else None
-    search(SETTINGS[0].problem(), iterations=1000, objective="memory", comm=comm)
-    for raw in json.loads(asked.read_text()):
-        outcome = search_once(Search(**{**raw, "problem": FusionProblem.from_dict(raw["problem"])}), comm, ranks)
+    search(SETTINGS[0].problem(), SearchSettings(iterations=1000, objective="memory"), comm=comm)
+    for name, raw, seconds, seed in json.loads(asked.read_text()):
+        observer = FirstSchedule()
+        settings = SearchSettings(time_limit=seconds, seed=seed, objective="memory")
+        _, report = search(FusionProblem.from_dict(raw), settings, comm=comm, observer=observer)
+        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        facts = {
+            "name": name,
+            "seed": seed,
+            "rank_seconds": (report.seconds - observer.seconds) * ranks,
+            "setup_seconds": observer.seconds,
+            "peak_rss_bytes": max(comm.allgather(rss)) if comm is not None else rss,
+            **{key: getattr(report, key) for key in REPORTED},
+        }
         if comm is None or comm.Get_rank() == 0:
             with answers.open("a") as file:
-                file.write(json.dumps(asdict(outcome)) + "\n")
+                file.write(json.dumps(facts) + "\n")
 
 
-def search_once(asked: Search, comm: Any, ranks: int) -> Outcome:
-    improvements: list[list[Number]] = []
+class FirstSchedule(SearchObserver):
+    """When the first schedule stood, which is made by rule."""
 
-    def improved(_: Any, report: SearchReport) -> None:
-        improvements.append([round(report.seconds, 6), report.makespan, report.peak_memory])
+    seconds = 0.0
 
-    _, report = search(
-        asked.problem,
-        time_limit=asked.seconds,
-        seed=asked.seed,
-        objective="memory",
-        comm=comm,
-        on_improved=improved,
-    )
-    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Outcome(
-        asked.name,
-        asked.seed,
-        ranks,
-        report.makespan,
-        report.lower_bound,
-        report.peak_memory,
-        report.memory_lower_bound,
-        report.moves,
-        report.accepted,
-        report.seconds,
-        report.first_bound_seconds,
-        improvements,
-        comm.allgather(rss) if comm is not None else [rss],
-    )
+    def improved(self, schedule: Schedule, report: SearchReport) -> None:
+        self.seconds = self.seconds or report.seconds
 
 
 def middle(values: Sequence[Number | None]) -> Any:

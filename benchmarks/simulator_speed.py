@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from harness import Figure, Measurement, options, take_turns
-from paper.settings import BS_MAX, INSTANCES, KV_BYTES, MAX_PROMPT, SAMPLES, SCORE_TOKENS, TP, cost_of, draw_lengths
+from paper_settings import BS_MAX, INSTANCES, KV_BYTES, MAX_PROMPT, SAMPLES, SCORE_TOKENS, TP, cost_of, draw_lengths
 
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.costs.analytic import JobCost

@@ -1,14 +1,8 @@
 """The twelve settings of the paper's Table 3, with everything its authors published about them.
 
-Costs are whole ticks per stage and micro-batch, a backward takes two forwards, and activations are in
-one unit of memory. One pipeline of the large model runs down all nodes; the small model has as many
-pipelines as fit beside each other, each running up its own block of nodes.
-
-`PRINTED` is the table of the paper (section 7.3): speed-ups and peak memory relative to serial 1F1B.
-`TRACED` is what the schedules in the authors' repository amount to, in ticks and memory units; the
-two differ in a few cells. Nothing here is measured by this project.
-
-Knows nothing of search.
+Costs are whole ticks per stage and micro-batch, a backward takes two forwards, activations are in one unit of memory.
+`PRINTED` is the table of section 7.3: speed-ups and peak memory relative to serial 1F1B. `TRACED` is what the schedules
+in the authors' repository amount to; the two differ in a few cells. Nothing here is measured by this project.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
 """The timings that REAL published, as data: appendix Tables 1-6 (Mei et al., MLSys 2025).
 
-Readings that the tables need (none is stated there): the global batch is 4096 where a 70B model takes part and 512
-else (weak scaling, appendix A); #Micro-Batches of generation and inference is a number of passes, each of which keeps
-PP micro-batches in flight, and of training it multiplies 2 x PP; training recomputes its activations. The GPU is not
-named; its figures agree with an H100. The seconds of generation without captured graphs repeat those with them in
-the 70B columns of Table 6, while End2End grows: what End2End grows by is added here instead (marked `derived`).
-
-Nothing here is measured by this project.
+Readings that the tables need: the global batch is 4096 where a 70B model takes part and 512 else; #Micro-Batches of
+generation and inference is a number of passes, of training it multiplies 2 x PP; training recomputes; the GPU is an
+H100. Seconds without captured graphs repeat those with them in the 70B columns: what End2End grows by is added here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 
@@ -112,13 +108,4 @@ def _eager(captured: RealRow) -> RealRow:
     table = captured.table
     grown = captured.seconds + EAGER_END_TO_END[table] - END_TO_END[table]
     seconds = _EAGER_GENERATION.get(table, round(grown, 1))
-    return RealRow(
-        table,
-        captured.call,
-        captured.nodes,
-        captured.layout,
-        captured.microbatches,
-        seconds,
-        eager=True,
-        derived=table not in _EAGER_GENERATION,
-    )
+    return replace(captured, seconds=seconds, eager=True, derived=table not in _EAGER_GENERATION)

@@ -1,0 +1,196 @@
+"""The settings of the RLHFuse paper on this project's simulator, beside the ranges that the paper reports.
+
+    python benchmarks/paper_settings.py [--draws 5] [--variants P,K]
+
+Variants are assumptions that the paper leaves open: P pads each sample to 1024 + the maximum length in inference and
+training, K packs, K.3 packs and pays 0.3 s for every task that scores. Training is serial 1F1B against the lower bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from harness import Figure, Measurement, counting, named, options
+
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.costs.analytic import AnalyticCost, JobCost
+from rlhfuse.costs.collectives import ring_all_reduce_seconds
+from rlhfuse.costs.hardware import hardware_by_name
+from rlhfuse.errors import run_program
+from rlhfuse.schedule.bounds.bounds import latency_bound
+from rlhfuse.schedule.ir.problem import fused_problem
+from rlhfuse.schedule.rules.builders import serial_makespan
+from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.threshold import Threshold, sweep_threshold
+
+PAIRS = (("13B", "33B"), ("33B", "13B"), ("33B", "65B"), ("65B", "33B"))
+MAX_LENGTHS = (512, 1024, 2048)
+VARIANTS = ("P", "K", "K.3")
+RANGES = {"gen_infer": (1.2, 1.6), "training": (1.2, 1.3), "iteration": (1.2, 1.4)}  # paper 7.1, 7.2: over Base
+SAMPLES, MINIBATCHES, INSTANCES, TP, GPUS = 512, 8, 32, 8, 256
+MAX_PROMPT, BS_MAX, KV_BYTES, SCORE_TOKENS, ELEMENT_BYTES = 1024, 16, 300e9, 8192, 2
+TASK_SECONDS = 0.3  # of variant K.3
+TICK_SECONDS = 1e-6
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Predicted seconds of one pair, maximum length and variant."""
+
+    pair: str
+    max_length: int
+    variant: str
+    generation_seconds: float
+    serial_seconds: float  # generation and inference
+    fused_seconds: float
+    best_ratio: float
+    ratio_20_loss: float  # seconds at R_t = 20% over the best, less 1
+    training_serial_seconds: float
+    training_fused_seconds: float
+
+    @property
+    def speedups(self) -> dict[str, float]:
+        return {
+            "gen_infer": self.serial_seconds / self.fused_seconds,
+            "training": self.training_serial_seconds / self.training_fused_seconds,
+            "iteration": (self.serial_seconds + self.training_serial_seconds)
+            / (self.fused_seconds + self.training_fused_seconds),
+        }
+
+
+class JobCostWithTasks(JobCost):
+    """Getting ready to score takes longer."""
+
+    def swap_in_seconds(self) -> float:
+        return super().swap_in_seconds() + TASK_SECONDS * len(self.scorers)
+
+
+@cache
+def model(name: str) -> tuple[ModelSpec, int]:
+    """A LLaMA of the paper's size and its pipeline stages in training."""
+    layers, hidden, heads, mlp, stages = {
+        "13B": (40, 5120, 40, 13824, 4),
+        "33B": (60, 6656, 52, 17920, 8),
+        "65B": (80, 8192, 64, 22016, 16),
+    }[name]
+    return ModelSpec("llama", layers, hidden, heads, heads, hidden // heads, mlp, 32000, 8192), stages
+
+
+def cost_of(name: str, scalar_head: bool, layout: ParallelLayout) -> AnalyticCost:
+    return AnalyticCost(model(name)[0], layout, hardware_by_name("h800"), ELEMENT_BYTES, scalar_head)
+
+
+def draw_lengths(max_length: int, draws: int, seed: int = 0) -> tuple[SampleLengths, ...]:
+    """Batches of lognormal lengths."""
+    generator = np.random.default_rng(seed)
+
+    def some(median: float, sigma: float, most: int) -> tuple[int, ...]:
+        return tuple(np.clip(np.exp(generator.normal(np.log(median), sigma, SAMPLES)), 1, most).astype(int).tolist())
+
+    batches = [(some(100, 1.0, max_length), some(150, 0.8, MAX_PROMPT)) for _ in range(draws)]
+    return tuple(SampleLengths(prompt, output) for output, prompt in batches)
+
+
+def sweep(pair: tuple[str, str], max_length: int, variant: str, batches: tuple[SampleLengths, ...]) -> Threshold:
+    """R_t = 0, 5%, ..., 95% on 32 instances."""
+    actor, critic = pair
+    layout = ParallelLayout(1, TP, 1)
+    scorers = (cost_of(actor, False, layout), cost_of(critic, True, layout), cost_of(critic, True, layout))
+    job = JobCostWithTasks if variant == "K.3" else JobCost
+    costs = job(cost_of(actor, False, layout), scorers, cross_node=True)
+    limits = InstanceLimits(
+        max_sequences=256,
+        kv_capacity_bytes=KV_BYTES,
+        kv_bytes_per_token=model(actor)[0].kv_bytes_per_token(ELEMENT_BYTES),
+        block_tokens=16,
+        bs_max=BS_MAX,
+        max_prompt_tokens=MAX_PROMPT,
+        max_output_tokens=max_length,
+        score_tokens=SCORE_TOKENS,
+        padded_score_tokens=MAX_PROMPT + max_length if variant == "P" else 0,
+    )
+    return sweep_threshold(batches, INSTANCES, costs, limits)
+
+
+def training_seconds(pair: tuple[str, str], tokens: float) -> tuple[float, float]:
+    """An iteration's training, serial and fused, with one sample of `tokens` tokens in a micro-batch."""
+    layouts = {}
+    for role, name in zip(("actor", "critic"), pair):
+        stages = model(name)[1]
+        layouts[role] = ParallelLayout(GPUS // TP // stages, TP, stages)
+    costs = {role: cost_of(name, role == "critic", layouts[role]) for role, name in zip(layouts, pair)}
+    microbatches = SAMPLES // MINIBATCHES // layouts["actor"].dp
+    stage_costs = {role: cost.stage_costs(tokens, 1, TICK_SECONDS) for role, cost in costs.items()}
+    problem = fused_problem(layouts, microbatches, stage_costs)
+    link = hardware_by_name("h800").cross_link_bandwidth
+    reduction = sum(ring_all_reduce_seconds(cost.weights_bytes(), cost.layout.dp, link) for cost in costs.values())
+    parts = serial_makespan(problem), latency_bound(problem)
+    serial, fused = (MINIBATCHES * (float(ticks) * TICK_SECONDS + reduction) for ticks in parts)
+    return serial, fused
+
+
+def predict(pair: tuple[str, str], max_length: int, variant: str, draws: int) -> Cell:
+    batches = draw_lengths(max_length, draws)
+    found = sweep(pair, max_length, variant, batches)
+    tokens = float(MAX_PROMPT + max_length)
+    if variant != "P":
+        tokens = sum(sum(b.prompt) + sum(b.output) for b in batches) / (SAMPLES * draws)
+    at_20 = next(point.fused_seconds for point in found.sweep if point.ratio == 0.2)
+    return Cell(
+        "/".join(pair),
+        max_length,
+        variant,
+        found.sweep[0].generation_seconds,
+        found.serial_seconds,
+        found.fused_seconds,
+        found.ratio,
+        at_20 / found.fused_seconds - 1,
+        *training_seconds(pair, tokens),
+    )
+
+
+def within(cells: Sequence[Cell], what: str) -> int:
+    """How many cells lie in the paper's range, to the digit that it prints."""
+    low, high = RANGES[what]
+    return sum(low <= round(cell.speedups[what], 1) <= high for cell in cells)
+
+
+def main() -> None:
+    parser = options(__doc__, seed=False)
+    parser.add_argument("--draws", type=counting, default=5, help="batches of lengths drawn and averaged")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="some of P,K,K.3")
+    arguments = parser.parse_args()
+    variants = named("--variants", arguments.variants, {name: name for name in VARIANTS})
+    measurement, draws = Measurement("paper_settings", arguments), 1 if arguments.quick else arguments.draws
+    which = [(pair, length, variant) for variant in variants for length in MAX_LENGTHS for pair in PAIRS]
+    cells = [predict(*one, draws) for one in (which[:2] if arguments.quick else which)]
+    rows = []
+    for cell in cells:
+        seconds = (cell.generation_seconds, cell.serial_seconds, cell.fused_seconds)
+        ends = (
+            f"{cell.best_ratio:.0%}",
+            f"{cell.ratio_20_loss:.1%}",
+            *(f"{gain:.2f}" for gain in cell.speedups.values()),
+        )
+        rows.append([cell.variant, str(cell.max_length), cell.pair, *(f"{value:.2f}" for value in seconds), *ends])
+    title = "Predicted; paper: Gen+Inf 1.2-1.6, Train 1.2-1.3, end to end 1.2-1.4"
+    head = ("variant", "max", "actor/critic", "gen s", "gen+inf s", "fused s", "best R_t", "20% loses")
+    measurement.table("settings", title, (*head, "Gen+Inf", "Train", "end to end"), rows)
+    for variant in variants:
+        own = [cell for cell in cells if cell.variant == variant]
+        for what in RANGES:
+            gains = Figure.of([cell.speedups[what] for cell in own], "x")
+            measurement.figure(f"{variant.lower()}.{what}", gains)
+            measurement.figure(f"{variant.lower()}.{what}.within", within(own, what), f"of {len(own)}")
+        shares = Figure.of([cell.serial_seconds / cell.generation_seconds - 1 for cell in own])
+        measurement.figure(f"{variant.lower()}.inference_over_generation", shares)
+    measurement.facts(ranges=RANGES, draws=draws)
+    measurement.finish()
+
+
+if __name__ == "__main__":
+    run_program(main)

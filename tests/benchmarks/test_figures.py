@@ -1,0 +1,119 @@
+"""Figures of the benchmarks against numbers worked out by hand."""
+
+import numpy as np
+import pytest
+import torch
+from endurance import CPU, Look, RankLife, Slope, cpu_of, slopes_of
+from gae import LiveBytes, padded_loop
+from inter_stage import QUICK, Point, Run, batch_lengths, fit_costs
+from intra_stage import MODELS, Schedules, problem_of, side_programs
+
+from rlhfuse.ppo.advantage import generalized_advantages
+from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.iteration import simulate_gen_infer
+from rlhfuse.simulator.lengths import SampleLengths
+
+LENGTHS = SampleLengths((1,) * 4, (5, 5, 5, 25))
+LIMITS = InstanceLimits(4, 1000.0, 1.0, 1, 4, 1, 25, 100)
+
+
+def observed_run(seconds=0.4, plans=()):
+    """Two instances, decode steps of 10 ms, scoring of 1 ms a token, nothing else costs anything."""
+    score = [[tokens, count, 0.001 * tokens] for tokens, count in ((10, 1), (20, 3), (40, 4), (80, 7)) * 3]
+    decode = [[batch, context, 0.01] for batch in (1, 2, 8) for context in (10, 30, 90)]
+    observations = {
+        "decode": decode,
+        "prefill": [[4, 4, 0.0]],
+        "score": score,
+        "load": [[0.0]],
+        "migration": [[9, 0.0]],
+    }
+    spans = [("generate", 100.0, 100.1), ("generate", 100.13, 100.3)]
+    rank = {"total_seconds": seconds, "generation_seconds": 0.25, "spans": spans, "plans": plans, "cpu_seconds": 0.1}
+    return Run([{**rank, "observations": observations}] * 2)
+
+
+def point(threshold, *runs):
+    costs = fit_costs([observed_run()])
+    timeline = simulate_gen_infer(LENGTHS, 2, costs, LIMITS, (threshold,) if threshold else ())
+    return Point(threshold, timeline, timeline, runs)
+
+
+def test_ideal_of_generation_with_inference():
+    serial, fused = point(0), point(1)
+    # 25 tokens: one by the prefill, 24 steps; 44 tokens are scored, 22 on each instance
+    assert serial.predicted.generation_seconds == pytest.approx(0.24)
+    assert serial.ideal_seconds(0.044) == pytest.approx(0.24 + 0.022)
+    # the freed instance scores from step 4 on: what is ready there has room before generation ends
+    assert fused.predicted.trigger_seconds == (pytest.approx(0.04),)
+    assert fused.ideal_seconds(0.044) == pytest.approx(0.24)
+    assert fused.ideal_seconds(0.4) == pytest.approx((0.24 + 0.04 + 0.4) / 2)
+
+
+def test_runs_of_generation_with_inference():
+    plan = str(point(1).predicted.plans[0])
+    migrated, slower = observed_run(plans=(plan,)), observed_run(0.6)
+    assert migrated.migration_seconds == pytest.approx(0.03), "from the last step before to the first behind it"
+    assert observed_run().migration_seconds == 0.0 and migrated.cpu_share == pytest.approx(0.2 / (0.09 + 0.45))
+    found = point(1, slower, observed_run(0.2), migrated)
+    assert found.seconds == 0.4 and found.middle is migrated
+
+
+def test_lengths_keep_the_shape_of_the_trace(tmp_path):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("num_prefill_tokens,num_decode_tokens\n" + "".join(f"{9 + i},{2 + i % 5}\n" for i in range(20)))
+    lengths = batch_lengths(trace, QUICK[0], seed=1)
+    assert (max(lengths.prompt), max(lengths.output)) == (QUICK[0].max_prompt, QUICK[0].max_output)
+    assert lengths == batch_lengths(trace, QUICK[0], seed=1) != batch_lengths(trace, QUICK[0], seed=2)
+
+
+def test_sides_of_training_run_the_same_instructions():
+    """Equal stages, two micro-batches: 9 units of 1 ms serially in each model, the textbook's 1.5 fused."""
+    times = {(m, s, k): {"F": 0.001, "B": 0.002}[k] for m in MODELS for s in (0, 1) for k in "FB"}
+    schedules = Schedules.of(problem_of(2, times), seed=1)
+    assert (schedules.serial_time, schedules.fused_time, schedules.bound) == (18000, 12000, 12000)
+    programs = side_programs(schedules)
+    words = {
+        side: sorted(word for phase in phases for text in phase for word in text.split()[2:])
+        for side, phases in programs.items()
+    }
+    assert words["serial"] == words["serial_no_barrier"] == words["fused"]
+    assert words["serial_step"] == words["fused_step"] and len(programs["serial"]) == 2
+    steps = {f"{m}:{s}{k}" for m in MODELS for s in (0, 1) for k in ("RG", "ST")}
+    assert set(words["fused_step"]) - set(words["fused"]) == steps
+
+
+def test_slopes_are_free_of_tokens():
+    x, rng = np.arange(10, 110), np.random.default_rng(0)
+    y = 3 + 0.002 * x + rng.normal(0, 0.3, len(x))
+    (slope, _), covariance = np.polyfit(x, y, 1, cov=True)
+    found = Slope.of(dict(zip(x, y)))
+    expected = (y.mean(), 1e4 * slope / y.mean(), 1e4 * np.sqrt(covariance[0, 0]) / y.mean())
+    assert (found.mean, found.percent, found.standard_error) == pytest.approx(expected)
+    tokens = {i: 1000 * 0.98**i + rng.uniform(0, 50) for i in range(100)}
+    slower = Slope.of({i: 1 + 0.002 * count + 0.003 * i for i, count in tokens.items()}, tokens)
+    assert slower.percent == pytest.approx(30 / slower.mean)
+
+
+def test_lives_of_ranks():
+    looks = [Look(i, 1, 1000 + 2 * i, 7 + (i % 3 == 0), 3, 0.0) for i in range(10, 60)]
+    life = RankLife.of(1, looks)
+    assert (life.memory_begin_bytes, life.memory_end_bytes) == (1024, 1114) and life.files_begin == life.files_end == 7
+    spent = {(0, 0): 5.0, (0, 1): 6.0, (1, 0): 7.0, (1, 1): 9.0, (2, 0): 8.0, (3, 0): 9.0, (3, 1): 12.0}
+    assert cpu_of([Look(i, rank, 0, 0, 0, seconds) for (i, rank), seconds in spent.items()]) == {1: 5.0}
+    rows = [{"iteration": i, "timing_s/step": 2.0 + i, "lengths/output": [3, 5]} for i in range(5, 15)]
+    assert slopes_of(rows, {i: 4.0 for i in range(15)})[CPU].percent == pytest.approx(0, abs=1e-6)
+
+
+def test_the_loop_of_gae_agrees_and_live_bytes_are_counted():
+    rewards, values = torch.randn(2, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    lengths = torch.tensor([3, 4])
+    product = generalized_advantages(rewards, values, lengths, 0.99, 0.95)
+    assert padded_loop(rewards, values, lengths).tolist() == pytest.approx(product.tolist())
+    with LiveBytes() as live:
+        for _ in range(3):
+            torch.zeros(1000, dtype=torch.float64)
+        kept = torch.zeros(1000, dtype=torch.float64)
+        kept.view(10, 100)  # no memory of its own
+        torch.ones(500, dtype=torch.float64)
+    assert live.peak == 12000
