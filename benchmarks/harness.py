@@ -92,6 +92,7 @@ class Measurement:
         """`arguments`: of `options`. Raises InputError where the results file cannot be written."""
         self.name, self.quick = name, bool(arguments.quick)
         self.out = Path(arguments.out) if arguments.out else None if self.quick else RESULTS / f"{name}.json"
+        RESULTS.mkdir(exist_ok=True)
         if self.out and not self.out.parent.is_dir():
             raise InputError(f"--out {self.out}: folder {self.out.parent} is not there; make it first")
         self.screen = console()
