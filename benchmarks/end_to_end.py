@@ -20,7 +20,7 @@ from harness import Figure, Measurement, counting, options, peer_python, take_tu
 from learning import story_config, story_model, story_settings
 from processes import ROOT, run, torchrun, train
 
-from rlhfuse.config.settings import load_config
+from rlhfuse.config.load import load_config
 from rlhfuse.errors import run_program
 from rlhfuse.monitor.report.phase_times import phase_times, whole_seconds
 

@@ -21,10 +21,12 @@ from random_models import barrier, join_ranks, random_llama
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.decisions.migration import MoveCost
 from rlhfuse.decisions.placement import Placement
+from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.fusion.inter.inference import FrozenModel, Scorer
-from rlhfuse.fusion.inter.inter_stage import FusionLimits, InterStage, Request
+from rlhfuse.fusion.inter.inter_stage import InterStage
+from rlhfuse.fusion.inter.migration import FusionLimits
+from rlhfuse.gen.core.sequence import SamplingParams
 from rlhfuse.gen.engine import Engine, EngineOptions
-from rlhfuse.gen.sequence import SamplingParams
 from rlhfuse.models.stage import PipelineStage
 from rlhfuse.parallel.device import choose_device
 from rlhfuse.parallel.groups import GroupMaker, plain_grid
@@ -60,11 +62,11 @@ class FusionRank:
         alone = self._groups("generation").tp
         sides = tuple((number,) for number in range(INSTANCES))
         self.inter_stage = InterStage(
-            rank,
-            Placement(sides, sides),
-            self.engine,
-            scorer,
-            dist.PrefixStore("inter_stage", dist.distributed_c10d._get_default_store()),
+            rank=rank,
+            placement=Placement(sides, sides),
+            engine=self.engine,
+            scorer=scorer,
+            store=dist.PrefixStore("inter_stage", dist.distributed_c10d._get_default_store()),
             instance_group=alone,
             worker_group=alone,
             timeout_seconds=TIMEOUT_SECONDS,
