@@ -1,34 +1,48 @@
-"""The pages that must follow the code: every setting stands in docs/reference/configuration.md with its default."""
+"""Pages follow the code: generated ones are as made, links and named files are there."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from generate_docs import differing, settings_page
 
-from rlhfuse.config.settings import RunConfig
+from rlhfuse.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 GENERATED = ("reference/configuration.md", "results.md")
 
 
-def shown(default: object) -> str:
-    return "[]" if default == () else str(default).lower() if isinstance(default, bool) else str(default) or "(empty)"
+def test_generated_pages_are_as_the_code_makes_them():
+    assert not differing(), "run tools/generate_docs.py"
 
 
-def test_every_setting_is_documented_with_its_default():
-    rows = re.findall(
-        r"^\| `([\w.]+)` \| `(.*?)` \| (.+) \|$", (DOCS / "reference/configuration.md").read_text(), re.MULTILINE
+def test_a_changed_page_is_found_and_its_hand_written_part_kept():
+    page = (DOCS / "reference/configuration.md").read_text()
+    assert settings_page(page) == page
+    changed = page.replace("| `actor.optim.lr` | `1e-06` |", "| `actor.optim.lr` | `1` |").replace(
+        "# Configuration", "# Keys"
     )
-    page = {key: default for key, default, _ in rows}
-    known = {key: shown(default) for key, default, _ in RunConfig().leaves()}
-    assert len(rows) == len(page), "a key stands twice in docs/reference/configuration.md"
-    assert page == known, "docs/reference/configuration.md differs from rlhfuse/config/settings.py"
-    assert all(help_.strip() for _, _, help_ in rows)
+    assert changed != page and settings_page(changed) == page.replace("# Configuration", "# Keys")
+    with pytest.raises(InputError, match="the page has no part 'settings'"):
+        settings_page("nothing")
+
+
+def test_the_schema_for_editors_knows_ranges_and_names():
+    schema = json.loads((DOCS / "reference/configuration.schema.json").read_text())
+    trainer, optim, algorithm = (schema["$defs"][f"{name}Config"] for name in ("Trainer", "Optimizer", "Algorithm"))
+    iterations, beta = trainer["properties"]["iterations"], optim["properties"]["beta1"]
+    assert (iterations["minimum"], iterations["maximum"], iterations["type"]) == (1, 2**24, "integer")
+    assert (beta["minimum"], beta["exclusiveMaximum"]) == (0, 1) and not trainer["additionalProperties"]
+    assert True in algorithm["properties"]["whiten_advantages"]["enum"]
+    for example in (ROOT / "examples").glob("*.yaml"):
+        reference = re.match(r"# yaml-language-server: \$schema=(.+)\n", example.read_text())
+        assert reference and (example.parent / reference[1]).exists(), example
 
 
 @pytest.mark.parametrize("page", sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")))

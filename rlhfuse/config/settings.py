@@ -1,7 +1,7 @@
 """The configuration of a run as frozen models: each key's name, type, range, default and help stand here alone.
 
-`docs/configuration.md` and the JSON schema beside it are generated from these models (tools/generate_docs.py). What
-several keys must keep together is in rules.py, what only files or ranks can tell in planning/ and run/.
+`docs/reference/configuration.md` and the JSON schema beside it are generated from these models by
+tools/generate_docs.py. What several keys must keep together is in rules.py.
 """
 
 from __future__ import annotations
@@ -52,17 +52,18 @@ def _truth_as_text(value: Any) -> Any:
     return str(value).lower() if isinstance(value, (bool, str)) else value
 
 
+_WHOLE, _REAL = _refuse(bool, float), _refuse(bool)
 Truth = Annotated[bool, _refuse(int, float)]
-Whole = Annotated[int, _refuse(bool, float)]
-Float = Annotated[float, _refuse(bool)]
-Count = Annotated[Whole, Field(ge=0, le=LARGEST)]
-Positive = Annotated[Whole, Field(ge=1, le=LARGEST)]
-Processes = Annotated[Whole, Field(ge=1, le=1024)]
-Real = Annotated[Float, Field(ge=-LARGEST_REAL, le=LARGEST_REAL)]
-NonNegative = Annotated[Float, Field(ge=0, le=LARGEST_REAL)]
-Share = Annotated[Float, Field(ge=0, le=1)]
-Decay = Annotated[Float, Field(ge=0, lt=1)]
-Wait = Annotated[Float, Field(gt=0, le=LONGEST_SECONDS)]
+Whole = Annotated[int, _WHOLE]
+Count = Annotated[int, Field(ge=0, le=LARGEST), _WHOLE]
+Positive = Annotated[int, Field(ge=1, le=LARGEST), _WHOLE]
+Processes = Annotated[int, Field(ge=1, le=1024), _WHOLE]
+Float = Annotated[float, _REAL]
+Real = Annotated[float, Field(ge=-LARGEST_REAL, le=LARGEST_REAL), _REAL]
+NonNegative = Annotated[float, Field(ge=0, le=LARGEST_REAL), _REAL]
+Share = Annotated[float, Field(ge=0, le=1), _REAL]
+Decay = Annotated[float, Field(ge=0, lt=1), _REAL]
+Wait = Annotated[float, Field(gt=0, le=LONGEST_SECONDS), _REAL]
 Text = Annotated[str, AfterValidator(_not_missing)]
 Name = Annotated[Text, Field(strict=True)]  # not even a number
 Layout = Annotated[str, AfterValidator(_check_layout)]
@@ -138,7 +139,9 @@ class RewardConfig(Settings):
 
 
 class DataConfig(Settings):
-    train_files: tuple[Name, ...] = key((), "jsonl, json, csv or parquet files of prompts (see algorithms.md)")
+    train_files: tuple[Name, ...] = key(
+        (), "jsonl, json, csv or parquet files of prompts (see docs/reference/algorithms.md)"
+    )
     prompt_key: Text = key("prompt", "the row's key that holds the prompt")
     max_prompt_tokens: Positive = key(512, "a longer prompt is refused (or dropped, see filter_long_prompts)")
     filter_long_prompts: Truth = key(False, "drop long prompts instead of refusing the file; the count is printed")
@@ -159,7 +162,7 @@ class RolloutConfig(Settings):
     kv_blocks_per_instance: Count = key(0, "0 = room for every sample of the instance at full length")
     max_sequences_per_instance: Positive = key(256, "decoded at the same time")
     max_batched_tokens: Positive = key(2048, "tokens in one engine step, prefill included")
-    cuda_graphs: Truth = key(True, "replay decode steps as CUDA graphs (see gpus.md); without effect on CPU")
+    cuda_graphs: Truth = key(True, "replay decode steps as CUDA graphs (see docs/howto/gpus.md); without effect on CPU")
 
 
 class AlgorithmConfig(Settings):
@@ -239,7 +242,7 @@ class FusionConfig(Settings):
     profile: Text = key(
         "",
         "costs.json of a past run on this machine, or what `tools/profile_costs.py` measured "
-        "([costs](costs.md)); empty = analytic costs",
+        "(docs/explanation/costs.md); empty = analytic costs",
     )
     threshold_file: Text = key("", "threshold.json made by tools/calibrate_threshold.py")
 
@@ -263,7 +266,9 @@ class ParallelConfig(Settings):
 class TrainerConfig(Settings):
     iterations: Whole = key(10, "PPO iterations of the run", ge=1, le=2**24)
     output_dir: Text = key("", "the run directory; empty = runs/<config name>-<time>")
-    save_every: Count = key(0, "iterations between [checkpoints](checkpoints.md); 0 = only the export at the end")
+    save_every: Count = key(
+        0, "iterations between checkpoints (docs/howto/checkpoints.md); 0 = only the export at the end"
+    )
     keep_checkpoints: Positive = key(2, "the last so many are kept in output_dir/checkpoints")
     resume: Text = key("never", "auto, never, or the path of a checkpoint")
     seed: Whole = key(1, "every random draw derives from it; 0 to 2^63 - 1", ge=0, le=2**63 - 1)

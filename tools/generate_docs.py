@@ -1,0 +1,87 @@
+"""Write the pages, or the parts of pages, that are made from code and results.
+
+    python tools/generate_docs.py            write what differs
+    python tools/generate_docs.py --check    name what differs, write nothing; exit code 1 if anything does
+
+A page is a file and a function from its present text to what it should be. `fill` replaces the part between
+`<!-- begin NAME -->` and `<!-- end NAME -->`; the text around it is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from pathlib import Path
+
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.errors import InputError, run_program
+from rlhfuse.files import write_text
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def settings_page(text: str) -> str:
+    """One table for each group of keys."""
+    lines: list[str] = []
+    for group, leaves in groupby(RunConfig().leaves(), key=lambda leaf: leaf[0].rpartition(".")[0]):
+        lines += ["", f"## {group}", "", "| key | default | help |", "|---|---|---|"]
+        lines += [f"| `{key}` | `{_shown(default)}` | {field.description} |" for key, default, field in leaves]
+    return fill(text, "settings", [*lines[1:], ""])
+
+
+def settings_schema(text: str) -> str:
+    """The JSON schema of a configuration file, for editors."""
+    return (
+        json.dumps(
+            {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}, indent=1
+        )
+        + "\n"
+    )
+
+
+PAGES: dict[str, Callable[[str], str]] = {
+    "docs/reference/configuration.md": settings_page,
+    "docs/reference/configuration.schema.json": settings_schema,
+}
+
+
+def fill(text: str, name: str, lines: Iterable[str]) -> str:
+    """`text` with `lines` between the marks of the part `name`. Raises InputError where a mark is missing."""
+    begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise InputError(f"the page has no part {name!r}; put {begin.strip()} and {end} around it")
+    return before + begin + "\n".join(lines) + "\n" + end + after
+
+
+def differing() -> dict[Path, str]:
+    """File -> new text, of the pages that are not as they should be."""
+    pages = {ROOT / path: make for path, make in PAGES.items()}
+    texts = {file: file.read_text() if file.exists() else "" for file in pages}
+    made = {file: make(texts[file]) for file, make in pages.items()}
+    return {file: text for file, text in made.items() if text != texts[file]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Write the pages that are made from code and results.")
+    parser.add_argument("--check", action="store_true", help="name the pages that differ and write nothing")
+    check = parser.parse_args().check
+    changed = differing()
+    for file, text in changed.items():
+        print(f"{file.relative_to(ROOT)} {'differs: run tools/generate_docs.py' if check else 'written'}")
+        if not check:
+            write_text(file, text)
+    return 1 if check and changed else 0
+
+
+def _shown(default: object) -> str:
+    if isinstance(default, (bool, tuple)):
+        return json.dumps(default)
+    return str(default) or "(empty)"
+
+
+if __name__ == "__main__":
+    run_program(main)
