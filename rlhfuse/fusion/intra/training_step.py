@@ -118,7 +118,6 @@ class TrainingStep:
         programs.refuse_unless_for(schedule, ranks)
         self._rank = rank
         self._problem = schedule.problem
-        self._programs = programs
         self._models = models
         self._temperature = temperature
         self._device = channels.device
@@ -138,16 +137,13 @@ class TrainingStep:
     ) -> MinibatchResult:
         """Train on one mini-batch in host memory; `microbatches` per pipeline and `lr` are by role.
 
-        `algorithm`: the settings of the losses, with the weight of a KL that is in force. Raises InputError before
-        anything is sent when a micro-batch is larger than its buffer; FloatingPointError, the same on all ranks, when
-        a loss or gradient is not finite: the model named did not step.
+        `algorithm`: the settings of the losses, with the weight of a KL that is in force. Raises
+        FloatingPointError, the same on all ranks, when a loss or gradient is not finite: the model named did not step.
         """
         lengths = batch.lengths.tolist()
         some = next(iter(self._models))
         parts = cut_microbatches(lengths, self._models[some].grid.dp * microbatches[some])
         tokens = tuple(sum(lengths[i] for i in part) for part in parts)
-        for role in self._models:
-            self._programs.refuse_tokens(role, tokens)
         losses = Losses(batch.response_tokens, algorithm, self._temperature)
         work = {}
         for role, model in self._models.items():

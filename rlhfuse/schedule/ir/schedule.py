@@ -47,14 +47,14 @@ class Schedule:
         return Schedule(problem, tuple(orders))
 
 
-def grid(orders: tuple[tuple, ...], mark: tuple[int, int] | None = None, label: str = "node") -> str:
+def grid(orders: tuple[tuple, ...], mark: tuple[int, int] | None = None) -> str:
     """One line per row of `orders`; the entry at `mark` = (row, position) is pointed out."""
     lines = []
     for row, order in enumerate(orders):
         words = [str(entry) for entry in order]
         if mark and mark[0] == row:
             words.insert(mark[1] + 1, "<-- ERROR HERE")
-        lines.append(f"{label} {row}: {' '.join(words)}".rstrip())
+        lines.append(f"node {row}: {' '.join(words)}".rstrip())
     return "\n".join(lines)
 
 

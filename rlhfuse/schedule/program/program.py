@@ -1,24 +1,16 @@
-"""What every rank does in one fused training step, as a value that prints and parses.
+"""What every rank does in one fused training step, as a value that prints one line per rank and parses back.
 
-    programs 5b0c...e1
-    model actor layout d1t1p2 buffer 4096
-    model critic layout d1t1p2 buffer any
+    model actor layout d1t1p2
     rank 0: critic:1RF0<1 actor:0F0 actor:0SF0>1 ... actor:0RB0<1 actor:0B0 actor:0RG actor:0ST
-    rank 1: critic:0F0 critic:0SF0>0 actor:1RF0<0 ...
 
-An instruction is an action with its peer: `actor:0F3`, `actor:0SF3>1` (send to rank 1), `actor:1RF3<0` (receive
-from rank 0), `actor:0RG` (see action.py). Stage numbers are the model's real pipeline stages. The first line is the
-fingerprint of the schedule and of the layouts that the programs were made for; a buffer is the most tokens that a
-micro-batch may have.
-
-Knows nothing of how programs are made or run: lowering.py makes them, verify.py checks them.
+An instruction is an action with its peer: `actor:0SF3>1` sends to rank 1, `actor:1RF3<0` receives from rank 0.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rlhfuse.errors import InputError, ScheduleError
@@ -28,7 +20,7 @@ from rlhfuse.schedule.ir.schedule import Schedule
 
 _INSTRUCTION = re.compile(r"([^<>]+)(?:([<>])(\d+))?")
 _HEAD = re.compile(r"programs ([0-9a-f]{64})")
-_MODEL = re.compile(r"model (\S+) layout (\S+) buffer (\d+|any)")
+_MODEL = re.compile(r"model (\S+) layout (\S+)")
 
 
 @dataclass(frozen=True)
@@ -80,13 +72,11 @@ class Program:
 class Programs(Mapping[int, Program]):
     """The programs of all ranks, and what they are for; a mapping from global rank to Program.
 
-    `layouts` has the layout text of every model, `buffers` the most tokens that a micro-batch of it may have (None:
-    any number).
+    `fingerprint` is that of the schedule and the layouts, `layouts` has the layout text of every model.
     """
 
     fingerprint: str
     layouts: Mapping[str, str]
-    buffers: Mapping[str, int | None]
     by_rank: Mapping[int, Program]
 
     def __getitem__(self, rank: int) -> Program:
@@ -101,9 +91,7 @@ class Programs(Mapping[int, Program]):
     def text(self) -> str:
         """All of it, one line per rank; `parse` is the inverse."""
         lines = [f"programs {self.fingerprint}"]
-        for model, layout in self.layouts.items():
-            buffer = self.buffers.get(model)
-            lines.append(f"model {model} layout {layout} buffer {'any' if buffer is None else buffer}")
+        lines += [f"model {model} layout {layout}" for model, layout in self.layouts.items()]
         return "\n".join(lines + [program.text() for program in self.by_rank.values()])
 
     @staticmethod
@@ -114,19 +102,17 @@ class Programs(Mapping[int, Program]):
         if not head:
             raise InputError("programs must begin with a line 'programs FINGERPRINT' of 64 hexadecimal digits")
         layouts: dict[str, str] = {}
-        buffers: dict[str, int | None] = {}
         by_rank: dict[int, Program] = {}
         for line in lines[1:]:
             model = _MODEL.fullmatch(line)
             if model:
                 layouts[model[1]] = model[2]
-                buffers[model[1]] = None if model[3] == "any" else int(model[3])
                 continue
             program = Program.parse(line)
             if program.rank in by_rank:
                 raise InputError(f"rank {program.rank} has two programs; remove one")
             by_rank[program.rank] = program
-        return Programs(head[1], layouts, buffers, by_rank)
+        return Programs(head[1], layouts, by_rank)
 
     def grid(self, rank: int | None = None, position: int = 0) -> str:
         """One line per rank; the instruction at `position` of `rank` is pointed out."""
@@ -154,18 +140,6 @@ class Programs(Mapping[int, Program]):
             raise ScheduleError(
                 f"programs are for ranks {sorted(self.by_rank)}, the layout has ranks 0-{ranks.size - 1}", self.grid()
             )
-
-    def refuse_tokens(self, model: str, tokens: Sequence[int]) -> None:
-        """Raise InputError unless every micro-batch of `model` (`tokens[m]` each) fits its buffer and has a token."""
-        buffer = self.buffers.get(model)
-        for microbatch, count in enumerate(tokens):
-            if count < 1:
-                raise InputError(f"{model}: micro-batch {microbatch} has {count} tokens; at least one is needed")
-            if buffer is not None and count > buffer:
-                raise InputError(
-                    f"{model}: micro-batch {microbatch} has {count} tokens but its buffer holds {buffer}; "
-                    "use more micro-batches or a larger buffer"
-                )
 
 
 def fingerprint_of(schedule: Schedule, ranks: FusedRanks) -> str:

@@ -1,12 +1,8 @@
 """When every instruction of a step runs if its actions take the times given: what a measured run is held against.
 
-    F B W    begin when the rank is free and the neighbouring stage has computed what they need
-    TE ST    begin when all ranks that take part have come to them
-    RG       takes its time on its rank; the sum itself is waited for at the ST, which comes after every member's RG
-    SF .. RB take no time
-
-Where evaluate.py prices a schedule of nodes, this prices its programs: every rank has a row of its own, merged stages
-are taken apart, and the weights' instructions are in. Knows nothing of how times were found.
+F, B, W begin when the rank is free and the neighbouring stage has computed what they need, TE and ST when all ranks of
+the collective have come to them. RG takes its time on its rank (the sum is waited for at the ST); transfers take none.
+Where evaluate.py prices a schedule of nodes, here every rank has a row of its own and the weights' instructions.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ from rlhfuse.schedule.ir.action import COMPUTE, RECEIVE_OF, Action, Kind
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.program.program import Program
 
-MEETINGS = (Kind.TE, Kind.ST)
+COLLECTIVES = (Kind.TE, Kind.ST)
 
 
 class TimedAction(NamedTuple):
@@ -48,48 +44,49 @@ def makespan(times: Mapping[int, tuple[TimedAction, ...]]) -> float:
 
 
 class _Clock:
-    """Walks all programs at once."""
+    """Advances all programs at once."""
 
     def __init__(self, programs: Mapping[int, Program], ranks: FusedRanks, seconds: Callable[[Action], float]) -> None:
         self.rows: dict[int, list[TimedAction]] = {rank: [] for rank in programs}
         self._programs, self._ranks, self._seconds = programs, ranks, seconds
-        self._place = dict.fromkeys(programs, 0)
+        self._models = {name: share.model for share in ranks.shape.shares for name in share.names}
+        self._position = dict.fromkeys(programs, 0)
         self._now = dict.fromkeys(programs, 0.0)
         self._ends: dict[tuple[int, Action], float] = {}
         every = [(rank, instruction) for rank, program in programs.items() for instruction in program.instructions]
         self._sources = {(rank, i.action): i.peer for rank, i in every}
-        self._sizes = Counter(self._meeting(rank, i.action) for rank, i in every if i.action.kind in MEETINGS)
+        self._sizes = Counter(self._collective(rank, i.action) for rank, i in every if i.action.kind in COLLECTIVES)
         self._there: dict[Hashable, dict[tuple[int, Action], float]] = {}
 
-    def _meeting(self, rank: int, action: Action) -> Hashable:
+    def _collective(self, rank: int, action: Action) -> Hashable:
         """Equal for all that take part in one TE or ST."""
-        model = action.pipeline.partition(".")[0]
+        model = self._models[action.pipeline]
         if action.kind is Kind.ST:
             return model
         return model, self._ranks.replica_of(rank), action.pipeline, self._ranks.locate(model, rank)[2]
 
     def advance(self, rank: int) -> bool:
         """Go on until something is waited for; whether anything was done."""
-        instructions, first = self._programs[rank].instructions, self._place[rank]
-        while self._place[rank] < len(instructions):
-            action = instructions[self._place[rank]].action
-            if action.kind in COMPUTE or action.kind in MEETINGS or action.kind is Kind.RG:
+        instructions, first = self._programs[rank].instructions, self._position[rank]
+        while self._position[rank] < len(instructions):
+            action = instructions[self._position[rank]].action
+            if action.kind in COMPUTE or action.kind in COLLECTIVES or action.kind is Kind.RG:
                 ready = self._ready(rank, action)
                 if ready is None:
                     break
                 start = max(self._now[rank], ready)
                 self._now[rank] = self._ends[rank, action] = start + self._seconds(action)
                 self.rows[rank].append(TimedAction(action, start, self._now[rank]))
-            self._place[rank] += 1
-        return self._place[rank] > first
+            self._position[rank] += 1
+        return self._position[rank] > first
 
     def _ready(self, rank: int, action: Action) -> float | None:
         """When what the action needs from other ranks is there; None while that is not known."""
-        if action.kind in MEETINGS:
-            meeting = self._meeting(rank, action)
-            there = self._there.setdefault(meeting, {})
+        if action.kind in COLLECTIVES:
+            collective = self._collective(rank, action)
+            there = self._there.setdefault(collective, {})
             there[rank, action] = self._now[rank]
-            return max(there.values()) if len(there) == self._sizes[meeting] else None
+            return max(there.values()) if len(there) == self._sizes[collective] else None
         receive = action._replace(kind=RECEIVE_OF[action.kind]) if action.kind in RECEIVE_OF else None
         source = self._sources.get((rank, receive))
         if source is None:  # whatever is needed was computed on this rank, before
@@ -98,7 +95,7 @@ class _Clock:
         return self._ends.get((source, action._replace(stage=action.stage + step)))
 
     def check_finished(self) -> None:
-        for rank, place in self._place.items():
+        for rank, position in self._position.items():
             instructions = self._programs[rank].instructions
-            if place < len(instructions):
-                raise ScheduleError(f"rank {rank}, position {place}: {instructions[place]} never begins")
+            if position < len(instructions):
+                raise ScheduleError(f"rank {rank}, position {position}: {instructions[position]} never begins")

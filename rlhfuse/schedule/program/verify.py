@@ -1,16 +1,8 @@
 """Refuses programs that could hang, starve or compute the wrong thing, before the first byte is sent.
 
-First each rank by itself: its program holds exactly its duties (duties.py), each once, with the right peer and after
-what it depends on; it computes in the order of its node; and the activations alive never pass the memory cap. Then
-all ranks together, under rendezvous semantics (rendezvous.py) in two models. *Per communicator* is what NCCL
-promises, and must hold: computing and blocking collectives in program order, sends, receives and reductions in the
-issue order of their communicator. *One queue* is stricter: all transfers and collectives of a rank in program order.
-Programs that pass here run under any looser semantics (buffered sends, receives posted ahead).
-
-Both ends of a transfer are one event, of one micro-batch of one pipeline at one border between stages, so their
-shapes are equal as soon as all ranks know the same token counts; `shapes` holds these against the buffers.
-
-It shares no code with lowering.py but the instruction type. Knows nothing of times.
+First each rank by itself: exactly its expected instructions, after what they depend on, in the order of its node and
+under the memory cap. Then all ranks together, run symbolically in two models (docs/schedules.md): *per communicator*,
+which must hold, and the stricter *one queue* per rank. Shares no code with lowering.py but the instruction type.
 """
 
 from __future__ import annotations
@@ -21,18 +13,18 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from rlhfuse.errors import InputError, ScheduleError
+from rlhfuse.errors import ScheduleError
 from rlhfuse.schedule.ir.action import COMPUTE, SENDS, Action, Kind
 from rlhfuse.schedule.ir.evaluate import loosen, tidy
 from rlhfuse.schedule.ir.graph import kinds_of
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.schedule.program.expected_instructions import Duty, Event, duties_of
+from rlhfuse.schedule.program.expected_instructions import Event, Expected, expected_instructions
 from rlhfuse.schedule.program.program import Programs
-from rlhfuse.schedule.program.rendezvous import NONE, Halt, Issue, Step, queues_agree, run
 
-Shapes = Mapping[str, Sequence[Sequence[int]]]  # model -> [dp rank][micro-batch] -> tokens
+NONE = -1
 
 
 @dataclass(frozen=True)
@@ -50,37 +42,30 @@ class Verified:
 
 
 def verify(
-    programs: Programs,
-    schedule: Schedule,
-    ranks: FusedRanks,
-    *,
-    tied: frozenset[str] = frozenset(),
-    shapes: Shapes | None = None,
+    programs: Programs, schedule: Schedule, ranks: FusedRanks, *, tied: frozenset[str] = frozenset()
 ) -> Verified:
     """Check `programs` against their schedule and run them symbolically in both models.
 
-    `tied` names the models with tied embeddings; `shapes` gives the tokens of every micro-batch. Raises ScheduleError
-    naming rank, position and instruction, with the grid, unless they are for this schedule and these ranks, every
-    rank does its duties, and the model of one queue per communicator holds; InputError on shapes that do not fit.
+    `tied` names the models with tied embeddings. Raises ScheduleError naming rank, position and instruction, with the
+    grid, unless they are for this schedule and these ranks, every rank has its expected instructions, and the model of
+    one queue per communicator holds.
     """
     programs.refuse_unless_for(schedule, ranks)
-    if shapes is not None:
-        check_shapes(programs, schedule, ranks, shapes)
     with _collector_paused():
-        book = _check_ranks(programs, schedule, ranks, tied)
-        clash = queues_agree(book.issues)
+        steps = _check_ranks(programs, schedule, ranks, tied)
+        clash = _first_clash(steps.issues)
         if clash:
-            one, two = clash
-            there = programs[two.rank].instructions[two.position]
-            where = f"meets {there} at position {two.position} of rank {two.rank}"
-            raise _error(programs, one.rank, one.position, where)
-        halts = run(book.channels, book.sizes)
+            first, second = clash
+            there = programs[second.rank].instructions[second.position]
+            where = f"meets {there} at position {second.position} of rank {second.rank}"
+            raise _error(programs, first.rank, first.position, where)
+        halts = _run(steps.channels, steps.sizes)
         if halts:
             hang = _error(programs, halts[0].rank, halts[0].position, _never(programs, halts))
             raise ScheduleError(f"deadlock: {hang}", hang.grid)
-        stricter = run(book.one_queue, book.sizes)
+        stricter = _run(steps.one_queue, steps.sizes)
     transfers = sum(i.action.kind in SENDS for program in programs.values() for i in program.instructions)
-    return Verified(transfers, book.collectives, True, not stricter, _never(programs, stricter))
+    return Verified(transfers, steps.collectives, True, not stricter, _never(programs, stricter))
 
 
 @contextmanager
@@ -95,82 +80,41 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _check_ranks(programs: Programs, schedule: Schedule, ranks: FusedRanks, tied: frozenset[str]) -> _Book:
+# ---- every rank by itself
+
+
+def _check_ranks(programs: Programs, schedule: Schedule, ranks: FusedRanks, tied: frozenset[str]) -> _Steps:
     """Check every rank by itself; returns the steps of all."""
     rows = _rows(schedule, ranks)
-    book = _Book()
+    steps = _Steps()
     for rank, program in sorted(programs.by_rank.items()):
-        duties = duties_of(rank, schedule, ranks, tied)
+        expected = expected_instructions(rank, schedule, ranks, tied)
         actions = [instruction.action for instruction in program.instructions]
-        _check_duties(programs, rank, actions, duties)
+        _check_expected(programs, rank, actions, expected)
         _check_row(programs, rank, actions, rows[rank])
         _check_memory(programs, rank, actions, schedule, ranks)
-        book.add(rank, [duties[action] for action in actions])
-    return book
+        steps.add(rank, [expected[action] for action in actions])
+    return steps
 
 
-class _Book:
-    """Numbers the events and writes every rank's steps for both machines."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.issues: list[Issue] = []
-        self.channels: dict[int, list[Step]] = {}
-        self.one_queue: dict[int, list[Step]] = {}
-        self.collectives = 0
-        self._numbers: dict[Hashable, int] = {}
-
-    def add(self, rank: int, duties: Sequence[Duty]) -> None:
-        """One step in each machine for every duty, in program order."""
-        loose, strict = [], []
-        for position, duty in enumerate(duties):
-            meets = () if duty.meets is None else (self._number(duty.meets),)
-            issues = NONE if duty.issues is None else self._number(duty.issues)
-            if issues != NONE:
-                self.issues.append(Issue(duty.issues.queue, issues, rank, position))
-            loose.append(Step(tuple(map(self._number, duty.needs)), meets, issues))
-            strict.append(Step(meets=meets if issues == NONE else (*meets, issues)))
-        self.channels[rank], self.one_queue[rank] = loose, strict
-
-    def _number(self, event: Event) -> int:
-        number = self._numbers.setdefault(event.name, len(self.sizes))
-        if number == len(self.sizes):
-            self.sizes.append(event.size)
-            self.collectives += event.collective
-        return number
-
-
-def check_shapes(programs: Programs, schedule: Schedule, ranks: FusedRanks, shapes: Shapes) -> None:
-    """Raise InputError unless `shapes` has the tokens of every micro-batch, and each fits its model's buffer."""
-    for model, layout in ranks.shape.layouts.items():
-        table = shapes.get(model, ())
-        if len(table) != layout.dp:
-            raise InputError(f"shapes of {model} are for {len(table)} pipelines, {layout} has dp({layout.dp})")
-        wanted = next(p.microbatches for p in schedule.problem.pipelines if p.model == model)
-        for pipeline, tokens in enumerate(table):
-            if len(tokens) != wanted:
-                raise InputError(
-                    f"shapes of {model}: pipeline {pipeline} has {len(tokens)} micro-batches, the schedule has {wanted}"
-                )
-            programs.refuse_tokens(model, tokens)
-
-
-def _check_duties(programs: Programs, rank: int, actions: Sequence[Action], duties: Mapping[Action, Duty]) -> None:
-    """The program holds every duty once, with its peer and after what it depends on, and nothing else."""
+def _check_expected(
+    programs: Programs, rank: int, actions: Sequence[Action], expected: Mapping[Action, Expected]
+) -> None:
+    """The program holds every expected instruction once, with its peer and after what it depends on, and no other."""
     at: dict[Action, int] = {}
     for position, action in enumerate(actions):
         if at.setdefault(action, position) != position:
             raise _error(programs, rank, position, f"is done twice, first at position {at[action]}")
     for position, (instruction, action) in enumerate(zip(programs[rank].instructions, actions)):
-        duty = duties.get(action)
-        if duty is None:
+        wanted = expected.get(action)
+        if wanted is None:
             raise _error(programs, rank, position, "has no place here: this rank holds no such stage or micro-batch")
-        if instruction.peer != duty.peer:
-            raise _error(programs, rank, position, f"has the wrong peer: the other end is on rank {duty.peer}")
-        for needed in duty.after:
+        if instruction.peer != wanted.peer:
+            raise _error(programs, rank, position, f"has the wrong peer: the other end is on rank {wanted.peer}")
+        for needed in wanted.after:
             if at.get(needed, position) >= position:
                 raise _error(programs, rank, position, f"runs before {needed}")
-    for action in duties:
+    for action in expected:
         if action not in at:
             raise ScheduleError(
                 f"rank {rank}, position {len(actions)}: the program ends and {action} is missing",
@@ -231,3 +175,126 @@ def _never(programs: Programs, halts: Sequence[Halt]) -> str:
 def _error(programs: Programs, rank: int, position: int, what: str) -> ScheduleError:
     instruction = programs[rank].instructions[position]
     return ScheduleError(f"rank {rank}, position {position}: {instruction} {what}", programs.grid(rank, position))
+
+
+# ---- all ranks together: run symbolically, without time
+
+
+class Step(NamedTuple):
+    """Numbers of events: first `needs` are awaited, then each of `meets` blocks until all its ranks are there, then the
+    rank gives its part in `issues` and goes on. NONE where there is none.
+    """
+
+    needs: tuple[int, ...] = ()
+    meets: tuple[int, ...] = ()
+    issues: int = NONE
+
+
+class Issue(NamedTuple):
+    """The instruction at `position` of `rank` puts `event` into `queue`."""
+
+    queue: Hashable
+    event: int
+    rank: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Halt:
+    """A rank that never finishes: its position, and the event it waits for."""
+
+    rank: int
+    position: int
+    event: int
+
+
+class _Steps:
+    """Numbers the events and holds every rank's steps in both models.
+
+    Per communicator, sends, receives and reductions are issued, and a rank waits where it needs the value; with one
+    queue every transfer and reduction is met: strictly one instruction after the other.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.issues: list[Issue] = []
+        self.channels: dict[int, list[Step]] = {}
+        self.one_queue: dict[int, list[Step]] = {}
+        self.collectives = 0
+        self._numbers: dict[Hashable, int] = {}
+
+    def add(self, rank: int, instructions: Sequence[Expected]) -> None:
+        """One step in each model for every instruction, in program order."""
+        channels, one_queue = [], []
+        for position, instruction in enumerate(instructions):
+            meets = () if instruction.meets is None else (self._number(instruction.meets),)
+            issues = NONE
+            if instruction.issues is not None:
+                issues = self._number(instruction.issues)
+                self.issues.append(Issue(instruction.issues.queue, issues, rank, position))
+            channels.append(Step(tuple(map(self._number, instruction.needs)), meets, issues))
+            one_queue.append(Step(meets=meets if issues == NONE else (*meets, issues)))
+        self.channels[rank], self.one_queue[rank] = channels, one_queue
+
+    def _number(self, event: Event) -> int:
+        number = self._numbers.setdefault(event.name, len(self.sizes))
+        if number == len(self.sizes):
+            self.sizes.append(event.size)
+            self.collectives += event.collective
+        return number
+
+
+def _run(steps: Mapping[int, Sequence[Step]], sizes: Sequence[int]) -> list[Halt]:
+    """Run all ranks as far as they come and return those that wait for ever. `sizes[e]` ranks take part in event e.
+
+    Whatever the order of the ranks it ends in the same state: an event that can happen is not undone by another one,
+    for a rank stands in one place at a time. So one run decides.
+    """
+    arrived = [0] * len(sizes)
+    waiting: dict[int, list[int]] = {}
+    position = dict.fromkeys(steps, 0)
+    halted: dict[int, int] = {}
+
+    def arrive(event: int) -> bool:
+        arrived[event] += 1
+        if arrived[event] < sizes[event]:
+            return False
+        ready.extend(waiting.pop(event, ()))
+        return True
+
+    ready = sorted(steps, reverse=True)
+    while ready:
+        rank = ready.pop()
+        mine, at = steps[rank], position[rank]
+        while at < len(mine):
+            needs, meets, issues = mine[at]
+            stop = next((event for event in needs if arrived[event] < sizes[event]), NONE)
+            if stop == NONE:
+                # An event that has happened is behind this rank: it has come back from waiting in it.
+                stop = next((event for event in meets if arrived[event] < sizes[event] and not arrive(event)), NONE)
+            if stop != NONE:
+                waiting.setdefault(stop, []).append(rank)
+                halted[rank] = stop
+                break
+            if issues != NONE:
+                arrive(issues)
+            at += 1
+        position[rank] = at
+    return [Halt(rank, at, halted[rank]) for rank, at in position.items() if at < len(steps[rank])]
+
+
+def _first_clash(issues: Sequence[Issue]) -> tuple[Issue, Issue] | None:
+    """None when all ends of every queue issue the same events in the same order, else the first two that differ.
+
+    `issues` are in program order for each rank.
+    """
+    ends: dict[Hashable, dict[int, list[Issue]]] = {}
+    for issue in issues:
+        ends.setdefault(issue.queue, {}).setdefault(issue.rank, []).append(issue)
+    for by_rank in ends.values():
+        first, *others = by_rank.values()
+        for other in others:
+            for mine, theirs in zip(first, other):
+                if mine.event != theirs.event:
+                    return mine, theirs
+    return None

@@ -41,12 +41,11 @@ def plan(
     microbatches: int = 4,
     *,
     tied: bool = False,
-    buffers: Mapping[str, int] | None = None,
 ) -> Plan:
     layouts = {"actor": ParallelLayout.parse(actor), "critic": ParallelLayout.parse(critic)}
     ranks = rank_map(layouts)
     schedule = make_schedule(layouts, kind, microbatches)
-    programs = lower(schedule, ranks, tied=frozenset({"actor"} if tied else ()), buffers=buffers)
+    programs = lower(schedule, ranks, tied=frozenset({"actor"} if tied else ()))
     return Plan(actor, critic, kind, microbatches, ranks, schedule, programs)
 
 

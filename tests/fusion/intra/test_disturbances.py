@@ -8,7 +8,6 @@ import time
 
 import pytest
 from disturbed_pair import Plan, disturbed, new_step, plan, write_models
-from training_pair import make_batch
 
 from rlhfuse.errors import InputError
 
@@ -193,18 +192,6 @@ def test_programs_that_miss_a_rank_are_refused(workers, folders):
     programs = plan().programs
     fewer = dataclasses.replace(programs, by_rank={rank: programs[rank] for rank in (0, 1, 3)})
     assert "programs are for ranks [0, 1, 3], the layout has ranks 0-3" in refused(workers, folders, plan(), fewer)
-
-
-def test_a_microbatch_larger_than_its_buffer_is_refused(workers, folders):
-    most = max(make_batch(0).lengths.tolist())  # of one sample: a micro-batch of several has more
-    what = plan(buffers={"critic": most})
-    line = refused(workers, folders, what, what.programs)
-    assert "critic: micro-batch" in line and f"its buffer holds {most}" in line
-
-
-def test_a_buffer_that_is_large_enough_is_accepted(workers, folders, undisturbed):
-    what = plan(buffers={"actor": 4096, "critic": 4096})
-    assert workers.run(train, folders, what, STEPS, False, None) == undisturbed
 
 
 def test_programs_that_went_through_text_are_the_same(workers, folders, undisturbed):

@@ -39,7 +39,7 @@ def first_step_late(programs: Programs) -> Programs:
 def held_back(rank: int, folders: dict) -> dict:
     """Rank 3 begins its reduction of the model that steps last only when all ranks have stepped the other model."""
     pair = build_pair(rank, folders, "d2t1p2", "d2t1p2", edit=first_step_late)
-    order = [i.action for i in pair.step._programs[rank].instructions if i.action.kind is Kind.ST]
+    order = [i.action for i in pair.programs[rank].instructions if i.action.kind is Kind.ST]
     first, last = (pair.models[model_of(pair, action)].optimizer for action in order)
     (stage,) = last.modules
     start, finish, step = last.start_reduction, last.finish_reduction, first.step
@@ -74,7 +74,7 @@ def test_one_model_steps_while_the_reduction_of_the_other_stands_still(workers, 
 def stopped_backward(rank: int, folders: dict) -> bool:
     """The last backward of the model that steps last begins, on rank 3, when all ranks have stepped the other model."""
     pair = build_pair(rank, folders, "d2t1p2", "d2t1p2")
-    order = [i.action for i in pair.step._programs[rank].instructions if i.action.kind is Kind.ST]
+    order = [i.action for i in pair.programs[rank].instructions if i.action.kind is Kind.ST]
     first, last = (pair.models[model_of(pair, action)] for action in order)
     stage, store = last.stages[order[1].stage], dist.distributed_c10d._get_default_store()
     step, backward, held = first.optimizer.step, stage.backward, []
@@ -106,7 +106,7 @@ def under_way(rank: int, folders: dict) -> bool | None:
     gloo does not say when a reduction is done before it is waited for, so this shows that it began and held up nobody.
     """
     pair = build_pair(rank, folders, "d2t1p2", "d2t1p2")
-    actions = [i.action for i in pair.step._programs[rank].instructions]
+    actions = [i.action for i in pair.programs[rank].instructions]
     actor, critic = pair.models["actor"], pair.models["critic"]
     store, begun = dist.distributed_c10d._get_default_store(), []
     if rank in (1, 3):
@@ -149,7 +149,7 @@ def watched(rank: int, folders: dict) -> dict:
     texts: list[str] = []
     pair = build_pair(rank, folders, "d1t1p4", "d2t1p2", progress=texts.append)
     reports = [pair.train(seed).report for seed in range(2)]
-    program = pair.step._programs[rank]
+    program = pair.programs[rank]
     pair.close()
     return {
         "texts": texts[: len(texts) // 2],
@@ -215,7 +215,6 @@ def refusals(rank: int, folders: dict) -> dict:
 
     attempt(lower(make_schedule(layouts, "serial"), pair.ranks))
     attempt(replace(good, layouts={"actor": "d2t1p2", "critic": "d1t1p4"}))
-    attempt(replace(good, buffers={"actor": 60, "critic": 1000}))
     attempt(good, {"actor": pair.models["actor"]})
     attempt(replace(good, by_rank={r: replace(good[(r + 1) % 4], rank=r) for r in range(4)}))
     del channels.send, channels.post_receive
@@ -226,9 +225,8 @@ def refusals(rank: int, folders: dict) -> dict:
 def test_what_cannot_work_is_refused_before_anything_is_sent(workers, folders):
     for run in workers.run(refusals, folders):
         assert run["sent"] == 0
-        schedule, layout, buffer, model, program = run["said"]
+        schedule, layout, model, program = run["said"]
         assert "another schedule" in schedule and "actor d2t1p2" in layout
-        assert "actor: micro-batch" in buffer and "buffer holds 60" in buffer
         assert "critic is not built" in model
         assert "but this rank holds" in program
 

@@ -90,6 +90,7 @@ class Pair:
     roles: object  # Roles
     ranks: FusedRanks
     schedule: Schedule
+    programs: Programs
     counts: dict[str, int]
 
     @property
@@ -150,11 +151,12 @@ def build_pair(
     schedule = make_schedule(layouts, kind, microbatches)
     models = roles.trained
     tied = frozenset(role for role, model in models.items() if model.tied)
+    programs = edit(lower(schedule, ranks, tied=tied))
     step = TrainingStep(
         rank,
         ranks,
         schedule,
-        edit(lower(schedule, ranks, tied=tied)),
+        programs,
         models,
         roles.channels,
         1.0,
@@ -162,4 +164,4 @@ def build_pair(
     )
     actor_share, critic_share = ranks.shape.shares
     counts = {"actor": microbatches, "critic": actor_share.pipelines * microbatches // critic_share.pipelines}
-    return Pair(step, roles, ranks, schedule, counts)
+    return Pair(step, roles, ranks, schedule, programs, counts)
