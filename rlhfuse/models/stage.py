@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -69,9 +70,9 @@ class PipelineStage:
         self.first = first
         self.last = last
         self.scalar_head = scalar_head
-        core = getattr(model, "module", model)
-        self.shards = core.config.tensor_model_parallel_size if core.config.sequence_parallel else 1
-        self._hidden = core.config.hidden_size
+        core: Any = getattr(model, "module", model)
+        self.shards: int = core.config.tensor_model_parallel_size if core.config.sequence_parallel else 1
+        self._hidden: int = core.config.hidden_size
         self._asks_for_cuda = self.shards > 1 and not next(model.parameters()).is_cuda
 
     def hidden_shape(self, batch: PackedTokens) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rlhfuse.config.settings import OptimizerConfig
@@ -58,9 +60,10 @@ class ModelOptimizer:
         first = next(iter(chunks.values()))
         bf16 = next(first.parameters()).dtype == torch.bfloat16
         with fake_cuda(device):
-            self.modules = {
+            # Any: Megatron's annotations know neither `buffers` nor what a chained optimizer has
+            self.modules: dict[int, Any] = {
                 stage: DistributedDataParallel(
-                    config=model.config,
+                    config=cast(TransformerConfig, model.config),
                     ddp_config=DistributedDataParallelConfig(
                         use_distributed_optimizer=self._zero, grad_reduce_in_fp32=True, overlap_grad_reduce=True
                     ),
@@ -69,7 +72,7 @@ class ModelOptimizer:
                 )
                 for stage, model in chunks.items()
             }
-            self.optimizer = get_megatron_optimizer(
+            self.optimizer: Any = get_megatron_optimizer(
                 MegatronOptimizerConfig(
                     optimizer=config.name,
                     lr=config.lr,

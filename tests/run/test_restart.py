@@ -22,7 +22,7 @@ TWENTY_KILLS = (
     "1 all 1 start.0, .*: moving weights",
     "0 one 2 start.0, .*: generation: step",
     "1 one 5 start.1, .*: generation: step",
-    "0 all 1 start.1, .*: inter-stage: meeting",
+    "0 all 1 start.1, .*: inter-stage: barrier",
     "1 one 1 inter-stage: migration",
     "0 all 1 inter-stage: migration",
     "1 one 1 start.1, .*: inference: ",

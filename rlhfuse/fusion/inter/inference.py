@@ -47,9 +47,11 @@ class Rewarder(Protocol):
 
     def submit(self, rollouts: Sequence[Rollout]) -> None:
         """Take finished samples; returns at once."""
+        ...
 
     def finish(self) -> dict[int, float]:
         """Sample id -> score of everything submitted since the last call; waits. Raises RewardError."""
+        ...
 
 
 class Scorer:
@@ -109,7 +111,9 @@ class Scorer:
         packed = PackedTokens.of(batch.tokens, batch.cu_seqlens, self._device)
         predictions = batch.prediction_index.to(self._device)
         responses = batch.response_lengths.tolist()
-        ref, values, scores = ([None] * len(ordered) for _ in range(3))
+        ref: Sequence[torch.Tensor | None] = [None] * len(ordered)
+        values: Sequence[torch.Tensor | None] = [None] * len(ordered)
+        scores: Sequence[float | None] = [None] * len(ordered)
         if self._reference is not None:
             targets = batch.tokens[batch.response_index].to(self._device)
             logits = self._outputs(self._reference, packed)[predictions]
@@ -120,7 +124,7 @@ class Scorer:
         if self._reward is not None:
             last = (batch.cu_seqlens[1:].long() - 1).to(self._device)
             scores = self._outputs(self._reward, packed)[last].float().cpu().tolist()
-        scored = [r.with_scores(*given) for r, *given in zip(ordered, ref, values, scores)]
+        scored = [r.with_scores(*given) for r, given in zip(ordered, zip(ref, values, scores))]
         return scored, PackWork(len(batch.tokens), len(ordered), time.perf_counter() - start - self._waited)
 
     def _outputs(self, model: FrozenModel, packed: PackedTokens) -> torch.Tensor:

@@ -48,7 +48,7 @@ class InterStage:
     placement: Placement
     engine: Engine
     scorer: Scorer
-    store: dist.Store
+    store: dist.Store  # pyright: ignore[reportPrivateImportUsage]  # torch's __all__ lacks it
     instance_group: dist.ProcessGroup | None  # the ranks of this rank's instance; None where it is one
     worker_group: dist.ProcessGroup | None  # the ranks of its inference worker
     timeout_seconds: float
@@ -133,7 +133,7 @@ class GenInferIteration:
         generation.add([self._requests[index] for index in split_samples(total, instances)[self._instance]])
         finished = generation.decode_until(self._triggers[0] if instances > 1 and self._triggers else 0)
         stopped = time.time()
-        self._stage.progress("inter-stage: meeting of all instances")
+        self._stage.progress("inter-stage: barrier of all instances")
         self._finished, barrier = gather_states(self._placement, self._engine, finished, self._decoders.is_leader)
         self._events.span("meet", stopped, time.time())
         self._tail_samples = len(barrier.states)
@@ -152,7 +152,7 @@ class GenInferIteration:
         for number, trigger in enumerate(self._triggers):
             if number > 0:
                 stopped = time.time()
-                barrier = self._meet_again(number, decoding)
+                barrier = self._later_barrier(number, decoding)
                 self._events.span("meet", stopped, time.time())
             decoding = barrier.decoding
             plan = barrier.plan(trigger, self._limits)
@@ -169,9 +169,9 @@ class GenInferIteration:
                     self._store.put_state(number + 1, self._instance, encode_state(self._engine, left=True))
                 return
 
-    def _meet_again(self, number: int, decoding: Sequence[int]) -> MigrationBarrier:
+    def _later_barrier(self, number: int, decoding: Sequence[int]) -> MigrationBarrier:
         """A later barrier, among the instances that decoded after the one before."""
-        self._stage.progress(f"inter-stage: meeting {number} of instances {' '.join(map(str, decoding))}")
+        self._stage.progress(f"inter-stage: barrier {number} of instances {' '.join(map(str, decoding))}")
         if self._decoders.is_leader:
             self._store.put_state(number, self._instance, encode_state(self._engine))
         states = self._store.wait_for_states(number, decoding)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-import torch.distributed as dist
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  # torch's __all__ lacks it
 
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.001, 0.02
 POLL_SECONDS = 0.005
@@ -27,7 +27,7 @@ class IterationStore:
     scoring       workers that load or score; waiting: workers for which there is no work yet
     """
 
-    def __init__(self, store: dist.Store, iteration: int, timeout_seconds: float) -> None:
+    def __init__(self, store: Store, iteration: int, timeout_seconds: float) -> None:
         self._store = store
         self._iteration = iteration
         self._prefix = f"iteration/{iteration}/"
@@ -35,7 +35,8 @@ class IterationStore:
 
     def reconnect(self) -> IterationStore:
         """The same keys over a connection of its own, for another thread."""
-        return IterationStore(self._store.clone(), self._iteration, self._timeout)
+        clone = self._store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # the stub lacks it
+        return IterationStore(clone, self._iteration, self._timeout)
 
     def add_finished(self, count: int) -> int:
         """Add newly finished samples; returns how many of the batch are finished."""
@@ -45,7 +46,7 @@ class IterationStore:
         """Hand finished samples to the workers, announced at once so that those who wait can share them fairly."""
         first = self._add("published", len(samples)) - len(samples)
         for index, sample in enumerate(samples, start=first):
-            self._store.set(f"{self._prefix}sample/{index}", sample)
+            self._set(f"sample/{index}", sample)
 
     def published(self) -> int:
         return self._add("published", 0)
@@ -56,7 +57,7 @@ class IterationStore:
 
     def put_state(self, barrier: int, instance: int, state: bytes) -> None:
         """What an instance brings to a barrier behind the first."""
-        self._store.set(f"{self._prefix}state/{barrier}/{instance}", state)
+        self._set(f"state/{barrier}/{instance}", state)
 
     def wait_for_states(self, barrier: int, instances: Sequence[int]) -> dict[int, bytes]:
         """What these instances brought; waits for all. Raises TimeoutError naming the one that did not come."""
@@ -93,6 +94,9 @@ class IterationStore:
         states = [f"state/{k}/{i}" for k in range(barriers) for i in range(instances)]
         for key in ("finished", "published", "tickets", "taken", "scoring", "waiting", *samples, *states):
             self._store.delete_key(self._prefix + key)
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._store.set(self._prefix + key, value)  # pyright: ignore[reportArgumentType]  # the stub knows text only
 
     def _add(self, key: str, amount: int) -> int:
         return self._store.add(self._prefix + key, amount)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhfuse.decisions.migration import MigrationPlan, MoveCost, SequenceState, plan_meeting, transfer_order
+from rlhfuse.decisions.migration import MigrationPlan, MoveCost, MoveMode, SequenceState, plan_meeting, transfer_order
 from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.report import PairMigration
 from rlhfuse.gen.engine import Engine
@@ -132,7 +132,9 @@ def _migrate_pair(
     if rank in sides[1]:
         receive_sequences(engine, heads, rank, bucket_bytes=bucket_bytes)
         return 0
-    modes = {move.sample_id: move.mode for move in plan.moves_from(source) if move.destination == destination}
+    modes: dict[int, MoveMode] = {
+        move.sample_id: move.mode for move in plan.moves_from(source) if move.destination == destination
+    }
     with engine.export_sequences(modes, modes) as transfer:
         mine = send_sequences(transfer, heads, rank, bucket_bytes=bucket_bytes)
     return mine * len(sides[0])  # each rank of an instance holds an equal share of the heads

@@ -57,6 +57,7 @@ class PreparedInstruction:
     peer: int  # the other rank of a send or receive, -1 in all other kinds
     parts: PipelineParts
     stage: TrainingStage
+    microbatch: int  # -1 in TE, RG and ST
     source: Key  # under this the adjacent stage's output waits, where it is on this rank
     target: Key  # under this the stage's own output waits, or its input arrives
     receive: Instruction | None  # what an F or B has its input from
@@ -108,7 +109,8 @@ class ProgramExecutor:
         self, index: int, instruction: Instruction, by_action: Mapping[Action, Instruction]
     ) -> PreparedInstruction:
         action = instruction.action
-        pipeline, number, kind, microbatch = action
+        pipeline, number, kind, _ = action
+        microbatch = -1 if action.microbatch is None else action.microbatch
         if kind not in _RUN:
             raise InputError(f"{instruction}: split weight gradients cannot be executed; schedule whole backwards")
         parts = self.pipelines.get(pipeline)
@@ -120,7 +122,7 @@ class ProgramExecutor:
             )
         backward = kind in (Kind.B, Kind.SB, Kind.RB)
         computed = Kind.B if backward else Kind.F
-        receive = by_action.get(Action(pipeline, number, Kind.RB if backward else Kind.RF, microbatch))
+        receive = by_action.get(Action(pipeline, number, Kind.RB if backward else Kind.RF, action.microbatch))
         text = f"training instruction {index}: {instruction}"
         return PreparedInstruction(
             run=_RUN[kind],
@@ -128,6 +130,7 @@ class ProgramExecutor:
             peer=-1 if instruction.peer is None else instruction.peer,
             parts=parts,
             stage=parts.stages[number],
+            microbatch=microbatch,
             source=(pipeline, computed, number + (1 if backward else -1), microbatch),
             target=(pipeline, computed, number, microbatch),
             receive=receive,
@@ -179,14 +182,14 @@ class ProgramRun:
         return self._report(begin, drained, clock())
 
     def _loop(self) -> None:
-        named = record_function if torch.autograd._profiler_enabled() else None
+        profiled = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]  # no public way
         progress, quiet = self._progress, contextlib.nullcontext()
         index = 0
         before = clock()
         try:
             for index, step in enumerate(self._executor.steps):
                 progress(step.text)
-                with named(step.profiler_label) if named else quiet:
+                with record_function(step.profiler_label) if profiled else quiet:
                     step.run(self, step)
                 now = clock()
                 meter = self._meters[step.action.kind]
@@ -203,7 +206,7 @@ class ProgramRun:
     # computing ------------------------------------------------------------------------------------------------
 
     def forward(self, step: PreparedInstruction) -> None:
-        work, microbatch = self._work[step.action.pipeline], step.action.microbatch
+        work = self._work[step.action.pipeline]
         hidden = self._take_input(step)
         start, mark = clock(), self._stopwatch.mark()
 
@@ -213,7 +216,7 @@ class ProgramRun:
             self._check(step, value)
             return value
 
-        out = step.stage.forward(microbatch, work.batches[microbatch], hidden, loss)
+        out = step.stage.forward(step.microbatch, work.batches[step.microbatch], hidden, loss)
         if out is not None:
             self._outputs[step.target] = out
             self._check(step, out)
@@ -224,7 +227,7 @@ class ProgramRun:
     def backward(self, step: PreparedInstruction) -> None:
         gradient = self._take_input(step)
         start, mark = clock(), self._stopwatch.mark()
-        out = step.stage.backward(step.action.microbatch, gradient)
+        out = step.stage.backward(step.microbatch, gradient)
         if out is not None:
             self._outputs[step.target] = out
             self._check(step, out)
@@ -276,7 +279,7 @@ class ProgramRun:
         unposted, posted = self._unposted[peer], self._posted[peer]
         while unposted and len(posted) < RECEIVES_AHEAD:
             step = unposted.popleft()
-            batch = self._work[step.action.pipeline].batches[step.action.microbatch]
+            batch = self._work[step.action.pipeline].batches[step.microbatch]
             posted.append(self._channels.post_receive(step.stage.stage.hidden_shape(batch), step.parts.dtype, peer))
 
     # gradients and weights ------------------------------------------------------------------------------------

@@ -45,14 +45,18 @@ class Channels:
     def send(self, tensor: Tensor, to: int) -> None:
         """Start sending; the tensor must not be written to any more."""
         tensor = tensor.contiguous()
-        self._sent.append((dist.isend(tensor, to, group=self._groups[self._rank, to]), tensor))
+        work = dist.isend(tensor, to, group=self._groups[self._rank, to])
+        assert work is not None, "this rank is an end of the channel"
+        self._sent.append((work, tensor))
         while self._sent and self._sent[0][0].is_completed():
             self._finish(*self._sent.popleft())
 
     def post_receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> tuple[dist.Work, Tensor]:
         """Post a receive; wait on the work before reading the tensor."""
         buffer = torch.empty(shape, dtype=dtype, device=self._device)
-        return dist.irecv(buffer, source, group=self._groups[source, self._rank]), buffer
+        work = dist.irecv(buffer, source, group=self._groups[source, self._rank])
+        assert work is not None, "this rank is an end of the channel"
+        return work, buffer
 
     def finish_receive(self, work: dist.Work, buffer: Tensor) -> None:
         """Wait for a posted receive; its buffer may then be read on the current stream."""

@@ -207,6 +207,7 @@ class Losses:
 
     def _policy_loss(self, model: TrainedModel, cut: Microbatch, logits_TV: Tensor) -> tuple[Tensor, Stats]:
         algorithm, samples = self._algorithm, cut.samples
+        assert samples.advantages is not None, "advantages come before training"
         logprobs, entropy = token_logprobs(
             logits_TV[cut.predictions], cut.targets, model.spec.vocab, self._temperature, model.tp_group
         )
@@ -219,6 +220,7 @@ class Losses:
             algorithm.dual_clip,
         )
         if algorithm.kl_in == "loss" and algorithm.kl_coef:
+            assert samples.ref_logprobs is not None, "a KL needs a reference"
             penalty, kl_sums = kl_loss_sum(logprobs, samples.ref_logprobs, algorithm.kl_estimator)
             total, sums = total + algorithm.kl_coef * penalty, sums | kl_sums
         sums["entropy"] = entropy.detach().double().sum()
@@ -228,6 +230,7 @@ class Losses:
 
     def _value_loss(self, model: TrainedModel, cut: Microbatch, values_T: Tensor) -> tuple[Tensor, Stats]:
         values, samples = values_T[cut.predictions], cut.samples
+        assert samples.values is not None and samples.returns is not None, "returns come before training"
         total, sums = value_loss_sum(values, samples.values, samples.returns, self._algorithm.value_clip_eps)
         return self._algorithm.value_loss_coef * total, sums
 
