@@ -28,7 +28,7 @@ from rlhfuse.decisions.migration import MigrationPlan
 from rlhfuse.errors import InputError, run_program
 from rlhfuse.monitor.trace import Span, save_trace
 from rlhfuse.simulator.instances import InstanceLimits
-from rlhfuse.simulator.iteration import GenInferTimeline, move_cost, simulate_gen_infer
+from rlhfuse.simulator.iteration import GenInferTimeline, fusion_limits, simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 from rlhfuse.simulator.threshold import sweep_threshold
 
@@ -138,9 +138,9 @@ class Run:
     @property
     def migration_seconds(self) -> float:
         """From the last instance's last step before the trigger until the last destination decodes again."""
-        if not self.ranks[0]["plans"]:
+        if not self.ranks[0]["plan"]:
             return 0.0
-        plan = MigrationPlan.parse(self.ranks[0]["plans"][0])
+        plan = MigrationPlan.parse(self.ranks[0]["plan"])
         begun = max(self._generating(instance)[0][2] for instance in range(len(self.ranks)))
         return max(self._generating(instance)[1][1] for instance in plan.destinations) - begun
 
@@ -189,9 +189,9 @@ class Point:
         after max(G, (m G + (n - m) t + work) / n).
         """
         generation = self.ideal.generation_seconds
-        if not self.ideal.plans:
+        if not self.ideal.plan:
             return generation + work / INSTANCES
-        count, trigger = len(self.ideal.plans[-1].destinations), self.ideal.trigger_seconds[-1]
+        count, trigger = len(self.ideal.plan.destinations), self.ideal.trigger_seconds
         return max(generation, (count * generation + (INSTANCES - count) * trigger + work) / INSTANCES)
 
 
@@ -278,7 +278,7 @@ class Case:
         for threshold in fitting:
             self._run(threshold)  # compiles, allocates
         self._price([self._run(threshold) for threshold in fitting])
-        chosen = sweep_threshold(self.lengths, INSTANCES, self.costs, self.limits, max_triggers=1).threshold
+        chosen = sweep_threshold(self.lengths, INSTANCES, self.costs, self.limits).threshold
         swept = sorted({*self._thresholds(self.percents), chosen})
         runs = take_turns({str(r): lambda _, r=r: self._run(r) for r in swept}, self.rounds)
         points = {r: self._point(r, runs[str(r)]) for r in swept}
@@ -307,15 +307,14 @@ class Case:
         return sorted({(self.sizes.samples * percent + 50) // 100 for percent in percents})
 
     def _run(self, threshold: int) -> Run:
-        triggers = (threshold,) if threshold else ()
-        run = Run(self.ranks.ask("run", triggers, self.limits, move_cost(self.costs, self.limits)))
+        run = Run(self.ranks.ask("run", threshold, fusion_limits(self.costs, self.limits)))
         self.measurement.say(f"{self.sizes.name}, R_t {threshold}: {run.seconds:.2f} s")
         self.digests |= {rank["digest"] for rank in run.ranks}
         return run
 
     def _point(self, threshold: int, runs: Sequence[Run]) -> Point:
         timelines = (
-            simulate_gen_infer(self.lengths, INSTANCES, costs, self.limits, (threshold,) if threshold else ())
+            simulate_gen_infer(self.lengths, INSTANCES, costs, self.limits, threshold)
             for costs in (self.costs, self.free)
         )
         return Point(threshold, *timelines, runs)

@@ -19,12 +19,11 @@ from processes import TIMEOUT_SECONDS
 from random_models import barrier, join_ranks, random_llama
 
 from rlhfuse.config.spec import ParallelLayout
-from rlhfuse.decisions.migration import MoveCost
+from rlhfuse.decisions.migration import FusionLimits
 from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.fusion.inter.inference import FrozenModel, Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
-from rlhfuse.fusion.inter.migration import FusionLimits
 from rlhfuse.gen.core.sequence import SamplingParams
 from rlhfuse.gen.engine import Engine, EngineOptions
 from rlhfuse.models.stage import PipelineStage
@@ -32,7 +31,6 @@ from rlhfuse.parallel.device import choose_device
 from rlhfuse.parallel.groups import GroupMaker, plain_grid
 from rlhfuse.parallel.offload import OffloadedWeights
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
-from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 
 LAYOUT = ParallelLayout(INSTANCES, 1, 1)
@@ -100,24 +98,16 @@ class FusionRank:
             for sample, (prompt, output) in enumerate(zip(lengths.prompt, lengths.output))
         ]
 
-    def run(self, triggers: tuple[int, ...], limits: InstanceLimits, moving: MoveCost) -> dict[str, Any]:
+    def run(self, threshold: int, limits: FusionLimits) -> dict[str, Any]:
         """Generate and score the batch, from a barrier on; the sums are over all ranks, equal on each."""
         self.engine.resume()
         self.iteration += 1
-        fusion_limits = FusionLimits(
-            bs_max=limits.bs_max,
-            sample_kv_bytes=limits.sample_kv_bytes,
-            capacity_kv_bytes=limits.kv_capacity_bytes,
-            block_tokens=limits.block_tokens,
-            move_cost=moving,
-            score_tokens=limits.score_tokens,
-        )
         gc.collect()
         gc.disable()
         try:
             barrier()
             cpu = time.thread_time()
-            report = self.inter_stage.run(self.iteration, self.requests, triggers, fusion_limits)
+            report = self.inter_stage.run(self.iteration, self.requests, threshold, limits)
             cpu = time.thread_time() - cpu
         finally:
             gc.enable()
@@ -126,7 +116,7 @@ class FusionRank:
             "total_seconds": report.total_seconds,
             "generation_seconds": report.generation_seconds,
             "spans": [(span.kind, span.start_seconds, span.end_seconds) for span in report.spans],
-            "plans": [str(plan) for plan in report.plans],
+            "plan": str(report.plan) if report.plan else "",
             "migrated_bytes": report.migrated_bytes,
             "needed_bytes": report.bytes_needed,
             "early": report.scored_before_generation_end,

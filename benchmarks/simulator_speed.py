@@ -40,11 +40,11 @@ def main() -> None:
     limits = InstanceLimits(
         256, KV_BYTES, actor.spec.kv_bytes_per_token(2), 16, BS_MAX, MAX_PROMPT, MAX_LENGTH, SCORE_TOKENS
     )
-    setting, triggers = (INSTANCES, costs, limits), (SAMPLES // 5,)
+    setting, threshold = (INSTANCES, costs, limits), SAMPLES // 5
     works = {
         "serial": lambda: simulate_gen_infer(batches[0], *setting, ()),
-        "fused": lambda: simulate_gen_infer(batches[0], *setting, triggers),
-        "iteration": lambda: simulate_iteration(batches[0], *setting, triggers, (1.0, 1.0), 8, 0.0),
+        "fused": lambda: simulate_gen_infer(batches[0], *setting, threshold),
+        "iteration": lambda: simulate_iteration(batches[0], *setting, threshold, (1.0, 1.0), 8, 0.0),
     }
     rounds = 2 if arguments.quick else arguments.rounds
     taken = take_turns({name: timed(work) for name, work in works.items()}, rounds)

@@ -88,7 +88,7 @@ def _row(plan: PlanReport, number: int):
     lengths, before = lengths_of(number), lengths_of(max(0, number - 1))
     tokens = sum(lengths.prompt) + sum(lengths.output)
     bs_max = largest_flat_batch(COSTS, median_context(before), plan.limits.max_sequences)
-    timeline = simulate_gen_infer(lengths, RANKS, COSTS, replace(plan.limits, bs_max=bs_max), (THRESHOLD,))
+    timeline = simulate_gen_infer(lengths, RANKS, COSTS, replace(plan.limits, bs_max=bs_max), THRESHOLD)
     seconds = {
         "reshard": RESHARD * (10 if number == 0 else 1),
         "gen": timeline.generation_seconds,

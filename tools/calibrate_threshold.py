@@ -7,7 +7,7 @@
 Lengths come from a csv, jsonl or parquet file with one request a line, from the metrics of a past run, or from a
 generation trial: so many prompts of the run's data through the engine in this process, which also shows what its
 prefill and decode steps cost. Batches of the run's size are drawn from the lengths; R_t = 0, 5%, ..., 95% of a batch
-are simulated on the run's generation instances, and later triggers where fusion.max_triggers allows them.
+are simulated on the run's generation instances.
 """
 
 from __future__ import annotations
@@ -126,8 +126,7 @@ def _trial(config: RunConfig, prompts: int, costs: CostModel) -> tuple[SampleLen
 def _calibrate(config: RunConfig, draws: int, lengths: SampleLengths, instances: int, costs: CostModel) -> Threshold:
     limits = instance_limits(config, read_specs(config)["actor"], instances, costs, median_context(lengths))
     batches = lengths.draw(config.samples_per_iteration, draws, config.trainer.seed)
-    most = config.fusion.max_triggers
-    return sweep_threshold(batches, instances, costs, limits, clipped=lengths.clipped, max_triggers=most)
+    return sweep_threshold(batches, instances, costs, limits, clipped=lengths.clipped)
 
 
 def _describe(seen: SampleLengths, lengths: SampleLengths) -> tuple[str, ...]:

@@ -230,7 +230,6 @@ class FusionConfig(Settings):
         "auto chooses no smaller R_t; 0 = serial where that is predicted to be the fastest. "
         "1 or more migrates in any case, to see it work",
     )
-    max_triggers: Positive = key(2, "most migrations of an iteration; a second one only where it is predicted to pay")
     bs_max: Count = key(0, "largest batch that decodes about as fast as batch 1; 0 = from the cost model")
     schedule: Text = key("", "schedule.json made by tools/search_schedule.py; empty = search at start")
     search_seconds: Wait = key(5.0, "time of the search at start")

@@ -212,57 +212,54 @@ def destination_count(
     return min(max(math.ceil(needed - 1e-9), 1), instances - 1)
 
 
-def plan_meeting(
-    trigger: int,
-    states: Sequence[SequenceState],
-    among: Sequence[int],
-    free_blocks: Sequence[int],
-    block_tokens: int,
-    bs_max: int,
-    sample_kv_bytes: float,
-    capacity_kv_bytes: float,
-    cost: MoveCost,
+@dataclass(frozen=True)
+class FusionLimits:
+    """What decides m and how samples move (BS_max, M, C of paper section 4.2), and the size of a scoring pack."""
+
+    bs_max: int
+    sample_kv_bytes: float  # M
+    capacity_kv_bytes: float  # C
+    block_tokens: int
+    move_cost: MoveCost
+    score_tokens: int  # token budget of one scoring pack
+
+
+def plan_at_threshold(
+    threshold: int, states: Sequence[SequenceState], free_blocks: Sequence[int], limits: FusionLimits
 ) -> MigrationPlan | None:
-    """What the instances `among` that meet at R_t = `trigger` agree on; None where nobody can be freed.
-
-    The rule for meetings, in the runtime and on paper:
-
-    * Every trigger has a meeting of its own, in order. One that has been reached when the meeting before it is over
-      follows at once, before another step, on what that one has left.
-    * The first meeting is everybody's, with samples or without. To a later one come those that the meeting before
-      left decoding and that still have samples; an instance that has ended its last one scores already.
-    * Nobody is freed where nothing is left to decode or fewer than two come; the trigger is then past.
-    * A sample that arrived with its keys and values at the meeting before moves on with them, if that is quicker.
-    """
-    if not states or len(among) < 2:
+    """The plan once `threshold` samples remain; None where nothing is left to decode or there is one instance."""
+    if not states or len(free_blocks) < 2:
         return None
-    m = destination_count(trigger, bs_max, sample_kv_bytes, capacity_kv_bytes, len(among))
-    return plan_migration(states, len(free_blocks), m, free_blocks, block_tokens, cost, among)
+    m = destination_count(threshold, limits.bs_max, limits.sample_kv_bytes, limits.capacity_kv_bytes, len(free_blocks))
+    return plan_migration(states, m, free_blocks, limits.block_tokens, limits.move_cost)
+
+
+def check_threshold(threshold: int, samples: int) -> None:
+    """Raise InputError unless R_t is 0 (serial) or a number of the batch's samples."""
+    if not 0 <= threshold <= samples:
+        raise InputError(f"R_t = {threshold}: a number from 0 (serial) to the {samples} samples is needed")
 
 
 def plan_migration(
     states: Sequence[SequenceState],
-    instances: int,
     destinations: int,
     free_blocks: Sequence[int],
     block_tokens: int,
     cost: MoveCost,
-    among: Sequence[int] | None = None,
 ) -> MigrationPlan:
     """Deal the unfinished samples of the freed instances to the `destinations` that hold the most.
 
     `states`: all unfinished samples, in any order. `free_blocks[i]`: free KV blocks of instance i; only those of
-    destinations matter. `among`: the instances that still decode where some were freed before; the others appear
-    nowhere in the plan. A sample for which no destination has room moves as tokens and waits. Room is counted for
+    destinations matter. A sample for which no destination has room moves as tokens and waits. Room is counted for
     its cache and the next token; blocks shared with a sample that moves the same way take room once. Every sample
-    is in exactly one of `moves` and `stays`.
+    is in exactly one of `moves` and `stays`. Raises InputError for states that contradict each other.
     """
-    decoding = sorted(range(instances) if among is None else among)
-    _check_states(states, decoding, instances, destinations, free_blocks)
+    instances = len(free_blocks)
+    _check_states(states, instances, destinations)
     held = [0] * instances
     for state in states:
         held[state.instance] += 1
-    ranked = sorted(decoding, key=lambda i: (-held[i], i))
+    ranked = sorted(range(instances), key=lambda i: (-held[i], i))
     chosen = tuple(sorted(ranked[:destinations]))
     used = {i: 0 for i in chosen}
     for state in states:
@@ -272,8 +269,8 @@ def plan_migration(
     room = {i: free_blocks[i] for i in chosen}
     together = defaultdict(lambda: Together(block_tokens))  # (source, destination) -> what moves between them
     moves = []
-    travellers = [state for state in states if state.instance not in used]
-    for state in sorted(travellers, key=lambda s: (-s.tokens, s.sample_id)):
+    leaving = [state for state in states if state.instance not in used]
+    for state in sorted(leaving, key=lambda s: (-s.tokens, s.sample_id)):
         by_load = sorted(chosen, key=lambda i: (used[i], i))
         along = {i: together[state.instance, i] for i in chosen}
         whole = _blocks(state.kv_tokens + 1, block_tokens)
@@ -289,7 +286,7 @@ def plan_migration(
         used[destination] += _blocks(state.tokens, block_tokens)
     return MigrationPlan(
         destinations=chosen,
-        freed=tuple(i for i in decoding if i not in used),
+        freed=tuple(i for i in range(instances) if i not in used),
         moves=tuple(sorted(moves, key=lambda m: (m.destination, m.source, m.sample_id))),
         stays=tuple(sorted(state.sample_id for state in states if state.instance in used)),
     )
@@ -313,23 +310,13 @@ def transfer_order(plan: MigrationPlan) -> list[tuple[int, int]]:
     return sorted(pairs, key=place)
 
 
-def _check_states(
-    states: Sequence[SequenceState],
-    decoding: Sequence[int],
-    instances: int,
-    destinations: int,
-    free_blocks: Sequence[int],
-) -> None:
-    if not 1 <= destinations < len(decoding):
-        raise InputError(f"{destinations} destinations of {len(decoding)} instances; need at least 1 and at most n - 1")
-    if not set(decoding) <= set(range(instances)):
-        raise InputError(f"instances {' '.join(map(str, decoding))} of {instances}")
-    if len(free_blocks) != instances:
-        raise InputError(f"free blocks of {len(free_blocks)} instances were given for {instances}")
+def _check_states(states: Sequence[SequenceState], instances: int, destinations: int) -> None:
+    if not 1 <= destinations < instances:
+        raise InputError(f"{destinations} destinations of {instances} instances; need at least 1 and at most n - 1")
     if len({state.sample_id for state in states}) != len(states):
         raise InputError("two unfinished sequences share a sample id")
     for state in states:
-        if state.instance not in decoding:
+        if not 0 <= state.instance < instances:
             raise InputError(f"sample {state.sample_id} is on instance {state.instance} of {instances}")
 
 

@@ -51,6 +51,12 @@ def streamed_pack(lengths: Sequence[int], workers: int, budget: int) -> int:
     return max(1, count)
 
 
+def split_samples(samples: int, instances: int) -> tuple[range, ...]:
+    """Sample indices of each instance: contiguous and even, so that copies of one prompt stay together."""
+    edges = [samples * i // instances for i in range(instances + 1)]
+    return tuple(range(a, b) for a, b in zip(edges, edges[1:]))
+
+
 def deal(lengths: Sequence[int], workers: int) -> list[list[int]]:
     """Positions for each worker, balanced by tokens: the longest first, each to the worker with the fewest."""
     shares: list[list[int]] = [[] for _ in range(workers)]

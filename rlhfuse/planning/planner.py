@@ -64,7 +64,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
     config, batch, limits = draft.config, draft.batch, draft.limits
     summary = summarise_schedule(schedule, source)
     batches = _batches(draft)
-    triggers, threshold, reason = _choose_threshold(draft, batches)
+    threshold_samples, threshold, reason = _choose_threshold(draft, batches)
     moves = layout_moves(draft.tasks, draft.specs, element_bytes(config), draft.hardware)
     return PlanReport(
         world_size=draft.world_size,
@@ -79,14 +79,18 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
         process_bytes=draft.hardware.process_bytes,
         ranks_per_node=min(draft.world_size, draft.hardware.devices_per_node),
         weight_moves=moves,
-        seconds=_predict(draft, batches, summary, triggers, threshold, sum(move.seconds for move in moves)),
+        seconds=_predict(draft, batches, summary, threshold_samples, threshold, sum(move.seconds for move in moves)),
         schedule=summary,
-        threshold_samples=triggers,
+        threshold_samples=threshold_samples,
         threshold=threshold,
         limits=limits,
         move_cost=move_cost(draft.costs, limits),
         files=output_files(config, draft.specs, element_bytes(config)),
-        threshold_reasons=(reason, *threshold_hints(config, triggers, draft.lengths), limits_reason(config, limits)),
+        threshold_reasons=(
+            reason,
+            *threshold_hints(config, threshold_samples, draft.lengths),
+            limits_reason(config, limits),
+        ),
         reasons=(
             lengths_reason(config, draft.lengths, DRAWS),
             costs_reason(config, draft.hardware, draft.costs, draft.costs_name),
@@ -126,8 +130,8 @@ def _choose_threshold(draft: PlanDraft, batches: tuple[SampleLengths, ...]) -> t
     if threshold := draft.threshold_file:
         return threshold.threshold, threshold, f"{config.fusion.threshold_file}: {threshold.explain()}"
     if draft.lengths is not None:
-        triggers, least = config.fusion.max_triggers, config.fusion.least_threshold
-        threshold = sweep_threshold(batches, instances, draft.costs, draft.limits, max_triggers=triggers, least=least)
+        least = config.fusion.least_threshold
+        threshold = sweep_threshold(batches, instances, draft.costs, draft.limits, least=least)
         return threshold.threshold, threshold, threshold.explain()
     return None, None, "R_t is chosen by simulation once the first iteration has shown its lengths"
 
@@ -155,12 +159,11 @@ def _predict(
             minibatch[0] * count,
             minibatch[1] * count,
             generation.get(0),
-            None if len(threshold.triggers) > 1 else generation.get(threshold.threshold),
+            generation.get(threshold.threshold),
         )
-    triggers = threshold.triggers if threshold else (threshold_samples,) if threshold_samples else ()
     runs = [
         simulate_iteration(
-            lengths, draft.batch.instances, draft.costs, draft.limits, triggers, minibatch, count, moves
+            lengths, draft.batch.instances, draft.costs, draft.limits, threshold_samples or 0, minibatch, count, moves
         ).to_dict()
         for lengths in batches
     ]

@@ -46,7 +46,7 @@ class IterationResult:
 
     number: int
     begin: float  # in `time.time()` seconds
-    triggers: tuple[int, ...]  # R_t and what followed it
+    threshold: int  # R_t
     report: GenInferReport
     batch: RolloutBatch
     algorithm: AlgorithmConfig  # as in force
@@ -110,7 +110,7 @@ class IterationRecorder:
 
     def _metrics(self, done: IterationResult, everyone: list[dict]) -> dict[str, Any]:
         metrics = training_metrics(done.results, everyone) | reward_metrics(done.report)
-        metrics |= fusion_metrics(done.report, done.triggers, len(self._placement.instances))
+        metrics |= fusion_metrics(done.report, done.threshold, len(self._placement.instances))
         for key in ("reshard", "adv", "train"):  # by one rank's clock, so that the parts add up to the iteration
             metrics[f"timing_s/{key}"] = everyone[0]["seconds"][key]
         metrics["perf/microbatch_tokens"] = max(max(result.parts_tokens) for result in done.results)

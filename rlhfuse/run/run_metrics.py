@@ -66,14 +66,14 @@ def rollout_metrics(batch: RolloutBatch, algorithm: AlgorithmConfig) -> dict[str
     }
 
 
-def fusion_metrics(report: GenInferReport, triggers: Sequence[int], instances: int) -> dict[str, Any]:
+def fusion_metrics(report: GenInferReport, threshold: int, instances: int) -> dict[str, Any]:
     """How generation and inference ran."""
     return {
         "timing_s/gen": report.generation_seconds,
         "timing_s/infer": max(report.total_seconds - report.generation_seconds, 0.0),
-        "fusion/threshold": triggers[0] if triggers else 0,
+        "fusion/threshold": threshold,
         "fusion/instances": instances,
-        "fusion/destinations": len(report.plans[0].destinations) if report.plans else 0,
+        "fusion/destinations": len(report.plan.destinations) if report.plan else 0,
         "fusion/migrated_samples": report.migrated_samples,
         "fusion/migrated_bytes": report.migrated_bytes,
         "fusion/recomputed_samples": report.recomputed_samples,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from rlhfuse.costs.measured import (
     save_measured_cost,
 )
 from rlhfuse.errors import InputError
-from rlhfuse.fusion.inter.migration import FusionLimits
 from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.parallel.collectives import all_gather_bytes
 from rlhfuse.parallel.device import Device
@@ -38,7 +36,7 @@ from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.run.time_budget import TimeBudget
 from rlhfuse.simulator.instances import InstanceLimits
-from rlhfuse.simulator.iteration import BatchSimulation, move_cost
+from rlhfuse.simulator.iteration import BatchSimulation, fusion_limits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import Threshold, predicted_seconds, sweep_threshold
 
@@ -52,9 +50,9 @@ PROBE_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)  # sizes of the transfers mea
 PROBE_TRIPS = 8  # there and back; the first one connects
 
 
-def with_hysteresis(found: Threshold, current: tuple[int, ...], current_seconds: float) -> tuple[int, ...]:
-    """The triggers in force where the best are predicted to gain less than WORTH_MOVING over them, else the best."""
-    return current if current_seconds <= found.fused_seconds * (1 + WORTH_MOVING) else found.triggers
+def with_hysteresis(found: Threshold, current: int, current_seconds: float) -> int:
+    """The R_t in force where the best is predicted to gain less than WORTH_MOVING over it, else the best."""
+    return current if current_seconds <= found.fused_seconds * (1 + WORTH_MOVING) else found.threshold
 
 
 def changes(before: CostModel, after: CostModel, limits: InstanceLimits, context_tokens: float) -> str:
@@ -75,10 +73,6 @@ def changes(before: CostModel, after: CostModel, limits: InstanceLimits, context
         if was > 0 and abs(now / was - 1) >= WORTH_NAMING:
             parts.append(f"{name} {now / was - 1:+.0%}")
     return ", ".join(parts) or f"costs within {WORTH_NAMING:.0%}"
-
-
-def format_triggers(triggers: Sequence[int]) -> str:
-    return ", then ".join(map(str, triggers)) or "0"
 
 
 def probe_transfer(device: Device) -> list[list[float]]:
@@ -121,8 +115,7 @@ class ThresholdController:
         self._spec = actor
         self._instances = plan.batch.instances
         self._adapts = config.fusion.inter_stage and config.threshold() is None and self._instances > 1
-        first = (plan.threshold_samples,) if plan.threshold_samples else ()
-        self.triggers: tuple[int, ...] = plan.threshold.triggers if plan.threshold else first
+        self.threshold = plan.threshold_samples or 0
         self._transfers = probe_transfer(device) if config.fusion.inter_stage and self._instances > 1 else []
         self._observed: deque[dict] = deque(maxlen=RECENT_ITERATIONS)
         self._lengths: deque[SampleLengths] = deque(maxlen=RECENT_ITERATIONS)
@@ -130,8 +123,8 @@ class ThresholdController:
         self._costs_name = costs_name
         self._seen = 0  # iterations of this process
         self._looks = TimeBudget(LOOK_SHARE)
-        self._basis = self._basis_now()  # what the triggers in force stand on
-        self.limits = self._fusion_limits(self._instance_limits())
+        self._basis = self._basis_now()  # what the R_t in force stands on
+        self.limits = fusion_limits(self._costs, self._instance_limits())
 
     def observe(self, iteration: int, report: GenInferReport, batch: RolloutBatch) -> str:
         """Take an iteration in; a collective. Returns a line for the log when R_t is set or moves, else ''."""
@@ -147,46 +140,43 @@ class ThresholdController:
         count = len(self._observed)
         self._costs_name = f"costs measured over {count} iteration{'s' if count > 1 else ''}"
         limits = self._instance_limits()
-        self.limits = self._fusion_limits(limits)
+        self.limits = fusion_limits(self._costs, limits)
         if not self._adapts:
             return ""
         if not (look := _from_rank_0(self._look(limits) if leads and self._look_due() else None)):
             return ""
-        before, (triggers, reason) = self.triggers, look
-        self.triggers = tuple(triggers)
-        if before != self.triggers:
-            return f"R_t {format_triggers(before)} -> {format_triggers(self.triggers)}: {reason}"
-        return f"R_t stays {format_triggers(before)}: {reason}" if iteration == 0 else ""
+        before, (self.threshold, reason) = self.threshold, look
+        if before != self.threshold:
+            return f"R_t {before} -> {self.threshold}: {reason}"
+        return f"R_t stays {before}: {reason}" if iteration == 0 else ""
 
     def _look_due(self) -> bool:
         return self._seen <= FIRST_LOOKS or self._looks.due()
 
-    def _look(self, limits: InstanceLimits) -> tuple[tuple[int, ...], str]:
-        """The triggers from now on, and why: which lengths and costs they stand on, and what the last ones stood on."""
+    def _look(self, limits: InstanceLimits) -> tuple[int, str]:
+        """R_t from now on, and why: which lengths and costs it stands on, and what the last one stood on."""
         with self._looks.spend():
-            triggers, why = self._choose(limits)
+            threshold, why = self._choose(limits)
         (lengths_before, costs_before, name_before), self._basis = self._basis, self._basis_now()
         lengths = f"lengths over {len(self._lengths)} iterations: {self._lengths_seen()}"
         if lengths_before:
             lengths = f"{lengths}, before: {lengths_before}"
         costs = changes(costs_before, self._costs, limits, median_context(self._lengths[-1]))
         against = "those before" if name_before.startswith("costs measured") else name_before
-        return triggers, f"{why}; {lengths}; {self._costs_name}, against {against}: {costs}"
+        return threshold, f"{why}; {lengths}; {self._costs_name}, against {against}: {costs}"
 
-    def _choose(self, limits: InstanceLimits) -> tuple[tuple[int, ...], str]:
-        """The triggers from now on, by simulation of the recent iterations, and why."""
+    def _choose(self, limits: InstanceLimits) -> tuple[int, str]:
+        """R_t from now on, by simulation of the recent iterations, and why."""
         setting = self._instances, self._costs, limits
-        fusion = self._config.fusion
-        found = sweep_threshold(
-            list(self._lengths), *setting, max_triggers=fusion.max_triggers, least=fusion.least_threshold
-        )
-        if sum(self.triggers[:1]) < fusion.least_threshold:
-            return found.triggers, found.explain()
-        seconds = predicted_seconds([BatchSimulation(one, *setting) for one in self._lengths], self.triggers)
-        chosen, gain = with_hysteresis(found, self.triggers, seconds), f"{seconds / found.fused_seconds - 1:.1%}"
-        if chosen == self.triggers:
-            return chosen, f"the best, {format_triggers(found.triggers)}, would gain {gain}"
-        return chosen, f"{found.explain()}; {gain} faster than at {format_triggers(self.triggers)}"
+        least = self._config.fusion.least_threshold
+        found = sweep_threshold(list(self._lengths), *setting, least=least)
+        if self.threshold < least:
+            return found.threshold, found.explain()
+        seconds = predicted_seconds([BatchSimulation(lengths, *setting) for lengths in self._lengths], self.threshold)
+        chosen, gain = with_hysteresis(found, self.threshold, seconds), f"{seconds / found.fused_seconds - 1:.1%}"
+        if chosen == self.threshold:
+            return chosen, f"the best, {found.threshold}, would gain {gain}"
+        return chosen, f"{found.explain()}; {gain} faster than at {self.threshold}"
 
     def _basis_now(self) -> tuple[str, CostModel, str]:
         return self._lengths_seen(), self._costs, self._costs_name
@@ -207,7 +197,7 @@ class ThresholdController:
     def state(self) -> dict:
         """What the next R_t depends on, as JSON values; after the first iteration."""
         return {
-            "triggers": list(self.triggers),
+            "threshold": self.threshold,
             "observations": list(self._observed),
             "lengths": [{"prompt": list(one.prompt), "output": list(one.output)} for one in self._lengths],
             "costs": self._costs.to_dict(),
@@ -227,10 +217,10 @@ class ThresholdController:
             self._costs_name = "costs of the checkpoint"
             self._basis = self._basis_now()
             if self._adapts:
-                self.triggers = tuple(state["triggers"])
+                self.threshold = int(state["threshold"])
         except (KeyError, TypeError) as error:
             raise InputError(f"{where}: the threshold state lacks {error}; resume from another checkpoint") from None
-        self.limits = self._fusion_limits(self._instance_limits())
+        self.limits = fusion_limits(self._costs, self._instance_limits())
 
     def _fit(self) -> MeasuredCost:
         def rows(kind: str) -> list[list]:  # a checkpoint of an older program lacks some kinds
@@ -254,13 +244,3 @@ class ThresholdController:
     def _instance_limits(self) -> InstanceLimits:
         context = median_context(self._lengths[-1]) if self._lengths else float(self._config.data.max_prompt_tokens)
         return instance_limits(self._config, self._spec, self._instances, self._costs, context)
-
-    def _fusion_limits(self, limits: InstanceLimits) -> FusionLimits:
-        return FusionLimits(
-            bs_max=limits.bs_max,
-            sample_kv_bytes=limits.sample_kv_bytes,
-            capacity_kv_bytes=limits.kv_capacity_bytes,
-            block_tokens=limits.block_tokens,
-            move_cost=move_cost(self._costs, limits),
-            score_tokens=limits.score_tokens,
-        )

@@ -221,7 +221,7 @@ class Trainer:
         phases = Phases(self.rank, iteration)
         self.watchdog.progress(f"iteration {iteration}: moving weights")
         self._move_weights(phases)
-        used = self.threshold.triggers
+        used = self.threshold.threshold
         report = self.inter_stage.run(iteration, self._requests(iteration), used, self.threshold.limits)
         phases.note_generation(report)
         start = time.time()

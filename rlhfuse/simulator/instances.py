@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rlhfuse.costs.analytic import CostModel
+from rlhfuse.decisions.packing import split_samples
 from rlhfuse.errors import InputError
 from rlhfuse.simulator.lengths import SampleLengths
 
@@ -69,12 +70,6 @@ class InstanceLimits:
 
     def scored_tokens(self, prompt: int, output: int) -> int:
         return self.padded_score_tokens or prompt + output
-
-
-def split_samples(samples: int, instances: int) -> tuple[range, ...]:
-    """Sample indices of each instance: contiguous and even, so that copies of one prompt stay together."""
-    edges = [samples * i // instances for i in range(instances + 1)]
-    return tuple(range(a, b) for a, b in zip(edges, edges[1:]))
 
 
 @dataclass(slots=True)

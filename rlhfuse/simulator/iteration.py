@@ -8,26 +8,19 @@ Fused, with n = 4 instances and R_t reached at time T (paper Figure 5); `=` gene
     2 =====       T m w ssssss       s
     3 ===========.T m w sssssss
 
-Every instance stops at its first step boundary after T and they agree there (tail.py); freed ones load the weights
-and score (desk.py). Further triggers free some of those that still decode. Work costs what it costs beside what the
-others do: up to the first trigger they decode; the tail decodes beside workers that score while any of them does,
-then beside other instances of the tail, then alone; workers score beside the tail until it ends, then beside each
-other. Serial (no trigger) waits for the last sample and then scores on all instances, dealt by tokens.
-
-Block rounding, prefill chunks mixed with decode steps, what copies of one prompt share, and the store's round trips
-are left out. Knows nothing of how R_t is chosen (threshold.py). Paper sections 4.2 and 6.
+Every instance stops at its first step boundary after T and they agree there; freed ones load the weights and score.
+Work costs what it costs beside what the others do: until T they decode, the tail decodes beside workers that score
+while any of them does. Serial waits for the last sample and then scores on all instances, dealt by tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from rlhfuse.costs.analytic import NEIGHBOURS, CostModel
-from rlhfuse.decisions.migration import MoveCost
+from rlhfuse.decisions.migration import FusionLimits, MoveCost, check_threshold
 from rlhfuse.decisions.packing import deal, scoring_packs
-from rlhfuse.errors import InputError
 from rlhfuse.simulator.instances import InstanceLimits, InstanceRun, start_instances
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.scoring_queue import ScoringDesk, first_pack
@@ -36,35 +29,27 @@ from rlhfuse.simulator.tail import Meeting, Tail
 
 
 def simulate_gen_infer(
-    lengths: SampleLengths, instances: int, costs: CostModel, limits: InstanceLimits, triggers: Sequence[int]
+    lengths: SampleLengths, instances: int, costs: CostModel, limits: InstanceLimits, threshold: int
 ) -> GenInferTimeline:
-    """Simulate one batch that migrates when so many samples remain; no trigger, a single instance or no tail: serial.
+    """Simulate one batch that migrates when `threshold` samples remain; 0, a single instance or no tail: serial.
 
-    Raises InputError for triggers that do not descend within [1, samples] and for lengths beyond the limits.
+    Raises InputError for a threshold or lengths beyond the limits.
     """
-    return BatchSimulation(lengths, instances, costs, limits).timeline(triggers)
-
-
-def check_triggers(triggers: Sequence[int], samples: int) -> None:
-    """Raises InputError unless the numbers of remaining samples descend strictly within [1, samples]."""
-    for trigger, before in zip(triggers, [samples + 1, *triggers]):
-        if not 1 <= trigger < before:
-            shown = ", ".join(map(str, triggers))
-            raise InputError(f"triggers {shown}: descending numbers from 1 to the {samples} samples are needed")
+    return BatchSimulation(lengths, instances, costs, limits).timeline(threshold)
 
 
 class BatchSimulation:
-    """One batch on so many instances, for any number of triggers.
+    """One batch on so many instances, for any number of thresholds.
 
     What is the same for all of them is simulated once: generation without a migration, and generation up to the
-    last event before a first trigger, which goes on from there as long as first triggers come later and later.
+    last event before a trigger, which goes on from there as long as triggers come later and later.
     """
 
     def __init__(self, lengths: SampleLengths, instances: int, costs: CostModel, limits: InstanceLimits) -> None:
         """Raises InputError for lengths beyond the limits."""
         self.lengths, self.instances, self.limits = lengths, instances, limits
         self.tokens = [limits.scored_tokens(p, o) for p, o in zip(lengths.prompt, lengths.output)]
-        self.move = move_cost(costs, limits)
+        self.fusion_limits = fusion_limits(costs, limits)
         self.beside = {neighbour: costs.beside(neighbour) for neighbour in NEIGHBOURS}
         self._begin = self.beside["decoding" if instances > 1 else "idle"]
         self._live, self._reached = self._fresh(), 0.0
@@ -73,15 +58,15 @@ class BatchSimulation:
             run.run()
         self._ends = sorted(seconds for run in self._whole for seconds, _ in run.finished)
 
-    def timeline(self, triggers: Sequence[int]) -> GenInferTimeline:
-        """Generation and inference with these triggers; see `simulate_gen_infer`."""
-        check_triggers(triggers, len(self.lengths))
-        if triggers and self.instances > 1:
-            moment = self.moment(triggers[0])
-            tail = Tail(self._runs_at(moment), self.limits, self._begin, self.move)
-            meeting = tail.meet(moment, triggers[0])
+    def timeline(self, threshold: int) -> GenInferTimeline:
+        """Generation and inference with this R_t; see `simulate_gen_infer`."""
+        check_threshold(threshold, len(self.lengths))
+        if threshold and self.instances > 1:
+            moment = self.moment(threshold)
+            tail = Tail(self._runs_at(moment), self.limits, self._begin, self.fusion_limits)
+            meeting = tail.meet(moment, threshold)
             if meeting:
-                return _Fused(self, tail, meeting, triggers[1:]).simulate()
+                return _Fused(self, tail, meeting).simulate()
         return self._serial()
 
     def moment(self, remaining: int) -> float:
@@ -124,33 +109,36 @@ class BatchSimulation:
             total_seconds=total,
             generation_seconds=generation,
             migration_seconds=0.0,
-            trigger_seconds=(),
-            plans=(),
+            trigger_seconds=None,
+            plan=None,
             migrated_bytes=0.0,
             scored_before_generation_end=0,
         )
 
 
 class _Fused:
-    """From the first meeting on: goes from event to event of the tail and of the desk, and meets at later triggers."""
+    """From the meeting on: goes from event to event of the tail and of the desk."""
 
-    def __init__(self, batch: BatchSimulation, tail: Tail, meeting: Meeting, triggers: Sequence[int]) -> None:
-        self.batch, self.tail, self.triggers = batch, tail, list(triggers)
+    def __init__(self, batch: BatchSimulation, tail: Tail, meeting: Meeting) -> None:
+        self.batch, self.tail, self.meeting = batch, tail, meeting
         known = tail.take_known()
         self.desk = ScoringDesk([batch.tokens[i] for i in known], batch.instances, batch.limits)
         self.remaining = len(batch.lengths) - len(known)
-        self.meetings: list[Meeting] = []
-        self.spans: list[Span] = []
-        self.resumed = dict.fromkeys(range(batch.instances), 0.0)  # since when an instance decodes
         self.pace = batch.beside["decoding"]
         self.release = self.pace.release_seconds()
-        self._take_in(meeting)
+        self.spans: list[Span] = []
+        for instance, stopped in meeting.stopped.items():
+            self.spans.append(Span(instance, "generate", 0.0, stopped))
+            met_since = max(stopped, meeting.seconds - self.pace.meeting_seconds())  # until then it waits
+            self.spans.append(Span(instance, "meet", met_since, meeting.seconds))
+            self.spans.append(Span(instance, "migrate", meeting.seconds, meeting.ends[instance]))
+            if instance not in tail.decoding:  # freed, or a destination without a sample
+                self.desk.join(meeting.ends[instance] + self.release, instance, instance in meeting.plan.freed)
+        tail.look_ahead()
 
     def simulate(self) -> GenInferTimeline:
-        generation = now = self.meetings[0].seconds
+        generation = now = self.meeting.seconds
         while now < math.inf:
-            while self.triggers and self.remaining <= self.triggers[0]:  # perhaps reached by the last meeting already
-                self._meet(now)
             self.desk.draw(now, self.batch.beside["decoding" if self.remaining else "scoring"])
             self._set_pace(now)
             now = min(self.desk.next_seconds, self.tail.next_end)
@@ -161,10 +149,10 @@ class _Fused:
             spans=tile([*self.spans, *self.desk.spans], self.batch.instances, total),
             total_seconds=total,
             generation_seconds=generation,
-            migration_seconds=sum(meeting.migration_seconds for meeting in self.meetings),
-            trigger_seconds=tuple(meeting.seconds for meeting in self.meetings),
-            plans=tuple(meeting.plan for meeting in self.meetings),
-            migrated_bytes=sum(meeting.moved_bytes for meeting in self.meetings),
+            migration_seconds=self.meeting.migration_seconds,
+            trigger_seconds=self.meeting.seconds,
+            plan=self.meeting.plan,
+            migrated_bytes=self.meeting.moved_bytes,
             scored_before_generation_end=self.desk.done_before(generation),
         )
 
@@ -174,28 +162,9 @@ class _Fused:
         self.desk.stream(self.batch.tokens[sample])
         self.remaining -= 1
         if emptied is not None:
-            self.spans.append(Span(emptied, "generate", self.resumed[emptied], seconds))
+            self.spans.append(Span(emptied, "generate", self.meeting.ends[emptied], seconds))
             self.desk.join(seconds + self.release, emptied, loads=False)
         return seconds
-
-    def _meet(self, now: float) -> None:
-        """A later trigger; a meeting that frees nobody takes no time."""
-        meeting = self.tail.meet(now, self.triggers.pop(0))
-        if meeting:
-            self._take_in(meeting)
-
-    def _take_in(self, meeting: Meeting) -> None:
-        """Note what everybody did; freed instances, and destinations without a sample, become workers."""
-        self.meetings.append(meeting)
-        for instance, stopped in meeting.stopped.items():
-            self.spans.append(Span(instance, "generate", self.resumed[instance], stopped))
-            met_since = max(stopped, meeting.seconds - self.pace.meeting_seconds())  # until then it waits
-            self.spans.append(Span(instance, "meet", met_since, meeting.seconds))
-            self.spans.append(Span(instance, "migrate", meeting.seconds, meeting.ends[instance]))
-            if instance not in self.tail.decoding:
-                self.desk.join(meeting.ends[instance] + self.release, instance, instance in meeting.plan.freed)
-            self.resumed[instance] = meeting.ends[instance]
-        self.tail.look_ahead()
 
     def _set_pace(self, now: float) -> None:
         """What the tail decodes beside: workers that score, others of the tail, or nobody."""
@@ -223,6 +192,18 @@ def move_cost(costs: CostModel, limits: InstanceLimits) -> MoveCost:
         transfer_seconds_per_byte=per_byte,
         prefill_seconds_per_token=slope,
         prefill_latency_seconds=prefill[0] - slope * one,
+    )
+
+
+def fusion_limits(costs: CostModel, limits: InstanceLimits) -> FusionLimits:
+    """What a migration plan depends on, from a cost model and what an instance holds."""
+    return FusionLimits(
+        bs_max=limits.bs_max,
+        sample_kv_bytes=limits.sample_kv_bytes,
+        capacity_kv_bytes=limits.kv_capacity_bytes,
+        block_tokens=limits.block_tokens,
+        move_cost=move_cost(costs, limits),
+        score_tokens=limits.score_tokens,
     )
 
 
@@ -262,7 +243,7 @@ def simulate_iteration(
     instances: int,
     costs: CostModel,
     limits: InstanceLimits,
-    triggers: Sequence[int],
+    threshold: int,
     minibatch_seconds: tuple[float, float],
     minibatches: int,
     weight_moves: float,
@@ -273,7 +254,7 @@ def simulate_iteration(
     between layouts.
     """
     batch = BatchSimulation(lengths, instances, costs, limits)
-    serial, fused = batch.timeline(()), batch.timeline(triggers)
+    serial, fused = batch.timeline(0), batch.timeline(threshold)
     return IterationSeconds(
         weight_moves,
         serial.total_seconds,

@@ -25,16 +25,16 @@ class Span:
 class GenInferTimeline:
     """The simulated generation and inference of one batch.
 
-    `plans` holds the migrations in order, none where it stayed serial; `trigger_seconds` when each was agreed on;
+    `plan` is the migration, None where it stayed serial; `trigger_seconds` when it was agreed on;
     `spans` tile [0, total_seconds] of every instance.
     """
 
     spans: tuple[Span, ...]
     total_seconds: float
     generation_seconds: float  # until the last sample is finished
-    migration_seconds: float  # from each trigger until every destination decodes again
-    trigger_seconds: tuple[float, ...]
-    plans: tuple[MigrationPlan, ...]
+    migration_seconds: float  # from the trigger until every destination decodes again
+    trigger_seconds: float | None
+    plan: MigrationPlan | None
     migrated_bytes: float
     scored_before_generation_end: int
 

@@ -13,15 +13,14 @@ Knows nothing of scoring and of why the pace changes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhfuse.costs.analytic import CostModel
 from rlhfuse.decisions.migration import (
+    FusionLimits,
     MigrationPlan,
-    MoveCost,
     SequenceState,
-    plan_meeting,
+    plan_at_threshold,
     transfer_order,
 )
 from rlhfuse.simulator.instances import InstanceLimits, InstanceRun
@@ -43,13 +42,12 @@ class Meeting:
 
 
 class Tail:
-    """Owns the runs of all instances; those in `decoding` have samples left or wait for the first meeting."""
+    """Owns the runs of all instances; those in `decoding` have samples left or wait for the meeting."""
 
-    def __init__(self, runs: list[InstanceRun], limits: InstanceLimits, costs: CostModel, move: MoveCost) -> None:
-        """`costs` prices the transfers, `move` chooses between the two ways to move."""
-        self._runs, self._limits, self._costs, self._move = runs, limits, costs, move
+    def __init__(self, runs: list[InstanceRun], limits: InstanceLimits, costs: CostModel, fusion: FusionLimits) -> None:
+        """`costs` prices the transfers, `fusion` decides who moves and how."""
+        self._runs, self._limits, self._costs, self._fusion = runs, limits, costs, fusion
         self.decoding = set(range(len(runs)))
-        self._met = False  # the first meeting has been
         self._taken = [0] * len(runs)  # samples of each instance's `finished` that the caller has been told of
         self._ahead: list[tuple[float, int, int]] = []  # ends to come (seconds, sample, instance), the last first
         self._futures: dict[int, InstanceRun] = {}  # of the decoding instances, at the present pace
@@ -93,34 +91,26 @@ class Tail:
             ahead += [(seconds, sample, instance) for seconds, sample in future.finished[taken:]]
         self._ahead = sorted(ahead, reverse=True)
 
-    def meet(self, now: float, trigger: int) -> Meeting | None:
-        """Stop, plan and move at the first step boundaries after `now`; None where nobody can be freed.
-
-        Who comes, and to what, is `plan_meeting`'s rule.
-        """
+    def meet(self, now: float, threshold: int) -> Meeting | None:
+        """Stop, plan and move at the first step boundaries after `now`; None where nothing is left to decode."""
         for instance in self.decoding:
             self._runs[instance].run(now)
-        emptied = {instance for instance in self.decoding if self._met and not self._runs[instance].unfinished}
-        among = sorted(self.decoding - emptied)
-        plan = self._plan(among, trigger)
+        plan = self._plan(threshold)
         if plan is None:
             return None
-        self._met = True
-        stopped = {instance: self._runs[instance].clock for instance in among}
+        stopped = {instance: run.clock for instance, run in enumerate(self._runs)}
         agreed = max(now, *stopped.values()) + self._costs.meeting_seconds()
         ends = self._hand_over(plan, agreed)
         moved = sum(move.kv_tokens for move in plan.moves) * self._limits.kv_bytes_per_token
         for instance in plan.destinations:
             self._runs[instance].clock = ends[instance]
-        # who has just ended its last sample is let go by `take_next`, like anybody who does between two meetings
-        self.decoding = emptied | {instance for instance in plan.destinations if self._runs[instance].unfinished}
+        self.decoding = {instance for instance in plan.destinations if self._runs[instance].unfinished}
         return Meeting(agreed, plan, stopped, ends, moved)
 
-    def _plan(self, among: Sequence[int], trigger: int) -> MigrationPlan | None:
+    def _plan(self, threshold: int) -> MigrationPlan | None:
         limits, block = self._limits, self._limits.block_tokens
-        states, free_blocks = [], [0] * len(self._runs)
-        for instance in among:
-            run = self._runs[instance]
+        states, free_blocks = [], []
+        for instance, run in enumerate(self._runs):
             free = limits.kv_capacity_tokens // block
             for sequence in run.unfinished:
                 tokens = run.tokens_of(sequence)
@@ -128,18 +118,8 @@ class Tail:
                 kv_tokens = tokens - 1 if in_cache else 0  # those of the last token come with the next step
                 states.append(SequenceState(sequence.sample_id, instance, tokens, kv_tokens))
                 free -= -(-kv_tokens // block)
-            free_blocks[instance] = max(0, free)
-        return plan_meeting(
-            trigger,
-            states,
-            among,
-            free_blocks,
-            block,
-            limits.bs_max,
-            limits.sample_kv_bytes,
-            limits.kv_capacity_bytes,
-            self._move,
-        )
+            free_blocks.append(max(0, free))
+        return plan_at_threshold(threshold, states, free_blocks, self._fusion)
 
     def _hand_over(self, plan: MigrationPlan, agreed: float) -> dict[int, float]:
         """Move the samples; until when each instance was at it."""

@@ -3,9 +3,7 @@
 A small R_t leaves no time to overlap, a large one overloads the few instances that go on decoding, so the fused
 time is U-shaped in R_t. Every 5% of the batch is simulated, and 0 with them: fusion is used only where it is
 predicted to be faster than serial. Around its minimum the curve is often flat: of the stretch within FLAT of the best
-the middle is taken, because beyond its ends small errors of the costs count. A second trigger, at which some of the
-instances that still decode are freed too, is taken only where it is predicted to gain LATER_GAIN more. `Threshold` is
-threshold.json.
+the middle is taken, because beyond its ends small errors of the costs count. `Threshold` is threshold.json.
 
 Paper sections 4.2 (R_t from the length distribution) and 7.3 (Figure 9).
 """
@@ -24,14 +22,11 @@ from rlhfuse.costs.analytic import CostModel
 from rlhfuse.decisions.migration import destination_count
 from rlhfuse.errors import InputError
 from rlhfuse.simulator.instances import InstanceLimits
-from rlhfuse.simulator.iteration import BatchSimulation, check_triggers
+from rlhfuse.simulator.iteration import BatchSimulation
 from rlhfuse.simulator.lengths import SampleLengths
 
 SWEEP_PERCENT = tuple(range(0, 100, 5))
 FLAT = 0.01  # R_t predicted within this part of the best are as good as it
-FEW_BEST = 3  # thresholds after which a later trigger is tried
-LATER_PARTS = (2, 4, 8)  # a later trigger is tried at the one before divided by these
-LATER_GAIN = 0.02  # and taken where it is predicted to save at least this part of the seconds
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,6 @@ class Threshold:
     sweep: tuple[SweepPoint, ...]
     lengths: LengthSummary
     samples: int | None = None  # of the batch; a file may leave it out
-    triggers: tuple[int, ...] = ()  # remaining samples at each migration, the first is `threshold`; () = serial
 
     @property
     def speedup(self) -> float:
@@ -89,17 +83,9 @@ class Threshold:
             )
         return (
             f"R_t = {self.threshold} ({self.ratio:.0%} of {batch}): {self.destinations} of "
-            f"{self.instances} instances keep the tail{self._later()}; predicted {self.fused_seconds:.3g} s instead of "
+            f"{self.instances} instances keep the tail; predicted {self.fused_seconds:.3g} s instead of "
             f"{self.serial_seconds:.3g} s serial (x{self.speedup:.2f})"
         )
-
-    def _later(self) -> str:
-        """What the triggers after the first are, and what they gain."""
-        if len(self.triggers) < 2:
-            return ""
-        single = next(point.fused_seconds for point in self.sweep if point.threshold == self.threshold)
-        at = " and ".join(map(str, self.triggers[1:]))
-        return f", some of these are freed at {at} remaining (saves {1 - self.fused_seconds / single:.1%} more)"
 
     def table(self) -> str:
         """The curve as text, one R_t a line; the chosen one is marked."""
@@ -120,9 +106,7 @@ class Threshold:
         """Inverse of `to_dict`. Raises InputError naming `where` and the field."""
         try:
             sweep = tuple(SweepPoint(**point) for point in raw["sweep"])
-            triggers = tuple(raw.get("triggers", [raw["threshold"]] if raw["threshold"] else []))
-            fields = {**raw, "triggers": triggers, "sweep": sweep, "lengths": LengthSummary(**raw["lengths"])}
-            made = Threshold(**fields)
+            made = Threshold(**{**raw, "sweep": sweep, "lengths": LengthSummary(**raw["lengths"])})
         except (KeyError, TypeError) as error:
             raise InputError(f"{where} is no threshold.json: {error}; write one with calibrate_threshold.py") from None
         for name in ("threshold", "destinations", "instances"):
@@ -131,9 +115,6 @@ class Threshold:
                 raise InputError(f"{where}: {name} is {value!r}; a whole number is needed")
         if made.samples is not None and made.threshold > made.samples:
             raise InputError(f"{where}: threshold {made.threshold} is above its {made.samples} samples")
-        if made.triggers[:1] != ((made.threshold,) if made.threshold else ()):
-            raise InputError(f"{where}: triggers {list(made.triggers)} do not begin with threshold {made.threshold}")
-        check_triggers(made.triggers, made.samples or made.threshold)
         return made
 
 
@@ -143,10 +124,9 @@ def sweep_threshold(
     costs: CostModel,
     limits: InstanceLimits,
     clipped: int = 0,
-    max_triggers: int = 1,
     least: int = 0,
 ) -> Threshold:
-    """Simulate R_t = 0, 5%, ..., 95% of the batch and choose (`middle_of_best`); then look for later triggers that pay.
+    """Simulate R_t = 0, 5%, ..., 95% of the batch and choose (`middle_of_best`).
 
     Several batches of equal size (draws from a distribution) are averaged. Lengths are clipped to the limits and
     the clipped are counted, on top of `clipped` already cut by the caller. With one instance only R_t = 0 exists.
@@ -164,10 +144,7 @@ def sweep_threshold(
     falling = [_point(simulations, threshold, ratio) for threshold, ratio in reversed(ratios.items())]
     points = {point.threshold: point for point in reversed(falling)}  # large R_t come first in time: simulated so
     allowed = [point for point in points.values() if point.threshold >= least] or list(points.values())
-    chosen = middle_of_best(allowed)
-    others = sorted(allowed, key=lambda point: (point is not chosen, point.fused_seconds, point.threshold))
-    triggers, seconds = _add_triggers(simulations, others, max_triggers)
-    best = points[triggers[0] if triggers else 0]
+    best = middle_of_best(allowed)
     every = SampleLengths(sum((b.prompt for b in batches), ()), sum((b.output for b in batches), ()))
     return Threshold(
         threshold=best.threshold,
@@ -175,9 +152,8 @@ def sweep_threshold(
         destinations=best.destinations,
         instances=instances,
         samples=samples,
-        triggers=triggers,
         serial_seconds=points[0].fused_seconds,
-        fused_seconds=seconds,
+        fused_seconds=best.fused_seconds,
         sweep=tuple(points.values()),
         lengths=LengthSummary(**every.percentiles(), clipped=clipped + sum(batch.clipped for batch in batches)),
     )
@@ -203,38 +179,13 @@ def middle_of_best(points: Sequence[SweepPoint]) -> SweepPoint:
     return points[(low + high) // 2]
 
 
-def predicted_seconds(simulations: Sequence[BatchSimulation], triggers: Sequence[int]) -> float:
+def predicted_seconds(simulations: Sequence[BatchSimulation], threshold: int) -> float:
     """Mean seconds of generation and inference over the batches."""
-    return float(np.mean([batch.timeline(triggers).total_seconds for batch in simulations]))
-
-
-def _add_triggers(
-    simulations: Sequence[BatchSimulation], ranked: Sequence[SweepPoint], most: int
-) -> tuple[tuple[int, ...], float]:
-    """The best triggers and their seconds, from the single ones `ranked`: the one to choose, then by seconds.
-
-    Each further trigger is tried at fractions of the one before, after the few best so far, and must pay.
-    """
-    found = [((point.threshold,) if point.threshold else (), point.fused_seconds) for point in ranked]
-    best = found[0]
-    for _ in range(1, most):
-        longer = {
-            (*triggers, triggers[-1] // part)
-            for triggers, _ in found[:FEW_BEST]
-            if triggers
-            for part in LATER_PARTS
-            if triggers[-1] // part
-        }
-        tried = [(triggers, predicted_seconds(simulations, triggers)) for triggers in sorted(longer, reverse=True)]
-        found = sorted(tried, key=lambda one: (one[1], one[0]))
-        if not found or found[0][1] > best[1] * (1 - LATER_GAIN):
-            break
-        best = found[0]
-    return best
+    return float(np.mean([batch.timeline(threshold).total_seconds for batch in simulations]))
 
 
 def _point(simulations: Sequence[BatchSimulation], threshold: int, ratio: float) -> SweepPoint:
-    lines = [batch.timeline((threshold,) if threshold else ()) for batch in simulations]
+    lines = [batch.timeline(threshold) for batch in simulations]
     limits, instances = simulations[0].limits, simulations[0].instances
     count = 0
     if threshold:

@@ -17,7 +17,7 @@ LENGTHS = SampleLengths((1,) * 4, (5, 5, 5, 25))
 LIMITS = InstanceLimits(4, 1000.0, 1.0, 1, 4, 1, 25, 100)
 
 
-def observed_run(seconds=0.4, plans=()):
+def observed_run(seconds=0.4, plan=""):
     """Two instances, decode steps of 10 ms, scoring of 1 ms a token, nothing else costs anything."""
     score = [[tokens, count, 0.001 * tokens] for tokens, count in ((10, 1), (20, 3), (40, 4), (80, 7)) * 3]
     decode = [[batch, context, 0.01] for batch in (1, 2, 8) for context in (10, 30, 90)]
@@ -29,13 +29,13 @@ def observed_run(seconds=0.4, plans=()):
         "migration": [[9, 0.0]],
     }
     spans = [("generate", 100.0, 100.1), ("generate", 100.13, 100.3)]
-    rank = {"total_seconds": seconds, "generation_seconds": 0.25, "spans": spans, "plans": plans, "cpu_seconds": 0.1}
+    rank = {"total_seconds": seconds, "generation_seconds": 0.25, "spans": spans, "plan": plan, "cpu_seconds": 0.1}
     return Run([{**rank, "observations": observations}] * 2)
 
 
 def point(threshold, *runs):
     costs = fit_costs([observed_run()])
-    timeline = simulate_gen_infer(LENGTHS, 2, costs, LIMITS, (threshold,) if threshold else ())
+    timeline = simulate_gen_infer(LENGTHS, 2, costs, LIMITS, threshold)
     return Point(threshold, timeline, timeline, runs)
 
 
@@ -45,14 +45,14 @@ def test_ideal_of_generation_with_inference():
     assert serial.predicted.generation_seconds == pytest.approx(0.24)
     assert serial.ideal_seconds(0.044) == pytest.approx(0.24 + 0.022)
     # the freed instance scores from step 4 on: what is ready there has room before generation ends
-    assert fused.predicted.trigger_seconds == (pytest.approx(0.04),)
+    assert fused.predicted.trigger_seconds == pytest.approx(0.04)
     assert fused.ideal_seconds(0.044) == pytest.approx(0.24)
     assert fused.ideal_seconds(0.4) == pytest.approx((0.24 + 0.04 + 0.4) / 2)
 
 
 def test_runs_of_generation_with_inference():
-    plan = str(point(1).predicted.plans[0])
-    migrated, slower = observed_run(plans=(plan,)), observed_run(0.6)
+    plan = str(point(1).predicted.plan)
+    migrated, slower = observed_run(plan=plan), observed_run(0.6)
     assert migrated.migration_seconds == pytest.approx(0.03), "from the last step before to the first behind it"
     assert observed_run().migration_seconds == 0.0 and migrated.cpu_share == pytest.approx(0.2 / (0.09 + 0.45))
     found = point(1, slower, observed_run(0.2), migrated)

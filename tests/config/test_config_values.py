@@ -123,7 +123,6 @@ ROLLOUT = dict(
 )
 FUSION = dict(
     least_threshold=AT_LEAST_0,
-    max_triggers=AT_LEAST_1,
     bs_max=AT_LEAST_0,
     search_seconds=SECONDS,
     actor_microbatches=AT_LEAST_1,

@@ -55,7 +55,7 @@ def test_the_fullest_stay_and_the_others_are_dealt_by_blocks():
         SequenceState(21, 2, 16, 16),
         SequenceState(30, 3, 48, 0),  # waits
     ]
-    plan = plan_migration(states, 4, 2, [100] * 4, BLOCK, FAST_LINK)
+    plan = plan_migration(states, 2, [100] * 4, BLOCK, FAST_LINK)
     assert str(plan) == "\n".join(
         (
             "destinations 0 1",
@@ -70,26 +70,26 @@ def test_the_fullest_stay_and_the_others_are_dealt_by_blocks():
 
 def test_a_tie_goes_to_the_lower_instance():
     states = [SequenceState(i, i, 20, 20) for i in range(4)]
-    assert plan_migration(states, 4, 2, [9] * 4, BLOCK, FAST_LINK).destinations == (0, 1)
+    assert plan_migration(states, 2, [9] * 4, BLOCK, FAST_LINK).destinations == (0, 1)
 
 
 def test_without_room_a_sample_moves_as_tokens():
     states = [SequenceState(0, 0, 100, 100), SequenceState(1, 0, 90, 90), SequenceState(2, 1, 40, 40)]
-    modes = [plan_migration(states, 2, 1, [free, 0], BLOCK, FAST_LINK).moves[0].mode for free in (2, 3)]
+    modes = [plan_migration(states, 1, [free, 0], BLOCK, FAST_LINK).moves[0].mode for free in (2, 3)]
     assert modes == ["tokens", "kv"]  # 40 tokens and the next one need 3 blocks
 
 
 def test_a_fuller_destination_with_room_is_better_than_losing_the_cache():
     states = [SequenceState(i, i // 2, 10 + 40 * (i < 2), 10 + 40 * (i < 2)) for i in range(4)]
     states.append(SequenceState(9, 2, 40, 40))
-    (move,) = plan_migration(states, 3, 2, [3, 2, 0], BLOCK, FAST_LINK).moves
+    (move,) = plan_migration(states, 2, [3, 2, 0], BLOCK, FAST_LINK).moves
     assert str(move) == "9:2>0 kv 40"
 
 
 def test_the_quicker_way_is_taken():
     states = [SequenceState(0, 0, 10, 10), SequenceState(1, 0, 10, 10), SequenceState(2, 1, 40, 40)]
-    assert plan_migration(states, 2, 1, [9, 9], BLOCK, SLOW_LINK).moves[0].mode == "tokens"
-    assert plan_migration(states, 2, 1, [9, 9], BLOCK, FAST_LINK).moves[0].mode == "kv"
+    assert plan_migration(states, 1, [9, 9], BLOCK, SLOW_LINK).moves[0].mode == "tokens"
+    assert plan_migration(states, 1, [9, 9], BLOCK, FAST_LINK).moves[0].mode == "kv"
 
 
 def test_shared_blocks_are_sent_and_stored_once():
@@ -97,15 +97,15 @@ def test_shared_blocks_are_sent_and_stored_once():
     states = [SequenceState(i, 0, 60, 59, (7, 8, 9)) for i in range(4)]
     states += [SequenceState(10 + i, 1, 16, 16) for i in range(5)]
     for free, modes in ((7, ["kv"] * 4), (6, ["kv"] * 3 + ["tokens"])):
-        assert [m.mode for m in plan_migration(states, 2, 1, [0, free], BLOCK, FAST_LINK).moves] == modes
+        assert [m.mode for m in plan_migration(states, 1, [0, free], BLOCK, FAST_LINK).moves] == modes
     # 0.1 s before the first byte: worth it for 59 tokens of 5 ms, not for the 11 that the others have to themselves.
     slow_start = MoveCost(100.0, 0.1, 1e-9, 5e-3)
-    modes = [m.mode for m in plan_migration(states, 2, 1, [0, 99], BLOCK, slow_start).moves]
+    modes = [m.mode for m in plan_migration(states, 1, [0, 99], BLOCK, slow_start).moves]
     assert modes == ["kv", "tokens", "tokens", "tokens"]
     # Two that go to different places share nothing on the way.
     apart = [SequenceState(i, 0, 60, 59, (7, 8, 9)) for i in range(2)]
     apart += [SequenceState(10 + i, 1 + i % 2, 16, 16) for i in range(6)]
-    moves = plan_migration(apart, 3, 2, [0, 99, 99], BLOCK, slow_start).moves
+    moves = plan_migration(apart, 2, [0, 99, 99], BLOCK, slow_start).moves
     assert [str(m) for m in moves] == ["0:0>1 kv 59", "1:0>2 kv 59"]
 
 
@@ -122,7 +122,7 @@ def problems(draw):
 @given(problems(), st.randoms(use_true_random=False))
 def test_invariants(problem, shuffler: random.Random):
     states, instances, count, free = problem
-    plan = plan_migration(states, instances, count, free, BLOCK, FAST_LINK)
+    plan = plan_migration(states, count, free, BLOCK, FAST_LINK)
     by_id = {state.sample_id: state for state in states}
     moved = [move.sample_id for move in plan.moves]
     assert sorted([*moved, *plan.stays]) == sorted(by_id)  # nothing lost, nothing twice
@@ -140,7 +140,7 @@ def test_invariants(problem, shuffler: random.Random):
         assert sum(blocks(m.kv_tokens + 1) for m in plan.moves_to(instance) if m.mode == "kv") <= free[instance]
     shuffled = list(states)
     shuffler.shuffle(shuffled)
-    assert plan_migration(shuffled, instances, count, free, BLOCK, FAST_LINK) == plan  # order of arrival is nothing
+    assert plan_migration(shuffled, count, free, BLOCK, FAST_LINK) == plan  # order of arrival is nothing
     assert MigrationPlan.parse(str(plan)) == plan
     assert MigrationPlan.from_dict(plan.to_dict()) == plan
 
@@ -151,7 +151,7 @@ def test_balance_is_within_one_sample():
     tokens = generator.choices(range(16, 400), k=60)
     states = [SequenceState(i, 2 + i % 6, count, count) for i, count in enumerate(tokens)]
     states += [SequenceState(100 + i, i % 2, 16, 16) for i in range(40)]
-    plan = plan_migration(states, 8, 2, [10_000] * 8, BLOCK, FAST_LINK)
+    plan = plan_migration(states, 2, [10_000] * 8, BLOCK, FAST_LINK)
     by_id = {state.sample_id: state for state in states}
     loads = [sum(blocks(by_id[m.sample_id].tokens) for m in plan.moves_to(i)) for i in plan.destinations]
     assert abs(loads[0] - loads[1]) <= blocks(400)
@@ -169,6 +169,6 @@ def test_malformed_plans_are_refused():
     with pytest.raises(InputError, match="all needed"):
         MigrationPlan.parse("freed 1\nstays 2")
     with pytest.raises(InputError, match="share a sample id"):
-        plan_migration([SequenceState(1, 0, 5, 5)] * 2, 2, 1, [9, 9], BLOCK, FAST_LINK)
+        plan_migration([SequenceState(1, 0, 5, 5)] * 2, 1, [9, 9], BLOCK, FAST_LINK)
     with pytest.raises(InputError, match="at least 1 and at most n - 1"):
-        plan_migration([], 2, 2, [9, 9], BLOCK, FAST_LINK)
+        plan_migration([], 2, [9, 9], BLOCK, FAST_LINK)

@@ -21,7 +21,6 @@ from rlhfuse.run.threshold_controller import (
     WORTH_MOVING,
     ThresholdController,
     changes,
-    format_triggers,
     with_hysteresis,
 )
 from rlhfuse.run.time_budget import TimeBudget
@@ -97,9 +96,9 @@ def test_it_looks_again_as_often_as_its_share_of_the_time_allows(alone, monkeypa
 def test_small_gains_do_not_move_it():
     found = sweep_threshold(long_tail(64), 4, linear_cost(), limits())
     best = found.fused_seconds
-    assert with_hysteresis(found, (7,), best * (1 + WORTH_MOVING)) == (7,)
-    assert with_hysteresis(found, (7,), best * (1 + 2 * WORTH_MOVING)) == found.triggers
-    assert with_hysteresis(found, (), found.serial_seconds) == found.triggers != ()
+    assert with_hysteresis(found, 7, best * (1 + WORTH_MOVING)) == 7
+    assert with_hysteresis(found, 7, best * (1 + 2 * WORTH_MOVING)) == found.threshold
+    assert with_hysteresis(found, 0, found.serial_seconds) == found.threshold != 0
 
 
 def test_the_log_names_costs_that_changed():
@@ -108,7 +107,3 @@ def test_the_log_names_costs_that_changed():
     slower_tail = LineTable((("decoding", Line(10e-3, (1e-3, 1e-6))), ("scoring", Line(20e-3, (2e-3, 2e-6)))))
     after = replace(before, decode=slower_tail, swap_in=0.25)
     assert changes(before, after, limits(), 100.0) == "tail's decode step +100%, loading -50%"
-
-
-def test_triggers_in_words():
-    assert [format_triggers(triggers) for triggers in ((), (12,), (12, 3))] == ["0", "12", "12, then 3"]

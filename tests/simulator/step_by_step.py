@@ -41,20 +41,20 @@ class Place:
 
 
 class StepByStep:
-    def __init__(self, lengths, instances, costs, limits, triggers):
+    def __init__(self, lengths, instances, costs, limits, threshold):
         pairs = list(zip(lengths.prompt, lengths.output))
         edges = [len(pairs) * i // instances for i in range(instances + 1)]
         self.places = [
             Place([Sample(i, *pairs[i]) for i in range(first, last)]) for first, last in zip(edges, edges[1:])
         ]
-        self.lengths, self.costs, self.limits, self.triggers = lengths, costs, limits, list(triggers)
+        self.lengths, self.costs, self.limits, self.threshold = lengths, costs, limits, threshold
         self.tokens = [limits.scored_tokens(*pair) for pair in pairs]
         self.ended: dict[int, float] = {}
         self.told: set[int] = set()
-        self.meets, self.met = None, False  # the trigger that they are stopping for; whether one has been met
+        self.stopping, self.met = False, False  # for the migration; whether it has been
         self.packs, self.stream = [], []
         self.scored: list[tuple[float, int]] = []
-        self.plans = []
+        self.plan = None
 
     def run(self) -> StepByStep:
         now, steps = 0.0, 0
@@ -138,42 +138,34 @@ class StepByStep:
         place.role, place.busy_until, place.new = "joins", seconds, True
 
     def trigger(self, now: float) -> None:
-        decoding = [i for i, p in enumerate(self.places) if p.role in ("decodes", "stopping")]
-        if len(self.places) > 1 and self.meets is None and self.triggers:
-            all_left = self.triggers[0] >= len(self.lengths) and not self.met
-            if now > 0 if all_left else self.remaining(now) <= self.triggers[0]:
-                self.meets = self.triggers.pop(0)
-                for i in decoding:
-                    self.places[i].role = "stopping"
-        if self.meets is not None and all(self.places[i].busy_until <= now for i in decoding):
-            if self.met and len(decoding) < 2:
-                self.meets = None
-                for i in decoding:
-                    self.places[i].role = "decodes"
-                return self.trigger(now)
-            self.meet(decoding, now)
-            self.trigger(now)  # the next one may have been reached already
+        if self.met or not self.threshold or len(self.places) < 2:
+            return
+        all_left = self.threshold >= len(self.lengths)
+        if not self.stopping and (now > 0 if all_left else self.remaining(now) <= self.threshold):
+            self.stopping = True
+            for place in self.places:
+                place.role = "stopping"
+        if self.stopping and all(place.busy_until <= now for place in self.places):
+            self.meet(now)
 
-    def meet(self, decoding: list[int], now: float) -> None:
-        trigger, self.meets = self.meets, None
-        lim, states, free = self.limits, [], [0] * len(self.places)
-        for i in decoding:
-            place = self.places[i]
+    def meet(self, now: float) -> None:
+        self.threshold, threshold = 0, self.threshold
+        lim, states, free = self.limits, [], []
+        for i, place in enumerate(self.places):
             states += [SequenceState(s.number, i, s.tokens, s.tokens - 1) for s in place.running]
             states += [SequenceState(s.number, i, s.tokens, s.cached * (s.tokens - 1)) for s in place.waiting]
             held = [*place.running, *(s for s in place.waiting if s.cached)]
             blocks = sum(-(-(s.tokens - 1) // lim.block_tokens) for s in held)
-            free[i] = max(0, lim.kv_capacity_tokens // lim.block_tokens - blocks)
-        for i in decoding:
-            self.places[i].role = "decodes"
+            free.append(max(0, lim.kv_capacity_tokens // lim.block_tokens - blocks))
+            place.role = "decodes"
         if not states:
             return
-        m = destination_count(trigger, lim.bs_max, lim.sample_kv_bytes, lim.kv_capacity_bytes, len(decoding))
+        m = destination_count(threshold, lim.bs_max, lim.sample_kv_bytes, lim.kv_capacity_bytes, len(self.places))
         move = move_cost(self.costs, lim)
-        plan = plan_migration(states, len(self.places), m, free, lim.block_tokens, move, decoding)
-        self.plans.append(plan)
+        plan = plan_migration(states, m, free, lim.block_tokens, move)
+        self.plan = plan
         now += self.costs.meeting_seconds()
-        until = dict.fromkeys(decoding, now)
+        until = dict.fromkeys(range(len(self.places)), now)
         for source, target in transfer_order(plan):
             tokens = sum(one.kv_tokens for one in plan.moves if (one.source, one.destination) == (source, target))
             seconds = self.costs.migration_seconds(tokens * lim.kv_bytes_per_token) if tokens else 0.0
@@ -182,16 +174,14 @@ class StepByStep:
         for one in plan.moves:
             samples[one.sample_id].cached = one.mode == "kv"
             self.places[one.destination].waiting.append(samples[one.sample_id])
-        if not self.met:
-            self.met = True
-            self.told = {number for number, end in self.ended.items() if end <= now}
-            known = [self.tokens[number] for number in sorted(self.told)]
-            packs = scoring_packs(known, len(self.places), lim.score_tokens)
-            self.packs = [[known[i] for i in pack] for pack in packs]
+        self.met = True
+        self.told = {number for number, end in self.ended.items() if end <= now}
+        known = [self.tokens[number] for number in sorted(self.told)]
+        packs = scoring_packs(known, len(self.places), lim.score_tokens)
+        self.packs = [[known[i] for i in pack] for pack in packs]
         for i in plan.freed:
             self.places[i].running, self.places[i].waiting = [], []
-        for i in decoding:
-            place = self.places[i]
+        for i, place in enumerate(self.places):
             place.busy_until = until[i]
             if not place.running and not place.waiting:
                 self.join(place, until[i] + self.costs.release_seconds())

@@ -18,7 +18,7 @@ from rlhfuse.simulator.lengths import SampleLengths
 def test_serial_closed_form():
     """Two instances, equal samples: generation, weights in, then 4 x 30 tokens on each in one packed batch."""
     lengths = SampleLengths((10,) * 8, (20,) * 8)
-    line = simulate_gen_infer(lengths, 2, linear_cost(), limits(), ())
+    line = simulate_gen_infer(lengths, 2, linear_cost(), limits(), 0)
     generation = max(simulate_generation(lengths, 2, linear_cost(), limits()))
     assert line.generation_seconds == generation
     assert line.total_seconds == pytest.approx(generation + 0.5 + 5e-3 + 120 * 1e-3)
@@ -29,11 +29,11 @@ def test_meetings_and_releases_take_their_time():
     """Serial: between generation and loading. Fused: the tail stands still, and who is freed loads later."""
     lengths = SampleLengths((10,) * 8, (20,) * 8)
     costs = replace(linear_cost(), meeting=0.25, release=0.125)
-    plain, line = (simulate_gen_infer(lengths, 2, one, limits(), ()) for one in (linear_cost(), costs))
+    plain, line = (simulate_gen_infer(lengths, 2, one, limits(), 0) for one in (linear_cost(), costs))
     assert line.total_seconds == pytest.approx(plain.total_seconds + 0.375)
     assert [span.kind for span in line.of(0)] == ["generate", "meet", "idle", "swap_in", "score"]
     lengths = SampleLengths((10, 10, 10, 10), (20, 200, 20, 20))
-    plain, line = (simulate_gen_infer(lengths, 2, one, limits(), (1,)) for one in (linear_cost(), costs))
+    plain, line = (simulate_gen_infer(lengths, 2, one, limits(), 1) for one in (linear_cost(), costs))
     assert line.generation_seconds == pytest.approx(plain.generation_seconds + 0.25)
     loads = [next(span.start for span in one.of(1) if span.kind == "swap_in") for one in (plain, line)]
     assert loads[1] == pytest.approx(loads[0] + 0.375)
@@ -41,19 +41,19 @@ def test_meetings_and_releases_take_their_time():
 
 def test_equal_lengths_leave_nothing_to_migrate():
     lengths = SampleLengths((10,) * 8, (20,) * 8)
-    assert simulate_gen_infer(lengths, 2, linear_cost(), limits(), (6,)) == simulate_gen_infer(
-        lengths, 2, linear_cost(), limits(), ()
+    assert simulate_gen_infer(lengths, 2, linear_cost(), limits(), 6) == simulate_gen_infer(
+        lengths, 2, linear_cost(), limits(), 0
     )
 
 
 def test_fused_closed_form():
     """Instance 0 has one long sample, instance 1 ends early, frees itself and scores three; then the long one."""
     lengths = SampleLengths((10, 10, 10, 10), (20, 200, 20, 20))
-    line = simulate_gen_infer(lengths, 2, linear_cost(), limits(), (1,))
+    line = simulate_gen_infer(lengths, 2, linear_cost(), limits(), 1)
     finish = simulate_generation(lengths, 2, linear_cost(), limits())
-    assert line.plans[0].destinations == (0,) and line.plans[0].moves == ()
+    assert line.plan.destinations == (0,) and line.plan.moves == ()
     assert line.generation_seconds == pytest.approx(finish[1])  # nothing moved, nothing waited
-    scored = [line.trigger_seconds[0] + 0.5 + 5e-3 + 60 * 1e-3]  # packs may shrink to a quarter of 256 tokens
+    scored = [line.trigger_seconds + 0.5 + 5e-3 + 60 * 1e-3]  # packs may shrink to a quarter of 256 tokens
     scored.append(scored[0] + 5e-3 + 30 * 1e-3)
     assert line.scored_before_generation_end == 3
     assert [span.kind for span in line.of(1) if span.kind != "idle"] == ["generate", "swap_in", *["score"] * 3]
@@ -63,8 +63,8 @@ def test_fused_closed_form():
 
 def test_a_moved_sample_pays_for_its_keys_and_values():
     lengths = SampleLengths((10, 10, 10, 10), (200, 200, 20, 190))
-    line = simulate_gen_infer(lengths, 2, linear_cost(), limits(), (3,))
-    (move,) = line.plans[0].moves
+    line = simulate_gen_infer(lengths, 2, linear_cost(), limits(), 3)
+    (move,) = line.plan.moves
     assert (move.sample_id, move.source, move.destination, move.mode) == (3, 1, 0, "kv")
     assert line.migrated_bytes == move.kv_tokens * 100
     assert line.migration_seconds == pytest.approx(1e-3 + line.migrated_bytes * 1e-9)
@@ -75,8 +75,7 @@ def test_a_moved_sample_pays_for_its_keys_and_values():
 def test_every_time_line_keeps_the_rules(lengths, instances, ratio, capacity):
     lim = limits(kv_capacity_bytes=capacity * 100.0, max_prompt_tokens=60, max_output_tokens=80)
     threshold = int(ratio * len(lengths))
-    triggers = (threshold,) if threshold else ()
-    line = simulate_gen_infer(lengths, instances, linear_cost(), lim, triggers)
+    line = simulate_gen_infer(lengths, instances, linear_cost(), lim, threshold)
     for instance in range(instances):
         clock = 0.0
         for span in line.of(instance):  # spans tile the time without overlap
@@ -88,16 +87,15 @@ def test_every_time_line_keeps_the_rules(lengths, instances, ratio, capacity):
     spent = sum(span.end - span.start for span in scoring)
     assert spent == pytest.approx(tokens * 1e-3 + 5e-3 * len(scoring))  # each token is scored exactly once
     assert line.total_seconds >= line.generation_seconds
-    assert line == simulate_gen_infer(lengths, instances, linear_cost(), lim, triggers)
-    for plan in line.plans:
-        assert len(plan.moves) + len(plan.stays) <= threshold
+    assert line == simulate_gen_infer(lengths, instances, linear_cost(), lim, threshold)
+    assert not line.plan or len(line.plan.moves) + len(line.plan.stays) <= threshold
 
 
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(lengths_strategy(), st.integers(1, 6))
 def test_dearer_scoring_never_ends_earlier(lengths, instances):
     seconds = [
-        simulate_gen_infer(lengths, instances, linear_cost(score_token=cost), limits(), ()).total_seconds
+        simulate_gen_infer(lengths, instances, linear_cost(score_token=cost), limits(), 0).total_seconds
         for cost in (1e-3, 2e-3)
     ]
     assert seconds[1] > seconds[0]
@@ -105,8 +103,8 @@ def test_dearer_scoring_never_ends_earlier(lengths, instances):
 
 def test_padding_counts_every_sample_alike():
     lengths = long_tail(16)
-    packed = simulate_gen_infer(lengths, 2, linear_cost(), limits(), ())
-    padded = simulate_gen_infer(lengths, 2, linear_cost(), limits(padded_score_tokens=300), ())
+    packed = simulate_gen_infer(lengths, 2, linear_cost(), limits(), 0)
+    padded = simulate_gen_infer(lengths, 2, linear_cost(), limits(padded_score_tokens=300), 0)
     assert padded.generation_seconds == packed.generation_seconds
     assert padded.total_seconds > packed.total_seconds
 
@@ -120,7 +118,7 @@ def test_move_cost_reads_linear_costs_exactly():
 
 
 def test_an_iteration_adds_its_parts():
-    seconds = simulate_iteration(long_tail(32), 4, linear_cost(), limits(), (8,), (2.0, 1.5), 3, 0.75)
+    seconds = simulate_iteration(long_tail(32), 4, linear_cost(), limits(), 8, (2.0, 1.5), 3, 0.75)
     assert (seconds.training_serial, seconds.training_fused) == (6.0, 4.5)
     assert seconds.speedup == pytest.approx(seconds.serial / seconds.fused)
     assert seconds.gen_infer_fused < seconds.gen_infer_serial
@@ -129,5 +127,5 @@ def test_an_iteration_adds_its_parts():
 
 
 def test_a_threshold_beyond_the_batch_is_refused():
-    with pytest.raises(InputError, match="triggers 17: descending numbers from 1 to the 16 samples"):
-        simulate_gen_infer(long_tail(16), 2, linear_cost(), limits(), (17,))
+    with pytest.raises(InputError, match="R_t = 17: a number from 0 .serial. to the 16 samples"):
+        simulate_gen_infer(long_tail(16), 2, linear_cost(), limits(), 17)

@@ -1,4 +1,4 @@
-"""R_t: the sweep's closed forms, later triggers, and the contract of threshold.json."""
+"""R_t: the sweep's closed forms, and the contract of threshold.json."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from sim_helpers import lengths_strategy, limits, linear_cost, long_tail
 
 from rlhfuse.errors import InputError
-from rlhfuse.simulator.iteration import BatchSimulation, simulate_gen_infer
+from rlhfuse.simulator.iteration import simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import (
     SweepPoint,
     Threshold,
     load_threshold,
     middle_of_best,
-    predicted_seconds,
     save_threshold,
     sweep_threshold,
 )
@@ -44,7 +43,7 @@ def test_zero_is_serial_and_the_fastest_is_taken():
     found = sweep_threshold(lengths, 4, linear_cost(), limits())
     assert [point.threshold for point in found.sweep[:4]] == [0, 3, 6, 10]
     assert len(found.sweep) == 20 and found.sweep[-1].ratio == 0.95
-    serial = simulate_gen_infer(lengths, 4, linear_cost(), limits(), ())
+    serial = simulate_gen_infer(lengths, 4, linear_cost(), limits(), 0)
     assert found.serial_seconds == found.sweep[0].fused_seconds == serial.total_seconds
     assert found.fused_seconds <= min(point.fused_seconds for point in found.sweep) * 1.01
     assert found.speedup > 1.05 and f"R_t = {found.threshold}" in found.explain()
@@ -119,31 +118,6 @@ def test_bad_files_are_refused(tmp_path, text, message):
         load_threshold(tmp_path / "t.json")
     with pytest.raises(InputError, match="cannot read"):
         load_threshold(tmp_path / "none.json")
-
-
-def test_a_second_trigger_only_where_it_pays():
-    """With dear scoring the instances of the tail are missed: 17 remaining free some of them, and save 3.1%."""
-    setting = (long_tail(48, 3), 4, linear_cost(swap_in=0.02, score_token=7e-3), limits(bs_max=1))
-    one, two = sweep_threshold(*setting), sweep_threshold(*setting, max_triggers=2)
-    assert one.triggers == (34,) and two.triggers == (34, 17) and one.sweep == two.sweep
-    assert two.fused_seconds <= one.fused_seconds * 0.98
-    assert two.fused_seconds == predicted_seconds([BatchSimulation(*setting)], (34, 17))
-    assert len(simulate_gen_infer(*setting, (34, 17)).plans) == 2
-    assert "some of these are freed at 17 remaining (saves 3.1% more)" in two.explain()
-    even = (SampleLengths((10,) * 32, (40,) * 32), 4, linear_cost(), limits())
-    assert sweep_threshold(*even, max_triggers=3) == sweep_threshold(*even)
-
-
-def test_files_with_and_without_triggers():
-    raw = sweep_threshold(long_tail(64), 4, linear_cost(), limits()).to_dict()
-    assert raw["triggers"] == (raw["threshold"],)
-    del raw["triggers"]
-    assert Threshold.from_dict(raw).triggers == (raw["threshold"],)
-    for wrong in ([raw["threshold"] + 1], [raw["threshold"], raw["threshold"]], []):
-        with pytest.raises(InputError, match="triggers"):
-            Threshold.from_dict({**raw, "triggers": wrong})
-    twice = Threshold.from_dict({**raw, "triggers": [raw["threshold"], 1]})
-    assert twice.triggers == (raw["threshold"], 1)
 
 
 def test_least_threshold_migrates_though_serial_is_faster():

@@ -85,7 +85,6 @@ def test_bad_input_exits_2_and_leaves_no_file(run_yaml, lengths_csv, tmp_path, t
         (("--plot", "curve.bmp"), "--plot curve.bmp"),
         (("--plot", str(tmp_path / "none/curve.png")), "does not exist"),
         (("fusion.threshold=65",), "fusion.threshold=65 > 64 samples of one iteration"),
-        (("fusion.max_triggers=0",), "fusion.max_triggers=0 must be at least 1"),
     ):
         assert message in refused(tool, capsys, *base, *args)
         assert not out.exists() and not list(tmp_path.glob("*.tmp"))
@@ -142,7 +141,7 @@ def test_every_kind_of_file_gives_the_same(run_yaml, tmp_path, tool, monkeypatch
         monkeypatch.setattr(sys, "argv", ["calibrate_threshold.py", *args])
         assert tool.main() == 0
         found.append(json.loads(out.read_text()))
-    assert all(one == found[0] for one in found) and found[0]["threshold"] in [0, *found[0]["triggers"][:1]]
+    assert all(one == found[0] for one in found)
 
 
 def test_one_instance_says_once_that_fusion_is_off(run_yaml, lengths_csv, tmp_path):  # noqa: F811
@@ -150,7 +149,7 @@ def test_one_instance_says_once_that_fusion_is_off(run_yaml, lengths_csv, tmp_pa
     done = program("--config", run_yaml, "--lengths", lengths_csv, "--out", str(out), "--instances", "1")
     assert done.returncode == 0 and done.stdout.count("inter-stage fusion is off") == 1
     raw = json.loads(out.read_text())
-    assert raw["threshold"] == 0 and raw["triggers"] == [] and len(raw["sweep"]) == 1
+    assert raw["threshold"] == 0 and len(raw["sweep"]) == 1
 
 
 @pytest.mark.slow

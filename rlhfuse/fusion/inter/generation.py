@@ -1,6 +1,6 @@
-"""Decoding on one instance: up to the first trigger, and the long tail after it (paper section 4).
+"""Decoding on one instance: up to the trigger, and the long tail after it (paper section 4).
 
-Before the first trigger an instance that has decoded all of its own waits, because the others may need it at the
+Before the trigger an instance that has decoded all of its own waits, because the others may need it at the
 barrier. In the tail every sample is published as it ends, and an instance without samples leaves.
 """
 
@@ -59,8 +59,8 @@ class Generation:
         for request in requests:
             self._engine.add(request.sample_id, request.prompt, request.params)
 
-    def decode_until(self, trigger: int) -> list[Rollout]:
-        """Decode until at most `trigger` samples of the whole batch remain; returns those that this instance ended.
+    def decode_until(self, threshold: int) -> list[Rollout]:
+        """Decode until at most `threshold` samples of the whole batch remain; returns those that this instance ended.
 
         0: until all are done.
         """
@@ -77,7 +77,7 @@ class Generation:
             else:
                 time.sleep(IDLE_SECONDS)
             steps += 1
-            reached = self._trigger_reached(trigger, decision, f"generation: step {steps}")
+            reached = self._trigger_reached(threshold, decision, f"generation: step {steps}")
             if decoded:
                 self._observe(step_start, contention)
             if reached:
@@ -88,27 +88,19 @@ class Generation:
         self._events.generation_seconds = busy_until - self._begin
         return samples
 
-    def decode_tail(self, trigger: int, others: int) -> None:
-        """Decode what is left here, publishing each sample as it ends, or until at most `trigger` samples remain.
-
-        `others`: how many more instances decode.
-        """
-        decision, start = DelayedBroadcast(self._group, GO_ON), time.time()
+    def decode_tail(self, others: int) -> None:
+        """Decode what is left here, publishing each sample as it ends; `others`: how many more instances decode."""
+        start = time.time()
         if self._reporter:
             self._reporter.watch_scoring()
         while self._engine.has_unfinished():
             step_start = time.perf_counter()
-            doing = f"generation of the long tail: {len(self._engine.unfinished())} samples left here"
-            if trigger and self._trigger_reached(trigger, decision, doing):
-                break
-            if not trigger:
-                self._progress(doing)
+            self._progress(f"generation of the long tail: {len(self._engine.unfinished())} samples left here")
             scoring = self._reporter is not None and self._reporter.scoring > 0
             contention = "scoring" if scoring else "decoding" if others else "idle"
             finished = self._step()
             self._report_finished(len(finished), [rollout.to_bytes() for rollout in finished])
             self._observe(step_start, contention)
-        decision.close()
         self._events.span("generate", start, time.time())
         self._events.generation_seconds = time.time() - self._begin
 
@@ -142,14 +134,14 @@ class Generation:
             self._reporter.report(count, samples)
         self._events.agreement_seconds += time.perf_counter() - start
 
-    def _trigger_reached(self, trigger: int, decision: DelayedBroadcast, doing: str) -> bool:
+    def _trigger_reached(self, threshold: int, decision: DelayedBroadcast, doing: str) -> bool:
         """Whether this step boundary is the one to stop at; the same on all tensor ranks."""
         start = time.perf_counter()
         decided = GO_ON
         if self._reporter:
             finished = self._reporter.finished
             self._progress(f"{doing}, {finished} of {self._total} samples finished")
-            decided = STOP if self._total - finished <= trigger else GO_ON
+            decided = STOP if self._total - finished <= threshold else GO_ON
         decided = decision.pass_on(decided)
         if self._engine.has_unfinished():  # who has nothing to decode loses nothing by waiting
             self._events.agreement_seconds += time.perf_counter() - start

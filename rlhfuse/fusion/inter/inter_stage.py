@@ -1,9 +1,9 @@
 """Generation and inference of one iteration, serial or fused (paper section 4).
 
-Up to the first trigger every instance decodes its own samples. When at most R_t remain, all ranks meet at a barrier and
-compute the same migration plan; freed instances then score, needing nothing from those that decode the long tail. At a
-further trigger the instances that still decode meet among themselves and free some more. Without a trigger nobody meets
-before the last sample is done: serial, the paper's "base". Which rank scores a sample never changes its numbers.
+Up to the trigger every instance decodes its own samples. When at most R_t remain, all ranks meet at a barrier and
+compute the same migration plan; freed instances then score, needing nothing from those that decode the long tail. With
+R_t = 0 nobody meets before the last sample is done: serial, the paper's "base". Which rank scores a sample never
+changes its numbers.
 """
 
 from __future__ import annotations
@@ -16,19 +16,14 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from rlhfuse.decisions.migration import MigrationPlan
+from rlhfuse.decisions.migration import FusionLimits, MigrationPlan, check_threshold
+from rlhfuse.decisions.packing import split_samples
 from rlhfuse.decisions.placement import Placement
 from rlhfuse.errors import RewardError
 from rlhfuse.fusion.inter.generation import Generation, Request
 from rlhfuse.fusion.inter.inference import Rewarder, Scorer
 from rlhfuse.fusion.inter.iteration_store import IterationStore, StoreReporter
-from rlhfuse.fusion.inter.migration import (
-    FusionLimits,
-    MigrationBarrier,
-    encode_state,
-    execute_migration,
-    gather_states,
-)
+from rlhfuse.fusion.inter.migration import MigrationBarrier, execute_migration, gather_states
 from rlhfuse.fusion.inter.report import DecodePause, GenInferReport, RankEvents, summarize
 from rlhfuse.fusion.inter.scoring_queue import ScoringQueue
 from rlhfuse.fusion.inter.tensor_parallel_group import TensorParallelGroup
@@ -36,8 +31,6 @@ from rlhfuse.gen.engine import Engine
 from rlhfuse.gen.migration.kv_transfer import BUCKET_BYTES
 from rlhfuse.parallel.collectives import all_gather_bytes
 from rlhfuse.ppo.rollout import Rollout, pack_rollouts, unpack_rollouts
-from rlhfuse.simulator.instances import split_samples
-from rlhfuse.simulator.iteration import check_triggers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,19 +51,16 @@ class InterStage:
     # called on every rank when its engine is paused, before what scores comes in: give back the actor's weights
     generation_done: Callable[[], None] = lambda: None
 
-    def run(
-        self, iteration: int, requests: Sequence[Request], triggers: Sequence[int], limits: FusionLimits
-    ) -> GenInferReport:
+    def run(self, iteration: int, requests: Sequence[Request], threshold: int, limits: FusionLimits) -> GenInferReport:
         """Generate and score `requests`, the whole batch, the same on every rank.
 
-        `triggers`: numbers of remaining samples at which instances are freed, strictly descending; () is serial,
-        and so is a single instance. The engine must hold the actor's weights and a KV cache, the scorer's weights
-        must be offloaded. Returns with the KV cache dropped and the scorer's weights released. Raises InputError,
-        before anything is done, for triggers that do not descend or exceed the batch; RewardError for a sample to
-        which the reward function gave no score.
+        `threshold` (R_t): how many samples remain when instances are freed; 0 is serial, and so is a single instance.
+        The engine must hold the actor's weights and a KV cache, the scorer's weights must be offloaded. Returns with
+        the KV cache dropped and the scorer's weights released. Raises InputError, before anything is done, for a
+        threshold beyond the batch; RewardError for a sample to which the reward function gave no score.
         """
-        check_triggers(triggers, len(requests))
-        return GenInferIteration(self, iteration, requests, triggers, limits).run()
+        check_threshold(threshold, len(requests))
+        return GenInferIteration(self, iteration, requests, threshold, limits).run()
 
 
 class GenInferIteration:
@@ -87,19 +77,19 @@ class GenInferIteration:
         stage: InterStage,
         iteration: int,
         requests: Sequence[Request],
-        triggers: Sequence[int],
+        threshold: int,
         limits: FusionLimits,
     ) -> None:
         placement = stage.placement
         self._stage, self._placement, self._engine = stage, placement, stage.engine
-        self._requests, self._triggers, self._limits = requests, triggers, limits
+        self._requests, self._threshold, self._limits = requests, threshold, limits
         self._store = IterationStore(stage.store, iteration, stage.timeout_seconds)
         self._instance = placement.instance_of(stage.rank)
         self._worker = placement.worker_of(stage.rank)
         self._decoders = TensorParallelGroup(placement.instances[self._instance], stage.rank, stage.instance_group)
         self._scorers = TensorParallelGroup(placement.workers[self._worker], stage.rank, stage.worker_group)
         self._events = RankEvents(self._decoders.is_leader)
-        self._finished: list[Rollout] = []  # at the first barrier, of the whole batch
+        self._finished: list[Rollout] = []  # at the barrier, of the whole batch
         self._tail_samples = 0  # unfinished then: they will be published
 
     def run(self) -> GenInferReport:
@@ -112,7 +102,7 @@ class GenInferIteration:
             raise RuntimeError(f"{total} samples were to be scored, {len(report.rollouts)} came back")
         report.begin_seconds, report.total_seconds = begin, time.time() - begin
         if self._stage.rank == 0:
-            self._store.clear(len(self._triggers), len(self._placement.instances))
+            self._store.clear()
         return report
 
     # generation -----------------------------------------------------------------------------------------------
@@ -131,64 +121,35 @@ class GenInferIteration:
             self._stage.progress,
         )
         generation.add([self._requests[index] for index in split_samples(total, instances)[self._instance]])
-        finished = generation.decode_until(self._triggers[0] if instances > 1 and self._triggers else 0)
+        finished = generation.decode_until(self._threshold if instances > 1 else 0)
         stopped = time.time()
         self._stage.progress("inter-stage: barrier of all instances")
         self._finished, barrier = gather_states(self._placement, self._engine, finished, self._decoders.is_leader)
         self._events.span("meet", stopped, time.time())
         self._tail_samples = len(barrier.states)
-        if self._tail_samples:
-            self._free_instances(generation, barrier, stopped)
-        else:
-            self._events.add_barrier(0, time.time() - stopped)
+        plan = barrier.plan(self._threshold, self._limits)
+        if plan:
+            self._migrate(barrier, plan, stopped)
+        self._events.add_barrier(time.time() - stopped)
+        if plan and self._instance in plan.destinations:
+            generation.decode_tail(others=len(plan.destinations) - 1)
         start = time.perf_counter()
         self._engine.pause()
         self._stage.generation_done()
         self._events.observe("release", time.perf_counter() - start)
 
-    def _free_instances(self, generation: Generation, barrier: MigrationBarrier, stopped: float) -> None:
-        """From the first barrier on, through further ones, until this instance is freed or has decoded its last."""
-        decoding = barrier.decoding
-        for number, trigger in enumerate(self._triggers):
-            if number > 0:
-                stopped = time.time()
-                barrier = self._later_barrier(number, decoding)
-                self._events.span("meet", stopped, time.time())
-            decoding = barrier.decoding
-            plan = barrier.plan(trigger, self._limits)
-            if plan is not None:
-                decoding = plan.destinations
-                self._migrate(barrier, plan, stopped)
-                self._events.add_barrier(len(self._events.plans) - 1, time.time() - stopped)
-                if self._instance in plan.freed:
-                    return
-            following = self._triggers[number + 1] if number + 1 < len(self._triggers) and len(decoding) > 1 else 0
-            generation.decode_tail(following, len(decoding) - 1)
-            if not self._engine.has_unfinished():
-                if following and self._decoders.is_leader:
-                    self._store.put_state(number + 1, self._instance, encode_state(self._engine, left=True))
-                return
-
-    def _later_barrier(self, number: int, decoding: Sequence[int]) -> MigrationBarrier:
-        """A later barrier, among the instances that decoded after the one before."""
-        self._stage.progress(f"inter-stage: barrier {number} of instances {' '.join(map(str, decoding))}")
-        if self._decoders.is_leader:
-            self._store.put_state(number, self._instance, encode_state(self._engine))
-        states = self._store.wait_for_states(number, decoding)
-        return MigrationBarrier.of(states, len(self._placement.instances))
-
     def _migrate(self, barrier: MigrationBarrier, plan: MigrationPlan, stopped: float) -> None:
-        start, number = time.time(), len(self._events.plans)
+        start = time.time()
         stage, engine, events = self._stage, self._engine, self._events
         stage.progress(f"inter-stage: migration of {len(plan.moves)} samples")
-        pairs = execute_migration(number, plan, self._placement, stage.rank, engine, stage.bucket_bytes)
+        pairs = execute_migration(plan, self._placement, stage.rank, engine, stage.bucket_bytes)
         block_tokens = engine.options.block_tokens
         block_bytes = block_tokens * engine.spec.kv_bytes_per_token(engine.dtype.itemsize)
-        events.plans.append(plan)
-        events.bytes_needed += barrier.bytes_needed(plan, block_tokens, block_bytes)
+        events.plan = plan
+        events.bytes_needed = barrier.bytes_needed(plan, block_tokens, block_bytes)
         if self._decoders.is_leader:
             events.migrations += pairs
-            events.pauses.append(DecodePause(number, self._instance, stopped, time.time()))
+            events.pauses.append(DecodePause(self._instance, stopped, time.time()))
         events.span("migrate", start, time.time())
 
     # inference ------------------------------------------------------------------------------------------------
@@ -207,7 +168,7 @@ class GenInferIteration:
         )
         if not self._tail_samples:
             return queue.score_share(self._finished)
-        if self._events.plans and self._instance in self._events.plans[-1].freed:
+        if self._events.plan and self._instance in self._events.plan.freed:
             queue.register()
         return queue.pull(self._finished, self._tail_samples, len(self._requests))
 

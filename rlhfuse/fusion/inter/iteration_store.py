@@ -20,9 +20,8 @@ class IterationStore:
     """The store's keys of one iteration. A call is one round trip, or two.
 
     finished      samples of the whole batch that are done
-    published     samples that ended after the first trigger; sample/J is the J-th of them with its tokens
-    state/K/I     what instance I brought to barrier K
-    tickets       drawn for the packs known at the first barrier: whoever draws ticket k scores pack k
+    published     samples that ended after the trigger; sample/J is the J-th of them with its tokens
+    tickets       drawn for the packs known at the barrier: whoever draws ticket k scores pack k
     taken         published samples that have been taken to be scored, and by whom last
     scoring       workers that load or score; waiting: workers for which there is no work yet
     """
@@ -55,15 +54,6 @@ class IterationStore:
         """The index-th published sample. Raises TimeoutError if it does not follow its announcement."""
         return self._wait_for(f"sample/{index}", f"sample {index} of the long tail was announced but not sent")
 
-    def put_state(self, barrier: int, instance: int, state: bytes) -> None:
-        """What an instance brings to a barrier behind the first."""
-        self._set(f"state/{barrier}/{instance}", state)
-
-    def wait_for_states(self, barrier: int, instances: Sequence[int]) -> dict[int, bytes]:
-        """What these instances brought; waits for all. Raises TimeoutError naming the one that did not come."""
-        late = f"of {len(instances)} instances did not come to migration barrier {barrier}"
-        return {i: self._wait_for(f"state/{barrier}/{i}", f"instance {i} {late}") for i in instances}
-
     def next_ticket(self) -> int:
         return self._add("tickets", 1) - 1
 
@@ -88,11 +78,10 @@ class IterationStore:
         """So many workers more, or fewer, that wait for work; returns how many do."""
         return self._add("waiting", change)
 
-    def clear(self, barriers: int, instances: int) -> None:
+    def clear(self) -> None:
         """Drop the iteration's keys; one rank calls it after everyone is done."""
         samples = [f"sample/{i}" for i in range(self.published())]
-        states = [f"state/{k}/{i}" for k in range(barriers) for i in range(instances)]
-        for key in ("finished", "published", "tickets", "taken", "scoring", "waiting", *samples, *states):
+        for key in ("finished", "published", "tickets", "taken", "scoring", "waiting", *samples):
             self._store.delete_key(self._prefix + key)
 
     def _set(self, key: str, value: bytes) -> None:

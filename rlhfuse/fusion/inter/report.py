@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rlhfuse.decisions.migration import MigrationPlan
+from rlhfuse.decisions.migration import MigrationPlan, Move
 from rlhfuse.ppo.rollout import Rollout
 
 OBSERVED = ("decode", "prefill", "score", "load", "migration", "meeting", "release")
@@ -31,7 +31,7 @@ class GenInferReport:
     """
 
     rollouts: list[Rollout] = field(default_factory=list)
-    plans: tuple[MigrationPlan, ...] = ()  # one for each trigger at which somebody was freed
+    plan: MigrationPlan | None = None  # None: serial
     migrated_samples: int = 0
     migrated_bytes: int = 0
     bytes_needed: int = 0  # of the blocks that had to move, each once for a pair of instances
@@ -49,9 +49,8 @@ class GenInferReport:
 
 @dataclass(frozen=True)
 class PairMigration:
-    """One instance's side of what moved from one instance to another at a barrier."""
+    """One instance's side of what moved from one instance to another."""
 
-    barrier: int
     source: int
     destination: int
     kv_bytes: int  # of all ranks of the pair; 0 at the destination, which does not count them
@@ -60,9 +59,8 @@ class PairMigration:
 
 @dataclass(frozen=True)
 class DecodePause:
-    """An instance stood still for a barrier: from its last step until it could take the next one, or was freed."""
+    """An instance stood still: from its last step until it could take the next one, or was freed."""
 
-    barrier: int
     instance: int
     stopped_seconds: float  # wall clock
     resumed_seconds: float
@@ -89,12 +87,12 @@ class RankEvents:
     observed: dict[str, list[list]] = field(default_factory=lambda: {kind: [] for kind in OBSERVED})
     migrations: list[PairMigration] = field(default_factory=list)
     pauses: list[DecodePause] = field(default_factory=list)
-    barriers: list[tuple[int, float]] = field(default_factory=list)  # which, seconds without what was moved
+    barrier_seconds: float | None = None  # without what was moved; the leader's
     bytes_needed: int = 0
     scored_early: int = 0
     agreement_seconds: float = 0.0
     generation_seconds: float = 0.0  # until this instance had nothing left to decode
-    plans: list[MigrationPlan] = field(default_factory=list)  # of the barriers that it was at
+    plan: MigrationPlan | None = None
     function_scores: dict[int, float] = field(default_factory=dict)  # sample id -> the Rewarder's score
 
     def span(self, kind: str, start: float, end: float) -> None:
@@ -105,34 +103,30 @@ class RankEvents:
         if self.is_leader:
             self.observed[kind].append(list(row))
 
-    def add_barrier(self, barrier: int, seconds: float) -> None:
-        """This instance was at a barrier for so long, what it moved there included."""
+    def add_barrier(self, seconds: float) -> None:
+        """This instance was at the barrier for so long, what it moved there included."""
         if self.is_leader:
-            moving = sum(pair.seconds for pair in self.migrations if pair.barrier == barrier)
-            self.barriers.append((barrier, max(0.0, seconds - moving)))
+            self.barrier_seconds = max(0.0, seconds - sum(pair.seconds for pair in self.migrations))
 
 
 def summarize(ranks: Sequence[RankEvents]) -> GenInferReport:
     """The report of all ranks' events, without samples, spans and the times of the whole."""
-    plans = tuple(max((rank.plans for rank in ranks), key=len))  # who was freed early knows the first plans only
+    plan = ranks[0].plan  # the same on all
     observations = {kind: [row for rank in ranks for row in rank.observed[kind]] for kind in OBSERVED}
     migrations = merge_sides([side for rank in ranks for side in rank.migrations])
-    for pair in migrations:
-        plan = plans[pair.barrier]
-        alone = len(plan.destinations) + len(plan.freed) == 2
-        observations["migration"].append([pair.kv_bytes, pair.seconds, "idle" if alone else "decoding"])
-    barriers = [barrier for rank in ranks for barrier in rank.barriers]
-    for number in sorted({number for number, _ in barriers}):  # who came last did not wait for the others
-        observations["meeting"].append([min(seconds for at, seconds in barriers if at == number)])
-    moves = [move for plan in plans for move in plan.moves]
+    alone = plan and len(plan.destinations) + len(plan.freed) == 2
+    observations["migration"] = [[pair.kv_bytes, pair.seconds, "idle" if alone else "decoding"] for pair in migrations]
+    # who came last did not wait for the others
+    observations["meeting"] = [[min(rank.barrier_seconds for rank in ranks if rank.barrier_seconds is not None)]]
+    moves = plan.moves if plan else ()
     return GenInferReport(
-        plans=plans,
+        plan=plan,
         migrated_samples=len(moves),
         migrated_bytes=sum(pair.kv_bytes for pair in migrations),
         bytes_needed=max(rank.bytes_needed for rank in ranks),
         recomputed_samples=sum(move.mode == "tokens" for move in moves),
         scored_before_generation_end=sum(rank.scored_early for rank in ranks),
-        pause_seconds=longest_pause([pause for rank in ranks for pause in rank.pauses], plans),
+        pause_seconds=longest_pause([pause for rank in ranks for pause in rank.pauses], moves),
         agreement_seconds=max(rank.agreement_seconds for rank in ranks),
         generation_seconds=max(rank.generation_seconds for rank in ranks),
         function_scores={sample: score for rank in ranks for sample, score in rank.function_scores.items()},
@@ -142,22 +136,15 @@ def summarize(ranks: Sequence[RankEvents]) -> GenInferReport:
 
 def merge_sides(sides: Sequence[PairMigration]) -> list[PairMigration]:
     """One for each pair, of its two sides: the shorter time, for the other side waited for its partner as well."""
-    merged: dict[tuple[int, int, int], PairMigration] = {}
+    merged: dict[tuple[int, int], PairMigration] = {}
     for side in sides:
-        key = side.barrier, side.source, side.destination
+        key = side.source, side.destination
         other = merged.get(key, side)
         merged[key] = PairMigration(*key, max(side.kv_bytes, other.kv_bytes), min(side.seconds, other.seconds))
     return [merged[key] for key in sorted(merged)]
 
 
-def longest_pause(pauses: Sequence[DecodePause], plans: Sequence[MigrationPlan]) -> float:
+def longest_pause(pauses: Sequence[DecodePause], moves: Sequence[Move]) -> float:
     """Seconds from a sample's last step where it was to the first step where it went; clocks must agree."""
-    at = {(pause.barrier, pause.instance): pause for pause in pauses}
-    return max(
-        (
-            at[barrier, move.destination].resumed_seconds - at[barrier, move.source].stopped_seconds
-            for barrier, plan in enumerate(plans)
-            for move in plan.moves
-        ),
-        default=0.0,
-    )
+    at = {pause.instance: pause for pause in pauses}
+    return max((at[m.destination].resumed_seconds - at[m.source].stopped_seconds for m in moves), default=0.0)

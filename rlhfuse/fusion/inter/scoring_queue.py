@@ -1,6 +1,6 @@
 """Who scores what: each sample once, by whichever worker takes it; the numbers don't depend on it.
 
-Serial work is dealt beforehand. After a trigger it is pulled: first the packs of the samples finished at the first
+Serial work is dealt beforehand. After the trigger it is pulled: first the packs of the samples finished at the
 barrier, longest first and smaller towards the end, by ticket; then the long tail's, as they are published, several
 together where several wait. Only a worker's leader looks at the store, and no rank waits long in a collective.
 """

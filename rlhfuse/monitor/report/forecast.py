@@ -104,7 +104,7 @@ class Forecaster:
                 self._plan.batch.instances,
                 self._costs,
                 replace(limits, bs_max=bs_max),
-                (threshold,) if threshold else (),
+                threshold,
             )
         return self._timelines[key]
 

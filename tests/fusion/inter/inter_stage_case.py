@@ -17,10 +17,9 @@ import torch.distributed as dist
 from tiny import write_checkpoint
 
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
-from rlhfuse.decisions.migration import MoveCost
+from rlhfuse.decisions.migration import FusionLimits, MoveCost
 from rlhfuse.errors import RewardError
 from rlhfuse.fusion.inter.generation import Request
-from rlhfuse.fusion.inter.migration import FusionLimits
 from rlhfuse.gen.core.sequence import SamplingParams
 
 BY_KV = MoveCost(1, 0.0, 0.0, 1.0, 1.0)
@@ -44,7 +43,7 @@ class Case:
     """One iteration: what is generated, when instances are freed, and what is odd about the ranks."""
 
     lengths: tuple[int, ...]
-    triggers: tuple[int, ...] = ()
+    threshold: int = 0
     by: str = "kv"
     layout: str = "d4t1p1"
     inference: str = "d4t1p1"
@@ -221,7 +220,7 @@ def iterate(rank: int, folders: dict[str, Path], case: Case, number: int, distur
         if disturb:
             disturb(stage, scorer, made, case, store)
         dist.barrier()  # all begin together: who is kept waiting for a moment has not missed the trigger
-        report = stage.run(0, case.requests(), case.triggers, case.limits())
+        report = stage.run(0, case.requests(), case.threshold, case.limits())
     finally:
         engine.__dict__.pop("step", None)
     assert engine._cache is None and not any(model.offloaded.loaded for model in made.frozen.values())
@@ -234,7 +233,7 @@ def iterate(rank: int, folders: dict[str, Path], case: Case, number: int, distur
         "report": replace(report, rollouts=[]),
         "rollouts": report.rollouts,
         "lengths": [len(r.response_tokens) for r in report.rollouts],
-        "plans": [str(plan) for plan in report.plans],
+        "plan": str(report.plan),
         "block_bytes": engine.spec.kv_bytes_per_token(4) * BLOCK_TOKENS,
         "submitted": rewarder.calls if rewarder else 0,
     }

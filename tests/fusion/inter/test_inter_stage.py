@@ -1,4 +1,4 @@
-"""Generation with inference: the same bits whatever the triggers, whoever finishes first, migrated or not."""
+"""Generation with inference: the same bits whatever R_t, whoever finishes first, migrated or not."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from inter_stage_case import Case, clean_up, iterate, write_models
 from sim_helpers import limits, linear_cost  # noqa: E402
 
 from rlhfuse.costs.lines import Line
+from rlhfuse.decisions.migration import check_threshold
 from rlhfuse.errors import InputError
-from rlhfuse.simulator.iteration import check_triggers, simulate_gen_infer
+from rlhfuse.simulator.iteration import simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
 
 LENGTHS = {
@@ -39,14 +40,14 @@ def run(workers, tmp_path_factory):
 
     def call(case, disturb=None, all_ranks=False):
         results = workers.run(partial(iterate, disturb=disturb), folders, case, next(numbers))
-        assert len({one["digest"] for one in results}) == 1 and len({tuple(one["plans"]) for one in results}) == 1
+        assert len({one["digest"] for one in results}) == 1 and len({one["plan"] for one in results}) == 1
         return results if all_ranks else results[0]
 
     def serial_result(case):
-        case = replace(case, triggers=(), by="kv", step_seconds=(), blocks=80, bs_max=8, bucket_bytes=64 << 20)
+        case = replace(case, threshold=0, by="kv", step_seconds=(), blocks=80, bs_max=8, bucket_bytes=64 << 20)
         if case not in serial:
             result = call(case)
-            assert result["lengths"] == list(case.lengths) and not result["plans"]
+            assert result["lengths"] == list(case.lengths) and result["plan"] == "None"
             serial[case] = result
         return serial[case]
 
@@ -61,47 +62,40 @@ def test_every_threshold_gives_the_bits_of_the_serial_run(run, name):
     lengths = LENGTHS[name]
     count = len(lengths)
     for trigger in sorted({1, -(-count // 2), count}):
-        case = Case(lengths, (trigger,), by="tokens" if trigger == 1 else "kv")
+        case = Case(lengths, trigger, by="tokens" if trigger == 1 else "kv")
         assert run(case)["digest"] == run.serial_digest(case), trigger
-    case = Case(lengths, (count,), by="tokens")
+    case = Case(lengths, count, by="tokens")
     assert run(case)["digest"] == run.serial_digest(case)
 
 
 @pytest.mark.parametrize("by", ["kv", "tokens"])
-def test_later_triggers_free_more_instances_and_change_no_bit(run, by):
-    case = Case(STAIRS, (12, 6, 2), by=by, bs_max=4, step_seconds=SLOW)
+def test_what_a_migration_reports(run, by):
+    case = Case(STAIRS, 6, by=by, bs_max=4, step_seconds=SLOW)
     result = run(case)
     report = result["report"]
-    assert result["digest"] == run.serial_digest(case)
-    kept = [len(plan.destinations) for plan in report.plans]
-    assert kept in ([3, 2, 1], [3, 1], [3, 2])  # an instance may have ended before the second or the third barrier
-    for before, after in zip(report.plans, report.plans[1:]):
-        assert set(after.destinations) | set(after.freed) <= set(before.destinations)
-        moved = {move.sample_id for move in before.moves} | set(before.stays)
-        assert {move.sample_id for move in after.moves} | set(after.stays) <= moved
+    assert result["digest"] == run.serial_digest(case) and len(report.plan.destinations) == 2
     assert report.scored_before_generation_end >= 1
     assert (report.migrated_bytes > 0) == (by == "kv") and report.migrated_bytes <= report.bytes_needed
-    assert report.pause_seconds > 0 and report.migrated_samples == sum(len(plan.moves) for plan in report.plans)
+    assert report.pause_seconds > 0 and report.migrated_samples == len(report.plan.moves)
 
 
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=13),
-    shares=st.lists(st.floats(0.05, 1.0), min_size=1, max_size=3),
+    share=st.floats(0.05, 1.0),
     by=st.sampled_from(["kv", "tokens"]),
     slow=st.sampled_from([(), (0.004, 0.0), (0.0, 0.004, 0.0)]),
     bs_max=st.integers(1, 6),
 )
 @settings(max_examples=10, derandomize=True, deadline=None)
-def test_any_lengths_triggers_and_paces(run, lengths, shares, by, slow, bs_max):
-    triggers = tuple(sorted({max(1, round(share * len(lengths))) for share in shares}, reverse=True))
-    case = Case(tuple(lengths), triggers, by=by, step_seconds=slow, bs_max=bs_max)
+def test_any_lengths_thresholds_and_paces(run, lengths, share, by, slow, bs_max):
+    case = Case(tuple(lengths), max(1, round(share * len(lengths))), by=by, step_seconds=slow, bs_max=bs_max)
     assert run(case)["digest"] == run.serial_digest(case)
 
 
 @pytest.mark.parametrize("inference", ["d4t1p1", "d2t2p1"])
-def test_tensor_parallel_instances_act_on_triggers_together(run, inference):
-    for triggers, by in (((6,), "kv"), ((16, 2), "tokens")):
-        case = Case(STAIRS, triggers, by=by, layout="d2t2p1", inference=inference, step_seconds=SLOW, bs_max=16)
+def test_tensor_parallel_instances_act_on_the_trigger_together(run, inference):
+    for threshold, by in ((6, "kv"), (16, "tokens")):
+        case = Case(STAIRS, threshold, by=by, layout="d2t2p1", inference=inference, step_seconds=SLOW, bs_max=16)
         result = run(case)
         assert result["digest"] == run.serial_digest(case)
         assert result["report"].migrated_samples >= 1
@@ -113,7 +107,7 @@ def test_tensor_parallel_instances_act_on_triggers_together(run, inference):
 )
 def test_a_run_scores_with_what_it_has(run, scorers, function):
     whole = run.serial(Case(STAIRS))["rollouts"]
-    case = Case(STAIRS, (6,), scorers=scorers, function_reward=function)
+    case = Case(STAIRS, 6, scorers=scorers, function_reward=function)
     results = run(case, all_ranks=True)
     assert results[0]["digest"] == run.serial_digest(case)
     for full, one in zip(whole, results[0]["rollouts"]):
@@ -132,24 +126,24 @@ def test_a_run_scores_with_what_it_has(run, scorers, function):
 
 def test_the_tail_moves_the_quicker_way_and_others_score_meanwhile(run):
     try:
-        by_kv = run(Case(STAIRS, (4,), step_seconds=SLOW), disturb=stand_still)["report"]
+        by_kv = run(Case(STAIRS, 4, step_seconds=SLOW), disturb=stand_still)["report"]
     finally:
         run(Case((1,)), disturb=back_to_normal)
     assert by_kv.migrated_samples >= 1 and by_kv.migrated_bytes == by_kv.bytes_needed > 0
     assert by_kv.recomputed_samples == 0 and by_kv.scored_before_generation_end >= len(STAIRS) - 4
-    by_tokens = run(Case(STAIRS, (4,), by="tokens", step_seconds=SLOW))["report"]
+    by_tokens = run(Case(STAIRS, 4, by="tokens", step_seconds=SLOW))["report"]
     assert by_tokens.recomputed_samples == by_tokens.migrated_samples >= 1 and by_tokens.migrated_bytes == 0
-    moved = run(Case((2,) * 12 + (40,) * 4, (3,), step_seconds=SLOW))["report"]
+    moved = run(Case((2,) * 12 + (40,) * 4, 3, step_seconds=SLOW))["report"]
     assert moved.migrated_samples == 0  # the instance that holds the tail keeps it
 
 
 def test_samples_of_one_prompt_move_in_small_buckets_and_send_it_once(run):
     """Twenty prompt tokens are two full blocks; the four samples of an instance have them in common."""
-    case = Case((20,) * 16, (16,), one_prompt=True, bucket_bytes=1)
+    case = Case((20,) * 16, 16, one_prompt=True, bucket_bytes=1)
     result = run(case)
     report = result["report"]
     assert result["digest"] == run.serial_digest(case) and report.recomputed_samples == 0
-    moves = [move for plan in report.plans for move in plan.moves]
+    moves = report.plan.moves
     pairs = {(move.source, move.destination) for move in moves}
     blocks = sum(-(-move.kv_tokens // 8) for move in moves)
     assert len(moves) > len(pairs)
@@ -159,7 +153,7 @@ def test_samples_of_one_prompt_move_in_small_buckets_and_send_it_once(run):
 
 
 def test_observations_say_what_the_others_did(run):
-    case = Case(AT_ONCE, (20, 12), bs_max=7)
+    case = Case(AT_ONCE, 20, bs_max=7)
     fused = run(case, disturb=together_from_the_third_step)["report"].observations
     assert "decoding" in {row[-1] for row in fused["prefill"]} and {row[-1] for row in fused["decode"]} > {"decoding"}
     assert {row[-1] for row in fused["score"]} >= {"decoding"} and len(fused["migration"]) >= 1
@@ -167,15 +161,15 @@ def test_observations_say_what_the_others_did(run):
     serial = run.serial(Case(STAIRS))["report"].observations
     assert {row[-1] for row in serial["decode"]} == {"decoding"} and not serial["migration"]
     assert {row[-1] for row in serial["score"]} == {"scoring"} and len(serial["load"]) == 4
-    for seen, barriers in ((fused, 2), (serial, 1)):
+    for seen in (fused, serial):
         assert all(row[0] > 0 for kind in ("load", "release") for row in seen[kind])
-        assert len(seen["release"]) == 4 and len(seen["meeting"]) == barriers
+        assert len(seen["release"]) == 4 and len(seen["meeting"]) == 1
 
 
 def test_several_waiting_samples_of_the_tail_are_scored_together(run):
     lengths = (2,) * 8 + (30,) * 16  # six of each of the last two instances end in one step, for four workers
-    report = run(Case(lengths, (16,), score_tokens=512, step_seconds=SLOWER, bs_max=16))["report"]
-    assert report.plans and any(row[1] > 1 and row[0] > 30 * row[1] for row in report.observations["score"])
+    report = run(Case(lengths, 16, score_tokens=512, step_seconds=SLOWER, bs_max=16))["report"]
+    assert report.plan and any(row[1] > 1 and row[0] > 30 * row[1] for row in report.observations["score"])
 
 
 # as simulated ---------------------------------------------------------------------------------------------
@@ -227,7 +221,6 @@ def together_from_the_third_step(stage, scorer, made, case, store):
 
 SHORT, LONG = 2, 80
 AT_ONCE = (LONG,) * 8 + (SHORT,) * 6 + (LONG,) * 2 + (SHORT,) * 7 + (LONG,) + (SHORT,) * 7 + (LONG,)
-ENDS_FIRST = AT_ONCE[:23] + (30,) + (SHORT,) * 8
 
 
 def facts_of(plan):
@@ -236,28 +229,15 @@ def facts_of(plan):
     return plan.destinations, plan.freed, plan.stays, moves
 
 
-@pytest.mark.parametrize(
-    "lengths, triggers",
-    [
-        (AT_ONCE, (20, 12)),
-        (AT_ONCE, (20, 12, 2)),
-        pytest.param(ENDS_FIRST, (20, 10), marks=pytest.mark.slow),  # needs instances of like pace: an idle machine
-    ],
-)
-def test_barriers_are_those_of_the_simulation(run, lengths, triggers):
-    """Twelve long samples are left at once: the second trigger has been reached at the first one's barrier.
-
-    What arrived there moves on with its cache. In the last case an instance has ended its last sample by then.
-    """
-    case = Case(lengths, triggers, bs_max=7)
+def test_the_migration_is_that_of_the_simulation(run):
+    """Twelve long samples are left at once."""
+    case = Case(AT_ONCE, 20, bs_max=7)
     report = run(case, disturb=together_from_the_third_step)["report"]
     prompts = tuple(len(request.prompt) for request in case.requests())
     lim = limits(bs_max=7, block_tokens=8, kv_capacity_bytes=640 * 100.0, max_prompt_tokens=9, max_output_tokens=LONG)
     costs = replace(linear_cost(), migration=Line(0.0, (1e-12,)))  # a cache is always quicker than a prefill
-    line = simulate_gen_infer(SampleLengths(prompts, lengths), 4, costs, lim, triggers)
-    simulated = [replace(plan, **moved_ids(plan)) for plan in line.plans]
-    assert [facts_of(plan) for plan in report.plans] == [facts_of(plan) for plan in simulated]
-    assert len(report.plans) >= 2 and report.plans[1].moves
+    plan = simulate_gen_infer(SampleLengths(prompts, AT_ONCE), 4, costs, lim, 20).plan
+    assert facts_of(report.plan) == facts_of(replace(plan, **moved_ids(plan))) and report.plan.moves
 
 
 def moved_ids(plan):
@@ -272,7 +252,7 @@ def moved_ids(plan):
 @pytest.mark.parametrize("blocks", [9, 16])
 def test_a_destination_without_room_loses_nothing(run, blocks):
     """A sequence at full length takes up to 9 blocks: then one runs at a time, and all the others wait."""
-    case = Case(STAIRS, (8,), blocks=blocks, step_seconds=SLOW)
+    case = Case(STAIRS, 8, blocks=blocks, step_seconds=SLOW)
     result = run(case)
     assert result["digest"] == run.serial_digest(case)
     report = result["report"]
@@ -292,8 +272,8 @@ def stand_still(stage, scorer, made, case, store):
     share = len(made.placement.workers[made.placement.worker_of(made.rank)])
     known = []
 
-    def moving(number, plan, *more):
-        done = execute(number, plan, *more)
+    def moving(plan, *more):
+        done = execute(plan, *more)
         known.append(len(case.lengths) - len(plan.moves) - len(plan.stays))
         return done
 
@@ -321,13 +301,13 @@ def back_to_normal(stage, scorer, made, case, store):
 @pytest.mark.parametrize("layout, inference", [("d4t1p1", "d4t1p1"), ("d2t2p1", "d4t1p1"), ("d2t2p1", "d2t2p1")])
 def test_freed_instances_score_while_destinations_stand_still(run, layout, inference):
     lengths = (3, 5, 2, 4, 6, 3, 60, 4, 5, 2, 3, 7, 4, 44, 3, 50)
-    case = Case(lengths, (4,), layout=layout, inference=inference)
+    case = Case(lengths, 4, layout=layout, inference=inference)
     try:
         result = run(case, disturb=stand_still)
     finally:
         run(Case((1,)), disturb=back_to_normal)
     report = result["report"]
-    left = len(report.plans[0].moves) + len(report.plans[0].stays)
+    left = len(report.plan.moves) + len(report.plan.stays)
     assert report.scored_before_generation_end >= len(lengths) - left > 0
     assert result["digest"] == run.serial_digest(case)
 
@@ -352,15 +332,15 @@ def load_as_before(stage, scorer, made, case, store):
         del model.offloaded.begin_load
 
 
-@pytest.mark.parametrize("triggers", [(), (8, 2)])
-def test_a_freed_instance_has_given_its_cache_back_before_weights_come_in(run, triggers):
-    case = Case(LENGTHS["long tail"], triggers)
+@pytest.mark.parametrize("threshold", [0, 8])
+def test_a_freed_instance_has_given_its_cache_back_before_weights_come_in(run, threshold):
+    case = Case(LENGTHS["long tail"], threshold)
     result = run(case, disturb=refuse_weights_beside_a_cache)
     assert run(case, disturb=load_as_before)["digest"] == result["digest"]
 
 
-def test_triggers_must_descend_within_the_batch():
-    check_triggers((16, 4, 1), 16)
-    for triggers in ((17,), (4, 4), (2, 4), (0,), (3, -1)):
+def test_a_threshold_lies_within_the_batch():
+    check_threshold(16, 16)
+    for threshold in (17, -1):
         with pytest.raises(InputError, match="16 samples"):
-            check_triggers(triggers, 16)
+            check_threshold(threshold, 16)

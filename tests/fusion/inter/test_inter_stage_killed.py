@@ -17,7 +17,7 @@ from inter_stage_case import Case, MeanTokenReward, inter_stage, write_models
 from rlhfuse.monitor.heartbeat import Limits
 
 WORLD = 2
-CASE = Case((3, 40, 30, 5, 50, 2, 60, 45), (6,), layout="d2t1p1", inference="d2t1p1", step_seconds=())
+CASE = Case((3, 40, 30, 5, 50, 2, 60, 45), 6, layout="d2t1p1", inference="d2t1p1", step_seconds=())
 
 
 def work(rank: int, port: int, folder, models: dict, fault: str) -> None:
@@ -45,7 +45,9 @@ def work(rank: int, port: int, folder, models: dict, fault: str) -> None:
         case = (
             CASE
             if fault == "migration"
-            else Case(CASE.lengths, CASE.triggers, layout=CASE.layout, inference=CASE.inference, scorers=("reference",))
+            else Case(
+                CASE.lengths, CASE.threshold, layout=CASE.layout, inference=CASE.inference, scorers=("reference",)
+            )
         )
         stage, *_ = inter_stage(
             rank,
@@ -56,7 +58,7 @@ def work(rank: int, port: int, folder, models: dict, fault: str) -> None:
             rewarder if fault == "reward" else None,
             store=dist.PrefixStore("job", dist.distributed_c10d._get_default_store()),
         )
-        stage.run(0, case.requests(), case.triggers, case.limits())
+        stage.run(0, case.requests(), case.threshold, case.limits())
         dist.barrier()
 
 

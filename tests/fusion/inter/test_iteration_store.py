@@ -42,12 +42,8 @@ def test_published_samples_are_taken_once_however_many_workers_try(store):
 
 def test_what_never_comes_is_named(store):
     store._timeout = 0.2
-    store.put_state(1, 0, b"state")
     with pytest.raises(TimeoutError, match="sample 0 of the long tail was announced but not sent in 0 s"):
         store.fetch(0)
-    with pytest.raises(TimeoutError, match="instance 2 of 2 instances did not come to migration barrier 1"):
-        store.wait_for_states(1, (0, 2))
-    assert store.wait_for_states(1, (0,)) == {0: b"state"}
 
 
 def test_an_iteration_leaves_no_key(store):
@@ -56,10 +52,9 @@ def test_an_iteration_leaves_no_key(store):
         store.publish([b"x"]),
         store.next_ticket(),
         store.try_take(0, 1, 5),
-        store.put_state(1, 0, b"n"),
     )
     store.add_scoring(1), store.add_waiting(1)
-    store.clear(barriers=2, instances=1)
+    store.clear()
     assert store.add_finished(0) == store.published() == store.taken() == store.add_scoring(0) == 0
 
 

@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import json
 
-from rlhfuse.decisions.migration import MigrationPlan, Move, MoveCost, SequenceState
-from rlhfuse.fusion.inter.migration import FusionLimits, MigrationBarrier
+from rlhfuse.decisions.migration import FusionLimits, MigrationPlan, Move, MoveCost, SequenceState
+from rlhfuse.fusion.inter.migration import MigrationBarrier
 from rlhfuse.fusion.inter.tensor_parallel_group import DelayedBroadcast, TensorParallelGroup
 
 
-def state(sequences=(), free=10, left=False):
-    return json.dumps({"sequences": sequences, "free_blocks": free, "left": left}).encode()
+def state(sequences=(), free=10):
+    return json.dumps({"sequences": sequences, "free_blocks": free}).encode()
 
 
 LIMITS = FusionLimits(4, 1.0, 100.0, 8, MoveCost(1, 0.0, 0.0, 1.0, 1.0), 64)
 
 
-def test_who_has_left_is_not_in_the_plan():
-    states = {0: state([[7, 20, 19, [1, 2]]]), 2: state(left=True), 3: state([[8, 20, 19, []], [9, 9, 8, []]])}
-    barrier = MigrationBarrier.of(states, 4)
-    assert barrier.decoding == (0, 3) and barrier.free_blocks == (10, 0, 10, 10)
+def test_the_plan_follows_from_what_all_instances_brought():
+    barrier = MigrationBarrier.of([state([[7, 20, 19, [1, 2]]]), state([[8, 20, 19, []], [9, 9, 8, []]], free=9)])
+    assert barrier.free_blocks == (10, 9)
     plan = barrier.plan(4, LIMITS)
-    assert plan.destinations == (3,) and plan.freed == (0,) and plan.stays == (8, 9)
+    assert plan.destinations == (1,) and plan.freed == (0,) and plan.stays == (8, 9)
     assert barrier.bytes_needed(plan, 8, 100) == 300
-    alone = MigrationBarrier.of({0: state([[7, 20, 19, []]]), 3: state(left=True)}, 4)
-    assert alone.plan(4, LIMITS) is None and MigrationBarrier.of({0: state(), 1: state()}, 2).plan(4, LIMITS) is None
+    assert MigrationBarrier.of([state([[7, 20, 19, []]])]).plan(4, LIMITS) is None
+    assert MigrationBarrier.of([state(), state()]).plan(4, LIMITS) is None
 
 
 def test_shared_blocks_are_needed_once_by_a_destination():
     states = tuple(SequenceState(i, i // 2, 20, 20, (1, 2)) for i in range(4))
     moves = tuple(Move(i, i // 2, 2, "kv", 20) for i in range(4))
-    barrier = MigrationBarrier((0, 1, 2), states, (9, 9, 9))
+    barrier = MigrationBarrier(states, (9, 9, 9))
     assert barrier.bytes_needed(MigrationPlan((2,), (0, 1), moves, ()), 8, 1) == 2 * (3 + 1)
 
 
