@@ -149,6 +149,8 @@ def _from_file(file: Path) -> ModuleType:
     if not file.is_file():
         raise InputError(f"reward.function: file {file} does not exist")
     name = f"reward_function_{file.stem}"
+    if name in sys.modules and sys.modules[name].__file__ == str(file):
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up

@@ -1,119 +1,102 @@
 """Processes that call a reward function while generation goes on.
 
-    submit ──> queue ──> worker 0: function(sample)  ──> pipe ──> finish
-                    └──> worker 1: function(sample)  ──> pipe ──┘
-
-Each worker takes the next sample when it has room: one at a time for an ordinary function, which runs in the main
-thread of its process, up to ASYNC_AT_ONCE at a time for an `async` one. Processes, because a function may hold the
-interpreter, must not slow the engine down, and can be stopped if it never returns. A function that raises, returns
-no finite number or takes too long fails everything: RewardError names it and the sample.
-
-Workers end with their parent, however that ends. Knows nothing of tokens, ranks or files.
+An ordinary function takes one sample at a time in the main thread of a process; an `async` one has up to ASYNC_AT_ONCE
+calls under way in each. Processes, because a function may hold the interpreter, must not slow the engine down, and can
+be stopped if it never returns. A call that raises, returns no finite number or takes too long fails everything.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import multiprocessing as mp
 import os
-import signal
+import queue
 import threading
 import time
-from collections.abc import Sequence
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
+
+from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from rlhfuse.data.reward_function import RewardCall, RewardFunction, about_sample
 from rlhfuse.errors import RewardError
 
 ASYNC_AT_ONCE = 64
-STARTED, SCORED, FAILED = "started", "scored", "failed"
+POLL_SECONDS = 0.05
 
 
 class RewardWorkers:
-    """Owns `workers` processes that call the function `name`; to be closed."""
+    """Owns `workers` processes that call the function `name`, which may have children; to be closed."""
 
     def __init__(self, name: str, signature: str, workers: int, timeout_seconds: float) -> None:
-        """The function must have been loaded once, so that it is known to be there; the processes start in its own."""
+        self._name, self._workers, self._timeout = name, workers, timeout_seconds
+        self._is_async = RewardFunction.load(name, signature).is_async
         context = mp.get_context("spawn")  # a fork would copy the engine, its threads and its sockets
-        self._name, self._timeout = name, timeout_seconds
-        self._calls = context.Queue()
-        self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
+        self._calls = context.Queue()  # of an async function, which any worker takes from
+        self._pool = ProcessPool(workers, initializer=_start, initargs=(name, signature, self._calls), context=context)
         self._pending: dict[int, RewardCall] = {}
-        self._began: dict[int, tuple[float, int]] = {}  # sample -> (monotonic seconds, worker) of its call
+        self._tasks: dict[ProcessFuture, RewardCall | None] = {}  # under way, with its call if it has one of its own
+        self._done: queue.SimpleQueue[ProcessFuture] = queue.SimpleQueue()
         self._scores: dict[int, float] = {}
-        for number in range(workers):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_serve, args=(name, signature, self._calls, theirs), name=f"reward-{number}", daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        assert self._pool.active  # to ask starts the processes, which import the function while prompts are prefilled
 
     def submit(self, calls: Sequence[RewardCall]) -> None:
         """Queue the samples; returns at once. Raises RewardError when an earlier one is known to have failed."""
         for call in calls:
             self._pending[call.sample_id] = call
-            self._calls.put(call)
+            if self._is_async:
+                self._calls.put(call)
+            else:
+                self._schedule(call, _score, call, timeout=self._timeout)
         self._collect(0.0)
 
     def finish(self) -> dict[int, float]:
         """Wait for all that was submitted: sample id -> score. Raises RewardError."""
         while self._pending:
-            self._collect(self._patience())
+            self._collect(POLL_SECONDS)
         scores, self._scores = self._scores, {}
         return scores
 
     def close(self) -> None:
         """End the processes."""
         self._calls.cancel_join_thread()  # nobody reads what is left
-        for process in self._processes:
-            process.kill()
-            process.join()
-        for pipe in self._pipes:
-            pipe.close()
+        self._pool.stop()
+        self._pool.join()
         self._calls.close()
 
-    def _patience(self) -> float:
-        """Seconds until the oldest running call is too late."""
-        if not self._began:
-            return self._timeout
-        oldest = min(began for began, _ in self._began.values())
-        return max(oldest + self._timeout - time.monotonic(), 0.0)
+    def _schedule(self, call: RewardCall | None, function: Callable, argument: Any, timeout: float | None) -> None:
+        task = self._pool.schedule(function, (argument,), timeout=timeout)
+        self._tasks[task] = call
+        task.add_done_callback(self._done.put)
 
     def _collect(self, seconds: float) -> None:
-        """Take in what workers say within `seconds`; after that what is there already."""
-        while ready := wait(self._pipes, seconds):
-            seconds = 0.0
-            for pipe in ready:
-                try:
-                    self._take(self._pipes.index(pipe), *pipe.recv())
-                except EOFError:
-                    self._lost(self._pipes.index(pipe))
-        late = [sample for sample, (began, _) in self._began.items() if time.monotonic() - began > self._timeout]
-        if late:
-            about = about_sample(self._name, self._pending[min(late)])
-            self._fail(f"{about} no result after {self._timeout:g} s (reward.timeout_seconds)")
+        """Take in what is finished within `seconds`; after that what is finished already."""
+        while self._is_async and len(self._tasks) < min(self._workers, len(self._pending)):
+            self._schedule(None, _serve, self._timeout, timeout=None)
+        with suppress(queue.Empty):
+            while True:
+                task = self._done.get(timeout=seconds)
+                self._take(task, self._tasks.pop(task))
+                seconds = 0.0
 
-    def _take(self, worker: int, kind: str, sample: int, said: Any) -> None:
-        if kind == STARTED:
-            self._began[sample] = (said, worker)
-            return
-        if kind == FAILED:
-            self._fail(said)
-        self._began.pop(sample)
-        self._pending.pop(sample)
-        self._scores[sample] = said
+    def _take(self, task: ProcessFuture, call: RewardCall | None) -> None:
+        try:
+            scores = task.result()
+        except RewardError as error:
+            self._fail(str(error))
+        except ProcessExpired as error:
+            self._fail(f"{self._about(call)} its process ended with exit code {error.exitcode}")
+        except concurrent.futures.TimeoutError:
+            self._fail(f"{self._about(call)} {_late(self._timeout)}")
+        else:
+            self._scores |= scores
+            for sample in scores:
+                del self._pending[sample]
 
-    def _lost(self, worker: int) -> None:
-        self._processes[worker].join(1.0)
-        code = self._processes[worker].exitcode
-        held = sorted(sample for sample, (_, by) in self._began.items() if by == worker)
-        about = about_sample(self._name, self._pending[held[0]]) if held else f"reward function {self._name}:"
-        self._fail(f"{about} its process ended with exit code {code}")
+    def _about(self, call: RewardCall | None) -> str:
+        return about_sample(self._name, call or self._pending[min(self._pending)])
 
     def _fail(self, message: str) -> None:
         self.close()
@@ -122,52 +105,66 @@ class RewardWorkers:
 
 # in the worker --------------------------------------------------------------------------------------------------
 
+_worker: dict[str, Any] = {}  # what a worker's process has from its start on; empty in every other
 
-def _serve(name: str, signature: str, calls: Any, results: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told, and ends us
+
+def _start(name: str, signature: str, calls: Any) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    loaded = RewardFunction.load(name, signature)
-    if loaded.is_async:
-        asyncio.run(_serve_async(loaded, calls, results))
-        return
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    _worker.update(function=RewardFunction.load(name, signature), calls=calls, loop=loop)
+
+
+def _score(call: RewardCall) -> dict[int, float]:
+    """Sample id -> score of one call. Raises RewardError."""
+    loaded: RewardFunction = _worker["function"]
+    return _number(loaded, call, lambda: loaded.function(**loaded.arguments(call)))
+
+
+def _serve(timeout_seconds: float) -> dict[int, float]:
+    """Await the queue's calls of an async function together until none is left: sample id -> score.
+
+    Calls that are queued meanwhile join. Raises RewardError for the first that fails or is late.
+    """
+    loaded: RewardFunction = _worker["function"]
+    scores: dict[int, float] = {}
+    running: dict[concurrent.futures.Future, tuple[RewardCall, float]] = {}  # and when the call is late
     while True:
-        call: RewardCall = calls.get()
-        results.send((STARTED, call.sample_id, time.monotonic()))
-        try:
-            said = (SCORED, call.sample_id, loaded.number(loaded.function(**loaded.arguments(call)), call))
-        except BaseException as error:
-            said = _failure(loaded, error, call)
-        results.send(said)
+        with suppress(queue.Empty):
+            while len(running) < ASYNC_AT_ONCE:
+                call = _worker["calls"].get(timeout=0.0 if running or scores else 2 * POLL_SECONDS)
+                awaited = asyncio.run_coroutine_threadsafe(_call(loaded, call), _worker["loop"])
+                running[awaited] = call, time.monotonic() + timeout_seconds
+        if not running:
+            return scores
+        done, _ = concurrent.futures.wait(running, POLL_SECONDS, concurrent.futures.FIRST_COMPLETED)
+        for task in done:
+            call, _ = running.pop(task)
+            scores |= _number(loaded, call, task.result)
+        for call, limit in running.values():
+            if time.monotonic() > limit:
+                raise RewardError(f"{about_sample(loaded.name, call)} {_late(timeout_seconds)}")
 
 
-async def _serve_async(loaded: RewardFunction, calls: Any, results: Connection) -> None:
-    room = asyncio.Semaphore(ASYNC_AT_ONCE)
-    running: set[asyncio.Task] = set()  # the loop itself keeps only weak references
-
-    async def score(call: RewardCall) -> None:
-        results.send((STARTED, call.sample_id, time.monotonic()))
-        try:
-            returned = await loaded.function(**loaded.arguments(call))
-            said = (SCORED, call.sample_id, loaded.number(returned, call))
-        except BaseException as error:
-            said = _failure(loaded, error, call)
-        results.send(said)
-        room.release()
-
-    while True:
-        await room.acquire()
-        call = await asyncio.to_thread(calls.get)
-        task = asyncio.create_task(score(call))
-        running.add(task)
-        task.add_done_callback(running.discard)
+async def _call(loaded: RewardFunction, call: RewardCall) -> Any:
+    return await loaded.function(**loaded.arguments(call))
 
 
-def _failure(loaded: RewardFunction, error: BaseException, call: RewardCall) -> tuple[str, int, str]:
-    """SystemExit included: whatever leaves the function is the function's failure."""
-    text = str(error) if isinstance(error, RewardError) else loaded.failed(error, call)
-    return FAILED, call.sample_id, text
+def _number(loaded: RewardFunction, call: RewardCall, result: Callable[[], Any]) -> dict[int, float]:
+    try:
+        return {call.sample_id: loaded.number(result(), call)}
+    except RewardError:
+        raise
+    except BaseException as error:  # SystemExit included: whatever leaves the function is its failure
+        raise RewardError(loaded.failed(error, call)) from None
+
+
+def _late(timeout_seconds: float) -> str:
+    return f"no result after {timeout_seconds:g} s (reward.timeout_seconds)"
 
 
 def _end_with_parent() -> None:
-    mp.parent_process().join()
+    parent = mp.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)  # without cleaning up: the main thread may never come back

@@ -1,5 +1,6 @@
 """Reward functions: found by name, held against rows before anything runs, called in processes, failing by name."""
 
+import multiprocessing
 import os
 import sys
 import time
@@ -13,7 +14,7 @@ from rlhfuse.data.reward_workers import RewardWorkers
 from rlhfuse.errors import InputError, RewardError
 
 SOURCE = """
-import asyncio, os, time
+import asyncio, multiprocessing, os, time
 
 def length(data_source, solution_str, ground_truth, extra_info=None):
     return len(solution_str) + float(ground_truth)
@@ -34,6 +35,25 @@ async def together(data_source, solution_str, ground_truth, extra_info=None):
     while len(waiting) < 20:  # comes back only when 20 calls are under way at once
         await asyncio.sleep(0.001)
     return float(ground_truth)
+
+async def stuck(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "blocks":
+        time.sleep(1e6)
+    if solution_str == "exits":
+        os._exit(7)
+    await asyncio.sleep(0 if solution_str == "returns" else 1e6)
+    return 1.0
+
+def child(number, answers):
+    answers.put(number + 1.0)
+
+def has_children(data_source, solution_str, ground_truth, extra_info=None):
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    process = context.Process(target=child, args=(float(ground_truth), answers))
+    process.start()
+    process.join()
+    return answers.get()
 
 async def trips(data_source, solution_str, ground_truth, extra_info=None):
     await asyncio.sleep(0)
@@ -177,6 +197,31 @@ def test_an_async_function_that_raises_and_one_that_prints(workers):
 @pytest.mark.parametrize(
     "text, message",
     [
+        ("awaits", "no result after 2 s (reward.timeout_seconds)"),
+        ("blocks", "no result after 2 s (reward.timeout_seconds)"),
+        ("exits", "its process ended with exit code 7"),
+    ],
+)
+def test_an_async_call_that_never_returns_is_named(workers, text, message):
+    stuck = workers("stuck", timeout=2.0 if text != "exits" else 540.0)
+    if text == "awaits":
+        stuck.submit([call(3, "returns")])
+    stuck.submit([call(17, text)])
+    with pytest.raises(RewardError) as caught:
+        stuck.finish()
+    assert str(caught.value).endswith(f"mine.py:stuck, sample 17 of p.jsonl:18: {message}")
+    assert not multiprocessing.active_children()
+
+
+def test_a_function_may_have_children(workers):
+    having = workers("has_children")
+    having.submit([call(17, "here")])
+    assert having.finish() == {17: 5.0}
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
         ("raise", "mine.py:several, sample 17 of p.jsonl:18: raised KeyError: 'no such thing'"),
         ("nan", "mine.py:several, sample 17 of p.jsonl:18: returned nan; a score must be finite"),
         ("none", "mine.py:several, sample 17 of p.jsonl:18: returned None, not a number"),
@@ -194,7 +239,7 @@ def test_failures_name_function_and_sample(workers, text, message):
     with pytest.raises(RewardError) as caught:
         failing.finish()
     assert message in str(caught.value) and "\n" not in str(caught.value)
-    assert not any(process.is_alive() for process in failing._processes)
+    assert not multiprocessing.active_children()
 
 
 def test_numbers_of_a_call(file):
@@ -213,24 +258,36 @@ def test_numbers_of_a_call(file):
         listed.number(1.0, call(4, ""))
 
 
-def test_workers_end_with_a_killed_parent(file, tmp_path):
+def test_workers_end_with_a_killed_parent(tmp_path):
     """A parent that is killed takes its workers with it, even one that never returns."""
     import signal
     import subprocess
 
+    endless = tmp_path / "endless.py"
+    endless.write_text(
+        f"""
+from pathlib import Path
+
+def never(data_source, solution_str, ground_truth, extra_info=None):
+    Path({str(tmp_path)!r}, "begun").touch()
+    while True:
+        pass
+"""
+    )
     program = tmp_path / "parent.py"
     program.write_text(
         f"""
-import sys, time
+import multiprocessing, time
+from pathlib import Path
 from rlhfuse.data.reward_function import RewardCall
 from rlhfuse.data.reward_workers import RewardWorkers
 if __name__ == "__main__":
     row = {{"data_source": "x", "reward_model": {{"ground_truth": 1}}}}
-    workers = RewardWorkers("{file}:several", "verl", 1, 100.0)
-    workers.submit([RewardCall(1, row, "p", "forever", ())])
-    while not workers._began:
-        workers._collect(0.1)
-    print(workers._processes[0].pid, flush=True)
+    workers = RewardWorkers("{endless}:never", "verl", 1, 100.0)
+    workers.submit([RewardCall(1, row, "p", "x", ())])
+    while not Path({str(tmp_path)!r}, "begun").exists():
+        time.sleep(0.05)
+    print(multiprocessing.active_children()[0].pid, flush=True)
     time.sleep(100)
 """
     )
