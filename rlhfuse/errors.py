@@ -1,7 +1,7 @@
 """The exceptions a user may meet, and how a program ends on each.
 
 Bad input is an `InputError`: one line that names the value and the fix, exit code 2. Everything else is
-a failure of the program and keeps its traceback. Knows nothing of torch or of any other module here.
+a failure of the program and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class RewardError(RuntimeError):
 
 @contextmanager
 def writing(path: str | Path, otherwise: str = "make it writable") -> Iterator[None]:
-    """Of a block that writes `path`: an OSError leaves it as an InputError with the file, the error and the fix.
+    """Turns an OSError of a block that writes `path` into an InputError with the file, the error and the fix.
 
-    `otherwise`: what to do when the reason is not that there is no room.
+    `otherwise`: the fix when the reason is not that there is no room.
     """
     try:
         yield
@@ -60,13 +60,10 @@ def writing(path: str | Path, otherwise: str = "make it writable") -> Iterator[N
 def leave(code: int) -> NoReturn:
     """End this process with `code`: exit functions run and output is flushed, but nothing is torn down.
 
-    For processes that were in a process group. A gloo thread that was put aside by a busy machine may still hold the
-    tensor of a collective that is long finished; to free it takes the interpreter's lock, and that aborts the process
-    ("terminate called without an active exception") once the interpreter is being torn down. The threads end with
-    the group's last holder, and modules hold their groups through cycles that no collector sees. The steps are those
-    of the interpreter, and of multiprocessing for the processes it forks.
+    For processes that were in a process group: a gloo thread that frees a tensor while the interpreter is torn down
+    aborts the process ("terminate called without an active exception").
     """
-    threading._shutdown()  # waits for threads that are no daemons
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # as the interpreter: waits for non-daemons
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(BrokenPipeError):

@@ -19,8 +19,8 @@ _ANY = re.compile(_NUMBER)
 
 def final_answer(text: str) -> Decimal | None:
     """The number that `text` ends on, or None."""
-    found = _MARKED.findall(text) or _ANY.findall(text)
-    return Decimal(re.sub(r"[$,]", "", found[-1])) if found else None
+    numbers = _MARKED.findall(text) or _ANY.findall(text)
+    return Decimal(re.sub(r"[$,]", "", numbers[-1])) if numbers else None
 
 
 def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:

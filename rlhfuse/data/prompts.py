@@ -1,12 +1,8 @@
-"""Prompt files: rows of jsonl (also .jsonl.gz), json, csv or parquet, each with a text or chat turns.
+"""Prompt files: rows of jsonl (also .jsonl.gz), json, csv or parquet, read and checked once before anything runs.
 
-    {"prompt": "text"}                     the key is a setting
-    {"prompt": [{"role", "content"}, ..]}  chat turns, put into the tokenizer's chat template; verl's rows are such
-    {"chosen": .., "rejected": ..}         a dialogue of HH-RLHF: the prompt is what comes before the last answer
-
-A file is read and checked whole, once, before anything is launched: every refusal names file, line and fix. The
-rest of a row is kept for reward functions. How text becomes tokens is the caller's `encode`; this module knows no
-tokenizer, and nothing of order or ranks (see sampler.py).
+{"prompt": "text"}                     the key is a setting
+{"prompt": [{"role", "content"}, ..]}  chat turns, put into the tokenizer's chat template; verl's rows are such
+{"chosen": .., "rejected": ..}         a dialogue of HH-RLHF: the prompt is what comes before the last answer
 """
 
 from __future__ import annotations
@@ -55,9 +51,9 @@ class PromptSet:
 
     def __str__(self) -> str:
         lengths = sorted(len(prompt.tokens) for prompt in self.prompts)
-        middle, longest = lengths[len(lengths) // 2], lengths[-1]
+        median, longest = lengths[len(lengths) // 2], lengths[-1]
         dropped = f", {self.dropped} longer ones dropped" if self.dropped else ""
-        return f"{len(self)} prompts of {middle} tokens in the median, {longest} at most{dropped}"
+        return f"{len(self)} prompts of {median} tokens in the median, {longest} at most{dropped}"
 
 
 def load_prompts(
@@ -186,9 +182,9 @@ def _decode(data: bytes, file: Path, line: int = 1) -> str:
         return data.decode("utf-8-sig")  # a byte order mark is not part of the text
     except UnicodeDecodeError as error:
         before = data[: error.start]
-        place, column = line + before.count(b"\n"), error.start - (before.rfind(b"\n") + 1)
+        line, column = line + before.count(b"\n"), error.start - (before.rfind(b"\n") + 1)
         raise InputError(
-            f"{file}:{place}: not UTF-8 (byte 0x{data[error.start]:02x} at {column}); convert the file, e.g. with iconv"
+            f"{file}:{line}: not UTF-8 (byte 0x{data[error.start]:02x} at {column}); convert the file, e.g. with iconv"
         ) from None
 
 
@@ -228,7 +224,8 @@ def _csv_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         for row in reader:
             if None in row or None in row.values():
-                raise InputError(f"{file}:{reader.line_num}: not {len(reader.fieldnames)} fields as in the header")
+                fields = len(reader.fieldnames or ())
+                raise InputError(f"{file}:{reader.line_num}: not {fields} fields as in the header")
             yield reader.line_num, row
     except csv.Error as error:
         raise InputError(f"{file}:{reader.reader.line_num}: not valid CSV ({error})") from None

@@ -1,13 +1,9 @@
-"""A reward function that the user names, and how it is called.
-
-    module:function  or  FILE.py:function
+"""A reward function that the user names, module:function or FILE.py:function, and how it is called.
 
     verl   function(data_source, solution_str, ground_truth, extra_info) -> number, or {"score": number, ...}
     trl    function(prompts, completions, completion_ids, **columns) -> [number]      lists of one sample
 
-A function is called for one sample at a time, so that its number cannot depend on which samples were finished
-together. It may be `async`. Text is the completion as decoded, without special tokens; the sampled ids stand beside
-it. Knows nothing of processes, tokenizers or ranks.
+One call is about one sample, so that its number cannot depend on which samples were finished together.
 """
 
 from __future__ import annotations
@@ -51,18 +47,18 @@ class RewardFunction:
     @staticmethod
     def load(name: str, signature: str) -> RewardFunction:
         """Import it. Raises InputError naming what is missing, or what its module raised."""
-        place, colon, attribute = name.rpartition(":")
-        if not colon or not place or not attribute:
+        source, colon, attribute = name.rpartition(":")
+        if not colon or not source or not attribute:
             raise InputError(f"reward.function={name} is not of the form module:function or FILE.py:function")
         try:
-            module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+            module = _from_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
         except InputError:
             raise
         except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
-            raise InputError(f"reward.function={name}: {place} cannot be imported ({_told(error)})") from None
+            raise InputError(f"reward.function={name}: {source} cannot be imported ({_describe(error)})") from None
         function = getattr(module, attribute, None)
         if not callable(function):
-            raise InputError(f"reward.function={name}: {place} has no function {attribute}")
+            raise InputError(f"reward.function={name}: {source} has no function {attribute}")
         return RewardFunction(name, signature, function)
 
     @property
@@ -78,8 +74,9 @@ class RewardFunction:
                 f"{where}: no key {missing[0]!r}, which reward.signature=verl needs ({{data_source, prompt, "
                 "reward_model: {ground_truth}}}); add it, or use a trl function"
             )
-        if self.signature == "verl" and "ground_truth" not in (_mapping(row["reward_model"]) or {}):
-            raise InputError(f"{where}: reward_model is {str(row['reward_model'])[:40]!r}; it needs a ground_truth")
+        reward_model = row.get("reward_model")
+        if self.signature == "verl" and not (isinstance(reward_model, Mapping) and "ground_truth" in reward_model):
+            raise InputError(f"{where}: reward_model is {str(reward_model)[:40]!r}; it needs a ground_truth")
         try:
             arguments = self.arguments(RewardCall(0, row, prompt, "", ()))
             inspect.signature(self.function).bind(**arguments)
@@ -95,7 +92,7 @@ class RewardFunction:
             return {
                 "data_source": call.row["data_source"],
                 "solution_str": call.completion,
-                "ground_truth": _mapping(call.row["reward_model"])["ground_truth"],
+                "ground_truth": call.row["reward_model"]["ground_truth"],
                 "extra_info": call.row.get("extra_info"),
             }
         chat = not isinstance(call.prompt, str)
@@ -117,15 +114,15 @@ class RewardFunction:
 
     def number(self, returned: Any, call: RewardCall) -> float:
         """The score in what a call gave back. Raises RewardError naming function, sample and row."""
-        value, about = returned, about_sample(self.name, call)
+        about = about_sample(self.name, call)
         if self.signature == "trl":
             if not hasattr(returned, "__len__") or isinstance(returned, (str, Mapping)):
                 raise RewardError(f"{about} returned {_short(returned)}, not a list of one number")
             if len(returned) != 1:
                 raise RewardError(f"{about} returned {len(returned)} numbers for one sample")
-            value = returned[0]
-        elif isinstance(returned, Mapping):
-            value = returned.get("score")
+            value: Any = returned[0]
+        else:
+            value = returned.get("score") if isinstance(returned, Mapping) else returned
         try:
             score = float(value)
         except (TypeError, ValueError, OverflowError):
@@ -135,12 +132,12 @@ class RewardFunction:
         return score
 
     def failed(self, error: BaseException, call: RewardCall) -> str:
-        """What to say of an exception that it raised."""
-        return f"{about_sample(self.name, call)} raised {_told(error)}"
+        """A message about an exception that it raised."""
+        return f"{about_sample(self.name, call)} raised {_describe(error)}"
 
 
 def about_sample(name: str, call: RewardCall) -> str:
-    """How a message about the function `name` and one of its samples begins."""
+    """Beginning of a message about the function `name` and one of its samples."""
     row = f" of {call.where}" if call.where else ""
     return f"reward function {name}, sample {call.sample_id}{row}:"
 
@@ -152,17 +149,14 @@ def _from_file(file: Path) -> ModuleType:
     if name in sys.modules and sys.modules[name].__file__ == str(file):
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, f"{file} is no Python file"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up
     spec.loader.exec_module(module)
     return module
 
 
-def _mapping(value: Any) -> Mapping[str, Any] | None:
-    return value if isinstance(value, Mapping) else None
-
-
-def _told(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 

@@ -38,7 +38,7 @@ class RewardWorkers:
         self._pool = ProcessPool(workers, initializer=_start, initargs=(name, signature, self._calls), context=context)
         self._pending: dict[int, RewardCall] = {}
         self._tasks: dict[ProcessFuture, RewardCall | None] = {}  # under way, with its call if it has one of its own
-        self._done: queue.SimpleQueue[ProcessFuture] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of the tasks
         self._scores: dict[int, float] = {}
         assert self._pool.active  # to ask starts the processes, which import the function while prompts are prefilled
 

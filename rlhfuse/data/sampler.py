@@ -1,8 +1,6 @@
-"""Which prompts an iteration draws, and the number that every sample carries.
+"""The prompts that an iteration draws, and the id of a sample, from which every random draw about it derives.
 
-Prompts are one endless stream of shuffled epochs; iteration i takes the i-th piece of it. So the draw is a pure
-function of (seed, iteration): a resumed run continues where it stopped without having saved a position. A sample's
-id says where it comes from, and every random draw about the sample derives from it:
+Prompts are an endless stream of shuffled epochs, a pure function of (seed, iteration): nothing is saved to resume.
 
     bit 62 ........ 39 | 38 ........ 16 | 15 ..... 0
         iteration      | prompt         | copy

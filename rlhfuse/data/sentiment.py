@@ -1,11 +1,8 @@
-"""How glad an English text sounds by VADER (Hutto and Gilbert 2014), as a reward function.
+"""Sentiment of an English text by VADER (Hutto and Gilbert 2014), as a reward function: a quick test of learning.
 
     reward.function=rlhfuse.data.sentiment:vader    reward.signature=trl    any rows
 
-VADER sums up the words of a lexicon, with rules for negation, emphasis and punctuation, into a `compound` between
--1 and 1, which is the reward. It reads words and not sense: a policy that repeats glad words gets all of it. That
-makes it a quick test of learning, and no goal for a product. Needs the vaderSentiment package:
-pip install 'rlhfuse[sentiment]'.
+It reads words and not sense: a policy that repeats glad words gets all of it. pip install 'rlhfuse[sentiment]'.
 """
 
 from __future__ import annotations
