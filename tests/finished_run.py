@@ -12,7 +12,7 @@ from rlhfuse.costs.lines import Line, LineTable
 from rlhfuse.costs.measured import MeasuredCost, save_measured_cost
 from rlhfuse.monitor.metrics import MetricsWriter
 from rlhfuse.monitor.trace import Span, save_trace
-from rlhfuse.planning.draft import draft_plan, median_context, read_specs
+from rlhfuse.planning.draft import draft_plan, read_specs
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.run_plan import PlanReport, save_plan
 from rlhfuse.schedule.io import save_schedule
@@ -87,7 +87,7 @@ def _action_seconds(action: Action) -> float:
 def _row(plan: PlanReport, number: int):
     lengths, before = lengths_of(number), lengths_of(max(0, number - 1))
     tokens = sum(lengths.prompt) + sum(lengths.output)
-    bs_max = largest_flat_batch(COSTS, median_context(before), plan.limits.max_sequences)
+    bs_max = largest_flat_batch(COSTS, before.median_context, plan.limits.max_sequences)
     timeline = simulate_gen_infer(lengths, RANKS, COSTS, replace(plan.limits, bs_max=bs_max), THRESHOLD)
     seconds = {
         "reshard": RESHARD * (10 if number == 0 else 1),

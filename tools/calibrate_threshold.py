@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 from rlhfuse.config.load import load_config
+from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.costs.analytic import CostModel
@@ -25,7 +26,7 @@ from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.profiled import load_run_costs
 from rlhfuse.costs.trial import TrialCost
 from rlhfuse.errors import InputError, run_program
-from rlhfuse.planning.draft import generation_cost, instance_limits, median_context, read_specs
+from rlhfuse.planning.draft import generation_cost, instance_limits, read_specs
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 from rlhfuse.simulator.threshold import Threshold, save_threshold, sweep_threshold
 
@@ -124,7 +125,7 @@ def _trial(config: RunConfig, prompts: int, costs: CostModel) -> tuple[SampleLen
 
 
 def _calibrate(config: RunConfig, draws: int, lengths: SampleLengths, instances: int, costs: CostModel) -> Threshold:
-    limits = instance_limits(config, read_specs(config)["actor"], instances, costs, median_context(lengths))
+    limits = instance_limits(config, read_specs(config)[Role.ACTOR], instances, costs, lengths.median_context)
     batches = lengths.draw(config.samples_per_iteration, draws, config.trainer.seed)
     return sweep_threshold(batches, instances, costs, limits, clipped=lengths.clipped)
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.layouts import Task
@@ -37,7 +38,7 @@ class RunCompatibility:
     @staticmethod
     def of(
         config: RunConfig,
-        specs: Mapping[str, ModelSpec],
+        specs: Mapping[Role, ModelSpec],
         tasks: tuple[Task, ...],
         world_size: int,
         vocabulary: Mapping[str, int],

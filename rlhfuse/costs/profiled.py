@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import NEIGHBOURS, AnalyticCost, CostModel, check_neighbour
@@ -205,7 +206,7 @@ def shape_text(spec: ModelSpec) -> str:
     )
 
 
-def made_for(config: RunConfig, specs: Mapping[str, ModelSpec]) -> dict[str, object]:
+def made_for(config: RunConfig, specs: Mapping[Role, ModelSpec]) -> dict[str, object]:
     """The facts of a run that a profile of it depends on, as JSON values."""
     tasks = ("generation", *(f"{role}_inference" for role in config.scorers()))
     device = {} if config.trainer.device == "auto" else {"device": config.trainer.device}
@@ -226,7 +227,7 @@ def load_costs(path: str | Path) -> CostModel:
     return MeasuredCost.from_dict(raw, str(path))
 
 
-def load_run_costs(config: RunConfig, specs: Mapping[str, ModelSpec], path: str | Path = "") -> CostModel:
+def load_run_costs(config: RunConfig, specs: Mapping[Role, ModelSpec], path: str | Path = "") -> CostModel:
     """What `path`, default fusion.profile, holds.
 
     Raises InputError naming the file, also for a profile made for other models or settings.

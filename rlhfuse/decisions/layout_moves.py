@@ -1,17 +1,17 @@
 """The weight moves of every iteration: the actor to its generation layout, the critic to its inference layout.
 
-Each is planned as the ranks will plan it (weight_moves.py), from the layouts and the model's shape alone, and told in
-bytes and seconds. Knows nothing of torch; ranks are where schedule/ir/ranks.py puts them.
+Each is planned as the ranks will plan it (weight_moves.py), from layouts and shapes alone, in bytes and seconds.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from rlhfuse.config.role import Role
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
-from rlhfuse.decisions.layouts import Task
+from rlhfuse.decisions.layouts import Task, training_layouts
 from rlhfuse.decisions.shards import Shard, model_shards
 from rlhfuse.decisions.weight_moves import Traffic, minimum_across, move_seconds, plan_moves
 from rlhfuse.schedule.ir.ranks import plain_cells, rank_map
@@ -39,16 +39,14 @@ class LayoutMove:
 
 
 def layout_moves(
-    tasks: Sequence[Task], specs: Mapping[str, ModelSpec], element_bytes: int, hardware: HardwareSpec
+    tasks: tuple[Task, ...], specs: Mapping[Role, ModelSpec], element_bytes: int, hardware: HardwareSpec
 ) -> tuple[LayoutMove, ...]:
     """The moves of the models that train, with `hardware.devices_per_node` ranks on a node."""
     rows = {task.name: task for task in tasks}
-    trained = {task.role: task.layout for task in tasks if task.training}
-    ranks, node = rank_map(trained), hardware.devices_per_node
+    ranks, node = rank_map(training_layouts(tasks)), hardware.devices_per_node
     moves = []
-    for model, layout in trained.items():
-        target = rows[DESTINATIONS[model]]
-        head, spec = model.scalar_head, specs[model]
+    for model, layout in ((task.role, task.layout) for task in tasks if task.training):
+        target, head, spec = rows[DESTINATIONS[model]], model.scalar_head, specs[model]
         has = model_shards(spec, layout, ranks.pipelines(model), element_bytes, head)
         wants = model_shards(spec, target.layout, plain_cells(target.layout), element_bytes, head)
         transfers = plan_moves(has, wants, node)
@@ -62,7 +60,7 @@ def layout_moves(
 
 def _rank_bytes(shards: Sequence[Shard]) -> int:
     """Bytes on the fullest rank."""
-    total: dict[int, int] = {}
+    held = Counter()
     for shard in shards:
-        total[shard.rank] = total.get(shard.rank, 0) + shard.bytes
-    return max(total.values())
+        held[shard.rank] += shard.bytes
+    return max(held.values())

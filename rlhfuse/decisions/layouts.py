@@ -1,9 +1,6 @@
 """The task table: which of up to six tasks runs in which layout, and every rule that a table must keep.
 
-Rules are equations; the InputError that refuses a table prints the one that fails with its numbers. The same
-check runs in the trainer before process groups are built, and in tools/plan.py without any.
-
-Knows nothing of time or memory.
+Rules are equations; the InputError that refuses a table prints the one that fails with its numbers.
 """
 
 from __future__ import annotations
@@ -83,26 +80,26 @@ class BatchArithmetic:
         critic = {"critic": self.critic_microbatches} if self.critic_pipelines else {}
         return {"actor": self.actor_microbatches, **critic}
 
-    def lines(self) -> tuple[str, ...]:
-        critic = (
-            f"{self.samples_per_minibatch} samples / ({self.critic_pipelines} critic pipelines x "
-            f"{self.critic_microbatches} micro-batches) = {self.samples_per_microbatch:.4g} samples per micro-batch",
-        )
-        return (
+    def lines(self) -> list[str]:
+        """The equations as text for people."""
+        lines = [
             f"{self.prompts} prompts x {self.samples_per_prompt} copies = {self.samples} samples per iteration",
             f"{self.samples} samples over {self.instances} generation instances: up to "
             f"{self.samples_per_instance} each",
             f"{self.samples} samples / {self.minibatches} mini-batches = {self.samples_per_minibatch} samples "
             "per optimizer step",
-            f"{self.samples_per_minibatch} samples / ({self.actor_pipelines} actor pipelines x "
-            f"{self.actor_microbatches} micro-batches) = {self.samples_per_microbatch:.4g} samples per micro-batch",
-            *(critic if self.critic_pipelines else ()),
-            *(
-                (f"{self.minibatches} mini-batches x {self.epochs} epochs = {self.optimizer_steps} optimizer steps",)
-                if self.epochs > 1
-                else ()
-            ),
-        )
+        ]
+        pipelines = {"actor": self.actor_pipelines, "critic": self.critic_pipelines}
+        for model, microbatches in self.microbatches_of.items():
+            lines.append(
+                f"{self.samples_per_minibatch} samples / ({pipelines[model]} {model} pipelines x {microbatches} "
+                f"micro-batches) = {self.samples_per_microbatch:.4g} samples per micro-batch"
+            )
+        if self.epochs > 1:
+            lines.append(
+                f"{self.minibatches} mini-batches x {self.epochs} epochs = {self.optimizer_steps} optimizer steps"
+            )
+        return lines
 
 
 def planned_world_size(config: RunConfig, given: int | None) -> int:
@@ -117,7 +114,7 @@ def planned_world_size(config: RunConfig, given: int | None) -> int:
     return int(text)
 
 
-def task_table(config: RunConfig, world_size: int) -> tuple[Task, ...]:
+def _task_table(config: RunConfig, world_size: int) -> tuple[Task, ...]:
     """The rows of the run's models. Raises InputError for one that does not fill the world, or cannot run yet."""
     rows = []
     for name, role in TASK_ROLES:
@@ -140,12 +137,12 @@ def task_table(config: RunConfig, world_size: int) -> tuple[Task, ...]:
     return tuple(rows)
 
 
-def check_layouts(config: RunConfig, specs: Mapping[str, ModelSpec], world_size: int) -> tuple[Task, ...]:
+def check_layouts(config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int) -> tuple[Task, ...]:
     """Hold the task table, the models and the batch against every rule; returns the table.
 
     `specs` has the roles of the run. Raises InputError with the equation that fails.
     """
-    tasks = task_table(config, world_size)
+    tasks = _task_table(config, world_size)
     for task in tasks:
         where = f"parallel.{task.name}"
         if not task.training and task.layout.pp != 1:
@@ -154,7 +151,14 @@ def check_layouts(config: RunConfig, specs: Mapping[str, ModelSpec], world_size:
             )
         task.layout.check_model(specs[task.role], where)
     layouts = {task.name: task.layout for task in tasks}
-    _check_inference(layouts)
+    generation = layouts["generation"]
+    for name in ("reference_inference", "reward_inference", "critic_inference"):
+        layout = layouts.get(name, generation)
+        if generation.tp % layout.tp:
+            raise InputError(
+                f"parallel.{name}={layout}: generation tp({generation.tp}) % tp({layout.tp}) = "
+                f"{generation.tp % layout.tp}, must be 0, so that a freed instance can score alone; use a divisor"
+            )
     fused = _check_training(config, tasks)
     _check_models(config, specs)
     _check_batch(config, fused)
@@ -181,17 +185,6 @@ def batch_arithmetic(config: RunConfig, tasks: tuple[Task, ...]) -> BatchArithme
         critic_microbatches=microbatches // critic.dp if critic else 0,
         epochs=config.algorithm.epochs,
     )
-
-
-def _check_inference(layouts: Mapping[str, ParallelLayout]) -> None:
-    generation = layouts["generation"]
-    for name in ("reference_inference", "reward_inference", "critic_inference"):
-        layout = layouts.get(name, generation)
-        if generation.tp % layout.tp:
-            raise InputError(
-                f"parallel.{name}={layout}: generation tp({generation.tp}) % tp({layout.tp}) = "
-                f"{generation.tp % layout.tp}, must be 0, so that a freed instance can score alone; use a divisor"
-            )
 
 
 def training_layouts(tasks: tuple[Task, ...]) -> dict[str, ParallelLayout]:
@@ -221,7 +214,7 @@ def _check_training(config: RunConfig, tasks: tuple[Task, ...]) -> FusedShape:
     return shape
 
 
-def _check_models(config: RunConfig, specs: Mapping[str, ModelSpec]) -> None:
+def _check_models(config: RunConfig, specs: Mapping[Role, ModelSpec]) -> None:
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     for role, spec in specs.items():
         if prompt + response > spec.context:
@@ -229,9 +222,9 @@ def _check_models(config: RunConfig, specs: Mapping[str, ModelSpec]) -> None:
                 f"data.max_prompt_tokens({prompt}) + rollout.max_response_tokens({response}) = {prompt + response} > "
                 f"context({spec.context}) of {role}; lower one of them"
             )
-        if spec.vocab != specs["actor"].vocab:
+        if spec.vocab != (vocab := specs[Role.ACTOR].vocab):
             raise InputError(
-                f"{role}.path: vocab({spec.vocab}) != vocab({specs['actor'].vocab}) of the actor; all models read the "
+                f"{role}.path: vocab({spec.vocab}) != vocab({vocab}) of the actor; all models read the "
                 "same tokens, so take one with the actor's tokenizer"
             )
 

@@ -7,7 +7,7 @@ samples; as cap what a rank has beside them. Paper section 6, parallel strategy 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlhfuse.config.role import Role
@@ -49,7 +49,7 @@ class PlanDraft:
     """
 
     config: RunConfig
-    specs: Mapping[str, ModelSpec]
+    specs: Mapping[Role, ModelSpec]
     world_size: int
     lengths: SampleLengths | None
     planned_lengths: SampleLengths
@@ -72,7 +72,7 @@ class PlanDraft:
 
 
 def draft_plan(
-    config: RunConfig, specs: Mapping[str, ModelSpec], world_size: int, lengths: SampleLengths | None = None
+    config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int, lengths: SampleLengths | None = None
 ) -> PlanDraft:
     """Check and price a run; launches and searches nothing.
 
@@ -80,20 +80,23 @@ def draft_plan(
     """
     tasks = check_layouts(config, specs, world_size)
     batch = batch_arithmetic(config, tasks)
-    hardware = hardware_of(config)
-    analytic = task_costs(config, specs, tasks, hardware)
-    costs, costs_name = starting_costs(config, specs, analytic, world_size)
+    hardware = _hardware(config)
+    analytic = _task_costs(config, specs, tasks, hardware)
+    if config.fusion.profile:
+        costs, costs_name = load_run_costs(config, specs), f"costs of fusion.profile={config.fusion.profile}"
+    else:
+        costs, costs_name = _job_cost(analytic, world_size), "analytic costs"
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     if lengths is None:  # an upper bound
         samples = config.samples_per_iteration
         planned = SampleLengths((prompt,) * samples, (response,) * samples)
     else:
         planned = lengths.clip(prompt, response)
-    limits = instance_limits(config, specs["actor"], batch.instances, costs, median_context(planned))
+    limits = instance_limits(config, specs[Role.ACTOR], batch.instances, costs, planned.median_context)
     memory = memory_budget(config, analytic, world_size, limits.kv_capacity_bytes, batch.samples_per_microbatch)
     mean_tokens = (sum(planned.prompt) + sum(planned.output)) / len(planned)
-    problem = training_problem(analytic, batch, mean_tokens, prompt + response, costs)
-    given = given_schedule(config, problem)
+    problem = _training_problem(analytic, batch, mean_tokens, prompt + response, costs)
+    given = _given_schedule(config, problem)
     least = max(min_memory(problem))
     memory.check(evaluate(given[0]).peak_memory if given else least, least, given[1] if given else "")
     problem = replace(problem, memory_cap=memory.limit, static_memory=memory.training_bytes)
@@ -117,7 +120,7 @@ def draft_plan(
     )
 
 
-def read_specs(config: RunConfig) -> dict[str, ModelSpec]:
+def read_specs(config: RunConfig) -> dict[Role, ModelSpec]:
     """The model spec of each role, from its folder's config.json. Raises InputError naming file and field."""
     return {role: ModelSpec.from_config(getattr(config, role).path) for role in config.roles()}
 
@@ -126,65 +129,15 @@ def element_bytes(config: RunConfig) -> int:
     return 4 if config.trainer.dtype == "float32" else 2
 
 
-def hardware_of(config: RunConfig) -> HardwareSpec:
-    """The machine that is planned for. Raises InputError naming the key and the known ones."""
-    try:
-        return hardware_by_name(config.trainer.hardware, config.trainer.device)
-    except InputError as error:
-        raise InputError(f"trainer.hardware: {error}") from None
-
-
-def task_costs(
-    config: RunConfig, specs: Mapping[str, ModelSpec], tasks: tuple[Task, ...], hardware: HardwareSpec
-) -> dict[str, AnalyticCost]:
-    """One roofline per task."""
-    size, recompute = element_bytes(config), config.trainer.recompute == "full"
-    return {
-        task.name: AnalyticCost(
-            specs[task.role],
-            task.layout,
-            hardware,
-            size,
-            task.role.scalar_head,
-            sequence_parallel=task.training and config.parallel.sequence_parallel,
-            recompute=task.training and recompute,
-        )
-        for task in tasks
-    }
-
-
-def job_cost(costs: Mapping[str, AnalyticCost], world_size: int) -> JobCost:
-    """The analytic CostModel of generation and inference."""
-    generation = costs["generation"]
-    crosses = world_size > generation.hardware.devices_per_node
-    return JobCost(generation, tuple(costs[name] for name in SCORERS if name in costs), cross_node=crosses)
-
-
-def starting_costs(
-    config: RunConfig, specs: Mapping[str, ModelSpec], analytic: Mapping[str, AnalyticCost], world_size: int
-) -> tuple[CostModel, str]:
-    """Costs of generation and inference before a run has measured any, and their name: fusion.profile's, or analytic.
-
-    Raises InputError for a file that is no profile of this run.
-    """
-    if config.fusion.profile:
-        return load_run_costs(config, specs), f"costs of fusion.profile={config.fusion.profile}"
-    return job_cost(analytic, world_size), "analytic costs"
-
-
 def generation_cost(
-    config: RunConfig, specs: Mapping[str, ModelSpec], instances: int, hardware: HardwareSpec
+    config: RunConfig, specs: Mapping[Role, ModelSpec], instances: int, hardware: HardwareSpec
 ) -> JobCost:
-    """The CostModel of `instances` generation instances, whatever the world of the other tasks."""
-    parallel, size = config.parallel, element_bytes(config)
-    roles = dict(TASK_ROLES)
-    present = ("generation", *(task for task in SCORERS if roles[task] in config.roles()))
-    layouts = {task: ParallelLayout.parse(getattr(parallel, task)) for task in present}
-    costs = {
-        task: AnalyticCost(specs[roles[task]], layout, hardware, size, roles[task].scalar_head)
-        for task, layout in layouts.items()
-    }
-    return job_cost(costs, instances * layouts["generation"].tp)
+    """The analytic CostModel of `instances` generation instances, whatever the world of the other tasks."""
+    layouts = {name: ParallelLayout.parse(getattr(config.parallel, name)) for name, _ in TASK_ROLES}
+    world_size = instances * layouts["generation"].tp
+    scored = [task for task in SCORERS if dict(TASK_ROLES)[task] in config.roles()]
+    tasks = [Task(name, dict(TASK_ROLES)[name], layouts[name], (0, world_size - 1)) for name in ("generation", *scored)]
+    return _job_cost(_task_costs(config, specs, tasks, hardware), world_size)
 
 
 def kv_blocks(config: RunConfig, instances: int) -> int:
@@ -216,12 +169,40 @@ def instance_limits(
     )
 
 
-def median_context(lengths: SampleLengths) -> float:
-    """Context of a median sample halfway through its response."""
-    return sorted(lengths.prompt)[len(lengths) // 2] + sorted(lengths.output)[len(lengths) // 2] / 2
+def _hardware(config: RunConfig) -> HardwareSpec:
+    """The machine that is planned for. Raises InputError naming the key and the known ones."""
+    try:
+        return hardware_by_name(config.trainer.hardware, config.trainer.device)
+    except InputError as error:
+        raise InputError(f"trainer.hardware: {error}") from None
 
 
-def training_problem(
+def _task_costs(
+    config: RunConfig, specs: Mapping[Role, ModelSpec], tasks: Sequence[Task], hardware: HardwareSpec
+) -> dict[str, AnalyticCost]:
+    """One roofline per task."""
+    return {
+        task.name: AnalyticCost(
+            specs[task.role],
+            task.layout,
+            hardware,
+            element_bytes(config),
+            task.role.scalar_head,
+            sequence_parallel=task.training and config.parallel.sequence_parallel,
+            recompute=task.training and config.trainer.recompute == "full",
+        )
+        for task in tasks
+    }
+
+
+def _job_cost(costs: Mapping[str, AnalyticCost], world_size: int) -> JobCost:
+    """The analytic CostModel of generation and inference."""
+    generation = costs["generation"]
+    crosses = world_size > generation.hardware.devices_per_node
+    return JobCost(generation, tuple(costs[name] for name in SCORERS if name in costs), cross_node=crosses)
+
+
+def _training_problem(
     analytic: Mapping[str, AnalyticCost],
     batch: BatchArithmetic,
     mean_tokens: float,
@@ -249,7 +230,7 @@ def training_problem(
     return fused_problem(layouts, batch.actor_microbatches, stages)
 
 
-def given_schedule(config: RunConfig, problem: FusionProblem) -> tuple[Schedule, str] | None:
+def _given_schedule(config: RunConfig, problem: FusionProblem) -> tuple[Schedule, str] | None:
     """The training schedule and where it is from: (interleaved) serial 1F1B, or the config's file; None: search one.
 
     A file's order is taken and priced with this run's times. Raises InputError for a file made for other layouts.

@@ -109,56 +109,37 @@ def memory_budget(
     kv_capacity_bytes: float,
     samples_per_microbatch: float,
 ) -> MemoryBudget:
-    """The budget of a run; `costs` has one entry per task, `kv_capacity_bytes` is C of a whole instance."""
-    rollout, hardware = config.rollout, costs["generation"].hardware
-    longest = samples_per_microbatch * (config.data.max_prompt_tokens + rollout.max_response_tokens)
-    static = memory_by_phase(
-        costs,
-        kv_capacity_bytes,
-        max(cost.passing_bytes(longest) for task, cost in costs.items() if task in TRAINED),
-        rollout.max_batched_tokens,
-        rollout.max_sequences_per_instance,
-        config.fusion.bucket_mib << 20,
-    )
-    limit, source = memory_limit(config, hardware, world_size)
-    return MemoryBudget(static, hardware, limit, source, longest)
+    """The budget of a run; `costs` has one entry per task, `kv_capacity_bytes` is C of a whole instance.
 
-
-def memory_by_phase(
-    costs: Mapping[str, AnalyticCost],
-    kv_capacity_bytes: float,
-    training_activations: float,
-    batched_tokens: int,
-    sequences: int,
-    bucket_bytes: int,
-) -> tuple[PhaseMemory, ...]:
-    """The four phases. Generation and scoring keep no activations for a backward.
-
-    They hold the widest layer's of `batched_tokens`, and the float32 logits where there is a head, in generation
-    those of the `sequences` that draw a token.
+    Generation and scoring keep no activations for a backward: they hold the widest layer's of a batch, and the float32
+    logits where there is a head, in generation those of the sequences that draw a token.
     """
+    rollout, generation = config.rollout, costs["generation"]
     trained = [costs[task] for task in TRAINED if task in costs]
     scorers = [costs[task] for task in SCORERS if task in costs]
-    generation = costs["generation"]
     resident = sum(cost.weights_bytes() for cost in trained)
     optimizer = sum(cost.optimizer_bytes() for cost in trained)
     offloaded = sum(cost.weights_bytes() for cost in scorers)
     critic = costs["critic_inference"].weights_bytes() if "critic_inference" in costs else 0
-    copy = generation.weights_bytes()
+    copy, batched = generation.weights_bytes(), rollout.max_batched_tokens
 
     def phase(name: str, weights: int, **parts: float) -> PhaseMemory:
         held = dict(gradients=0, activations=0, kv=0, buckets=0) | {key: int(value) for key, value in parts.items()}
         return PhaseMemory(name, resident + weights, optimizer, host=offloaded, **held)
 
-    decoding = generation.forward_bytes(batched_tokens, min(sequences, batched_tokens))
-    scoring = max((cost.forward_bytes(batched_tokens, batched_tokens) for cost in scorers), default=0)
+    buckets = min(config.fusion.bucket_mib << 20, max(copy, critic))
+    decoding = generation.forward_bytes(batched, min(rollout.max_sequences_per_instance, batched))
+    scoring = max((cost.forward_bytes(batched, batched) for cost in scorers), default=0)
+    longest = samples_per_microbatch * (config.data.max_prompt_tokens + rollout.max_response_tokens)
     gradients = sum(cost.gradient_bytes() for cost in trained)
-    return (
-        phase("moves", copy + critic, buckets=min(bucket_bytes, max(copy, critic))),
+    passing = max(cost.passing_bytes(longest) for cost in trained)
+    static = (
+        phase("moves", copy + critic, buckets=buckets),
         phase("generation", copy, activations=decoding, kv=kv_capacity_bytes / generation.layout.tp),
         phase("inference", offloaded, activations=scoring),
-        phase("training", 0, gradients=gradients, activations=training_activations),
+        phase("training", 0, gradients=gradients, activations=passing),
     )
+    return MemoryBudget(static, generation.hardware, *memory_limit(config, generation.hardware, world_size), longest)
 
 
 def memory_limit(config: RunConfig, hardware: HardwareSpec, world_size: int) -> tuple[float, str]:

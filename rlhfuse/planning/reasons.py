@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs.analytic import CostModel
@@ -77,7 +78,7 @@ def memory_reason(memory: MemoryBudget, activations: float) -> str:
     )
 
 
-def output_files(config: RunConfig, specs: Mapping[str, ModelSpec], element_bytes: int) -> tuple[tuple[str, str], ...]:
+def output_files(config: RunConfig, specs: Mapping[Role, ModelSpec], element_bytes: int) -> tuple[tuple[str, str], ...]:
     """Names within the run directory, which comes first, each with what it is."""
     trainer, trained = config.trainer, config.trained()
     counts = {role: specs[role].parameters(scalar_head=role.scalar_head) for role in trained}

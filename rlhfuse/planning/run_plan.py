@@ -205,18 +205,6 @@ class RunPlan:
         return json.dumps({"report": self.report.to_dict(), "schedule": self.schedule.text()})
 
 
-def load_plan(path: str | Path) -> PlanReport:
-    """Read plan.json. Raises InputError naming the file."""
-    try:
-        return PlanReport.from_dict(json.loads(Path(path).read_text()), str(path))
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path} is not valid JSON: {error}") from None
-
-
 def save_plan(report: PlanReport, path: str | Path) -> None:
     """Write beside and rename. Raises InputError where that fails."""
     write_text(path, json.dumps(report.to_dict(), indent=1) + "\n")

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from rlhfuse.checkpoint.checkpoint import is_finished
 from rlhfuse.config.load import dump_config
+from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.hardware import gpu_by_name
 from rlhfuse.decisions.layouts import planned_world_size
@@ -53,13 +55,12 @@ def dry_run(config: RunConfig, world_size: int | None) -> int:
 
 def train(config: RunConfig, name: str) -> int:
     """One rank of a job under torchrun. Returns the exit code."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    config = with_device(config)
+    rank, config = int(os.environ["RANK"]), with_device(config)
     if is_finished(config):
         if rank == 0:
             print(finished_line(config), flush=True)
         return 0
-    inputs = check_inputs(config, world)
+    inputs = check_inputs(config, int(os.environ["WORLD_SIZE"]))
     device = choose_device(config.trainer.device, local_rank(), config.trainer.threads_per_rank)
     if not device.is_cuda:
         check_arithmetic(inputs.draft)
@@ -67,7 +68,9 @@ def train(config: RunConfig, name: str) -> int:
     allow_many_files()
     backend = "cpu:gloo,cuda:nccl" if device.is_cuda else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=config.trainer.hang_seconds))
-    connect([dist.group.WORLD], device.torch_device)
+    world = dist.group.WORLD
+    assert world is not None, "a process group has just been made"
+    connect([world], device.torch_device)
     run_dir = run_job(inputs, name, rank, device)
     if rank == 0:
         print(f"done: {run_dir}", flush=True)
@@ -78,27 +81,23 @@ def train(config: RunConfig, name: str) -> int:
 def run_job(inputs: RunInputs, name: str, rank: int, device: Device) -> Path:
     """The job on this rank, in a process group that is there; a collective. Returns the run directory."""
     config = inputs.config
-    store = dist.PrefixStore(f"rlhfuse/{name}", dist.distributed_c10d._get_default_store())
+    store = PrefixStore(f"rlhfuse/{name}", dist.distributed_c10d._get_default_store())
     limits = Limits(config.trainer.watchdog_seconds, config.trainer.hang_seconds)
-    watched = store.clone()  # a connection of its own: the main thread's may be busy
+    # a connection of its own: the main thread's may be busy
+    watched = store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # torch's stubs lack it
     watched.set_timeout(datetime.timedelta(seconds=config.trainer.watchdog_seconds))
     with Watchdog(watched, rank, inputs.world_size, limits) as watchdog:
         if not device.is_cuda:
             watchdog.progress("compiling the engine's kernels")
-            load_kernels(config)
+            if local_rank() == 0:  # one for its host, where they are not cached; then all can load them
+                dtype = getattr(torch, config.trainer.dtype)
+                compile_kernels_apart(dtype)
+                compile_kernels(dtype)
+            dist.barrier()
         plan, run_dir = agree_on_plan(inputs, name, rank, device)
         Trainer(inputs, plan, rank, device, store, watchdog, run_dir).fit()
         dist.barrier()
     return run_dir
-
-
-def load_kernels(config: RunConfig) -> None:
-    """The first rank of every host has the engine's CPU kernels compiled, unless they are cached; then all can load."""
-    if local_rank() == 0:
-        dtype = getattr(torch, config.trainer.dtype)
-        compile_kernels_apart(dtype)
-        compile_kernels(dtype)
-    dist.barrier()
 
 
 def with_device(config: RunConfig) -> RunConfig:
@@ -129,12 +128,12 @@ def finished_line(config: RunConfig) -> str:
 
 def start_line(inputs: RunInputs) -> str:
     """Where the run begins, for people."""
-    if inputs.resume:
-        moved = inputs.facts.layout_diff(inputs.resume.manifest.facts)
+    if resume := inputs.resume:
+        moved = inputs.facts.layout_diff(resume.manifest.facts)
         note = f"; {moved}: equal to about 1e-5 from here on, not bit for bit" if moved else ""
-        return f"resuming from {inputs.resume.folder}: {inputs.resume.iteration} iterations are done{note}"
+        return f"resuming from {resume.folder}: {resume.iteration} iterations are done{note}"
     why = "no checkpoint to resume from" if inputs.config.trainer.resume == "auto" else "trainer.resume=never"
-    critic = inputs.checkpoints.paths.get("critic")
+    critic = inputs.checkpoints.paths.get(Role.CRITIC)
     headless = critic and not has_scalar_head(critic)
     return f"fresh start: {why}" + (f"; {critic} has no value head: the critic's begins at 0" if headless else "")
 

@@ -31,7 +31,7 @@ from rlhfuse.errors import InputError
 from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.parallel.collectives import all_gather_bytes
 from rlhfuse.parallel.device import Device
-from rlhfuse.planning.draft import instance_limits, median_context
+from rlhfuse.planning.draft import instance_limits
 from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.run.time_budget import TimeBudget
@@ -161,7 +161,7 @@ class ThresholdController:
         lengths = f"lengths over {len(self._lengths)} iterations: {self._lengths_seen()}"
         if lengths_before:
             lengths = f"{lengths}, before: {lengths_before}"
-        costs = changes(costs_before, self._costs, limits, median_context(self._lengths[-1]))
+        costs = changes(costs_before, self._costs, limits, self._lengths[-1].median_context)
         against = "those before" if name_before.startswith("costs measured") else name_before
         return threshold, f"{why}; {lengths}; {self._costs_name}, against {against}: {costs}"
 
@@ -242,5 +242,5 @@ class ThresholdController:
         )
 
     def _instance_limits(self) -> InstanceLimits:
-        context = median_context(self._lengths[-1]) if self._lengths else float(self._config.data.max_prompt_tokens)
+        context = self._lengths[-1].median_context if self._lengths else float(self._config.data.max_prompt_tokens)
         return instance_limits(self._config, self._spec, self._instances, self._costs, context)

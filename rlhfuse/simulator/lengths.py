@@ -51,6 +51,11 @@ class SampleLengths:
     def __len__(self) -> int:
         return len(self.output)
 
+    @property
+    def median_context(self) -> float:
+        """Tokens of context of a median sample halfway through its response."""
+        return sorted(self.prompt)[len(self) // 2] + sorted(self.output)[len(self) // 2] / 2
+
     def percentiles(self) -> dict[str, int]:
         """Output tokens that 50, 90, 99 and 99.9% of the samples do not exceed, and the longest."""
         ordered = np.sort(np.asarray(self.output))

@@ -22,7 +22,6 @@ from rlhfuse.decisions.layouts import training_layouts
 from rlhfuse.errors import InputError
 from rlhfuse.monitor.report.run_files import RunFiles
 from rlhfuse.monitor.trace import Span
-from rlhfuse.planning.draft import median_context
 from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.ranks import rank_map
@@ -96,7 +95,7 @@ class Forecaster:
         """Generation and inference of row `index`'s setting with the lengths of row `lengths_of`."""
         threshold, before = self._rows[index]["fusion/threshold"], _lengths(self._rows[max(0, index - 1)])
         limits = self._plan.limits
-        bs_max = self._bs_max or largest_flat_batch(self._costs, median_context(before), limits.max_sequences)
+        bs_max = self._bs_max or largest_flat_batch(self._costs, before.median_context, limits.max_sequences)
         key = lengths_of, threshold, bs_max
         if key not in self._timelines:
             self._timelines[key] = simulate_gen_infer(
