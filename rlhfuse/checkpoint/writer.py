@@ -26,7 +26,7 @@ from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.checkpoint.shard_files import FileFacts, file_name, write_rank_file
 from rlhfuse.errors import InputError, JointError, writing
 from rlhfuse.files import write_text
-from rlhfuse.parallel.collectives import all_gather_bytes, raise_on_all_ranks
+from rlhfuse.parallel.collectives import all_gather_objects, raise_on_all_ranks
 from rlhfuse.parallel.fragments import Fragment
 
 POLL_SECONDS = 0.02
@@ -100,11 +100,11 @@ class CheckpointWriter:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        all_gather_bytes(b"")  # nobody writes any more
+        all_gather_objects(None)  # nobody writes any more
         if self._rank == 0:
             for partial in folder_of(self._run_dir).glob("*.partial"):
                 shutil.rmtree(partial, ignore_errors=True)
-        all_gather_bytes(b"")  # all see the same checkpoints
+        all_gather_objects(None)  # all see the same checkpoints
 
     # the thread -----------------------------------------------------------------------------------------------
 

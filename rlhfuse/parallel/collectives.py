@@ -1,28 +1,31 @@
-"""Bytes between ranks: the small agreements of a run. CPU tensors, so always over gloo."""
+"""Values from rank to rank: the small agreements of a run. CPU tensors, so always over gloo."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from rlhfuse.errors import InputError, JointError
 
+T = TypeVar("T")
 
-def all_gather_bytes(payload: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """What each rank of `group` (default: all) passed in, in rank order. A collective."""
-    world = dist.get_world_size(group)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([len(payload)]), group=group)
-    longest = max(int(size) for size in sizes)
-    mine = torch.zeros(max(longest, 1), dtype=torch.uint8)
-    if payload:
-        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    rows = [torch.empty_like(mine) for _ in range(world)]
-    dist.all_gather(rows, mine, group=group)
-    return [row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes)]
+
+def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The value of each rank of `group` (default: all), pickled, in rank order. A collective."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def from_rank_0(value: T | None) -> T:
+    """Rank 0's value on all ranks, pickled; what others pass in is not looked at. A collective."""
+    box: list[Any] = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def send_bytes(payload: bytes, to: int, group: dist.ProcessGroup | None = None) -> None:
@@ -53,5 +56,5 @@ def raise_on_all_ranks() -> Iterator[None]:
         yield
     except InputError as error:
         problem = str(error)
-    if said := [one.decode() for one in all_gather_bytes(problem.encode()) if one]:
-        raise JointError(said[0])
+    if problems := [text for text in all_gather_objects(problem) if text]:
+        raise JointError(problems[0])

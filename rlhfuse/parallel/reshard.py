@@ -9,7 +9,6 @@ The transport is gloo on CPU, NCCL on CUDA.
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from rlhfuse.decisions.shards import Shard, tensor_segments
 from rlhfuse.decisions.weight_moves import Traffic, Transfer, in_buckets, minimum_across, plan_moves
-from rlhfuse.parallel.collectives import all_gather_bytes
+from rlhfuse.parallel.collectives import all_gather_objects
 from rlhfuse.parallel.device import Device, ranks_per_node
 
 BUCKET_BYTES = 64 << 20
@@ -98,9 +97,8 @@ class Resharder:
         self, sources: Mapping[str, LocatedShard], targets: Mapping[str, LocatedShard], destination: torch.nn.Module
     ) -> _Planned:
         if destination not in self._plans:
-            mine = [[list(one.shard) for one in side.values()] for side in (sources, targets)]
-            everyone = [json.loads(data) for data in all_gather_bytes(json.dumps(mine).encode())]
-            has, wants = ([_shard(row) for one in everyone for row in one[side]] for side in (0, 1))
+            mine = [[located.shard for located in side.values()] for side in (sources, targets)]
+            has, wants = ([shard for part in side for shard in part] for side in zip(*all_gather_objects(mine)))
             self._plans[destination] = _Planned(has, wants, self._devices_per_node, self._bucket_bytes, dist.get_rank())
         return self._plans[destination]
 
@@ -166,8 +164,3 @@ def _locate(facts: ParameterMetadata, weight: Tensor, rank: int) -> LocatedShard
         group = facts.tensor_parallel_group_ranks
         segments = tensor_segments(rows * len(group), facts.partition_stride, group.index(rank), len(group))
     return LocatedShard(Shard(facts.resolved_name, rank, segments, row_bytes), weight, dim)
-
-
-def _shard(row: list) -> Shard:
-    tensor, rank, segments, row_bytes = row
-    return Shard(tensor, rank, tuple(map(tuple, segments)), row_bytes)

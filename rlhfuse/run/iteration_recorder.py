@@ -8,7 +8,6 @@ nothing that training depends on. Where the numbers go is run_log.py's.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.fusion.intra.training_step import MinibatchResult
 from rlhfuse.monitor.samples import SampleText
 from rlhfuse.monitor.trace import Span
-from rlhfuse.parallel.collectives import all_gather_bytes
+from rlhfuse.parallel.collectives import all_gather_objects
 from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.run.phases import Phases
@@ -106,7 +105,7 @@ class IterationRecorder:
             "spans": [vars(span) for span in phases.spans],
             "peaks": dict(done.peaks),
         }
-        return [json.loads(data) for data in all_gather_bytes(json.dumps(mine).encode())]
+        return all_gather_objects(mine)
 
     def _metrics(self, done: IterationResult, everyone: list[dict]) -> dict[str, Any]:
         metrics = training_metrics(done.results, everyone) | reward_metrics(done.report)

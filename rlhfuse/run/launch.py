@@ -6,7 +6,6 @@ inputs and draft on every rank -> process group, watchdog -> the plan by rank 0,
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import time
 from pathlib import Path
@@ -28,7 +27,7 @@ from rlhfuse.models.cpu import invariance
 from rlhfuse.models.hf import has_scalar_head
 from rlhfuse.monitor.heartbeat import Limits
 from rlhfuse.monitor.watchdog import Watchdog
-from rlhfuse.parallel.collectives import all_gather_bytes, raise_on_all_ranks
+from rlhfuse.parallel.collectives import from_rank_0, raise_on_all_ranks
 from rlhfuse.parallel.device import Device, allow_many_files, choose_device, local_rank
 from rlhfuse.parallel.groups import connect
 from rlhfuse.planning.draft import PlanDraft
@@ -148,7 +147,7 @@ def prompts_line(inputs: RunInputs) -> str:
 
 def agree_on_plan(inputs: RunInputs, name: str, rank: int, device: Device) -> tuple[RunPlan, Path]:
     """Plan and run directory, the same on every rank; a collective. Rank 0 makes, writes and prints them."""
-    config, plan, sent = inputs.config, None, b""
+    config, plan, sent = inputs.config, None, None
     with raise_on_all_ranks():
         if rank == 0:
             run_dir = Path(config.trainer.output_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -160,11 +159,11 @@ def agree_on_plan(inputs: RunInputs, name: str, rank: int, device: Device) -> tu
             print(f"run directory: {run_dir}")
             print(f"device: {device.torch_device} ({device.backend}), {prompts_line(inputs)}")
             print(f"{plan.report.render()}\n{plan.schedule.text()}", flush=True)
-            sent = json.dumps([str(run_dir), plan.to_text()]).encode()
-    folder, text = json.loads(all_gather_bytes(sent)[0])
+            sent = run_dir, plan.to_text()
+    folder, text = from_rank_0(sent)
     with raise_on_all_ranks():
         plan = plan or parse_plan(inputs.draft, text)
-    return plan, Path(folder)
+    return plan, folder
 
 
 def write_start(run_dir: Path, config: RunConfig, plan: RunPlan) -> None:

@@ -8,11 +8,9 @@ many ranks, after every few of a small run. A fixed `fusion.threshold` is kept; 
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +27,7 @@ from rlhfuse.costs.measured import (
 )
 from rlhfuse.errors import InputError
 from rlhfuse.fusion.inter.report import GenInferReport
-from rlhfuse.parallel.collectives import all_gather_bytes
+from rlhfuse.parallel.collectives import from_rank_0
 from rlhfuse.parallel.device import Device
 from rlhfuse.planning.draft import instance_limits
 from rlhfuse.planning.run_plan import PlanReport
@@ -95,13 +93,7 @@ def probe_transfer(device: Device) -> list[list[float]]:
                 device.synchronize()
                 trips.append((time.perf_counter() - start) / 2)
             rows.append([size, min(trips)])
-    return json.loads(all_gather_bytes(json.dumps(rows if rank == 0 else []).encode())[0])
-
-
-def _from_rank_0(value: Any) -> Any:
-    """Rank 0's value, which JSON can hold; a collective."""
-    payload = json.dumps(value).encode() if dist.get_rank() == 0 else b""
-    return json.loads(all_gather_bytes(payload)[0])
+    return from_rank_0(rows)
 
 
 class ThresholdController:
@@ -136,14 +128,14 @@ class ThresholdController:
             SampleLengths(tuple(batch.prompt_lengths.tolist()), tuple(batch.response_lengths.tolist()))
         )
         leads = dist.get_rank() == 0
-        self._costs = MeasuredCost.from_dict(_from_rank_0(self._fit().to_dict() if leads else None), "rank 0's costs")
+        self._costs = from_rank_0(self._fit() if leads else None)
         count = len(self._observed)
         self._costs_name = f"costs measured over {count} iteration{'s' if count > 1 else ''}"
         limits = self._instance_limits()
         self.limits = fusion_limits(self._costs, limits)
         if not self._adapts:
             return ""
-        if not (look := _from_rank_0(self._look(limits) if leads and self._look_due() else None)):
+        if not (look := from_rank_0(self._look(limits) if leads and self._look_due() else None)):
             return ""
         before, (self.threshold, reason) = self.threshold, look
         if before != self.threshold:

@@ -6,6 +6,7 @@ barrier. In the tail every sample is published as it ends, and an instance witho
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ class Generation:
             scoring = self._reporter is not None and self._reporter.scoring > 0
             contention = "scoring" if scoring else "decoding" if others else "idle"
             finished = self._step()
-            self._report_finished(len(finished), [rollout.to_bytes() for rollout in finished])
+            self._report_finished(len(finished), [pickle.dumps(rollout) for rollout in finished])
             self._observe(step_start, contention)
         self._events.span("generate", start, time.time())
         self._events.generation_seconds = time.time() - self._begin

@@ -8,7 +8,6 @@ changes its numbers.
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -29,8 +28,8 @@ from rlhfuse.fusion.inter.scoring_queue import ScoringQueue
 from rlhfuse.fusion.inter.tensor_parallel_group import TensorParallelGroup
 from rlhfuse.gen.engine import Engine
 from rlhfuse.gen.migration.kv_transfer import BUCKET_BYTES
-from rlhfuse.parallel.collectives import all_gather_bytes
-from rlhfuse.ppo.rollout import Rollout, pack_rollouts, unpack_rollouts
+from rlhfuse.parallel.collectives import all_gather_objects
+from rlhfuse.ppo.rollout import Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,9 +178,8 @@ class GenInferIteration:
             self._stage.progress("inference: waiting for the reward function")
             self._events.function_scores = rewarder.finish()
         self._stage.progress("inter-stage: gathering scored samples")
-        events = [pickle.loads(data) for data in all_gather_bytes(pickle.dumps(self._events))]
-        rollouts = [r for data in all_gather_bytes(pack_rollouts(scored)) for r in unpack_rollouts(data)]
-        report = summarize(events)
+        report = summarize(all_gather_objects(self._events))
+        rollouts = [rollout for part in all_gather_objects(scored) for rollout in part]
         report.rollouts = sorted(rollouts, key=lambda r: r.sample_id)
         given = report.function_scores
         if rewarder and (missing := [r.sample_id for r in report.rollouts if r.sample_id not in given]):

@@ -22,8 +22,8 @@ from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.report import PairMigration
 from rlhfuse.gen.engine import Engine
 from rlhfuse.gen.migration.peer_transfer import HeadPlan, receive_sequences, send_sequences
-from rlhfuse.parallel.collectives import all_gather_bytes
-from rlhfuse.ppo.rollout import Rollout, pack_rollouts, unpack_rollouts
+from rlhfuse.parallel.collectives import all_gather_objects
+from rlhfuse.ppo.rollout import Rollout
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ def gather_states(
     placement: Placement, engine: Engine, finished: Sequence[Rollout], is_leader: bool
 ) -> tuple[list[Rollout], MigrationBarrier]:
     """The barrier, a collective: all finished samples by id, and what is unfinished; the same on every rank."""
-    states = all_gather_bytes(encode_state(engine) if is_leader else b"")
-    samples = all_gather_bytes(pack_rollouts(finished) if is_leader else b"")
-    everywhere = sorted((r for data in samples for r in unpack_rollouts(data)), key=lambda r: r.sample_id)
+    states = all_gather_objects(encode_state(engine) if is_leader else b"")
+    samples = all_gather_objects(finished if is_leader else [])
+    everywhere = sorted((rollout for part in samples for rollout in part), key=lambda r: r.sample_id)
     return everywhere, MigrationBarrier.of([states[ranks[0]] for ranks in placement.instances])
 
 

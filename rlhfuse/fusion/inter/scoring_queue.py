@@ -7,6 +7,7 @@ together where several wait. Only a worker's leader looks at the store, and no r
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Sequence
 
@@ -136,7 +137,7 @@ class ScoringQueue:
 
     def _fetch(self, index: int) -> Rollout:
         if index not in self._fetched:
-            self._fetched[index] = Rollout.from_bytes(self._store.fetch(index))
+            self._fetched[index] = pickle.loads(self._store.fetch(index))
         return self._fetched[index]
 
     def _score(self, pack: Sequence[Rollout]) -> tuple[PackWork, float]:

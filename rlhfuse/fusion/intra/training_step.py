@@ -7,7 +7,6 @@ known to every rank beforehand, so that data-parallel reduction is a sum.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ from rlhfuse.fusion.intra.p2p import Channels
 from rlhfuse.fusion.intra.step_report import ActionSpan, StepReport
 from rlhfuse.models.heads import token_logprobs
 from rlhfuse.models.stage import LossFunction, PackedTokens, TrainingStage
-from rlhfuse.parallel.collectives import all_gather_bytes
+from rlhfuse.parallel.collectives import all_gather_objects
 from rlhfuse.parallel.groups import ModelGrid
 from rlhfuse.parallel.optimizer import ModelOptimizer, StepResult
 from rlhfuse.ppo.balance import cut_microbatches
@@ -166,8 +165,8 @@ class TrainingStep:
         roles = {pipeline: role for role, pipeline in self._pipelines.items()}
         stepped = [roles[name] for name, result in report.steps.items() if result.finite]
         end = f"stepped before it was seen: {', '.join(stepped)}" if stepped else "no model stepped"
-        own = json.dumps([[self._rank, str(action)] for action in report.faults])
-        faults = [tuple(fault) for data in all_gather_bytes(own.encode()) for fault in json.loads(data)]
+        own = [(self._rank, str(action)) for action in report.faults]
+        faults = [fault for part in all_gather_objects(own) for fault in part]
         if not faults:
             stopped = next(roles[name] for name, result in report.steps.items() if not result.finite)
             raise FloatingPointError(

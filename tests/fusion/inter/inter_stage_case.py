@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -227,7 +228,9 @@ def iterate(rank: int, folders: dict[str, Path], case: Case, number: int, distur
     assert not engine.has_unfinished()
     engine.check_integrity()
     said = sorted(report.function_scores.items())
-    sha = hashlib.sha256(b"".join(rollout.to_bytes() for rollout in report.rollouts) + repr(said).encode()).hexdigest()
+    sha = hashlib.sha256(
+        b"".join(pickle.dumps(rollout) for rollout in report.rollouts) + repr(said).encode()
+    ).hexdigest()
     return {
         "digest": sha,
         "report": replace(report, rollouts=[]),
