@@ -1,9 +1,8 @@
 """A role's model as a Megatron-core GPTModel: one pipeline stage of one tensor rank, on given groups.
 
-The layer specification uses Megatron's own attention block, MLP and parallel linear layers, with this
-project's RMSNorm and core attention in their slots, so that packed sequences (`thd`) work with torch and with
-flash-attn. Nothing here reads global parallel state, except that Megatron keeps the gather buffer of sequence
-parallelism there. Dropout is 0. Weights are random until they are loaded.
+Megatron's own attention block, MLP and parallel linear layers, with an RMSNorm and a core attention for packed
+sequences (`thd`) in their slots. Dropout is 0. Weights are unset until they are loaded. Global parallel state is not
+used, except that Megatron keeps the gather buffer of sequence parallelism there.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.models.attention import varlen_attention
-from rlhfuse.models.cpu import invariance
 from rlhfuse.models.heads import ScalarHead
+from rlhfuse.models.operations import Operations, operations_for
 from rlhfuse.models.rotary import rotary_frequencies
 from rlhfuse.parallel.device import Device, fake_cuda
 from rlhfuse.parallel.groups import ModelGrid
@@ -49,17 +48,19 @@ WHOLE = Activations()
 
 
 class RMSNorm(torch.nn.Module):
-    """Megatron's norm slot: root-mean-square norm over the last dimension, in float32."""
+    """Megatron's norm slot: root-mean-square norm over the last dimension."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, operations: Operations, **_: Any
+    ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self._operations = eps, operations
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # Megatron sums the gradients of such weights over tensor ranks: each sees the tokens of its own part only
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return invariance.rms_norm(x, self.weight, self.eps)
+        return self._operations.rms_norm(x, self.weight, self.eps)
 
 
 class PackedCoreAttention(torch.nn.Module):
@@ -100,9 +101,15 @@ class _Rotary(RotaryEmbedding):
 
 
 def transformer_config(
-    spec: ModelSpec, tp: int, pp: int, dtype: torch.dtype, sequence_parallel: bool = False
+    spec: ModelSpec, tp: int, pp: int, dtype: torch.dtype, device: torch.device, sequence_parallel: bool = False
 ) -> TransformerConfig:
-    """Megatron's configuration of this shape. Gradients are summed, not averaged, over data-parallel ranks."""
+    """Megatron's configuration of this shape. Gradients are summed, not averaged, over data-parallel ranks.
+
+    Megatron's fusions stay at its defaults, which is off. Those of rope and of gradient accumulation need packages that
+    may be absent (Transformer Engine, apex); bias_dropout_fusion has nothing to fuse without bias and dropout; that of
+    the activation is torch.compile, which compiles and synchronises with the device in the middle of a step, where a
+    receive posted ahead may wait for what this rank is yet to launch.
+    """
     return TransformerConfig(
         # Megatron wants a multiple of pp; each stage's true layers are given to build_model's GPTModel.
         num_layers=-(-spec.layers // pp) * pp,
@@ -120,30 +127,25 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=spec.norm_eps,
         gated_linear_unit=True,
-        activation_func=invariance.silu,
+        activation_func=operations_for(device).silu,
         add_bias_linear=False,
         add_qkv_bias=spec.qkv_bias,
         qk_layernorm=spec.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        use_cpu_initialization=True,
+        use_cpu_initialization=device.type == "cpu",
         perform_initialization=False,
         calculate_per_token_loss=True,
     )
 
 
-def layer_spec(spec: ModelSpec, recompute: bool = False) -> ModuleSpec:
-    norm = RMSNorm if spec.qk_norm else IdentityOp
+def layer_spec(spec: ModelSpec, norm: ModuleSpec, recompute: bool = False) -> ModuleSpec:
+    """One decoder layer, with `norm` in its norm slots."""
+    head_norm = norm if spec.qk_norm else IdentityOp
     return ModuleSpec(
         module=RecomputedLayer if recompute else TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=norm,
             self_attention=ModuleSpec(
                 module=SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
@@ -151,12 +153,12 @@ def layer_spec(spec: ModelSpec, recompute: bool = False) -> ModuleSpec:
                     linear_qkv=tensor_parallel.ColumnParallelLinear,
                     core_attention=PackedCoreAttention,
                     linear_proj=tensor_parallel.RowParallelLinear,
-                    q_layernorm=norm,
-                    k_layernorm=norm,
+                    q_layernorm=head_norm,
+                    k_layernorm=head_norm,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
+            pre_mlp_layernorm=norm,
             mlp=ModuleSpec(
                 module=MLP,
                 submodules=MLPSubmodules(
@@ -188,15 +190,16 @@ def build_model(
     stage = _stage_on(grid, rank, stage)
     layers = stage_layers(spec, grid)
     shards = activations.sequence_parallel and grid.tp > 1
-    config = transformer_config(spec, grid.tp, grid.pp, dtype, shards)
-    one = layer_spec(spec, activations.recompute)
+    config = transformer_config(spec, grid.tp, grid.pp, dtype, device.torch_device, shards)
+    norm = ModuleSpec(module=RMSNorm, params={"operations": operations_for(device.torch_device)})
+    layer = layer_spec(spec, norm, activations.recompute)
     if shards:
         _prepare_sequence_parallel()
     with fake_cuda(device):
         model = GPTModel(
             config=config,
             transformer_layer_spec=TransformerBlockSubmodules(
-                layer_specs=[one] * len(layers[stage]), layer_norm=RMSNorm
+                layer_specs=[layer] * len(layers[stage]), layer_norm=norm
             ),
             vocab_size=spec.padded_vocab,
             max_sequence_length=spec.context,
@@ -209,8 +212,8 @@ def build_model(
             pg_collection=groups,
         )
     _mark_tensor_parallel(model)
-    for offset, layer in enumerate(model.decoder.layers):
-        layer.layer_number = layers[stage][offset] + 1  # the resharder names layers by this
+    for offset, decoder_layer in enumerate(model.decoder.layers):
+        decoder_layer.layer_number = layers[stage][offset] + 1  # the resharder names layers by this
     model.rotary_pos_emb.__class__ = _Rotary
     model.rotary_pos_emb.inv_freq = rotary_frequencies(spec)
     if scalar_head and stage == grid.stages - 1:

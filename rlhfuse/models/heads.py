@@ -1,7 +1,6 @@
 """The two outputs of a model: a scalar per token, or log-probabilities from vocabulary-parallel logits.
 
-Shapes: T packed tokens, V vocabulary rows of this tensor rank, R selected positions. Both heads work on any
-tensor-parallel degree; at degree 1 no communication happens. Logits of padding rows never take part.
+Shapes: T packed tokens, V vocabulary rows of this tensor rank, R selected positions.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from rlhfuse.models.cpu.invariance import linear
+from rlhfuse.models.operations import operations_for
 
 
 class ScalarHead(torch.nn.Module):
@@ -29,7 +28,7 @@ class ScalarHead(torch.nn.Module):
         self, hidden: int, dtype: torch.dtype, device: torch.device, shards: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__()
-        self._shards = shards
+        self._shards, self._linear = shards, operations_for(device).linear
         self.weight = torch.nn.Parameter(torch.empty(1, hidden, dtype=dtype, device=device))
 
     def forward(
@@ -38,7 +37,7 @@ class ScalarHead(torch.nn.Module):
         """[T, 1, H] -> ([T, 1, 1] in float32, None); the signature is that of Megatron's output layer."""
         if self._shards is not None:
             x_T1H = gather_from_sequence_parallel_region(x_T1H, tensor_parallel_output_grad=False, group=self._shards)
-        return linear(x_T1H.float(), self.weight.float()), None
+        return self._linear(x_T1H.float(), self.weight.float()), None
 
 
 def token_logprobs(
@@ -46,7 +45,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and the entropy, [R] float32 each, after temperature.
 
-    `logits_RV` holds this rank's rows of the padded vocabulary; `vocab` is the true size.
+    `logits_RV` holds this rank's rows of the padded vocabulary; `vocab` is the true size: padding never takes part.
     """
     rank, size, part = dist.get_rank(tp_group), dist.get_world_size(tp_group), logits_RV.shape[1]
     start = rank * part

@@ -1,14 +1,9 @@
 """One pipeline stage: packed tokens or a hidden state in, a hidden state or the model's output out.
 
     first stage:  tokens [T]          -> hidden [T, 1, H]
-    middle stage: hidden [T, 1, H]    -> hidden [T, 1, H]
     last stage:   hidden [T, 1, H]    -> logits [T, V of this tensor rank], or values [T] with a scalar head
 
 Under sequence parallelism each of tp tensor ranks holds T/tp rows of a hidden state; tokens and outputs stay whole.
-`PipelineStage` is a forward pass. `TrainingStage` remembers each micro-batch between its forward and its
-backward, and knows what its own last stage computes as loss; which micro-batch comes when is the caller's
-business. On CPU a short packed batch is filled up with a dummy sequence, because the bits of a GEMM's row
-depend on the number of rows below that count (models/cpu/invariance.py).
 """
 
 from __future__ import annotations

@@ -1,0 +1,36 @@
+"""The tensor functions of a model that differ by device, chosen in one place.
+
+On CPU those of cpu/invariance.py, by which a row's bits do not depend on the other rows; elsewhere torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlhfuse.models.cpu import invariance
+
+
+@dataclass(frozen=True)
+class Operations:
+    linear: Callable[[Tensor, Tensor], Tensor]  # x [..., K], weight [N, K] -> [..., N]
+    silu: Callable[[Tensor], Tensor]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]  # x [..., H], weight [H], eps
+    least_rows: int  # tokens that a packed batch is filled up to, on each tensor rank
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+TORCH = Operations(F.linear, F.silu, _rms_norm, 1)
+BATCH_INVARIANT = Operations(invariance.linear, invariance.silu, invariance.rms_norm, invariance.SAFE_ROWS)
+
+
+def operations_for(device: torch.device) -> Operations:
+    """The operations of models on this device."""
+    return BATCH_INVARIANT if device.type == "cpu" else TORCH
