@@ -1,9 +1,12 @@
-"""Files that are written whole or not at all: replaced by rename, or grown by whole pieces."""
+"""Files and folders that are written whole or not at all: replaced by rename, or grown by whole pieces."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rlhfuse.errors import InputError, writing
@@ -59,3 +62,34 @@ class AppendFile:
     def close(self) -> None:
         with writing(self.path):
             self._stream.close()
+
+
+def check_output_folder(path: str | Path, force: bool) -> None:
+    """Raise InputError if `path` is a file, or a folder with something in it that `force` does not allow to replace."""
+    path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise InputError(f"output {path} is a file; give the path of a folder")
+    if path.is_dir() and any(path.iterdir()) and not force:
+        raise InputError(f"output folder {path} exists already; give another --out, or --force to replace it")
+
+
+@contextmanager
+def output_folder(path: str | Path, force: bool = False) -> Iterator[Path]:
+    """Yield an empty folder beside `path`; on success it takes the place of `path`, on failure it is removed.
+
+    Raises InputError as `check_output_folder`, and where the system refuses.
+    """
+    path = Path(path).absolute()
+    check_output_folder(path, force)
+    fresh, old = (path.with_name(f".{path.name}.{os.getpid()}.{state}") for state in ("new", "old"))
+    with writing(path):
+        fresh.mkdir(parents=True)
+    try:
+        yield fresh
+        with writing(path):
+            if path.exists():
+                os.replace(path, old)
+            os.replace(fresh, path)
+    finally:
+        for leftover in (fresh, old):
+            shutil.rmtree(leftover, ignore_errors=True)

@@ -29,7 +29,7 @@ def main() -> int:
         raise InputError("--like is the folder of one model; say which with --role")
 
     from rlhfuse.checkpoint.convert import convert, open_checkpoint  # torch loads only for arguments that can be read
-    from rlhfuse.models.output_folder import check_output_folder
+    from rlhfuse.files import check_output_folder
 
     out = Path(args.out)
     checkpoint = open_checkpoint(Path(args.checkpoint))

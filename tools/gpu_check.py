@@ -121,14 +121,15 @@ def train_once(model: Path, where: Device, dtype: torch.dtype) -> dict[str, Any]
     losses = []
 
     def loss(logits: torch.Tensor, _: int) -> torch.Tensor:
-        logprobs, _ = token_logprobs(logits[: len(targets)], targets, spec.vocab, 1.0, groups.tp)
+        logprobs = token_logprobs(logits[: len(targets)], targets, spec.vocab, 1.0, groups.tp)[0]
         losses.append(-logprobs.mean())
         return losses[-1]
 
     optimizer.zero_grad()
     stage.forward(0, packed, None, loss)
     stage.backward(0, None)
-    gradients = {name: p.main_grad.float().cpu().clone() for name, p in built.named_parameters()}
+    parameters: list[tuple[str, Any]] = list(built.named_parameters())
+    gradients = {name: p.main_grad.float().cpu().clone() for name, p in parameters}
     optimizer.finish_gradients()
     norm = optimizer.step(1e-3).grad_norm
     return {"loss": float(losses[0].detach()), "norm": norm, "gradients": gradients, "model": built, "spec": spec}
@@ -248,8 +249,10 @@ def environment(device: torch.device) -> dict:
 
         found["flash_attn"] = version("flash_attn")
     if device.type == "cuda":
+        from torch.cuda import nccl
+
         properties = torch.cuda.get_device_properties(device)
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["nccl"] = ".".join(map(str, nccl.version()))
         found |= {"name": properties.name, "memory_bytes": properties.total_memory}
         found["devices"] = torch.cuda.device_count()
     return found
@@ -293,7 +296,8 @@ def main() -> int:
         return 0
     device = choose_device("cpu" if args.device == "cpu" else "cuda", 0, 1)
     backend = "cpu:gloo,cuda:nccl" if device.is_cuda else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  public, but its stub is not
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as folder:
         checks = [(name, check) for name, check in all_checks(device, Path(folder)) if args.only in name]
         results = [run_check(name, check) for name, check in checks]

@@ -2,7 +2,7 @@
 
     python tools/make_tiny_models.py --out examples/tiny --prompts examples/prompts/quickstart.jsonl --force
 
-Everything is generated from --seed by rlhfuse/data/stories.py; nothing is downloaded. Writes OUT/actor and
+Everything is generated from --seed by tools/tiny_models/stories.py; nothing is downloaded. Writes OUT/actor and
 OUT/reward (Hugging Face layout, weights in bfloat16), OUT/README.md with what was measured on the models as
 saved, and, with --prompts, a file of openings that no training story has.
 """
@@ -15,9 +15,12 @@ import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from tiny_models import stories
+from tiny_models.pretraining import next_token_loss, pack, window_batches
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from train_reward import RewardJob, run_job
 from transformers import (
@@ -29,12 +32,9 @@ from transformers import (
 )
 from transformers.utils import logging as quiet
 
-from rlhfuse.data import stories
 from rlhfuse.errors import InputError, run_program
-from rlhfuse.models.fitting import FitSettings, fit
-from rlhfuse.models.output_folder import check_output_folder, output_folder
-from rlhfuse.models.pretraining import next_token_loss, pack, window_batches
-from rlhfuse.models.reward_training import RewardSettings, encode_pairs, score_pairs, score_texts
+from rlhfuse.files import check_output_folder, output_folder
+from rlhfuse.models.reward_training import FitSettings, RewardSettings, encode_pairs, fit, score_pairs, score_texts
 
 BOS, EOS, PAD = 0, 1, 2
 SPECIAL_TOKENS = ("<s>", "</s>", "<pad>")
@@ -141,7 +141,7 @@ def train_actor(recipe: Recipe, folder: Path) -> float:
     settings = FitSettings(recipe.steps, recipe.lr, warmup_steps=min(50, recipe.steps))
     loss = fit(model, batches, lambda batch: next_token_loss(model, batch), settings, say)
     model.generation_config.do_sample = True
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.bfloat16().save_pretrained(folder)
     return loss
 
 
@@ -156,7 +156,7 @@ def train_reward_model(recipe: Recipe, actor: Path, out: Path, pairs_file: Path)
 def sample(actor: Path, prompts: list[str], seed: int, batch: int = 128) -> list[tuple[list[int], list[int]]]:
     """One response per prompt at temperature 1, as (prompt ids, response ids with end of text)."""
     tokenizer = AutoTokenizer.from_pretrained(actor, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(actor, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(actor, dtype=torch.float32).eval()
     torch.manual_seed(seed)
     results = []
     for start in range(0, len(prompts), batch):
@@ -231,7 +231,7 @@ to be computed in float32, and were trained from nothing by
 
     python tools/make_tiny_models.py --out examples/tiny --seed {recipe.seed} --steps {recipe.steps}
 
-on text from `rlhfuse/data/stories.py`. This page is written by that program. They are toys: they know the
+on text from `tools/tiny_models/stories.py`. This page is written by that program. They are toys: they know the
 grammar that wrote their text and nothing else.
 
 | measured on the saved models | |

@@ -15,9 +15,9 @@ from rlhfuse.checkpoint.shard_files import ShardReader
 from rlhfuse.config.role import Role
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.errors import InputError
+from rlhfuse.files import output_folder
 from rlhfuse.models.hf import hf_tensors, resolve_checkpoint
 from rlhfuse.models.hf_folder import write_folder
-from rlhfuse.models.output_folder import output_folder
 
 
 @dataclass(frozen=True)

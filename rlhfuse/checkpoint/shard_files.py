@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlhfuse.errors import InputError
-from rlhfuse.models.tensor_file import save_tensors
+from rlhfuse.models.hf_folder import save_tensors
 from rlhfuse.parallel.fragments import Fragment, Place, assemble
 
 

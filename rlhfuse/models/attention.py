@@ -30,7 +30,7 @@ FLASH_BLOCK = 256  # flash-attn reads a paged cache only in blocks of a multiple
 def flash_attention() -> Any | None:
     """The flash_attn module, or None where it is not installed."""
     try:
-        import flash_attn
+        import flash_attn  # pyright: ignore[reportMissingImports]  optional
     except ImportError:
         return None
     return flash_attn
@@ -52,7 +52,7 @@ def varlen_attention(
     runs = [(length, sum(1 for _ in run)) for length, run in groupby(lengths) if length]
     # Split and not sliced: the gradient of one split is one cat, that of each slice a whole tensor of zeros.
     parts = zip(*(x.split([length * count for length, count in runs]) for x in (q, k, v)))
-    pieces = [_dense(*part, causal, count) for part, (_, count) in zip(parts, runs)]
+    pieces = [_dense(*part, causal=causal, sequences=count) for part, (_, count) in zip(parts, runs)]
     return torch.cat(pieces) if pieces else torch.empty_like(q)
 
 

@@ -57,7 +57,7 @@ class RMSNorm(torch.nn.Module):
         self.eps, self._operations = eps, operations
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # Megatron sums the gradients of such weights over tensor ranks: each sees the tokens of its own part only
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:
         return self._operations.rms_norm(x, self.weight, self.eps)
@@ -85,7 +85,7 @@ class RecomputedLayer(TransformerLayer):
     Megatron's own recomputation saves random-number states of CUDA; nothing here is random.
     """
 
-    def forward(self, hidden_states: Tensor, **inputs: Any) -> tuple[Tensor, Any]:
+    def forward(self, hidden_states: Tensor, **inputs: Any) -> Any:
         """[T, 1, H] -> ([T, 1, H], None)."""
         if not torch.is_grad_enabled():
             return super().forward(hidden_states, **inputs)
@@ -157,7 +157,7 @@ def layer_spec(spec: ModelSpec, norm: ModuleSpec, recompute: bool = False) -> Mo
                     k_layernorm=head_norm,
                 ),
             ),
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]  Megatron takes functions
             pre_mlp_layernorm=norm,
             mlp=ModuleSpec(
                 module=MLP,
@@ -165,7 +165,7 @@ def layer_spec(spec: ModelSpec, norm: ModuleSpec, recompute: bool = False) -> Mo
                     linear_fc1=tensor_parallel.ColumnParallelLinear, linear_fc2=tensor_parallel.RowParallelLinear
                 ),
             ),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
     )
 
@@ -196,9 +196,9 @@ def build_model(
     if shards:
         _prepare_sequence_parallel()
     with fake_cuda(device):
-        model = GPTModel(
+        model: Any = GPTModel(
             config=config,
-            transformer_layer_spec=TransformerBlockSubmodules(
+            transformer_layer_spec=TransformerBlockSubmodules(  # pyright: ignore[reportArgumentType]
                 layer_specs=[layer] * len(layers[stage]), layer_norm=norm
             ),
             vocab_size=spec.padded_vocab,
@@ -230,11 +230,13 @@ def stage_layers(spec: ModelSpec, grid: ModelGrid) -> tuple[range, ...]:
 
 def _stage_on(grid: ModelGrid, rank: int, stage: int | None) -> int:
     held = grid.stages_of(rank)
-    if stage is None and len(held) > 1:
-        raise ValueError(f"rank {rank} holds the stages {held}: say which of them")
-    if stage is not None and stage not in held:
+    if stage is None:
+        if len(held) != 1:
+            raise ValueError(f"rank {rank} holds the stages {held}: say which of them")
+        return held[0]
+    if stage not in held:
         raise ValueError(f"stage {stage} is not on rank {rank}, which holds {held}")
-    return held[0] if stage is None else stage
+    return stage
 
 
 def _prepare_sequence_parallel() -> None:
@@ -247,7 +249,7 @@ def _prepare_sequence_parallel() -> None:
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
 
 
-def _mark_tensor_parallel(model: GPTModel) -> None:
+def _mark_tensor_parallel(model: Any) -> None:
     """Say which weights are cut over tensor ranks, and how: Megatron says it only while it initialises them."""
     for module in model.modules():
         if isinstance(module, tensor_parallel.RowParallelLinear):

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.errors import InputError, writing
+from rlhfuse.errors import writing
+from rlhfuse.files import output_folder
 from rlhfuse.models.hf import hf_tensors
-from rlhfuse.models.tensor_file import save_tensors
 
 COPIED_FILES = (
     "generation_config.json",
@@ -38,18 +41,8 @@ def export_checkpoint(weights: Mapping[str, Tensor], spec: ModelSpec, scalar_hea
     The folder is written beside `out` and renamed; an older `out` is replaced. Raises InputError where it cannot be
     written: then there is no half of it, and an older one stays.
     """
-    work = out.with_name(out.name + ".partial")
-    shutil.rmtree(work, ignore_errors=True)
-    try:
-        with writing(out):
-            work.mkdir(parents=True)
-        write_folder(work, hf_tensors(weights, spec, scalar_head), like, scalar_head=scalar_head)
-        with writing(out):
-            shutil.rmtree(out, ignore_errors=True)
-            os.replace(work, out)
-    except InputError:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
+    with output_folder(out, force=True) as folder:
+        write_folder(folder, hf_tensors(weights, spec, scalar_head), like, scalar_head=scalar_head)
 
 
 def write_folder(
@@ -84,12 +77,12 @@ def write_folder(
 
 def _write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int | None) -> torch.dtype:
     """The weight files and, of several, their index. Returns the dtype that they have."""
-    places, total, dtype, number = {}, 0, None, 0
+    shard_of, total, dtype, number = {}, 0, torch.float32, 0
     for number, shard in enumerate(_shards(tensors, shard_bytes), start=1):
         file = folder / f"model-{number:05}.safetensors"
         with writing(file):
             save_tensors(shard, file, {"format": "pt"})
-        places |= dict.fromkeys(shard, number)
+        shard_of |= dict.fromkeys(shard, number)
         total += sum(tensor.nbytes for tensor in shard.values())
         dtype = next(iter(shard.values())).dtype
     several = number > 1
@@ -99,7 +92,7 @@ def _write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_by
     for n, name in names.items():
         os.replace(folder / f"model-{n:05}.safetensors", folder / name)
     if several:
-        index = {"metadata": {"total_size": total}, "weight_map": {key: names[n] for key, n in places.items()}}
+        index = {"metadata": {"total_size": total}, "weight_map": {key: names[n] for key, n in shard_of.items()}}
         with writing(folder / "model.safetensors.index.json"):
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     return dtype
@@ -115,3 +108,13 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int | None) -> I
         shard[name] = tensor.detach().cpu().contiguous().clone()
         size += tensor.nbytes
     yield shard
+
+
+def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str]) -> None:
+    """`safetensors.torch.save_file`, which hides the system's error number in the text of its own error."""
+    try:
+        save_file(dict(tensors), str(file), metadata=dict(metadata))
+    except SafetensorError as error:
+        if match := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(match[1]), os.strerror(int(match[1])), str(file)) from None
+        raise

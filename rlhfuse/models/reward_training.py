@@ -2,28 +2,28 @@
 
     P(chosen is preferred) = sigmoid(r(chosen) - r(rejected)),      loss = -log of it
 
-The loss leaves the zero of r open. A small penalty on (r_chosen + r_rejected)^2 puts it at the middle of
-the pairs; after training the head may be rescaled so that scores have a standard deviation of one, which
-keeps every order. A text is scored at its end-of-text token. Knows nothing of PPO, and of transformers
-only that a model called with (input_ids, attention_mask) returns `.logits` [batch, 1].
+A small penalty on (r_chosen + r_rejected)^2 puts the zero of r at the middle of the pairs; after training the head may
+be rescaled to scores with a standard deviation of one. A text is scored at its end-of-text token.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import logsigmoid
 
 from rlhfuse.errors import InputError
-from rlhfuse.models.fitting import FitSettings, Report, fit
 
 FIELDS = ("prompt", "chosen", "rejected")
+Report = Callable[[str], None]
 
 
 class TokenPair(NamedTuple):
@@ -187,7 +187,7 @@ def score_pairs(
 def scale_scores(model: torch.nn.Module, factor: float) -> None:
     """Multiply every score by `factor`: scores are linear in the head's weight, which has no bias."""
     with torch.no_grad():
-        model.score.weight.mul_(factor)
+        model.get_parameter("score.weight").mul_(factor)
 
 
 def measure(model: torch.nn.Module, held_out: Sequence[TokenPair], train_pairs: int, pad_token_id: int) -> RewardResult:
@@ -195,3 +195,58 @@ def measure(model: torch.nn.Module, held_out: Sequence[TokenPair], train_pairs: 
     every = torch.cat([chosen, rejected])
     accuracy = (chosen > rejected).float().mean()
     return RewardResult(train_pairs, len(held_out), float(accuracy), float(every.mean()), float(every.std()))
+
+
+@dataclass(frozen=True)
+class FitSettings:
+    """How long and how fast: `steps` optimizer steps, `lr` the peak learning rate."""
+
+    steps: int
+    lr: float
+    warmup_steps: int = 20
+    weight_decay: float = 0.05
+    clip_grad: float = 1.0
+    report_every: int = 50
+
+    def learning_rate(self, step: int) -> float:
+        """Rate of step 0, 1, ...: rises linearly, then falls to 5% of the peak along a half cosine."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        return self.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def fit(
+    model: torch.nn.Module,
+    batches: Iterable[Any],
+    loss_of: Callable[[Any], torch.Tensor],
+    settings: FitSettings,
+    report: Report,
+) -> float:
+    """AdamW with warm-up, cosine decay and clipped gradients for small models in one process: no PPO training.
+
+    Trains `model` in place on the first `settings.steps` batches; returns the mean loss of the last tenth.
+    """
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]  # norms: decay would pull them off their scale
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95))
+    losses: list[float] = []
+    started = time.perf_counter()
+    model.train()
+    for step, batch in zip(range(settings.steps), batches):
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate(step)
+        loss = loss_of(batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        if (step + 1) % settings.report_every == 0 or step + 1 == settings.steps:
+            recent = losses[-settings.report_every :]
+            elapsed = time.perf_counter() - started
+            report(f"  step {step + 1}/{settings.steps}  loss {sum(recent) / len(recent):.4f}  {elapsed:.0f} s")
+    model.eval()
+    last = losses[-max(1, len(losses) // 10) :]
+    return sum(last) / len(last)

@@ -17,7 +17,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from rlhfuse.models.cpu.invariance import SAFE_ROWS
+from rlhfuse.models.operations import operations_for
 from rlhfuse.parallel.device import current_device_is_cpu
 
 LossFunction = Callable[[Tensor, int], Tensor]  # (last stage's output, micro-batch) -> scalar loss
@@ -39,7 +39,7 @@ class PackedTokens:
     def pack(sequences: Sequence[Sequence[int]], device: torch.device, shards: int = 1) -> PackedTokens:
         """Pack `sequences` (at least one, none empty), filled up to equal parts of `shards` tensor ranks.
 
-        No part is shorter than SAFE_ROWS tokens. `shards` is that of the stage that will run them.
+        No part is shorter than the device asks for. `shards` is that of the stage that will run them.
         """
         borders = torch.tensor([0, *map(len, sequences)]).cumsum(0).to(torch.int32)
         return PackedTokens.of(torch.tensor([token for s in sequences for token in s]), borders, device, shards)
@@ -47,7 +47,8 @@ class PackedTokens:
     @staticmethod
     def of(tokens: Tensor, cu_seqlens: Tensor, device: torch.device, shards: int = 1) -> PackedTokens:
         """The same of packed tokens [T] int64 and their borders [N+1] int32 in host memory."""
-        padding = max(-(-len(tokens) // shards), SAFE_ROWS) * shards - len(tokens)
+        part = max(-(-len(tokens) // shards), operations_for(device).least_rows)
+        padding = part * shards - len(tokens)
         if padding:
             tokens = torch.nn.functional.pad(tokens, (0, padding))
             cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + padding])
@@ -65,9 +66,10 @@ class PipelineStage:
         self.first = first
         self.last = last
         self.scalar_head = scalar_head
-        core: Any = getattr(model, "module", model)
-        self.shards: int = core.config.tensor_model_parallel_size if core.config.sequence_parallel else 1
-        self._hidden: int = core.config.hidden_size
+        self._core: Any = getattr(model, "module", model)
+        config = self._core.config
+        self.shards: int = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self._hidden: int = config.hidden_size
         self._asks_for_cuda = self.shards > 1 and not next(model.parameters()).is_cuda
 
     def hidden_shape(self, batch: PackedTokens) -> tuple[int, int, int]:
@@ -80,7 +82,7 @@ class PipelineStage:
 
     def forward(self, batch: PackedTokens, hidden_T1H: Tensor | None) -> Tensor:
         """Run this stage. `hidden_T1H` is the stage before's output, None on the first stage."""
-        getattr(self.model, "module", self.model).set_input_tensor(hidden_T1H)
+        self._core.set_input_tensor(hidden_T1H)
         with self.running():
             return self.compute(batch)
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from tiny_models import stories
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
-from rlhfuse.data import stories
 from rlhfuse.models.reward_training import encode_pairs, score_pairs
 
 ROOT = Path(__file__).resolve().parents[2]

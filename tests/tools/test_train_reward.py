@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import stories
 from transformers import AutoModelForSequenceClassification
-
-from rlhfuse.data import stories
 
 ROOT = Path(__file__).resolve().parents[2]
 ACTOR = ROOT / "examples" / "tiny" / "actor"

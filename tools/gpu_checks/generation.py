@@ -28,12 +28,13 @@ def check_varlen(device: torch.device, dtype: torch.dtype) -> dict:
     borders = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     plain = [torch.randn(sum(lengths), h, dim, generator=generator).to(dtype) for h in (heads, kv_heads, kv_heads)]
     weight = torch.randn(sum(lengths), heads, dim, generator=generator)
-    there = [x.to(device).detach().clone().requires_grad_(True) for x in plain]
-    out = varlen_attention(*there, borders.to(device), max(lengths))
+    q, k, v = there = [x.to(device).detach().clone().requires_grad_(True) for x in plain]
+    out = varlen_attention(q, k, v, borders.to(device), max(lengths))
     (out.float() * weight.to(device)).sum().backward()
     here = [x.detach().double().clone().requires_grad_(True) for x in plain]
     ends = borders.tolist()
-    wanted = torch.cat([reference_attention(*(x[a:b] for x in here), 0) for a, b in zip(ends, ends[1:])])
+    q, k, v = here
+    wanted = torch.cat([reference_attention(q[a:b], k[a:b], v[a:b], 0) for a, b in zip(ends, ends[1:])])
     (wanted * weight).sum().backward()
     found = {"forward": relative(out, wanted)}
     found |= {name: relative(a.grad, b.grad) for name, a, b in zip(("dq", "dk", "dv"), there, here)}

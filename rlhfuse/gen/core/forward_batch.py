@@ -18,10 +18,10 @@ NO_ROW = -1
 
 
 class ScheduledSequence(NamedTuple):
-    """Run the next `count` pending tokens of `seq`."""
+    """Run the next `num_tokens` pending tokens of `seq`."""
 
     seq: Sequence
-    count: int
+    num_tokens: int
     draws: bool  # these are all: the step ends with the draw of a new token
 
 

@@ -91,7 +91,7 @@ class Workspace:
 class CpuForward:
     """Runs steps with the weights that were bound last."""
 
-    cache_type = LaneKVCache
+    cache_type: type[KVCache] = LaneKVCache
     spare_blocks = 0
     recording_seconds = 0.0
 

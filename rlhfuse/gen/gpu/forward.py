@@ -36,7 +36,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (q [T, H, D], one layer's
 
 
 class DeviceForward:
-    cache_type = KVCache
+    cache_type: type[KVCache] = KVCache
     spare_blocks = 1  # the last of the cache: padding rows write and read there
 
     def __init__(

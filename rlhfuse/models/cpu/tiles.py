@@ -184,7 +184,8 @@ def share_threads() -> int:
     numba's OpenMP pool sets the thread count of the whole process when it starts: torch's is put back.
     """
     count = torch.get_num_threads()
-    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
+    most = numba.config.NUMBA_NUM_THREADS  # pyright: ignore  numba sets its members at import
+    numba.set_num_threads(min(count, most))
     if torch.get_num_threads() != count:
         torch.set_num_threads(count)
     return numba.get_num_threads()

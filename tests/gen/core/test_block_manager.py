@@ -68,11 +68,11 @@ def test_scheduler_keeps_its_books_and_finishes(data):
             scheduler.remove(alive.pop(min(alive)))
             continue
         work = scheduler.schedule()
-        assert work and sum(w.count for w in work) <= scheduler.max_batched_tokens
+        assert work and sum(w.num_tokens for w in work) <= scheduler.max_batched_tokens
         assert len(scheduler.running) <= scheduler.max_sequences
         drawing = [w.seq for w in work if w.draws]
         for w in work:
-            assert len(w.seq.block_table) * block_tokens >= w.seq.computed_tokens + w.count
+            assert len(w.seq.block_table) * block_tokens >= w.seq.computed_tokens + w.num_tokens
         scheduler.complete(work)
         for seq in drawing:
             seq.append(seq.sample_id % 2, 0.0)

@@ -127,7 +127,7 @@ def test_decoding_never_waits_for_a_prefill(prompts, budget, arrivals):
         served = {w.seq.sample_id for w in work}
         waited = [seq.sample_id for seq in decoding if seq.sample_id not in served]
         assert not waited or len(decoding) > budget, f"step {step}: {waited} waited"
-        assert sum(w.count for w in work) <= budget
+        assert sum(w.num_tokens for w in work) <= budget
         started += [w.seq.sample_id for w in work if w.seq.sample_id < 100 and w.seq.sample_id not in started]
         run(scheduler, work)
         scheduler.check_integrity()
@@ -145,7 +145,7 @@ def test_a_prompt_longer_than_the_budget_is_chunked_beside_decoding():
     trace = []
     for _ in range(4):
         work = scheduler.schedule()
-        trace.append([(w.seq.sample_id, w.count, w.draws) for w in work])
+        trace.append([(w.seq.sample_id, w.num_tokens, w.draws) for w in work])
         run(scheduler, work)
     assert trace == [
         [(0, 1, True), (1, 7, False)],

@@ -3,8 +3,7 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from rlhfuse.data import stories
+from tiny_models import stories
 
 
 def draw_many(count: int, seed: int = 3):

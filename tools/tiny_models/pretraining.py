@@ -1,11 +1,7 @@
 """Next-token training of a causal language model on whole texts, packed without padding.
 
-Whole texts are joined into windows of `window_tokens`; the position of each token counts from the start
-of its own text, by which attention keeps neighbours apart:
-
-    tokens     <s> a b </s> <s> c </s>         positions  0 1 2 3 0 1 2
-
-Knows nothing of tokenizers or files: texts come as lists of token ids.
+Texts are joined into windows; the position of each token counts from the start of its own text, by which attention
+keeps neighbours apart:     tokens  <s> a b </s> <s> c </s>         positions  0 1 2 3 0 1 2
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
 """Very short stories from a seeded grammar: the text on which the embedded tiny models are trained.
 
-A story is an opening (the prompt) and sentences (the response). Each sentence is glad (+1), sad (-1) or
-plain (0), drawn for itself, and the story's *mood* is the mean over its glad and sad sentences: a
-preference about content that says nothing about length. Lengths come from a chain of two states,
-
-    at home --(each sentence: HOME_END)--> end          most stories: a few sentences
-       |---(LEAVE)---> journey --(JOURNEY_END)--> end   one in seven: sentences that open with "Later," ...
-
-a mixture of two geometric laws with a real long tail. The state can be read off the last sentence, so a
-small model learns when to stop. Knows nothing of tokens, models or files.
+A story is an opening (the prompt) and sentences (the response). Each sentence is glad (+1), sad (-1) or plain (0),
+drawn by itself; a story's *mood* is the mean over its glad and sad ones, which says nothing about length. Lengths come from a
+chain of two states, at home and on a journey: a real long tail, and the last sentence tells the state.
 """
 
 from __future__ import annotations

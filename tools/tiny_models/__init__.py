@@ -1,0 +1,1 @@
+"""What tools/make_tiny_models.py makes the embedded models from."""
