@@ -1,7 +1,7 @@
 """Very short stories from a seeded grammar: the text on which the embedded tiny models are trained.
 
 A story is an opening (the prompt) and sentences (the response). Each sentence is glad (+1), sad (-1) or plain (0),
-drawn by itself; a story's *mood* is the mean over its glad and sad ones, which says nothing about length. Lengths come from a
+drawn by itself; the *mood* of a story is the mean over its glad and sad ones, whatever its length. Lengths come from a
 chain of two states, at home and on a journey: a real long tail, and the last sentence tells the state.
 """
 
