@@ -101,7 +101,7 @@ class IterationRecorder:
         mine = {
             "stats": [{role: {k: float(v) for k, v in s.items()} for role, s in r.stats.items()} for r in results],
             "seconds": dict(phases.seconds),
-            "program_seconds": sum(r.program_seconds for r in results),
+            "program_seconds": sum(r.report.seconds for r in results),
             "spans": [vars(span) for span in phases.spans],
             "peaks": dict(done.peaks),
         }

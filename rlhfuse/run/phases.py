@@ -39,6 +39,6 @@ class Phases:
         self.seconds["train"] = time.time() - start
         wall = time.time() - time.perf_counter()  # actions are timed by the other clock
         for result in results:
-            for span in result.spans:
-                kind = f"{span.action.pipeline.split('.')[0]} {span.action.kind}"
+            for span in result.report.spans:
+                kind = f"{result.roles[span.action.pipeline]} {span.action.kind}"
                 self.note(str(span.action), kind, wall + span.start_seconds, wall + span.end_seconds)

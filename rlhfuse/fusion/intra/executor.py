@@ -20,7 +20,7 @@ from torch.profiler import record_function
 
 from rlhfuse.errors import InputError
 from rlhfuse.fusion.intra.p2p import Channels
-from rlhfuse.fusion.intra.step_report import ActionSpan, Meter, StepReport, Stopwatch
+from rlhfuse.fusion.intra.step_report import ActionSpan, KindTimes, StepReport, Stopwatch
 from rlhfuse.models.stage import LossFunction, PackedTokens, TrainingStage
 from rlhfuse.parallel.optimizer import ModelOptimizer, StepResult
 from rlhfuse.schedule.ir.action import RECEIVES, SENDS, Action, Kind
@@ -162,10 +162,9 @@ class ProgramRun:
         self._posted: dict[int, deque[tuple[dist.Work, Tensor]]] = {peer: deque() for peer in executor.receives}
         self._checks: list[tuple[Action, Tensor]] = []  # whether what an action gave out is finite
         self._losses: dict[Action, Tensor] = {}
-        self._waits: dict[Action, float] = {}
         self._results: dict[str, StepResult] = {}
         self._live = self._peak_live = 0
-        self._meters = {kind: Meter() for kind in _RUN}
+        self._times = {kind: KindTimes() for kind in _RUN}
         self._stopwatch = Stopwatch(self._channels.device)
         self._marks: list[tuple[Action, Any, Any]] = []
 
@@ -175,11 +174,10 @@ class ProgramRun:
         for peer in self._unposted:
             self._post_ahead(peer)
         self._loop()
-        drained = clock()
         sends = self._executor.sends
         self._channels.drain(lambda number: self._progress(f"{sends[-number].text} waits until it is received"))
         self._stopwatch.stop()
-        return self._report(begin, drained, clock())
+        return self._report(clock() - begin)
 
     def _loop(self) -> None:
         profiled = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]  # no public way
@@ -192,9 +190,9 @@ class ProgramRun:
                 with record_function(step.profiler_label) if profiled else quiet:
                     step.run(self, step)
                 now = clock()
-                meter = self._meters[step.action.kind]
-                meter.count += 1
-                meter.total += now - before
+                times = self._times[step.action.kind]
+                times.count += 1
+                times.total_seconds += now - before
                 before = now
         except Exception as error:
             program = self._executor.program
@@ -244,7 +242,7 @@ class ProgramRun:
             self._progress(step.waiting_text)
         self._channels.finish_receive(work, buffer)
         self._progress(step.text)
-        self._waited(step, clock() - start)
+        self._times[step.action.kind].waiting_seconds += clock() - start
         return buffer
 
     def _check(self, step: PreparedInstruction, value: Tensor) -> None:
@@ -253,11 +251,7 @@ class ProgramRun:
 
     def _computed(self, step: PreparedInstruction, start: float, mark: Any) -> None:
         self._marks.append((step.action, mark, self._stopwatch.mark()))
-        self._meters[step.action.kind].stage += clock() - start
-
-    def _waited(self, step: PreparedInstruction, seconds: float) -> None:
-        self._waits[step.action] = seconds
-        self._meters[step.action.kind].waiting += seconds
+        self._times[step.action.kind].stage_seconds += clock() - start
 
     # transport ------------------------------------------------------------------------------------------------
 
@@ -265,7 +259,7 @@ class ProgramRun:
         tensor = self._outputs.pop(step.target)
         start = clock()
         self._channels.send(tensor, step.peer)
-        self._meters[step.action.kind].transport += clock() - start
+        self._times[step.action.kind].transport_seconds += clock() - start
 
     def receive(self, step: PreparedInstruction) -> None:
         # A receive stands where its sender is done, which may be before other work of this rank: it is waited for
@@ -273,7 +267,7 @@ class ProgramRun:
         self._inputs[step.target] = self._posted[step.peer].popleft()
         start = clock()
         self._post_ahead(step.peer)
-        self._meters[step.action.kind].transport += clock() - start
+        self._times[step.action.kind].transport_seconds += clock() - start
 
     def _post_ahead(self, peer: int) -> None:
         unposted, posted = self._unposted[peer], self._posted[peer]
@@ -304,7 +298,7 @@ class ProgramRun:
                 self._progress(step.waiting_text)
             optimizer.finish_reduction(stage)
         self._progress(step.text)
-        self._waited(step, clock() - start)
+        self._times[step.action.kind].waiting_seconds += clock() - start
         start, mark = clock(), self._stopwatch.mark()
         pipeline = step.action.pipeline
         if all(result.finite for result in self._results.values()):  # the same on all ranks: nobody waits in the step
@@ -313,18 +307,16 @@ class ProgramRun:
 
     # what comes of it -----------------------------------------------------------------------------------------
 
-    def _report(self, begin: float, drained: float, end: float) -> StepReport:
-        seconds = self._stopwatch.seconds
+    def _report(self, seconds: float) -> StepReport:
+        at = self._stopwatch.seconds
         return StepReport(
-            spans=tuple(ActionSpan(action, seconds(start), seconds(stop)) for action, start, stop in self._marks),
-            waits=self._waits,
-            times={kind: meter.read() for kind, meter in self._meters.items() if meter.count},
+            spans=tuple(ActionSpan(action, at(start), at(stop)) for action, start, stop in self._marks),
+            times={kind: times for kind, times in self._times.items() if times.count},
             losses={action: float(loss) for action, loss in self._losses.items()},
             steps=self._results,
             faults=tuple(action for action, finite in self._checks if not finite),
             peak_live=self._peak_live,
-            seconds=end - begin,
-            drain_seconds=end - drained,
+            seconds=seconds,
         )
 
 

@@ -1,4 +1,4 @@
-"""What one run of a program took and saw on one rank: spans, waits, the executor's own time, losses, faults.
+"""What one run of a program took and saw on one rank: spans, the executor's own time, losses, faults.
 
 Spans are in the device's time, all other seconds are wall time of this rank's Python thread: on CUDA an instruction
 returns when its work is queued, so waits are near zero there and a stage's time is that of launching it.
@@ -26,15 +26,20 @@ class ActionSpan:
     end_seconds: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class KindTimes:
-    """Where the time of all instructions of one kind went."""
+    """Where the time of all instructions of one kind went; added up while a program runs."""
 
-    count: int
-    stage_seconds: float  # in models, optimizers and collectives
-    transport_seconds: float  # in calls that start sends and receives
-    waiting_seconds: float  # for inputs and for gradient reductions
-    overhead_seconds: float  # all the rest: the executor's own Python
+    count: int = 0
+    total_seconds: float = 0.0  # from the end of the instruction before to the end of each
+    stage_seconds: float = 0.0  # in models, optimizers and collectives
+    transport_seconds: float = 0.0  # in calls that start sends and receives
+    waiting_seconds: float = 0.0  # for inputs and for gradient reductions
+
+    @property
+    def overhead_seconds(self) -> float:
+        """The executor's own Python."""
+        return self.total_seconds - self.stage_seconds - self.transport_seconds - self.waiting_seconds
 
 
 @dataclass(frozen=True)
@@ -42,41 +47,17 @@ class StepReport:
     """One run of a program on this rank."""
 
     spans: tuple[ActionSpan, ...]
-    waits: Mapping[Action, float]  # seconds that an F or B waited for its input, an ST for its model's reductions
     times: Mapping[Kind, KindTimes]
     losses: Mapping[Action, float]  # of each micro-batch, by the F of a last stage
     steps: Mapping[str, StepResult]  # by pipeline; a model that was not to step after a fault is missing
     faults: tuple[Action, ...]  # gave out NaN or infinity on this rank
     peak_live: int  # most micro-batches kept at once for their backward, over all stages of this rank
     seconds: float  # from the first posted receive to the last send received
-    drain_seconds: float  # of these, at the end, for sends that nobody had received yet
 
     @property
     def finite(self) -> bool:
         """Whether every model stepped."""
         return all(result.finite for result in self.steps.values())
-
-    @property
-    def overhead_seconds(self) -> float:
-        """The executor's own Python time."""
-        return sum(times.overhead_seconds for times in self.times.values())
-
-    @property
-    def instructions(self) -> int:
-        return sum(times.count for times in self.times.values())
-
-
-class Meter:
-    """Adds up the times of one kind while a program runs; `total` is everything between two instructions' ends."""
-
-    __slots__ = ("count", "total", "stage", "transport", "waiting")
-
-    def __init__(self) -> None:
-        self.count, self.total, self.stage, self.transport, self.waiting = 0, 0.0, 0.0, 0.0, 0.0
-
-    def read(self) -> KindTimes:
-        overhead = self.total - self.stage - self.transport - self.waiting
-        return KindTimes(self.count, self.stage, self.transport, self.waiting, overhead)
 
 
 class Stopwatch:

@@ -19,7 +19,7 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.errors import InputError
 from rlhfuse.fusion.intra.executor import PipelineParts, PipelineWork, ProgramExecutor
 from rlhfuse.fusion.intra.p2p import Channels
-from rlhfuse.fusion.intra.step_report import ActionSpan, StepReport
+from rlhfuse.fusion.intra.step_report import StepReport
 from rlhfuse.models.heads import token_logprobs
 from rlhfuse.models.stage import LossFunction, PackedTokens, TrainingStage
 from rlhfuse.parallel.collectives import all_gather_objects
@@ -83,14 +83,7 @@ class MinibatchResult:
     parts_tokens: tuple[int, ...]  # of every micro-batch
     steps: Mapping[str, StepResult]  # role -> its optimizer step
     report: StepReport
-
-    @property
-    def spans(self) -> tuple[ActionSpan, ...]:
-        return self.report.spans
-
-    @property
-    def program_seconds(self) -> float:
-        return self.report.seconds
+    roles: Mapping[str, str]  # pipeline -> role, of those on this rank
 
 
 class TrainingStep:
@@ -120,10 +113,10 @@ class TrainingStep:
         self._models = models
         self._temperature = temperature
         self._device = channels.device
-        self._pipelines = {role: ranks.pipeline_of(role, rank) for role in needed}
+        self._roles = {ranks.pipeline_of(role, rank): role for role in needed}
         parts = {
-            self._pipelines[role]: PipelineParts(model.stages, model.optimizer, model.dtype)
-            for role, model in models.items()
+            pipeline: PipelineParts(models[role].stages, models[role].optimizer, models[role].dtype)
+            for pipeline, role in self._roles.items()
         }
         self._executor = ProgramExecutor(programs[rank], parts, channels, progress)
 
@@ -145,30 +138,30 @@ class TrainingStep:
         tokens = tuple(sum(lengths[i] for i in part) for part in parts)
         losses = Losses(batch.response_tokens, algorithm, self._temperature)
         work = {}
-        for role, model in self._models.items():
+        for name, role in self._roles.items():
+            model = self._models[role]
             pipeline, _, tp_rank = model.grid.position(self._rank)
             own = parts[pipeline * microbatches[role] : (pipeline + 1) * microbatches[role]]
             shards = next(iter(model.stages.values())).stage.shards
             cuts = [Microbatch.of(batch.select(part), self._device, shards) for part in own]
             loss = losses.of(model, cuts, counts=tp_rank == 0)
-            work[self._pipelines[role]] = PipelineWork(tuple(cut.packed for cut in cuts), loss, lr[role])
+            work[name] = PipelineWork(tuple(cut.packed for cut in cuts), loss, lr[role])
         for model in self._models.values():
             model.optimizer.zero_grad()
         report = self._executor.run(work)
         if not report.finite:
             self._raise_fault(report)
-        steps = {role: report.steps[pipeline] for role, pipeline in self._pipelines.items()}
-        return MinibatchResult(losses.stats, batch.response_tokens, tuple(lengths), tokens, steps, report)
+        steps = {role: report.steps[name] for name, role in self._roles.items()}
+        return MinibatchResult(losses.stats, batch.response_tokens, tuple(lengths), tokens, steps, report, self._roles)
 
     def _raise_fault(self, report: StepReport) -> None:
         """Gather what each rank saw, and raise the same FloatingPointError everywhere; a collective."""
-        roles = {pipeline: role for role, pipeline in self._pipelines.items()}
-        stepped = [roles[name] for name, result in report.steps.items() if result.finite]
+        stepped = [self._roles[name] for name, result in report.steps.items() if result.finite]
         end = f"stepped before it was seen: {', '.join(stepped)}" if stepped else "no model stepped"
         own = [(self._rank, str(action)) for action in report.faults]
         faults = [fault for part in all_gather_objects(own) for fault in part]
         if not faults:
-            stopped = next(roles[name] for name, result in report.steps.items() if not result.finite)
+            stopped = next(self._roles[name] for name, result in report.steps.items() if not result.finite)
             raise FloatingPointError(
                 f"the gradient norm of {stopped} is not finite, though every loss and gradient between its stages is; "
                 f"{end}"

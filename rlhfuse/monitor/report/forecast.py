@@ -168,14 +168,17 @@ def action_seconds(spans: Sequence[Span]) -> Callable[[Action], float]:
     Of an optimizer step, which waits for all ranks, those of the last to come.
     """
     seen: dict[tuple[str, int, str], list[float]] = defaultdict(list)
+    models: dict[str, str] = {}  # of each pipeline
     for span in spans:
         model, _, kind = span.kind.partition(" ")
         if kind:
-            seen[model, Action.parse(span.name).stage, kind].append(span.end_seconds - span.start_seconds)
+            action = Action.parse(span.name)
+            models[action.pipeline] = model
+            seen[model, action.stage, kind].append(span.end_seconds - span.start_seconds)
     means = {key: statistics.mean(seconds) for key, seconds in seen.items()}
 
     def seconds(action: Action) -> float:
-        model, kind = action.pipeline.partition(".")[0], str(action.kind)
+        model, kind = models[action.pipeline], str(action.kind)
         if action.kind is Kind.ST:
             return min(mean for key, mean in means.items() if key[::2] == (model, kind))
         return means[model, action.stage, kind]

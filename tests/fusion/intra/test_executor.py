@@ -155,7 +155,6 @@ def watched(rank: int, folders: dict) -> dict:
         "texts": texts[: len(texts) // 2],
         "program": [str(i) for i in program.instructions],
         "spans": [str(span.action) for span in reports[0].spans],
-        "waits": {str(a) for a in reports[0].waits},
         "counts": {str(kind): times.count for kind, times in reports[0].times.items()},
         "negative": [t for r in reports for t in r.times.values() if t.overhead_seconds < 0],
     }
@@ -176,7 +175,6 @@ def test_progress_names_instruction_peer_and_microbatch_and_the_report_adds_up(w
         assert f"training instruction {program.index(compute)}: {compute} waits for {program[place]}" in run["texts"]
         computing = [text for text in program if "<" not in text and ">" not in text]
         assert run["spans"] == computing
-        assert {t for t in run["waits"]} >= {text.split("<")[0].replace("R", "", 1) for text in received}
         assert sum(run["counts"].values()) == len(program)
         assert not run["negative"]
 
@@ -241,7 +239,7 @@ def losses_and_weights(rank: int, folders: dict, layouts: tuple[str, str], kind:
         "losses": [loss for result in results for _, loss in sorted(result.report.losses.items())],
         "norms": [step.grad_norm for result in results for step in result.steps.values()],
         "weights": weights(pair),
-        "instructions": results[0].report.instructions,
+        "instructions": sum(times.count for times in results[0].report.times.values()),
     }
     pair.close()
     return out
