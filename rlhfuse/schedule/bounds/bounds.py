@@ -1,12 +1,8 @@
-"""Proved lower bounds: no schedule is faster, no schedule as fast needs less memory.
+"""Proved lower bounds: no schedule is faster, no schedule as fast needs less memory (paper: section 7.3, Table 3).
 
-Both ask `windows` whether a schedule can exist at all. Latency: the largest makespan that is excluded
-under the problem's memory cap; without a cap it contains the paper's per-stage bound and the critical
-path of every pipeline, which the paper's text leaves out. Memory: suppose that every node stays below a
-peak v; then a stage with activation a holds fewer than v / a micro-batches, and where that excludes the
-makespan, v is needed. Only multiples of an activation change what is supposed, so only they are tried.
-
-The rules are stated and proved in window_rules.py. Knows nothing of schedules. Paper: section 7.3 (LB), Table 3.
+Both ask `windows` whether a schedule can exist at all. Latency: the largest makespan that is excluded under the memory
+cap. Memory: suppose that every node stays below a peak v; where that excludes the makespan, v is needed. Only multiples
+of an activation change what is supposed, so only they are tried.
 """
 
 from __future__ import annotations
@@ -36,14 +32,14 @@ def latency_bound(problem: FusionProblem) -> Number:
         windows = _under_cap(problem, windows)
     tick = _tick(problem)
     low = _round_up(windows.least_makespan(), tick)
-    if not windows.excludes(low, together=True):
+    if not windows.excludes(low, disjunctions=True):
         return tidy(low)
     unit, step = (tick, 1) if tick else (low * _PRECISION, 2**20)
-    while windows.excludes(low + step * unit, together=True):
+    while windows.excludes(low + step * unit, disjunctions=True):
         low, step = low + step * unit, 2 * step
     while step > 1:  # excluded at low, not at low + step * unit
         step //= 2
-        low += step * unit * windows.excludes(low + step * unit, together=True)
+        low += step * unit * windows.excludes(low + step * unit, disjunctions=True)
     return tidy(low + unit if tick else low)
 
 
@@ -51,17 +47,17 @@ def memory_bound(problem: FusionProblem, makespan: Number) -> Number:
     """A peak activation memory that no schedule as fast as `makespan` goes below (its fullest node's)."""
     windows = Windows.of(problem)
 
-    def needs(peak: float, together: bool) -> bool:
+    def needs(peak: float, disjunctions: bool) -> bool:
         below = windows.within([peak * (1 - TOLERANCE)] * problem.nodes)
-        return below is None or below.excludes(makespan, together)
+        return below is None or below.excludes(makespan, disjunctions)
 
     single, sums = _peaks(windows)
-    proved = _last(single, lambda peak: needs(peak, together=False))
+    proved = _last(single, lambda peak: needs(peak, disjunctions=False))
     higher = np.concatenate(([proved], sums[sums > proved]))
     reach = 1  # most often the rule for two pipelines together proves no more, so begin with small steps
-    while reach < len(higher) and needs(higher[reach], together=True):
+    while reach < len(higher) and needs(higher[reach], disjunctions=True):
         reach *= 2
-    return tidy(_last(higher[:reach], lambda peak: peak == proved or needs(peak, together=True)))
+    return tidy(_last(higher[:reach], lambda peak: peak == proved or needs(peak, disjunctions=True)))
 
 
 def _last(values: np.ndarray, holds: Callable[[float], bool]) -> float:
@@ -77,8 +73,8 @@ def _peaks(windows: Windows) -> tuple[np.ndarray, np.ndarray]:
     """Every positive amount that one stage can come to hold, and that two can, ascending."""
     kinds = {(hold.activation, len(hold.forward)) for hold in windows.holds}
     multiples = [activation * np.arange(1, count + 1) for activation, count in kinds]
-    single = np.concatenate([[hold.one for hold in windows.holds], *multiples])
-    pairs = [np.add.outer(one, other).ravel() for one, other in itertools.combinations_with_replacement(multiples, 2)]
+    single = np.concatenate([[hold.single for hold in windows.holds], *multiples])
+    pairs = [np.add.outer(a, b).ravel() for a, b in itertools.combinations_with_replacement(multiples, 2)]
     return np.unique(single[single > 0]), np.unique(np.concatenate([single, *pairs]))
 
 
@@ -86,10 +82,10 @@ def _under_cap(problem: FusionProblem, windows: Windows) -> Windows:
     room = [problem.node_cap(node) for node in range(problem.nodes)]
     capped = windows.within([cap * (1 + TOLERANCE) for cap in room])
     if capped is None:
-        hold = next(hold for hold in windows.holds if hold.one > room[hold.node])
+        hold = next(hold for hold in windows.holds if hold.single > room[hold.node])
         raise InputError(
             f"node {hold.node}: the memory cap leaves {room[hold.node]:g} for activations, "
-            f"but one micro-batch needs {hold.one:g}; raise memory_cap"
+            f"but one micro-batch needs {hold.single:g}; raise memory_cap"
         )
     return capped
 

@@ -1,25 +1,7 @@
-"""What raises the heads and tails of operations, and when they prove that no schedule exists.
+"""What raises heads and tails of operations, and when they prove that no schedule of makespan X exists, in numba.
 
-Heads and tails are those of windows.py, X the makespan that is supposed. Each rule follows from what
-every schedule satisfies:
-
-    spread    an operation follows its upstream (and the transfer), the same operation of the previous
-              micro-batch, and, where a stage may hold at most K micro-batches, the release of micro-batch
-              m - K: when forward m starts, 0..m have been forwarded and a prefix of them is released, so
-              with m - K still held there would be K + 1.
-    overload  any set S of operations of one node takes min head + sum of durations + min tail; the
-              largest of these over all S is the makespan of Jackson's preemptive schedule.
-    narrow    (edge finding) where S and one operation i more, of the same node, do not fit between the
-              earliest head of S + i and the latest end of S, i is the last of them to end: it starts no
-              sooner than min head + sum of durations of any subset of S. Mirrored for tails.
-    separate  let x activations of one pipeline and y of another not fit on a node together. The first x
-              from micro-batch m on are held together from forward m + x - 1 to release m, if at all,
-              the others from forward n + y - 1 to release n. Two spans that start before both ends
-              overlap, so one of the two releases precedes one of the two forwards; where the windows
-              leave one such pair, it is so.
-
-Knows nothing of problems: arrays over operations in an order in which everything follows what it needs,
--1 for none. Paper of the edge finding: Carlier and Pinson 1989, in the form of Nuijten 1994.
+The rules are stated and proved in docs/schedules.md. Arrays are over operations in an order in which everything follows
+what it needs, -1 for none. Edge finding: Carlier and Pinson 1989, in the form of Nuijten 1994.
 """
 
 from __future__ import annotations
@@ -31,8 +13,9 @@ SLACK = 1e-11  # relative; far above the rounding of sums of durations, far belo
 
 
 @njit(cache=True)
-def spread(heads, tails, duration, upstream, lag, previous, room):
-    """Heads forward and tails backward along every link."""
+def propagate_precedence(heads, tails, duration, upstream, lag, previous, room):
+    """Heads forward and tails backward along every link: upstream, previous micro-batch, and the release that a forward
+    waits for where a stage may hold at most K micro-batches (`room`)."""
     for o in range(len(heads)):
         if upstream[o] >= 0:
             heads[o] = max(heads[o], heads[upstream[o]] + duration[upstream[o]] + lag[o])
@@ -51,7 +34,7 @@ def spread(heads, tails, duration, upstream, lag, previous, room):
 
 
 @njit(cache=True)
-def least(heads, tails, duration, by_head, by_tail, first):
+def least_makespan(heads, tails, duration, by_head, by_tail, first):
     """Largest of all windows and of Jackson's preemptive makespan of every node."""
     bound = 0.0
     for o in range(len(heads)):
@@ -59,8 +42,8 @@ def least(heads, tails, duration, by_head, by_tail, first):
     leaf = np.empty(len(heads), np.int64)
     for node in range(len(first) - 1):
         low, high = first[node], first[node + 1]
-        for place in range(low, high):
-            leaf[by_head[place]] = place - low
+        for i in range(low, high):
+            leaf[by_head[i]] = i - low
         bound = max(bound, _jackson(by_tail[low:high], leaf, heads, tails, duration))
     return bound
 
@@ -76,8 +59,8 @@ def _jackson(by_tail, leaf, heads, tails, duration):
         size *= 2
     work, end = np.zeros(2 * size), np.full(2 * size, -np.inf)
     bound = 0.0
-    for place in range(len(by_tail) - 1, -1, -1):
-        o = by_tail[place]
+    for i in range(len(by_tail) - 1, -1, -1):
+        o = by_tail[i]
         k = size + leaf[o]
         work[k], end[k] = duration[o], heads[o] + duration[o]
         while k > 1:
@@ -92,22 +75,22 @@ def _jackson(by_tail, leaf, heads, tails, duration):
 def contradiction(
     heads, tails, duration, upstream, lag, previous, room, by_head, by_tail, first, clashes, makespan, passes
 ):
-    """Whether spreading and narrowing, in turn until nothing changes, leave some operation no place."""
+    """Whether precedence and edge finding, in turn until nothing changes, leave some operation no window."""
     slack = makespan * SLACK
     for _ in range(passes):
         changed = False
         for node in range(len(first) - 1):
             low, high = first[node], first[node + 1]
-            forth = narrow(by_head[low:high], heads, tails, duration, makespan, slack)
-            back = narrow(by_tail[low:high], tails, heads, duration, makespan, slack)
+            forth = edge_finding(by_head[low:high], heads, tails, duration, makespan, slack)
+            back = edge_finding(by_tail[low:high], tails, heads, duration, makespan, slack)
             if forth < 0 or back < 0:
                 return True
             changed = changed or forth + back > 0
         if not changed:  # the costlier rule waits until the other has nothing left to say
-            outcome = separate(clashes, heads, tails, duration, makespan, slack)
+            outcome = resolve_disjunctions(clashes, heads, tails, duration, makespan, slack)
             if outcome <= 0:
                 return outcome < 0
-        spread(heads, tails, duration, upstream, lag, previous, room)
+        propagate_precedence(heads, tails, duration, upstream, lag, previous, room)
         for o in range(len(heads)):
             if heads[o] + duration[o] + tails[o] > makespan + slack:
                 return True
@@ -115,7 +98,7 @@ def contradiction(
 
 
 @njit(cache=True)
-def narrow(here, heads, tails, duration, makespan, slack):
+def edge_finding(here, heads, tails, duration, makespan, slack):
     """Raise heads by edge finding (Nuijten): -1 when work does not fit, 1 when a head rose, else 0.
 
     For every latest end, S is the operations that end by it with a head no earlier than a given one,
@@ -171,7 +154,7 @@ def _sort(here, heads):
 
 
 @njit(cache=True)
-def separate(clashes, heads, tails, duration, makespan, slack):
+def resolve_disjunctions(clashes, heads, tails, duration, makespan, slack):
     """Keep apart what does not fit together: -1 when that cannot be, 1 on a change, else 0.
 
     clashes, int64[k, 10]: the rows of Windows._clashes.
@@ -193,7 +176,7 @@ def separate(clashes, heads, tails, duration, makespan, slack):
 
 @njit(cache=True)
 def _one_before_another(releases, forwards, heads, tails, duration, makespan, slack):
-    """One of the releases precedes one of the forwards; where only one pair can, it does. Outcome as of separate."""
+    """One of the releases precedes one of the forwards; where only one pair can, it does. Outcome as above."""
     possible, before, after = 0, 0, 0
     for r in releases:
         for f in forwards:

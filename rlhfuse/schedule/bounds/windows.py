@@ -1,17 +1,9 @@
 """Earliest start and latest end of every operation: what any schedule by a given time must keep to.
 
-An operation has a *head* (no schedule starts it earlier) and a *tail* (at least this much time follows
-its end), so that in a schedule of makespan X it runs within [head, X - tail]. The rules of
-window_rules.py raise heads and tails as far as they can; where an operation is left too short a window,
-or a node more work than fits, no schedule of makespan X exists.
-
-A stage holds at most K = floor(room on its node / activation). Where a pipeline visits a node more than
-once, a micro-batch held at the later stage is still held at the earlier one, so that the activations of
-the earlier visits count too; not so with a split backward, whose weight gradients may run in any order.
-
-Operations are numbered here on their own, by pipeline, micro-batch and place in the micro-batch's own
-chain, which is an order in which everything follows what it needs whatever K is. Knows nothing of
-schedules or search.
+An operation has a *head* (no schedule starts it earlier) and a *tail* (at least this much time follows its end): in a
+schedule of makespan X it runs within [head, X - tail]. A stage holds at most K = floor(room on its node / activation)
+micro-batches. Operations are numbered by pipeline, micro-batch and position in the micro-batch's own chain, so that
+everything follows what it needs whatever K is.
 """
 
 from __future__ import annotations
@@ -22,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlhfuse.schedule.bounds.window_rules import SLACK, contradiction, least, spread
+from rlhfuse.schedule.bounds.window_rules import SLACK, contradiction, least_makespan, propagate_precedence
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 
 MAX_PASSES = 60  # stopping early proves less, never something false
@@ -33,14 +25,15 @@ NARROW_SIZE = 512  # the rule takes the square of a node's operations; above thi
 class Hold:
     """Micro-batch m is held on `node` from the start of operation `forward[m]` to the end of `release[m]`.
 
-    K of them take at least K * `activation`, and one at least `one`: when it comes to the pipeline's last
-    stage, every stage before holds it.
+    K of them take at least K * `activation`, and a single one `single`: when it comes to the pipeline's last stage,
+    every stage before holds it. Where a pipeline visits a node more than once, the later stage's activation counts the
+    earlier ones' too; not so with a split backward, whose weight gradients may run in any order.
     """
 
     pipeline: int
     node: int
     activation: float
-    one: float
+    single: float
     forward: np.ndarray
     release: np.ndarray
 
@@ -93,7 +86,7 @@ class Windows:
         room = np.full_like(self.room, -1)
         for hold in self.holds:
             most_memory = capacity[hold.node] * (1 + SLACK)
-            if hold.one > most_memory:
+            if hold.single > most_memory:
                 return None
             if hold.activation * len(hold.forward) <= most_memory:
                 continue
@@ -102,47 +95,47 @@ class Windows:
         return replace(self, room=room, capacity=tuple(capacity))
 
     def least_makespan(self) -> float:
-        """The largest lower bound of `spread` and `overload`: no makespan need be supposed for it."""
-        heads, tails = self._spread()
-        return least(heads, tails, self.duration, *self._sorted(heads, tails), self.first)
+        """The largest lower bound of precedence and of the work of a node: no makespan need be supposed for it."""
+        heads, tails = self._heads_tails()
+        return least_makespan(heads, tails, self.duration, *self._sorted(heads, tails), self.first)
 
-    def excludes(self, makespan: float, together: bool = False) -> bool:
+    def excludes(self, makespan: float, disjunctions: bool = False) -> bool:
         """Whether the rules prove that no schedule has a makespan of at most `makespan`.
 
-        `together` applies the last rule as well, where there is a capacity; it takes longer.
+        `disjunctions` applies the rule for two pipelines as well, where there is a capacity; it takes longer.
         """
-        heads, tails = self._spread()
+        heads, tails = self._heads_tails()
         orders = self._sorted(heads, tails)
-        if least(heads, tails, self.duration, *orders, self.first) > makespan * (1 + SLACK):
+        if least_makespan(heads, tails, self.duration, *orders, self.first) > makespan * (1 + SLACK):
             return True
         if np.diff(self.first).max() > NARROW_SIZE:
             return False
         links = self.upstream, self.lag, self.previous, self.room
-        clashes = self._clashes() if together and self.capacity else np.zeros((0, 10), np.int64)
+        clashes = self._clashes(self.capacity) if disjunctions and self.capacity else np.zeros((0, 10), np.int64)
         return contradiction(
             heads, tails, self.duration, *links, *orders, self.first, clashes, float(makespan), MAX_PASSES
         )
 
-    def _clashes(self) -> np.ndarray:
+    def _clashes(self, capacity: tuple[float, ...]) -> np.ndarray:
         """Per row two pipelines' holds on a node and the least numbers (x, y) of them that do not fit together.
 
         int64[k, 10]: first forward, first release, step to the next micro-batch, micro-batches and x or y of either.
         """
         rows = []
-        for one, other in itertools.combinations(self.holds, 2):
-            if one.node != other.node or one.pipeline == other.pipeline or not one.activation or not other.activation:
+        for a, b in itertools.combinations(self.holds, 2):
+            if a.node != b.node or a.pipeline == b.pipeline or not a.activation or not b.activation:
                 continue
-            fewest, space = len(other.forward) + 1, self.capacity[one.node] * (1 + SLACK)
-            for x in range(1, len(one.forward) + 1):
-                y = max(0, int((space - x * one.activation) // other.activation) + 1)
+            fewest, space = len(b.forward) + 1, capacity[a.node] * (1 + SLACK)
+            for x in range(1, len(a.forward) + 1):
+                y = max(0, int((space - x * a.activation) // b.activation) + 1)
                 if 0 < y < fewest:
-                    rows.append((*one.lane(), x, *other.lane(), y))
+                    rows.append((*a.lane(), x, *b.lane(), y))
                     fewest = y
         return np.array(rows, np.int64).reshape(-1, 10)
 
-    def _spread(self) -> tuple[np.ndarray, np.ndarray]:
+    def _heads_tails(self) -> tuple[np.ndarray, np.ndarray]:
         heads, tails = np.zeros(len(self.node)), np.zeros(len(self.node))
-        spread(heads, tails, self.duration, self.upstream, self.lag, self.previous, self.room)
+        propagate_precedence(heads, tails, self.duration, self.upstream, self.lag, self.previous, self.room)
         return heads, tails
 
     def _sorted(self, heads: np.ndarray, tails: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -182,8 +175,8 @@ def _holds(number: int, pipeline: Pipeline, base: int) -> list[Hold]:
     start = base + length * np.arange(pipeline.microbatches)
     holds = []
     for stage, node in enumerate(pipeline.placement):
-        one = float(sum(a for n, a in zip(pipeline.placement[: stage + 1], pipeline.activation) if n == node))
-        activation = float(pipeline.activation[stage]) if pipeline.split else one
+        single = float(sum(a for n, a in zip(pipeline.placement[: stage + 1], pipeline.activation) if n == node))
+        activation = float(pipeline.activation[stage]) if pipeline.split else single
         release = 2 * stages + stage if pipeline.split else 2 * stages - 1 - stage
-        holds.append(Hold(number, node, activation, one, start + stage, start + release))
+        holds.append(Hold(number, node, activation, single, start + stage, start + release))
     return holds

@@ -14,7 +14,7 @@ from schedule_cases import TABLE_3, random_problem, table_3_problem
 
 from rlhfuse.errors import InputError
 from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
-from rlhfuse.schedule.bounds.window_rules import least, narrow
+from rlhfuse.schedule.bounds.window_rules import edge_finding, least_makespan
 from rlhfuse.schedule.io import schedule_dict
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
@@ -265,7 +265,7 @@ def test_narrow_keeps_every_order_that_fits():
     for _ in range(800):
         jobs, makespan = one_machine(rng, rng.randint(2, 6))
         heads, duration, tails = (np.array(column, float) for column in zip(*jobs))
-        outcome = narrow(np.arange(len(jobs)), heads, tails, duration, float(makespan), 1e-9)
+        outcome = edge_finding(np.arange(len(jobs)), heads, tails, duration, float(makespan), 1e-9)
         fitting = list(orders_that_fit(jobs, makespan))
         if outcome < 0:
             assert not fitting
@@ -284,4 +284,4 @@ def test_overload_is_the_largest_of_all_sets():
         plain = max(min(h for h, _, _ in s) + sum(d for _, d, _ in s) + min(t for _, _, t in s) for s in sets)
         heads, duration, tails = (np.array(column, float) for column in zip(*jobs))
         by_head, by_tail = np.argsort(heads), np.argsort(tails)
-        assert least(heads, tails, duration, by_head, by_tail, np.array([0, len(jobs)])) == plain
+        assert least_makespan(heads, tails, duration, by_head, by_tail, np.array([0, len(jobs)])) == plain
