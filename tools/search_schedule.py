@@ -22,9 +22,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from rlhfuse.config.json_values import read_json
 from rlhfuse.errors import EXIT_BAD_INPUT, InputError, run_program
 from rlhfuse.schedule.io import load_schedule
-from rlhfuse.schedule.ir.problem import FusionProblem, load_problem, read_json
+from rlhfuse.schedule.ir.problem import FusionProblem, load_problem
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import check_caps
 from rlhfuse.schedule.search.mpi import StopSignals, world_communicator

@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from rlhfuse.config.json_values import JsonModel, parse_json, read_json
 from rlhfuse.errors import InputError, ScheduleError
 from rlhfuse.files import write_text
 from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.evaluate import evaluate, over_cap, reaches, tidy
-from rlhfuse.schedule.ir.problem import FusionProblem, Number, read_json
+from rlhfuse.schedule.ir.problem import FusionProblem, Number
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import serial_makespan, serial_peak_memory
 
@@ -85,15 +86,12 @@ def read_schedule(raw: Any, where: str, expect: FusionProblem | None = None) -> 
     Raises InputError as `load_schedule` does: on a malformed file, and on orders that break a rule of the file's own
     problem (its memory cap is one).
     """
-    if not isinstance(raw, dict) or not {"version", "problem", "tasks"} <= raw.keys():
-        raise InputError(f"{where} is no schedule: version, problem and tasks are needed; make it with search_schedule")
-    if raw["version"] != 1:
-        raise InputError(f"{where}: version {raw['version']!r} is unknown; this program reads version 1")
-    problem = FusionProblem.from_dict(raw["problem"], f"{where}: problem")
+    form = parse_json(_ScheduleJson, raw, where)
+    problem = FusionProblem.from_dict(form.problem, f"{where}: problem")
     if expect is not None:
         check_same_layout(problem, expect, where)
     try:
-        schedule = Schedule(problem, _read_orders(raw["tasks"]))
+        schedule = Schedule(problem, tuple(tuple(task.action() for task in row) for row in form.tasks))
         peaks = evaluate(schedule).node_peak_memory
         node = over_cap(problem, peaks)
         if node is not None:
@@ -125,22 +123,22 @@ def check_same_layout(found: FusionProblem, expect: FusionProblem, where: str) -
                 )
 
 
-def _read_orders(tasks: Any) -> tuple[tuple[Action, ...], ...]:
-    if not isinstance(tasks, list) or not all(isinstance(row, list) for row in tasks):
-        raise InputError("tasks must be a list of nodes, each a list of tasks")
-    return tuple(
-        tuple(_read_action(task, f"tasks[{node}][{i}]") for i, task in enumerate(row)) for node, row in enumerate(tasks)
-    )
+class _TaskJson(JsonModel, extra="ignore"):
+    pipeline: str
+    kind: Literal["F", "B", "W"]
+    stage: int
+    microbatch: int
+
+    def action(self) -> Action:
+        return Action(self.pipeline, self.stage, Kind(self.kind), self.microbatch)
 
 
-def _read_action(task: Any, where: str) -> Action:
-    try:
-        action = Action(task["pipeline"], task["stage"], Kind(task["kind"]), task["microbatch"])
-    except (TypeError, KeyError, ValueError):
-        raise InputError(f"{where}: {task!r} needs pipeline, stage, kind (F, B or W) and microbatch") from None
-    if not isinstance(action.pipeline, str) or type(action.stage) is not int or type(action.microbatch) is not int:
-        raise InputError(f"{where}: {task!r}: pipeline is a name, stage and microbatch are integers")
-    return action
+class _ScheduleJson(JsonModel, extra="ignore"):
+    """What is read of schedule.json; times and figures are computed again."""
+
+    version: Literal[1]
+    problem: Any
+    tasks: list[list[_TaskJson]]
 
 
 def render_json(raw: Mapping[str, Any]) -> str:

@@ -125,7 +125,7 @@ def test_missing_folder_for_the_picture_exits_2(schedule, tmp_path):
 def test_programs_are_lowered_verified_and_printed(schedule, tmp_path):
     shown = show(tmp_path, "--programs", "actor=d1t1p2,critic=d1t1p2")
     assert shown.returncode == 0, shown.stderr
-    assert "\nmodel critic layout d1t1p2 buffer any\nrank 0: " in shown.stdout
+    assert "\nmodel critic layout d1t1p2\nrank 0: " in shown.stdout
     assert "verified: 12 transfers, 6 collectives, one queue per " in shown.stdout
     text = shown.stdout[shown.stdout.index("programs ") : shown.stdout.index("\nverified")]
     ranks = rank_map(dict.fromkeys(("actor", "critic"), ParallelLayout(1, 1, 2)))

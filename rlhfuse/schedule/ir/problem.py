@@ -7,28 +7,32 @@ Paper: section 5.2, problem formulation.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field, model_validator
+
+from rlhfuse.config.json_values import JsonModel, JsonNumber, JsonNumbers, parse_json, read_json
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.errors import InputError
 from rlhfuse.schedule.ir.ranks import ModelShare, fused_shape
 
 Number = int | float
 _NAME = re.compile(r"[^\s:<>]+")
+_PER_STAGE = ("forward", "backward", "activation", "weight_gradient")
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """One pipeline: `placement[s]` is the node of stage `s`; times and activation are per stage and micro-batch.
 
-    `activation` is held from the start of a micro-batch's forward on a stage to the end of its backward
-    (of its weight gradient when split). Raises InputError on lengths that differ and numbers out of range.
+    `activation` is held from the start of a micro-batch's forward on a stage to the end of its backward. With
+    `weight_gradient` the backward is split: `backward` is then the input gradient, the weight gradient W follows it,
+    and the activation is held until W has run. Raises InputError on lengths that differ and numbers out of range.
     """
 
     name: str
@@ -43,16 +47,15 @@ class Pipeline:
     def __post_init__(self) -> None:
         where = f"pipeline {self.name!r}"
         for label, name in (("name", self.name), ("model", self.model)):
-            if not isinstance(name, str) or not _NAME.fullmatch(name):
+            if not _NAME.fullmatch(name):
                 raise InputError(f"{where}: {label} {name!r} must be text without spaces, ':', '<' or '>'")
-        _check_integer(f"{where}: microbatches", self.microbatches, 1)
         if not self.placement:
             raise InputError(f"{where}: placement is empty; list the node of each stage")
-        for node in self.placement:
-            _check_integer(f"{where}: placement", node, 0)
-        for key in ("forward", "backward", "activation", "weight_gradient"):
+        if self.microbatches < 1:
+            raise InputError(f"{where}: microbatches is {self.microbatches}; at least 1 is needed")
+        for key in _PER_STAGE:
             values = getattr(self, key)
-            if values is None and key == "weight_gradient":
+            if values is None:
                 continue
             if len(values) != self.stages:
                 raise InputError(f"{where}: {key} has {len(values)} entries for {self.stages} stages; give one each")
@@ -84,11 +87,7 @@ class FusionProblem:
     static_memory: Number | tuple[Number, ...] = 0
 
     def __post_init__(self) -> None:
-        _check_integer("nodes", self.nodes, 1)
-        _check_number("transfer", self.transfer, positive=False)
-        if not self.pipelines:
-            raise InputError("pipelines is empty; give at least one")
-        for key in ("memory_cap", "static_memory"):
+        for key in ("transfer", "memory_cap", "static_memory"):
             value = getattr(self, key)
             if isinstance(value, tuple) and len(value) != self.nodes:
                 raise InputError(f"{key} has {len(value)} entries for {self.nodes} nodes; give one each or a scalar")
@@ -128,19 +127,14 @@ class FusionProblem:
     @staticmethod
     def from_dict(raw: Any, where: str = "problem") -> FusionProblem:
         """Read the JSON form. Raises InputError naming the place in `where` and the fix."""
-        _check_keys(raw, where, {"version", "nodes", "pipelines"}, _OPTIONAL)
-        if raw["version"] != 1:
-            raise InputError(f"{where}: version {raw['version']!r} is unknown; this program reads version 1")
-        if not isinstance(raw["pipelines"], list):
-            raise InputError(f"{where}: pipelines must be a list")
-        pipelines = tuple(_read_pipeline(entry, f"{where}: pipelines[{i}]") for i, entry in enumerate(raw["pipelines"]))
+        form = parse_json(_ProblemJson, raw, where)
         try:
             return FusionProblem(
-                nodes=raw["nodes"],
-                pipelines=pipelines,
-                transfer=raw.get("transfer", 0),
-                memory_cap=_as_tuple(raw.get("memory_cap")),
-                static_memory=_as_tuple(raw.get("static_memory", 0)),
+                form.nodes,
+                tuple(pipeline.value() for pipeline in form.pipelines),
+                form.transfer,
+                _as_tuple(form.memory_cap),
+                _as_tuple(form.static_memory),
             )
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
@@ -153,12 +147,8 @@ class FusionProblem:
             "memory_cap": _as_list(self.memory_cap),
             "static_memory": _as_list(self.static_memory),
             "transfer": self.transfer,
-            "pipelines": [_write_pipeline(pipeline) for pipeline in self.pipelines],
+            "pipelines": [_pipeline_dict(pipeline) for pipeline in self.pipelines],
         }
-
-
-_OPTIONAL = {"memory_cap", "static_memory", "transfer"}
-_PER_STAGE = ("forward", "backward", "activation", "weight_gradient")
 
 
 def load_problem(path: str | Path) -> FusionProblem:
@@ -166,39 +156,43 @@ def load_problem(path: str | Path) -> FusionProblem:
     return FusionProblem.from_dict(read_json(path), str(path))
 
 
-def read_json(path: str | Path) -> Any:
-    """Parse a JSON file. Raises InputError naming a file that is missing, unreadable or not JSON."""
-    try:
-        return json.loads(Path(path).read_text())
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}; check the path") from None
-    except ValueError as error:
-        raise InputError(f"{path} is not valid JSON: {error}") from None
+Node = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
 
 
-def _read_pipeline(raw: Any, where: str) -> Pipeline:
-    _check_keys(
-        raw,
-        where,
-        {"name", "model", "placement", "microbatches", "forward", "backward", "activation"},
-        {"weight_gradient"},
-    )
-    placement = raw["placement"]
-    if not isinstance(placement, list):
-        raise InputError(f"{where}: placement must be a list of nodes, one per stage")
-    stages = {}
-    for key in _PER_STAGE:
-        value = raw.get(key)
-        if value is None and key != "weight_gradient":
-            raise InputError(f"{where}: {key} is null; give a number or one per stage")
-        stages[key] = tuple(value) if isinstance(value, list) else None if value is None else (value,) * len(placement)
-    try:
-        return Pipeline(raw["name"], raw["model"], tuple(placement), raw["microbatches"], **stages)
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from None
+class _PipelineJson(JsonModel):
+    name: str
+    model: str
+    placement: list[Node]
+    microbatches: Count
+    forward: list[JsonNumber]
+    backward: list[JsonNumber]
+    activation: list[JsonNumber]
+    weight_gradient: list[JsonNumber] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_per_stage(cls, raw: Any) -> Any:
+        """A scalar stands for the same value on every stage."""
+        if not isinstance(raw, dict) or not isinstance(raw.get("placement"), list):
+            return raw
+        scalars = {key for key in _PER_STAGE if raw.get(key) is not None and not isinstance(raw[key], list)}
+        return raw | {key: [raw[key]] * len(raw["placement"]) for key in scalars}
+
+    def value(self) -> Pipeline:
+        return Pipeline(**{name: _as_tuple(getattr(self, name)) for name in type(self).model_fields})
 
 
-def _write_pipeline(pipeline: Pipeline) -> dict[str, Any]:
+class _ProblemJson(JsonModel):
+    version: Literal[1]
+    nodes: Count
+    pipelines: Annotated[list[_PipelineJson], Field(min_length=1)]
+    transfer: JsonNumber = 0
+    memory_cap: JsonNumbers | None = None
+    static_memory: JsonNumbers = 0
+
+
+def _pipeline_dict(pipeline: Pipeline) -> dict[str, Any]:
     raw: dict[str, Any] = {}
     for field in fields(pipeline):
         value = getattr(pipeline, field.name)
@@ -210,23 +204,8 @@ def _write_pipeline(pipeline: Pipeline) -> dict[str, Any]:
     return raw
 
 
-def _check_keys(raw: Any, where: str, needed: set[str], optional: set[str]) -> None:
-    if not isinstance(raw, dict):
-        raise InputError(f"{where}: must be a JSON object, not {type(raw).__name__}")
-    for key in sorted(needed - raw.keys()):
-        raise InputError(f"{where}: {key} is missing; add it")
-    for key in sorted(raw.keys() - needed - optional):
-        raise InputError(f"{where}: unknown key {key!r}; known are {', '.join(sorted(needed | optional))}")
-
-
-def _check_integer(what: str, value: Any, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise InputError(f"{what} is {value!r}; an integer of at least {low} is needed")
-
-
-def _check_number(what: str, value: Any, *, positive: bool) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < 0 or (positive and value == 0):
+def _check_number(what: str, value: Number, *, positive: bool) -> None:
+    if not math.isfinite(value) or value < 0 or (positive and value == 0):
         raise InputError(f"{what} is {value!r}; a {'positive' if positive else 'non-negative'} number is needed")
 
 
@@ -266,12 +245,17 @@ def fused_problem(
     """
     shape = fused_shape(layouts, alternate)
     first = shape.shares[0]
-    _check_integer(f"{first.model}_microbatches", microbatches, 1)
+    _check_count(f"{first.model}_microbatches", microbatches)
     pipelines: tuple[Pipeline, ...] = ()
     for number, share in enumerate(shape.shares, start=1):
         count = _microbatches(first, microbatches, share, number, (others or {}).get(share.model))
         pipelines += _pipelines(share, count, costs[share.model])
     return FusionProblem(nodes=shape.nodes, pipelines=pipelines)
+
+
+def _check_count(what: str, value: int) -> None:
+    if value < 1:
+        raise InputError(f"{what} is {value}; at least 1 is needed")
 
 
 def _microbatches(first: ModelShare, microbatches: int, share: ModelShare, number: int, given: int | None) -> int:
@@ -280,7 +264,7 @@ def _microbatches(first: ModelShare, microbatches: int, share: ModelShare, numbe
     product = f"K1*M1 = {first.pipelines}*{microbatches} = {total}"
     layouts = f"({first.layout} with {share.layout})"
     if given is not None:
-        _check_integer(f"{share.model}_microbatches", given, 1)
+        _check_count(f"{share.model}_microbatches", given)
         if total != share.pipelines * given:
             raise InputError(
                 f"{product} but K{number}*M{number} = {share.pipelines}*{given} = {share.pipelines * given} {layouts}; "
