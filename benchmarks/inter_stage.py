@@ -136,6 +136,13 @@ class Run:
         return [span for span in self.ranks[instance]["spans"] if span[0] == "generate"]
 
     @property
+    def pause_seconds(self) -> float:
+        """Longest from a migrated sample's last step where it was to the first step where it went; one clock."""
+        moves = MigrationPlan.parse(self.ranks[0]["plan"]).moves if self.ranks[0]["plan"] else ()
+        steps = [self._generating(instance) for instance in range(len(self.ranks))]
+        return max((steps[move.destination][1][1] - steps[move.source][0][2] for move in moves), default=0.0)
+
+    @property
     def migration_seconds(self) -> float:
         """From the last instance's last step before the trigger until the last destination decodes again."""
         if not self.ranks[0]["plan"]:
@@ -371,7 +378,7 @@ class Case:
             self._figure("agreement", Figure.of(agreement).at_most(AGREEMENT_GOAL)),
             self._figure("migration", Figure.of(migration).at_most(MIGRATION_GOAL)),
         ]
-        pause = self._figure("pause", Figure.of([1e3 * run.ranks[0]["pause_seconds"] for run in runs], "ms"))
+        pause = self._figure("pause", Figure.of([1e3 * run.pause_seconds for run in runs], "ms"))
         moved = [
             self._figure(name, Figure.of([run.ranks[0][name] for run in runs], "bytes"))
             for name in ("migrated_bytes", "needed_bytes")

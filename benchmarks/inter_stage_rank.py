@@ -123,7 +123,6 @@ class FusionRank:
             "observations": report.observations,
             "cpu_seconds": cpu,  # of the thread that computes, on this rank
             "agreement_seconds": report.agreement_seconds,
-            "pause_seconds": report.pause_seconds,
             "digest": digest(report.rollouts),
         }
 

@@ -23,7 +23,7 @@ from rlhfuse.fusion.inter.generation import Generation, Request
 from rlhfuse.fusion.inter.inference import Rewarder, Scorer
 from rlhfuse.fusion.inter.iteration_store import IterationStore, StoreReporter
 from rlhfuse.fusion.inter.migration import MigrationBarrier, execute_migration, gather_states
-from rlhfuse.fusion.inter.report import DecodePause, GenInferReport, RankEvents, summarize
+from rlhfuse.fusion.inter.report import GenInferReport, RankEvents, summarize
 from rlhfuse.fusion.inter.scoring_queue import ScoringQueue
 from rlhfuse.fusion.inter.tensor_parallel_group import TensorParallelGroup
 from rlhfuse.gen.engine import Engine
@@ -123,12 +123,14 @@ class GenInferIteration:
         finished = generation.decode_until(self._threshold if instances > 1 else 0)
         stopped = time.time()
         self._stage.progress("inter-stage: barrier of all instances")
-        self._finished, barrier = gather_states(self._placement, self._engine, finished, self._decoders.is_leader)
+        self._finished, barrier = gather_states(
+            self._placement, self._instance, self._engine, finished, self._decoders.is_leader
+        )
         self._events.span("meet", stopped, time.time())
         self._tail_samples = len(barrier.states)
         plan = barrier.plan(self._threshold, self._limits)
         if plan:
-            self._migrate(barrier, plan, stopped)
+            self._migrate(barrier, plan)
         self._events.add_barrier(time.time() - stopped)
         if plan and self._instance in plan.destinations:
             generation.decode_tail(others=len(plan.destinations) - 1)
@@ -137,7 +139,7 @@ class GenInferIteration:
         self._stage.generation_done()
         self._events.observe("release", time.perf_counter() - start)
 
-    def _migrate(self, barrier: MigrationBarrier, plan: MigrationPlan, stopped: float) -> None:
+    def _migrate(self, barrier: MigrationBarrier, plan: MigrationPlan) -> None:
         start = time.time()
         stage, engine, events = self._stage, self._engine, self._events
         stage.progress(f"inter-stage: migration of {len(plan.moves)} samples")
@@ -148,7 +150,6 @@ class GenInferIteration:
         events.bytes_needed = barrier.bytes_needed(plan, block_tokens, block_bytes)
         if self._decoders.is_leader:
             events.migrations += pairs
-            events.pauses.append(DecodePause(self._instance, stopped, time.time()))
         events.span("migrate", start, time.time())
 
     # inference ------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ The barrier is a collective of all ranks and exchanges finished samples too.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,19 +32,6 @@ class MigrationBarrier:
     states: tuple[SequenceState, ...]
     free_blocks: tuple[int, ...]
 
-    @staticmethod
-    def of(states: Sequence[bytes]) -> MigrationBarrier:
-        """From what all instances encoded, in order."""
-        decoded = [json.loads(state) for state in states]
-        return MigrationBarrier(
-            states=tuple(
-                SequenceState(sample, instance, tokens, kv, tuple(shared))
-                for instance, state in enumerate(decoded)
-                for sample, tokens, kv, shared in state["sequences"]
-            ),
-            free_blocks=tuple(state["free_blocks"] for state in decoded),
-        )
-
     def plan(self, threshold: int, limits: FusionLimits) -> MigrationPlan | None:
         """Whom to free at R_t = `threshold`, if anybody; the same on every rank."""
         return plan_at_threshold(threshold, self.states, self.free_blocks, limits)
@@ -62,20 +48,19 @@ class MigrationBarrier:
         return blocks * block_bytes
 
 
-def encode_state(engine: Engine) -> bytes:
-    """What an instance brings to the barrier."""
-    sequences = [[s.sample_id, s.total_tokens, s.kv_tokens, list(s.shared_blocks)] for s in engine.unfinished()]
-    return json.dumps({"sequences": sequences, "free_blocks": engine.free_blocks}).encode()
-
-
 def gather_states(
-    placement: Placement, engine: Engine, finished: Sequence[Rollout], is_leader: bool
+    placement: Placement, instance: int, engine: Engine, finished: Sequence[Rollout], is_leader: bool
 ) -> tuple[list[Rollout], MigrationBarrier]:
     """The barrier, a collective: all finished samples by id, and what is unfinished; the same on every rank."""
-    states = all_gather_objects(encode_state(engine) if is_leader else b"")
-    samples = all_gather_objects(finished if is_leader else [])
-    everywhere = sorted((rollout for part in samples for rollout in part), key=lambda r: r.sample_id)
-    return everywhere, MigrationBarrier.of([states[ranks[0]] for ranks in placement.instances])
+    states = [
+        SequenceState(sample.sample_id, instance, sample.total_tokens, sample.kv_tokens, tuple(sample.shared_blocks))
+        for sample in engine.unfinished()
+    ]
+    everyone = all_gather_objects((states, engine.free_blocks, finished) if is_leader else ([], 0, []))
+    leaders = [everyone[ranks[0]] for ranks in placement.instances]
+    samples = sorted((rollout for _, _, part in leaders for rollout in part), key=lambda r: r.sample_id)
+    unfinished = tuple(state for part, _, _ in leaders for state in part)
+    return samples, MigrationBarrier(unfinished, tuple(free_blocks for _, free_blocks, _ in leaders))
 
 
 def execute_migration(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rlhfuse.decisions.migration import MigrationPlan, Move
+from rlhfuse.decisions.migration import MigrationPlan
 from rlhfuse.ppo.rollout import Rollout
 
 OBSERVED = ("decode", "prefill", "score", "load", "migration", "meeting", "release")
@@ -37,7 +37,6 @@ class GenInferReport:
     bytes_needed: int = 0  # of the blocks that had to move, each once for a pair of instances
     recomputed_samples: int = 0  # of the migrated ones, those that moved as tokens
     scored_before_generation_end: int = 0
-    pause_seconds: float = 0.0  # longest that a migrated sample stood still
     agreement_seconds: float = 0.0  # of generation, spent to agree with the others; the most of any rank
     generation_seconds: float = 0.0
     total_seconds: float = 0.0
@@ -55,15 +54,6 @@ class PairMigration:
     destination: int
     kv_bytes: int  # of all ranks of the pair; 0 at the destination, which does not count them
     seconds: float
-
-
-@dataclass(frozen=True)
-class DecodePause:
-    """An instance stood still: from its last step until it could take the next one, or was freed."""
-
-    instance: int
-    stopped_seconds: float  # wall clock
-    resumed_seconds: float
 
 
 @dataclass
@@ -86,7 +76,6 @@ class RankEvents:
     spans: list[PhaseSpan] = field(default_factory=list)
     observed: dict[str, list[list]] = field(default_factory=lambda: {kind: [] for kind in OBSERVED})
     migrations: list[PairMigration] = field(default_factory=list)
-    pauses: list[DecodePause] = field(default_factory=list)
     barrier_seconds: float | None = None  # without what was moved; the leader's
     bytes_needed: int = 0
     scored_early: int = 0
@@ -126,7 +115,6 @@ def summarize(ranks: Sequence[RankEvents]) -> GenInferReport:
         bytes_needed=max(rank.bytes_needed for rank in ranks),
         recomputed_samples=sum(move.mode == "tokens" for move in moves),
         scored_before_generation_end=sum(rank.scored_early for rank in ranks),
-        pause_seconds=longest_pause([pause for rank in ranks for pause in rank.pauses], moves),
         agreement_seconds=max(rank.agreement_seconds for rank in ranks),
         generation_seconds=max(rank.generation_seconds for rank in ranks),
         function_scores={sample: score for rank in ranks for sample, score in rank.function_scores.items()},
@@ -142,9 +130,3 @@ def merge_sides(sides: Sequence[PairMigration]) -> list[PairMigration]:
         other = merged.get(key, side)
         merged[key] = PairMigration(*key, max(side.kv_bytes, other.kv_bytes), min(side.seconds, other.seconds))
     return [merged[key] for key in sorted(merged)]
-
-
-def longest_pause(pauses: Sequence[DecodePause], moves: Sequence[Move]) -> float:
-    """Seconds from a sample's last step where it was to the first step where it went; clocks must agree."""
-    at = {pause.instance: pause for pause in pauses}
-    return max((at[m.destination].resumed_seconds - at[m.source].stopped_seconds for m in moves), default=0.0)

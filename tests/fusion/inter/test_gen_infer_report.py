@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from rlhfuse.decisions.migration import MigrationPlan, Move
-from rlhfuse.fusion.inter.report import DecodePause, PairMigration, RankEvents, longest_pause, merge_sides, summarize
+from rlhfuse.fusion.inter.report import PairMigration, RankEvents, merge_sides, summarize
 
 PLAN = MigrationPlan((1,), (0, 2), (Move(7, 0, 1, "kv", 20), Move(8, 2, 1, "tokens", 0)), (9,))
 
@@ -15,19 +13,12 @@ def test_of_the_two_sides_of_a_pair_the_one_that_did_not_wait_counts():
     assert merge_sides(sides) == [PairMigration(0, 1, 640, 0.2), PairMigration(2, 1, 0, 0.1)]
 
 
-def test_a_pause_is_from_the_step_here_to_the_step_there():
-    pauses = [DecodePause(0, 10.0, 11.0), DecodePause(1, 10.2, 10.9), DecodePause(2, 10.1, 10.3)]
-    assert longest_pause(pauses, PLAN.moves) == pytest.approx(0.9) and longest_pause([], []) == 0.0
-
-
 def test_the_report_adds_up_what_ranks_saw():
     freed, stays = RankEvents(is_leader=True, plan=PLAN), RankEvents(is_leader=True, plan=PLAN)
     freed.observe("score", 10, 2, 0.5, "decoding")
     freed.migrations.append(PairMigration(0, 1, 640, 0.5))
     freed.scored_early, stays.scored_early = 2, 1
     freed.agreement_seconds, stays.generation_seconds, stays.bytes_needed = 0.01, 4.0, 700
-    freed.pauses += [DecodePause(instance, 1.0, 2.0) for instance in (0, 2)]
-    stays.pauses += [DecodePause(1, 1.0, 2.0)]
     freed.add_barrier(0.75)
     stays.add_barrier(0.3125)  # came last, and moved nothing itself
     report = summarize([freed, stays])

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import json
-
 from rlhfuse.decisions.migration import FusionLimits, MigrationPlan, Move, MoveCost, SequenceState
 from rlhfuse.fusion.inter.migration import MigrationBarrier
 from rlhfuse.fusion.inter.tensor_parallel_group import DelayedBroadcast, TensorParallelGroup
-
-
-def state(sequences=(), free=10):
-    return json.dumps({"sequences": sequences, "free_blocks": free}).encode()
-
 
 LIMITS = FusionLimits(4, 1.0, 100.0, 8, MoveCost(1, 0.0, 0.0, 1.0, 1.0), 64)
 
 
 def test_the_plan_follows_from_what_all_instances_brought():
-    barrier = MigrationBarrier.of([state([[7, 20, 19, [1, 2]]]), state([[8, 20, 19, []], [9, 9, 8, []]], free=9)])
-    assert barrier.free_blocks == (10, 9)
+    one = SequenceState(7, 0, 20, 19, (1, 2))
+    barrier = MigrationBarrier((one, SequenceState(8, 1, 20, 19), SequenceState(9, 1, 9, 8)), (10, 9))
     plan = barrier.plan(4, LIMITS)
     assert plan.destinations == (1,) and plan.freed == (0,) and plan.stays == (8, 9)
     assert barrier.bytes_needed(plan, 8, 100) == 300
-    assert MigrationBarrier.of([state([[7, 20, 19, []]])]).plan(4, LIMITS) is None
-    assert MigrationBarrier.of([state(), state()]).plan(4, LIMITS) is None
+    assert MigrationBarrier((one,), (10,)).plan(4, LIMITS) is None
+    assert MigrationBarrier((), (10, 10)).plan(4, LIMITS) is None
 
 
 def test_shared_blocks_are_needed_once_by_a_destination():
