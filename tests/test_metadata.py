@@ -1,5 +1,6 @@
 """What the built package says of itself."""
 
+import configparser
 import shutil
 import subprocess
 import sys
@@ -18,8 +19,8 @@ def metadata(tmp_path_factory):
     folder = tmp_path_factory.mktemp("build")
     for name in ("pyproject.toml", "setup.cfg", "README.md"):
         shutil.copy(ROOT / name, folder)
-    (folder / "rlhfuse").mkdir()
-    (folder / "rlhfuse/__init__.py").write_text("")
+    shutil.copytree(ROOT / "rlhfuse", folder / "rlhfuse", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "tools", folder / "tools", ignore=shutil.ignore_patterns("__pycache__"))
     built = subprocess.run([sys.executable, "-c", BUILD], cwd=folder, check=True, capture_output=True, text=True)
     made = folder / built.stdout.split()[-1]
     entries = (made / "entry_points.txt").read_text() if (made / "entry_points.txt").exists() else ""
@@ -47,3 +48,21 @@ def test_the_packages_that_the_project_is_built_on_are_declared(metadata, packag
     assert len(declared) == 1
     marker = declared[0].partition(";")[2].replace('"', "'").strip()
     assert marker == (f"extra == '{extra}'" if extra else "")
+
+
+def test_every_package_is_installed_and_nothing_else():
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    declared = settings["options"]["packages"].split()
+    there = [".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "rlhfuse").rglob("__init__.py")]
+    assert sorted(declared) == sorted([*there, "rlhfuse.tools"])
+
+
+def test_installed_programs_are_tools(metadata):
+    entries = configparser.ConfigParser()
+    entries.read_string(metadata[1])
+    programs = dict(entries["console_scripts"])
+    assert set(programs) == {f"rlhfuse-{name}" for name in ("train", "plan", "search", "calibrate", "report")}
+    for entry in programs.values():
+        module, _, function = entry.partition(":")
+        assert f"def {function}(" in (ROOT / f"{module.replace('rlhfuse.tools.', 'tools/')}.py").read_text()

@@ -159,5 +159,10 @@ def _plot(threshold: Threshold, path: str) -> None:
     os.replace(beside, path)
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """The installed program."""
     run_program(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -33,5 +33,10 @@ def main() -> int:
     return 0
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """The installed program."""
     run_program(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -251,5 +251,10 @@ def on_rank_zero(comm: Any, read: Callable[[], Any]) -> Any:
     return value
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """The installed program."""
     run_program(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -42,5 +42,10 @@ def main() -> int:
     return train(config, Path(args.config).stem)
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """The installed program."""
     run_program(main, tear_down=False)
+
+
+if __name__ == "__main__":
+    run()

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-
 from gpu_checks.result import TOLERANCE, relative, require
+
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.models.attention import PagedQueries, decode_attention, paged_attention, varlen_attention
 
