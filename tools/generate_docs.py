@@ -4,7 +4,8 @@
     python tools/generate_docs.py --check    name what differs, write nothing; exit code 1 if anything does
 
 A page is a file and a function from its present text to what it should be. `fill` replaces the part between
-`<!-- begin NAME -->` and `<!-- end NAME -->`; the text around it is written by hand.
+`<!-- begin NAME -->` and `<!-- end NAME -->`; the text around it is written by hand. Figures of measurements may stand
+in every page: page_figures.py.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 from pathlib import Path
 
+from page_figures import fill_figures, load_results, results_page
+
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.errors import InputError, run_program
 from rlhfuse.files import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def settings_page(text: str) -> str:
@@ -41,9 +45,19 @@ def settings_schema(text: str) -> str:
     )
 
 
+def figures(text: str) -> str:
+    """What the page takes from measurements."""
+    return fill_figures(text, load_results(RESULTS))
+
+
+def measurements(_: str) -> str:
+    return results_page(load_results(RESULTS))
+
+
 PAGES: dict[str, Callable[[str], str]] = {
     "docs/reference/configuration.md": settings_page,
     "docs/reference/configuration.schema.json": settings_schema,
+    "docs/results.md": measurements,
 }
 
 
@@ -59,7 +73,8 @@ def fill(text: str, name: str, lines: Iterable[str]) -> str:
 
 def differing() -> dict[Path, str]:
     """File -> new text, of the pages that are not as they should be."""
-    pages = {ROOT / path: make for path, make in PAGES.items()}
+    pages = dict.fromkeys((ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))), figures)
+    pages |= {ROOT / path: make for path, make in PAGES.items()}
     texts = {file: file.read_text() if file.exists() else "" for file in pages}
     made = {file: make(texts[file]) for file, make in pages.items()}
     return {file: text for file, text in made.items() if text != texts[file]}
