@@ -22,7 +22,7 @@ from processes import ROOT, run, torchrun, train
 
 from rlhfuse.config.load import load_config
 from rlhfuse.errors import run_program
-from rlhfuse.monitor.report.phase_times import phase_times, whole_seconds
+from rlhfuse.monitor.report.phase_times import whole_seconds
 
 OWN, TRL = "rlhfuse", "trl"
 RATIO_GOAL = 2.0
@@ -38,7 +38,6 @@ class Speed:
     samples: int  # in each iteration
     rewards: list[float]  # mean of every iteration
     tokens: float  # mean response
-    phases: dict[str, float]  # mean seconds of each, where the engine tells them
 
     @property
     def samples_per_second(self) -> float:
@@ -100,7 +99,6 @@ def run_own(model: Path, iterations: int) -> Speed:
         len(rows[0]["lengths/output"]),
         [row["critic/score/mean"] for row in rows],
         statistics.mean(row["response_length/mean"] for row in kept),
-        {phase.name: phase.seconds for phase in phase_times(kept)},
     )
 
 
@@ -111,21 +109,20 @@ def run_trl(python: str, way: str, model: Path, iterations: int, versions: dict[
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "trl.json"
         settings = {
-            "model": model,
-            "prompts": ROOT / config.data.train_files[0],
-            "out": out,
-            "folder": Path(folder) / "trl",
+            "model": str(model),
+            "prompts": str(ROOT / config.data.train_files[0]),
+            "out": str(out),
+            "folder": folder,
             "steps": iterations + 1,  # the first has no end before it to count from
-            "prompts-per-step": config.rollout.prompts_per_iteration,
+            "prompts_per_step": config.rollout.prompts_per_iteration,
             "generations": config.rollout.samples_per_prompt,
             "tokens": config.rollout.max_response_tokens,
             "lr": config.actor.optim.lr,
             "threads": threads,
             "seed": config.trainer.seed,
         }
-        words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
         launcher = torchrun(processes, python) if processes > 1 else [python]
-        run([*launcher, Path(__file__).with_name("end_to_end_trl.py"), *words], threads=threads)
+        run([*launcher, Path(__file__).with_name("end_to_end_trl.py"), json.dumps(settings)], threads=threads)
         said = json.loads(out.read_text())
     versions |= said["versions"]
     return Speed(
@@ -133,7 +130,6 @@ def run_trl(python: str, way: str, model: Path, iterations: int, versions: dict[
         config.samples_per_iteration,
         said["reward"],
         statistics.mean(said["tokens"]),
-        {},
     )
 
 

@@ -1,4 +1,4 @@
-"""TRL's GRPO for end_to_end.py, with the Python of TRL's own environment: one JSON object of the step times to --out.
+"""TRL's GRPO for end_to_end.py, with the Python of TRL's own environment: one JSON object of the step times.
 
 Where TRL has a slower default for a CPU (bfloat16, gradient checkpointing) the faster choice is made for it. A step's
 seconds are from the end of one step to the end of the next.
@@ -6,11 +6,12 @@ seconds are from the end of one step to the end of the next.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,21 +34,15 @@ class StepClock(TrainerCallback):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("model", "prompts", "out", "folder"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
-    for name in ("steps", "prompts-per-step", "generations", "tokens", "threads", "seed"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--lr", type=float, required=True)
-    arguments = parser.parse_args()
+    arguments = SimpleNamespace(**json.loads(sys.argv[1]))
     torch.set_num_threads(arguments.threads)
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     batch = arguments.prompts_per_step * arguments.generations
-    rows = [json.loads(line) for line in arguments.prompts.read_text().splitlines()]
+    rows = [json.loads(line) for line in Path(arguments.prompts).read_text().splitlines()]
     # repeated, so that no epoch ends within the run
     rows *= -(-arguments.steps * arguments.prompts_per_step // len(rows))
     config = GRPOConfig(
-        output_dir=str(arguments.folder),
+        output_dir=arguments.folder,
         max_steps=arguments.steps,
         per_device_train_batch_size=batch // ranks,
         num_generations=arguments.generations,
@@ -67,7 +62,7 @@ def main() -> None:
     )
     clock = StepClock()
     trainer = GRPOTrainer(
-        model=str(arguments.model),
+        model=arguments.model,
         reward_funcs=vader,
         args=config,
         train_dataset=Dataset.from_list(rows),
@@ -82,7 +77,7 @@ def main() -> None:
             "tokens": [row["completions/mean_length"] for row in logged],
             "versions": {"trl": trl.__version__, "torch": torch.__version__},
         }
-        arguments.out.write_text(json.dumps(found))
+        Path(arguments.out).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

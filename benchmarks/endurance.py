@@ -1,6 +1,6 @@
 """Whether a long training stays as it began: memory, open files and threads of every rank, time of every iteration.
 
-    python benchmarks/endurance.py --iterations 300 --samples samples.csv
+    python benchmarks/endurance.py --iterations 300
     python benchmarks/endurance.py --config examples/quickstart.yaml --ranks 4 --iterations 60 trainer.save_every=5
 
 Looks at the ranks from outside whenever a line of metrics.jsonl is there; the first iterations are left out. Responses
@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,11 @@ from harness import Figure, Measurement, counting, options
 from processes import ROOT, train
 
 from rlhfuse.errors import InputError, run_program
-from rlhfuse.files import write_text
 
 WARM_UP = 10  # iterations
 WINDOW = 5  # iterations of a median: memory depends on where in its iteration a rank is
 LEAST = 4  # iterations in a slope
-CPU = "CPU of all ranks at equal tokens"
+CPU, SECONDS = "CPU seconds of all ranks", "seconds of an iteration"
 MEMORY_GOAL = 1.05  # at the end, of what it was after the warm-up
 QUICK = (
     "rollout.prompts_per_iteration=8",
@@ -52,34 +51,12 @@ class Look:
     cpu_seconds: float  # since the rank began, in user and system mode
 
 
-@dataclass(frozen=True)
-class RankLife:
-    """What became of one rank over the first and the last iterations after the warm-up."""
-
-    rank: int
-    memory_begin_bytes: float  # medians
-    memory_end_bytes: float
-    memory_most_bytes: int  # in between
-    files_begin: int  # least: a checkpoint that is being written is a file and a thread more
-    files_end: int
-    threads_begin: int
-    threads_end: int
-
-    @property
-    def growth(self) -> float:
-        return self.memory_end_bytes / self.memory_begin_bytes
-
-    @staticmethod
-    def of(rank: int, looks: Sequence[Look]) -> RankLife:
-        """`looks`: of this rank after the warm-up, in order."""
-        width = max(min(WINDOW, len(looks) // 2), 1)
-        ends = looks[:width], looks[-width:]
-
-        def both(value: Callable[[list[int]], Any], name: str) -> list[Any]:
-            return [value([getattr(look, name) for look in part]) for part in ends]
-
-        memory, most = both(statistics.median, "resident_bytes"), max(look.resident_bytes for look in looks)
-        return RankLife(rank, *memory, most, *both(min, "files"), *both(min, "threads"))
+def begin_and_end(looks: Sequence[Look], name: str) -> tuple[float, float]:
+    """Of one rank after the warm-up: medians of memory; of files and threads the least, for a checkpoint that is
+    being written is one of each more."""
+    width, value = max(min(WINDOW, len(looks) // 2), 1), statistics.median if name == "resident_bytes" else min
+    begin, end = (value(getattr(look, name) for look in part) for part in (looks[:width], looks[-width:]))
+    return begin, end
 
 
 @dataclass(frozen=True)
@@ -112,8 +89,6 @@ def main() -> None:
         raise InputError(f"--iterations {arguments.iterations}: {skipped} are left out, give {least} or more")
     if arguments.run_dir and Path(arguments.run_dir).exists():
         raise InputError(f"--run-dir {arguments.run_dir} exists; give another name")
-    if arguments.samples:
-        write_text(arguments.samples, "")  # said before hours of training
     measurement, looks = Measurement("endurance", arguments), []
     with tempfile.TemporaryDirectory() as folder:
         out = Path(arguments.run_dir or Path(folder) / "run").resolve()
@@ -125,16 +100,11 @@ def main() -> None:
             timeout=arguments.timeout,
             watch=Watch(out / "metrics.jsonl", looks),
         )[skipped:]
-    if arguments.samples:
-        head = ",".join(field.name for field in fields(Look))
-        write_text(arguments.samples, "\n".join([head, *(",".join(map(str, astuple(look))) for look in looks)]) + "\n")
     after = [look for look in looks if look.iteration >= skipped]
-    lives = [
-        RankLife.of(rank, [look for look in after if look.rank == rank]) for rank in sorted({one.rank for one in after})
-    ]
-    slopes = slopes_of(rows, cpu_of(looks))
-    report(measurement, lives, slopes)
-    measurement.facts(iterations=arguments.iterations, left_out=skipped, ranks=[asdict(life) for life in lives])
+    ranks = sorted({look.rank for look in after})
+    report_ranks(measurement, {rank: [look for look in after if look.rank == rank] for rank in ranks})
+    report_slopes(measurement, slopes_of(rows, cpu_of(looks)))
+    measurement.facts(iterations=arguments.iterations, left_out=skipped)
     measurement.finish()
 
 
@@ -145,7 +115,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--iterations", type=counting, default=300)
     parser.add_argument("--run-dir", metavar="DIR", help="keep the run here")
     parser.add_argument("--timeout", type=counting, default=7200, help="seconds that the training may take")
-    parser.add_argument("--samples", metavar="FILE", help="write every look at every rank here, as CSV")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the config's")
     arguments = parser.parse_intermixed_args()
     if arguments.quick:
@@ -193,38 +162,40 @@ def slopes_of(rows: Sequence[dict[str, Any]], cpu: Mapping[int, float]) -> dict[
     seconds = {row["iteration"]: row["timing_s/step"] for row in rows}
     tokens = {row["iteration"]: sum(row["lengths/output"]) for row in rows}
     return {
-        "iteration": Slope.of(seconds),
-        "generated token": Slope.of({i: seconds[i] / tokens[i] for i in seconds}),
-        "iteration at equal tokens": Slope.of(seconds, tokens),
+        SECONDS: Slope.of(seconds, tokens),
         CPU: Slope.of({i: used for i, used in cpu.items() if i in tokens}, tokens),
     }
 
 
-def report(measurement: Measurement, lives: Sequence[RankLife], slopes: Mapping[str, Slope]) -> None:
-    """Tables and figures. What is certain of a slope, at two standard errors, is held against its goal."""
-    growth = [life.growth for life in lives]
+def report_ranks(measurement: Measurement, looks: Mapping[int, Sequence[Look]]) -> None:
+    rows, growth, more = [], [], {"files": [], "threads": []}
+    for rank, own in looks.items():
+        begin, end = begin_and_end(own, "resident_bytes")
+        growth.append(end / begin)
+        cells = [str(rank), f"{begin / 1e6:.1f}", f"{end / 1e6:.1f}", f"{end / begin:.3f}"]
+        for name, each in more.items():
+            first, last = begin_and_end(own, name)
+            each.append(last - first)
+            cells.append(f"{first} -> {last}")
+        rows.append(cells)
     measurement.figure("memory_growth", Figure(max(growth), "x", min(growth), max(growth)).at_most(MEMORY_GOAL))
-    for name in ("files", "threads"):
-        more = max(getattr(life, f"{name}_end") - getattr(life, f"{name}_begin") for life in lives)
-        measurement.figure(f"{name}_more", Figure(more).at_most(0))
-    slope = slopes[CPU]
-    slower = slope.percent - 2 * slope.standard_error
-    measurement.figure("cpu_slope_certain", Figure(slower, "% per 100 iterations").at_most(0))
-    for name, key in (("cpu_slope", CPU), ("seconds_slope", "iteration at equal tokens")):
-        measurement.figure(name, slopes[key].percent, "% per 100 iterations")
-        measurement.figure(f"{name}.error", slopes[key].standard_error, "% per 100 iterations")
-    rows = []
-    for life in lives:
-        sizes = (life.memory_begin_bytes, life.memory_end_bytes, life.memory_most_bytes)
-        counts = f"{life.files_begin} -> {life.files_end}", f"{life.threads_begin} -> {life.threads_end}"
-        rows.append([str(life.rank), *(f"{size / 1e6:.1f}" for size in sizes), f"{life.growth:.3f}", *counts])
-    head = ("rank", "MB begin", "MB end", "MB most", "end / begin", "files", "threads")
+    for name, each in more.items():
+        measurement.figure(f"{name}_more", Figure(max(each)).at_most(0))
+    head = ("rank", "MB begin", "MB end", "end / begin", "files", "threads")
     measurement.table("ranks", "Ranks after the warm-up", head, rows)
-    rows = [
-        [name, f"{one.mean:.4g}", f"{one.percent:+.2f}", f"{one.standard_error:.2f}"] for name, one in slopes.items()
-    ]
-    head = ("of", "mean s", "% per 100 iterations", "standard error")
-    measurement.table("slopes", "Seconds, over the iterations", head, rows)
+
+
+def report_slopes(measurement: Measurement, slopes: Mapping[str, Slope]) -> None:
+    """What is certain of the CPU's slope, at two standard errors, is held against its goal."""
+    unit, rows = "% per 100 iterations", []
+    for name, key in (("cpu", CPU), ("seconds", SECONDS)):
+        slope = slopes[key]
+        certain = Figure(slope.percent - 2 * slope.standard_error, unit)
+        measurement.figure(f"{name}_slope", slope.percent, unit)
+        measurement.figure(f"{name}_slope.error", slope.standard_error, unit)
+        measurement.figure(f"{name}_slope.certain", certain.at_most(0) if key == CPU else certain)
+        rows.append([key, f"{slope.mean:.4g}", f"{slope.percent:+.2f}", f"{slope.standard_error:.2f}"])
+    measurement.table("slopes", "Over the iterations, at equal tokens", ("of", "mean s", unit, "standard error"), rows)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
     python benchmarks/gae.py
 
-`loop` walks a padded [samples, tokens] array from the last token to the first, all samples at once; `scalar` is the
-recursion of one sample in plain Python, timed on a few samples and scaled up. Lengths are uniform between half and all
-of the size; memory is the most that torch held beside the inputs.
+The loop walks a padded [samples, tokens] array from the last token to the first, all samples at once. Lengths are
+uniform between half and all of the size; memory is the most that torch held beside the inputs.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from rlhfuse.ppo.advantage import BLOCK, generalized_advantages
 from rlhfuse.ppo.rollout import segment_index
 
 SIZES, QUICK = ((64, 2048), (512, 8192)), ((3, 40),)
-SCALAR_SAMPLES = 4
 GAMMA, LAM = 0.99, 0.95
 
 
@@ -68,22 +66,13 @@ def padded_loop(rewards: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
     return out.flatten()[index]
 
 
-def scalar_loop(rewards: list[float], values: list[float]) -> list[float]:
-    """One sample in plain Python."""
-    out, carried, following = [0.0] * len(rewards), 0.0, 0.0
-    for t in reversed(range(len(rewards))):
-        carried = rewards[t] + GAMMA * following - values[t] + GAMMA * LAM * carried
-        out[t], following = carried, values[t]
-    return out
-
-
 def main() -> None:
     arguments = options(__doc__, rounds=3).parse_args()
     measurement = Measurement("gae", arguments)
     torch.set_num_threads(1)
     sizes = QUICK if arguments.quick else SIZES
     rows = [compare(measurement, samples, tokens, arguments) for samples, tokens in sizes]
-    columns = ("size", "product", "loop", "scalar", "loop / product", "product MB", "loop MB", "whole matrix MB")
+    columns = ("size", "product", "loop", "loop / product", "product MB", "loop MB", "whole matrix MB")
     measurement.table("sizes", "GAE: a blocked matrix product against loops", columns, rows)
     measurement.facts(threads=1, block_tokens=BLOCK)
     measurement.finish()
@@ -95,13 +84,10 @@ def compare(measurement: Measurement, samples: int, tokens: int, arguments) -> l
     lengths = torch.randint(tokens // 2, tokens + 1, (samples,), generator=generator)
     lengths[0] = tokens
     rewards, values = torch.randn(2, int(lengths.sum()), generator=generator, dtype=torch.float64)
-    some = lengths[:SCALAR_SAMPLES].tolist()
-    pieces = list(zip(rewards[: sum(some)].split(some), values[: sum(some)].split(some)))
     ways = {
         "product": lambda: generalized_advantages(rewards, values, lengths, GAMMA, LAM),
         "loop": lambda: padded_loop(rewards, values, lengths),
     }
-    scalar = timed(lambda: [scalar_loop(r.tolist(), v.tolist()) for r, v in pieces])(0) * len(rewards) / sum(some)
     taken = take_turns({name: timed(way) for name, way in ways.items()}, arguments.rounds, warm_up=True)
     name, peaks = f"{samples}x{tokens}", []
     for way, function in ways.items():
@@ -110,12 +96,11 @@ def compare(measurement: Measurement, samples: int, tokens: int, arguments) -> l
             function()
         peaks.append(measurement.figure(f"{name}.{way}_peak", live.peak / 1e6, "MB").value)
     ratio = measurement.figure(f"{name}.loop_over_product", Figure.ratio(taken["loop"], taken["product"]))
-    measurement.figure(f"{name}.scalar_seconds", scalar, "s")
     measurement.figure(f"{name}.error", float((ways["product"]() - ways["loop"]()).abs().max()))
     seconds = [f"{Figure.of(taken[way]).value:.4g} s" for way in ways]
     whole = tokens * tokens * 8 / 1e6  # what a product without blocks would add
     megabytes = [f"{value:.1f}" for value in (*peaks, whole)]
-    return [f"{samples} x {tokens}", *seconds, f"{scalar:.4g} s", ratio.text(".1f"), *megabytes]
+    return [f"{samples} x {tokens}", *seconds, ratio.text(".1f"), *megabytes]
 
 
 def timed(function: Callable[[], object]) -> Callable[[int], float]:

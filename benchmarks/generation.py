@@ -11,7 +11,6 @@ compares. Prompts are new in each round, so no prefix cache answers for a model.
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import os
 import random
@@ -20,19 +19,27 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from harness import DATA, Figure, Measurement, Panel, counting, options, peer_python, plot, take_turns
+from harness import (
+    TRACE,
+    Figure,
+    Measurement,
+    Panel,
+    counting,
+    options,
+    peer_python,
+    plot,
+    take_turns,
+    trace_lengths,
+)
 from processes import Worker, environment
 
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.errors import InputError, run_program
 
 OWN, LIMITS = "rlhfuse", "limits"  # the second is no engine: what the machine allows
-PEERS = ("vllm", "transformers")
-TRACE = DATA / "traces" / "arxiv_llama2tok.csv"
 HEAD_DIM = 64
 SPARE = 200  # tokens that the first sequence may draw while others of `decode` are still in their prompts
 # 4.5M and 100M parameters
@@ -44,7 +51,6 @@ GOALS = {("A", "vllm"): 1.2, ("A", "transformers"): 1.7, ("B", "vllm"): 1.5, ("B
 OUTSIDE_GOAL = 0.25  # of a decode step outside the forward pass, at the sequences of A
 LONG_ROUNDS = 3  # of B at most: static batches of long sequences take minutes
 DEAR_TOKENS = 2**14  # in the prompts of a point of F: then one round, which warms up for itself
-PROFILE_ROWS = 12
 
 
 @dataclass(frozen=True)
@@ -85,12 +91,9 @@ class Model:
     """A checkpoint in Hugging Face layout, and how much of it is to run at once."""
 
     folder: Path
+    spec: ModelSpec
     max_sequences: int
     cache_tokens: int  # in all sequences together
-
-    @cached_property
-    def spec(self) -> ModelSpec:
-        return ModelSpec.from_config(self.folder)
 
 
 def candidates(peer: str, python: str, threads: int) -> list[Configuration]:
@@ -109,22 +112,21 @@ def candidates(peer: str, python: str, threads: int) -> list[Configuration]:
     if peer == LIMITS:
         return [Configuration("torch", {})]
     eager, within = {"enforce_eager": True}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    found = [
-        Configuration("eager", eager, within),
-        Configuration("eager, no prefix cache", {**eager, "enable_prefix_caching": False}, within),
-        Configuration("eager, blocks of 32 tokens", {**eager, "block_size": 32}, within),
-        Configuration("torch.compile", {"enforce_eager": False}, within),
-    ]
+    modes = {
+        "eager": eager,
+        "eager, no prefix cache": {**eager, "enable_prefix_caching": False},
+        "eager, blocks of 32 tokens": {**eager, "block_size": 32},
+        "torch.compile": {"enforce_eager": False},
+    }
+    found = [Configuration(name, arguments, within) for name, arguments in modes.items()]
     intel_openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
     if intel_openmp.exists():
         preload = {"LD_PRELOAD": str(intel_openmp)}
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
         apart = {"VLLM_CPU_OMP_THREADS_BIND": cores, **preload}
-        found += [
-            Configuration("eager, Intel OpenMP", eager, {**within, **preload}),
-            Configuration("torch.compile, Intel OpenMP", {"enforce_eager": False}, {**within, **preload}),
-            Configuration(f"eager, engine process bound to cores {cores}, Intel OpenMP", eager, apart),
-        ]
+        names = ("eager", "torch.compile")
+        found += [Configuration(f"{name}, Intel OpenMP", modes[name], {**within, **preload}) for name in names]
+        found.append(Configuration(f"eager, engine process bound to cores {cores}, Intel OpenMP", eager, apart))
     return found
 
 
@@ -232,8 +234,9 @@ class Bench:
     sizes: Sizes
     seed: int
     models: dict[str, Model]  # small, large, long
-    trace: Path
+    lengths: list[int]  # long-tailed, of B
     measurement: Measurement
+    plot: str | None
 
     def prompts(self, count: int, tokens: int, number: int) -> list[list[int]]:
         draw = random.Random(f"{self.seed} {count} {tokens} {number}")
@@ -305,9 +308,7 @@ def throughput(bench: Bench) -> None:
 
 def long_tail(bench: Bench) -> None:
     """B: 256 requests with real long-tailed lengths, 64 at a time; transformers in static batches"""
-    sizes = bench.sizes
-    lengths = trace_lengths(bench.trace, sizes.requests, sizes.context - sizes.prompt_tokens, bench.seed)
-    rounds = min(LONG_ROUNDS, bench.fleet.rounds)
+    lengths, rounds = bench.lengths, min(LONG_ROUNDS, bench.fleet.rounds)
     seconds = bench.turns("small", "any", lambda i: bench.generate(lengths, i), "seconds", rounds)
     row, ordered = bench.compare("B", seconds, sum(lengths), "tokens/s"), sorted(lengths)
     p50, p99 = ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
@@ -326,28 +327,20 @@ def small_batches(bench: Bench) -> None:
 
 
 def overhead(bench: Bench) -> None:
-    """D: the share of a decode step outside the model's forward pass, and the functions that take the time"""
+    """D: the share of a decode step outside the model's forward pass"""
     model, sizes, rows = bench.models["small"], bench.sizes, []
     for batch, kind in ((sizes.sequences, "many"), (1, "few")):
 
-        def ask(do: str, number: int, **more: int) -> dict[str, Any]:
-            prompts = bench.prompts(batch, sizes.prompt_tokens, number)
-            return bench.fleet.ask(
-                OWN, model, kind, do, prompts=prompts, steps=2 * sizes.decode_steps, seed=bench.seed, **more
-            )
+        def share(number: int) -> dict[str, Any]:
+            request = {**bench.decode(batch, sizes.prompt_tokens, number), "do": "share"}
+            return bench.fleet.ask(OWN, model, kind, **request)
 
-        answers = take_turns({OWN: lambda number: ask("share", number)}, bench.fleet.rounds, warm_up=True)[OWN]
-        share = Figure.of([answer["share_outside"] for answer in answers])
-        share = share.at_most(OUTSIDE_GOAL) if batch == sizes.sequences else share
-        bench.measurement.figure(f"d.batch{batch}.outside", share)
-        milliseconds = [
-            1e3 * statistics.median(one[key] for one in answers) for key in ("step_seconds", "forward_seconds")
-        ]
-        rows.append([str(batch), *(f"{value:.2f} ms" for value in milliseconds), f"{share.value:.1%}"])
-        profile = ask("profile", len(answers), top=PROFILE_ROWS)["functions"]
-        cells = [[one["function"], f"{one['microseconds']:.1f}", f"{one['calls']:.1f}"] for one in profile]
-        head = ("function", "us of a step by itself, under the profiler", "calls")
-        bench.measurement.table(f"d.batch{batch}", f"D: functions of a step, batch {batch}", head, cells)
+        answers = take_turns({OWN: share}, bench.fleet.rounds, warm_up=True)[OWN]
+        outside = Figure.of([answer["share_outside"] for answer in answers])
+        outside = outside.at_most(OUTSIDE_GOAL) if batch == sizes.sequences else outside
+        bench.measurement.figure(f"d.batch{batch}.outside", outside)
+        step, forward = (statistics.median(one[key] for one in answers) for key in ("step_seconds", "forward_seconds"))
+        rows.append([str(batch), f"{1e3 * step:.2f} ms", f"{1e3 * forward:.2f} ms", f"{outside.value:.1%}"])
     head = ("batch", "step", "forward pass", "outside it")
     bench.measurement.table("d", "D: a decode step of this engine", head, rows)
 
@@ -398,7 +391,8 @@ def curves(bench: Bench) -> None:
         title = f"F: milliseconds of a step over the {axis} ({fixed})"
         bench.measurement.table(f"f.{axis}", title, [axis, *bench.heads()], rows)
         panels.append(Panel(f"{axis} ({fixed})", "milliseconds of a decode step", lines))
-    bench.measurement.facts(curves=[panel.lines for panel in panels])
+    if bench.plot:
+        plot(bench.plot, panels)
 
 
 CASES = {"A": throughput, "B": long_tail, "C": small_batches, "D": overhead, "E": machine_limit, "F": curves}
@@ -409,27 +403,24 @@ def main() -> None:
     cases, sizes = arguments.cases, QUICK if arguments.quick else Sizes()
     measurement = Measurement("generation", arguments)
     pythons = {OWN: sys.executable}
-    for peer in filter(None, arguments.peers.split(",")):
-        if peer not in PEERS:
-            raise InputError(f"--peers: {peer!r} is unknown; give some of {','.join(PEERS)}")
-        if peer == "vllm" and arguments.vllm_python is None:
-            measurement.say("vllm is left out: no --vllm-python; benchmarks/setup_peers.sh makes its environment")
-            continue
-        vllm = peer == "vllm"
-        pythons[peer] = peer_python("--vllm-python", arguments.vllm_python, peer) if vllm else sys.executable
-    trace = Path(arguments.trace or TRACE)
-    if "B" in cases and arguments.trace is None and not trace.exists():
+    if arguments.vllm_python is None:
+        measurement.say("vllm is left out: no --vllm-python; benchmarks/setup_peers.sh makes its environment")
+    else:
+        pythons["vllm"] = peer_python("--vllm-python", arguments.vllm_python, "vllm")
+    pythons |= {"transformers": sys.executable, LIMITS: sys.executable}
+    lengths: list[int] = []
+    if "B" in cases and arguments.trace is None and not TRACE.exists():
         cases.remove("B")
         measurement.say(f"B is left out: no --trace, and {TRACE.name} is not beside the repository")
-    if "B" in cases:
-        trace_lengths(trace, 1, 1, arguments.seed)  # bad input is said before anything is measured
+    elif "B" in cases:
+        longest = sizes.prompt_tokens, sizes.context - sizes.prompt_tokens
+        lengths = list(trace_lengths(arguments.trace or TRACE, sizes.requests, *longest, arguments.seed).output)
     rounds = 1 if arguments.quick else arguments.rounds
     with tempfile.TemporaryDirectory() as name:
         models = write_models(Path(name), sizes, arguments.quick, arguments.seed)
-        with Fleet({**pythons, LIMITS: sys.executable}, arguments.threads, rounds, Path(name)) as fleet:
-            bench = Bench(fleet, sizes, arguments.seed, models, trace, measurement)
-            trial = None if arguments.no_trial or arguments.quick else bench.trial
-            tried = fleet.choose(models["small"], trial, measurement.say)
+        with Fleet(pythons, arguments.threads, rounds, Path(name)) as fleet:
+            bench = Bench(fleet, sizes, arguments.seed, models, lengths, measurement, arguments.plot)
+            tried = fleet.choose(models["small"], None if arguments.quick else bench.trial, measurement.say)
             measurement.table("trial", "Configurations", ("engine", "configuration", "many", "few"), tried)
             for case in cases:
                 measurement.say(CASES[case].__doc__ or case)
@@ -438,21 +429,15 @@ def main() -> None:
                 CASES[case](bench)
             chosen = {peer: {kind: one.name for kind, one in kinds.items()} for peer, kinds in fleet.chosen.items()}
             measurement.facts(threads=arguments.threads, versions=fleet.versions, configurations=chosen)
-    result = measurement.finish()
-    if arguments.plot:
-        labels = ("context, tokens", "batch, sequences")
-        lines = result["facts"]["curves"]
-        plot(arguments.plot, [Panel(x, "milliseconds of a decode step", each) for x, each in zip(labels, lines)])
+    measurement.finish()
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = options(__doc__, rounds=5)
     parser.add_argument("--cases", default=",".join(CASES), help="such as A,C")
-    parser.add_argument("--peers", default=",".join(PEERS), help="engines to compare with")
     parser.add_argument("--vllm-python", metavar="FILE", help="Python of vLLM's environment; none leaves vLLM out")
     parser.add_argument("--threads", type=counting, default=os.cpu_count(), help="of each engine")
-    parser.add_argument("--trace", metavar="FILE", help=f"CSV with a column num_decode_tokens, for B [{TRACE.name}]")
-    parser.add_argument("--no-trial", action="store_true", help="take the first configuration of each engine")
+    parser.add_argument("--trace", metavar="FILE", help=f"requests' lengths, for B [{TRACE.name}]")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the curves of F")
     arguments = parser.parse_args()
     names = {word.strip().upper() for word in arguments.cases.split(",")}
@@ -484,7 +469,7 @@ def write_models(folder: Path, sizes: Sizes, quick: bool, seed: int) -> dict[str
         torch.manual_seed(seed)
         config = LlamaConfig(**shape, head_dim=HEAD_DIM, max_position_embeddings=context)
         LlamaForCausalLM(config).save_pretrained(folder / name)
-        models[name] = Model(folder / name, max_sequences, cache_tokens)
+        models[name] = Model(folder / name, ModelSpec.from_config(folder / name), max_sequences, cache_tokens)
     return models
 
 
@@ -505,21 +490,6 @@ def step_bytes(spec: ModelSpec, batch: int, context: int) -> int:
 def step_flops(spec: ModelSpec, batch: int, context: int) -> int:
     attention = 4 * spec.layers * spec.heads * spec.head_dim * context
     return batch * (2 * sum(n * k for n, k in product_shapes(spec)) + attention)
-
-
-def trace_lengths(path: Path, count: int, longest: int, seed: int) -> list[int]:
-    """`count` response lengths drawn from a trace, scaled so that the longest of them is `longest`."""
-    if not path.exists():
-        raise InputError(f"--trace {path} is not there; give a CSV file with a column num_decode_tokens")
-    try:
-        with path.open() as file:
-            known = [int(row["num_decode_tokens"]) for row in csv.DictReader(file)]
-    except (KeyError, ValueError) as error:
-        raise InputError(f"--trace {path}: num_decode_tokens is not a column of whole numbers ({error})") from None
-    if len(known) < count:
-        raise InputError(f"--trace {path} holds {len(known)} requests, {count} are needed; give a longer one")
-    drawn = random.Random(seed).sample(known, count)
-    return [max(1, round(length * longest / max(drawn))) for length in drawn]
 
 
 if __name__ == "__main__":

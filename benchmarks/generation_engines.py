@@ -8,7 +8,6 @@ Runs in the environment of the engine it measures: only that engine is imported,
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from typing import Any
@@ -196,28 +195,7 @@ class Rlhfuse(Measured):
             "share_outside": 1 - sum(passes[-steps:]) / sum(times),
         }
 
-    def profile(self, prompts: Prompts, steps: int, seed: int, top: int) -> dict[str, Any]:
-        """Functions that take most of the time by themselves (compiled code counts for its caller), in microseconds
-        a step. The profiler slows Python down: for the order of things, not for their sum."""
-        import cProfile
-        import pstats
-
-        profiler = cProfile.Profile()
-        self._decoding(prompts, steps, seed, profiler)
-        entries = pstats.Stats(profiler).stats.items()
-        rows = sorted(((own, calls, place) for place, (_, calls, own, _, _) in entries), reverse=True)[:top]
-        return {
-            "functions": [
-                {
-                    "function": name if line == 0 else f"{os.path.basename(file)}:{line} {name}",
-                    "microseconds": 1e6 * own / steps,
-                    "calls": calls / steps,
-                }
-                for own, calls, (file, line, name) in rows
-            ]
-        }
-
-    def _decoding(self, prompts: Prompts, steps: int, seed: int, profiler: Any = None) -> list[float]:
+    def _decoding(self, prompts: Prompts, steps: int, seed: int) -> list[float]:
         """Seconds of `steps` steps in which all prompts decode."""
         engine = self._engine
         for sample_id, prompt in enumerate(prompts):
@@ -229,15 +207,11 @@ class Rlhfuse(Measured):
             if engine.last_step.batch == len(prompts) and engine.last_step.prefill_tokens == 0:
                 break
         times = []
-        if profiler is not None:
-            profiler.enable()
         for _ in range(steps):
             start = time.perf_counter()
             engine.step()
             times.append(time.perf_counter() - start)
             assert engine.last_step.batch == len(prompts), f"{engine.last_step.batch} of {len(prompts)} decoded"
-        if profiler is not None:
-            profiler.disable()
         for sample_id in range(len(prompts)):
             engine.abort(sample_id)
         return times
@@ -246,9 +220,7 @@ class Rlhfuse(Measured):
 class Limits(Measured):
     """What the machine allows, by torch alone: the matrix products of a step, the GEMM rate, the memory bandwidth."""
 
-    def __init__(
-        self, model: str, context: int, max_sequences: int, cache_tokens: int, configuration: dict[str, Any]
-    ) -> None:
+    def __init__(self, **_: Any) -> None:
         import torch
 
         self.version = torch.__version__

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
 import os
 import platform
 import resource
@@ -28,10 +29,12 @@ from rich.table import Table
 
 from rlhfuse.errors import InputError
 from rlhfuse.files import write_bytes, write_text
+from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DATA = ROOT.parent / "shared" / "data"  # models and traces that are no part of the repository
+TRACE = DATA / "traces" / "arxiv_llama2tok.csv"
 BUSY_CORES = 0.1  # taken by other programs: with more of them the figures are not to be trusted
 
 T = TypeVar("T")
@@ -88,8 +91,8 @@ def take_turns(sides: Mapping[str, Callable[[int], T]], rounds: int, warm_up: bo
 class Measurement:
     """Figures and tables of one benchmark program; prints them as they come and writes them at the end."""
 
-    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
-        """`arguments`: of `options`. Raises InputError where the results file cannot be written."""
+    def __init__(self, name: str, arguments: argparse.Namespace, timed: bool = True) -> None:
+        """`arguments`: of `options`; `timed`: other programs matter. Raises InputError where --out has no folder."""
         self.name, self.quick = name, bool(arguments.quick)
         self.out = Path(arguments.out) if arguments.out else None if self.quick else RESULTS / f"{name}.json"
         RESULTS.mkdir(exist_ok=True)
@@ -100,7 +103,8 @@ class Measurement:
         self._tables: dict[str, dict[str, Any]] = {}
         self._facts: dict[str, Any] = {}
         self._begun, self._load = time.monotonic(), os.getloadavg()[0]
-        self._machine_seconds, self._own_seconds = machine_cpu_seconds(), own_cpu_seconds()
+        self._machine_seconds = machine_cpu_seconds() if timed else None
+        self._own_seconds = own_cpu_seconds()
 
     def say(self, text: str) -> None:
         self.screen.print(text, highlight=False, markup=False)
@@ -195,6 +199,22 @@ def named(option: str, text: str, known: Mapping[str, T]) -> list[T]:
         if name not in known:
             raise InputError(f"{option} {text}: {name!r} is unknown; give some of {', '.join(known)}")
     return [known[name] for name in names]
+
+
+def trace_lengths(source: str | Path, count: int, longest_prompt: int, longest_output: int, seed: int) -> SampleLengths:
+    """Requests drawn from a trace, prompts and outputs each scaled so that their longest is the longest allowed.
+
+    Raises InputError for a trace that is not there or has no lengths of prompts.
+    """
+    trace = load_lengths(source)
+    if trace.prompt_column is None:
+        raise InputError(f"{source} has no column of prompt lengths; give a trace that has both")
+    (drawn,) = trace.lengths.draw(count, 1, seed)
+
+    def scaled(values: Sequence[int], longest: int) -> tuple[int, ...]:
+        return tuple(max(1, math.ceil(value * longest / max(values))) for value in values)
+
+    return SampleLengths(scaled(drawn.prompt, longest_prompt), scaled(drawn.output, longest_output))
 
 
 def peer_python(option: str, file: str, peer: str) -> str:

@@ -1,6 +1,6 @@
 """Generation and inference of one iteration, fused beside serial, on two instances of one CPU machine.
 
-    python benchmarks/inter_stage.py [--trace trace.json]
+    python benchmarks/inter_stage.py [--sizes 1:2,2:1]
 
 Two processes of one thread hold a generation instance and an inference worker each, of random Llamas; lengths are those
 of a real trace, scaled, and forced. Costs are fitted to a few runs, as a training fits them to its iterations; every
@@ -10,26 +10,23 @@ R_t is predicted with them and run in turn, the chosen and the fastest once more
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import DATA, Figure, Measurement, named, options, take_turns
+from harness import TRACE, Figure, Measurement, named, options, take_turns, trace_lengths
 from processes import ALLOCATOR, Ranks
 
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import largest_flat_batch
 from rlhfuse.costs.measured import BytesObservation, DecodeObservation, MeasuredCost, TokensObservation
 from rlhfuse.decisions.migration import MigrationPlan
-from rlhfuse.errors import InputError, run_program
-from rlhfuse.monitor.trace import Span, save_trace
+from rlhfuse.errors import run_program
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.iteration import GenInferTimeline, fusion_limits, simulate_gen_infer
-from rlhfuse.simulator.lengths import SampleLengths, load_lengths
+from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import sweep_threshold
 
 INSTANCES = 2
@@ -39,15 +36,12 @@ BLOCK_TOKENS = 16
 ELEMENT_BYTES = 4  # float32
 PERCENTS, QUICK_PERCENTS = (0, 5, 10, 20, 30, 40, 50, 60, 80, 95), (0, 20, 60)  # of the batch: the R_t that are swept
 FIT_PERCENTS = (0, 20, 50)  # of the runs that costs are fitted to
-TRACE = DATA / "traces" / "arxiv_llama2tok.csv"
 QUICK_ROUNDS, FINAL_ROUNDS = 2, 7  # the last: of the R_t chosen and the fastest of the sweep
-GAP_SECONDS = 0.2  # between two runs in the trace
 SPEEDUP_GOAL = 1.2
 AGREEMENT_GOAL = 0.02  # of generation
 MIGRATION_GOAL = 0.03  # of the stage
 ERROR_GOAL = 0.10  # mean, predicted against measured
 CHOICE_GOAL = 0.05  # chosen R_t over the best measured
-ALONE = 0.97  # of the processor time that the work took: with less the ranks were not alone
 
 
 @dataclass(frozen=True)
@@ -101,23 +95,6 @@ QUICK = (
 )
 
 
-def batch_lengths(source: str | Path, sizes: Sizes, seed: int) -> SampleLengths:
-    """Requests drawn from a trace, prompts and outputs each scaled so that the batch's longest is the longest allowed.
-
-    Raises InputError for a trace that is not there or has no lengths of prompts.
-    """
-    trace = load_lengths(source)
-    if trace.prompt_column is None:
-        raise InputError(f"{source} has no column of prompt lengths; give a trace that has both")
-    (drawn,) = trace.lengths.draw(sizes.samples, 1, seed)
-    return SampleLengths(scaled(drawn.prompt, sizes.max_prompt), scaled(drawn.output, sizes.max_output))
-
-
-def scaled(values: Sequence[int], longest: int) -> tuple[int, ...]:
-    """The longest value becomes `longest`, none less than 1."""
-    return tuple(max(1, math.ceil(value * longest / max(values))) for value in values)
-
-
 @dataclass(frozen=True)
 class Run:
     """Generation and inference of the batch, as the ranks told it."""
@@ -151,18 +128,6 @@ class Run:
         begun = max(self._generating(instance)[0][2] for instance in range(len(self.ranks)))
         return max(self._generating(instance)[1][1] for instance in plan.destinations) - begun
 
-    @property
-    def cpu_share(self) -> float:
-        """Processor time that the computing threads got, over the time that their work took."""
-        observed = self.ranks[0]["observations"]
-        busy = sum(seconds_of(row) for kind in ("decode", "prefill", "score") for row in observed[kind])
-        return sum(rank["cpu_seconds"] for rank in self.ranks) / busy
-
-
-def seconds_of(row: Sequence[Any]) -> float:
-    """Of an observation: its last number, behind which the neighbour may be named."""
-    return [value for value in row if not isinstance(value, str)][-1]
-
 
 @dataclass(frozen=True)
 class Point:
@@ -181,13 +146,9 @@ class Point:
     def error(self) -> float:
         return self.predicted.total_seconds / self.seconds - 1
 
-    def median(self, name: str) -> float:
-        return statistics.median(getattr(run, name) for run in self.runs)
-
     @property
-    def middle(self) -> Run:
-        """The run of the median."""
-        return sorted(self.runs, key=lambda run: run.seconds)[len(self.runs) // 2]
+    def generation_seconds(self) -> float:
+        return statistics.median(run.generation_seconds for run in self.runs)
 
     def ideal_seconds(self, work: float) -> float:
         """With free migration and loading, and `work` seconds of scoring, cut as finely as one likes.
@@ -233,31 +194,27 @@ def fit_costs(runs: Sequence[Run], free_moves: bool = False) -> MeasuredCost:
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    parser = options(__doc__, rounds=3)
+    parser.add_argument("--sizes", default=FULL[0].name, help=f"some of {', '.join(sizes.name for sizes in FULL)}")
+    parser.add_argument("--lengths", default=TRACE, metavar="FILE", help="csv, jsonl or parquet with both lengths")
+    arguments = parser.parse_args()
     cases = named("--sizes", arguments.sizes, {sizes.name: sizes for sizes in (QUICK if arguments.quick else FULL)})
-    lengths = {sizes.name: batch_lengths(arguments.lengths, sizes, arguments.seed) for sizes in cases}
-    measurement, spans, rows, choices = Measurement("inter_stage", arguments), [], [], []
+    lengths = {
+        one.name: trace_lengths(arguments.lengths, one.samples, one.max_prompt, one.max_output, arguments.seed)
+        for one in cases
+    }
+    measurement, rows, choices = Measurement("inter_stage", arguments), [], []
     for sizes in cases:
         made = {"sizes": asdict(sizes), "seed": arguments.seed}
         with Ranks("inter_stage_rank:FusionRank", INSTANCES, ALLOCATOR, **made) as ranks:
-            row, choice = Case(sizes, lengths[sizes.name], ranks, arguments, measurement).measure(spans)
+            row, choice = Case(sizes, lengths[sizes.name], ranks, arguments, measurement).measure()
         rows.append(row)
         choices.append(choice)
     head = ("models", "samples", "output p50, max", "T_inf/T_gen", "serial", "fused", "speedup", "predicted")
     measurement.table("speed", "Generation with inference, fused beside serial", (*head, "ideal", "bound"), rows)
     head = ("models", "R_t chosen", "fastest", "chosen over fastest", "in the sweep", "mean error", "agreement")
     measurement.table("choice", "R_t", (*head, "migration", "pause", "moved", "had to move"), choices)
-    if arguments.trace:
-        save_trace(spans, arguments.trace)
     measurement.finish()
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = options(__doc__, rounds=3)
-    parser.add_argument("--sizes", default=FULL[0].name, help=f"some of {', '.join(sizes.name for sizes in FULL)}")
-    parser.add_argument("--lengths", default=TRACE, metavar="FILE", help="csv, jsonl or parquet with both lengths")
-    parser.add_argument("--trace", metavar="FILE", help="Chrome trace: predicted above, measured below")
-    return parser.parse_args()
 
 
 class Case:
@@ -278,8 +235,8 @@ class Case:
         self.digests: set[str] = set()
         ranks.ask("load", lengths, arguments.seed)
 
-    def measure(self, spans: list[Span]) -> tuple[list[str], list[str]]:
-        """Adds to `spans`; returns the rows of the speedups and of the choice."""
+    def measure(self) -> tuple[list[str], list[str]]:
+        """The rows of the speedups and of the choice."""
         self._price([])
         fitting = self._thresholds(FIT_PERCENTS)
         for threshold in fitting:
@@ -294,13 +251,6 @@ class Case:
         final = take_turns({str(r): lambda _, r=r: self._run(r) for r in pairs}, self.final_rounds)
         if len(self.digests) != 1:
             raise RuntimeError(f"{self.sizes.name}: runs at different R_t left different bits")
-        spans += trace_spans(
-            [points[0], points[chosen]], max((s.end_seconds for s in spans), default=0.0), self.sizes.name
-        )
-        share = min(run.cpu_share for point in points.values() for run in point.runs)
-        self._figure("cpu_share", share)
-        if share < ALONE:
-            self.measurement.say(f"{self.sizes.name}: the ranks got {share:.0%} of the processor: they were not alone")
         self._sweep_table(points, chosen)
         seconds = {r: [run.seconds for run in final[str(r)]] for r in pairs}
         return self._speed_row(points, chosen, seconds), self._choice_row(points, chosen, best, seconds, final)
@@ -334,7 +284,7 @@ class Case:
         for r, point in points.items():
             predicted, early = point.predicted, statistics.median(run.ranks[0]["early"] for run in point.runs)
             seconds = [f"{value:.2f} s" for value in (point.seconds, predicted.total_seconds)]
-            generation = [point.median("generation_seconds"), predicted.generation_seconds]
+            generation = [point.generation_seconds, predicted.generation_seconds]
             ends = [*(f"{value:.2f} s" for value in generation), f"{early:.0f} of {self.sizes.samples}"]
             rows.append([f"{r}{' (chosen)' if r == chosen else ''}", *seconds, f"{point.error:+.1%}", *ends])
         head = ("R_t", "measured", "predicted", "error", "generation", "predicted", "scored before its end")
@@ -345,7 +295,7 @@ class Case:
         serial, fused = points[0], points[chosen]
         speedup = self._figure("speedup", Figure.ratio(seconds[0], seconds[chosen]).at_least(SPEEDUP_GOAL))
         predicted = self._figure("speedup_predicted", serial.predicted.total_seconds / fused.predicted.total_seconds)
-        generation = serial.median("generation_seconds")
+        generation = serial.generation_seconds
         share = self._figure("inference_over_generation", serial.seconds / generation - 1).value
         work = sum(span.end - span.start for span in serial.ideal.spans if span.kind == "score")
         best = min(point.ideal_seconds(work) for point in points.values())
@@ -388,24 +338,6 @@ class Case:
         cells = [str(chosen), str(best), *(f"{figure.value:.1%}" for figure in (behind, swept, error))]
         ends = [f"{pause.value:.0f} ms", *(f"{figure.value / 1e6:.2f} MB" for figure in moved)]
         return [self.sizes.name, *cells, *(f"{figure.value:.2%}" for figure in shares), *ends]
-
-
-def trace_spans(points: Sequence[Point], begin: float, case: str) -> list[Span]:
-    """The median runs of serial and the chosen R_t, predicted and measured, one after the other."""
-    spans: list[Span] = []
-    for point in points:
-        facts, run = {"case": case, "R_t": point.threshold}, point.middle
-        for span in point.predicted.spans:
-            if span.kind != "idle":
-                kind = "load" if span.kind == "swap_in" else span.kind
-                ends = begin + span.start, begin + span.end
-                spans.append(Span(kind, kind, span.instance, *ends, "predicted", facts))
-        shift = begin - min(rank["begin"] for rank in run.ranks)
-        for number, rank in enumerate(run.ranks):
-            for kind, first, last in rank["spans"]:
-                spans.append(Span(kind, kind, number, shift + first, shift + last, "measured", facts))
-        begin = max(span.end_seconds for span in spans) + GAP_SECONDS
-    return spans
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -106,13 +105,10 @@ class FusionRank:
         gc.disable()
         try:
             barrier()
-            cpu = time.thread_time()
             report = self.inter_stage.run(self.iteration, self.requests, threshold, limits)
-            cpu = time.thread_time() - cpu
         finally:
             gc.enable()
         return {
-            "begin": report.begin_seconds,
             "total_seconds": report.total_seconds,
             "generation_seconds": report.generation_seconds,
             "spans": [(span.kind, span.start_seconds, span.end_seconds) for span in report.spans],
@@ -121,7 +117,6 @@ class FusionRank:
             "needed_bytes": report.bytes_needed,
             "early": report.scored_before_generation_end,
             "observations": report.observations,
-            "cpu_seconds": cpu,  # of the thread that computes, on this rank
             "agreement_seconds": report.agreement_seconds,
             "digest": digest(report.rollouts),
         }

@@ -54,7 +54,6 @@ BASELINES = (MEGATRON, SERIAL)  # the headline is against the faster of them
 PREDICTED_GOAL = 0.95  # of the predicted speedup
 OVERHEAD_GOAL = 60.0  # microseconds of the executor's own Python per instruction
 SHARE_GOAL = 0.03  # of a rank's time
-ALONE = 0.97  # of the processor time that the actions took: with less the ranks were not alone
 
 
 @dataclass(frozen=True)
@@ -117,15 +116,6 @@ class Round:
     @property
     def seconds(self) -> float:
         return max(rank["end"] for rank in self.ranks) - self.begin
-
-    @property
-    def cpu_share(self) -> float:
-        """Processor time that the computing threads got, over the time that their actions took."""
-        return sum(rank["cpu_seconds"] for rank in self.ranks) / sum(map(busy_seconds, self.ranks))
-
-
-def busy_seconds(rank: Mapping[str, Any]) -> float:
-    return sum(end - start for _, _, start, end in rank["actions"])
 
 
 def spent(rank: Mapping[str, Any], what: str, kinds: Sequence[str] = ()) -> tuple[float, int]:
@@ -192,10 +182,6 @@ def measure(
     rounds = take_turns(sides, arguments.rounds, warm_up=True)
     if not all(digests[one] == digests[group[0]] for group in SAME_GRADIENTS for one in group):
         raise RuntimeError(f"{name}: the sides left different gradients")
-    share = min(run.cpu_share for one in (SERIAL, FUSED) for run in rounds[one])
-    if share < ALONE:
-        measurement.say(f"{name}: the ranks got {share:.0%} of the processor: they were not alone")
-    measurement.figure(f"{name}.cpu_share", share)
     add_executor(name, measurement, rounds[FUSED])
     add_details(name, measurement, schedules, times, rounds)
     spans += trace_spans(name, schedules, rounds, max((span.end_seconds for span in spans), default=0.0))

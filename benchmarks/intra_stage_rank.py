@@ -109,19 +109,18 @@ class TrainingRank:
         reports: list[StepReport] = []
         try:
             barrier()
-            start, cpu = time.perf_counter(), time.thread_time()
+            start = time.perf_counter()
             for number, phase in enumerate(self.sides[side]):
                 if number:
                     barrier()
                 if report := phase():
                     reports.append(report)
-            end, cpu = time.perf_counter(), time.thread_time() - cpu
+            end = time.perf_counter()
         finally:
             gc.enable()
         return {
             "start": start,
             "end": end,
-            "cpu_seconds": cpu,
             "actions": [
                 (str(a.action), (a.action.pipeline, a.action.stage, str(a.action.kind)), a.start_seconds, a.end_seconds)
                 for report in reports

@@ -3,11 +3,6 @@
 `forward_backward_pipelining_without_interleaving` decides here what runs when and moves every tensor; stages, packed
 micro-batches and losses are the executor's own, so both do the same arithmetic. Micro-batches of one length travel
 at a fixed shape, which is Megatron's faster way; others have their shapes sent ahead (`variable_seq_lengths`).
-
-Megatron asks CUDA for its device in the middle of a step. Where there is none, the two questions are answered with
-the CPU for the length of a call, by plain functions: the mode of parallel/device.py would slow every operation.
-
-Knows nothing of optimizers: gradients accumulate in the stage's buffers, and nobody reduces them here.
 """
 
 from __future__ import annotations
@@ -68,7 +63,7 @@ def megatron_1f1b(
         config.variable_seq_lengths, config.batch_p2p_sync = saved
 
 
-@contextlib.contextmanager
+@contextlib.contextmanager  # Megatron asks CUDA for its device in the middle of a step: here the CPU answers
 def _cuda_questions_answered(device: Device) -> Iterator[None]:
     if device.is_cuda:
         yield

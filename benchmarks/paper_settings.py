@@ -165,7 +165,10 @@ def main() -> None:
     parser.add_argument("--variants", default=",".join(VARIANTS), help="some of P,K,K.3")
     arguments = parser.parse_args()
     variants = named("--variants", arguments.variants, {name: name for name in VARIANTS})
-    measurement, draws = Measurement("paper_settings", arguments), 1 if arguments.quick else arguments.draws
+    measurement, draws = (
+        Measurement("paper_settings", arguments, timed=False),
+        1 if arguments.quick else arguments.draws,
+    )
     which = [(pair, length, variant) for variant in variants for length in MAX_LENGTHS for pair in PAIRS]
     cells = [predict(*one, draws) for one in (which[:2] if arguments.quick else which)]
     rows = []

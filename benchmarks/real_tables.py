@@ -66,7 +66,7 @@ def main() -> None:
     parser = options(__doc__, seed=False)
     parser.add_argument("--refit", action="store_true", help="fit the constants anew instead of the shipped ones")
     arguments = parser.parse_args()
-    measurement, rows = Measurement("real_tables", arguments), real_rows()
+    measurement, rows = Measurement("real_tables", arguments, timed=False), real_rows()
     calibration = fit_calibration(rows, REAL_H100.name) if arguments.refit else REAL_H100
     errors = compare(rows, calibration)
     head = ("table", "call", "layout", "#mbs", "published s", "predicted s", "error")
