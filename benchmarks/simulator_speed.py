@@ -42,7 +42,7 @@ def main() -> None:
     )
     setting, threshold = (INSTANCES, costs, limits), SAMPLES // 5
     works = {
-        "serial": lambda: simulate_gen_infer(batches[0], *setting, ()),
+        "serial": lambda: simulate_gen_infer(batches[0], *setting, 0),
         "fused": lambda: simulate_gen_infer(batches[0], *setting, threshold),
         "iteration": lambda: simulate_iteration(batches[0], *setting, threshold, (1.0, 1.0), 8, 0.0),
     }
