@@ -188,7 +188,7 @@ def fit_costs(runs: Sequence[Run], free_moves: bool = False) -> MeasuredCost:
         [DecodeObservation(*row) for row in rows["decode"]],
         [TokensObservation(*row) for row in rows["prefill"]],
         [TokensObservation(*row) for row in rows["score"]],
-        [BytesObservation(*row[:2]) for row in rows["migration"]],
+        [BytesObservation(*row) for row in rows["migration"]],
         *([row[0] for row in rows[kind]] for kind in ("load", "meeting", "release")),
     )
 

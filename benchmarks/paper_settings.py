@@ -16,8 +16,7 @@ import numpy as np
 from harness import Figure, Measurement, counting, named, options
 
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
-from rlhfuse.costs.analytic import AnalyticCost, JobCost
-from rlhfuse.costs.collectives import ring_all_reduce_seconds
+from rlhfuse.costs.analytic import AnalyticCost, JobCost, ring_all_reduce_seconds
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.errors import run_program
 from rlhfuse.schedule.bounds.bounds import latency_bound

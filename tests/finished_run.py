@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlhfuse.config.load import load_config
 from rlhfuse.costs.analytic import largest_flat_batch
-from rlhfuse.costs.lines import Line, LineTable
+from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost, save_measured_cost
 from rlhfuse.monitor.metrics import MetricsWriter
 from rlhfuse.monitor.trace import Span, save_trace
@@ -67,9 +67,9 @@ def write_run(folder: Path, iterations: int = 5) -> Path:
 
 
 COSTS = MeasuredCost(
-    decode=LineTable.everywhere(Line(1e-3, (1e-4, 1e-6))),
-    prefill=LineTable.everywhere(Line(1e-3, (1e-5, 0.0))),
-    score=LineTable.everywhere(Line(2e-3, (2e-5, 0.0))),
+    decode=Line(1e-3, (1e-4, 1e-6)),
+    prefill=Line(1e-3, (1e-5, 0.0)),
+    score=Line(2e-3, (2e-5, 0.0)),
     migration=Line(1e-4, (1e-9,)),
     swap_in=0.02,
 )

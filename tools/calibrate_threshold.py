@@ -23,8 +23,8 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.costs.analytic import CostModel
 from rlhfuse.costs.hardware import hardware_by_name
+from rlhfuse.costs.measured import TrialCost
 from rlhfuse.costs.profiled import load_run_costs
-from rlhfuse.costs.trial import TrialCost
 from rlhfuse.errors import InputError, run_program
 from rlhfuse.planning.draft import generation_cost, instance_limits, read_specs
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths

@@ -1,10 +1,10 @@
 """Measure what a run's work costs on this machine, and write profile.json for fusion.profile.
 
     torchrun --nproc-per-node 4 tools/profile_costs.py --config run.yaml --out profile.json [key=value ...]
-    python tools/profile_costs.py --config run.yaml --out profile.json            alone: one instance, no neighbours
+    python tools/profile_costs.py --config run.yaml --out profile.json            alone: one instance
 
-Use as many ranks as the run has: with two instances or more, decoding, prefill and scoring are measured beside idle,
-decoding and scoring neighbours. Models get random weights of the configured shapes.
+Use as many ranks as the run has: all instances measure at the same time, as they work in a run. Models get random
+weights of the configured shapes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def measure(config: RunConfig, out: Path, limit_seconds: float) -> int:
 
     from rlhfuse.parallel.device import allow_many_files, choose_device, local_rank
     from rlhfuse.parallel.groups import connect
-    from rlhfuse.run.profiling.run import Profiler
+    from rlhfuse.run.profiling.profiler import Profiler
 
     if config.trainer.device == "auto":
         config = config.with_(trainer={"device": "cuda" if torch.cuda.is_available() else "cpu"})
@@ -72,14 +72,13 @@ def measure(config: RunConfig, out: Path, limit_seconds: float) -> int:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     connect([dist.group.WORLD], device.torch_device)
-    store = dist.PrefixStore("profile", dist.distributed_c10d._get_default_store())
     began = time.monotonic()
 
     def say(line: str) -> None:
         if rank == 0:
             print(f"[{time.monotonic() - began:6.1f} s] {line}", flush=True)
 
-    costs = Profiler(config, specs, device, store, limit_seconds, say).run()
+    costs = Profiler(config, specs, device, limit_seconds, say).run()
     if rank == 0:
         save_profile(costs, out)
         print(f"{costs}\nwritten: {out}", flush=True)

@@ -11,8 +11,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.collectives import link_bandwidth, ring_gather_seconds
+from rlhfuse.costs.analytic import AnalyticCost, link_bandwidth, ring_gather_seconds
 from rlhfuse.errors import InputError
 
 

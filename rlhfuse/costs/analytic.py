@@ -1,22 +1,7 @@
-"""What work costs, in seconds and bytes: the roofline of one model, and of one job of four.
+"""What work costs, in seconds and bytes: the roofline of one model (paper section 6), and of one job of four.
 
-One layer of a forward over T tokens takes
-
-    max(FLOPs / rate, bytes moved / bandwidth, floor) + two ring all-reduces of T x hidden elements,
-
-with FLOPs = 2 x parameters x T + 4 x heads x head_dim x (query, key) pairs, and bytes = weights + keys and values.
-A decode step is the same with T = batch, but its kernels are short, and what a layer needs to start and end them is
-added: measured runs show that reading memory does not hide it. While the batch is small that and the weights
-dominate, so a step's latency is flat up to BS_max (paper section 4.2).
-
-`CostModel` is what the simulation of generation and inference asks for; it has three implementations: `JobCost` here
-(analytic), `MeasuredCost` (measured.py, from a running job) and `ProfiledCost` (profile.py, from
-tools/profile_costs.py).
-
-Work on one instance costs more while the others use the same memory or node: `CostModel.beside` gives the costs
-beside a neighbour that is idle, that decodes or that scores.
-
-Knows nothing of samples, time lines or schedules. Paper section 6.
+`CostModel` is what the simulation of generation and inference asks for; it has three implementations: `JobCost` here,
+`MeasuredCost` (of a running job) and `ProfiledCost` (of tools/profile_costs.py).
 """
 
 from __future__ import annotations
@@ -25,11 +10,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
-from rlhfuse.costs.collectives import link_bandwidth, ring_all_reduce_seconds
 from rlhfuse.errors import InputError
 from rlhfuse.schedule.ir.problem import StageCosts
 
-NEIGHBOURS = ("idle", "decoding", "scoring")  # what the other instances do meanwhile
 BACKWARD_OVER_FORWARD = 2  # gradients of inputs and of weights are one forward's products each
 
 
@@ -38,39 +21,59 @@ class CostModel(Protocol):
 
     def prefill_seconds(self, tokens: float, sequences: float) -> float:
         """Prefill of `sequences` prompts of `tokens` tokens in all."""
+        ...
 
     def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
         """One decode step of `batch` sequences that hold `context_tokens` of keys and values in all."""
+        ...
 
     def score_seconds(self, tokens: float, sequences: float) -> float:
         """Reference, reward and critic forward over a packed batch, one model after the other."""
+        ...
 
     def swap_in_seconds(self) -> float:
         """Loading the weights of the three models from host memory."""
+        ...
 
     def migration_seconds(self, kv_bytes: float) -> float:
         """Sending (or receiving) `kv_bytes` of keys and values between two instances."""
+        ...
 
-    def meeting_seconds(self) -> float:
+    def barrier_seconds(self) -> float:
         """Agreeing who holds what, from the last instance to come until all go on; without what is then moved."""
+        ...
 
     def release_seconds(self) -> float:
         """Giving back the cache and the weights of an instance that decodes no more, before others are loaded."""
-
-    def beside(self, neighbour: str) -> CostModel:
-        """The costs while the other instances are `neighbour`, one of NEIGHBOURS. Raises InputError on another."""
+        ...
 
 
-def check_neighbour(neighbour: str, where: str = "neighbour") -> str:
-    """`neighbour` itself. Raises InputError naming `where` unless it is one of NEIGHBOURS."""
-    if neighbour not in NEIGHBOURS:
-        raise InputError(f"{where}: {neighbour!r} is not known; use one of {', '.join(NEIGHBOURS)}")
-    return neighbour
+def link_bandwidth(machine: HardwareSpec, span: int) -> float:
+    """Bytes/s per rank of a group that spans `span` consecutive ranks, the first of them on a node's first device."""
+    return machine.node_link_bandwidth if span <= machine.devices_per_node else machine.cross_link_bandwidth
+
+
+def ring_all_reduce_seconds(message_bytes: float, ranks: int, bandwidth: float) -> float:
+    """Every rank sends 2 (n - 1) / n of the message: a reduce-scatter and an all-gather."""
+    return 2 * ring_gather_seconds(message_bytes, ranks, bandwidth)
+
+
+def ring_gather_seconds(whole_bytes: float, ranks: int, bandwidth: float) -> float:
+    """All-gather or reduce-scatter of a message of `whole_bytes`: every rank sends (n - 1) / n of it."""
+    return (ranks - 1) / ranks * whole_bytes / bandwidth
 
 
 @dataclass(frozen=True)
 class AnalyticCost:
-    """Roofline of one replica of one model. `layout.dp` does not matter to a replica except to ZeRO-1."""
+    """Roofline of one replica of one model. `layout.dp` does not matter to a replica except to ZeRO-1.
+
+    One layer of a forward over T tokens takes
+
+        max(FLOPs / rate, bytes moved / bandwidth, floor) + two ring all-reduces of T x hidden elements,
+
+    with FLOPs = 2 x parameters x T + 4 x heads x head_dim x (query, key) pairs, and bytes = weights + keys and values.
+    A decode step is the same with T = batch, but what its short kernels need to start and end is added.
+    """
 
     spec: ModelSpec
     layout: ParallelLayout
@@ -264,17 +267,12 @@ class JobCost:
         link = machine.cross_link_bandwidth if self.cross_node else machine.node_link_bandwidth
         return kv_bytes / self.actor.layout.tp / link
 
-    def meeting_seconds(self) -> float:
+    def barrier_seconds(self) -> float:
         """0: no data sheet says what a few messages and a freed allocation cost; a job's own measurements do."""
         return 0.0
 
     def release_seconds(self) -> float:
         return 0.0
-
-    def beside(self, neighbour: str) -> JobCost:
-        """Itself: the devices of an instance and its memory are its own."""
-        check_neighbour(neighbour)
-        return self
 
 
 def largest_flat_batch(costs: CostModel, median_context_tokens: float, limit: int, tolerance: float = 0.1) -> int:

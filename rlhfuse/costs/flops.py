@@ -1,16 +1,7 @@
 """Model FLOPs: what the mathematics of an iteration needs, however it was carried out.
 
-A forward over sequences of lengths L takes
-
-    2 N tokens  +  2 H outputs  +  layers x 4 heads head_dim x sum of L (L + 1) / 2
-
-N: parameters of layers and final norm, not the embedding, which is looked up. H: parameters of the output layer
-(vocabulary x hidden, tied or not; hidden for a scalar head), used for `outputs` tokens. The last term is attention:
-two products over the (query, key) pairs of the causal mask. A training step takes three forwards, one for the
-gradients of inputs and one for those of weights; a forward run again to save memory does not count.
-
 Utilisation (MFU) is these FLOPs over the seconds that they took, the ranks, and what one rank could do at its peak
-(PaLM, appendix B). Knows nothing of layouts or of time.
+(PaLM, appendix B).
 """
 
 from __future__ import annotations
@@ -25,7 +16,11 @@ TRAINING_FORWARDS = 3  # forward, gradients of inputs, gradients of weights
 
 
 def forward_flops(spec: ModelSpec, lengths: Sequence[int], outputs: int, scalar_head: bool = False) -> float:
-    """Of whole sequences of `lengths` tokens; `outputs`: how many of the tokens go through the output layer."""
+    """Of whole sequences of `lengths` tokens; `outputs`: how many of the tokens go through the output layer.
+
+    2 N tokens + 2 H outputs + layers x 4 heads head_dim x sum of L (L + 1) / 2, with N the parameters of layers and
+    final norm, H those of the output layer; the last term is attention under the causal mask.
+    """
     body = spec.layers * spec.layer_parameters + spec.hidden
     head = spec.hidden * (1 if scalar_head else spec.vocab)
     pairs = sum(length * (length + 1) / 2 for length in lengths)

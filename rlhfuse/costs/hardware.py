@@ -2,8 +2,6 @@
 
 A `DataSheet` is what the vendor prints; a `Calibration` is the share of it that work reaches, and the floors
 below which no work gets. `calibration.reached(sheet)` is the HardwareSpec that all formulas use.
-
-Knows nothing of models or of torch: who runs on a device and wants `auto` resolved to it passes its name.
 """
 
 from __future__ import annotations

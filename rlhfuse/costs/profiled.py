@@ -1,35 +1,29 @@
-"""The CostModel of a profiled machine: what tools/profile_costs.py measured, interpolated.
+"""The CostModel of a profiled machine: grids that tools/profile_costs.py measured, saved as profile.json.
 
-    decode      (batch, context of one sequence)          prefill    (tokens, sequences)
-    score       (tokens, sequences), of each model        move       bytes between two instances
-    swap-in     of all models at once                     training   tokens, a layer and the two ends of each model
-
-Decoding, prefill and scoring were measured beside each neighbour that there was. A profile says what it was made
-for, and refuses to price anything else. A stage of a training pipeline is as many layers as it has; embedding,
-output layer and loss are measured together and count at the last stage.
-
-Knows nothing of how it is measured (rlhfuse/profiler.py).
+A profile says what it was made for, and refuses to price anything else. A stage of a training pipeline is as many
+layers as it has; embedding, output layer and loss are measured together and count at the last stage.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
-from rlhfuse.costs.analytic import NEIGHBOURS, AnalyticCost, CostModel, check_neighbour
-from rlhfuse.costs.grid import Grid
-from rlhfuse.costs.lines import nearest
+from rlhfuse.costs.analytic import AnalyticCost, CostModel
+from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.measured import MeasuredCost, read_cost_file
 from rlhfuse.errors import InputError
+from rlhfuse.files import write_text
 from rlhfuse.schedule.ir.problem import StageCosts
 
-BesideGrids = Mapping[str, Grid]  # neighbour -> what was measured beside it
+VERSION = 2
+TRAINING_GRIDS = ("layer_forward", "layer_backward", "ends_forward", "ends_backward")
 
 
 @dataclass(frozen=True)
@@ -52,33 +46,32 @@ class TrainingGrids:
 
 @dataclass(frozen=True)
 class ProfiledCost:
-    """A CostModel of one generation instance, answering for `neighbour`; saves as JSON."""
+    """A CostModel of one generation instance; saves as JSON."""
 
-    made_for: Mapping[str, object]  # device, dtype, tensor degrees, and each model's shape as text
-    decode: BesideGrids
-    prefill: BesideGrids
-    score: Mapping[str, BesideGrids]  # by role
+    made_for: Mapping[str, Any]  # device, dtype, tensor degrees, and each model's shape as text
+    decode: Grid  # of batch, context of one sequence
+    prefill: Grid  # of tokens, sequences
+    score: Mapping[str, Grid]  # of tokens, sequences; by role
     swap_in: float  # seconds, all models at the same time
     move: Grid  # of bytes
     all_reduce: Grid | None  # of bytes, over the instance's tensor ranks; None with one
     training: Mapping[str, TrainingGrids]  # by role
-    neighbour: str = "idle"
 
     def prefill_seconds(self, tokens: float, sequences: float) -> float:
-        return self._at(self.prefill)(tokens, sequences) if tokens > 0 else 0.0
+        return self.prefill(tokens, sequences) if tokens > 0 else 0.0
 
     def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
-        return self._at(self.decode)(batch, context_tokens / batch) if batch > 0 else 0.0
+        return self.decode(batch, context_tokens / batch) if batch > 0 else 0.0
 
     def score_seconds(self, tokens: float, sequences: float) -> float:
         """One model after the other; replicas smaller than the instance share the batch."""
         if tokens <= 0:
             return 0.0
         total = 0.0
-        for role, grids in self.score.items():
+        for role, grid in self.score.items():
             part = int(self.made_for[f"{role}_inference_tp"]) / int(self.made_for["generation_tp"])
             share = max(part, min(1.0, 1 / max(sequences, 1)))
-            total += self._at(grids)(tokens * share, sequences * share)
+            total += grid(tokens * share, sequences * share)
         return total
 
     def swap_in_seconds(self) -> float:
@@ -87,18 +80,12 @@ class ProfiledCost:
     def migration_seconds(self, kv_bytes: float) -> float:
         return self.move(kv_bytes) if kv_bytes > 0 else 0.0
 
-    def meeting_seconds(self) -> float:
+    def barrier_seconds(self) -> float:
         """0, as is `release_seconds`: a profile is of one instance's work; a job measures what lies between."""
         return 0.0
 
     def release_seconds(self) -> float:
         return 0.0
-
-    def beside(self, neighbour: str) -> ProfiledCost:
-        return replace(self, neighbour=check_neighbour(neighbour))
-
-    def _at(self, grids: BesideGrids) -> Grid:
-        return grids[nearest(self.neighbour, grids)]
 
     def stage_costs(
         self, role: str, analytic: AnalyticCost, tokens: float, sequences: float, tick_seconds: float
@@ -117,7 +104,7 @@ class ProfiledCost:
             backward=tuple(max(1, round(backward / tick_seconds)) for _, backward in seconds),
         )
 
-    def check(self, made_for: Mapping[str, object], where: str) -> None:
+    def check(self, made_for: Mapping[str, Any], where: str) -> None:
         """Raise InputError naming `where` and the first fact that differs from `made_for`."""
         for key, value in made_for.items():
             if self.made_for.get(key) != value:
@@ -127,35 +114,25 @@ class ProfiledCost:
                 )
 
     def __str__(self) -> str:
-        rows = []
-        for kind, grids in (("decode", self.decode), ("prefill", self.prefill), *sorted(self.score.items())):
-            name = kind if kind in ("decode", "prefill") else f"score by {kind}"
-            for neighbour in NEIGHBOURS:
-                source = nearest(neighbour, grids)
-                text = _text(grids[source]) if source == neighbour else f"as {source}: never measured"
-                rows.append(f"{name:18s} {f'({neighbour} neighbour)':20s} {text}")
-        rows.append(f"swap-in            {self.swap_in * 1e3:.3f} ms")
-        rows.append(f"move               {_text(self.move)}")
-        for role, grids in sorted(self.training.items()):
-            rows.append(f"training {role:9s} layer forward {_text(grids.layer_forward)}")
-        return "\n".join(rows)
+        grids = {"decode": self.decode, "prefill": self.prefill}
+        grids |= {f"score by {role}": grid for role, grid in sorted(self.score.items())} | {"move": self.move}
+        grids |= {f"training {role}": grids.layer_forward for role, grids in sorted(self.training.items())}
+        rows = [f"{name:18s} {grid.describe()}" for name, grid in grids.items()]
+        return "\n".join((*rows, f"swap-in            {self.swap_in * 1e3:.3f} ms"))
 
     def to_dict(self) -> dict:
-        def beside(grids: BesideGrids) -> dict:
-            return {neighbour: grid.to_dict() for neighbour, grid in grids.items()}
-
         return {
-            "version": 1,
+            "version": VERSION,
             "kind": "profile",
             "made_for": dict(self.made_for),
-            "decode": beside(self.decode),
-            "prefill": beside(self.prefill),
-            "score": {role: beside(grids) for role, grids in self.score.items()},
+            "decode": self.decode.to_dict(),
+            "prefill": self.prefill.to_dict(),
+            "score": {role: grid.to_dict() for role, grid in self.score.items()},
             "swap_in": self.swap_in,
             "move": self.move.to_dict(),
             "all_reduce": self.all_reduce.to_dict() if self.all_reduce else None,
             "training": {
-                role: {"tp": grids.tp, **{name: getattr(grids, name).to_dict() for name in _TRAINING}}
+                role: {"tp": grids.tp, **{name: getattr(grids, name).to_dict() for name in TRAINING_GRIDS}}
                 for role, grids in self.training.items()
             },
         }
@@ -164,38 +141,27 @@ class ProfiledCost:
     def from_dict(raw: dict, where: str = "profile") -> ProfiledCost:
         """Inverse of `to_dict`. Raises InputError naming `where` and the field."""
 
-        def beside(grids: dict, name: str) -> BesideGrids:
-            if not grids:
-                raise InputError(f"{where}: {name} has no grid")
-            place = f"{where}: {name}"
-            return {check_neighbour(key, place): Grid.from_dict(grids[key], f"{place} beside {key}") for key in grids}
+        def training(role: str, grids: dict) -> TrainingGrids:
+            named = {name: Grid.from_dict(grids[name], f"{where}: training {role}.{name}") for name in TRAINING_GRIDS}
+            return TrainingGrids(tp=int(grids["tp"]), **named)
 
         try:
-            if raw["version"] != 1:
-                raise InputError(f"{where}: version is {raw['version']!r}; only 1 is known")
+            if raw["version"] != VERSION:
+                raise InputError(f"{where}: version is {raw['version']!r}; only {VERSION} is known")
             return ProfiledCost(
                 made_for=dict(raw["made_for"]),
-                decode=beside(raw["decode"], "decode"),
-                prefill=beside(raw["prefill"], "prefill"),
-                score={role: beside(grids, f"score by {role}") for role, grids in raw["score"].items()},
+                decode=Grid.from_dict(raw["decode"], f"{where}: decode"),
+                prefill=Grid.from_dict(raw["prefill"], f"{where}: prefill"),
+                score={role: Grid.from_dict(grid, f"{where}: score by {role}") for role, grid in raw["score"].items()},
                 swap_in=float(raw["swap_in"]),
                 move=Grid.from_dict(raw["move"], f"{where}: move"),
                 all_reduce=Grid.from_dict(raw["all_reduce"], f"{where}: all_reduce") if raw["all_reduce"] else None,
-                training={
-                    role: TrainingGrids(
-                        tp=int(one["tp"]),
-                        **{name: Grid.from_dict(one[name], f"{where}: training {role}.{name}") for name in _TRAINING},
-                    )
-                    for role, one in raw["training"].items()
-                },
+                training={role: training(role, grids) for role, grids in raw["training"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, InputError):
                 raise
             raise InputError(f"{where} is no profile: {error}; write one with tools/profile_costs.py") from None
-
-
-_TRAINING = ("layer_forward", "layer_backward", "ends_forward", "ends_backward")
 
 
 def shape_text(spec: ModelSpec) -> str:
@@ -206,7 +172,7 @@ def shape_text(spec: ModelSpec) -> str:
     )
 
 
-def made_for(config: RunConfig, specs: Mapping[Role, ModelSpec]) -> dict[str, object]:
+def made_for(config: RunConfig, specs: Mapping[Role, ModelSpec]) -> dict[str, Any]:
     """The facts of a run that a profile of it depends on, as JSON values."""
     tasks = ("generation", *(f"{role}_inference" for role in config.scorers()))
     device = {} if config.trainer.device == "auto" else {"device": config.trainer.device}
@@ -240,13 +206,5 @@ def load_run_costs(config: RunConfig, specs: Mapping[Role, ModelSpec], path: str
 
 
 def save_profile(costs: ProfiledCost, path: str | Path) -> None:
-    """Write beside and rename."""
-    beside = Path(f"{path}.tmp")
-    beside.write_text(json.dumps(costs.to_dict(), indent=1) + "\n")
-    os.replace(beside, path)
-
-
-def _text(grid: Grid) -> str:
-    first = ", ".join(f"{axis[0]:g}" for axis in grid.axes)
-    last = ", ".join(f"{axis[-1]:g}" for axis in grid.axes)
-    return f"{grid.seconds[0] * 1e3:.3f} ms at ({first}) to {grid.seconds[-1] * 1e3:.3f} ms at ({last})"
+    """Write beside and rename. Raises InputError where that fails."""
+    write_text(path, json.dumps(costs.to_dict(), indent=1) + "\n")

@@ -43,7 +43,7 @@ LOOK_SHARE = 0.01  # of the time may go into simulating R_t again
 FIRST_LOOKS = 2  # iterations after which it is simulated in any case: the second is the first without compiling
 WORTH_MOVING = 0.02  # the curve over R_t is flat around its minimum: smaller gains are noise
 WORTH_NAMING = 0.1  # costs that changed by less are not mentioned in the log
-NO_SCORING = (0, 0, 0.0, "idle")
+NO_SCORING = (0, 0, 0.0)
 PROBE_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)  # sizes of the transfers measured at start
 PROBE_TRIPS = 8  # there and back; the first one connects
 
@@ -57,12 +57,11 @@ def changes(before: CostModel, after: CostModel, limits: InstanceLimits, context
     """The costs that differ by WORTH_NAMING or more, e.g. `decode step +12%`, of work of this run's usual size."""
     batch, tokens = limits.bs_max, limits.score_tokens
     work = {
-        "decode step": lambda costs: costs.beside("decoding").decode_step_seconds(batch, batch * context_tokens),
-        "tail's decode step": lambda costs: costs.beside("scoring").decode_step_seconds(batch, batch * context_tokens),
-        "prefill": lambda costs: costs.beside("decoding").prefill_seconds(limits.max_prompt_tokens, 1),
-        "scoring": lambda costs: costs.beside("decoding").score_seconds(tokens, max(1, tokens // limits.longest)),
+        "decode step": lambda costs: costs.decode_step_seconds(batch, batch * context_tokens),
+        "prefill": lambda costs: costs.prefill_seconds(limits.max_prompt_tokens, 1),
+        "scoring": lambda costs: costs.score_seconds(tokens, max(1, tokens // limits.longest)),
         "loading": lambda costs: costs.swap_in_seconds(),
-        "a meeting": lambda costs: costs.meeting_seconds() + costs.release_seconds(),
+        "a barrier": lambda costs: costs.barrier_seconds() + costs.release_seconds(),
         "moving a sample": lambda costs: costs.migration_seconds(limits.sample_kv_bytes),
     }
     parts = []
@@ -215,18 +214,15 @@ class ThresholdController:
         self.limits = fusion_limits(self._costs, self._instance_limits())
 
     def _fit(self) -> MeasuredCost:
-        def rows(kind: str) -> list[list]:  # a checkpoint of an older program lacks some kinds
-            return [row for observed in self._observed for row in observed.get(kind, [])]
+        def rows(kind: str) -> list[list]:
+            return [row for observed in self._observed for row in observed[kind]]
 
-        moved = [*self._transfers, *(row[:2] for row in rows("migration"))]
+        moved = [*self._transfers, *rows("migration")]
         scores = bool(self._config.scorers())  # without models to score with, scoring and loading take no time
         return MeasuredCost.fit(
-            decode=[DecodeObservation(int(b), int(c), s, beside) for b, c, s, beside in rows("decode")],
-            prefill=[TokensObservation(int(t), int(n), s, beside) for t, n, s, beside in rows("prefill")],
-            score=[
-                TokensObservation(int(t), int(n), s, beside)
-                for t, n, s, beside in (rows("score") if scores else [NO_SCORING])
-            ],
+            decode=[DecodeObservation(int(b), int(c), s) for b, c, s in rows("decode")],
+            prefill=[TokensObservation(int(t), int(n), s) for t, n, s in rows("prefill")],
+            score=[TokensObservation(int(t), int(n), s) for t, n, s in (rows("score") if scores else [NO_SCORING])],
             migration=[BytesObservation(int(b), s) for b, s in moved] or [BytesObservation(0, 0.0)],
             swap_in=[row[0] for row in rows("load")] if scores else [0.0],
             meeting=[row[0] for row in rows("meeting")] or [0.0],

@@ -1,13 +1,8 @@
-"""Continuous batching on paper: when each sample of each instance finishes.
+"""Continuous batching simulated: when each sample of each instance finishes.
 
-An instance admits waiting samples while it has room (sequences and KV tokens), pays one prefill for those
-admitted together, and then decodes all of them in lock step. Nothing changes between two events (a sample ends,
-the cache is full), so the clock jumps from event to event: `steps` decode steps cost `steps` x the step at the
-middle context, exact where a step is linear in its context. A full cache preempts the sample admitted last,
-which loses its keys and values and waits, as in the engine. Ties go to the lower sample id.
-
-Block rounding and the mixing of prefill chunks with decode steps are left out: both are below a step's noise.
-Knows nothing of scoring, migration or R_t: iteration.py puts them together.
+The clock jumps from event to event (a sample ends, the cache is full): `steps` decode steps between two of them cost
+`steps` x the step at the middle context, exact where a step is linear in its context. Block rounding and the mixing of
+prefill chunks with decode steps are left out.
 """
 
 from __future__ import annotations
@@ -72,6 +67,16 @@ class InstanceLimits:
         return self.padded_score_tokens or prompt + output
 
 
+@dataclass(frozen=True)
+class InstanceSpan:
+    """What one instance does from `start` to `end`, in seconds of the iteration."""
+
+    instance: int
+    kind: str  # generate, meet, migrate, swap_in, score or idle
+    start: float
+    end: float
+
+
 @dataclass(slots=True)
 class SimulatedSequence:
     """One sample on an instance. `done` response tokens exist; the InstanceRun that holds it is its owner."""
@@ -94,7 +99,9 @@ class SimulatedSequence:
 class InstanceRun:
     """One generation instance: its clock, its waiting and running samples, and who finished when.
 
-    `costs` may be replaced at any step boundary; they price what follows.
+    It admits waiting samples while it has room (sequences and KV tokens), pays one prefill for those admitted together,
+    and decodes all of them in lock step. A full cache preempts the sample admitted last, which loses its keys and
+    values and waits, as in the engine. Ties go to the lower sample id.
     """
 
     def __init__(self, sequences: Iterable[SimulatedSequence], costs: CostModel, limits: InstanceLimits) -> None:

@@ -1,31 +1,66 @@
-"""One iteration on paper: generation and inference, serial or fused, then training.
+"""One iteration simulated: generation and inference, serial or fused, then training (paper sections 4.2 and 6).
 
-Fused, with n = 4 instances and R_t reached at time T (paper Figure 5); `=` generate, `m` migrate, `w` weights in,
-`s` score:
-
-    0 ============T m ==================w s
-    1 =========   T m w sssssss       ss          the tail's samples are scored as they end
-    2 =====       T m w ssssss       s
-    3 ===========.T m w sssssss
-
-Every instance stops at its first step boundary after T and they agree there; freed ones load the weights and score.
-Work costs what it costs beside what the others do: until T they decode, the tail decodes beside workers that score
-while any of them does. Serial waits for the last sample and then scores on all instances, dealt by tokens.
+Block rounding, prefill chunks mixed with decode steps, what copies of one prompt share, and the store's round trips
+are left out.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from rlhfuse.costs.analytic import NEIGHBOURS, CostModel
-from rlhfuse.decisions.migration import FusionLimits, MoveCost, check_threshold
+from rlhfuse.costs.analytic import CostModel
+from rlhfuse.decisions.migration import (
+    FusionLimits,
+    MigrationPlan,
+    MoveCost,
+    SequenceState,
+    check_threshold,
+    plan_at_threshold,
+    transfer_order,
+)
 from rlhfuse.decisions.packing import deal, scoring_packs
-from rlhfuse.simulator.instances import InstanceLimits, InstanceRun, start_instances
+from rlhfuse.simulator.instances import InstanceLimits, InstanceRun, InstanceSpan, start_instances
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.scoring_queue import ScoringDesk, first_pack
-from rlhfuse.simulator.spans import GenInferTimeline, Span, tile
-from rlhfuse.simulator.tail import Meeting, Tail
+from rlhfuse.simulator.scoring_queue import SimulatedScoringQueue, first_pack
+
+
+@dataclass(frozen=True)
+class GenInferTimeline:
+    """The simulated generation and inference of one batch.
+
+    `plan` is the migration, None where it stayed serial; `trigger_seconds` when it was agreed on;
+    `spans` tile [0, total_seconds] of every instance.
+    """
+
+    spans: tuple[InstanceSpan, ...]
+    total_seconds: float
+    generation_seconds: float  # until the last sample is finished
+    migration_seconds: float  # from the trigger until every destination decodes again
+    trigger_seconds: float | None
+    plan: MigrationPlan | None
+    migrated_bytes: float
+    scored_before_generation_end: int
+
+    def of(self, instance: int) -> tuple[InstanceSpan, ...]:
+        return tuple(span for span in self.spans if span.instance == instance)
+
+
+@dataclass(frozen=True)
+class SimulatedMigration:
+    """One migration: agreed on at `seconds`, and until when each instance was at it."""
+
+    seconds: float
+    plan: MigrationPlan
+    stopped: tuple[float, ...]  # of each instance: its step boundary
+    ends: tuple[float, ...]  # of each instance: the end of its last transfer
+    moved_bytes: float
+
+    @property
+    def migration_seconds(self) -> float:
+        return max(self.ends[instance] for instance in self.plan.destinations) - self.seconds
 
 
 def simulate_gen_infer(
@@ -39,19 +74,24 @@ def simulate_gen_infer(
 
 
 class BatchSimulation:
-    """One batch on so many instances, for any number of thresholds.
+    """One batch on so many instances, for any number of thresholds. Fused, with R_t reached at time T (Figure 5):
 
-    What is the same for all of them is simulated once: generation without a migration, and generation up to the
-    last event before a trigger, which goes on from there as long as triggers come later and later.
+    0 ============T m ==================w s
+    1 =========   T m w sssssss       ss          = generate, m migrate, w weights in, s score:
+    2 =====       T m w ssssss       s            the tail's samples are scored as they end
+    3 ===========.T m w sssssss
+
+    Every instance stops at its first step boundary after T and they agree there; freed ones load the weights and score.
+    Serial waits for the last sample and then scores on all instances, dealt by tokens. What is the same for all
+    thresholds is simulated once: generation without a migration, and generation up to the last event before a trigger,
+    which goes on from there as long as triggers come later and later.
     """
 
     def __init__(self, lengths: SampleLengths, instances: int, costs: CostModel, limits: InstanceLimits) -> None:
         """Raises InputError for lengths beyond the limits."""
-        self.lengths, self.instances, self.limits = lengths, instances, limits
+        self.lengths, self.instances, self.costs, self.limits = lengths, instances, costs, limits
         self.tokens = [limits.scored_tokens(p, o) for p, o in zip(lengths.prompt, lengths.output)]
         self.fusion_limits = fusion_limits(costs, limits)
-        self.beside = {neighbour: costs.beside(neighbour) for neighbour in NEIGHBOURS}
-        self._begin = self.beside["decoding" if instances > 1 else "idle"]
         self._live, self._reached = self._fresh(), 0.0
         self._whole = self._fresh()
         for run in self._whole:
@@ -63,10 +103,12 @@ class BatchSimulation:
         check_threshold(threshold, len(self.lengths))
         if threshold and self.instances > 1:
             moment = self.moment(threshold)
-            tail = Tail(self._runs_at(moment), self.limits, self._begin, self.fusion_limits)
-            meeting = tail.meet(moment, threshold)
-            if meeting:
-                return _Fused(self, tail, meeting).simulate()
+            runs = self._runs_at(moment)
+            for run in runs:
+                run.run(moment)
+            plan = self._plan(runs, threshold)
+            if plan:
+                return self._fused(runs, self._migrate(runs, plan, moment))
         return self._serial()
 
     def moment(self, remaining: int) -> float:
@@ -74,7 +116,7 @@ class BatchSimulation:
         return self._ends[-remaining - 1] if remaining < len(self._ends) else math.ulp(0.0)
 
     def _fresh(self) -> list[InstanceRun]:
-        return start_instances(self.lengths, self.instances, self._begin, self.limits)
+        return start_instances(self.lengths, self.instances, self.costs, self.limits)
 
     def _runs_at(self, seconds: float) -> list[InstanceRun]:
         """Copies of all instances, not later than `seconds`; running them on to any later time is exact."""
@@ -85,13 +127,95 @@ class BatchSimulation:
             run.run_events(seconds)
         return [run.copy() for run in self._live]
 
+    # migration ------------------------------------------------------------------------------------------------
+
+    def _plan(self, runs: Sequence[InstanceRun], threshold: int) -> MigrationPlan | None:
+        """At the step boundaries where the runs stand."""
+        block = self.limits.block_tokens
+        states, free_blocks = [], []
+        for instance, run in enumerate(runs):
+            free = self.limits.kv_capacity_tokens // block
+            for sequence in run.unfinished:
+                tokens = run.tokens_of(sequence)
+                in_cache = sequence.sample_id in run.running
+                kv_tokens = tokens - 1 if in_cache else 0  # those of the last token come with the next step
+                states.append(SequenceState(sequence.sample_id, instance, tokens, kv_tokens))
+                free -= -(-kv_tokens // block)
+            free_blocks.append(max(0, free))
+        return plan_at_threshold(threshold, states, free_blocks, self.fusion_limits)
+
+    def _migrate(self, runs: Sequence[InstanceRun], plan: MigrationPlan, moment: float) -> SimulatedMigration:
+        """Moves the samples, each pair of instances when both are free, in `transfer_order`."""
+        stopped = tuple(run.clock for run in runs)
+        agreed = max(moment, *stopped) + self.costs.barrier_seconds()
+        sequences = {s.sample_id: s for instance in plan.freed for s in runs[instance].release()}
+        volumes: dict[tuple[int, int], float] = {}
+        for move in plan.moves:
+            sequence = sequences[move.sample_id]
+            sequence.cached = move.mode == "kv"
+            runs[move.destination].take(sequence)
+            pair = move.source, move.destination
+            volumes[pair] = volumes.get(pair, 0.0) + move.kv_tokens * self.limits.kv_bytes_per_token
+        ends = [agreed] * len(runs)
+        for source, destination in transfer_order(plan):
+            volume = volumes[source, destination]
+            both = max(ends[source], ends[destination])
+            ends[source] = ends[destination] = both + (self.costs.migration_seconds(volume) if volume else 0.0)
+        for instance in plan.destinations:
+            runs[instance].clock = ends[instance]
+        moved = sum(move.kv_tokens for move in plan.moves) * self.limits.kv_bytes_per_token
+        return SimulatedMigration(agreed, plan, stopped, tuple(ends), moved)
+
+    # timelines ------------------------------------------------------------------------------------------------
+
+    def _fused(self, runs: Sequence[InstanceRun], migration: SimulatedMigration) -> GenInferTimeline:
+        """From the migration on: the tail decodes, freed instances and those without samples score."""
+        finished = sorted(sample for run in runs for _, sample in run.finished)
+        queue = SimulatedScoringQueue([self.tokens[sample] for sample in finished], self.instances, self.limits)
+        release, spans = self.costs.release_seconds(), []
+        tail: list[tuple[float, int, int, bool]] = []  # (seconds, sample, instance, its last one)
+        for instance, run in enumerate(runs):
+            stopped, end = migration.stopped[instance], migration.ends[instance]
+            barrier = max(stopped, migration.seconds - self.costs.barrier_seconds())  # until then it waits
+            spans.append(InstanceSpan(instance, "generate", 0.0, stopped))
+            spans.append(InstanceSpan(instance, "meet", barrier, migration.seconds))
+            spans.append(InstanceSpan(instance, "migrate", migration.seconds, end))
+            before = len(run.finished)
+            run.run()
+            ended = run.finished[before:]
+            tail += [(seconds, sample, instance, sample == ended[-1][1]) for seconds, sample in ended]
+            if ended:
+                spans.append(InstanceSpan(instance, "generate", end, ended[-1][0]))
+            else:
+                queue.register(end + release, instance, loads=instance in migration.plan.freed)
+        heapq.heapify(tail)
+        generation = now = migration.seconds
+        while now < math.inf:
+            queue.pull(now, self.costs)
+            now = min(queue.next_seconds, tail[0][0] if tail else math.inf)
+            while tail and tail[0][0] <= now:
+                generation, sample, instance, last = heapq.heappop(tail)
+                queue.put(self.tokens[sample])
+                if last:
+                    queue.register(generation + release, instance, loads=False)
+        total = max(generation, *(span.end for span in queue.spans))
+        return GenInferTimeline(
+            spans=_tile([*spans, *queue.spans], self.instances, total),
+            total_seconds=total,
+            generation_seconds=generation,
+            migration_seconds=migration.migration_seconds,
+            trigger_seconds=migration.seconds,
+            plan=migration.plan,
+            migrated_bytes=migration.moved_bytes,
+            scored_before_generation_end=queue.done_before(generation),
+        )
+
     def _serial(self) -> GenInferTimeline:
-        spans = [Span(instance, "generate", 0.0, run.clock) for instance, run in enumerate(self._whole)]
-        generation = self._ends[-1]
-        costs = self.beside["scoring" if self.instances > 1 else "idle"]
-        met = generation + costs.meeting_seconds()
-        spans += [Span(instance, "meet", generation, met) for instance in range(self.instances)]
-        begin = met + costs.release_seconds()
+        spans = [InstanceSpan(instance, "generate", 0.0, run.clock) for instance, run in enumerate(self._whole)]
+        generation, costs = self._ends[-1], self.costs
+        agreed = generation + costs.barrier_seconds()
+        spans += [InstanceSpan(instance, "meet", generation, agreed) for instance in range(self.instances)]
+        begin = agreed + costs.release_seconds()
         for instance, share in enumerate(deal(self.tokens, self.instances)):
             own = [self.tokens[i] for i in share]
             clock = begin
@@ -101,11 +225,11 @@ class BatchSimulation:
                 if number == 0:
                     models = self.limits.scoring_models
                     start, clock = first_pack(begin, begin, costs.swap_in_seconds(), seconds, models)
-                    spans.append(Span(instance, "swap_in", begin, start))
-                spans.append(Span(instance, "score", start, clock))
+                    spans.append(InstanceSpan(instance, "swap_in", begin, start))
+                spans.append(InstanceSpan(instance, "score", start, clock))
         total = max(span.end for span in spans)
         return GenInferTimeline(
-            spans=tile(spans, self.instances, total),
+            spans=_tile(spans, self.instances, total),
             total_seconds=total,
             generation_seconds=generation,
             migration_seconds=0.0,
@@ -116,63 +240,23 @@ class BatchSimulation:
         )
 
 
-class _Fused:
-    """From the meeting on: goes from event to event of the tail and of the desk."""
-
-    def __init__(self, batch: BatchSimulation, tail: Tail, meeting: Meeting) -> None:
-        self.batch, self.tail, self.meeting = batch, tail, meeting
-        known = tail.take_known()
-        self.desk = ScoringDesk([batch.tokens[i] for i in known], batch.instances, batch.limits)
-        self.remaining = len(batch.lengths) - len(known)
-        self.pace = batch.beside["decoding"]
-        self.release = self.pace.release_seconds()
-        self.spans: list[Span] = []
-        for instance, stopped in meeting.stopped.items():
-            self.spans.append(Span(instance, "generate", 0.0, stopped))
-            met_since = max(stopped, meeting.seconds - self.pace.meeting_seconds())  # until then it waits
-            self.spans.append(Span(instance, "meet", met_since, meeting.seconds))
-            self.spans.append(Span(instance, "migrate", meeting.seconds, meeting.ends[instance]))
-            if instance not in tail.decoding:  # freed, or a destination without a sample
-                self.desk.join(meeting.ends[instance] + self.release, instance, instance in meeting.plan.freed)
-        tail.look_ahead()
-
-    def simulate(self) -> GenInferTimeline:
-        generation = now = self.meeting.seconds
-        while now < math.inf:
-            self.desk.draw(now, self.batch.beside["decoding" if self.remaining else "scoring"])
-            self._set_pace(now)
-            now = min(self.desk.next_seconds, self.tail.next_end)
-            while self.tail.next_end <= now < math.inf:
-                generation = self._take_sample()
-        total = max(generation, *(span.end for span in self.desk.spans))
-        return GenInferTimeline(
-            spans=tile([*self.spans, *self.desk.spans], self.batch.instances, total),
-            total_seconds=total,
-            generation_seconds=generation,
-            migration_seconds=self.meeting.migration_seconds,
-            trigger_seconds=self.meeting.seconds,
-            plan=self.meeting.plan,
-            migrated_bytes=self.meeting.moved_bytes,
-            scored_before_generation_end=self.desk.done_before(generation),
-        )
-
-    def _take_sample(self) -> float:
-        """The next sample of the tail ends; its instance joins the workers if it was the last one there."""
-        seconds, sample, emptied = self.tail.take_next()
-        self.desk.stream(self.batch.tokens[sample])
-        self.remaining -= 1
-        if emptied is not None:
-            self.spans.append(Span(emptied, "generate", self.meeting.ends[emptied], seconds))
-            self.desk.join(seconds + self.release, emptied, loads=False)
-        return seconds
-
-    def _set_pace(self, now: float) -> None:
-        """What the tail decodes beside: workers that score, others of the tail, or nobody."""
-        name = "scoring" if self.desk.scores else "decoding" if len(self.tail.decoding) > 1 else "idle"
-        pace = self.batch.beside[name]
-        if pace is not self.pace and self.tail.decoding:
-            self.pace = pace
-            self.tail.change_pace(now, pace)
+def _tile(spans: Sequence[InstanceSpan], instances: int, total: float) -> tuple[InstanceSpan, ...]:
+    """Spans by instance and time, gaps filled with idle, empty ones left out."""
+    by_instance: list[list[InstanceSpan]] = [[] for _ in range(instances)]
+    for span in spans:
+        if span.end > span.start:
+            by_instance[span.instance].append(span)
+    tiled = []
+    for instance, own in enumerate(by_instance):
+        clock = 0.0
+        for span in sorted(own, key=lambda s: s.start):
+            if span.start > clock:
+                tiled.append(InstanceSpan(instance, "idle", clock, span.start))
+            tiled.append(span)
+            clock = span.end
+        if clock < total:
+            tiled.append(InstanceSpan(instance, "idle", clock, total))
+    return tuple(tiled)
 
 
 def move_cost(costs: CostModel, limits: InstanceLimits) -> MoveCost:

@@ -1,4 +1,4 @@
-"""Measured costs: the fit, a line for every neighbour, the file."""
+"""Measured costs: the fit, the file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_helpers import linear_cost
 
-from rlhfuse.costs.analytic import NEIGHBOURS
-from rlhfuse.costs.lines import FEW, Line, LineTable
+from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import (
     BytesObservation,
     DecodeObservation,
@@ -45,7 +44,7 @@ def observe(costs: MeasuredCost, noise: float, seed: int = 0):
 def test_fit_recovers_the_costs():
     true = linear_cost()
     exact = MeasuredCost.fit(*observe(true, noise=0.0))
-    decode = exact.decode.beside("idle")
+    decode = exact.decode
     assert decode.constant == pytest.approx(10e-3) and decode.slopes == pytest.approx((1e-3, 1e-6))
     assert exact.migration.constant == pytest.approx(1e-3) and exact.swap_in == pytest.approx(0.5)
     noisy = MeasuredCost.fit(*observe(true, noise=0.05))
@@ -91,52 +90,14 @@ def test_measured_costs_print_save_and_load(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"version": 4}, "version is 4"),
+        ({"version": 3}, "version is 3; only 4"),
         ({"swap_in": "soon"}, "swap_in|no number"),
-        ({"decode": {"idle": {"constant": 1.0, "slopes": [1.0]}}}, "decode beside idle needs a constant and 2 slopes"),
-        ({"score": {"idle": {"constant": -1.0, "slopes": [1.0, 0.0]}}}, "finite and >= 0"),
-        ({"score": {"busy": {"constant": 1.0, "slopes": [1.0, 0.0]}}}, "score: 'busy' is not known; use one of idle"),
-        ({"prefill": {}}, "prefill has no line"),
+        ({"decode": {"constant": 1.0, "slopes": [1.0]}}, "decode needs a constant and 2 slopes"),
+        ({"score": {"constant": -1.0, "slopes": [1.0, 0.0]}}, "finite and >= 0"),
+        ({"prefill": {}}, "'constant' is missing"),
         ({"prefill": 3}, "missing or no number"),
     ],
 )
 def test_bad_cost_files_are_refused(change, message):
     with pytest.raises(InputError, match=message):
         MeasuredCost.from_dict({**linear_cost().to_dict(), **change}, "measured.json")
-
-
-def test_every_neighbour_has_its_own_line():
-    """Decoding costs 2.5x beside a neighbour that scores; each line comes from its own observations."""
-    true, factor = linear_cost(), {"decoding": 1.0, "scoring": 2.5}
-    decode = [
-        DecodeObservation(batch, 50 * batch, factor[name] * true.decode_step_seconds(batch, 50 * batch), name)
-        for name in factor
-        for batch in range(1, 2 * FEW)
-    ]
-    costs = MeasuredCost.fit(decode, *observe(true, 0.0)[1:])
-    alone = true.decode_step_seconds(4, 200)
-    assert costs.beside("decoding").decode_step_seconds(4, 200) == pytest.approx(alone)
-    assert costs.beside("scoring").decode_step_seconds(4, 200) == pytest.approx(2.5 * alone)
-    assert costs.beside("idle").decode_step_seconds(4, 200) == pytest.approx(alone)  # the nearest one
-    assert "as decoding: never observed" in str(costs)
-    with pytest.raises(InputError, match="neighbour: 'asleep' is not known; use one of idle, decoding, scoring"):
-        costs.beside("asleep")
-
-
-def test_a_neighbour_seen_rarely_scales_the_line_of_all():
-    rows = [((count,), 1.0 + count, "idle") for count in range(20)] + [((10,), 33.0, "scoring")]
-    table = LineTable.fit(rows)
-    whole = Line.fit([row[0] for row in rows], [row[1] for row in rows])
-    assert table.beside("scoring")(10) == pytest.approx(33.0)
-    assert table.beside("scoring")(20) / whole(20) == pytest.approx(33.0 / whole(10))
-    assert table.beside("idle")(10) == pytest.approx(11.0)
-
-
-def test_the_first_version_of_the_file_has_one_line_for_all_neighbours():
-    line = {"constant": 1.0, "slopes": [2.0, 3.0]}
-    raw = {"version": 1, "decode": line, "prefill": line, "score": line, "swap_in": 0.5}
-    costs = MeasuredCost.from_dict({**raw, "migration": {"constant": 1.0, "slopes": [0.5]}})
-    for neighbour in NEIGHBOURS:
-        assert costs.beside(neighbour).decode_step_seconds(1, 1) == 6.0
-    assert MeasuredCost.from_dict(costs.to_dict()) == costs
-    assert "never observed" not in str(costs)

@@ -1,9 +1,8 @@
-"""Profiles: interpolation, what is priced beside which neighbour, the file, and what is refused."""
+"""Profiles: interpolation, the file, and what is refused."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +11,7 @@ from sim_helpers import linear_cost
 
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.grid import Grid
+from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.measured import save_measured_cost
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, load_costs, save_profile
@@ -79,13 +78,12 @@ def test_powers_of_two_end_with_the_largest():
 
 def profile(**changes) -> ProfiledCost:
     made_for = {"generation_tp": 2, "reference_inference_tp": 2, "reward_inference_tp": 1, "dtype": "float32"}
-    slow = replace(TABLE, seconds=tuple(2.5 * value for value in TABLE.seconds))
     line = Grid(((100.0, 200.0),), (1e-3, 2e-3))
     base = dict(
         made_for=made_for,
-        decode={"idle": TABLE, "scoring": slow},
-        prefill={"idle": TABLE},
-        score={"reference": {"idle": TABLE}, "reward": {"idle": TABLE, "decoding": slow}},
+        decode=TABLE,
+        prefill=TABLE,
+        score={"reference": TABLE, "reward": TABLE},
         swap_in=0.25,
         move=Grid(((1000.0, 2000.0),), (0.5, 0.75)),
         all_reduce=line,
@@ -101,16 +99,6 @@ def test_every_kind_of_work_is_looked_up():
     assert costs.score_seconds(4, 20) == TABLE(4, 20) + TABLE(2, 10)  # two reward replicas share the batch
     assert costs.swap_in_seconds() == 0.25 and costs.migration_seconds(1500) == 0.625
     assert costs.migration_seconds(0) == 0
-
-
-def test_neighbours_have_their_own_grids_and_the_nearest_stands_in():
-    costs = profile()
-    assert costs.beside("scoring").decode_step_seconds(1, 10) == 2.5
-    assert costs.beside("decoding").decode_step_seconds(1, 10) == 2.5  # busy resembles busy
-    assert costs.beside("scoring").prefill_seconds(1, 10) == 1
-    assert "(decoding neighbour) as scoring: never measured" in str(costs)
-    with pytest.raises(InputError, match="'away' is not known"):
-        costs.beside("away")
 
 
 def test_a_stage_costs_its_layers_and_the_last_one_the_ends():
@@ -136,15 +124,14 @@ def test_a_profile_saves_loads_and_is_told_from_measured_costs(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"version": 2}, "version is 2; only 1"),
-        ({"decode": {}}, "decode has no grid"),
-        ({"decode": {"near": TABLE.to_dict()}}, "decode: 'near' is not known"),
-        ({"prefill": {"idle": {"axes": [[2, 1]], "seconds": [1, 1]}}}, "prefill beside idle: points .* must ascend"),
+        ({"version": 1}, "version is 1; only 2"),
+        ({"decode": {}}, "decode: 'axes' is missing"),
+        ({"prefill": {"axes": [[2, 1]], "seconds": [1, 1]}}, "prefill: points .* must ascend"),
         ({"move": {"axes": [[1, 2]], "seconds": [1]}}, "move: a grid of \\[2\\] points needs as many seconds"),
         ({"move": {"axes": [[1]], "seconds": [-1]}}, "finite and >= 0"),
         ({"move": {"axes": [[1]]}}, "move: 'seconds' is missing"),
         ({"swap_in": "soon"}, "is no profile"),
-        ({"training": {"actor": {}}}, "is no profile: 'tp'"),
+        ({"training": {"actor": {}}}, "is no profile: 'layer_forward'"),
     ],
 )
 def test_bad_profiles_are_refused(tmp_path, change, message):

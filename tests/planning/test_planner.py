@@ -9,7 +9,7 @@ import pytest
 from four_ranks import SPECS, planned, run
 from sim_helpers import linear_cost, long_tail
 
-from rlhfuse.costs.grid import Grid
+from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.measured import save_measured_cost
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for, save_profile
@@ -257,9 +257,9 @@ def slow_at(model: str, made) -> ProfiledCost:
         return TrainingGrids(1, layer, layer, ends, ends)
 
     pair = Grid(((1.0,), (1.0,)), (1.0,))
-    score = {role: {"idle": pair} for role in made.scorers()}
+    score = {role: pair for role in made.scorers()}
     training = {role: grids(role) for role in made.trained()}
-    return ProfiledCost(made_for(made, SPECS), {"idle": pair}, {"idle": pair}, score, 0.0, one, None, training)
+    return ProfiledCost(made_for(made, SPECS), pair, pair, score, 0.0, one, None, training)
 
 
 def weight_steps(plan: RunPlan) -> dict[int, list[tuple[int, str]]]:

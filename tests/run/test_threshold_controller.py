@@ -12,7 +12,7 @@ import torch.distributed as dist
 from four_ranks import SPECS, planned, run
 from sim_helpers import limits, linear_cost, long_tail
 
-from rlhfuse.costs.lines import Line, LineTable
+from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import save_measured_cost
 from rlhfuse.fusion.inter.report import OBSERVED
 from rlhfuse.parallel.device import choose_device
@@ -45,8 +45,8 @@ def control(config):
 
 def iteration(lengths):
     """What an iteration shows: every step of one sequence took a millisecond, meetings three."""
-    rows = {"decode": [1, 10, 1e-3, "decoding"], "prefill": [10, 1, 1e-3, "decoding"]}
-    rows |= {"score": [10, 1, 1e-3, "scoring"], "load": [1e-3, "scoring"], "migration": [100, 1e-3, "idle"]}
+    rows = {"decode": [1, 10, 1e-3], "prefill": [10, 1, 1e-3]}
+    rows |= {"score": [10, 1, 1e-3], "load": [1e-3], "migration": [100, 1e-3]}
     rows |= {"meeting": [3e-3], "release": [2e-3]}
     assert set(rows) == set(OBSERVED)
     batch = SimpleNamespace(prompt_lengths=torch.tensor(lengths.prompt), response_lengths=torch.tensor(lengths.output))
@@ -62,7 +62,7 @@ def test_it_starts_from_the_profile_and_says_so(alone, tmp_path):
     said = priced.observe(0, *iteration(lengths))
     before = f"costs of fusion.profile={tmp_path}/costs.json"
     assert f"costs measured over 1 iteration, against {before}: decode step -" in said
-    assert (priced._costs.meeting_seconds(), priced._costs.release_seconds()) == (3e-3, 2e-3)
+    assert (priced._costs.barrier_seconds(), priced._costs.release_seconds()) == (3e-3, 2e-3)
     analytic = control(run())
     assert analytic.limits.move_cost != priced.limits.move_cost
     assert "costs measured over 1 iteration, against analytic costs: " in analytic.observe(0, *iteration(lengths))
@@ -87,7 +87,7 @@ def test_it_looks_again_as_often_as_its_share_of_the_time_allows(alone, monkeypa
         report.observations["meeting"] = [[1e-3 * number]]
         said.append(followed.observe(number, report, batch))
         recent = range(max(number - 3, min(number, 1)), number + 1)  # four, without the first once there is another
-        assert followed._costs.meeting_seconds() == pytest.approx(1e-3 * statistics.median(recent))
+        assert followed._costs.barrier_seconds() == pytest.approx(1e-3 * statistics.median(recent))
         clock.seconds += 48.0
     assert looked == [0, 1, 4, 7] and said[0].startswith("R_t ")
     assert not any(said[number] for number in (2, 3, 5, 6))
@@ -104,6 +104,5 @@ def test_small_gains_do_not_move_it():
 def test_the_log_names_costs_that_changed():
     before = linear_cost()
     assert changes(before, before, limits(), 100.0) == "costs within 10%"
-    slower_tail = LineTable((("decoding", Line(10e-3, (1e-3, 1e-6))), ("scoring", Line(20e-3, (2e-3, 2e-6)))))
-    after = replace(before, decode=slower_tail, swap_in=0.25)
-    assert changes(before, after, limits(), 100.0) == "tail's decode step +100%, loading -50%"
+    after = replace(before, decode=Line(20e-3, (2e-3, 2e-6)), swap_in=0.25)
+    assert changes(before, after, limits(), 100.0) == "decode step +100%, loading -50%"

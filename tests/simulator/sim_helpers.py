@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from rlhfuse.costs.lines import Line, LineTable
+from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
@@ -14,9 +14,9 @@ from rlhfuse.simulator.lengths import SampleLengths
 def linear_cost(swap_in: float = 0.5, score_token: float = 1e-3) -> MeasuredCost:
     """A step costs 10 ms + 1 ms per sequence; a scored token 1 ms; times are easy to add by hand."""
     return MeasuredCost(
-        decode=LineTable.everywhere(Line(10e-3, (1e-3, 1e-6))),
-        prefill=LineTable.everywhere(Line(2e-3, (1e-4, 0.0))),
-        score=LineTable.everywhere(Line(5e-3, (score_token, 0.0))),
+        decode=Line(10e-3, (1e-3, 1e-6)),
+        prefill=Line(2e-3, (1e-4, 0.0)),
+        score=Line(5e-3, (score_token, 0.0)),
         migration=Line(1e-3, (1e-9,)),
         swap_in=swap_in,
     )

@@ -75,17 +75,9 @@ class StepByStep:
         self.total = max([*self.ended.values(), *(end for end, _ in self.scored)])
         return self
 
-    def costs_beside(self):
-        if len(self.places) == 1:
-            return self.costs.beside("idle")
-        if not self.met or any(place.role == "scores" for place in self.places):
-            return self.costs.beside("scoring" if self.met else "decoding")
-        alive = [place for place in self.places if place.role in ("decodes", "stopping")]
-        return self.costs.beside("decoding" if len(alive) > 1 else "idle")
-
     def step(self, place: Place, now: float) -> None:
         """One prefill, one preemption or one decode step."""
-        lim, costs = self.limits, self.costs_beside()
+        lim, costs = self.limits, self.costs
         admitted, context = [], 0
         while place.waiting and len(place.running) < lim.max_sequences and not place.kept_out:
             context = sum(s.tokens for s in place.running) if not admitted else context + admitted[-1][1]
@@ -164,7 +156,7 @@ class StepByStep:
         move = move_cost(self.costs, lim)
         plan = plan_migration(states, m, free, lim.block_tokens, move)
         self.plan = plan
-        now += self.costs.meeting_seconds()
+        now += self.costs.barrier_seconds()
         until = dict.fromkeys(range(len(self.places)), now)
         for source, target in transfer_order(plan):
             tokens = sum(one.kv_tokens for one in plan.moves if (one.source, one.destination) == (source, target))
@@ -200,9 +192,8 @@ class StepByStep:
                 pack, self.stream = self.stream[:count], self.stream[count:]
             else:
                 return
-            costs = self.costs.beside("decoding" if self.remaining(now) else "scoring")
             self.places[i].role = "scores"
-            self.places[i].busy_until = self.score(self.places[i], now, pack, costs)
+            self.places[i].busy_until = self.score(self.places[i], now, pack, self.costs)
 
     def score(self, place: Place, now: float, pack: list[int], costs) -> float:
         """Model after model; on a worker that still loads, each as soon as it is there."""
@@ -221,11 +212,10 @@ class StepByStep:
         """Without a migration: when all is generated, deal the samples and score them."""
         if self.met or self.scored or self.remaining(now):
             return False
-        costs = self.costs.beside("scoring" if len(self.places) > 1 else "idle")
         for place, share in zip(self.places, deal(self.tokens, len(self.places))):
-            begin = now + self.costs.meeting_seconds() + self.costs.release_seconds()
+            begin = now + self.costs.barrier_seconds() + self.costs.release_seconds()
             clock, place.loads_from = begin, begin
             own = [self.tokens[i] for i in share]
             for pack in scoring_packs(own, 1, self.limits.score_tokens):
-                clock = self.score(place, clock, [own[i] for i in pack], costs)
+                clock = self.score(place, clock, [own[i] for i in pack], self.costs)
         return True

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sim_helpers import lengths_strategy, limits
 from step_by_step import StepByStep
 
-from rlhfuse.costs.lines import Line, LineTable
+from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.simulator.iteration import simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
@@ -17,21 +17,11 @@ from rlhfuse.simulator.lengths import SampleLengths
 TICK = 2.0**-20  # all costs are whole multiples of it, so every sum of them is exact
 
 
-def table(idle: Line, decoding: Line, scoring: Line) -> LineTable:
-    return LineTable((("idle", idle), ("decoding", decoding), ("scoring", scoring)))
-
-
 def exact_costs(swap_in: int, per_token: int) -> MeasuredCost:
-    def decode(slower: int) -> Line:
-        return Line(10000 * slower * TICK, (1000 * slower * TICK, 2 * slower * TICK))
-
-    def forward(slower: int) -> Line:
-        return Line(4096 * slower * TICK, (per_token * slower * TICK, 64 * TICK))
-
     return MeasuredCost(
-        decode=table(decode(2), decode(3), decode(5)),
-        prefill=LineTable.everywhere(Line(2048 * TICK, (128 * TICK, 0.0))),
-        score=table(forward(4), forward(8), forward(12)),
+        decode=Line(10000 * TICK, (1000 * TICK, 2 * TICK)),
+        prefill=Line(2048 * TICK, (128 * TICK, 0.0)),
+        score=Line(4096 * TICK, (per_token * TICK, 64 * TICK)),
         migration=Line(1024 * TICK, (TICK,)),
         swap_in=swap_in * TICK,
         meeting=3072 * TICK,

@@ -44,14 +44,13 @@ class Generation:
         reporter: StoreReporter | None,
         rewarder: Rewarder | None,
         events: RankEvents,
-        instances: int,
         total: int,
         progress: Callable[[str], None],
     ) -> None:
         """`reporter` and `rewarder` are the leader's; `total`: samples of the whole batch."""
         self._engine, self._group, self._reporter, self._rewarder = engine, group, reporter, rewarder
         self._events = events
-        self._instances, self._total = instances, total
+        self._total = total
         self._progress = progress
         self._begin = time.time()
         self._in_engine = 0.0  # seconds of the running step
@@ -66,7 +65,6 @@ class Generation:
         0: until all are done.
         """
         decision, samples, steps = DelayedBroadcast(self._group, GO_ON), [], 0
-        contention = "decoding" if self._instances > 1 else "idle"
         start = busy_until = self._begin = time.time()
         while True:
             step_start, decoded = time.perf_counter(), self._engine.has_unfinished()
@@ -80,7 +78,7 @@ class Generation:
             steps += 1
             reached = self._trigger_reached(threshold, decision, f"generation: step {steps}")
             if decoded:
-                self._observe(step_start, contention)
+                self._observe(step_start)
             if reached:
                 break
         decision.close()
@@ -89,19 +87,15 @@ class Generation:
         self._events.generation_seconds = busy_until - self._begin
         return samples
 
-    def decode_tail(self, others: int) -> None:
-        """Decode what is left here, publishing each sample as it ends; `others`: how many more instances decode."""
+    def decode_tail(self) -> None:
+        """Decode what is left here, publishing each sample as it ends."""
         start = time.time()
-        if self._reporter:
-            self._reporter.watch_scoring()
         while self._engine.has_unfinished():
             step_start = time.perf_counter()
             self._progress(f"generation of the long tail: {len(self._engine.unfinished())} samples left here")
-            scoring = self._reporter is not None and self._reporter.scoring > 0
-            contention = "scoring" if scoring else "decoding" if others else "idle"
             finished = self._step()
             self._report_finished(len(finished), [pickle.dumps(rollout) for rollout in finished])
-            self._observe(step_start, contention)
+            self._observe(step_start)
         self._events.span("generate", start, time.time())
         self._events.generation_seconds = time.time() - self._begin
 
@@ -117,7 +111,7 @@ class Generation:
             self._rewarder.submit(rollouts)
         return rollouts
 
-    def _observe(self, step_start: float, contention: str) -> None:
+    def _observe(self, step_start: float) -> None:
         """Record the step that is over now, from boundary to boundary.
 
         What lies between the engine's steps is theirs: small models spend a good part of their time there.
@@ -125,9 +119,9 @@ class Generation:
         stats = self._engine.last_step
         seconds = stats.seconds + time.perf_counter() - step_start - self._in_engine
         if stats.prefill_tokens:
-            self._events.observe("prefill", stats.prefill_tokens, stats.batch, seconds, contention)
+            self._events.observe("prefill", stats.prefill_tokens, stats.batch, seconds)
         else:
-            self._events.observe("decode", stats.batch, stats.context_tokens, seconds, contention)
+            self._events.observe("decode", stats.batch, stats.context_tokens, seconds)
 
     def _report_finished(self, count: int, samples: Sequence[bytes] = ()) -> None:
         start = time.perf_counter()

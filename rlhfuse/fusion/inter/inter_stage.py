@@ -115,7 +115,6 @@ class GenInferIteration:
             reporter,
             self._stage.rewarder,
             self._events,
-            instances,
             total,
             self._stage.progress,
         )
@@ -133,7 +132,7 @@ class GenInferIteration:
             self._migrate(barrier, plan)
         self._events.add_barrier(time.time() - stopped)
         if plan and self._instance in plan.destinations:
-            generation.decode_tail(others=len(plan.destinations) - 1)
+            generation.decode_tail()
         start = time.perf_counter()
         self._engine.pause()
         self._stage.generation_done()

@@ -126,7 +126,6 @@ class StoreReporter:
         self._closing = False
         self._failure: BaseException | None = None
         self._finished = 0
-        self._scoring: int | None = None
         self._thread = threading.Thread(target=self._run, name="store-reporter", daemon=True)
 
     @property
@@ -134,15 +133,6 @@ class StoreReporter:
         """Samples of the whole batch that were finished when the store was last asked."""
         self._check()
         return self._finished
-
-    @property
-    def scoring(self) -> int:
-        """Workers that scored or loaded then; 0 before `watch_scoring`."""
-        return self._scoring or 0
-
-    def watch_scoring(self) -> None:
-        """From now on ask how many workers score."""
-        self._scoring = 0
 
     def report(self, count: int, samples: Sequence[bytes] = ()) -> None:
         """`count` more samples are finished; `samples` are to be published. Returns at once."""
@@ -179,8 +169,6 @@ class StoreReporter:
         if samples:
             self._store.publish(samples)
         self._finished = self._store.add_finished(count)  # last: who reads that all are finished finds all published
-        if self._scoring is not None:
-            self._scoring = self._store.add_scoring(0)
 
     def _check(self) -> None:
         if self._failure is not None:

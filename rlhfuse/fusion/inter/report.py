@@ -60,16 +60,15 @@ class PairMigration:
 class RankEvents:
     """What happened on this rank. Only the leader of an instance keeps what would count twice.
 
-    Observations are rows of numbers; what the other instances did meanwhile ("idle", "decoding" or "scoring") is the
-    last field where it matters:
+    Observations are rows of numbers:
 
-    decode      sequences, tokens of context, seconds, others  a step
-    prefill     tokens, sequences, seconds, others             a step that runs prompts
-    score       tokens, samples, seconds, others               a pack, by all models that there are
-    load        seconds, others                                all models, one after the other
-    migration   bytes of keys and values, seconds, others      from one instance to another
-    meeting     seconds                                        barrier: from the last to come until all go on, no moves
-    release     seconds                                        to give back the cache and the actor's weights
+    decode      sequences, tokens of context, seconds  a step
+    prefill     tokens, sequences, seconds             a step that runs prompts
+    score       tokens, samples, seconds               a pack, by all models that there are
+    load        seconds                                all models, one after the other
+    migration   bytes of keys and values, seconds      from one instance to another
+    meeting     seconds                                barrier: from the last to come until all go on, no moves
+    release     seconds                                to give back the cache and the actor's weights
     """
 
     is_leader: bool
@@ -88,7 +87,7 @@ class RankEvents:
         if end > start:
             self.spans.append(PhaseSpan(kind, start, end))
 
-    def observe(self, kind: str, *row: float | str) -> None:
+    def observe(self, kind: str, *row: float) -> None:
         if self.is_leader:
             self.observed[kind].append(list(row))
 
@@ -103,8 +102,7 @@ def summarize(ranks: Sequence[RankEvents]) -> GenInferReport:
     plan = ranks[0].plan  # the same on all
     observations = {kind: [row for rank in ranks for row in rank.observed[kind]] for kind in OBSERVED}
     migrations = merge_sides([side for rank in ranks for side in rank.migrations])
-    alone = plan and len(plan.destinations) + len(plan.freed) == 2
-    observations["migration"] = [[pair.kv_bytes, pair.seconds, "idle" if alone else "decoding"] for pair in migrations]
+    observations["migration"] = [[pair.kv_bytes, pair.seconds] for pair in migrations]
     # who came last did not wait for the others
     observations["meeting"] = [[min(rank.barrier_seconds for rank in ranks if rank.barrier_seconds is not None)]]
     moves = plan.moves if plan else ()

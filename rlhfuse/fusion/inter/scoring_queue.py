@@ -49,13 +49,12 @@ class ScoringQueue:
     def score_share(self, finished: Sequence[Rollout]) -> list[Rollout]:
         """Serial: this worker's share of all samples, balanced by tokens."""
         own = [finished[i] for i in deal([tokens_of(sample) for sample in finished], self._workers)[self._worker]]
-        contention = "scoring" if self._workers > 1 else "idle"
         for pack in self._packs(own, 1):
             self._asked = time.perf_counter()
             self._progress(f"inference: {len(self._scored)} of {len(own)} samples scored here")
             work, waited = self._score(pack)
-            self._observe(work, waited, contention)
-        return self._finish(contention)
+            self._observe(work, waited)
+        return self._finish()
 
     def register(self) -> None:
         """Count as a worker that scores and begin to load the models, work or not: there will be some."""
@@ -71,12 +70,11 @@ class ScoringQueue:
         loads no models before it has work.
         """
         packs = self._packs(finished, self._workers)
-        generating = self._generating(total)
         while True:
             choice = self._next(packs, streamed) if self._group.is_leader else (WAIT, 0, 0)
             kind, first, last = self._group.broadcast(*choice)
             if kind == DONE:
-                return self._finish("decoding" if generating else "scoring")
+                return self._finish()
             if kind == WAIT:
                 continue
             if not self._group.is_leader:
@@ -85,9 +83,8 @@ class ScoringQueue:
             pack = packs[first] if kind == PACK else [self._fetch(index) for index in range(first, last)]
             self._progress(f"inference: {'pack' if kind == PACK else 'long tail'} {first}")
             work, waited = self._score(pack)
-            contention, generating = "decoding" if generating else "scoring", self._generating(total)
-            self._observe(work, waited, contention)
-            if generating:
+            self._observe(work, waited)
+            if self._generating(total):
                 self._events.scored_early += len(pack) * self._group.is_leader
 
     # the leader's choice --------------------------------------------------------------------------------------
@@ -153,18 +150,18 @@ class ScoringQueue:
         self._events.span("score", loaded, end)
         return work, end - start - work.seconds
 
-    def _observe(self, work: PackWork, waited: float, contention: str) -> None:
+    def _observe(self, work: PackWork, waited: float) -> None:
         """Record the pack that was asked for last and is over now, from one pull to the next.
 
         Pulling and fetching are the pack's; waiting for work or for weights is not.
         """
         seconds = time.perf_counter() - self._asked - waited
-        self._events.observe("score", work.tokens, work.samples, max(seconds, work.seconds), contention)
+        self._events.observe("score", work.tokens, work.samples, max(seconds, work.seconds))
 
-    def _finish(self, contention: str) -> list[Rollout]:
+    def _finish(self) -> list[Rollout]:
         """This worker's samples, from its leader."""
         if self._scored:  # all models have been waited for
-            self._events.observe("load", self._scorer.load_seconds, contention)
+            self._events.observe("load", self._scorer.load_seconds)
         self._scorer.release()
         return self._scored if self._group.is_leader else []
 

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from rlhfuse.costs.analytic import largest_flat_batch
-from rlhfuse.costs.lines import Line
+from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import load_measured_cost
 from rlhfuse.decisions.layouts import training_layouts
 from rlhfuse.errors import InputError

@@ -15,7 +15,7 @@ def test_of_the_two_sides_of_a_pair_the_one_that_did_not_wait_counts():
 
 def test_the_report_adds_up_what_ranks_saw():
     freed, stays = RankEvents(is_leader=True, plan=PLAN), RankEvents(is_leader=True, plan=PLAN)
-    freed.observe("score", 10, 2, 0.5, "decoding")
+    freed.observe("score", 10, 2, 0.5)
     freed.migrations.append(PairMigration(0, 1, 640, 0.5))
     freed.scored_early, stays.scored_early = 2, 1
     freed.agreement_seconds, stays.generation_seconds, stays.bytes_needed = 0.01, 4.0, 700
@@ -25,6 +25,6 @@ def test_the_report_adds_up_what_ranks_saw():
     assert report.plan == PLAN and report.migrated_samples == 2 and report.recomputed_samples == 1
     assert report.migrated_bytes == 640 and report.bytes_needed == 700 and report.scored_before_generation_end == 3
     assert report.agreement_seconds == 0.01 and report.generation_seconds == 4.0
-    assert report.observations["score"] == [[10, 2, 0.5, "decoding"]]
-    assert report.observations["migration"] == [[640, 0.5, "decoding"]]
+    assert report.observations["score"] == [[10, 2, 0.5]]
+    assert report.observations["migration"] == [[640, 0.5]]
     assert report.observations["meeting"] == [[0.25]], "without what was moved; who waited least"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from inter_stage_case import Case, clean_up, iterate, write_models
 from sim_helpers import limits, linear_cost  # noqa: E402
 
-from rlhfuse.costs.lines import Line
+from rlhfuse.costs.fits import Line
 from rlhfuse.decisions.migration import check_threshold
 from rlhfuse.errors import InputError
 from rlhfuse.simulator.iteration import simulate_gen_infer
@@ -152,15 +152,14 @@ def test_samples_of_one_prompt_move_in_small_buckets_and_send_it_once(run):
     assert report.migrated_bytes == (blocks - 2 * len(moves)) * result["block_bytes"]
 
 
-def test_observations_say_what_the_others_did(run):
+def test_observations_are_of_all_that_was_done(run):
     case = Case(AT_ONCE, 20, bs_max=7)
     fused = run(case, disturb=together_from_the_third_step)["report"].observations
-    assert "decoding" in {row[-1] for row in fused["prefill"]} and {row[-1] for row in fused["decode"]} > {"decoding"}
-    assert {row[-1] for row in fused["score"]} >= {"decoding"} and len(fused["migration"]) >= 1
-    assert sum(row[1] for row in fused["score"]) == 32 and all(row[0] > 0 < row[1] for row in fused["migration"])
+    assert fused["prefill"] and fused["decode"] and fused["migration"]
+    assert sum(samples for _, samples, _ in fused["score"]) == 32
+    assert all(kv_bytes > 0 < seconds for kv_bytes, seconds in fused["migration"])
     serial = run.serial(Case(STAIRS))["report"].observations
-    assert {row[-1] for row in serial["decode"]} == {"decoding"} and not serial["migration"]
-    assert {row[-1] for row in serial["score"]} == {"scoring"} and len(serial["load"]) == 4
+    assert serial["decode"] and not serial["migration"] and len(serial["load"]) == 4
     for seen in (fused, serial):
         assert all(row[0] > 0 for kind in ("load", "release") for row in seen[kind])
         assert len(seen["release"]) == 4 and len(seen["meeting"]) == 1

@@ -1,11 +1,7 @@
-"""Measure a run's work on the ranks at hand: instance 0 works at every point, beside each neighbour there is.
+"""Measure a run's work on the ranks at hand, all instances at the same time, as they work in a run (paper section 6).
 
-    models and points -> decode, prefill, scoring beside idle, decoding, scoring -> loading, training -> transfers
-
-A measured value is the mean of REPEATS runs without the fastest and the slowest. Where the time limit is reached,
-the points that are left lie on a straight line through those that were measured.
-
-Knows nothing of how the values are used. Paper section 6 (profiling ahead of a run).
+A measured value is the mean of REPEATS runs without the fastest and the slowest. Where the time limit is reached, the
+points that are left lie on a straight line through those that were measured.
 """
 
 from __future__ import annotations
@@ -19,13 +15,11 @@ import torch.distributed as dist
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
-from rlhfuse.costs.analytic import NEIGHBOURS
-from rlhfuse.costs.grid import Grid
+from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
 from rlhfuse.gen.compile_kernels import compile_kernels
 from rlhfuse.parallel.device import Device, local_rank
 from rlhfuse.parallel.groups import GroupMaker, connect, plain_grid
-from rlhfuse.run.profiling.company import IDLE_SECONDS, STOP, Company
 from rlhfuse.run.profiling.points import BYTES, Points, TensorDegrees, points_of
 from rlhfuse.run.profiling.work import Builder, GenerationWork, ScoreWork, TrainingWork, load_seconds
 
@@ -49,14 +43,13 @@ class Profiler:
         config: RunConfig,
         specs: Mapping[str, ModelSpec],
         device: Device,
-        store: dist.Store,
         limit_seconds: float,
         say: Say,
     ) -> None:
         self._config, self._specs, self._device, self._say = config, specs, device, say
         self._tensors = TensorDegrees.of(config)
         rank, world = dist.get_rank(), dist.get_world_size()
-        self._instance, self._instances = rank // self._tensors.generation, world // self._tensors.generation
+        self._instances = world // self._tensors.generation
         dtype = getattr(torch, config.trainer.dtype)
         if not device.is_cuda:
             if local_rank() == 0:
@@ -76,71 +69,34 @@ class Profiler:
         replicas = ParallelLayout(self._instances, self._tensors.generation, 1)
         self._tp_group = builder.groups.for_model("profile", plain_grid(replicas), rank).tp
         connect([self._tp_group], device.torch_device)
-        self._company = Company(
-            store, self._instance, self._instances - 1, self._tp_group, device.torch_device, config.trainer.hang_seconds
-        )
-        neighbours = len(NEIGHBOURS) if self._instances > 1 else 1
-        self._measures = neighbours * (2 + len(self._score)) + len(self._training)  # that are still to come
+        self._measures = 2 + len(self._score) + len(self._training)  # that are still to come
         self._deadline = time.monotonic() + limit_seconds  # without building and compiling, which happen once
 
-    def run(self) -> ProfiledCost | None:
-        """The profile, on the ranks of instance 0; None on the others. A collective."""
-        if self._instance:
-            self._company.keep(self._activities())
-            self._on_all_ranks()
-            return None
-        tables = self._beside_each_neighbour()
+    def run(self) -> ProfiledCost:
+        """The profile, whole on rank 0; a collective."""
+        decode = self._measure(
+            "decode",
+            (self._points.batches, self._points.contexts),
+            self._points.decode(),
+            lambda batch, context: steady_mean(self._generation.decode(batch, context, REPEATS)),
+            self._agreed,
+        )
+        prefill = self._packs("prefill", self._generation.prefill)
+        score = {role: self._packs(f"scoring by {role}", work.score) for role, work in self._score.items()}
         works = list(self._score.values())
-        self._company.become("idle")
         swap_in = steady_mean([load_seconds(works, self._device) for _ in range(REPEATS)]) if works else 0.0
-        self._company.become(STOP)
         if self._instances == 1:
-            self._say("one instance only: no neighbour was there, and bytes are priced as a copy within its memory")
-        facts = made_for(self._config, self._specs)
-        return ProfiledCost(facts, **tables, swap_in=swap_in, **self._on_all_ranks())
-
-    def _beside_each_neighbour(self) -> dict[str, dict]:
-        """Decoding, prefill and scoring on instance 0."""
-        decode, prefill, score = {}, {}, {role: {} for role in self._score}
-        for neighbour in NEIGHBOURS if self._instances > 1 else NEIGHBOURS[:1]:
-            if neighbour == "scoring" and not self._score:
-                continue  # nobody scores in this run
-            self._company.become(neighbour)
-            decode[neighbour] = self._measure(
-                f"decode beside {neighbour}",
-                (self._points.batches, self._points.contexts),
-                self._points.decode(),
-                lambda batch, context: steady_mean(self._generation.decode(batch, context, REPEATS)),
-                self._agreed,
-            )
-            prefill[neighbour] = self._packs(f"prefill beside {neighbour}", self._generation.prefill)
-            for role, work in self._score.items():
-                score[role][neighbour] = self._packs(f"scoring by {role} beside {neighbour}", work.score)
-        return {"decode": decode, "prefill": prefill, "score": score}
-
-    def _on_all_ranks(self) -> dict:
-        """What every rank measures at the same time, as it happens in a run."""
-        return {
-            "training": {role: self._train(role) for role in self._training},
-            "all_reduce": self._all_reduce(),
-            "move": _transfers(self._device, self._tensors.generation),
-        }
-
-    def _activities(self) -> dict[str, Callable[[], None]]:
-        """What this instance can do beside the measured one, a unit at a time."""
-        points = self._points
-        batch = min(max(points.batches), -(-self._config.samples_per_iteration // self._instances))
-        context = max(1, min(points.longest // 2, points.capacity // batch))
-
-        def score() -> None:
-            for work in self._score.values():
-                work.score(max(points.tokens), max(1, -(-max(points.tokens) // points.longest)))
-
-        return {
-            "idle": lambda: time.sleep(IDLE_SECONDS),
-            "decoding": lambda: self._generation.decode(batch, context, 32) and None,
-            "scoring": score,
-        }
+            self._say("one instance only: bytes are priced as a copy within its memory")
+        return ProfiledCost(
+            made_for=made_for(self._config, self._specs),
+            decode=decode,
+            prefill=prefill,
+            score=score,
+            swap_in=swap_in,
+            training={role: self._train(role) for role in self._training},
+            all_reduce=self._all_reduce(),
+            move=_transfers(self._device, self._tensors.generation),
+        )
 
     def _packs(self, what: str, work: Callable[[int, int], float]) -> Grid:
         def repeated(tokens: int, sequences: int) -> float:
@@ -159,6 +115,7 @@ class Profiler:
         agree: Callable[[bool], bool],
     ) -> Grid:
         """Measure the cells in order, for this measure's share of the time left but at least AT_LEAST of them."""
+        dist.barrier()  # all instances measure the same at the same time
         began, measured = time.monotonic(), {}
         end = began + max(0.0, self._deadline - began) / max(1, self._measures)
         self._measures -= 1
@@ -172,7 +129,9 @@ class Profiler:
 
     def _agreed(self, over: bool) -> bool:
         """What the leader of the instance says, on all of its ranks."""
-        return bool(self._company.agree(int(over)))
+        told = torch.tensor([int(over and dist.get_rank(self._tp_group) == 0)], device=self._device.torch_device)
+        dist.all_reduce(told, group=self._tp_group)
+        return bool(told)
 
     def _agreed_by_all(self, over: bool) -> bool:
         told = torch.tensor([int(over)], device=self._device.torch_device)
@@ -201,7 +160,6 @@ class Profiler:
                 parts[f"l{way}"][(tokens,)], parts[f"e{way}"][(tokens,)] = layer, max(0.0, first - layer)
             return sum(deep)
 
-        dist.barrier()
         self._measure(f"training of {role}", (axis,), [(tokens,) for tokens in axis], both, self._agreed_by_all)
         return TrainingGrids(self._tensors.training[role], *(Grid.of((axis,), part) for part in parts.values()))
 

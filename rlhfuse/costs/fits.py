@@ -1,10 +1,6 @@
-"""Seconds measured on a grid of counts, and what lies between the points.
+"""Seconds as a function of counts: a straight line through observations, or a grid of measured points.
 
-Between points the seconds are interpolated along straight lines in every direction; beyond the last point they
-go on at least as they came there; before the first they stay. More work never costs less: a measured value that lies
-below a smaller count's, which is noise, is raised to it.
-
-Knows nothing of what the counts are.
+More work never costs less: a line's coefficients are not negative, and a grid's values ascend.
 """
 
 from __future__ import annotations
@@ -16,17 +12,57 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
+from scipy.optimize import nnls
 
-from rlhfuse.costs.lines import Line
 from rlhfuse.errors import InputError
+
+
+@dataclass(frozen=True)
+class Line:
+    """seconds = constant + sum(slope x count); all coefficients are >= 0."""
+
+    constant: float
+    slopes: tuple[float, ...]
+
+    def __call__(self, *counts: float) -> float:
+        return self.constant + sum(slope * count for slope, count in zip(self.slopes, counts, strict=True))
+
+    @staticmethod
+    def fit(counts: Sequence[Sequence[float]], seconds: Sequence[float]) -> Line:
+        """Non-negative least squares over a constant and the columns of `counts` [observations, columns].
+
+        Residuals sum to zero while the constant is in use: predicted totals are unbiased over the work that was seen.
+        """
+        target = np.asarray(seconds, dtype=np.float64)
+        matrix = np.column_stack([np.ones(len(target)), np.asarray(counts, dtype=np.float64).reshape(len(target), -1)])
+        scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
+        basis, reduced = np.linalg.qr(matrix / scale)  # thousands of observations become a problem of a few rows
+        coefficients = nnls(reduced, basis.T @ target)[0] / scale
+        return Line(float(coefficients[0]), tuple(float(slope) for slope in coefficients[1:]))
+
+    def describe(self, *names: str) -> str:
+        """E.g. `12.0 us + 3.1 us x batch`."""
+        slopes = "".join(f" + {slope * 1e6:.4g} us x {name}" for slope, name in zip(self.slopes, names, strict=True))
+        return f"{self.constant * 1e6:.1f} us{slopes}"
+
+    def to_dict(self) -> dict:
+        return {"constant": self.constant, "slopes": list(self.slopes)}
+
+    @staticmethod
+    def from_dict(raw: dict, slopes: int, where: str) -> Line:
+        """Inverse of `to_dict`. Raises InputError naming `where` unless it has `slopes` slopes, all >= 0."""
+        line = Line(float(raw["constant"]), tuple(float(slope) for slope in raw["slopes"]))
+        if len(line.slopes) != slopes or not all(0 <= c < float("inf") for c in (line.constant, *line.slopes)):
+            raise InputError(f"{where} needs a constant and {slopes} slopes, finite and >= 0")
+        return line
 
 
 @dataclass(frozen=True)
 class Grid:
     """`seconds[i * len(axes[1]) + j]` were measured at (axes[0][i], axes[1][j]); one axis or two.
 
-    Beyond the end of one axis it rises as steeply as it does for any smaller count of the other, so that more work
-    never costs less there either.
+    Between points the seconds are interpolated along straight lines; before the first they stay. Beyond the end of an
+    axis they rise as steeply as for any smaller count of the other.
     """
 
     axes: tuple[tuple[float, ...], ...]
@@ -42,10 +78,11 @@ class Grid:
             raise InputError("seconds of a grid must be finite and >= 0")
 
     def __call__(self, *counts: float) -> float:
-        first, weight = _place(self.axes[0], counts[0])
+        first, weight = _cell(self.axes[0], counts[0])
         if len(self.axes) == 1:
-            return self._along(first, weight, self.seconds)
-        second, other = _place(self.axes[1], counts[1])
+            following = self.seconds[min(first + 1, len(self.seconds) - 1)]
+            return max(0.0, self.seconds[first] + weight * (following - self.seconds[first]))
+        second, other = _cell(self.axes[1], counts[1])
         following = min(first + 1, len(self.axes[0]) - 1)
         low, high = self._in_row(first, second, other), self._in_row(following, second, other)
         if weight <= 1:
@@ -60,19 +97,15 @@ class Grid:
         following = min(index + 1, len(self.axes[1]) - 1)
         if weight <= 1:
             return self._at(row, index) + weight * (self._at(row, following) - self._at(row, index))
-        steepest = max(self._at(one, following) - self._at(one, index) for one in range(row + 1))
+        steepest = max(self._at(above, following) - self._at(above, index) for above in range(row + 1))
         return self._at(row, following) + (weight - 1) * steepest
-
-    @staticmethod
-    def _along(index: int, weight: float, values: Sequence[float]) -> float:
-        following = values[index + 1] if index + 1 < len(values) else values[index]
-        return max(0.0, values[index] + weight * (following - values[index]))
 
     @staticmethod
     def of(axes: Sequence[Sequence[float]], measured: Mapping[tuple[float, ...], float]) -> Grid:
         """From what was measured at some of the points; the others lie on a straight line through those that were.
 
-        The line is that of the counts and, of two, their product. Raises InputError where nothing was measured.
+        The line is that of the counts and, of two, their product. A value below a smaller count's, which is noise, is
+        raised to it. Raises InputError where nothing was measured.
         """
         points = list(product(*axes))
         known = [point for point in points if point in measured]
@@ -84,6 +117,12 @@ class Grid:
         for direction in range(table.ndim):
             table = np.maximum.accumulate(table, axis=direction)
         return Grid(tuple(tuple(map(float, axis)) for axis in axes), tuple(table.reshape(-1).tolist()))
+
+    def describe(self) -> str:
+        """Its ends, e.g. `1.200 ms at (1, 64) to 9.500 ms at (64, 512)`."""
+        first = ", ".join(f"{axis[0]:g}" for axis in self.axes)
+        last = ", ".join(f"{axis[-1]:g}" for axis in self.axes)
+        return f"{self.seconds[0] * 1e3:.3f} ms at ({first}) to {self.seconds[-1] * 1e3:.3f} ms at ({last})"
 
     def to_dict(self) -> dict:
         return {"axes": [list(axis) for axis in self.axes], "seconds": list(self.seconds)}
@@ -103,7 +142,7 @@ def _terms(point: Sequence[float]) -> tuple[float, ...]:
     return tuple(point) if len(point) == 1 else (*point, math.prod(point))
 
 
-def _place(axis: Sequence[float], count: float) -> tuple[int, float]:
+def _cell(axis: Sequence[float], count: float) -> tuple[int, float]:
     """(index, weight): the point is weight of the way from axis[index] to the one after; beyond 1 past the end."""
     if len(axis) == 1 or count <= axis[0]:
         return 0, 0.0
