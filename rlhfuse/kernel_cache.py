@@ -1,10 +1,4 @@
-"""Fills numba's cache in a process of its own, so that what the compiler took ends with it.
-
-A rank that compiles keeps hundreds of megabytes which it never needs again, and which no plan of its memory knows of.
-Compiled kernels are loaded from the cache in a fraction of a second.
-
-Knows nothing of what the kernels do.
-"""
+"""Fills numba's cache in a process of its own: the hundreds of megabytes that the compiler takes end with it."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def check_ppo(folder: Path, device: torch.device) -> dict:
 
 def environment(device: torch.device) -> dict:
     """What the figures were measured on."""
-    found = {
+    facts: dict[str, Any] = {
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "cuda_of_torch": torch.version.cuda,
@@ -247,15 +247,15 @@ def environment(device: torch.device) -> dict:
     if importlib.util.find_spec("flash_attn"):
         from importlib.metadata import version
 
-        found["flash_attn"] = version("flash_attn")
+        facts["flash_attn"] = version("flash_attn")
     if device.type == "cuda":
         from torch.cuda import nccl
 
         properties = torch.cuda.get_device_properties(device)
-        found["nccl"] = ".".join(map(str, nccl.version()))
-        found |= {"name": properties.name, "memory_bytes": properties.total_memory}
-        found["devices"] = torch.cuda.device_count()
-    return found
+        facts["nccl"] = ".".join(map(str, nccl.version()))
+        facts |= {"name": properties.name, "memory_bytes": properties.total_memory}
+        facts["devices"] = torch.cuda.device_count()
+    return facts
 
 
 def all_checks(device: Device, folder: Path) -> list[tuple[str, Callable[[], Any]]]:
@@ -291,8 +291,8 @@ def main() -> int:
     args = parser.parse_args()
     cuda = torch.cuda.is_available()
     if not cuda and args.device == "auto":
-        found = {"cuda": False, "environment": environment(torch.device("cpu")), "checks": []}
-        print(json.dumps({**found, "said": "no CUDA device here: nothing was checked"}))
+        report = {"cuda": False, "environment": environment(torch.device("cpu")), "checks": []}
+        print(json.dumps({**report, "said": "no CUDA device here: nothing was checked"}))
         return 0
     device = choose_device("cpu" if args.device == "cpu" else "cuda", 0, 1)
     backend = "cpu:gloo,cuda:nccl" if device.is_cuda else "gloo"

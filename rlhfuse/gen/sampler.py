@@ -38,7 +38,7 @@ class DrawBatch:
     temperatures: np.ndarray  # [R] float32, 0 = greedy
     top_ks: np.ndarray  # [R] int64, 0 = off
     top_ps: np.ndarray  # [R] float64, 1 = off
-    banned: np.ndarray  # [R, B] int64, unused places -1
+    banned: np.ndarray  # [R, B] int64, unused columns -1
 
     @staticmethod
     def of(drawing: list[Sequence], totals: np.ndarray, table: RunningTable) -> DrawBatch:
@@ -80,18 +80,18 @@ def draw_tokens(logits: Tensor, batch: DrawBatch) -> Draws:
 
 
 def _draw_torch(logits: Tensor, batch: DrawBatch) -> Draws:
-    def here(array: np.ndarray) -> Tensor:
+    def to_device(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(logits.device)
 
-    temperatures = here(batch.temperatures)[:, None]
+    temperatures = to_device(batch.temperatures)[:, None]
     greedy = temperatures == 0
     scaled = logits / temperatures.masked_fill(greedy, 1.0)
     allowed = logits
     if batch.banned.size:
         rows, columns = (batch.banned >= 0).nonzero()
         allowed = logits.clone()
-        allowed[here(rows), here(batch.banned[rows, columns])] = float("-inf")
-    noise = gumbel_noise(here(batch.keys.astype(np.int64)), logits.shape[1])
+        allowed[to_device(rows), to_device(batch.banned[rows, columns])] = float("-inf")
+    noise = gumbel_noise(to_device(batch.keys.astype(np.int64)), logits.shape[1])
     scores = torch.where(greedy, scaled, scaled + noise)
     out = (allowed < cutoffs_torch(allowed, batch)[:, None]) | (allowed == float("-inf"))
     best, tokens = scores.masked_fill(out, float("-inf")).max(dim=1)
@@ -110,17 +110,17 @@ def cutoffs_torch(logits: Tensor, batch: DrawBatch) -> Tensor:
     if not len(rows):
         return cutoffs
 
-    def here(array: np.ndarray) -> Tensor:
+    def to_device(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array[rows]).to(logits.device)[:, None]
 
     where = torch.from_numpy(rows).to(logits.device)
     ranked = logits[where].sort(dim=1, descending=True).values
-    beyond = torch.arange(vocab, device=logits.device) >= here(np.where(limited, batch.top_ks, vocab))
-    shares = torch.softmax((ranked.double() / here(batch.temperatures)).masked_fill(beyond, float("-inf")), dim=1)
+    beyond = torch.arange(vocab, device=logits.device) >= to_device(np.where(limited, batch.top_ks, vocab))
+    shares = torch.softmax((ranked.double() / to_device(batch.temperatures)).masked_fill(beyond, float("-inf")), dim=1)
     before = shares.cumsum(1).roll(1, dims=1)  # of all more likely tokens
     before[:, 0] = 0.0
     # A running sum may round up to 1 too early: without top-p nothing is cut, whatever it is.
-    least = here(np.where(batch.top_ps < 1, batch.top_ps, 2.0))
+    least = to_device(np.where(batch.top_ps < 1, batch.top_ps, 2.0))
     kept = ((before < least) & ~beyond).sum(dim=1, keepdim=True)
     cutoffs[where] = ranked.gather(1, kept.clamp(min=1) - 1)[:, 0]
     return cutoffs

@@ -1,14 +1,7 @@
 """Attention in its two shapes: packed sequences for training and scoring, a block-wise cache for generation.
 
-    varlen_attention   q, k, v of whole sequences lie one after another; with autograd
-    paged_attention    queries against keys and values in cache blocks; no autograd
-    decode_attention   the same for one query per sequence, in fixed shapes that a CUDA graph can hold
-
-On CUDA with flash-attn installed all are its kernels, where `flash_obstacle` names nothing against it. Elsewhere
-torch's own attention takes each sequence of several queries by itself, neighbours of one length and those of one query
-together. The numba kernel of paged_cpu.py serves generation on CPU. This is the only file that imports flash_attn.
-Knows nothing of models or of scheduling.
-
+On CUDA with flash-attn installed all are its kernels, where `flash_obstacle` names nothing against it; elsewhere
+torch's own. This is the only file that imports flash_attn; the CPU engine's kernel is cpu/paged_attention.py.
 Letters: T tokens, H query heads, G key/value heads (H % G == 0), D head_dim, S sequences, R rows, W columns.
 """
 

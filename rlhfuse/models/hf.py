@@ -1,27 +1,20 @@
 """Hugging Face checkpoints in and out: the one place that knows both sides' parameter names.
 
-Inside, a model's weights are a mapping from Megatron-core names to tensors. Per layer, with g KV groups:
-
-    linear_qkv   rows  g x [q of the group's heads, k, v]      cut by KV group over tensor ranks
-    linear_fc1   rows  [gate, up] of this tensor rank          each half cut by rows
-    linear_proj, linear_fc2                                    cut by columns
-    word_embeddings, output_layer                              cut by rows, padded with zero rows first
-
-Layers are numbered from 0 within the part that is loaded. A scalar head (`score.weight` outside) is
-`output_layer.weight` of shape [1, hidden], whole on every tensor rank. Reading is lazy: only the rows and
-columns of this part leave the file. The only file of the package that imports transformers.
+Inside, weights go by Megatron-core names: linear_qkv holds for each KV group the rows of its queries, key and value,
+linear_fc1 [gate, up] of this tensor rank. Layers are numbered from 0 within the part that is loaded. A scalar head
+(`score.weight` outside) is `output_layer.weight` [1, hidden], whole on every tensor rank. Reading is lazy.
 """
 
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlhfuse.config.spec import ModelSpec
@@ -72,29 +65,20 @@ def checkpoint_index(path: Path) -> dict[str, TensorEntry]:
         files = [path / "model.safetensors"]
     index: dict[str, TensorEntry] = {}
     for file in files:
-        for name, entry in _read_header(file).items():
-            index[name] = TensorEntry(file, tuple(entry["shape"]), entry["dtype"])
+        opened = _open(file)
+        for name in opened.keys():
+            view = opened.get_slice(name)
+            index[name] = TensorEntry(file, tuple(view.get_shape()), view.get_dtype())
     return index
 
 
-def _read_header(file: Path) -> dict[str, Any]:
+def _open(file: Path) -> Any:
     if not file.exists():
         raise InputError(f"{file} is missing: the checkpoint is incomplete (safetensors are needed); fetch it again")
-    size = file.stat().st_size
-    with open(file, "rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= length <= size - 8:
-            raise InputError(f"{file} is no complete safetensors file ({size} bytes); fetch the checkpoint again")
-        try:
-            header = json.loads(stream.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            raise InputError(f"{file} has a broken header; fetch the checkpoint again") from None
-    header.pop("__metadata__", None)
-    need = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if need != size:
-        raise InputError(f"{file} has {size} bytes where its header says {need}: half-written; fetch it again")
-    return header
+    try:
+        return safe_open(str(file), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{file} is half-written or no safetensors file ({error}); fetch it again") from None
 
 
 def expected_tensors(spec: ModelSpec, scalar_head: bool) -> dict[str, tuple[int, ...]]:
@@ -153,10 +137,8 @@ class _Reader:
     """Lazy reads of rows and columns by Hugging Face name."""
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
-        from safetensors import safe_open
-
         self.index = checkpoint_index(path)
-        self.files = {e.file: safe_open(str(e.file), framework="pt") for e in self.index.values()}
+        self.files = {file: _open(file) for file in {entry.file for entry in self.index.values()}}
         self.dtype = dtype
 
     def rows(self, name: str, part: int = 0, parts: int = 1) -> Tensor:
@@ -201,8 +183,8 @@ def load_weights(
     if last:
         weights["decoder.final_layernorm.weight"] = read.rows("model.norm.weight")
         if scalar_head:
-            there = SCALAR_HEAD in read.index
-            head = read.rows(SCALAR_HEAD) if there else torch.zeros(1, spec.hidden, dtype=dtype)
+            stored = SCALAR_HEAD in read.index
+            head = read.rows(SCALAR_HEAD) if stored else torch.zeros(1, spec.hidden, dtype=dtype)
             weights["output_layer.weight"] = head
         elif not spec.tied_embeddings:
             weights["output_layer.weight"] = _vocab_part(read, spec, "lm_head", tp_rank, tp_size)

@@ -1,4 +1,4 @@
-"""Writes a Hugging Face folder: weights in one file or several, with the config and tokenizer of the model it was.
+"""Writes a Hugging Face folder: weights in one file or several, with the config and tokenizer of another folder.
 
 Weights are asked for layer by layer and leave as soon as a file is full, so no whole model needs to be in memory.
 """

@@ -1,6 +1,6 @@
 """Any order of add, step, abort, preempt, move, pause, resume and load keeps blocks, tables and queues in agreement.
 
-Hypothesis searches the orders and shrinks one that fails to a few lines. `Pair` checks the integrity of an engine
+Hypothesis searches the orders and shrinks one that fails to a few lines. `EnginePair` checks the integrity of an engine
 after everything it does to it, and every finished sample against the sample alone.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from engine_pair import SPEC, EnginePair, Workload, draw_requests, move
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from lives import SPEC, Pair, World, draw_requests, move
 
 from rlhfuse.gen.engine import SamplingParams
 
@@ -20,7 +20,7 @@ ENGINE = st.integers(0, 1)
 
 
 class TwoEngines(RuleBasedStateMachine):
-    world = World(draw_requests(24, seed=5, longest_stem=20, most_tokens=8))
+    workload = Workload(draw_requests(24, seed=5, longest_stem=20, most_tokens=8))
 
     @initialize(
         block_tokens=st.integers(1, 6),
@@ -29,13 +29,13 @@ class TwoEngines(RuleBasedStateMachine):
         budgets=st.tuples(*[st.integers(1, 40)] * 2),
     )
     def begin(self, block_tokens, spare, sequences, budgets):
-        fewest = self.world.fewest_blocks(list(self.world.requests), block_tokens)
+        fewest = self.workload.fewest_blocks(list(self.workload.requests), block_tokens)
         options = [
             dict(block_tokens=block_tokens, num_blocks=fewest + s, max_sequences=n, max_batched_tokens=b)
             for s, n, b in zip(spare, sequences, budgets)
         ]
-        self.pair = Pair(self.world, options)
-        self.coming = list(self.world.requests)
+        self.pair = EnginePair(self.workload, options)
+        self.coming = list(self.workload.requests)
 
     def any_unfinished(self) -> bool:
         return any(engine.has_unfinished() for engine in self.pair.engines)
@@ -81,28 +81,28 @@ class TwoEngines(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "pair"):
             self.pair.drain()
-            entered = set(self.world.requests) - set(self.coming)
+            entered = set(self.workload.requests) - set(self.coming)
             assert self.pair.finished | self.pair.aborted == entered
 
 
 @pytest.mark.timeout(1200)  # a failure takes minutes to shrink
-def test_any_order_keeps_the_books():
+def test_any_order_keeps_integrity():
     plan = settings(derandomize=True, deadline=None, max_examples=150, stateful_step_count=30)
     run_state_machine_as_test(TwoEngines, settings=plan)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_any_order_keeps_the_books_searched_longer():
+def test_any_order_keeps_integrity_searched_longer():
     plan = settings(derandomize=True, deadline=None, max_examples=2000, stateful_step_count=60)
     run_state_machine_as_test(TwoEngines, settings=plan)
 
 
 def serve(count: int, seed: int) -> None:
     """`count` short samples pass through one small engine, some aborted, moved or interrupted; no block is lost."""
-    world, rng = World([]), random.Random(seed)
-    engine = world.engine(num_blocks=60, block_tokens=4, max_sequences=64, max_batched_tokens=128)
-    other = world.engine(num_blocks=60, block_tokens=4, max_sequences=64, max_batched_tokens=128)
+    workload, rng = Workload([]), random.Random(seed)
+    engine = workload.engine(num_blocks=60, block_tokens=4, max_sequences=64, max_batched_tokens=128)
+    other = workload.engine(num_blocks=60, block_tokens=4, max_sequences=64, max_batched_tokens=128)
     params = [SamplingParams(max_tokens=n, seed=n) for n in (1, 2, 3, 5)]
     stems = [[rng.randrange(SPEC.vocab) for _ in range(8)] for _ in range(6)]
     entered = finished = aborted = steps = 0

@@ -50,8 +50,8 @@ def run_check(name: str, check: Callable[[], Any]) -> Result:
     return Result(name, ok, round(time.perf_counter() - start, 3), detail)
 
 
-def relative(found: torch.Tensor | None, wanted: torch.Tensor | None) -> float:
+def relative(actual: torch.Tensor | None, wanted: torch.Tensor | None) -> float:
     """Largest difference, as a part of the largest number wanted."""
-    assert found is not None and wanted is not None, "nothing to compare"
+    assert actual is not None and wanted is not None, "nothing to compare"
     wanted = wanted.detach().double().cpu()
-    return float((found.detach().double().cpu() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12))
+    return float((actual.detach().double().cpu() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12))

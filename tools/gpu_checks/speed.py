@@ -113,14 +113,14 @@ def synchronize(device: torch.device) -> None:
 
 def best_seconds(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
     """Shortest of several runs, each until the device has finished it; a first one is not counted."""
-    found = []
+    seconds = []
     for _ in range(repeats + 1):
         synchronize(device)
         start = time.perf_counter()
         work()
         synchronize(device)
-        found.append(time.perf_counter() - start)
-    return min(found[1:])
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -190,14 +190,14 @@ def decode_seconds(engine: Engine, batch: int) -> tuple[float, int]:
 
 def prefill_seconds(engine: Engine, prompts: int, length: int) -> float:
     """Shortest of three steps that run `prompts` whole prompts; a first one is not counted."""
-    found = []
+    seconds = []
     for seed in range(4):
         for sample, prompt in enumerate(random_prompts(engine.spec, prompts, length, 1000 + seed)):
             engine.add(sample, prompt, SamplingParams(max_tokens=1, ignore_eos=True))
         engine.step()
         assert not engine.has_unfinished(), "the prompts were to fit into one step"
-        found.append(engine.last_step.seconds)
-    return min(found[1:])
+        seconds.append(engine.last_step.seconds)
+    return min(seconds[1:])
 
 
 def measure(shape: dict, folder: Path, device: torch.device, block_tokens: int, batches: tuple[int, ...]) -> dict:
@@ -215,7 +215,7 @@ def measure(shape: dict, folder: Path, device: torch.device, block_tokens: int, 
     length = min(512, spec.context // 2)
     prompts = 16 if device.type == "cuda" else 2
     attention = f"torch: {obstacle}" if obstacle else "flash-attn"
-    found: dict = {
+    result: dict = {
         "parameters": spec.parameters(),
         "block_tokens": block_tokens,
         "attention": attention,
@@ -247,7 +247,7 @@ def measure(shape: dict, folder: Path, device: torch.device, block_tokens: int, 
                 "data_sheet_fraction": None if sheet is None else round(needed / sheet, 4),
             }
         seconds = prefill_seconds(engine, prompts, length)
-        found[name] = {
+        result[name] = {
             "decode": rows,
             "capture_seconds": engine.runner.recording_seconds,
             "prefill_tokens_per_second": round(prompts * length / seconds, 1),
@@ -255,4 +255,4 @@ def measure(shape: dict, folder: Path, device: torch.device, block_tokens: int, 
         }
         engine.pause()  # gives back the graphs' memory before the next engine takes its own
         del engine
-    return found
+    return result

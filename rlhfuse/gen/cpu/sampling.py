@@ -232,7 +232,7 @@ def draw_rows(logits, keys, temperatures, top_ks, top_ps, banned):
     """Tokens [R] int64 (-1: not finite) and their log-probabilities [R] float32.
 
     logits [R or more, vocab] float32; keys [R, 2] uint32; temperatures [R] float32; top_ks [R] int64, 0 = off;
-    top_ps [R] float64, 1 = off; banned [R, B] int64, unused places -1. The rows are shared out among threads.
+    top_ps [R] float64, 1 = off; banned [R, B] int64, unused columns -1. The rows are shared out among threads.
     """
     rows = keys.shape[0]
     tokens, logprobs = np.empty(rows, np.int64), np.empty(rows, np.float32)

@@ -89,7 +89,7 @@ class DeviceForward:
         The logits are valid until the next call. Rows past R, if any, are padding.
         """
         self._explain_slow_attention(cache)
-        assert cache.keys.shape[1] * cache.block_tokens < 2**31, "slots travel as int32"
+        assert cache.keys.shape[1] * cache.block_tokens < 2**31, "slots are sent as int32"
         if len(batch.tokens) == len(batch.contexts):
             logits = self._decode_step(batch, cache)
             if len(batch.draw_rows) == len(batch.tokens):
@@ -100,7 +100,7 @@ class DeviceForward:
     def decode(self, inputs: DecodeInputs, cache: KVCache) -> Tensor:
         """Logits [rows, at least vocab] of every row, in the weights' dtype. Fixed shapes; never waits for the device.
 
-        Running it twice on the same inputs writes the same keys and values to the same places.
+        Running it twice on the same inputs writes the same keys and values to the same slots.
         """
         tokens, positions, slots = inputs.indices()
         tables, contexts = inputs.tables, inputs.contexts

@@ -1,13 +1,9 @@
-"""A decoder layer on CPU, as kernels over panels of LANES tokens: norm, products, rotary embedding, MLP.
+"""A decoder layer on CPU, as numba kernels over panels of LANES tokens: norm, products, rotary embedding, MLP.
 
     x [P, F, LANES]      feature f of token p * LANES + lane lies at x[p, f, lane]
 
-In this order every kernel is a loop over lanes: a token's arithmetic stands in a lane of its own and is the same
-whatever the other lanes hold, so its bits depend on nothing else. Rows past the last token are computed and never
-looked at. Weights are read where they lie, [N, K] float32, or bfloat16 as uint16; activations are float32.
-
-Work is shared by `threads` threads: each takes a range of outputs, whole, so the count changes no bit. Letters: T
-tokens, P panels, N outputs, K inputs, H query heads, G key/value heads, D head_dim. Knows nothing of torch.
+Every kernel is a loop over lanes: a token's arithmetic has a lane of its own. `threads` threads take ranges of outputs.
+Weights are read where they lie, [N, K] float32, or bfloat16 as uint16. P panels, N outputs, K inputs, D head_dim.
 """
 
 from __future__ import annotations
@@ -226,7 +222,7 @@ def place_heads(qkv, positions, slots, cos, sin, bias, q_norm, k_norm, eps, keys
     """Norm and rotate queries and keys; queries to q [T, H, D], keys and values into their cache slots.
 
     qkv [P, G * (H/G + 2) * D, LANES], per KV group its queries, key, value; positions, slots [T]; cos, sin
-    [context, D/2]; bias, q_norm, k_norm may be empty; keys, values: one layer of the cache (paged_cpu.py).
+    [context, D/2]; bias, q_norm, k_norm may be empty; keys, values: one layer of the cache (cpu/paged_attention.py).
     """
     groups, block_tokens = values.shape[1], values.shape[2]
     tokens, heads, dim = q.shape

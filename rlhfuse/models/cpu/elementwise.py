@@ -1,11 +1,8 @@
-"""exp, log and bfloat16 for numba kernels, one scalar at a time, built to vectorise.
+"""exp, log and bfloat16 for numba kernels, one scalar at a time, built to vectorise; errors are below 2 ulp.
 
-Each function is a straight line of float32 operations without a table or a branch, so that LLVM turns a loop
-over it into vector code; and since no fast-math is used anywhere, vector and scalar code give the same bits.
-That is the whole point: a value never depends on where in an array it stood. Errors are below 2 ulp.
-
-numba's cache watches only the file of the cached function: after a change here, touch the files that import it.
-Knows nothing of torch, of attention or of sampling.
+Straight lines of float32 operations without a table or a branch: vector and scalar code give the same bits, so that a
+value does not depend on where in an array it stood. numba's cache watches only the file of the cached function: after
+a change here, touch the files that import it.
 """
 
 from __future__ import annotations

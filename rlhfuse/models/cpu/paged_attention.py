@@ -1,18 +1,8 @@
 """Attention over a block-wise KV cache on CPU, the same kernel for prefill and decode.
 
-The value of one (query token, head) is computed by itself, over the blocks of its sequence in absolute order:
-
-    scores[j] = scale * q . k_j           one chain over the dimensions
-    weights   = exp(scores - max)         summed in LANES sums, the position modulo LANES, then these in order
-    out       = sum_j weights[j] * v_j    one chain over the tokens
-
-so its bits depend on nothing but the query and the first `context` tokens: not on the other sequences, on how
-the prompt was cut into chunks, on which blocks of which size hold it, or on the rows computed beside it. Keys lie
-as [block, G, D, lanes], values as [block, G, block_tokens, padded D], so that both products run over tiles
-(tiles.py); a *piece* is LANES tokens of a block. The heads of a group, or neighbouring queries of a prompt, share the
-loads of keys and values. While a tile computes, what will be read next is fetched into the cache.
-
-Letters: T query tokens, H query heads, G key/value heads, D head_dim, S sequences. Knows nothing of torch.
+Each (query token, head) is computed by itself over the blocks of its sequence in absolute order, so its bits depend on
+nothing but the query and the first `context` tokens. A *piece* is LANES tokens of a block; the heads of a group, or the
+queries of a prompt side by side, share the loads of keys and values. The layout is gen/cpu/forward.py's LaneKVCache.
 """
 
 from __future__ import annotations
@@ -80,7 +70,7 @@ def _list_next(table, context, group, keys, block_tokens, key_at, end):
 
 
 @njit(forceinline=True)
-def _place(piece, block_tokens):
+def _piece_position(piece, block_tokens):
     """Position in the sequence of a piece's first token."""
     per_block = (block_tokens + LANES - 1) // LANES
     return piece // per_block * block_tokens + piece % per_block * LANES
@@ -89,7 +79,7 @@ def _place(piece, block_tokens):
 @njit(forceinline=True)
 def _count(piece, context, block_tokens):
     """Tokens of a piece that lie before `context`; negative if it begins later."""
-    start = _place(piece, block_tokens)
+    start = _piece_position(piece, block_tokens)
     block_end = (start // block_tokens + 1) * block_tokens
     return min(LANES, min(block_end, context) - start)
 
@@ -123,7 +113,7 @@ def _softmax(row, pieces, context, block_tokens, scale, lanes):
     else:  # the same sums, whatever the size of blocks
         for i in range(pieces):
             for j in range(_count(i, context, block_tokens)):
-                lanes[(_place(i, block_tokens) + j) % LANES] += row[i * LANES + j]
+                lanes[(_piece_position(i, block_tokens) + j) % LANES] += row[i * LANES + j]
     total = F32(0.0)
     for j in range(LANES):
         total += lanes[j]
@@ -197,7 +187,7 @@ def paged_attention(q, keys, values, tables, sequences, positions, runs, bounds,
         for pair in range(bounds[part], bounds[part + 1]):
             t, g = runs[pair // groups], pair % groups
             tokens = runs[pair // groups + 1] - t
-            # the rows that share loads: the neighbours of one head, or, where there is one token, the heads
+            # the rows that share loads: adjacent queries of one head, or, where there is one token, the heads
             across = tokens == 1
             last = positions[t] + tokens
             pieces = _list_pieces(tables[sequences[t]], last, g, keys, values, key_at, value_at)
@@ -250,8 +240,8 @@ class Queries(NamedTuple):
     """The queries of one step, ready for `paged_attention`."""
 
     sequences: np.ndarray  # [T] which sequence
-    positions: np.ndarray  # [T] place in the sequence
-    runs: np.ndarray  # [runs + 1] where runs of up to RUN neighbours begin, and T
+    positions: np.ndarray  # [T] position in the sequence
+    runs: np.ndarray  # [runs + 1] where runs of up to RUN adjacent queries begin, and T
     bounds: np.ndarray  # [threads + 1] the (run, group) pairs of each thread, with about equally many keys to read
 
     @staticmethod
@@ -263,8 +253,8 @@ class Queries(NamedTuple):
         runs = query_starts  # of decoding sequences: one query each
         if total > len(counts):
             parts = -(-counts // RUN)
-            place = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
-            runs = np.append(np.repeat(query_starts[:-1], parts) + RUN * place, total)
+            order = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+            runs = np.append(np.repeat(query_starts[:-1], parts) + RUN * order, total)
         cost = np.cumsum(np.repeat((positions[runs[:-1]] + LANES) * np.diff(runs), groups))
         inner = np.searchsorted(cost, cost[-1] * np.arange(1, threads) / threads)
         return Queries(sequences, positions, runs, np.concatenate(([0], inner, [len(cost)])))

@@ -1,14 +1,9 @@
-"""The innermost loop of every CPU kernel: a small matrix product kept in vector registers.
+"""The innermost loop of every CPU kernel: a small matrix product kept in vector registers, written as LLVM code.
 
     out[r, p, lane] (+)= sum_k  w[r, k] * x[p, k, lane]          r < rows, p < panels, lane < LANES
 
-A *panel* is LANES columns lying next to each other: 16 tokens of an activation, 16 keys of a block, 16 dimensions
-of a value. Each element is one chain of fused multiply-adds over k in order, in a lane of its own: its bits depend
-on neither the shape of the tile nor on what stands beside it. That is how the engine's products are independent of
-the batch (design: batch invariance), and why weights are read where they lie, without packing.
-
-LLVM's vectoriser does not keep a two-dimensional tile in registers, so a tile is written as LLVM code here, through
-numba's `intrinsic`, for float32 and for bfloat16 held as uint16. Knows nothing of models, threads or torch.
+A *panel* is LANES columns side by side: 16 tokens, 16 keys or 16 dimensions. Each element is one chain of fused
+multiply-adds over k in a lane of its own; LLVM's vectoriser does not keep such a tile in registers by itself.
 """
 
 from __future__ import annotations

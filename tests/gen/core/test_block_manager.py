@@ -1,4 +1,4 @@
-"""Random lives of sequences leave the block manager and the scheduler consistent."""
+"""Random workloads of sequences leave the block manager and the scheduler consistent."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_reused_blocks_are_forgotten():
 
 @FAST
 @given(st.data())
-def test_scheduler_keeps_its_books_and_finishes(data):
+def test_scheduler_stays_consistent_and_finishes(data):
     """Few blocks, few tokens in a step, colliding prompts: every sample still gets all its tokens."""
     block_tokens = data.draw(st.integers(1, 5))
     num_blocks = data.draw(st.integers(-(-24 // block_tokens), 40))

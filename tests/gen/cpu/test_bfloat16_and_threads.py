@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lives import move
+from engine_pair import move
 from tiny import write_checkpoint
 
 from rlhfuse.config.spec import ModelSpec

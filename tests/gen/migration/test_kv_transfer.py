@@ -28,7 +28,7 @@ def engine_of(**options) -> Engine:
 
 
 def finish(*engines: Engine) -> dict:
-    """All results by sample id; every step leaves the books in order, and no sample ends twice."""
+    """All results by sample id; every step leaves both engines consistent, and no sample ends twice."""
     results = {}
     for engine in engines:
         while engine.has_unfinished():

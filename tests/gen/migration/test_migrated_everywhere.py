@@ -9,7 +9,7 @@ the prompt into other chunks again.
 from __future__ import annotations
 
 import pytest
-from lives import SPEC, Request, World, move
+from engine_pair import SPEC, Request, Workload, move
 
 from rlhfuse.gen.engine import SamplingParams
 
@@ -20,8 +20,8 @@ TOKENS = 7
 
 
 @pytest.fixture(scope="module")
-def world() -> World:
-    return World(
+def workload() -> Workload:
+    return Workload(
         [
             Request(
                 i,
@@ -40,13 +40,13 @@ def computed_tokens_before_each_step(prompt: int, budget: int) -> list[int]:
 
 @pytest.mark.parametrize("with_kv", [True, False])
 @pytest.mark.parametrize("budget", [1, 3, 4])
-def test_moved_at_every_position(world, budget, with_kv):
+def test_moved_at_every_position(workload, budget, with_kv):
     moves = 0
     for i, length in enumerate(LENGTHS):
-        expected, request = world.alone(i, BLOCK), world.requests[i]
+        expected, request = workload.alone(i, BLOCK), workload.requests[i]
         for steps, computed in enumerate(computed_tokens_before_each_step(length, budget)):
-            source = world.engine(num_blocks=9, block_tokens=BLOCK, max_batched_tokens=budget)
-            destination = world.engine(num_blocks=9, block_tokens=BLOCK, max_batched_tokens=BUDGETS[(i + steps) % 5])
+            source = workload.engine(num_blocks=9, block_tokens=BLOCK, max_batched_tokens=budget)
+            destination = workload.engine(num_blocks=9, block_tokens=BLOCK, max_batched_tokens=BUDGETS[(i + steps) % 5])
             source.add(i, request.prompt, request.params)
             for _ in range(steps):
                 assert source.step() == []
@@ -65,11 +65,11 @@ def test_moved_at_every_position(world, budget, with_kv):
     assert moves == sum(-(-length // budget) + TOKENS - 1 for length in LENGTHS)
 
 
-def test_moved_back_and_forth_after_every_step(world):
+def test_moved_back_and_forth_after_every_step(workload):
     """All twenty at once, every step in the other engine, by turns with keys and values and as tokens."""
     for every in (1, 2):  # budgets that hold all tokens: moved as tokens, a chunked prompt would begin again for ever
-        engines = [world.engine(num_blocks=160, block_tokens=BLOCK, max_batched_tokens=b) for b in (400, 500)]
-        for request in world.requests.values():
+        engines = [workload.engine(num_blocks=160, block_tokens=BLOCK, max_batched_tokens=b) for b in (400, 500)]
+        for request in workload.requests.values():
             engines[0].add(request.sample_id, request.prompt, request.params)
         results, steps = [], 0
         while engines[0].has_unfinished():
@@ -80,16 +80,16 @@ def test_moved_back_and_forth_after_every_step(world):
             engines.reverse()
             engines[0].check_integrity()
             engines[1].check_integrity()
-        assert sorted(results, key=lambda r: r.sample_id) == [world.alone(i, BLOCK) for i in range(len(LENGTHS))]
+        assert sorted(results, key=lambda r: r.sample_id) == [workload.alone(i, BLOCK) for i in range(len(LENGTHS))]
         assert not engines[1].has_unfinished() and engines[0].free_blocks == engines[1].free_blocks == 160
 
 
-def test_moved_among_samples_that_share_its_prefix(world):
+def test_moved_among_samples_that_share_its_prefix(workload):
     """The destination holds the same prompt already; the source's other samples keep their shared blocks."""
-    prompt, params = world.requests[19].prompt, SamplingParams(max_tokens=9, seed=3)
-    together = world.engine(num_blocks=80, block_tokens=BLOCK).generate([prompt] * 8, params)
+    prompt, params = workload.requests[19].prompt, SamplingParams(max_tokens=9, seed=3)
+    together = workload.engine(num_blocks=80, block_tokens=BLOCK).generate([prompt] * 8, params)
     for steps in range(1, 9):
-        source, destination = (world.engine(num_blocks=80, block_tokens=BLOCK) for _ in range(2))
+        source, destination = (workload.engine(num_blocks=80, block_tokens=BLOCK) for _ in range(2))
         for sample_id in range(8):
             (source if sample_id < 6 else destination).add(sample_id, prompt, params)
         for _ in range(steps):
@@ -104,13 +104,13 @@ def test_moved_among_samples_that_share_its_prefix(world):
         assert sorted(results, key=lambda r: r.sample_id) == together
 
 
-def test_moved_to_an_engine_with_other_blocks(world):
+def test_moved_to_an_engine_with_other_blocks(workload):
     """Blocks of another size don't fit, but the tokens move; the size of blocks changes no bit."""
-    for request in world.requests.values():
-        expected = world.alone(request.sample_id, BLOCK)
+    for request in workload.requests.values():
+        expected = workload.alone(request.sample_id, BLOCK)
         for blocks in (1, 5, 16, 48):
-            source = world.engine(num_blocks=9, block_tokens=BLOCK)
-            destination = world.engine(num_blocks=-(-80 // blocks), block_tokens=blocks)
+            source = workload.engine(num_blocks=9, block_tokens=BLOCK)
+            destination = workload.engine(num_blocks=-(-80 // blocks), block_tokens=blocks)
             source.add(request.sample_id, request.prompt, request.params)
             for _ in range(1 + request.sample_id % (TOKENS - 1)):
                 source.step()

@@ -1,4 +1,4 @@
-"""Thousands of random lives of samples in two engines: not one bit differs from the sample alone.
+"""Thousands of random workloads of two engines: not one bit differs from the sample alone.
 
 A case draws sizes of both engines (blocks, sequences, tokens of a step), samples that share prefixes, and what
 happens to them between the steps: arrivals, aborts, preemption, moves with keys and values or as tokens, pauses,
@@ -11,8 +11,8 @@ import random
 from collections import Counter
 
 import pytest
+from engine_pair import SPEC, EnginePair, Workload, draw_requests
 from gen_models import tiny_spec
-from lives import SPEC, Pair, World, draw_requests
 
 ORDINARY, LONG = 2000, 20_000
 WIDE = 32
@@ -26,20 +26,20 @@ SPECS = {
 
 
 @pytest.fixture(params=SPECS)
-def world(request) -> World:
-    return World(draw_requests(96, seed=11, longest_stem=24, most_tokens=10), SPECS[request.param])
+def workload(request) -> Workload:
+    return Workload(draw_requests(96, seed=11, longest_stem=24, most_tokens=10), SPECS[request.param])
 
 
-def draw_pair(world: World, rng: random.Random, wide: bool) -> tuple[Pair, list[int]]:
-    """Two engines of random size and the samples that will live in them."""
+def draw_pair(workload: Workload, rng: random.Random, wide: bool) -> tuple[EnginePair, list[int]]:
+    """Two engines of random size and the samples that they will serve."""
     block_tokens = rng.choice((1, 2, 3, 4)) if wide else rng.choice((1, 2, 3, 4, 5, 8, 16))
     fitting = [
         sample_id
-        for sample_id, request in world.requests.items()
-        if not wide or len(request.prompt) + len(world.alone(sample_id, block_tokens).tokens) - 1 > 4 * block_tokens
+        for sample_id, request in workload.requests.items()
+        if not wide or len(request.prompt) + len(workload.alone(sample_id, block_tokens).tokens) - 1 > 4 * block_tokens
     ]
     samples = rng.sample(fitting, WIDE if wide else rng.randint(1, 9))
-    fewest = world.fewest_blocks(samples, block_tokens)
+    fewest = workload.fewest_blocks(samples, block_tokens)
     options = [
         dict(
             block_tokens=block_tokens,
@@ -49,10 +49,10 @@ def draw_pair(world: World, rng: random.Random, wide: bool) -> tuple[Pair, list[
         )
         for _ in range(2)
     ]
-    return Pair(world, options), samples
+    return EnginePair(workload, options), samples
 
 
-def live(pair: Pair, samples: list[int], rng: random.Random) -> None:
+def serve(pair: EnginePair, samples: list[int], rng: random.Random) -> None:
     """Samples arrive one after another while things happen; then both engines run to the end."""
     coming = list(samples)
     for _ in range(rng.randint(0, 8) + len(coming) // 8):
@@ -87,13 +87,13 @@ def live(pair: Pair, samples: list[int], rng: random.Random) -> None:
     assert pair.finished == set(samples) and not pair.aborted
 
 
-def run_cases(world: World, first: int, count: int) -> Counter[str]:
+def run_cases(workload: Workload, first: int, count: int) -> Counter[str]:
     seen: Counter[str] = Counter()
     for case in range(first, first + count):
         rng, wide = random.Random(case), case % 10 == 0
-        pair, samples = draw_pair(world, rng, wide)
+        pair, samples = draw_pair(workload, rng, wide)
         try:
-            live(pair, samples, rng)
+            serve(pair, samples, rng)
         except AssertionError as error:
             error.add_note(f"case {case}: {[engine.options for engine in pair.engines]}")
             raise
@@ -123,13 +123,13 @@ def check_seen(seen: Counter[str], cases: int) -> None:
         assert seen[event] > cases // 10, f"{event} happened {seen[event]} times in {cases} cases"
 
 
-def test_thousands_of_random_lives_equal_alone(world):
-    count, number = ORDINARY // len(SPECS), list(SPECS.values()).index(world.spec)
-    check_seen(run_cases(world, number * count, count), count)
+def test_thousands_of_random_workloads_equal_alone(workload):
+    count, number = ORDINARY // len(SPECS), list(SPECS.values()).index(workload.spec)
+    check_seen(run_cases(workload, number * count, count), count)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_many_more_random_lives_equal_alone(world):
+def test_many_more_random_workloads_equal_alone(workload):
     count = LONG // len(SPECS)
-    check_seen(run_cases(world, 1_000_000, count), count)
+    check_seen(run_cases(workload, 1_000_000, count), count)

@@ -1,10 +1,10 @@
 """Two engines to which things happen between steps, and the runs of each sample alone to compare them with.
 
-    World   one small model, a pool of requests, and the result of each request run by itself
-    Pair    two engines of that world: add, abort, preempt, move, pause, resume; every step is followed by
+    Workload   one small model, a pool of requests, and the result of each request run by itself
+    EnginePair    two engines of that workload: add, abort, preempt, move, pause, resume; every step is followed by
             check_integrity, and every finished sample must be, bit for bit, what it is alone
 
-`Pair.seen` counts what really happened, so that a test can show that its cases were not empty.
+`EnginePair.seen` counts what really happened, so that a test can show that its cases were not empty.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def draw_requests(count: int, seed: int, longest_stem: int = 40, most_tokens: in
     return requests
 
 
-class World:
+class Workload:
     """A model, its requests, and what each of them gives alone."""
 
     def __init__(self, requests: list[Request], spec: ModelSpec = SPEC) -> None:
         self.spec, self.weights = spec, random_weights(spec)
         self.requests = {request.sample_id: request for request in requests}
-        self._loners: dict[int, Engine] = {}
+        self._single_engines: dict[int, Engine] = {}
         self._alone: dict[tuple[int, int], GenerationResult] = {}
 
     def engine(self, **options: int) -> Engine:
@@ -68,11 +68,11 @@ class World:
     def alone(self, sample_id: int, block_tokens: int) -> GenerationResult:
         """The sample in an engine that holds nothing else and remembers nothing."""
         if (sample_id, block_tokens) not in self._alone:
-            if block_tokens not in self._loners:
-                self._loners[block_tokens] = self.engine(num_blocks=100, block_tokens=block_tokens)
-            loner, request = self._loners[block_tokens], self.requests[sample_id]
-            loner.load_weights(self.weights)  # forgets every prefix
-            self._alone[sample_id, block_tokens] = loner.generate([request.prompt], request.params, [sample_id])[0]
+            if block_tokens not in self._single_engines:
+                self._single_engines[block_tokens] = self.engine(num_blocks=100, block_tokens=block_tokens)
+            engine, request = self._single_engines[block_tokens], self.requests[sample_id]
+            engine.load_weights(self.weights)  # forgets every prefix
+            self._alone[sample_id, block_tokens] = engine.generate([request.prompt], request.params, [sample_id])[0]
         return self._alone[sample_id, block_tokens]
 
     def fewest_blocks(self, sample_ids: list[int], block_tokens: int) -> int:
@@ -90,12 +90,12 @@ def move(source: Engine, destination: Engine, sample_ids: list[int], *, with_kv:
         return import_sequences(destination, transfer)
 
 
-class Pair:
+class EnginePair:
     """Two engines with the same block size; `options[i]` are those of engine i."""
 
-    def __init__(self, world: World, options: list[dict[str, int]]) -> None:
-        self.world = world
-        self.engines = [world.engine(**each) for each in options]
+    def __init__(self, workload: Workload, options: list[dict[str, int]]) -> None:
+        self.workload = workload
+        self.engines = [workload.engine(**each) for each in options]
         self.block_tokens = options[0]["block_tokens"]
         self.paused = [False, False]
         self.seen: Counter[str] = Counter()
@@ -106,7 +106,7 @@ class Pair:
         return [state.sample_id for state in self.engines[which].unfinished()]
 
     def add(self, which: int, sample_id: int) -> None:
-        request = self.world.requests[sample_id]
+        request = self.workload.requests[sample_id]
         self.engines[which].add(sample_id, request.prompt, request.params)
         self.aborted.discard(sample_id)
         self.check(which)
@@ -123,7 +123,7 @@ class Pair:
         self.check(which)
 
     def reload(self, which: int) -> None:
-        self.engines[which].load_weights(self.world.weights)
+        self.engines[which].load_weights(self.workload.weights)
         self.seen["weights loaded"] += 1
         self.check(which)
 
@@ -153,7 +153,7 @@ class Pair:
         engine = self.engines[which]
         before = {state.sample_id for state in engine.unfinished() if not state.waiting}
         for result in engine.step():
-            expected = self.world.alone(result.sample_id, self.block_tokens)
+            expected = self.workload.alone(result.sample_id, self.block_tokens)
             assert result == expected, f"sample {result.sample_id}:\n{result}\nalone:\n{expected}\n{engine.options}"
             assert result.sample_id not in self.finished | self.aborted, f"sample {result.sample_id} ended twice"
             self.finished.add(result.sample_id)
