@@ -56,12 +56,12 @@ def check_paged(device: torch.device, dtype: torch.dtype, block_tokens: int) -> 
         used += count
     starts = [0, *torch.tensor(queries).cumsum(0).tolist()]
     paged = PagedQueries.of(tables.to(device), starts, contexts)
-    errors = paged_attention(q.to(device), keys.to(device), values.to(device), paged)
+    output = paged_attention(q.to(device), keys.to(device), values.to(device), paged)
     wanted = []
     for s, context in enumerate(contexts):
         k, v = (x[tables[s].long()].flatten(0, 1)[:context] for x in (keys, values))
         wanted.append(reference_attention(q[starts[s] : starts[s + 1]], k, v, context - queries[s]))
-    error = relative(errors, torch.cat(wanted))
+    error = relative(output, torch.cat(wanted))
     return require(error < TOLERANCE[dtype], {"block_tokens": block_tokens, "relative_error": error})
 
 
@@ -78,12 +78,12 @@ def check_decode_attention(device: torch.device, dtype: torch.dtype, block_token
     tables = torch.full((rows, width), spare, dtype=torch.int32)
     tables[: len(contexts)] = torch.randperm(spare, generator=generator).view(len(contexts), width)
     padded = torch.tensor(contexts + [1] * (rows - len(contexts)), dtype=torch.int32)
-    errors = decode_attention(*(x.to(device) for x in (q, keys, values, tables, padded)))
+    output = decode_attention(*(x.to(device) for x in (q, keys, values, tables, padded)))
     wanted = []
     for s, context in enumerate(contexts):
         k, v = (x[tables[s].long()].flatten(0, 1)[:context] for x in (keys, values))
         wanted.append(reference_attention(q[s : s + 1], k, v, context - 1))
-    error = relative(errors[: len(contexts)], torch.cat(wanted))
+    error = relative(output[: len(contexts)], torch.cat(wanted))
     return require(error < TOLERANCE[dtype], {"block_tokens": block_tokens, "relative_error": error})
 
 
