@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from rlhfuse.config.role import Role
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
@@ -28,14 +28,6 @@ class LayoutMove:
     target: str
     traffic: Traffic
     seconds: float
-
-    def to_dict(self) -> dict:
-        return asdict(self)
-
-    @staticmethod
-    def from_dict(raw: Mapping) -> LayoutMove:
-        """Inverse of `to_dict`. Raises KeyError or TypeError on anything else."""
-        return LayoutMove(**{**raw, "traffic": Traffic(**raw["traffic"])})
 
 
 def layout_moves(

@@ -8,6 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Annotated
+
+from pydantic import PlainSerializer, PlainValidator
 
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
@@ -26,13 +29,16 @@ TASK_ROLES = (
 )
 
 
+LayoutText = Annotated[ParallelLayout, PlainValidator(ParallelLayout.parse), PlainSerializer(str)]  # in JSON
+
+
 @dataclass(frozen=True)
 class Task:
     """One row: the task, the model's role, the layout, and its first and last rank."""
 
     name: str
     role: Role
-    layout: ParallelLayout
+    layout: LayoutText
     ranks: tuple[int, int]
 
     @property

@@ -7,11 +7,13 @@ the programs lowered from it. planner.py makes both.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from rlhfuse.config.role import Role
-from rlhfuse.config.spec import ParallelLayout
+from pydantic import TypeAdapter, ValidationError
+
 from rlhfuse.costs.analytic import CostModel
 from rlhfuse.decisions.layout_moves import LayoutMove
 from rlhfuse.decisions.layouts import BatchArithmetic, Task
@@ -92,39 +94,23 @@ class PlanReport:
     threshold_reasons: tuple[str, ...]
     reasons: tuple[str, ...]
 
-    def to_dict(self) -> dict:
-        raw = {"version": VERSION, **asdict(self)}
-        raw["tasks"] = [{**asdict(task), "layout": str(task.layout), "ranks": list(task.ranks)} for task in self.tasks]
-        raw["threshold"] = self.threshold.to_dict() if self.threshold else None
-        raw["weight_moves"] = [move.to_dict() for move in self.weight_moves]
-        raw["memory"] = [asdict(phase) for phase in self.memory]
-        return json.loads(json.dumps(raw))  # tuples as JSON has them
+    def to_dict(self) -> dict[str, Any]:
+        return {"version": VERSION, **TypeAdapter(PlanReport).dump_python(self, mode="json")}
 
     @staticmethod
-    def from_dict(raw: dict, where: str = "plan") -> PlanReport:
+    def from_dict(raw: Mapping[str, Any], where: str = "plan") -> PlanReport:
         """Inverse of `to_dict`. Raises InputError naming `where` and the field."""
+        fields = dict(raw)
+        if (version := fields.pop("version", None)) != VERSION:
+            raise InputError(f"{where}: version {version!r} is unknown; this program reads version {VERSION}")
         try:
-            fields = dict(raw)
-            if fields.pop("version") != VERSION:
-                raise InputError(
-                    f"{where}: version {raw['version']!r} is unknown; this program reads version {VERSION}"
-                )
-            fields["tasks"] = tuple(
-                Task(row["name"], Role(row["role"]), ParallelLayout.parse(row["layout"]), tuple(row["ranks"]))
-                for row in raw["tasks"]
-            )
-            fields["batch"] = BatchArithmetic(**raw["batch"])
-            fields["memory"] = tuple(PhaseMemory(**phase) for phase in raw["memory"])
-            fields["weight_moves"] = tuple(LayoutMove.from_dict(move) for move in raw["weight_moves"])
-            fields["seconds"] = IterationSeconds(**raw["seconds"])
-            fields["schedule"] = ScheduleSummary(**raw["schedule"])
-            fields["threshold"] = Threshold.from_dict(raw["threshold"], where) if raw["threshold"] else None
-            fields["limits"], fields["move_cost"] = InstanceLimits(**raw["limits"]), MoveCost(**raw["move_cost"])
-            fields["files"] = tuple((path, what) for path, what in raw["files"])
-            fields["reasons"], fields["threshold_reasons"] = tuple(raw["reasons"]), tuple(raw["threshold_reasons"])
-            return PlanReport(**fields)
-        except (KeyError, TypeError) as error:
-            raise InputError(f"{where} is no plan.json: {error}; write one with tools/plan.py --json") from None
+            return TypeAdapter(PlanReport).validate_python(fields)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(map(str, first["loc"]))
+            raise InputError(
+                f"{where} is no plan.json: {field}: {first['msg']}; write one with tools/plan.py --json"
+            ) from None
 
     def render(self) -> str:
         """The plan as text for people."""

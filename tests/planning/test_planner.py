@@ -304,6 +304,9 @@ def test_a_profile_reaches_the_search(tmp_path):
 
 
 def test_bad_plans_are_refused():
-    for raw, message in (({"version": 1}, "run: version 1 is unknown"), ({}, "run is no plan.json")):
+    for raw, message in (
+        ({"version": 1}, "run: version 1 is unknown"),
+        ({"version": 2}, "run is no plan.json: world_size: Field required"),
+    ):
         with pytest.raises(InputError, match=message):
             PlanReport.from_dict(raw, "run")
