@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-
-import torch
 
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.measured import DecodeObservation, TokensObservation
 from rlhfuse.data.sampler import PromptSampler, sample_id
 from rlhfuse.gen.core.sequence import GenerationResult, SamplingParams
-from rlhfuse.gen.engine import Engine, EngineOptions
+from rlhfuse.gen.engine import Engine
 from rlhfuse.models.hf import resolve_checkpoint
 from rlhfuse.parallel.device import choose_device
-from rlhfuse.planning.draft import kv_blocks
 from rlhfuse.run.preflight import read_prompts
+from rlhfuse.run.roles import DTYPES, engine_options, sampling_params
 from rlhfuse.simulator.lengths import SampleLengths
 
 WARM_UP_TOKENS = 4  # of a sample before the trial: compiling kernels is no step of a run
@@ -42,17 +39,11 @@ def run_trial(config: RunConfig, prompts: int, progress: Callable[[str], None]) 
     Raises InputError for a model, a tokenizer or data that a run would refuse.
     """
     folder = resolve_checkpoint(config.actor.path, "actor.path")
-    spec = ModelSpec.from_config(folder)
-    _, data = read_prompts(config, spec)
-    engine = _engine(config, folder)
-    rollout = config.rollout
-    params = SamplingParams(
-        temperature=rollout.temperature,
-        top_k=rollout.top_k,
-        top_p=rollout.top_p,
-        max_tokens=rollout.max_response_tokens,
-        seed=config.trainer.seed,
-    )
+    _, data = read_prompts(config, ModelSpec.from_config(folder))
+    device = choose_device(config.trainer.device, 0, config.trainer.threads_per_rank)
+    dtype = DTYPES[config.trainer.dtype]
+    engine = Engine.from_pretrained(folder, engine_options(config, 1), device=device.torch_device, dtype=dtype)
+    params = sampling_params(config)
     drawn = PromptSampler(len(data), config.trainer.seed).prompts_of(0, prompts)
     engine.generate([data[drawn[0]].tokens], SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True))
     positions = {sample_id(0, position, 0): position for position in range(prompts)}
@@ -75,18 +66,3 @@ def run_trial(config: RunConfig, prompts: int, progress: Callable[[str], None]) 
         tuple(len(result.prompt_tokens) for result in ordered), tuple(len(result.tokens) for result in ordered)
     )
     return GenerationTrial(lengths, tuple(decode), tuple(prefill))
-
-
-def _engine(config: RunConfig, folder: Path) -> Engine:
-    """The run's engine, with room for one instance's samples."""
-    rollout = config.rollout
-    device = choose_device(config.trainer.device, 0, config.trainer.threads_per_rank)
-    options = EngineOptions(
-        num_blocks=kv_blocks(config, 1),
-        block_tokens=rollout.block_tokens,
-        max_sequences=rollout.max_sequences_per_instance,
-        max_batched_tokens=rollout.max_batched_tokens,
-        cuda_graphs=rollout.cuda_graphs,
-    )
-    dtype = getattr(torch, config.trainer.dtype)
-    return Engine.from_pretrained(folder, options, device=device.torch_device, dtype=dtype)

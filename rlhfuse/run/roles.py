@@ -23,6 +23,8 @@ from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.inference import FrozenModel
 from rlhfuse.fusion.intra.p2p import Channels
 from rlhfuse.fusion.intra.training_step import TrainedModel
+from rlhfuse.gen.core.sequence import SamplingParams
+from rlhfuse.gen.engine import EngineOptions
 from rlhfuse.models.build import Activations, build_model, fill, stage_layers
 from rlhfuse.models.hf import load_weights
 from rlhfuse.models.stage import PipelineStage, TrainingStage
@@ -30,6 +32,7 @@ from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.groups import GroupMaker, ModelGrid, connect, plain_grid
 from rlhfuse.parallel.offload import OffloadedWeights
 from rlhfuse.parallel.optimizer import ModelOptimizer
+from rlhfuse.planning.draft import kv_blocks
 from rlhfuse.schedule.ir.ranks import FusedRanks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -134,6 +137,23 @@ def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, 
     connect([*(model.tp_group for model in models.values()), generation_tp], device.torch_device)
     channels.connect()
     return Roles(models, generation, generation_tp, scorers, worker_tp, placement, channels, maker)
+
+
+def engine_options(config: RunConfig, instances: int) -> EngineOptions:
+    """Sizes of the engine of one of `instances` generation instances."""
+    rollout = config.rollout
+    return EngineOptions(
+        num_blocks=kv_blocks(config, instances),
+        block_tokens=rollout.block_tokens,
+        max_sequences=rollout.max_sequences_per_instance,
+        max_batched_tokens=rollout.max_batched_tokens,
+        cuda_graphs=rollout.cuda_graphs,
+    )
+
+
+def sampling_params(config: RunConfig) -> SamplingParams:
+    rollout, seed = config.rollout, config.trainer.seed
+    return SamplingParams(rollout.temperature, rollout.top_k, rollout.top_p, rollout.max_response_tokens, seed=seed)
 
 
 def inference_layout(config: RunConfig) -> ParallelLayout:

@@ -30,8 +30,7 @@ from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.fusion.inter.inference import Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.fusion.intra.training_step import MinibatchResult, TrainingStep
-from rlhfuse.gen.core.sequence import SamplingParams
-from rlhfuse.gen.engine import Engine, EngineOptions
+from rlhfuse.gen.engine import Engine
 from rlhfuse.models.hf_folder import export_checkpoint
 from rlhfuse.monitor.samples import SampleText
 from rlhfuse.monitor.trace import Span
@@ -42,7 +41,6 @@ from rlhfuse.parallel.offload import WeightMemory
 from rlhfuse.parallel.optimizer_state import check_exportable, export_state, import_state
 from rlhfuse.parallel.peak_rate import peak_flops, peak_line
 from rlhfuse.parallel.reshard import Resharder
-from rlhfuse.planning.draft import kv_blocks
 from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.ppo.adaptive import KLController, RunningMoments
 from rlhfuse.ppo.advantage import add_advantages
@@ -53,7 +51,7 @@ from rlhfuse.run.function_reward import FunctionRewarder
 from rlhfuse.run.iteration_recorder import IterationRecorder, IterationResult
 from rlhfuse.run.phases import Phases
 from rlhfuse.run.preflight import RunInputs
-from rlhfuse.run.roles import DTYPES, Roles, build_roles, whole_copy
+from rlhfuse.run.roles import DTYPES, Roles, build_roles, engine_options, sampling_params, whole_copy
 from rlhfuse.run.run_log import RunLog
 from rlhfuse.run.threshold_controller import ThresholdController
 
@@ -131,18 +129,10 @@ class Trainer:
         )
 
     def _build_engine(self) -> Engine:
-        config, spec = self.config, self.inputs.checkpoints.specs[Role.ACTOR]
-        rollout = config.rollout
         engine = Engine(
-            spec,
+            self.inputs.checkpoints.specs[Role.ACTOR],
             dict(self.roles.generation.named_parameters()),
-            EngineOptions(
-                block_tokens=rollout.block_tokens,
-                num_blocks=kv_blocks(config, self.plan.report.batch.instances),
-                max_sequences=rollout.max_sequences_per_instance,
-                max_batched_tokens=rollout.max_batched_tokens,
-                cuda_graphs=rollout.cuda_graphs,
-            ),
+            engine_options(self.config, self.plan.report.batch.instances),
             device=self.device.torch_device,
             dtype=next(self.roles.generation.parameters()).dtype,
             tp_group=self.roles.generation_tp if dist.get_world_size(self.roles.generation_tp) > 1 else None,
@@ -241,13 +231,7 @@ class Trainer:
     def _requests(self, iteration: int) -> list[Request]:
         """The whole batch's samples, the same on every rank."""
         rollout, prompts = self.config.rollout, self.inputs.prompts
-        params = SamplingParams(
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            max_tokens=rollout.max_response_tokens,
-            seed=self.config.trainer.seed,
-        )
+        params = sampling_params(self.config)
         drawn = self.sampler.prompts_of(iteration, rollout.prompts_per_iteration)
         return [
             Request(sample_id(iteration, place, copy), tuple(prompts[index].tokens), params)
