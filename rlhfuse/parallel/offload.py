@@ -1,13 +1,6 @@
-"""Host copies of a model's weights, and their way back to the device while something else computes.
-
-A offloaded model owns two allocations: the host copy (pinned on CUDA) and, while loaded, the device copy. On a
-CPU both are ordinary memory, moved by the same calls. `begin_load` starts the copy on a background thread
-(on CUDA: a copy stream), `finish_load` waits for it; `release` gives the device memory back.
-"""
+"""Device memory of weights that is given back and taken again, and host copies (pinned on CUDA) that outlive it."""
 
 from __future__ import annotations
-
-import threading
 
 import torch
 from torch import Tensor
@@ -50,9 +43,6 @@ class OffloadedWeights(WeightMemory):
     def __init__(self, module: torch.nn.Module, device: Device) -> None:
         super().__init__(module, device)
         self._host: dict[str, Tensor] = {}
-        self._stream = torch.cuda.Stream(device.torch_device) if device.is_cuda else None
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
 
     @property
     def host_bytes(self) -> int:
@@ -68,40 +58,17 @@ class OffloadedWeights(WeightMemory):
         self._device.synchronize()
         self.release()
 
-    def allocate(self) -> None:
-        """Take device memory for weights of unset values, to be written by the caller and then offloaded."""
-        if self._thread is not None:
-            self.finish_load()
-        super().allocate()
-
-    def begin_load(self) -> None:
-        """Start bringing the weights to the device; returns at once."""
-        if self.loaded or self._thread is not None:
+    @torch.no_grad()
+    def load(self) -> None:
+        """Bring the weights to the device, in the current stream, and wait until they are there."""
+        if self.loaded:
             return
-        self._thread = threading.Thread(target=self._copy_in, name="load-weights")
-        self._thread.start()
-
-    def finish_load(self) -> None:
-        """Wait until the module can be used. Raises what the copy raised."""
-        self.begin_load()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._failure is not None:
-            raise self._failure
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device.torch_device).wait_stream(self._stream)
+        device = self._device.torch_device
+        for name, parameter in self.module.named_parameters():
+            copy = torch.empty_like(self._host[name], device=device, pin_memory=False)
+            parameter.data = copy.copy_(self._host[name], non_blocking=True)
+            if self._device.is_cuda:  # they are read by another stream than the one that they are allocated in
+                copy.record_stream(torch.cuda.default_stream(device))
+        if self._device.is_cuda:
+            torch.cuda.current_stream(device).synchronize()  # not the device's: other streams go on
         self.loaded = True
-
-    def _copy_in(self) -> None:
-        try:
-            if self._stream is not None:
-                torch.cuda.set_device(self._device.torch_device)  # a new thread begins on GPU 0
-            with torch.no_grad(), torch.cuda.stream(self._stream):
-                for name, parameter in self.module.named_parameters():
-                    copy = torch.empty_like(self._host[name], device=self._device.torch_device, pin_memory=False)
-                    parameter.data = copy.copy_(self._host[name], non_blocking=True)
-                    if self._stream is not None:
-                        copy.record_stream(torch.cuda.default_stream(self._device.torch_device))
-        except BaseException as failure:  # handed to the thread that waits
-            self._failure = failure

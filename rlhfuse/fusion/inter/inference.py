@@ -186,10 +186,6 @@ class WeightLoader:
     def _load(self) -> None:
         for model, loaded in zip(self._models, self._loaded):
             start = time.perf_counter()
-            model.begin_load()
-            model.finish_load()
-            if self._device.type == "cuda":
-                # the copy is queued before this stream, which has nothing else to do: the computing one goes on
-                torch.cuda.current_stream(self._device).synchronize()
+            model.load()
             self.seconds += time.perf_counter() - start
             loaded.set()

@@ -323,12 +323,12 @@ def refuse_weights_beside_a_cache(stage, scorer, made, case, store):
         load()
 
     for model in made.frozen.values():
-        model.offloaded.begin_load = partial(loading, model.offloaded.begin_load)
+        model.offloaded.load = partial(loading, model.offloaded.load)
 
 
 def load_as_before(stage, scorer, made, case, store):
     for model in made.frozen.values():
-        del model.offloaded.begin_load
+        del model.offloaded.load
 
 
 @pytest.mark.parametrize("threshold", [0, 8])
