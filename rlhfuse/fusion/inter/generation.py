@@ -55,10 +55,6 @@ class Generation:
         self._begin = time.time()
         self._in_engine = 0.0  # seconds of the running step
 
-    def add(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self._engine.add(request.sample_id, request.prompt, request.params)
-
     def decode_until(self, threshold: int) -> list[Rollout]:
         """Decode until at most `threshold` samples of the whole batch remain; returns those that this instance ended.
 

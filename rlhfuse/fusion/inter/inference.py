@@ -80,9 +80,11 @@ class Scorer:
         """What bringing in the models took so far, without gaps between them."""
         return self._loader.seconds if self._loader else 0.0
 
-    def begin_load(self) -> None:
+    def begin_load(self) -> WeightLoader:
         """Start to bring the models in, one after the other; returns at once. A pack waits for each in turn."""
-        self._start_loader()
+        if self._loader is None:
+            self._loader = WeightLoader([model.offloaded for model in self._models], self._device)
+        return self._loader
 
     def wait_for_first(self) -> None:
         """Until scoring can begin: the first model is there."""
@@ -133,13 +135,8 @@ class Scorer:
 
     def _wait(self, model: FrozenModel) -> None:
         start = time.perf_counter()
-        self._start_loader().wait(next(i for i, other in enumerate(self._models) if other is model))
+        self.begin_load().wait(next(i for i, other in enumerate(self._models) if other is model))
         self._waited += time.perf_counter() - start
-
-    def _start_loader(self) -> WeightLoader:
-        if self._loader is None:
-            self._loader = WeightLoader([model.offloaded for model in self._models], self._device)
-        return self._loader
 
 
 class WeightLoader:
@@ -170,22 +167,18 @@ class WeightLoader:
             raise self._failure
 
     def _run(self) -> None:
+        on_gpu = self._device.type == "cuda"
         try:
-            if self._device.type == "cuda":
+            if on_gpu:
                 torch.cuda.set_device(self._device)  # a new thread begins on GPU 0
-                with torch.cuda.stream(torch.cuda.Stream(self._device)):
-                    self._load()
-            else:
-                self._load()
+            with torch.cuda.stream(torch.cuda.Stream(self._device) if on_gpu else None):
+                for model, loaded in zip(self._models, self._loaded):
+                    start = time.perf_counter()
+                    model.load()
+                    self.seconds += time.perf_counter() - start
+                    loaded.set()
         except BaseException as failure:  # raised by the thread that waits
             self._failure = failure
         finally:
             for event in self._loaded:
                 event.set()
-
-    def _load(self) -> None:
-        for model, loaded in zip(self._models, self._loaded):
-            start = time.perf_counter()
-            model.load()
-            self.seconds += time.perf_counter() - start
-            loaded.set()

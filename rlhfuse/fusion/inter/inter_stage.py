@@ -118,7 +118,8 @@ class GenInferIteration:
             total,
             self._stage.progress,
         )
-        generation.add([self._requests[index] for index in split_samples(total, instances)[self._instance]])
+        for request in (self._requests[i] for i in split_samples(total, instances)[self._instance]):
+            self._engine.add(request.sample_id, request.prompt, request.params)
         finished = generation.decode_until(self._threshold if instances > 1 else 0)
         stopped = time.time()
         self._stage.progress("inter-stage: barrier of all instances")

@@ -42,7 +42,6 @@ class DelayedBroadcast:
     """The leader's decisions at step boundaries, in force one call later; all ranks call `pass_on` equally often."""
 
     def __init__(self, group: TensorParallelGroup, initial: int) -> None:
-        """`initial` is in force at the first boundary."""
         self._group = group
         self._latest = initial
         self._pending: tuple[dist.Work, torch.Tensor] | None = None

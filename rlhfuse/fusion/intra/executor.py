@@ -240,7 +240,7 @@ class ProgramRun:
         start = clock()
         if not work.is_completed():  # gloo never says so before the wait; its transfers are always waited for by name
             self._progress(step.waiting_text)
-        self._channels.finish_receive(work, buffer)
+        self._channels.finish(work, buffer)
         self._progress(step.text)
         self._times[step.action.kind].waiting_seconds += clock() - start
         return buffer

@@ -29,12 +29,9 @@ class Channels:
         return self._device
 
     def connect(self) -> None:
-        """Send one number over every channel; a collective.
-
-        All ranks take the channels in sorted order, so the first one not done is next on both its ends. Left to
-        the first receives, which are posted ahead, both ends of a pair would wait for each other (see
-        parallel/groups.py, connect).
-        """
+        """Send one number over every channel; a collective."""
+        # In sorted order on all ranks: the first channel not done is next on both its ends. Left to the first
+        # receives, which are posted ahead, both ends of a pair would wait for each other (parallel/groups.py, connect).
         for pair in sorted(self._groups):
             number = torch.zeros(1, device=self._device)
             if self._rank == pair[0]:
@@ -49,7 +46,7 @@ class Channels:
         assert work is not None, "this rank is an end of the channel"
         self._sent.append((work, tensor))
         while self._sent and self._sent[0][0].is_completed():
-            self._finish(*self._sent.popleft())
+            self.finish(*self._sent.popleft())
 
     def post_receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> tuple[dist.Work, Tensor]:
         """Post a receive; wait on the work before reading the tensor."""
@@ -58,11 +55,11 @@ class Channels:
         assert work is not None, "this rank is an end of the channel"
         return work, buffer
 
-    def finish_receive(self, work: dist.Work, buffer: Tensor) -> None:
-        """Wait for a posted receive; its buffer may then be read on the current stream."""
+    def finish(self, work: dist.Work, tensor: Tensor) -> None:
+        """Wait for a send or a posted receive, whose tensor may then be read on the current stream."""
         work.wait()
-        if buffer.is_cuda:  # the stream that reads may be another than the one that the buffer was made on
-            buffer.record_stream(torch.cuda.current_stream(buffer.device))
+        if tensor.is_cuda:  # the current stream may be another than the one that the tensor was made on
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def drain(self, tell: Callable[[int], None] = lambda number: None) -> None:
         """Wait until every send is done; `tell` gets the number, from the end, of the send that is waited for.
@@ -71,9 +68,4 @@ class Channels:
         """
         while self._sent:
             tell(len(self._sent))
-            self._finish(*self._sent.popleft())
-
-    def _finish(self, work: dist.Work, tensor: Tensor) -> None:
-        work.wait()
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            self.finish(*self._sent.popleft())
