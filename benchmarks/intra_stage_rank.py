@@ -30,7 +30,7 @@ from rlhfuse.models.stage import LossFunction, PackedTokens, PipelineStage, Trai
 from rlhfuse.parallel.device import choose_device
 from rlhfuse.parallel.groups import GroupMaker, ModelGrid
 from rlhfuse.parallel.optimizer import ModelOptimizer
-from rlhfuse.run.roles import neighbour_pairs
+from rlhfuse.run.rank_models import neighbour_pairs
 from rlhfuse.schedule.ir.action import Kind
 from rlhfuse.schedule.program.program import Program
 

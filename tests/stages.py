@@ -126,7 +126,7 @@ def load(rank: int, grid, groups, folder: Path, head: bool, activations, config:
     from rlhfuse.models.build import build_model
     from rlhfuse.models.stage import PipelineStage, TrainingStage
     from rlhfuse.parallel.optimizer import ModelOptimizer
-    from rlhfuse.run.roles import load_part
+    from rlhfuse.run.rank_models import load_part
 
     spec, chunks = ModelSpec.from_config(folder), {}
     for stage in grid.stages_of(rank):
@@ -165,7 +165,7 @@ def one_step(rank: int, maker, ranks: FusedRanks, models: Mapping[str, Built], r
     """
     from rlhfuse.fusion.intra.executor import PipelineParts, PipelineWork, ProgramExecutor
     from rlhfuse.fusion.intra.p2p import Channels
-    from rlhfuse.run.roles import neighbour_pairs
+    from rlhfuse.run.rank_models import neighbour_pairs
 
     layouts = ranks.shape.layouts
     costs = {

@@ -18,7 +18,7 @@ from rlhfuse.gen.engine import Engine
 from rlhfuse.models.hf import resolve_checkpoint
 from rlhfuse.parallel.device import choose_device
 from rlhfuse.run.preflight import read_prompts
-from rlhfuse.run.roles import DTYPES, engine_options, sampling_params
+from rlhfuse.run.rank_models import DTYPES, engine_options, sampling_params
 from rlhfuse.simulator.lengths import SampleLengths
 
 WARM_UP_TOKENS = 4  # of a sample before the trial: compiling kernels is no step of a run

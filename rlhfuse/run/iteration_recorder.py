@@ -1,18 +1,15 @@
-"""What is written down of an iteration once it has run, and what the next ones learn from it.
+"""Turns an iteration that has run into metrics, spans and samples, and shows it to the threshold controller.
 
-    every rank's sums, times and spans -> metrics -> R_t and costs -> spans and samples
-
-Its time is a part of the run like any other: `timing_s/books`, the log of the iteration before included. Decides
-nothing that training depends on. Where the numbers go is run_log.py's.
+Its time is a part of the run like any other: `timing_s/books`, the log of the iteration before included.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.costs.flops import IterationFlops
@@ -24,9 +21,9 @@ from rlhfuse.monitor.trace import Span
 from rlhfuse.parallel.collectives import all_gather_objects
 from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.ppo.rollout import RolloutBatch
-from rlhfuse.run.phases import Phases
-from rlhfuse.run.preflight import RunInputs
-from rlhfuse.run.run_metrics import (
+from rlhfuse.run.iteration_metrics import (
+    IterationStats,
+    PhaseTimer,
     fusion_metrics,
     lengths_of,
     memory_metrics,
@@ -36,6 +33,7 @@ from rlhfuse.run.run_metrics import (
     speed_metrics,
     training_metrics,
 )
+from rlhfuse.run.preflight import RunInputs
 from rlhfuse.run.threshold_controller import ThresholdController
 
 
@@ -49,13 +47,21 @@ class IterationResult:
     report: GenInferReport
     batch: RolloutBatch
     algorithm: AlgorithmConfig  # as in force
-    results: list[MinibatchResult]
-    phases: Phases
-    peaks: Mapping[str, int]  # bytes by phase
+    minibatches: list[MinibatchResult]
+    timer: PhaseTimer
+    peak_bytes: Mapping[str, int]  # by phase
+
+
+class IterationRecord(NamedTuple):
+    """What is written down of an iteration."""
+
+    metrics: dict[str, Any]
+    spans: list[Span]  # of every rank
+    samples: list[SampleText]
 
 
 class IterationRecorder:
-    """The books of one rank; all ranks close an iteration together."""
+    """Of one rank; all ranks finish an iteration together."""
 
     def __init__(
         self,
@@ -78,47 +84,35 @@ class IterationRecorder:
         self._logging = begin - (self._closed or begin)
         return begin
 
-    def finish(self, done: IterationResult) -> tuple[dict[str, Any], list[Span], list[SampleText]]:
-        """Metrics, every rank's spans and a few samples; a collective."""
-        everyone = self._exchange(done)
+    def finish(self, done: IterationResult) -> IterationRecord:
+        """Exchange what the ranks measured; a collective."""
+        ranks = all_gather_objects(IterationStats.of(done.minibatches, done.timer, done.peak_bytes))
         metrics = {"iteration": done.number, **rollout_metrics(done.batch, done.algorithm)}
-        metrics |= self._metrics(done, everyone)
+        metrics |= self._metrics(done, ranks)
         ended = time.time()
         metrics |= speed_metrics(done.batch, ended - done.begin)
         metrics |= mfu_metrics(self._flops(done.batch), metrics, self._inputs.world_size, self._peak_flops)
         message = self._threshold.observe(done.number, done.report, done.batch)
         if message and self._rank == 0:
             print(message, flush=True)
-        spans = [Span(**span) for one in everyone for span in one["spans"]]
+        spans = [span for stats in ranks for span in stats.spans]
         samples = self._sample_texts(done)
         self._closed = time.time()
         metrics["timing_s/books"] = self._logging + self._closed - ended
-        return metrics, spans, samples
+        return IterationRecord(metrics, spans, samples)
 
-    def _exchange(self, done: IterationResult) -> list[dict]:
-        """Every rank's sums, times and spans."""
-        results, phases = done.results, done.phases
-        mine = {
-            "stats": [{role: {k: float(v) for k, v in s.items()} for role, s in r.stats.items()} for r in results],
-            "seconds": dict(phases.seconds),
-            "program_seconds": sum(r.report.seconds for r in results),
-            "spans": [vars(span) for span in phases.spans],
-            "peaks": dict(done.peaks),
-        }
-        return all_gather_objects(mine)
-
-    def _metrics(self, done: IterationResult, everyone: list[dict]) -> dict[str, Any]:
-        metrics = training_metrics(done.results, everyone) | reward_metrics(done.report)
+    def _metrics(self, done: IterationResult, ranks: Sequence[IterationStats]) -> dict[str, Any]:
+        metrics = training_metrics(done.minibatches, ranks) | reward_metrics(done.report)
         metrics |= fusion_metrics(done.report, done.threshold, len(self._placement.instances))
         for key in ("reshard", "adv", "train"):  # by one rank's clock, so that the parts add up to the iteration
-            metrics[f"timing_s/{key}"] = everyone[0]["seconds"][key]
-        metrics["perf/microbatch_tokens"] = max(max(result.parts_tokens) for result in done.results)
-        metrics["fusion/makespan_predicted_seconds"] = len(done.results) * self._plan.schedule.makespan_seconds
-        metrics["fusion/makespan_measured_seconds"] = max(one["program_seconds"] for one in everyone)
-        return metrics | memory_metrics(everyone)
+            metrics[f"timing_s/{key}"] = ranks[0].seconds[key]
+        metrics["perf/microbatch_tokens"] = max(max(result.parts_tokens) for result in done.minibatches)
+        metrics["fusion/makespan_predicted_seconds"] = len(done.minibatches) * self._plan.schedule.makespan_seconds
+        metrics["fusion/makespan_measured_seconds"] = max(stats.program_seconds for stats in ranks)
+        return metrics | memory_metrics(ranks)
 
     def _flops(self, batch: RolloutBatch) -> IterationFlops:
-        config, specs = self._config, self._inputs.checkpoints.specs
+        config, specs = self._config, self._inputs.models.specs
         lengths = lengths_of(batch)
         return IterationFlops.of(
             specs, config.trained(), config.scorers(), lengths.prompt, lengths.output, config.algorithm.epochs
@@ -131,12 +125,12 @@ class IterationRecorder:
         return [
             SampleText(
                 done.number,
-                one.sample_id,
-                decode(one.prompt_tokens),
-                decode(one.response_tokens),
+                rollout.sample_id,
+                decode(rollout.prompt_tokens),
+                decode(rollout.response_tokens),
                 score,
-                len(one.response_tokens),
-                one.finish_reason,
+                len(rollout.response_tokens),
+                rollout.finish_reason,
             )
-            for one, score in first
+            for rollout, score in first
         ]

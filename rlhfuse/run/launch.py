@@ -132,7 +132,7 @@ def start_line(inputs: RunInputs) -> str:
         note = f"; {moved}: equal to about 1e-5 from here on, not bit for bit" if moved else ""
         return f"resuming from {resume.folder}: {resume.iteration} iterations are done{note}"
     why = "no checkpoint to resume from" if inputs.config.trainer.resume == "auto" else "trainer.resume=never"
-    critic = inputs.checkpoints.paths.get(Role.CRITIC)
+    critic = inputs.models.paths.get(Role.CRITIC)
     headless = critic and not has_scalar_head(critic)
     return f"fresh start: {why}" + (f"; {critic} has no value head: the critic's begins at 0" if headless else "")
 

@@ -23,7 +23,7 @@ from rlhfuse.data.reward_function import RewardFunction
 from rlhfuse.errors import InputError
 from rlhfuse.models.hf import check_checkpoint, load_tokenizer, resolve_checkpoint
 from rlhfuse.planning.draft import PlanDraft, draft_plan
-from rlhfuse.run.roles import Checkpoints
+from rlhfuse.run.rank_models import ModelFolders
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RunInputs:
     """The inputs of a run that can be planned and fits; the plan itself is made from `draft`."""
 
     draft: PlanDraft
-    checkpoints: Checkpoints
+    models: ModelFolders
     tokenizer: Any
     prompts: PromptSet
     facts: RunCompatibility
@@ -51,17 +51,17 @@ def check_inputs(config: RunConfig, world_size: int) -> RunInputs:
     check_output(config)
     if config.trainer.wandb != "off" and find_spec("wandb") is None:
         raise InputError("trainer.wandb needs the wandb package: pip install 'rlhfuse[wandb]', or trainer.wandb=off")
-    checkpoints = find_checkpoints(config)
-    specs = checkpoints.specs
+    models = find_models(config)
+    specs = models.specs
     _check_inference_layouts(config)
     draft = draft_plan(config, specs, world_size)
-    for role, path in checkpoints.paths.items():
+    for role, path in models.paths.items():
         check_checkpoint(path, specs[role], role.scalar_head, role.fresh_head)
     tokenizer, prompts = read_prompts(config, specs[Role.ACTOR])
     if config.reward.function:
         check_reward_function(config, prompts)
     facts = RunCompatibility.of(config, specs, draft.tasks, world_size, tokenizer.get_vocab())
-    return RunInputs(draft, checkpoints, tokenizer, prompts, facts, find_checkpoint(config, facts))
+    return RunInputs(draft, models, tokenizer, prompts, facts, find_checkpoint(config, facts))
 
 
 def read_prompts(config: RunConfig, actor: ModelSpec) -> tuple[Any, PromptSet]:
@@ -86,12 +86,12 @@ def check_reward_function(config: RunConfig, prompts: PromptSet) -> None:
         loaded.check(prompt.row, prompt.text, prompt.where)
 
 
-def find_checkpoints(config: RunConfig) -> Checkpoints:
+def find_models(config: RunConfig) -> ModelFolders:
     """Local folder and shape of each role of the run; the critic's defaults to the reward model's."""
     order = sorted(config.roles(), key=lambda role: len(role.path_defaults))  # what others default to first
     resolved = {role: resolve_checkpoint(getattr(config, role).path, f"{role}.path") for role in order}
     paths = {role: resolved[role] for role in config.roles()}
-    return Checkpoints(paths, {role: ModelSpec.from_config(path) for role, path in paths.items()})
+    return ModelFolders(paths, {role: ModelSpec.from_config(path) for role, path in paths.items()})
 
 
 def encoder(tokenizer: Any, config: RunConfig) -> Callable[[Any], list[int]]:

@@ -1,14 +1,10 @@
 """Everything that a run writes for people: rank 0's files, loggers and lines on the terminal.
 
-    metrics.jsonl, trace.json, samples.jsonl, TensorBoard, Weights & Biases; a line per iteration and, at the end, a
-    table of where the time went
-
-A resumed run goes on in all of them from the iteration it resumes at. Knows nothing of how the numbers come about.
+A resumed run goes on in all of them from the iteration it resumes at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from rlhfuse.checkpoint.checkpoint import METRICS
@@ -17,9 +13,10 @@ from rlhfuse.monitor.loggers import Logger, ProgressPrinter, TensorBoardLogger, 
 from rlhfuse.monitor.metrics import Metrics, MetricsWriter
 from rlhfuse.monitor.report.memory_table import MemoryTable
 from rlhfuse.monitor.report.phase_times import render_phase_times
-from rlhfuse.monitor.samples import SampleText, SampleWriter
+from rlhfuse.monitor.samples import SampleWriter
 from rlhfuse.monitor.trace import Span, save_trace
 from rlhfuse.planning.run_plan import PlanReport
+from rlhfuse.run.iteration_recorder import IterationRecord
 from rlhfuse.run.time_budget import TimeBudget
 
 TRACE_SHARE = 0.005  # of the time may go into writing trace.json again; the end of a run always does
@@ -42,8 +39,9 @@ class RunLog:
         self._traced: list[list[Span]] = []
         self._traces = TimeBudget(TRACE_SHARE)
 
-    def write(self, metrics: Metrics, spans: list[Span], samples: Sequence[SampleText]) -> None:
+    def write(self, record: IterationRecord) -> None:
         """One iteration. Raises InputError naming the file that cannot be written."""
+        metrics, spans, samples = record
         self._metrics.write(metrics)
         self._samples.write(samples)
         for logger in self._loggers:
@@ -55,7 +53,7 @@ class RunLog:
 
     def _save_trace(self) -> None:
         with self._traces.spend():
-            save_trace([span for one in self._traced for span in one], self._run_dir / "trace.json")
+            save_trace([span for spans in self._traced for span in spans], self._run_dir / "trace.json")
 
     def position(self) -> int:
         """Bytes of metrics.jsonl so far."""

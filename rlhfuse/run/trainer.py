@@ -1,23 +1,16 @@
-"""PPO with both fusions: one iteration after another, as one story.
+"""PPO with both fusions: one iteration after another, the same program on every rank.
 
-    draw prompts -> actor and critic into their generation and inference layouts -> generate and score (fused or
-    serial) -> rewards and advantages over the whole batch -> mini-batches through the fused pipeline -> lengths
-    give the next R_t -> one line of metrics
-
-Algorithms without a critic go the same way, with one model to train and as many to score as the run has.
-
-Every rank runs this same program; there is no master. What all ranks must agree on is computed by each from the
-same numbers, or by rank 0 and sent. Fusion changes when things happen, never what comes out.
+actor and critic into their generation and inference layouts -> generate and score (inter-stage fusion, paper
+section 4) -> rewards and advantages over the whole batch -> mini-batches through the fused pipeline (section 5)
+-> lengths give the next R_t -> metrics
 """
 
 from __future__ import annotations
 
 import gc
-import time
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -32,8 +25,6 @@ from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.fusion.intra.training_step import MinibatchResult, TrainingStep
 from rlhfuse.gen.engine import Engine
 from rlhfuse.models.hf_folder import export_checkpoint
-from rlhfuse.monitor.samples import SampleText
-from rlhfuse.monitor.trace import Span
 from rlhfuse.monitor.watchdog import Watchdog
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.memory import PhaseMeter
@@ -48,10 +39,10 @@ from rlhfuse.ppo.balance import cut_minibatches
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.ppo.token_rewards import add_token_rewards, combine_rewards, sample_kl
 from rlhfuse.run.function_reward import FunctionRewarder
-from rlhfuse.run.iteration_recorder import IterationRecorder, IterationResult
-from rlhfuse.run.phases import Phases
+from rlhfuse.run.iteration_metrics import PhaseTimer
+from rlhfuse.run.iteration_recorder import IterationRecord, IterationRecorder, IterationResult
 from rlhfuse.run.preflight import RunInputs
-from rlhfuse.run.roles import DTYPES, Roles, build_roles, engine_options, sampling_params, whole_copy
+from rlhfuse.run.rank_models import DTYPES, build_models, engine_options, sampling_params, whole_copy
 from rlhfuse.run.run_log import RunLog
 from rlhfuse.run.threshold_controller import ThresholdController
 
@@ -75,13 +66,13 @@ class Trainer:
         self.watchdog = watchdog
         watchdog.progress("building models")
         self.memory = PhaseMeter(device, config.trainer.return_memory)
-        self.roles: Roles = build_roles(config, inputs.checkpoints, plan.ranks, rank, device)
+        self.models = build_models(config, inputs.models, plan.ranks, rank, device)
         self.resharder = Resharder(device, bucket_bytes=config.fusion.bucket_mib << 20)
-        self.generation_memory = WeightMemory(self.roles.generation, device)
+        self.generation_memory = WeightMemory(self.models.generation, device)
         self.engine = self._build_engine()
         self.scorer = Scorer(
-            *(self.roles.frozen.get(role) for role in SCORING_ORDER),
-            vocab=inputs.checkpoints.specs[Role.ACTOR].vocab,
+            *(self.models.frozen.get(role) for role in SCORING_ORDER),
+            vocab=inputs.models.specs[Role.ACTOR].vocab,
             temperature=config.rollout.temperature,
             device=device.torch_device,
         )
@@ -90,20 +81,20 @@ class Trainer:
             plan.ranks,
             plan.schedule,
             plan.programs,
-            self.roles.trained,
-            self.roles.channels,
+            self.models.trained,
+            self.models.channels,
             config.rollout.temperature,
             watchdog.progress,
         )
-        actor = inputs.checkpoints.specs[Role.ACTOR]
+        actor = inputs.models.specs[Role.ACTOR]
         self.threshold = ThresholdController(config, plan.report, actor, plan.costs, plan.costs_name, device)
         self.peak_flops = peak_flops(config.trainer.peak_tflops, DTYPES[config.trainer.dtype], device)
         self.sampler = PromptSampler(len(inputs.prompts), config.trainer.seed)
         self.rewarder = self._start_rewarder()
         self.kl = KLController(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
-        self.spread = RunningMoments()
+        self.scores = RunningMoments()
         self.recorder = IterationRecorder(
-            inputs, plan.report, self.roles.placement, rank, self.threshold, self.peak_flops
+            inputs, plan.report, self.models.placement, rank, self.threshold, self.peak_flops
         )
         self.checkpoints = CheckpointWriter(
             run_dir,
@@ -115,13 +106,13 @@ class Trainer:
         )
         self.inter_stage = InterStage(
             rank=rank,
-            placement=self.roles.placement,
+            placement=self.models.placement,
             engine=self.engine,
             scorer=self.scorer,
             store=store,
             rewarder=self.rewarder,
-            instance_group=self.roles.generation_tp,
-            worker_group=self.roles.worker_tp,
+            instance_group=self.models.generation_tp,
+            worker_group=self.models.worker_tp,
             timeout_seconds=config.trainer.hang_seconds,
             progress=watchdog.progress,
             bucket_bytes=config.fusion.bucket_mib << 20,
@@ -130,12 +121,12 @@ class Trainer:
 
     def _build_engine(self) -> Engine:
         engine = Engine(
-            self.inputs.checkpoints.specs[Role.ACTOR],
-            dict(self.roles.generation.named_parameters()),
+            self.inputs.models.specs[Role.ACTOR],
+            dict(self.models.generation.named_parameters()),
             engine_options(self.config, self.plan.report.batch.instances),
             device=self.device.torch_device,
-            dtype=next(self.roles.generation.parameters()).dtype,
-            tp_group=self.roles.generation_tp if dist.get_world_size(self.roles.generation_tp) > 1 else None,
+            dtype=next(self.models.generation.parameters()).dtype,
+            tp_group=self.models.generation_tp if dist.get_world_size(self.models.generation_tp) > 1 else None,
         )
         engine.pause()
         return engine
@@ -148,9 +139,9 @@ class Trainer:
 
     def _start_rewarder(self) -> FunctionRewarder | None:
         """The first rank of each instance has the processes that call the reward function."""
-        placement = self.roles.placement
-        leads = placement.instances[placement.instance_of(self.rank)][0] == self.rank
-        return FunctionRewarder(self.inputs, self.sampler) if self.config.reward.function and leads else None
+        placement = self.models.placement
+        is_leader = placement.instances[placement.instance_of(self.rank)][0] == self.rank
+        return FunctionRewarder(self.inputs, self.sampler) if self.config.reward.function and is_leader else None
 
     # the loop -------------------------------------------------------------------------------------------------
 
@@ -170,20 +161,20 @@ class Trainer:
 
     def _fit(self, first: int) -> None:
         """From iteration `first` on."""
-        leads = self.rank == 0
+        is_leader = self.rank == 0
         with self.checkpoints.joint_failure():
-            log = self._start_log(first) if leads else None
-        if leads:
+            log = self._start_log(first) if is_leader else None
+        if is_leader:
             print(peak_line(self.peak_flops, self.device), flush=True)
         for iteration in range(first, self.config.trainer.iterations):
             try:
-                metrics, spans, samples = self.iterate(iteration)
+                record = self.iterate(iteration)
             except FloatingPointError as error:
                 raise FloatingPointError(f"iteration {iteration}: {error}; {self.checkpoints.last_good()}") from error
             due, position = self._save_due(iteration + 1), 0
             with self.checkpoints.joint_failure():
                 if log:
-                    log.write(metrics, spans, samples)
+                    log.write(record)
                     self.threshold.save_costs(self.run_dir / "costs.json")
                     position = log.position() if due else 0
             if due:
@@ -195,7 +186,7 @@ class Trainer:
             for opened in (log, self.rewarder):
                 if opened:
                     opened.close()
-            if leads:
+            if is_leader:
                 mark_finished(self.run_dir, self.config.trainer.iterations)
 
     def _start_log(self, first: int) -> RunLog:
@@ -205,28 +196,31 @@ class Trainer:
         kept = metrics_kept(self.inputs.resume, self.run_dir)
         return RunLog(self.run_dir, self.config, self.plan.report, first, kept)
 
-    def iterate(self, iteration: int) -> tuple[dict[str, Any], list[Span], list[SampleText]]:
-        """One PPO iteration; returns its metrics, every rank's spans, a few samples."""
+    def iterate(self, iteration: int) -> IterationRecord:
+        """One PPO iteration; a collective."""
         begin = self.recorder.begin()
-        phases = Phases(self.rank, iteration)
+        timer = PhaseTimer(self.rank, iteration)
         self.watchdog.progress(f"iteration {iteration}: moving weights")
-        self._move_weights(phases)
-        used = self.threshold.threshold
-        report = self.inter_stage.run(iteration, self._requests(iteration), used, self.threshold.limits)
-        phases.note_generation(report)
-        start = time.time()
-        batch = RolloutBatch.from_rollouts(report.rollouts)
-        batch = combine_rewards(batch, report.function_scores, self.config.reward)
-        algorithm = self._effective_config(batch)
-        batch = add_token_rewards(batch, algorithm, self.config.rollout.max_response_tokens)
-        batch = add_advantages(batch, algorithm, prompt_groups(batch.sample_ids))
-        phases.done("adv", start)
-        results = self._train(iteration, batch, algorithm, phases)
+        with timer.phase("reshard"):
+            self._reshard()
+        threshold = self.threshold.threshold
+        report = self.inter_stage.run(iteration, self._requests(iteration), threshold, self.threshold.limits)
+        timer.add_generation(report)
+        with timer.phase("adv"):
+            batch = RolloutBatch.from_rollouts(report.rollouts)
+            batch = combine_rewards(batch, report.function_scores, self.config.reward)
+            algorithm = self._effective_config(batch)
+            batch = add_token_rewards(batch, algorithm, self.config.rollout.max_response_tokens)
+            batch = add_advantages(batch, algorithm, prompt_groups(batch.sample_ids))
+        with timer.phase("train", span=False):  # its actions have their own spans
+            minibatches = self._train(iteration, batch, algorithm)
+        timer.add_actions(minibatches)
         if batch.ref_logprobs is not None:
             self.kl = self.kl.after(float(sample_kl(batch).mean()), len(batch))
         peaks = {"base": self.memory.base_bytes, **self.memory.take()}
-        done = IterationResult(iteration, begin, used, report, batch, algorithm, results, phases, peaks)
-        return self.recorder.finish(done)
+        return self.recorder.finish(
+            IterationResult(iteration, begin, threshold, report, batch, algorithm, minibatches, timer, peaks)
+        )
 
     def _requests(self, iteration: int) -> list[Request]:
         """The whole batch's samples, the same on every rank."""
@@ -234,8 +228,8 @@ class Trainer:
         params = sampling_params(self.config)
         drawn = self.sampler.prompts_of(iteration, rollout.prompts_per_iteration)
         return [
-            Request(sample_id(iteration, place, copy), tuple(prompts[index].tokens), params)
-            for place, index in enumerate(drawn)
+            Request(sample_id(iteration, slot, copy), tuple(prompts[index].tokens), params)
+            for slot, index in enumerate(drawn)
             for copy in range(rollout.samples_per_prompt)
         ]
 
@@ -244,46 +238,40 @@ class Trainer:
         algorithm = self.config.algorithm.model_copy(update={"kl_coef": self.kl.coef})
         if not algorithm.scale_scores:
             return algorithm
-        self.spread = self.spread.after(batch.scores)
-        return algorithm.model_copy(update={"score_scale": algorithm.score_scale / self.spread.std})
+        self.scores = self.scores.after(batch.scores)
+        return algorithm.model_copy(update={"score_scale": algorithm.score_scale / self.scores.std})
 
-    def _move_weights(self, phases: Phases) -> None:
-        """Actor into the generation layout; a critic into the inference layout and offloaded in host memory."""
-        start = time.time()
-        for model in self.roles.trained.values():
+    def _reshard(self) -> None:
+        """Actor into the generation layout; a critic into the inference layout and on to host memory."""
+        for model in self.models.trained.values():
             model.optimizer.release_gradients()
         self.memory.switch("moves")
         self.generation_memory.allocate()
-        self.resharder.reshard(self.roles.actor.optimizer.modules.values(), self.roles.generation)
-        if Role.CRITIC in self.roles.trained:
-            offloaded = self.roles.frozen[Role.CRITIC].offloaded
+        self.resharder.reshard(self.models.actor.optimizer.modules.values(), self.models.generation)
+        if critic := self.models.trained.get(Role.CRITIC):
+            offloaded = self.models.frozen[Role.CRITIC].offloaded
             offloaded.allocate()
-            self.resharder.reshard(self.roles.trained[Role.CRITIC].optimizer.modules.values(), offloaded.module)
+            self.resharder.reshard(critic.optimizer.modules.values(), offloaded.module)
             offloaded.offload()
-        self.engine.load_weights(dict(self.roles.generation.named_parameters()))
+        self.engine.load_weights(dict(self.models.generation.named_parameters()))
         self.memory.switch("generation")
-        self.memory.note_base(self.roles.held_bytes(with_host=not self.device.is_cuda))
+        self.memory.note_base(self.models.held_bytes(with_host=not self.device.is_cuda))
         self.engine.resume()
-        phases.done("reshard", start)
 
-    def _train(
-        self, iteration: int, batch: RolloutBatch, algorithm: AlgorithmConfig, phases: Phases
-    ) -> list[MinibatchResult]:
-        start = time.time()
+    def _train(self, iteration: int, batch: RolloutBatch, algorithm: AlgorithmConfig) -> list[MinibatchResult]:
         self.memory.switch("training")
-        seed = self.config.trainer.seed
-        results = []
-        lr = {role: self._lr(role, iteration) for role in self.roles.trained}
+        lr = {role: self._lr(role, iteration) for role in self.models.trained}
         cuts = [
             indices
             for epoch in range(algorithm.epochs)
-            for indices in cut_minibatches(len(batch), algorithm.minibatches, seed, iteration, epoch)
+            for indices in cut_minibatches(
+                len(batch), algorithm.minibatches, self.config.trainer.seed, iteration, epoch
+            )
         ]
-        microbatches = self.plan.report.batch.microbatches_of
+        results, microbatches = [], self.plan.report.batch.microbatches_of
         for number, indices in enumerate(cuts):
             self.watchdog.progress(f"iteration {iteration}: training mini-batch {number}")
             results.append(self.training.run(batch.select(indices), microbatches, lr, algorithm))
-        phases.note_training(results, start)
         return results
 
     def _lr(self, role: Role, iteration: int) -> float:
@@ -303,41 +291,41 @@ class Trainer:
         position = {
             "metrics_bytes": metrics_bytes,
             "prompts_drawn": done * self.config.rollout.prompts_per_iteration,
-            "learning_rate": {role: self._lr(role, done - 1) for role in self.roles.trained},
+            "learning_rate": {role: self._lr(role, done - 1) for role in self.models.trained},
         }
-        carried = {"kl_coef": self.kl.coef, "scores": asdict(self.spread)}
+        carried = {"kl_coef": self.kl.coef, "scores": asdict(self.scores)}
         state = RunState(self.threshold.state(), carried, position)
         self.checkpoints.start(
-            done, state, {role: export_state(model.optimizer) for role, model in self.roles.trained.items()}
+            done, state, {role: export_state(model.optimizer) for role, model in self.models.trained.items()}
         )
 
     def _restore(self) -> int:
         """Take the checkpoint to resume from in, if any; returns the first iteration to run."""
         if self.config.trainer.save_every or self.inputs.resume:
-            for model in self.roles.trained.values():
+            for model in self.models.trained.values():
                 check_exportable(model.optimizer)
         if not (resume := self.inputs.resume):
             return 0
         self.watchdog.progress(f"loading {resume.folder}")
-        for role, model in self.roles.trained.items():
+        for role, model in self.models.trained.items():
             import_state(model.optimizer, partial(resume.reader.read, role), partial(resume.reader.step, role))
         state, moved = resume.manifest.state, self.inputs.facts.layout_diff(resume.manifest.facts)
         if self.kl.target:
             self.kl = replace(self.kl, coef=state.algorithm["kl_coef"])
         if self.config.algorithm.scale_scores:
-            self.spread = RunningMoments(**state.algorithm["scores"])
+            self.scores = RunningMoments(**state.algorithm["scores"])
         self.threshold.restore(dict(state.threshold), str(resume.folder), lengths_alone=bool(moved))
         return resume.iteration
 
     def export(self) -> None:
         """Write the trained models in Hugging Face layout; a collective."""
         self.watchdog.progress("exporting models")
-        for role, trained in self.roles.trained.items():
-            copy = whole_copy(self.config, self.inputs.checkpoints, role, self.rank, self.device)
+        for role, trained in self.models.trained.items():
+            copy = whole_copy(self.config, self.inputs.models, role, self.rank, self.device)
             self.resharder.reshard(trained.optimizer.modules.values(), copy)
             with self.checkpoints.joint_failure():
                 if self.rank == 0:
-                    paths, specs = self.inputs.checkpoints.paths, self.inputs.checkpoints.specs
+                    paths, specs = self.inputs.models.paths, self.inputs.models.specs
                     weights = dict(copy.named_parameters())
                     out = self.run_dir / "export" / role
                     export_checkpoint(weights, specs[role], trained.scalar_head, paths[role], out)

@@ -28,7 +28,7 @@ STATE = RunState({"current": 3}, {"kl_coef": 0.05}, {"metrics_bytes": 7})
 def build(rank: int, folders: dict, actor: str, critic: str, dtype: str) -> dict:
     """role -> ModelOptimizer of freshly loaded models."""
     from rlhfuse.parallel.device import choose_device
-    from rlhfuse.run.roles import Checkpoints, build_roles
+    from rlhfuse.run.rank_models import ModelFolders, build_models
 
     tasks = ("generation", "inference", "reference_inference", "reward_inference", "critic_inference")
     layouts = {"actor_train": actor, "critic_train": critic} | dict.fromkeys(tasks, "d4t1p1")
@@ -37,7 +37,7 @@ def build(rank: int, folders: dict, actor: str, critic: str, dtype: str) -> dict
     )
     ranks = rank_map({"actor": ParallelLayout.parse(actor), "critic": ParallelLayout.parse(critic)})
     specs = {role: ModelSpec.from_config(path) for role, path in folders.items()}
-    roles = build_roles(config, Checkpoints(folders, specs), ranks, rank, choose_device("cpu", 0, 1))
+    roles = build_models(config, ModelFolders(folders, specs), ranks, rank, choose_device("cpu", 0, 1))
     return {role: model.optimizer for role, model in roles.trained.items()}
 
 

@@ -45,7 +45,7 @@ def sample_and_score(
     from rlhfuse.models.stage import PackedTokens, PipelineStage
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.parallel.groups import GroupMaker, plain_grid
-    from rlhfuse.run.roles import load_part
+    from rlhfuse.run.rank_models import load_part
 
     device, maker, spec = choose_device("cpu", 0, 1), GroupMaker(600), ModelSpec.from_config(folder)
     grid = plain_grid(ParallelLayout.parse(layout))

@@ -38,7 +38,7 @@ def there_and_back(rank: int, role: str, folder, layout: str, generation: str, s
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.parallel.groups import GroupMaker, plain_grid
     from rlhfuse.parallel.reshard import Resharder
-    from rlhfuse.run.roles import load_part
+    from rlhfuse.run.rank_models import load_part
 
     ranks, maker, device = ranks_of(**{role: layout}), GroupMaker(600), choose_device("cpu", 0, 1)
     built = build(rank, maker, ranks, role, folder, Activations(sequence_parallel))

@@ -135,7 +135,7 @@ def test_a_reward_function_is_held_against_every_row(folder):
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     assert f"{folder}/prompts.jsonl:2: reward_model is '{{}}'; it needs a ground_truth" in refused(folder, function)
     (folder / "prompts.jsonl").write_text(lines[0] + "\n")
-    assert set(check_inputs(load_config(folder / "run.yaml", [function]), 2).checkpoints.specs) == set(ROLES)
+    assert set(check_inputs(load_config(folder / "run.yaml", [function]), 2).models.specs) == set(ROLES)
     assert "mine.py has no function other" in refused(folder, f"reward.function={folder}/mine.py:other")
 
 
@@ -145,7 +145,7 @@ def test_only_the_models_of_the_run_are_looked_for(folder):
     settings = [f"reward.function={folder}/mine.py:score", "reward.signature=trl", "reward.path=''"]
     settings += ["algorithm.name=grpo", "reference.path=none", "algorithm.kl_coef=0"]
     inputs = check_inputs(load_config(folder / "run.yaml", settings), 2)
-    assert set(inputs.checkpoints.specs) == {"actor"} and list(inputs.draft.ranks.shape.layouts) == ["actor"]
+    assert set(inputs.models.specs) == {"actor"} and list(inputs.draft.ranks.shape.layouts) == ["actor"]
     plan = make_plan(inputs.draft).report
     assert "critic" not in plan.render() and plan.seconds.fused > 0
 

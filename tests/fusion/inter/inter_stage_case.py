@@ -141,7 +141,7 @@ def build(rank: int, folders: dict[str, Path], case: Case) -> Built:
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.parallel.groups import GroupMaker, plain_grid
     from rlhfuse.parallel.offload import OffloadedWeights
-    from rlhfuse.run.roles import load_part
+    from rlhfuse.run.rank_models import load_part
 
     device = choose_device("cpu", 0, 1)
     maker = GroupMaker(600)

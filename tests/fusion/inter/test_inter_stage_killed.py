@@ -67,7 +67,7 @@ def outcome(folder, fault: str) -> tuple[list[int], list[str]]:
     models = write_models(folder / "models")
     store = host_store()
     context = multiprocessing.get_context("forkserver")  # loads torch and Megatron once, not once per rank
-    context.set_forkserver_preload(["rlhfuse.fusion.inter.inter_stage", "rlhfuse.run.roles"])
+    context.set_forkserver_preload(["rlhfuse.fusion.inter.inter_stage", "rlhfuse.run.rank_models"])
     ranks = [context.Process(target=work, args=(rank, store.port, folder, models, fault)) for rank in range(WORLD)]
     try:
         for process in ranks:

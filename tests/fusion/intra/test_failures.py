@@ -75,7 +75,7 @@ class Run:
         self.store = host_store()
         self.folder = folder
         context = multiprocessing.get_context("forkserver")  # loads torch and Megatron once, not once per rank
-        context.set_forkserver_preload(["rlhfuse.fusion.intra.training_step", "rlhfuse.run.roles"])
+        context.set_forkserver_preload(["rlhfuse.fusion.intra.training_step", "rlhfuse.run.rank_models"])
         arguments = (self.store.port, folder, models, what, fault)
         self.ranks = [context.Process(target=work, args=(rank, *arguments)) for rank in range(WORLD)]
         for process in self.ranks:

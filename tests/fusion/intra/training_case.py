@@ -202,7 +202,7 @@ def build_models(rank: int, case: Case, device: Any) -> tuple[dict[str, Any], An
     from rlhfuse.fusion.intra.training_step import TrainedModel
     from rlhfuse.models.build import Activations
     from rlhfuse.parallel.groups import GroupMaker, ModelGrid, connect
-    from rlhfuse.run.roles import neighbour_pairs
+    from rlhfuse.run.rank_models import neighbour_pairs
 
     maker, models, pairs, recipe = GroupMaker(600), {}, [], case.recipe
     config = OptimizerConfig(

@@ -134,7 +134,7 @@ def build_pair(
     """Build models and TrainingStep on this rank; a collective."""
     from rlhfuse.fusion.intra.training_step import TrainingStep
     from rlhfuse.parallel.device import choose_device
-    from rlhfuse.run.roles import Checkpoints, build_roles
+    from rlhfuse.run.rank_models import ModelFolders, build_models
 
     device = choose_device("cpu", 0, 1)
     tasks = ("generation", "inference", "reference_inference", "reward_inference", "critic_inference")
@@ -147,7 +147,7 @@ def build_pair(
     layouts = {"actor": ParallelLayout.parse(actor), "critic": ParallelLayout.parse(critic)}
     ranks = rank_map(layouts)
     specs = {role: ModelSpec.from_config(path) for role, path in folders.items()}
-    roles = build_roles(config, Checkpoints(folders, specs), ranks, rank, device)
+    roles = build_models(config, ModelFolders(folders, specs), ranks, rank, device)
     schedule = make_schedule(layouts, kind, microbatches)
     models = roles.trained
     tied = frozenset(role for role, model in models.items() if model.tied)

@@ -1,11 +1,8 @@
-"""Everything one rank holds: the parts of the run's models in their layouts, and the groups that connect them.
+"""The parts of the run's models that one rank holds, in their layouts, and the groups that connect them.
 
-    actor              training stage + optimizer   and a whole copy per generation instance, read by the engine
-    critic             training stage + optimizer   and a copy per inference replica, offloaded in host memory
-    reference, reward                               a copy per inference replica, offloaded in host memory
-
-The actor is always there, of the others those that the run has. Groups are made in one order on all ranks. Weights
-come from Hugging Face folders once; after that they move between layouts by resharding.
+actor              training stage + optimizer   and a whole copy per generation instance, read by the engine
+critic             training stage + optimizer   and a copy per inference replica, offloaded in host memory
+reference, reward                               a copy per inference replica, offloaded in host memory
 """
 
 from __future__ import annotations
@@ -39,15 +36,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Checkpoints:
-    """Local folder and shape of each role of the run."""
+class ModelFolders:
+    """Local Hugging Face folder and shape of each role of the run."""
 
     paths: dict[Role, Path]
     specs: dict[Role, ModelSpec]
 
 
 @dataclass(frozen=True)
-class Roles:
+class RankModels:
     """This rank's models. The generation copy's parameters are what the engine computes with."""
 
     trained: dict[Role, TrainedModel]  # actor, critic
@@ -71,11 +68,11 @@ class Roles:
         return held + (offloaded if with_host else 0)
 
 
-def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, rank: int, device: Device) -> Roles:
-    """Build and load the run's models on `rank`; a collective over all ranks."""
+def build_models(config: RunConfig, folders: ModelFolders, ranks: FusedRanks, rank: int, device: Device) -> RankModels:
+    """Build the run's models on `rank` and load their weights, which move by resharding from then on; a collective."""
     maker = GroupMaker(config.trainer.hang_seconds)
     dtype = DTYPES[config.trainer.dtype]
-    specs, paths = checkpoints.specs, checkpoints.paths
+    specs, paths = folders.specs, folders.paths
     activations = Activations(config.parallel.sequence_parallel, config.trainer.recompute == "full")
 
     def trained(role: Role) -> TrainedModel:
@@ -136,7 +133,7 @@ def build_roles(config: RunConfig, checkpoints: Checkpoints, ranks: FusedRanks, 
     channels = Channels(rank, maker.channels("pipeline", pairs), device.torch_device)
     connect([*(model.tp_group for model in models.values()), generation_tp], device.torch_device)
     channels.connect()
-    return Roles(models, generation, generation_tp, scorers, worker_tp, placement, channels, maker)
+    return RankModels(models, generation, generation_tp, scorers, worker_tp, placement, channels, maker)
 
 
 def engine_options(config: RunConfig, instances: int) -> EngineOptions:
@@ -163,13 +160,13 @@ def inference_layout(config: RunConfig) -> ParallelLayout:
     return ParallelLayout.parse(getattr(config.parallel, task))
 
 
-def whole_copy(config: RunConfig, checkpoints: Checkpoints, role: Role, rank: int, device: Device) -> torch.nn.Module:
+def whole_copy(config: RunConfig, folders: ModelFolders, role: Role, rank: int, device: Device) -> torch.nn.Module:
     """An unset copy of the whole model on rank 0, for export, and a module without weights elsewhere; a collective."""
     grid = plain_grid(ParallelLayout(1, 1, 1))
     groups = GroupMaker(config.trainer.hang_seconds).for_model("export", grid, rank)
     if rank not in grid.ranks:
         return torch.nn.Module()
-    spec, dtype = checkpoints.specs[role], DTYPES[config.trainer.dtype]
+    spec, dtype = folders.specs[role], DTYPES[config.trainer.dtype]
     return build_model(spec, grid, groups, rank, scalar_head=role.scalar_head, dtype=dtype, device=device)
 
 
@@ -206,8 +203,8 @@ def load_part(
 def neighbour_pairs(grid: ModelGrid) -> list[tuple[int, int]]:
     """(sender, receiver) of every transfer between neighbouring stages, both directions."""
     pairs = []
-    for places in grid.cells:
+    for cells in grid.cells:
         for stage in range(grid.stages - 1):
-            for a, b in zip(places[stage % grid.pp], places[(stage + 1) % grid.pp]):
+            for a, b in zip(cells[stage % grid.pp], cells[(stage + 1) % grid.pp]):
                 pairs += [(a, b), (b, a)]
     return pairs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhfuse.costs.flops import IterationFlops
-from rlhfuse.run.run_metrics import memory_metrics, mfu_metrics
+from rlhfuse.run.iteration_metrics import IterationStats, memory_metrics, mfu_metrics
 
 SECONDS = {"timing_s/train": 4.0, "fusion/gen_infer_seconds": 2.0, "timing_s/step": 10.0}
 
@@ -31,8 +31,8 @@ def test_without_a_critic_or_a_peak():
 
 
 def test_memory_is_that_of_the_fullest_rank():
-    ranks = [{"peaks": {"base": 1e9, "generation": 3e9}}, {"peaks": {"base": 2e9, "generation": 2.5e9}}]
-    assert memory_metrics(ranks) == {
+    peaks = {"base": 10**9, "generation": 3 * 10**9}, {"base": 2 * 10**9, "generation": 2500 * 10**6}
+    assert memory_metrics([IterationStats([], {}, 0.0, of_rank, []) for of_rank in peaks]) == {
         "perf/peak_memory_gb/base": 2.0,
         "perf/peak_memory_gb/generation": 3.0,
         "perf/max_memory_allocated_gb": 3.0,

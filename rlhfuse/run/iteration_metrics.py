@@ -1,23 +1,81 @@
-"""One iteration's line of metrics.jsonl, from the batch, the report of generation and inference, and every rank's sums.
+"""What ranks measure in an iteration, and the line of metrics.jsonl that is made of it.
 
-Names are those that dashboards of RLHF runs know. Computes nothing that training depends on.
+Every rank fills a `PhaseTimer` and sends its `IterationStats` to all; metrics have the names that dashboards of RLHF
+runs know. Nothing here decides anything.
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.costs.flops import IterationFlops
 from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.fusion.intra.training_step import MinibatchResult
+from rlhfuse.monitor.trace import Span
 from rlhfuse.ppo.losses import actor_metrics, critic_metrics
 from rlhfuse.ppo.metrics import balance_metrics, batch_metrics
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.simulator.lengths import SampleLengths
+
+
+@dataclass
+class PhaseTimer:
+    """Wall seconds of each phase on this rank, and the spans of its trace."""
+
+    rank: int
+    iteration: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+
+    @contextmanager
+    def phase(self, name: str, span: bool = True) -> Iterator[None]:
+        """Times the block; with `span` it is shown in the trace as one piece of work."""
+        start = time.time()
+        yield
+        end = time.time()
+        self.seconds[name] = end - start
+        if span:  # a wall clock may be set back meanwhile
+            self.spans.append(Span(name, name, self.rank, start, max(start, end), args={"iteration": self.iteration}))
+
+    def add_generation(self, report: GenInferReport) -> None:
+        for span in report.spans:
+            end = max(span.start_seconds, span.end_seconds)
+            self.spans.append(Span(span.kind, span.kind, self.rank, span.start_seconds, end))
+
+    def add_actions(self, minibatches: Sequence[MinibatchResult]) -> None:
+        """Every action of mini-batches that are just over."""
+        wall = time.time() - time.perf_counter()  # actions are timed by the other clock
+        for span in (span for result in minibatches for span in result.report.spans):
+            kind = f"{span.action.pipeline.split('.')[0]} {span.action.kind}"
+            start, end = wall + span.start_seconds, wall + span.end_seconds
+            self.spans.append(Span(str(span.action), kind, self.rank, start, end))
+
+
+@dataclass(frozen=True)
+class IterationStats:
+    """What one rank measured in an iteration."""
+
+    losses: list[dict[str, dict[str, float]]]  # of each mini-batch, by role: sums over the tokens of this rank
+    seconds: dict[str, float]  # of each phase
+    program_seconds: float  # in the programs of all mini-batches
+    peak_bytes: dict[str, int]  # of each phase of memory
+    spans: list[Span]
+
+    @staticmethod
+    def of(minibatches: Sequence[MinibatchResult], timer: PhaseTimer, peak_bytes: Mapping[str, int]) -> IterationStats:
+        losses = [
+            {role: {name: float(value) for name, value in sums.items()} for role, sums in result.stats.items()}
+            for result in minibatches
+        ]
+        seconds = sum(result.report.seconds for result in minibatches)
+        return IterationStats(losses, timer.seconds, seconds, dict(peak_bytes), timer.spans)
 
 
 def reward_metrics(report: GenInferReport) -> dict[str, float]:
@@ -29,18 +87,14 @@ def reward_metrics(report: GenInferReport) -> dict[str, float]:
     return {"reward/model/mean": sum(model) / len(model), "reward/function/mean": sum(function) / len(function)}
 
 
-def training_metrics(results: Sequence[MinibatchResult], everyone: Sequence[Mapping]) -> dict[str, float]:
-    """Losses, gradient norms and learning rates of the models that train, means over the iteration.
-
-    `everyone` has each rank's "stats": per mini-batch and role the sums over its tokens.
-    """
+def training_metrics(results: Sequence[MinibatchResult], ranks: Sequence[IterationStats]) -> dict[str, float]:
+    """Losses, gradient norms and learning rates of the models that train, means over the iteration."""
     tokens = sum(result.tokens for result in results)
     sums: dict[str, dict[str, float]] = {role: defaultdict(float) for role in results[0].steps}
-    for one in everyone:
-        for stats in one["stats"]:
-            for role, values in stats.items():
-                for name, value in values.items():
-                    sums[role][name] += value
+    for losses in (losses for stats in ranks for losses in stats.losses):
+        for role, values in losses.items():
+            for name, value in values.items():
+                sums[role][name] += value
     metrics = actor_metrics(sums["actor"], tokens)
     if "critic" in sums:
         metrics |= critic_metrics(sums["critic"], tokens)
@@ -50,7 +104,7 @@ def training_metrics(results: Sequence[MinibatchResult], everyone: Sequence[Mapp
     cuts = [balance_metrics(result.sample_tokens, result.parts_tokens) for result in results]
     for name in cuts[0]:
         metrics[name] = sum(cut[name] for cut in cuts) / len(cuts)
-    first = sum(one["stats"][0].get("actor", {}).get("logprob_abs_diff", 0.0) for one in everyone)
+    first = sum(stats.losses[0].get("actor", {}).get("logprob_abs_diff", 0.0) for stats in ranks)
     metrics["rollout/train_logprob_abs_diff"] = first / results[0].tokens
     return metrics
 
@@ -83,7 +137,7 @@ def fusion_metrics(report: GenInferReport, threshold: int, instances: int) -> di
 
 
 def speed_metrics(batch: RolloutBatch, seconds: float) -> dict[str, float]:
-    """Of a whole iteration that took `seconds`; tokens are those of prompts and responses."""
+    """Throughput of a whole iteration that took `seconds`; tokens are those of prompts and responses."""
     return {
         "timing_s/step": seconds,
         "perf/time_per_step": seconds,
@@ -114,8 +168,8 @@ def lengths_of(batch: RolloutBatch) -> SampleLengths:
     return SampleLengths(tuple(batch.prompt_lengths.tolist()), tuple(batch.response_lengths.tolist()))
 
 
-def memory_metrics(everyone: list[dict]) -> dict[str, float]:
+def memory_metrics(ranks: Sequence[IterationStats]) -> dict[str, float]:
     """Peak bytes of each phase, and of the whole iteration, on the fullest rank, in 10^9 bytes."""
-    peaks = [one["peaks"] for one in everyone]
-    metrics = {f"perf/peak_memory_gb/{phase}": max(one[phase] for one in peaks) / 1e9 for phase in peaks[0]}
+    peaks = {phase: max(stats.peak_bytes[phase] for stats in ranks) for phase in ranks[0].peak_bytes}
+    metrics = {f"perf/peak_memory_gb/{phase}": peak / 1e9 for phase, peak in peaks.items()}
     return metrics | {"perf/max_memory_allocated_gb": max(metrics.values())}
