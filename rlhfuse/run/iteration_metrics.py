@@ -52,8 +52,8 @@ class PhaseTimer:
     def add_actions(self, minibatches: Sequence[MinibatchResult]) -> None:
         """Every action of mini-batches that are just over."""
         wall = time.time() - time.perf_counter()  # actions are timed by the other clock
-        for span in (span for result in minibatches for span in result.report.spans):
-            kind = f"{span.action.pipeline.split('.')[0]} {span.action.kind}"
+        for roles, span in ((result.roles, span) for result in minibatches for span in result.report.spans):
+            kind = f"{roles[span.action.pipeline]} {span.action.kind}"
             start, end = wall + span.start_seconds, wall + span.end_seconds
             self.spans.append(Span(str(span.action), kind, self.rank, start, end))
 
