@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
+from rlhfuse.config.json_values import from_json, to_json
 from rlhfuse.costs.analytic import CostModel
 from rlhfuse.decisions.layout_moves import LayoutMove
 from rlhfuse.decisions.layouts import BatchArithmetic, Task
 from rlhfuse.decisions.migration import MoveCost
-from rlhfuse.errors import InputError
 from rlhfuse.files import write_text
 from rlhfuse.planning.memory import DEVICE_PARTS, PhaseMemory, readable_bytes
 from rlhfuse.schedule.ir.ranks import FusedRanks
@@ -95,22 +93,12 @@ class PlanReport:
     reasons: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"version": VERSION, **TypeAdapter(PlanReport).dump_python(self, mode="json")}
+        return to_json(self, VERSION)
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any], where: str = "plan") -> PlanReport:
         """Inverse of `to_dict`. Raises InputError naming `where` and the field."""
-        fields = dict(raw)
-        if (version := fields.pop("version", None)) != VERSION:
-            raise InputError(f"{where}: version {version!r} is unknown; this program reads version {VERSION}")
-        try:
-            return TypeAdapter(PlanReport).validate_python(fields)
-        except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(map(str, first["loc"]))
-            raise InputError(
-                f"{where} is no plan.json: {field}: {first['msg']}; write one with tools/plan.py --json"
-            ) from None
+        return from_json(PlanReport, raw, where, VERSION)
 
     def render(self) -> str:
         """The plan as text for people."""

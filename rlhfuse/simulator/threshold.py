@@ -11,16 +11,18 @@ Paper sections 4.2 (R_t from the length distribution) and 7.3 (Figure 9).
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from pydantic import ConfigDict, NonNegativeInt
 
+from rlhfuse.config.json_values import from_json, read_json, to_json
 from rlhfuse.costs.analytic import CostModel
 from rlhfuse.decisions.migration import destination_count
 from rlhfuse.errors import InputError
+from rlhfuse.files import write_text
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.iteration import BatchSimulation
 from rlhfuse.simulator.lengths import SampleLengths
@@ -57,15 +59,20 @@ class LengthSummary:
 class Threshold:
     """The chosen R_t, the curve it was chosen from, and the lengths it was chosen for."""
 
-    threshold: int
+    threshold: NonNegativeInt
     ratio: float
-    destinations: int
-    instances: int
+    destinations: NonNegativeInt
+    instances: NonNegativeInt
     serial_seconds: float
     fused_seconds: float
     sweep: tuple[SweepPoint, ...]
     lengths: LengthSummary
     samples: int | None = None  # of the batch; a file may leave it out
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    def __post_init__(self) -> None:
+        if self.samples is not None and self.threshold > self.samples:
+            raise InputError(f"threshold {self.threshold} is above its {self.samples} samples")
 
     @property
     def speedup(self) -> float:
@@ -97,25 +104,6 @@ class Threshold:
                 f"{point.generation_seconds:13.4g} {point.migration_seconds:12.3g}{mark}"
             )
         return "\n".join(lines)
-
-    def to_dict(self) -> dict:
-        return {**asdict(self), "sweep": [asdict(point) for point in self.sweep]}
-
-    @staticmethod
-    def from_dict(raw: dict, where: str = "threshold") -> Threshold:
-        """Inverse of `to_dict`. Raises InputError naming `where` and the field."""
-        try:
-            sweep = tuple(SweepPoint(**point) for point in raw["sweep"])
-            made = Threshold(**{**raw, "sweep": sweep, "lengths": LengthSummary(**raw["lengths"])})
-        except (KeyError, TypeError) as error:
-            raise InputError(f"{where} is no threshold.json: {error}; write one with calibrate_threshold.py") from None
-        for name in ("threshold", "destinations", "instances"):
-            value = getattr(made, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise InputError(f"{where}: {name} is {value!r}; a whole number is needed")
-        if made.samples is not None and made.threshold > made.samples:
-            raise InputError(f"{where}: threshold {made.threshold} is above its {made.samples} samples")
-        return made
 
 
 def sweep_threshold(
@@ -202,19 +190,9 @@ def _point(simulations: Sequence[BatchSimulation], threshold: int, ratio: float)
 
 def load_threshold(path: str | Path) -> Threshold:
     """Read threshold.json. Raises InputError naming the file."""
-    try:
-        raw = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise InputError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise InputError(f"{path} is no threshold.json: an object is needed; write one with calibrate_threshold.py")
-    return Threshold.from_dict(raw, str(path))
+    return from_json(Threshold, read_json(path), str(path))
 
 
 def save_threshold(threshold: Threshold, path: str | Path) -> None:
-    """Write beside and rename."""
-    beside = Path(f"{path}.tmp")
-    beside.write_text(json.dumps(threshold.to_dict(), indent=1) + "\n")
-    os.replace(beside, path)
+    """Write beside and rename. Raises InputError where that fails."""
+    write_text(path, json.dumps(to_json(threshold), indent=1) + "\n")

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_helpers import lengths_strategy, limits, linear_cost, long_tail
 
+from rlhfuse.config.json_values import from_json
 from rlhfuse.errors import InputError
 from rlhfuse.simulator.iteration import simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
@@ -105,12 +106,16 @@ def test_file_round_trip_and_contract(tmp_path):
     point = {"ratio", "threshold", "destinations", "fused_seconds", "generation_seconds", "migration_seconds"}
     assert raw["sweep"][0].keys() == point
     del raw["samples"], raw["lengths"]["p90"], raw["lengths"]["p99"]  # the least that a file may hold
-    assert Threshold.from_dict(raw).threshold == found.threshold
+    assert from_json(Threshold, raw, "t").threshold == found.threshold
 
 
 @pytest.mark.parametrize(
     "text, message",
-    [("{", "not valid JSON"), ("[]", "an object is needed"), ('{"threshold": 1}', "no threshold.json: 'sweep'")],
+    [
+        ("{", "not valid JSON"),
+        ("[]", "must be a JSON object"),
+        ('{"threshold": 1}', "ratio is missing"),
+    ],
 )
 def test_bad_files_are_refused(tmp_path, text, message):
     (tmp_path / "t.json").write_text(text)
