@@ -87,11 +87,9 @@ def main() -> None:
     if arguments.iterations < skipped + LEAST:
         least = skipped + LEAST
         raise InputError(f"--iterations {arguments.iterations}: {skipped} are left out, give {least} or more")
-    if arguments.run_dir and Path(arguments.run_dir).exists():
-        raise InputError(f"--run-dir {arguments.run_dir} exists; give another name")
     measurement, looks = Measurement("endurance", arguments), []
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(arguments.run_dir or Path(folder) / "run").resolve()
+        out = Path(folder) / "run"
         rows = train(
             Path(arguments.config).resolve(),
             out,
@@ -113,7 +111,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--config", default=str(ROOT / "examples/quickstart.yaml"))
     parser.add_argument("--ranks", type=counting, default=4)
     parser.add_argument("--iterations", type=counting, default=300)
-    parser.add_argument("--run-dir", metavar="DIR", help="keep the run here")
     parser.add_argument("--timeout", type=counting, default=7200, help="seconds that the training may take")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the config's")
     arguments = parser.parse_intermixed_args()

@@ -8,12 +8,10 @@ uniform between half and all of the size; memory is the most that torch held bes
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections.abc import Callable
 
 import torch
-from harness import Figure, Measurement, options, take_turns
+from harness import Figure, Measurement, options, take_turns, timed
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -101,17 +99,6 @@ def compare(measurement: Measurement, samples: int, tokens: int, arguments) -> l
     whole = tokens * tokens * 8 / 1e6  # what a product without blocks would add
     megabytes = [f"{value:.1f}" for value in (*peaks, whole)]
     return [f"{samples} x {tokens}", *seconds, ratio.text(".1f"), *megabytes]
-
-
-def timed(function: Callable[[], object]) -> Callable[[int], float]:
-    """Seconds of `function`, as a side of a comparison."""
-
-    def side(_: int) -> float:
-        start = time.perf_counter()
-        function()
-        return time.perf_counter() - start
-
-    return side
 
 
 if __name__ == "__main__":

@@ -52,6 +52,8 @@ OUTSIDE_GOAL = 0.25  # of a decode step outside the forward pass, at the sequenc
 LONG_ROUNDS = 3  # of B at most: static batches of long sequences take minutes
 DEAR_TOKENS = 2**14  # in the prompts of a point of F: then one round, which warms up for itself
 
+Asked = Callable[[int], dict[str, Any]]  # the request of a round
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -257,19 +259,11 @@ class Bench:
         count = self.sizes.sequences if kind == "many" else 2
         return self.generate([self.sizes.response_tokens // 2] * count, number)
 
-    def turns(
-        self,
-        model: str,
-        kind: str,
-        request: Callable[[int], dict[str, Any]],
-        key: str,
-        rounds: int,
-        warm_up: bool = True,
-    ) -> dict[str, list[float]]:
-        """What every engine answers for `key`, by round."""
+    def turns(self, model: str, kind: str, request: Asked, rounds: int, warm_up: bool = True) -> dict[str, list[float]]:
+        """Seconds of every engine, by round; of decode steps those of one."""
 
         def side(peer: str) -> Callable[[int], float]:
-            return lambda number: self.fleet.ask(peer, self.models[model], kind, **request(number))[key]
+            return lambda number: self.fleet.ask(peer, self.models[model], kind, **request(number))["seconds"]
 
         return take_turns({peer: side(peer) for peer in self.fleet.engines}, rounds, warm_up)
 
@@ -294,7 +288,7 @@ def throughput(bench: Bench) -> None:
     """A: 64 sequences of one length at once, beside the matrix products of the same steps alone"""
     sizes, spec = bench.sizes, bench.models["small"].spec
     lengths, tokens = [sizes.response_tokens] * sizes.sequences, sizes.response_tokens * sizes.sequences
-    seconds = bench.turns("small", "many", lambda i: bench.generate(lengths, i), "seconds", bench.fleet.rounds)
+    seconds = bench.turns("small", "many", lambda i: bench.generate(lengths, i), bench.fleet.rounds)
     products = dict(shapes=product_shapes(spec), rows=sizes.sequences, repeats=4 * sizes.decode_steps)
     step = bench.fleet.ask(LIMITS, bench.models["small"], "any", "products", **products, seed=1)["step_seconds"]
     row = bench.compare("A", seconds, tokens, "tokens/s")
@@ -309,7 +303,7 @@ def throughput(bench: Bench) -> None:
 def long_tail(bench: Bench) -> None:
     """B: 256 requests with real long-tailed lengths, 64 at a time; transformers in static batches"""
     lengths, rounds = bench.lengths, min(LONG_ROUNDS, bench.fleet.rounds)
-    seconds = bench.turns("small", "any", lambda i: bench.generate(lengths, i), "seconds", rounds)
+    seconds = bench.turns("small", "any", lambda i: bench.generate(lengths, i), rounds)
     row, ordered = bench.compare("B", seconds, sum(lengths), "tokens/s"), sorted(lengths)
     p50, p99 = ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
     name = f"p50 {p50}, p99 {p99}, max {ordered[-1]}"
@@ -321,7 +315,7 @@ def small_batches(bench: Bench) -> None:
     rows, tokens = [], bench.sizes.response_tokens
     for batch in bench.sizes.small_batches:
         lengths = [tokens] * batch
-        seconds = bench.turns("small", "few", lambda i: bench.generate(lengths, i), "seconds", bench.fleet.rounds)
+        seconds = bench.turns("small", "few", lambda i: bench.generate(lengths, i), bench.fleet.rounds)
         rows.append([str(batch), *bench.compare(f"C.batch{batch}", seconds, 1e3 / tokens, "ms")])
     bench.measurement.table("c", "C: milliseconds of a step", ["batch", *bench.heads()], rows)
 
@@ -356,9 +350,7 @@ def machine_limit(bench: Bench) -> None:
     bench.measurement.figure("e.bandwidth", bandwidth / 1e9, "GB/s")
     bench.measurement.figure("e.gemm", rate / 1e9, "GFLOP/s")
     for batch in sizes.limit_batches:
-        steps = bench.turns(
-            "large", "any", lambda i: bench.decode(batch, sizes.limit_context, i), "step_seconds", bench.fleet.rounds
-        )
+        steps = bench.turns("large", "any", lambda i: bench.decode(batch, sizes.limit_context, i), bench.fleet.rounds)
         memory, arithmetic = step_bytes(spec, batch, context) / bandwidth, step_flops(spec, batch, context) / rate
         limit = max(memory, arithmetic)
         for peer, each in steps.items():
@@ -383,7 +375,7 @@ def curves(bench: Bench) -> None:
             dear, x = batch * context > DEAR_TOKENS, context if axis == "context" else batch
             request = lambda i: bench.decode(batch, context, i)  # noqa: E731
             rounds = 1 if dear else min(3, bench.fleet.rounds)
-            steps = bench.turns("long", "any", request, "step_seconds", rounds, warm_up=not dear)
+            steps = bench.turns("long", "any", request, rounds, warm_up=not dear)
             rows.append([str(x), *bench.compare(f"F.{axis}{x}", steps, 1e3, "ms")])
             for peer, each in steps.items():
                 lines[peer].append((x, 1e3 * statistics.median(each)))

@@ -33,9 +33,7 @@ class Measured:
 class Vllm(Measured):
     """`configuration`: arguments of vllm.LLM. The size of its cache is in the environment, where vLLM looks for it."""
 
-    def __init__(
-        self, model: str, context: int, max_sequences: int, cache_tokens: int, configuration: dict[str, Any]
-    ) -> None:
+    def __init__(self, model: str, context: int, max_sequences: int, configuration: dict[str, Any], **_: Any) -> None:
         import vllm
 
         self.version = vllm.__version__
@@ -76,7 +74,7 @@ class Vllm(Measured):
             times.append(time.perf_counter() - start)
             assert len(ran) == len(ids), f"{len(ran)} of {len(ids)} sequences decoded"
         engine.abort_request([output.request_id for output in ran])
-        return {"step_seconds": statistics.median(times)}
+        return {"seconds": statistics.median(times)}
 
     def _param(self, length: int, **more: Any) -> Any:
         return self._params(temperature=1.0, max_tokens=length, min_tokens=0, ignore_eos=True, detokenize=False, **more)
@@ -88,9 +86,7 @@ class Transformers(Measured):
     More requests than `at_once` run in static batches, each as long as its longest sequence.
     """
 
-    def __init__(
-        self, model: str, context: int, max_sequences: int, cache_tokens: int, configuration: dict[str, Any]
-    ) -> None:
+    def __init__(self, model: str, configuration: dict[str, Any], **_: Any) -> None:
         import torch
         import transformers
 
@@ -129,7 +125,7 @@ class Transformers(Measured):
 
         self._sample(self._torch.tensor(prompts), steps + 1, stopping_criteria=self._criterion([note]))
         assert len(times) == steps + 1, f"{len(times)} steps"
-        return {"step_seconds": statistics.median(b - a for a, b in zip(times, times[1:]))}
+        return {"seconds": statistics.median(b - a for a, b in zip(times, times[1:]))}
 
     def _sample(self, batch: Any, length: int, **more: Any) -> Any:
         with self._torch.inference_mode():
@@ -150,7 +146,7 @@ class Rlhfuse(Measured):
     """This project's engine. `configuration`: fields of EngineOptions but num_blocks and max_sequences."""
 
     def __init__(
-        self, model: str, context: int, max_sequences: int, cache_tokens: int, configuration: dict[str, Any]
+        self, model: str, max_sequences: int, cache_tokens: int, configuration: dict[str, Any], **_: Any
     ) -> None:
         from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 
@@ -171,7 +167,7 @@ class Rlhfuse(Measured):
         return {"seconds": seconds}
 
     def decode(self, prompts: Prompts, steps: int, seed: int) -> dict[str, Any]:
-        return {"step_seconds": statistics.median(self._decoding(prompts, steps, seed))}
+        return {"seconds": statistics.median(self._decoding(prompts, steps, seed))}
 
     def share(self, prompts: Prompts, steps: int, seed: int) -> dict[str, Any]:
         """Of the decode steps of all prompts: seconds of a step, and of the forward pass inside it."""

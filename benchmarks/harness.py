@@ -88,17 +88,28 @@ def take_turns(sides: Mapping[str, Callable[[int], T]], rounds: int, warm_up: bo
     return answers
 
 
+def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> Callable[[int], float]:
+    """Seconds of `work`, as a side that takes turns."""
+
+    def side(_: int) -> float:
+        start = clock()
+        work()
+        return clock() - start
+
+    return side
+
+
 class Measurement:
     """Figures and tables of one benchmark program; prints them as they come and writes them at the end."""
 
     def __init__(self, name: str, arguments: argparse.Namespace, timed: bool = True) -> None:
         """`arguments`: of `options`; `timed`: other programs matter. Raises InputError where --out has no folder."""
-        self.name, self.quick = name, bool(arguments.quick)
+        self.name, self.quick, self.arguments = name, bool(arguments.quick), arguments
         self.out = Path(arguments.out) if arguments.out else None if self.quick else RESULTS / f"{name}.json"
         RESULTS.mkdir(exist_ok=True)
         if self.out and not self.out.parent.is_dir():
             raise InputError(f"--out {self.out}: folder {self.out.parent} is not there; make it first")
-        self.screen = console()
+        self.screen = Console(stderr=True) if sys.stderr.isatty() else Console(stderr=True, width=160)
         self._figures: dict[str, Figure] = {}
         self._tables: dict[str, dict[str, Any]] = {}
         self._facts: dict[str, Any] = {}
@@ -122,7 +133,12 @@ class Measurement:
     def table(self, name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Keep and print a table of text."""
         self._tables[name] = {"title": title, "columns": list(columns), "rows": [list(row) for row in rows]}
-        self.screen.print(screen_table(title, columns, rows))
+        table = Table(title=title)
+        for number, column in enumerate(columns):
+            table.add_column(column, justify="right" if number else "left")
+        for row in rows:
+            table.add_row(*row)
+        self.screen.print(table)
 
     def finish(self) -> dict[str, Any]:
         """Print goals and load, write the results file. Call it when all processes have ended."""
@@ -184,14 +200,6 @@ def counting(text: str) -> int:
     return value
 
 
-def positive(text: str) -> float:
-    """An argument above 0, for argparse."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
-
-
 def named(option: str, text: str, known: Mapping[str, T]) -> list[T]:
     """Those of `known` that the option's text names, in its order. Raises InputError for any other name."""
     names = [word.strip() for word in text.split(",")]
@@ -222,21 +230,6 @@ def peer_python(option: str, file: str, peer: str) -> str:
     if not Path(file).exists():
         raise InputError(f"{option} {file} is not there; run benchmarks/setup_peers.sh {peer}")
     return file
-
-
-def console() -> Console:
-    """Where progress and tables go: stderr, wide enough for a table when it is not a terminal."""
-    made = Console(stderr=True)
-    return made if made.is_terminal else Console(stderr=True, width=160)
-
-
-def screen_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title)
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 @dataclass(frozen=True)

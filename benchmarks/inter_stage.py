@@ -9,13 +9,11 @@ R_t is predicted with them and run in turn, the chosen and the fastest once more
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
 from harness import TRACE, Figure, Measurement, named, options, take_turns, trace_lengths
 from processes import ALLOCATOR, Ranks
 
@@ -71,28 +69,21 @@ class Sizes:
 
     def limits(self, costs: MeasuredCost, lengths: SampleLengths) -> InstanceLimits:
         """BS_max from the costs at the batch's median context, as a training run finds it."""
-        median = float(np.median(np.asarray(lengths.prompt) + np.asarray(lengths.output) / 2))
         token_bytes = self.spec("actor").kv_bytes_per_token(ELEMENT_BYTES)
         return InstanceLimits(
             max_sequences=self.samples,
             kv_capacity_bytes=self.blocks * BLOCK_TOKENS * token_bytes,
             kv_bytes_per_token=token_bytes,
             block_tokens=BLOCK_TOKENS,
-            bs_max=largest_flat_batch(costs, median, self.samples),
+            bs_max=largest_flat_batch(costs, lengths.median_context, self.samples),
             max_prompt_tokens=self.max_prompt,
             max_output_tokens=self.max_output,
             score_tokens=self.score_tokens,
         )
 
 
-FULL = (
-    Sizes("1:2", 6, 12, 640, 1728, 1024, 64, 32, 384, 512),
-    Sizes("2:1", 6, 3, 640, 1728, 1024, 64, 32, 384, 512),
-)
-QUICK = (
-    Sizes("1:2", 2, 4, 256, 704, 512, 12, 16, 64, 128),
-    Sizes("2:1", 2, 1, 256, 704, 512, 12, 16, 64, 128),
-)
+FULL = tuple(Sizes(*pair, 640, 1728, 1024, 64, 32, 384, 512) for pair in (("1:2", 6, 12), ("2:1", 6, 3)))
+QUICK = (Sizes("1:2", 2, 4, 256, 704, 512, 12, 16, 64, 128),)
 
 
 @dataclass(frozen=True)
@@ -207,7 +198,7 @@ def main() -> None:
     for sizes in cases:
         made = {"sizes": asdict(sizes), "seed": arguments.seed}
         with Ranks("inter_stage_rank:FusionRank", INSTANCES, ALLOCATOR, **made) as ranks:
-            row, choice = Case(sizes, lengths[sizes.name], ranks, arguments, measurement).measure()
+            row, choice = Case(sizes, lengths[sizes.name], ranks, measurement).measure()
         rows.append(row)
         choices.append(choice)
     head = ("models", "samples", "output p50, max", "T_inf/T_gen", "serial", "fused", "speedup", "predicted")
@@ -220,15 +211,9 @@ def main() -> None:
 class Case:
     """One pair of models: fit, predict, let all R_t take turns."""
 
-    def __init__(
-        self,
-        sizes: Sizes,
-        lengths: SampleLengths,
-        ranks: Ranks,
-        arguments: argparse.Namespace,
-        measurement: Measurement,
-    ) -> None:
+    def __init__(self, sizes: Sizes, lengths: SampleLengths, ranks: Ranks, measurement: Measurement) -> None:
         self.sizes, self.lengths, self.ranks, self.measurement = sizes, lengths, ranks, measurement
+        arguments = measurement.arguments
         self.rounds, self.final_rounds, self.percents = arguments.rounds, FINAL_ROUNDS, PERCENTS
         if arguments.quick:
             self.rounds, self.final_rounds, self.percents = QUICK_ROUNDS, QUICK_ROUNDS, QUICK_PERCENTS

@@ -132,7 +132,7 @@ def main() -> None:
         made = {"sizes": asdict(sizes), "seed": arguments.seed}
         with Ranks("intra_stage_rank:TrainingRank", RANKS, ALLOCATOR, **made) as ranks:
             for microbatches in arguments.microbatches:
-                rows.append(measure(sizes, microbatches, ranks, arguments, measurement, spans))
+                rows.append(measure(sizes, microbatches, ranks, measurement, spans))
     head = ("models", "M", "Megatron 1F1B", "serial", "no barrier", "fused", "speedup", "predicted", "of it", "bound")
     measurement.table("speed", "Fused beside serial training", (*head, "with steps"), rows)
     if arguments.trace:
@@ -155,20 +155,13 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def measure(
-    sizes: Sizes,
-    microbatches: int,
-    ranks: Ranks,
-    arguments: argparse.Namespace,
-    measurement: Measurement,
-    spans: list[Span],
-) -> list[str]:
+def measure(sizes: Sizes, microbatches: int, ranks: Ranks, measurement: Measurement, spans: list[Span]) -> list[str]:
     """Profile, make the schedules, let the sides take turns; adds to `spans` and returns the row of the table."""
     name = f"{sizes.name.replace(':', 'to').replace('.', '_')}_m{microbatches}"
     ranks.ask("load", microbatches, {})
     profiles = ranks.ask("profile", PROFILE_CYCLES)
     times = {key: statistics.median(values) for answer in profiles for key, values in answer.items()}
-    schedules = Schedules.of(problem_of(microbatches, times), arguments.seed)
+    schedules = Schedules.of(problem_of(microbatches, times), measurement.arguments.seed)
     ranks.ask("load", microbatches, side_programs(schedules))
     digests: dict[str, Any] = {}
 
@@ -179,7 +172,7 @@ def measure(
         return run
 
     sides = {side_name: lambda number, side_name=side_name: side(side_name, number) for side_name in SIDES}
-    rounds = take_turns(sides, arguments.rounds, warm_up=True)
+    rounds = take_turns(sides, measurement.arguments.rounds, warm_up=True)
     if not all(digests[one] == digests[group[0]] for group in SAME_GRADIENTS for one in group):
         raise RuntimeError(f"{name}: the sides left different gradients")
     add_executor(name, measurement, rounds[FUSED])

@@ -26,15 +26,12 @@ ERROR_GOAL = 0.10
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--iterations", type=counting, default=16)
-    parser.add_argument("--run-dir", metavar="DIR", help="keep the run here")
     arguments = parser.parse_args()
     if arguments.iterations <= SKIPPED:
         raise InputError(f"--iterations {arguments.iterations}: the first {SKIPPED} are left out; give some more")
-    if arguments.run_dir and Path(arguments.run_dir).exists():
-        raise InputError(f"--run-dir {arguments.run_dir} exists; give another name")
     measurement = Measurement("iteration_prediction", arguments)
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(arguments.run_dir or Path(folder) / "run").resolve()
+        out = Path(folder) / "run"
         train(
             ROOT / "examples" / "quickstart.yaml", out, settings(arguments.iterations, arguments.quick, arguments.seed)
         )

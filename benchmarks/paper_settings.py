@@ -43,22 +43,14 @@ class Cell:
     pair: str
     max_length: int
     variant: str
-    generation_seconds: float
-    serial_seconds: float  # generation and inference
-    fused_seconds: float
-    best_ratio: float
-    ratio_20_loss: float  # seconds at R_t = 20% over the best, less 1
-    training_serial_seconds: float
-    training_fused_seconds: float
+    threshold: Threshold  # the sweep, with seconds of generation and inference
+    training: tuple[float, float]  # serial, fused
 
     @property
     def speedups(self) -> dict[str, float]:
-        return {
-            "gen_infer": self.serial_seconds / self.fused_seconds,
-            "training": self.training_serial_seconds / self.training_fused_seconds,
-            "iteration": (self.serial_seconds + self.training_serial_seconds)
-            / (self.fused_seconds + self.training_fused_seconds),
-        }
+        found, (serial, fused) = self.threshold, self.training
+        whole = (found.serial_seconds + serial) / (found.fused_seconds + fused)
+        return {"gen_infer": found.serial_seconds / found.fused_seconds, "training": serial / fused, "iteration": whole}
 
 
 class JobCostWithTasks(JobCost):
@@ -134,22 +126,11 @@ def training_seconds(pair: tuple[str, str], tokens: float) -> tuple[float, float
 
 def predict(pair: tuple[str, str], max_length: int, variant: str, draws: int) -> Cell:
     batches = draw_lengths(max_length, draws)
-    found = sweep(pair, max_length, variant, batches)
     tokens = float(MAX_PROMPT + max_length)
     if variant != "P":
         tokens = sum(sum(b.prompt) + sum(b.output) for b in batches) / (SAMPLES * draws)
-    at_20 = next(point.fused_seconds for point in found.sweep if point.ratio == 0.2)
-    return Cell(
-        "/".join(pair),
-        max_length,
-        variant,
-        found.sweep[0].generation_seconds,
-        found.serial_seconds,
-        found.fused_seconds,
-        found.ratio,
-        at_20 / found.fused_seconds - 1,
-        *training_seconds(pair, tokens),
-    )
+    found = sweep(pair, max_length, variant, batches)
+    return Cell("/".join(pair), max_length, variant, found, training_seconds(pair, tokens))
 
 
 def within(cells: Sequence[Cell], what: str) -> int:
@@ -164,21 +145,17 @@ def main() -> None:
     parser.add_argument("--variants", default=",".join(VARIANTS), help="some of P,K,K.3")
     arguments = parser.parse_args()
     variants = named("--variants", arguments.variants, {name: name for name in VARIANTS})
-    measurement, draws = (
-        Measurement("paper_settings", arguments, timed=False),
-        1 if arguments.quick else arguments.draws,
-    )
+    measurement = Measurement("paper_settings", arguments, timed=False)
+    draws = 1 if arguments.quick else arguments.draws
     which = [(pair, length, variant) for variant in variants for length in MAX_LENGTHS for pair in PAIRS]
     cells = [predict(*one, draws) for one in (which[:2] if arguments.quick else which)]
     rows = []
     for cell in cells:
-        seconds = (cell.generation_seconds, cell.serial_seconds, cell.fused_seconds)
-        ends = (
-            f"{cell.best_ratio:.0%}",
-            f"{cell.ratio_20_loss:.1%}",
-            *(f"{gain:.2f}" for gain in cell.speedups.values()),
-        )
-        rows.append([cell.variant, str(cell.max_length), cell.pair, *(f"{value:.2f}" for value in seconds), *ends])
+        found, gains = cell.threshold, [f"{gain:.2f}" for gain in cell.speedups.values()]
+        loss = next(point.fused_seconds for point in found.sweep if point.ratio == 0.2) / found.fused_seconds - 1
+        seconds = (found.sweep[0].generation_seconds, found.serial_seconds, found.fused_seconds)
+        cells_of_row = [*(f"{value:.2f}" for value in seconds), f"{found.ratio:.0%}", f"{loss:.1%}", *gains]
+        rows.append([cell.variant, str(cell.max_length), cell.pair, *cells_of_row])
     title = "Predicted; paper: Gen+Inf 1.2-1.6, Train 1.2-1.3, end to end 1.2-1.4"
     head = ("variant", "max", "actor/critic", "gen s", "gen+inf s", "fused s", "best R_t", "20% loses")
     measurement.table("settings", title, (*head, "Gen+Inf", "Train", "end to end"), rows)
@@ -188,7 +165,8 @@ def main() -> None:
             gains = Figure.of([cell.speedups[what] for cell in own], "x")
             measurement.figure(f"{variant.lower()}.{what}", gains)
             measurement.figure(f"{variant.lower()}.{what}.within", within(own, what), f"of {len(own)}")
-        shares = Figure.of([cell.serial_seconds / cell.generation_seconds - 1 for cell in own])
+        founds = [cell.threshold for cell in own]
+        shares = Figure.of([found.serial_seconds / found.sweep[0].generation_seconds - 1 for found in founds])
         measurement.figure(f"{variant.lower()}.inference_over_generation", shares)
     measurement.facts(ranges=RANGES, draws=draws)
     measurement.finish()

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import Figure, Measurement, Panel, counting, options, plot, positive
+from harness import Figure, Measurement, Panel, counting, options, plot
 from paper.table3 import LARGER, PRINTED, SETTINGS, TRACED, Setting, one_f_one_b_plus_makespan
 from processes import mpirun, run
 
@@ -77,7 +77,7 @@ def main() -> None:
     arguments = parse_arguments()
     measurement = Measurement(f"schedule_{arguments.command}", arguments)
     measurement.facts(ranks=arguments.ranks, seconds_of_a_search=arguments.seconds)
-    COMMANDS[arguments.command](arguments, measurement)
+    COMMANDS[arguments.command](measurement)
     measurement.finish()
 
 
@@ -85,7 +85,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = options(__doc__, seed=False)
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--ranks", type=counting, default=2, help="MPI ranks; 1 runs without mpirun")
-    parser.add_argument("--seconds", type=positive, default=60.0, help="for one search [%(default)s]")
+    parser.add_argument("--seconds", type=counting, default=60, help="for one search [%(default)s]")
     parser.add_argument("--seeds", type=counting, help="seeds 1, 2, ... for each setting [1; seeds: 20]")
     parser.add_argument("--rows", help=f"table, seeds: rows of Table 3, such as 1,2,12 [all; seeds: {SEED_ROWS}]")
     parser.add_argument("--sizes", default=SIZES, help="growth: NODESxMICROBATCHES, several with commas")
@@ -125,13 +125,13 @@ def sizes(text: str) -> list[tuple[int, int]]:
 # Table 3 and seeds ------------------------------------------------------------------------------------------------
 
 
-def table(arguments: argparse.Namespace, measurement: Measurement) -> None:
+def table(measurement: Measurement) -> None:
     """Speed-ups over serial 1F1B and peak memory beside what the paper and its repository publish; medians of seeds."""
-    settings = [SETTINGS[row - 1] for row in arguments.rows]
-    seeds = range(1, arguments.seeds + 1)
-    outcomes = launch([(one.name, one.problem(), seed) for one in settings for seed in seeds], arguments, measurement)
+    rows, seeds = measurement.arguments.rows, range(1, measurement.arguments.seeds + 1)
+    settings = [SETTINGS[row - 1] for row in rows]
+    outcomes = launch([(one.name, one.problem(), seed) for one in settings for seed in seeds], measurement)
     latency, memory, facts, counts = [], [], [], dict.fromkeys(GOALS, 0)
-    for number, row in enumerate(arguments.rows):
+    for number, row in enumerate(rows):
         setting, printed, traced = SETTINGS[row - 1], PRINTED[row - 1], TRACED[row - 1]
         own = outcomes[number * len(seeds) : (number + 1) * len(seeds)]
         each = {key: [getattr(outcome, key) for outcome in own] for key in REPORTED}
@@ -178,14 +178,14 @@ def table(arguments: argparse.Namespace, measurement: Measurement) -> None:
 # growth -----------------------------------------------------------------------------------------------------------
 
 
-def growth(arguments: argparse.Namespace, measurement: Measurement) -> None:
+def growth(measurement: Measurement) -> None:
     """What a tried and an accepted move cost one rank, and what is reached, over the number of operations."""
     rows, facts = [], []
-    for nodes, microbatches in arguments.sizes:
+    for nodes, microbatches in measurement.arguments.sizes:
         name, operations = f"{nodes}x{microbatches}", 4 * nodes * microbatches
         problem = Setting(LARGER, (nodes, nodes), (microbatches, microbatches), (2, 1), (1.64, 1)).problem()
         # one launch each, so that its memory is its own
-        (outcome,) = launch([(name, problem, 1)], arguments, measurement)
+        (outcome,) = launch([(name, problem, 1)], measurement)
         rule = evaluate(greedy(problem))
         tried, accepted = (
             1e6 * outcome.rank_seconds / count if count else None for count in (outcome.moves, outcome.accepted)
@@ -202,25 +202,23 @@ def growth(arguments: argparse.Namespace, measurement: Measurement) -> None:
     head = ("instance", "operations", "set-up s", "us/tried", "us/accepted", "makespan", "greedy", "bound", "memory")
     measurement.table("growth", "Growth of the search", (*head, "RSS GB"), rows)
     measurement.facts(rows=facts)
-    if arguments.plot:
+    if measurement.arguments.plot:
         lines = {
             f"{key} move": [(fact["operations"], fact[key]) for fact in facts if fact[key]]
             for key in ("tried", "accepted")
         }
-        plot(arguments.plot, [Panel("operations", "microseconds of one rank", lines)])
+        plot(measurement.arguments.plot, [Panel("operations", "microseconds of one rank", lines)])
 
 
 # searches ---------------------------------------------------------------------------------------------------------
 
 
-def launch(
-    settings: Sequence[tuple[str, FusionProblem, int]], arguments: argparse.Namespace, measurement: Measurement
-) -> list[Outcome]:
+def launch(settings: Sequence[tuple[str, FusionProblem, int]], measurement: Measurement) -> list[Outcome]:
     """Search (name, problem, seed) one after the other under one mpirun; each outcome is said when it is there.
 
     Raises InputError when there is no mpirun, RuntimeError when the ranks fail.
     """
-    ranks, seconds, outcomes = arguments.ranks, arguments.seconds, []
+    ranks, seconds, outcomes = measurement.arguments.ranks, measurement.arguments.seconds, []
     with tempfile.TemporaryDirectory() as folder:
         asked, answers = Path(folder) / "searches.json", Path(folder) / "outcomes.jsonl"
         asked.write_text(json.dumps([(name, problem.to_dict(), seconds, seed) for name, problem, seed in settings]))

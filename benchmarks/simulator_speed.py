@@ -9,9 +9,8 @@ analytic (33B actor, 13B critic and reward model); lengths are lognormal, or dra
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
-from harness import Figure, Measurement, options, take_turns
+from harness import Figure, Measurement, options, take_turns, timed
 from paper_settings import BS_MAX, INSTANCES, KV_BYTES, MAX_PROMPT, SAMPLES, SCORE_TOKENS, TP, cost_of, draw_lengths
 
 from rlhfuse.config.spec import ParallelLayout
@@ -47,26 +46,17 @@ def main() -> None:
         "iteration": lambda: simulate_iteration(batches[0], *setting, threshold, (1.0, 1.0), 8, 0.0),
     }
     rounds = 2 if arguments.quick else arguments.rounds
-    taken = take_turns({name: timed(work) for name, work in works.items()}, rounds)
-    taken |= take_turns({"sweep": timed(lambda: sweep_threshold(batches, *setting))}, max(1, rounds // 10))
-    for name, milliseconds in taken.items():
-        figure = Figure.of(milliseconds, "ms")
+    clock = time.process_time
+    taken = take_turns({name: timed(work, clock) for name, work in works.items()}, rounds)
+    taken |= take_turns({"sweep": timed(lambda: sweep_threshold(batches, *setting), clock)}, max(1, rounds // 10))
+    rows = []
+    for name, seconds in taken.items():
+        figure = Figure.of([1e3 * value for value in seconds], "ms")
         measurement.figure(name, figure if name == "sweep" else figure.at_most(ASKED_MS))
-    rows = [[name, Figure.of(milliseconds).text(".1f")] for name, milliseconds in taken.items()]
+        rows.append([name, figure.text(".1f")])
     measurement.table("speed", "CPU milliseconds of the simulator", ("work", "ms"), rows)
     measurement.facts(samples=SAMPLES, instances=INSTANCES, lengths=arguments.lengths or "lognormal")
     measurement.finish()
-
-
-def timed(work: Callable[[], object]) -> Callable[[int], float]:
-    """CPU milliseconds of `work`, as a side of a comparison."""
-
-    def side(_: int) -> float:
-        start = time.process_time()
-        work()
-        return (time.process_time() - start) * 1e3
-
-    return side
 
 
 if __name__ == "__main__":

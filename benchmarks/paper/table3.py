@@ -7,8 +7,8 @@ in the authors' repository amount to; the two differ in a few cells. Nothing her
 
 from __future__ import annotations
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from rlhfuse.schedule.ir.problem import FusionProblem, Number, Pipeline
 from rlhfuse.schedule.rules.builders import serial_makespan
@@ -53,28 +53,10 @@ class Setting:
         return Pipeline(name, model, placement, microbatches, *times, (activation,) * stages)
 
 
-class Printed(NamedTuple):
-    """A row of the paper's Table 3, relative to serial 1F1B: speed-ups, then peak memory."""
-
-    one_f_one_b_plus: float
-    greedy: float
-    ours: float
-    lower_bound: float
-    greedy_memory: float
-    ours_memory: float
-
-
-class Traced(NamedTuple):
-    """A row of the authors' repository: makespans in ticks, peak memory in units; `ours` is their best trace."""
-
-    serial: int
-    lower_bound: int
-    greedy: int
-    ours: int
-    serial_memory: float
-    greedy_memory: float
-    ours_memory: float
-
+# a row of the paper's Table 3, relative to serial 1F1B: speed-ups, then peak memory
+Printed = namedtuple("Printed", "one_f_one_b_plus greedy ours lower_bound greedy_memory ours_memory")
+# a row of the authors' repository: makespans in ticks, peak memory in units; `ours` is their best trace
+Traced = namedtuple("Traced", "serial lower_bound greedy ours serial_memory greedy_memory ours_memory")
 
 SMALLER, LARGER = "33B/13B", "65B/33B"
 SETTINGS = (

@@ -79,8 +79,6 @@ def real_models() -> dict[str, ModelSpec]:
     """Table 1, by identifier."""
     shapes = {
         "7B": (32, 4096, 32, 8, 14336),
-        "13B": (40, 5120, 40, 40, 13824),
-        "34B": (48, 8192, 64, 8, 22016),
         "70B": (80, 8192, 64, 8, 28672),
     }
     return {
