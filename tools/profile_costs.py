@@ -70,7 +70,9 @@ def measure(config: RunConfig, out: Path, limit_seconds: float) -> int:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # public, but not in torch's list
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    assert dist.group.WORLD is not None
     connect([dist.group.WORLD], device.torch_device)
     began = time.monotonic()
 

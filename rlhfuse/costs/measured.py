@@ -137,9 +137,9 @@ class MeasuredCost:
         try:
             if raw["version"] != VERSION:
                 raise InputError(f"{where}: version is {raw['version']!r}; only {VERSION} is known")
-            lines = {kind: Line.from_dict(raw[kind], 2, f"{where}: {kind}") for kind in COLUMNS}
+            decode, prefill, score = (Line.from_dict(raw[kind], 2, f"{where}: {kind}") for kind in COLUMNS)
             migration = Line.from_dict(raw["migration"], 1, f"{where}: migration")
-            return MeasuredCost(**lines, migration=migration, **{kind: float(raw[kind]) for kind in MEDIANS})
+            return MeasuredCost(decode, prefill, score, migration, *(float(raw[kind]) for kind in MEDIANS))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             known = ", ".join((*COLUMNS, "migration", *MEDIANS))
             raise InputError(f"{where}: {error} is missing or no number; needed are version, {known}") from None

@@ -1,21 +1,10 @@
-"""Who moves where when the long tail begins: the migration plan, as a value.
+"""Who moves where when the long tail begins: the migration plan, as a value (paper section 4.2).
 
-With R_t samples of the whole batch unfinished, m of n instances go on decoding and n - m are freed:
-
-    m = ceil(max(R_t / BS_max, R_t x M / C)), at least 1 and at most n - 1      (paper section 4.2)
-
-BS_max is the largest batch that decodes about as fast as one sequence, M the KV bytes of the longest sample, C
-an instance's KV bytes. The m instances that hold the most unfinished samples stay; the samples of the others are
-dealt to them, largest first, each to the destination with the fewest KV blocks in use that has room. A sample
-moves with its keys and values where that is quicker than computing them again, and otherwise as tokens.
-Every rank computes the same plan from the same numbers; the simulator and the engine's executor share it.
-
-Knows nothing of tensors, time lines or who executes the plan.
+Every rank computes the same plan from the same numbers; the simulator and the runtime share it.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import defaultdict
@@ -29,7 +18,7 @@ MoveMode = Literal["kv", "tokens"]
 
 
 @dataclass(frozen=True)
-class SequenceState:
+class UnfinishedSample:
     """An unfinished sample as its instance sees it.
 
     `tokens`: prompt and response so far; `kv_tokens`: those whose keys and values are in the cache, 0 if it waits
@@ -42,13 +31,9 @@ class SequenceState:
     kv_tokens: int
     shared_blocks: tuple[int, ...] = ()
 
-    @property
-    def waiting(self) -> bool:
-        return self.kv_tokens == 0
-
 
 @dataclass(frozen=True)
-class MoveCost:
+class SampleMoveCost:
     """What decides between the two ways to move: both are straight lines.
 
     kv: latency + bytes / bandwidth. tokens: the prefill that builds the keys and values again.
@@ -74,47 +59,41 @@ class MoveCost:
         return "kv" if self.transfer_seconds(sent_tokens) <= self.prefill_seconds(run_tokens) else "tokens"
 
 
-class Together:
-    """Samples of one instance that move to the same place: what they share is sent, or run again, once."""
+class SharedBlocks:
+    """KV blocks that samples moving between one pair of instances share: sent, or run again, once."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._sent: set[int] = set()  # shared blocks that travel
-        self._present: set[int] = set()  # shared blocks that will be there, sent or run again
+        self._sent: set[int] = set()  # blocks that travel
+        self._present: set[int] = set()  # blocks that will be there, sent or run again
 
-    def blocks_there(self, shared_blocks: Iterable[int]) -> int:
+    def count_sent(self, shared_blocks: Iterable[int]) -> int:
         """How many of a further sample's blocks travel with those before it."""
         return len(self._sent.intersection(shared_blocks))
 
-    def mode(self, cost: MoveCost, kv_tokens: int, shared_blocks: Sequence[int]) -> MoveMode:
+    def mode(self, cost: SampleMoveCost, kv_tokens: int, shared_blocks: Sequence[int]) -> MoveMode:
         """The quicker way for a further sample, given what is sent or run again for those before it.
 
         A sample that waits has nothing to send: "tokens".
         """
         if not kv_tokens:
             return "tokens"
-        sent = kv_tokens - self._block_tokens * self.blocks_there(shared_blocks)
+        sent = kv_tokens - self._block_tokens * self.count_sent(shared_blocks)
         run = kv_tokens - self._block_tokens * len(self._present.intersection(shared_blocks))
         return cost.mode(sent, run)
 
-    def take(self, mode: MoveMode, shared_blocks: Iterable[int]) -> None:
+    def add(self, mode: MoveMode, shared_blocks: Iterable[int]) -> None:
         """Count a sample in that moves this way."""
         self._present.update(shared_blocks)
         if mode == "kv":
             self._sent.update(shared_blocks)
-
-    def add(self, cost: MoveCost, kv_tokens: int, shared_blocks: Sequence[int]) -> MoveMode:
-        """Choose the quicker way for a further sample and count it in."""
-        mode = self.mode(cost, kv_tokens, shared_blocks)
-        self.take(mode, shared_blocks)
-        return mode
 
 
 _MOVE = re.compile(r"(\d+):(\d+)>(\d+) (kv|tokens) (\d+)")
 
 
 @dataclass(frozen=True)
-class Move:
+class SampleMove:
     """One sample from `source` to `destination`; `kv_tokens` of cache travel (0 in mode "tokens").
 
     Prints as `sample:source>destination mode kv_tokens`, e.g. `17:3>0 kv 412`.
@@ -130,12 +109,13 @@ class Move:
         return f"{self.sample_id}:{self.source}>{self.destination} {self.mode} {self.kv_tokens}"
 
     @staticmethod
-    def parse(text: str) -> Move:
+    def parse(text: str) -> SampleMove:
         """Inverse of `str`. Raises InputError on anything else."""
         match = _MOVE.fullmatch(text.strip())
         if not match:
             raise InputError(f"move {text!r} is not of the form 17:3>0 kv 412")
-        return Move(int(match[1]), int(match[2]), int(match[3]), match[4], int(match[5]))
+        mode: MoveMode = "kv" if match[4] == "kv" else "tokens"
+        return SampleMove(int(match[1]), int(match[2]), int(match[3]), mode, int(match[5]))
 
 
 @dataclass(frozen=True)
@@ -144,13 +124,13 @@ class MigrationPlan:
 
     destinations: tuple[int, ...]
     freed: tuple[int, ...]
-    moves: tuple[Move, ...]  # ordered by destination, then source, then sample
+    moves: tuple[SampleMove, ...]  # ordered by destination, then source, then sample
     stays: tuple[int, ...]  # sample ids
 
-    def moves_from(self, instance: int) -> tuple[Move, ...]:
+    def moves_from(self, instance: int) -> tuple[SampleMove, ...]:
         return tuple(move for move in self.moves if move.source == instance)
 
-    def moves_to(self, instance: int) -> tuple[Move, ...]:
+    def moves_to(self, instance: int) -> tuple[SampleMove, ...]:
         return tuple(move for move in self.moves if move.destination == instance)
 
     def __str__(self) -> str:
@@ -169,7 +149,7 @@ class MigrationPlan:
         for line in text.strip().splitlines():
             word, _, rest = line.partition(" ")
             if word == "move":
-                moves.append(Move.parse(rest))
+                moves.append(SampleMove.parse(rest))
             elif word in ("destinations", "freed", "stays") and all(part.isdigit() for part in rest.split()):
                 groups[word] = tuple(map(int, rest.split()))
             else:
@@ -178,30 +158,16 @@ class MigrationPlan:
             raise InputError("migration plan: the lines destinations, freed and stays are all needed")
         return MigrationPlan(groups["destinations"], groups["freed"], tuple(moves), groups["stays"])
 
-    def to_dict(self) -> dict:
-        return {
-            "destinations": list(self.destinations),
-            "freed": list(self.freed),
-            "moves": [str(move) for move in self.moves],
-            "stays": list(self.stays),
-        }
-
-    @staticmethod
-    def from_dict(raw: dict) -> MigrationPlan:
-        """Inverse of `to_dict`. Raises InputError."""
-        try:
-            destinations, freed, stays = (tuple(map(int, raw[k])) for k in ("destinations", "freed", "stays"))
-            return MigrationPlan(destinations, freed, tuple(Move.parse(text) for text in raw["moves"]), stays)
-        except (KeyError, TypeError) as error:
-            raise InputError(f"migration plan {json.dumps(raw)[:80]}: {error!r}") from None
-
 
 def destination_count(
     threshold: int, bs_max: int, sample_kv_bytes: float, capacity_kv_bytes: float, instances: int
 ) -> int:
-    """m: instances that keep decoding when `threshold` samples remain. Raises InputError below two instances.
+    """m of n instances keep decoding when `threshold` samples remain. Raises InputError below two instances.
 
-    `sample_kv_bytes` is M (longest prompt plus maximum output), `capacity_kv_bytes` is C.
+        m = ceil(max(R_t / BS_max, R_t x M / C)), at least 1 and at most n - 1
+
+    `bs_max` (BS_max): the largest batch that decodes about as fast as one sequence; `sample_kv_bytes` (M): the longest
+    prompt plus maximum output; `capacity_kv_bytes` (C): of an instance.
     """
     if instances < 2:
         raise InputError(f"{instances} generation instance: none can be freed; inter-stage fusion needs at least 2")
@@ -220,12 +186,12 @@ class FusionLimits:
     sample_kv_bytes: float  # M
     capacity_kv_bytes: float  # C
     block_tokens: int
-    move_cost: MoveCost
+    move_cost: SampleMoveCost
     score_tokens: int  # token budget of one scoring pack
 
 
 def plan_at_threshold(
-    threshold: int, states: Sequence[SequenceState], free_blocks: Sequence[int], limits: FusionLimits
+    threshold: int, states: Sequence[UnfinishedSample], free_blocks: Sequence[int], limits: FusionLimits
 ) -> MigrationPlan | None:
     """The plan once `threshold` samples remain; None where nothing is left to decode or there is one instance."""
     if not states or len(free_blocks) < 2:
@@ -241,13 +207,16 @@ def check_threshold(threshold: int, samples: int) -> None:
 
 
 def plan_migration(
-    states: Sequence[SequenceState],
+    states: Sequence[UnfinishedSample],
     destinations: int,
     free_blocks: Sequence[int],
     block_tokens: int,
-    cost: MoveCost,
+    cost: SampleMoveCost,
 ) -> MigrationPlan:
     """Deal the unfinished samples of the freed instances to the `destinations` that hold the most.
+
+    Largest first, each to the destination with the fewest KV blocks in use that has room; with its keys and values
+    where that is quicker than computing them again, otherwise as tokens.
 
     `states`: all unfinished samples, in any order. `free_blocks[i]`: free KV blocks of instance i; only those of
     destinations matter. A sample for which no destination has room moves as tokens and waits. Room is counted for
@@ -267,22 +236,22 @@ def plan_migration(
             used[state.instance] += _blocks(state.tokens, block_tokens)
 
     room = {i: free_blocks[i] for i in chosen}
-    together = defaultdict(lambda: Together(block_tokens))  # (source, destination) -> what moves between them
+    shared = defaultdict(lambda: SharedBlocks(block_tokens))  # by (source, destination)
     moves = []
     leaving = [state for state in states if state.instance not in used]
     for state in sorted(leaving, key=lambda s: (-s.tokens, s.sample_id)):
         by_load = sorted(chosen, key=lambda i: (used[i], i))
-        along = {i: together[state.instance, i] for i in chosen}
+        along = {i: shared[state.instance, i] for i in chosen}
         whole = _blocks(state.kv_tokens + 1, block_tokens)
-        need = {i: whole - along[i].blocks_there(state.shared_blocks) for i in chosen}
+        need = {i: whole - along[i].count_sent(state.shared_blocks) for i in chosen}
         roomy = [i for i in by_load if need[i] <= room[i]]
         mode = along[roomy[0]].mode(cost, state.kv_tokens, state.shared_blocks) if roomy else "tokens"
         destination = roomy[0] if mode == "kv" else by_load[0]
         if mode == "kv":
             room[destination] -= need[destination]
-        along[destination].take(mode, state.shared_blocks)
+        along[destination].add(mode, state.shared_blocks)
         kv_tokens = state.kv_tokens if mode == "kv" else 0
-        moves.append(Move(state.sample_id, state.instance, destination, mode, kv_tokens))
+        moves.append(SampleMove(state.sample_id, state.instance, destination, mode, kv_tokens))
         used[destination] += _blocks(state.tokens, block_tokens)
     return MigrationPlan(
         destinations=chosen,
@@ -310,7 +279,7 @@ def transfer_order(plan: MigrationPlan) -> list[tuple[int, int]]:
     return sorted(pairs, key=place)
 
 
-def _check_states(states: Sequence[SequenceState], instances: int, destinations: int) -> None:
+def _check_states(states: Sequence[UnfinishedSample], instances: int, destinations: int) -> None:
     if not 1 <= destinations < instances:
         raise InputError(f"{destinations} destinations of {instances} instances; need at least 1 and at most n - 1")
     if len({state.sample_id for state in states}) != len(states):

@@ -1,12 +1,6 @@
-"""Which finished samples are scored together: packs by token budget, for the runtime and for its simulation.
+"""Which samples are generated and scored together: shares of instances, and packs by token budget.
 
-Packs are made longest sample first and drawn in that order, so that what is left at the end is small. While much
-is left a pack takes the whole budget; when less than a budget for each worker is left, it takes a worker's share
-of the rest, so packs shrink towards the end and workers stop at about the same time. Two workers, budget 12:
-
-    samples 6 6 5 4 3 3 2 2 1      packs 6 6 | 5 4 | 3 3 | 2 | 2 1
-
-Knows nothing of time, of who draws a pack, or of what a sample holds beside its number of tokens.
+Shared by the runtime and its simulation.
 """
 
 from __future__ import annotations
@@ -20,6 +14,11 @@ SMALLEST_PACK = 4  # a pack may shrink to the budget divided by this: smaller on
 
 def scoring_packs(lengths: Sequence[int], workers: int, budget: int) -> list[list[int]]:
     """Positions of `lengths` (tokens) in packs of at most `budget` tokens, to be drawn in this order by `workers`.
+
+    Longest sample first. While much is left a pack takes the whole budget; when less than a budget for each worker is
+    left, a worker's share of the rest, so that workers stop at about the same time. Two workers, budget 12:
+
+        samples 6 6 5 4 3 3 2 2 1      packs 6 6 | 5 4 | 3 3 | 2 | 2 1
 
     A sample longer than the budget is a pack of its own. Ties keep the order given.
     """

@@ -1,10 +1,8 @@
 """Which rank holds which part of which weight: a model in a layout, as plain numbers.
 
-A weight is cut along one dimension. A tensor rank holds one segment of it, or several where two weights were
-joined before the cut (gate and up of the MLP), stored one after the other. Names are those of Megatron-core with
-layers numbered over the whole model.
-
-Knows nothing of what a weight is for, of values, or of process groups.
+A weight is cut along one dimension. A tensor rank holds one segment of it, or several where two weights were joined
+before the cut (gate and up of the MLP), stored one after the other. Names are Megatron-core's, layers numbered over
+the whole model.
 """
 
 from __future__ import annotations

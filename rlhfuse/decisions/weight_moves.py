@@ -1,30 +1,25 @@
 """Weights from one layout to another: who sends which part of which weight to whom, and what that costs.
 
-    every part that a rank needs   it has it itself                        copied within the rank
-                                   a rank of its node has it               from the least loaded of these
-                                   nobody on its node has it               once from another node, from the least
-                                                                           loaded replica, to one rank of the node,
-                                                                           which forwards it to the others there
-
-So across nodes travel exactly the bytes that must: those that some rank of a node needs and none of it has, once
-per node. The plan is the same wherever it is made; it runs in *buckets*, whose order is part of it.
-
-Knows nothing of values, process groups or how a message is sent (parallel/reshard.py). Paper section 6: weights
-move between the layouts of the tasks each iteration.
+Weights move between the layouts of the tasks each iteration (paper section 6). The plan is the same wherever it is
+made; it runs in *buckets*, whose order is part of it (parallel/reshard.py).
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
-from rlhfuse.config.spec import HardwareSpec
-from rlhfuse.decisions.shards import Shard
+from rlhfuse.config.role import Role
+from rlhfuse.config.spec import HardwareSpec, ModelSpec
+from rlhfuse.decisions.layouts import Task, training_layouts
+from rlhfuse.decisions.shards import Shard, model_shards
+from rlhfuse.schedule.ir.ranks import plain_cells, rank_map
 
+DESTINATIONS = {Role.ACTOR: "generation", Role.CRITIC: "critic_inference"}  # the critic's copy goes on to host memory
 _TEXT = re.compile(r"(\S+)\[(\d+):(\d+)\] (\d+)->(\d+) (\d+) B( forwarded)?")
 
 
@@ -52,7 +47,8 @@ class Transfer(NamedTuple):
         match = _TEXT.fullmatch(text)
         if not match:
             raise ValueError(f"{text!r} is no transfer, as in 'output_layer.weight[0:64] 0->4 1024 B forwarded'")
-        return Transfer(match[1], *(int(match[i]) for i in range(2, 7)), match[7] is not None)
+        start, stop, source, target, size = (int(match[i]) for i in range(2, 7))
+        return Transfer(match[1], start, stop, source, target, size, match[7] is not None)
 
 
 @dataclass(frozen=True)
@@ -69,25 +65,31 @@ class Traffic:
     @staticmethod
     def of(transfers: Iterable[Transfer], minimum: int, devices_per_node: int) -> Traffic:
         sums, sent, received = defaultdict(int), defaultdict(int), defaultdict(int)
-        for one in transfers:
-            kind = _kind(one, devices_per_node)
-            sums[kind] += one.bytes
+        for transfer in transfers:
+            kind = _kind(transfer, devices_per_node)
+            sums[kind] += transfer.bytes
             if kind != "stays":
-                sent[one.source] += one.bytes
-                received[one.target] += one.bytes
+                sent[transfer.source] += transfer.bytes
+                received[transfer.target] += transfer.bytes
         most = [max(counts.values(), default=0) for counts in (sent, received)]
         return Traffic(sums["stays"], sums["within"], sums["across"], minimum, *most)
 
 
-def _kind(one: Transfer, devices_per_node: int) -> str:
-    if one.source == one.target:
+def _kind(transfer: Transfer, devices_per_node: int) -> str:
+    if transfer.source == transfer.target:
         return "stays"
-    return "within" if one.source // devices_per_node == one.target // devices_per_node else "across"
+    return "within" if transfer.source // devices_per_node == transfer.target // devices_per_node else "across"
 
 
 def plan_moves(sources: Sequence[Shard], targets: Sequence[Shard], devices_per_node: int) -> tuple[Transfer, ...]:
     """The transfers that fill `targets` from `sources`, every byte of every target once.
 
+        a rank has the part itself         copied within the rank
+        a rank of its node has it          from the least loaded of these
+        nobody on its node has it          once from the least loaded replica on another node to one rank of the node,
+                                           which forwards it to the others there
+
+    So across nodes travel exactly the bytes that must: those that some rank of a node needs and none of it has, once.
     Deterministic, and the same for shards in any order: the largest weights first, which balances best.
     Raises ValueError naming the weight of which no source has a part that is needed.
     """
@@ -161,59 +163,59 @@ def in_buckets(transfers: Sequence[Transfer], bucket_bytes: int) -> tuple[tuple[
     into the first that is at most half full at both its ends. Targets begin at different places of what they receive,
     so that not all ask the same sources at once; what is forwarded comes in a later bucket than its arrival.
     """
-    buckets: list[list[Transfer]] = [[one for one in transfers if one.source == one.target]]
+    buckets: list[list[Transfer]] = [[transfer for transfer in transfers if transfer.source == transfer.target]]
     load: dict[tuple[int, int], int] = defaultdict(int)  # (rank, bucket) -> bytes
     closed: dict[int, int] = defaultdict(int)  # rank -> bit b is set where bucket b is more than half full
     arrived: dict[tuple[int, str, int], int] = {}  # (rank, tensor, start) -> bucket
     half = bucket_bytes // 2
-    moving = [part for one in transfers if one.source != one.target for part in _split(one, half)]
-    direct = _taking_turns([one for one in moving if not one.forwarded])
-    later = _taking_turns([one for one in moving if one.forwarded])
-    for one in [*direct, *later]:
-        taken = closed[one.source] | closed[one.target]
-        if one.forwarded:
-            taken |= (1 << (arrived[one.source, one.tensor, one.start] + 1)) - 1
+    moving = [part for transfer in transfers if transfer.source != transfer.target for part in _split(transfer, half)]
+    direct = _taking_turns([transfer for transfer in moving if not transfer.forwarded])
+    later = _taking_turns([transfer for transfer in moving if transfer.forwarded])
+    for transfer in [*direct, *later]:
+        taken = closed[transfer.source] | closed[transfer.target]
+        if transfer.forwarded:
+            taken |= (1 << (arrived[transfer.source, transfer.tensor, transfer.start] + 1)) - 1
         bucket = (~taken & (taken + 1)).bit_length() - 1  # the lowest bit that is not set
-        for end in (one.source, one.target):
-            load[end, bucket] += one.bytes
+        for end in (transfer.source, transfer.target):
+            load[end, bucket] += transfer.bytes
             if load[end, bucket] > half:
                 closed[end] |= 1 << bucket
-        arrived[one.target, one.tensor, one.start] = bucket
+        arrived[transfer.target, transfer.tensor, transfer.start] = bucket
         while len(buckets) <= bucket:
             buckets.append([])
-        buckets[bucket].append(one)
+        buckets[bucket].append(transfer)
     return tuple(tuple(bucket) for bucket in buckets)
 
 
-def _split(one: Transfer, limit: int) -> Iterator[Transfer]:
+def _split(transfer: Transfer, limit: int) -> Iterator[Transfer]:
     """The transfer in parts of at most `limit` bytes, but of one index at least."""
-    row = one.bytes // (one.stop - one.start)
+    row = transfer.bytes // (transfer.stop - transfer.start)
     rows = max(1, limit // row)
-    for start in range(one.start, one.stop, rows):
-        stop = min(start + rows, one.stop)
-        yield one._replace(start=start, stop=stop, bytes=(stop - start) * row)
+    for start in range(transfer.start, transfer.stop, rows):
+        stop = min(start + rows, transfer.stop)
+        yield transfer._replace(start=start, stop=stop, bytes=(stop - start) * row)
 
 
 def _taking_turns(transfers: Sequence[Transfer]) -> list[Transfer]:
     """One of each target after the other; the n-th of N targets begins n/N through its own list."""
     by_target: dict[int, list[Transfer]] = defaultdict(list)
-    for one in transfers:
-        by_target[one.target].append(one)
+    for transfer in transfers:
+        by_target[transfer.target].append(transfer)
     turned = []
     for place, target in enumerate(sorted(by_target)):
         mine = by_target[target]
         first = place * len(mine) // len(by_target)
         turned.append(mine[first:] + mine[:first])
-    return [one for row in zip_longest(*turned) for one in row if one is not None]
+    return [transfer for row in zip_longest(*turned) for transfer in row if transfer is not None]
 
 
 def move_seconds(transfers: Iterable[Transfer], hardware: HardwareSpec, devices_per_node: int) -> float:
     """Seconds until the busiest rank is done: its copies, its node's links and the network, one after the other."""
     busy = {kind: (defaultdict(int), defaultdict(int)) for kind in ("stays", "within", "across")}
-    for one in transfers:
-        sent, received = busy[_kind(one, devices_per_node)]
-        sent[one.source] += one.bytes
-        received[one.target] += one.bytes
+    for transfer in transfers:
+        sent, received = busy[_kind(transfer, devices_per_node)]
+        sent[transfer.source] += transfer.bytes
+        received[transfer.target] += transfer.bytes
     rates = {
         "stays": hardware.memory_bandwidth / 2,  # read and written
         "within": hardware.node_link_bandwidth,
@@ -227,10 +229,10 @@ def move_seconds(transfers: Iterable[Transfer], hardware: HardwareSpec, devices_
 
 
 def _by_tensor(shards: Sequence[Shard]) -> dict[str, list[Shard]]:
-    found: dict[str, list[Shard]] = defaultdict(list)
+    by_tensor: dict[str, list[Shard]] = defaultdict(list)
     for shard in shards:
-        found[shard.tensor].append(shard)
-    return found
+        by_tensor[shard.tensor].append(shard)
+    return by_tensor
 
 
 def _pieces(shards: Sequence[Shard]) -> Iterator[tuple[int, int]]:
@@ -241,3 +243,42 @@ def _pieces(shards: Sequence[Shard]) -> Iterator[tuple[int, int]]:
 
 def _covers(shard: Shard, start: int) -> bool:
     return any(first <= start < stop for first, stop in shard.segments)
+
+
+@dataclass(frozen=True)
+class LayoutMove:
+    """One move: the model, its task before and after, bytes, and seconds, any copy to host memory included."""
+
+    model: str
+    source: str
+    target: str
+    traffic: Traffic
+    seconds: float
+
+
+def layout_moves(
+    tasks: tuple[Task, ...], specs: Mapping[Role, ModelSpec], element_bytes: int, hardware: HardwareSpec
+) -> tuple[LayoutMove, ...]:
+    """The moves of the models that train, with `hardware.devices_per_node` ranks on a node."""
+    rows = {task.name: task for task in tasks}
+    ranks, node = rank_map(training_layouts(tasks)), hardware.devices_per_node
+    moves = []
+    for model, layout in ((task.role, task.layout) for task in tasks if task.training):
+        target, head, spec = rows[DESTINATIONS[model]], model.scalar_head, specs[model]
+        has = model_shards(spec, layout, ranks.pipelines(model), element_bytes, head)
+        wants = model_shards(spec, target.layout, plain_cells(target.layout), element_bytes, head)
+        transfers = plan_moves(has, wants, node)
+        seconds = move_seconds(transfers, hardware, node)
+        if target.name != "generation":
+            seconds += _rank_bytes(wants) / hardware.host_bandwidth
+        traffic = Traffic.of(transfers, minimum_across(has, wants, node), node)
+        moves.append(LayoutMove(model, f"{model}_train {layout}", f"{target.name} {target.layout}", traffic, seconds))
+    return tuple(moves)
+
+
+def _rank_bytes(shards: Sequence[Shard]) -> int:
+    """Bytes on the fullest rank."""
+    held: Counter[int] = Counter()
+    for shard in shards:
+        held[shard.rank] += shard.bytes
+    return max(held.values())

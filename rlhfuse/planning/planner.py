@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 
-from rlhfuse.decisions.layout_moves import layout_moves
+from rlhfuse.decisions.weight_moves import layout_moves
 from rlhfuse.planning.draft import TICK_SECONDS, PlanDraft, element_bytes
 from rlhfuse.planning.reasons import (
     costs_reason,

@@ -14,9 +14,9 @@ from typing import Any
 
 from rlhfuse.config.json_values import from_json, to_json
 from rlhfuse.costs.analytic import CostModel
-from rlhfuse.decisions.layout_moves import LayoutMove
 from rlhfuse.decisions.layouts import BatchArithmetic, Task
-from rlhfuse.decisions.migration import MoveCost
+from rlhfuse.decisions.migration import SampleMoveCost
+from rlhfuse.decisions.weight_moves import LayoutMove
 from rlhfuse.files import write_text
 from rlhfuse.planning.memory import DEVICE_PARTS, PhaseMemory, readable_bytes
 from rlhfuse.schedule.ir.ranks import FusedRanks
@@ -87,7 +87,7 @@ class PlanReport:
     threshold_samples: int | None
     threshold: Threshold | None
     limits: InstanceLimits
-    move_cost: MoveCost
+    move_cost: SampleMoveCost
     files: tuple[tuple[str, str], ...]
     threshold_reasons: tuple[str, ...]
     reasons: tuple[str, ...]

@@ -182,8 +182,11 @@ class ThresholdController:
 
     def save_costs(self, path: Path) -> None:
         """Write the fitted costs, which `fusion.profile` of a later run or plan reads."""
+        save_measured_cost(self._measured(), path)
+
+    def _measured(self) -> MeasuredCost:
         assert isinstance(self._costs, MeasuredCost), "an iteration must have been observed"
-        save_measured_cost(self._costs, path)
+        return self._costs
 
     def state(self) -> dict:
         """What the next R_t depends on, as JSON values; after the first iteration."""
@@ -191,7 +194,7 @@ class ThresholdController:
             "threshold": self.threshold,
             "observations": list(self._observed),
             "lengths": [{"prompt": list(one.prompt), "output": list(one.output)} for one in self._lengths],
-            "costs": self._costs.to_dict(),
+            "costs": self._measured().to_dict(),
         }
 
     def restore(self, state: dict, where: str, lengths_alone: bool = False) -> None:

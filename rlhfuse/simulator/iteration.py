@@ -15,8 +15,8 @@ from rlhfuse.costs.analytic import CostModel
 from rlhfuse.decisions.migration import (
     FusionLimits,
     MigrationPlan,
-    MoveCost,
-    SequenceState,
+    SampleMoveCost,
+    UnfinishedSample,
     check_threshold,
     plan_at_threshold,
     transfer_order,
@@ -139,7 +139,7 @@ class BatchSimulation:
                 tokens = run.tokens_of(sequence)
                 in_cache = sequence.sample_id in run.running
                 kv_tokens = tokens - 1 if in_cache else 0  # those of the last token come with the next step
-                states.append(SequenceState(sequence.sample_id, instance, tokens, kv_tokens))
+                states.append(UnfinishedSample(sequence.sample_id, instance, tokens, kv_tokens))
                 free -= -(-kv_tokens // block)
             free_blocks.append(max(0, free))
         return plan_at_threshold(threshold, states, free_blocks, self.fusion_limits)
@@ -259,7 +259,7 @@ def _tile(spans: Sequence[InstanceSpan], instances: int, total: float) -> tuple[
     return tuple(tiled)
 
 
-def move_cost(costs: CostModel, limits: InstanceLimits) -> MoveCost:
+def move_cost(costs: CostModel, limits: InstanceLimits) -> SampleMoveCost:
     """The two straight lines that decide how a sample moves, read off a cost model.
 
     The lines go through one block and one longest sample, so they are exact for linear costs.
@@ -270,7 +270,7 @@ def move_cost(costs: CostModel, limits: InstanceLimits) -> MoveCost:
     volumes = [tokens * limits.kv_bytes_per_token for tokens in (one, far)]
     transfer = [costs.migration_seconds(volume) for volume in volumes]
     per_byte = (transfer[1] - transfer[0]) / (volumes[1] - volumes[0])
-    return MoveCost(
+    return SampleMoveCost(
         kv_bytes_per_token=limits.kv_bytes_per_token,
         transfer_latency_seconds=transfer[0] - per_byte * volumes[0],
         transfer_seconds_per_byte=per_byte,

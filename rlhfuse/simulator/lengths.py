@@ -1,17 +1,14 @@
 """Prompt and response lengths: of one batch of samples, or of a file of past requests.
 
-The tail of this distribution is what inter-stage fusion lives from: a few samples much longer than the median
-keep every instance waiting (paper section 2.2). A file is csv, jsonl or parquet with one request per line, or
-the metrics.jsonl of a past run, whose lines hold a list of lengths per iteration.
-
-Knows nothing of time or of instances.
+The tail of this distribution is what inter-stage fusion lives from (paper section 2.2). A file is csv, jsonl or parquet
+with one request per line, or the metrics.jsonl of a past run, whose lines hold a list of lengths per iteration.
 """
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,7 +135,7 @@ def _split_column(source: str) -> tuple[str, str | None]:
     return path, column
 
 
-def _pick(path: str, found: list[str], wanted: str | None, known: list[str], what: str) -> str | None:
+def _pick(path: str, found: list[str], wanted: str | None, known: Sequence[str], what: str) -> str | None:
     if wanted is not None:
         if wanted not in found:
             raise InputError(f"{path} has no column {wanted!r}; found: {', '.join(found)}")
@@ -174,7 +171,7 @@ def _rows(path: str) -> Iterator[tuple[int, dict]]:
         raise InputError(f"{path} is not readable as {suffix[1:]}: {error}") from None
 
 
-def _json_rows(path: str, lines) -> Iterator[tuple[int, dict]]:
+def _json_rows(path: str, lines: Iterable[str]) -> Iterator[tuple[int, dict]]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

@@ -1,9 +1,4 @@
-"""R_t, the number of unfinished samples at which the tail is gathered: chosen by simulation.
-
-A small R_t leaves no time to overlap, a large one overloads the few instances that go on decoding, so the fused
-time is U-shaped in R_t. Every 5% of the batch is simulated, and 0 with them: fusion is used only where it is
-predicted to be faster than serial. Around its minimum the curve is often flat: of the stretch within FLAT of the best
-the middle is taken, because beyond its ends small errors of the costs count. `Threshold` is threshold.json.
+"""R_t, the number of unfinished samples at which the tail is gathered: chosen by simulation, saved as threshold.json.
 
 Paper sections 4.2 (R_t from the length distribution) and 7.3 (Figure 9).
 """
@@ -149,6 +144,8 @@ def sweep_threshold(
 
 def middle_of_best(points: Sequence[SweepPoint]) -> SweepPoint:
     """The middle of the stretch around the fastest R_t in which all are within FLAT of it; 0 stands for itself alone.
+
+    Beyond the ends of that stretch small errors of the costs count.
 
     `points` ascend in R_t.
     """

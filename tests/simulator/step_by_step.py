@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from rlhfuse.decisions.migration import SequenceState, destination_count, plan_migration, transfer_order
+from rlhfuse.decisions.migration import UnfinishedSample, destination_count, plan_migration, transfer_order
 from rlhfuse.decisions.packing import deal, scoring_packs, streamed_pack
 from rlhfuse.simulator.iteration import move_cost
 
@@ -144,8 +144,8 @@ class StepByStep:
         self.threshold, threshold = 0, self.threshold
         lim, states, free = self.limits, [], []
         for i, place in enumerate(self.places):
-            states += [SequenceState(s.number, i, s.tokens, s.tokens - 1) for s in place.running]
-            states += [SequenceState(s.number, i, s.tokens, s.cached * (s.tokens - 1)) for s in place.waiting]
+            states += [UnfinishedSample(s.number, i, s.tokens, s.tokens - 1) for s in place.running]
+            states += [UnfinishedSample(s.number, i, s.tokens, s.cached * (s.tokens - 1)) for s in place.waiting]
             held = [*place.running, *(s for s in place.waiting if s.cached)]
             blocks = sum(-(-(s.tokens - 1) // lim.block_tokens) for s in held)
             free.append(max(0, lim.kv_capacity_tokens // lim.block_tokens - blocks))

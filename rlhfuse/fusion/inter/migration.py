@@ -13,7 +13,7 @@ from rlhfuse.decisions.migration import (
     FusionLimits,
     MigrationPlan,
     MoveMode,
-    SequenceState,
+    UnfinishedSample,
     plan_at_threshold,
     transfer_order,
 )
@@ -29,7 +29,7 @@ from rlhfuse.ppo.rollout import Rollout
 class MigrationBarrier:
     """The unfinished samples of all instances, and the free KV blocks of each."""
 
-    states: tuple[SequenceState, ...]
+    states: tuple[UnfinishedSample, ...]
     free_blocks: tuple[int, ...]
 
     def plan(self, threshold: int, limits: FusionLimits) -> MigrationPlan | None:
@@ -53,7 +53,7 @@ def gather_states(
 ) -> tuple[list[Rollout], MigrationBarrier]:
     """The barrier, a collective: all finished samples by id, and what is unfinished; the same on every rank."""
     states = [
-        SequenceState(sample.sample_id, instance, sample.total_tokens, sample.kv_tokens, tuple(sample.shared_blocks))
+        UnfinishedSample(sample.sample_id, instance, sample.total_tokens, sample.kv_tokens, tuple(sample.shared_blocks))
         for sample in engine.unfinished()
     ]
     everyone = all_gather_objects((states, engine.free_blocks, finished) if is_leader else ([], 0, []))

@@ -1,7 +1,4 @@
-"""What of a run is measured: counts in powers of two up to the largest that it can meet, and tensor degrees.
-
-Knows nothing of how anything is measured; does not import torch.
-"""
+"""The points at which a run's work is measured: counts in powers of two up to the largest that it can meet."""
 
 from __future__ import annotations
 
@@ -49,10 +46,10 @@ class Points:
 
 def powers_of_two(first: int, last: int) -> tuple[int, ...]:
     """first, twice that, ..., and `last` itself."""
-    found = [min(first, last)]
-    while found[-1] * 2 < last:
-        found.append(found[-1] * 2)
-    return tuple(found if found[-1] == last else [*found, last])
+    powers = [min(first, last)]
+    while powers[-1] * 2 < last:
+        powers.append(powers[-1] * 2)
+    return tuple(powers if powers[-1] == last else [*powers, last])
 
 
 def points_of(config: RunConfig) -> Points:

@@ -25,7 +25,6 @@ from rlhfuse.run.profiling.work import Builder, GenerationWork, ScoreWork, Train
 
 REPEATS = 5
 AT_LEAST = 4  # points of every kind, whatever the time limit: the line through the others needs them
-Say = Callable[[str], None]
 
 
 def steady_mean(seconds: Sequence[float]) -> float:
@@ -41,10 +40,10 @@ class Profiler:
     def __init__(
         self,
         config: RunConfig,
-        specs: Mapping[str, ModelSpec],
+        specs: Mapping[Role, ModelSpec],
         device: Device,
         limit_seconds: float,
-        say: Say,
+        say: Callable[[str], None],
     ) -> None:
         self._config, self._specs, self._device, self._say = config, specs, device, say
         self._tensors = TensorDegrees.of(config)
@@ -58,7 +57,7 @@ class Profiler:
         self._points: Points = points_of(config)
         builder = Builder(rank, world, device, dtype, GroupMaker(config.trainer.hang_seconds))
         say("building models with random weights")
-        self._generation = GenerationWork(config, specs["actor"], self._points, builder, self._tensors.generation)
+        self._generation = GenerationWork(config, specs[Role.ACTOR], self._points, builder, self._tensors.generation)
         self._score = {
             role: ScoreWork(config, role, specs[role], builder, tp) for role, tp in self._tensors.score.items()
         }
@@ -91,9 +90,9 @@ class Profiler:
             made_for=made_for(self._config, self._specs),
             decode=decode,
             prefill=prefill,
-            score=score,
+            score={str(role): grid for role, grid in score.items()},
             swap_in=swap_in,
-            training={role: self._train(role) for role in self._training},
+            training={str(role): self._train(role) for role in self._training},
             all_reduce=self._all_reduce(),
             move=_transfers(self._device, self._tensors.generation),
         )

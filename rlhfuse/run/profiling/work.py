@@ -1,9 +1,7 @@
 """The work that is measured: decode steps, prefills, scoring, training, loading, on models with random weights.
 
-Each kind is built once and then run at a point; a run returns the seconds of it, once the device is done. Nothing
-depends on what a weight is, as long as it is an ordinary number: checkpoints are not read, only their shapes.
-
-Knows nothing of which points are worth measuring, or of what other ranks do.
+Each kind is built once and then run at a point; a run returns its seconds, once the device is done. Checkpoints are
+not read, only their shapes.
 """
 
 from __future__ import annotations

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from tiny import write_checkpoint
 
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
-from rlhfuse.decisions.migration import FusionLimits, MoveCost
+from rlhfuse.decisions.migration import FusionLimits, SampleMoveCost
 from rlhfuse.errors import RewardError
 from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.gen.core.sequence import SamplingParams
 
-BY_KV = MoveCost(1, 0.0, 0.0, 1.0, 1.0)
-BY_TOKENS = MoveCost(1, 1.0, 1.0, 0.0, 0.0)
+BY_KV = SampleMoveCost(1, 0.0, 0.0, 1.0, 1.0)
+BY_TOKENS = SampleMoveCost(1, 1.0, 1.0, 0.0, 0.0)
 SCORERS = ("reference", "critic", "reward")
 BLOCK_TOKENS = 8
 TINY = dict(

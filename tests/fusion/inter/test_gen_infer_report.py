@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rlhfuse.decisions.migration import MigrationPlan, Move
+from rlhfuse.decisions.migration import MigrationPlan, SampleMove
 from rlhfuse.fusion.inter.report import PairMigration, RankEvents, merge_sides, summarize
 
-PLAN = MigrationPlan((1,), (0, 2), (Move(7, 0, 1, "kv", 20), Move(8, 2, 1, "tokens", 0)), (9,))
+PLAN = MigrationPlan((1,), (0, 2), (SampleMove(7, 0, 1, "kv", 20), SampleMove(8, 2, 1, "tokens", 0)), (9,))
 
 
 def test_of_the_two_sides_of_a_pair_the_one_that_did_not_wait_counts():

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from rlhfuse.decisions.migration import FusionLimits, MigrationPlan, Move, MoveCost, SequenceState
+from rlhfuse.decisions.migration import FusionLimits, MigrationPlan, SampleMove, SampleMoveCost, UnfinishedSample
 from rlhfuse.fusion.inter.migration import MigrationBarrier
 from rlhfuse.fusion.inter.tensor_parallel_group import DelayedBroadcast, TensorParallelGroup
 
-LIMITS = FusionLimits(4, 1.0, 100.0, 8, MoveCost(1, 0.0, 0.0, 1.0, 1.0), 64)
+LIMITS = FusionLimits(4, 1.0, 100.0, 8, SampleMoveCost(1, 0.0, 0.0, 1.0, 1.0), 64)
 
 
 def test_the_plan_follows_from_what_all_instances_brought():
-    one = SequenceState(7, 0, 20, 19, (1, 2))
-    barrier = MigrationBarrier((one, SequenceState(8, 1, 20, 19), SequenceState(9, 1, 9, 8)), (10, 9))
+    one = UnfinishedSample(7, 0, 20, 19, (1, 2))
+    barrier = MigrationBarrier((one, UnfinishedSample(8, 1, 20, 19), UnfinishedSample(9, 1, 9, 8)), (10, 9))
     plan = barrier.plan(4, LIMITS)
     assert plan.destinations == (1,) and plan.freed == (0,) and plan.stays == (8, 9)
     assert barrier.bytes_needed(plan, 8, 100) == 300
@@ -20,8 +20,8 @@ def test_the_plan_follows_from_what_all_instances_brought():
 
 
 def test_shared_blocks_are_needed_once_by_a_destination():
-    states = tuple(SequenceState(i, i // 2, 20, 20, (1, 2)) for i in range(4))
-    moves = tuple(Move(i, i // 2, 2, "kv", 20) for i in range(4))
+    states = tuple(UnfinishedSample(i, i // 2, 20, 20, (1, 2)) for i in range(4))
+    moves = tuple(SampleMove(i, i // 2, 2, "kv", 20) for i in range(4))
     barrier = MigrationBarrier(states, (9, 9, 9))
     assert barrier.bytes_needed(MigrationPlan((2,), (0, 1), moves, ()), 8, 1) == 2 * (3 + 1)
 
