@@ -1,8 +1,4 @@
-"""The ranks of a generation instance, or of an inference worker, as one: the first leads, for it alone reads the store.
-
-The others learn its decisions in a blocking broadcast, or in one that is used a call later, so that a decode step never
-waits for a message.
-"""
+"""The ranks of a generation instance or of an inference worker; the first one leads: it alone reads the store."""
 
 from __future__ import annotations
 
