@@ -225,13 +225,11 @@ def _layer_weights(read: _Reader, spec: ModelSpec, hf: str, ours: str, tp_rank: 
     return {ours + name: tensor for name, tensor in weights.items()}
 
 
-def to_hf(weights: Mapping[str, Tensor], spec: ModelSpec, scalar_head: bool) -> dict[str, Tensor]:
-    """Inverse of `load_weights` for a whole model (tp 1, all layers): Hugging Face names, padding stripped."""
-    return dict(hf_tensors(weights, spec, scalar_head))
-
-
 def hf_tensors(weights: Mapping[str, Tensor], spec: ModelSpec, scalar_head: bool) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) of `to_hf`, layer by layer; `weights` are asked for as they are needed."""
+    """Inverse of `load_weights` for a whole model (tp 1, all layers): (Hugging Face name, tensor), padding stripped.
+
+    Goes layer by layer; `weights` are asked for as they are needed.
+    """
     yield "model.embed_tokens.weight", weights["embedding.word_embeddings.weight"][: spec.vocab]
     for layer in range(spec.layers):
         yield from _hf_layer(weights, spec, f"model.layers.{layer}.", f"decoder.layers.{layer}.").items()

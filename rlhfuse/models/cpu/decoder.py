@@ -42,25 +42,13 @@ def _product_tile(w, first, rows, x, offsets, panel, panels, out, out_at, out_ro
                 _tile_narrow(w, first * k, k, x, offsets, panel + p, LANES, k, out, at, out_row, out_panel)
     else:
         for r in range(rows):
-            at = out_at + r * out_row
+            w_at, at = (first + r) * k, out_at + r * out_row
             if panels == GEMM_PANELS:
-                _row(w, (first + r) * k, k, x, offsets, panel, LANES, k, out, at, out_row, out_panel)
+                _row(w, w_at, k, x, offsets, panel, LANES, k, out, at, out_row, out_panel)
             else:
                 for p in range(panels):
-                    _row_narrow(
-                        w,
-                        (first + r) * k,
-                        k,
-                        x,
-                        offsets,
-                        panel + p,
-                        LANES,
-                        k,
-                        out,
-                        at + p * out_panel,
-                        out_row,
-                        out_panel,
-                    )
+                    _row_narrow(w, w_at, k, x, offsets, panel + p, LANES, k, out, at, out_row, out_panel)
+                    at += out_panel
 
 
 @njit(cache=True, nogil=True, parallel=True)
@@ -105,20 +93,10 @@ def multiply(w, x, offsets, out, threads):
         low, high = share(n, GEMM_ROWS, part, threads), share(n, GEMM_ROWS, part + 1, threads)
         for group in range(low, high, GROUP * GEMM_ROWS):
             for panel in range(0, panels, GEMM_PANELS):
+                wide = min(GEMM_PANELS, panels - panel)
                 for first in range(group, min(high, group + GROUP * GEMM_ROWS), GEMM_ROWS):
-                    _product_tile(
-                        w,
-                        first,
-                        min(GEMM_ROWS, high - first),
-                        x,
-                        offsets,
-                        panel,
-                        min(GEMM_PANELS, panels - panel),
-                        out,
-                        (panel * n + first) * LANES,
-                        LANES,
-                        n * LANES,
-                    )
+                    rows, at = min(GEMM_ROWS, high - first), (panel * n + first) * LANES
+                    _product_tile(w, first, rows, x, offsets, panel, wide, out, at, LANES, n * LANES)
 
 
 @njit(cache=True, nogil=True, parallel=True)
@@ -135,19 +113,8 @@ def multiply_swiglu(w, x, offsets, out, threads):
                 for first in range(group, min(high, group + GROUP * GEMM_ROWS), GEMM_ROWS):
                     rows = min(GEMM_ROWS, high - first)
                     for side in range(2):
-                        _product_tile(
-                            w,
-                            side * n + first,
-                            rows,
-                            x,
-                            offsets,
-                            panel,
-                            wide,
-                            gate_up,
-                            side * half,
-                            LANES,
-                            GEMM_ROWS * LANES,
-                        )
+                        at, step = side * half, GEMM_ROWS * LANES
+                        _product_tile(w, side * n + first, rows, x, offsets, panel, wide, gate_up, at, LANES, step)
                     for p in range(wide):
                         for r in range(rows):
                             for lane in range(LANES):

@@ -314,7 +314,7 @@ def run_case(workers: Any, case: Case) -> Recording:
 
 def whole(case: Case, model: str, records: list[RankRecord], kind: str) -> dict[str, Tensor]:
     """Whole tensors of a model from the ranks' pieces; all copies of the same numbers must be equal."""
-    from rlhfuse.models.hf import to_hf
+    from rlhfuse.models.hf import hf_tensors
 
     spec, layout = ModelSpec.from_config(case.folders[model]), case.parsed[model]
     layers = layout.stage_layers(spec.layers)
@@ -330,7 +330,7 @@ def whole(case: Case, model: str, records: list[RankRecord], kind: str) -> dict[
         assert torch.equal(*pair), f"{model}: tied {kind} differ by {(pair[0] - pair[1]).abs().max()}"
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         assert name not in found or not found[name][spec.vocab :].any(), f"{name}: padding has {kind}"
-    return to_hf(found, spec, scalar_head(model))
+    return dict(hf_tensors(found, spec, scalar_head(model)))
 
 
 def one_copy(replicas: list[RankRecord], model: str, key: tuple[int, str], kind: str) -> Tensor:
