@@ -1,11 +1,7 @@
 """A schedule as a picture (timeline above, memory of each node below) and as a Chrome trace.
 
-Forwards are light, backwards dark, one hue per model, one row per node, as in the paper's Figure 10.
-Below, each node has a lane of its own on one scale: what every model holds, stacked on the static
-memory; the red dotted line is the peak of training the models one after the other with 1F1B, the black
-one the memory cap.
-
-Tens of thousands of tasks are drawn as an image even in an SVG, so that a viewer can open it.
+Forwards are light, backwards dark, one hue per model, one row per node, as in the paper's Figure 10. Memory is stacked
+by model on the static memory; the red dotted line is the peak of serial 1F1B, the black one the memory cap.
 """
 
 from __future__ import annotations
@@ -100,8 +96,9 @@ def _draw_time(axes: Axes, schedule: Schedule, timeline: Timeline, view: View) -
     tasks = sum(len(group) for group in boxes.values())
     wide = len(view.nodes) * _WIDTH_INCHES * _DPI > 6 * tasks  # pixels enough for a line between two tasks
     for colour, group in boxes.items():
-        edge = {"edgecolors": "white", "linewidths": 0.4} if wide else {"linewidths": 0}
-        bars = PolyCollection(np.array(group), facecolors=colour, **edge)
+        bars = PolyCollection(list(np.array(group)), facecolors=colour, linewidths=0.4 if wide else 0)
+        if wide:
+            bars.set_edgecolor("white")
         bars.set_rasterized(tasks > _MOST_VECTOR_TASKS)
         axes.add_collection(bars)
     _draw_numbers(axes, labels, view)
@@ -167,11 +164,11 @@ class _Lanes:
     @staticmethod
     def of(problem: FusionProblem, timeline: Timeline) -> _Lanes:
         nodes = range(problem.nodes)
-        static = [_at(problem.static_memory, node) for node in nodes]
+        static = [float(problem.node_static(node)) for node in nodes]
         serial = float(serial_peak_memory(problem))
         used = max(max(timeline.node_peak_memory[node], serial) + static[node] for node in nodes)
-        caps = [] if problem.memory_cap is None else [_at(problem.memory_cap, node) for node in nodes]
-        if max(caps, default=0) > 3 * used:
+        caps = [problem.node_cap(node) + static[node] for node in nodes]
+        if max(caps) > 3 * used:
             caps = []
         return _Lanes(static, caps, serial, max([used, *caps]))
 
@@ -204,13 +201,13 @@ def _draw_memory(axes: Axes, schedule: Schedule, timeline: Timeline, view: View)
             fontsize=size,
             annotation_clip=False,
         )
-    for levels, style in (
-        ([static + lanes.serial for static in lanes.static], {"color": "red", "linestyles": ":"}),
-        (lanes.caps, {"color": "black"}),
+    for levels, colour, linestyle in (
+        ([static + lanes.serial for static in lanes.static], "red", ":"),
+        (lanes.caps, "black", "-"),
     ):
         heights = [lanes.height(node, levels[node]) for node in view.nodes if levels]
         lines = [[(view.begin, y), (view.end, y)] for y in heights]
-        axes.add_collection(LineCollection(lines, linewidths=0.8, **style))
+        axes.add_collection(LineCollection(lines, linewidths=0.8, colors=colour, linestyles=linestyle))
     bound = memory_bound(problem, timeline.makespan)
     axes.set_title(
         f"activation memory: peak {timeline.peak_memory:g}   lower bound {bound:g} "
@@ -264,10 +261,6 @@ def gap(value: float, bound: float) -> str:
     if value <= bound * (1 + 1e-9):
         return "reached"
     return f"{value / bound - 1:.2%} above" if bound > 0 else "above"
-
-
-def _at(value, node: int) -> float:
-    return float(value[node] if isinstance(value, tuple) else value)
 
 
 def chrome_trace(schedule: Schedule) -> str:

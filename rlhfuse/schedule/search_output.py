@@ -8,10 +8,12 @@ import shutil
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
+from pydantic import Field
+
+from rlhfuse.config.json_values import JsonModel, JsonNumber, parse_json
 from rlhfuse.errors import InputError
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.schedule import Schedule
@@ -21,6 +23,7 @@ TERMINAL_SECONDS = 0.5  # between two looks of the line on a terminal
 LOG_SECONDS = 3.0  # between two lines elsewhere, after an improvement
 LOG_IDLE_SECONDS = 60.0  # and without one
 LONGEST_WAIT_SECONDS = 0.5  # of an improvement for its write
+NonNegative = Annotated[JsonNumber, Field(ge=0)]
 
 
 class LiveLine:
@@ -86,31 +89,19 @@ def percent_above(value: float, bound: float) -> str:
     return f"{value / bound - 1:.2%}" if bound > 0 else "none" if value == bound else "unknown"
 
 
-@dataclass(frozen=True)
-class EarlierRuns:
+class EarlierRuns(JsonModel, extra="ignore"):
     """What earlier runs on the same file have used: the new run's figures are added to it."""
 
-    seconds: float = 0.0
-    moves: int = 0
-    accepted: int = 0
-    runs: int = 0
-    first_bound_seconds: float | None = None
+    seconds: NonNegative = 0
+    moves: NonNegative = 0
+    accepted: NonNegative = 0
+    runs: NonNegative = 0
+    first_bound_seconds: NonNegative | None = None
 
     @staticmethod
     def read(raw: dict[str, Any], where: str) -> EarlierRuns:
         """From a schedule file's `search`; what is missing counts as nothing. Raises InputError on a non-number."""
-        search = raw.get("search") or {}
-        for key in ("seconds", "moves", "accepted", "runs", "first_bound_seconds"):
-            value = search.get(key)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):
-                raise InputError(f"{where}: search.{key} is {value!r}; a number of at least 0 is needed")
-        return EarlierRuns(
-            search.get("seconds") or 0.0,
-            search.get("moves") or 0,
-            search.get("accepted") or 0,
-            search.get("runs") or 0,
-            search.get("first_bound_seconds"),
-        )
+        return parse_json(EarlierRuns, raw.get("search") or {}, f"{where}: search")
 
     def facts(self, report: SearchReport) -> dict[str, Any]:
         """The `search` of a schedule file: this run's settings, and the figures of all runs together."""
@@ -136,8 +127,8 @@ class ResultFile:
     A failing write is reported once and tried again with every later one; only the last one must succeed.
     """
 
-    def __init__(self, path: str | Path, earlier: EarlierRuns = EarlierRuns()) -> None:
-        self.path, self.earlier = Path(path), earlier
+    def __init__(self, path: str | Path, earlier: EarlierRuns | None = None) -> None:
+        self.path, self.earlier = Path(path), earlier or EarlierRuns()
         self.waiting: tuple[Schedule, SearchReport] | None = None
         self.next_write = -math.inf
         self.failed = False

@@ -3,7 +3,9 @@
 import math
 import random
 
+from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
+from rlhfuse.schedule.rules.builders import lane_ranks, list_schedule
 
 # (P0, P1, M0, M1, f0, f1, a0, a1), serial 1F1B, latency bound, serial memory, memory bound at the latency bound
 TABLE_3 = [
@@ -44,6 +46,18 @@ def table_3_problem(p0, p1, m0, m1, f0, f1, a0, a1):
         name = f"critic.{k}" if critics > 1 else "critic"
         pipelines.append(Pipeline(name, "critic", block, m1, (f1,) * p1, (2 * f1,) * p1, (a1,) * p1))
     return FusionProblem(p0, tuple(pipelines))
+
+
+def capped_greedy(problem, extra=0, forward_first=True, model_first=True):
+    """Greedy under 1F1B's caps plus `extra` micro-batches (one number, or one per model) on every stage."""
+    more = extra if isinstance(extra, dict) else dict.fromkeys(problem.models, extra)
+    caps = {
+        (p, s): max(1, pipeline.stages - s + more[pipeline.model])
+        for p, pipeline in enumerate(problem.pipelines)
+        for s in range(pipeline.stages)
+    }
+    graph = build_graph(problem)
+    return list_schedule(graph, caps, lane_ranks(graph, forward_first, model_first))
 
 
 def random_problem(seed, largest=4, models=2):

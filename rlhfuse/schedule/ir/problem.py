@@ -118,11 +118,12 @@ class FusionProblem:
 
     def node_cap(self, node: int) -> float:
         """Memory left for activations on `node`: memory_cap minus static_memory (inf without a cap)."""
-        if self.memory_cap is None:
-            return math.inf
         cap = self.memory_cap[node] if isinstance(self.memory_cap, tuple) else self.memory_cap
-        static = self.static_memory[node] if isinstance(self.static_memory, tuple) else self.static_memory
-        return cap - static
+        return math.inf if cap is None else cap - self.node_static(node)
+
+    def node_static(self, node: int) -> Number:
+        """Static memory of `node`."""
+        return self.static_memory[node] if isinstance(self.static_memory, tuple) else self.static_memory
 
     @staticmethod
     def from_dict(raw: Any, where: str = "problem") -> FusionProblem:

@@ -35,11 +35,6 @@ class ModelShare:
         return self.layout.pp // self.merge
 
     @property
-    def merged_stages(self) -> int:
-        """Stages of a pipeline in the scheduling problem: `depth`, times the chunks when interleaved."""
-        return self.depth * self.layout.chunks
-
-    @property
     def names(self) -> tuple[str, ...]:
         """Pipeline names: the model's own when it has one pipeline, else model.0, model.1, ..."""
         if self.pipelines == 1:
@@ -160,15 +155,16 @@ class FusedRanks:
         pipelines = self.pipelines(model)
         layout = self.shape.share(model).layout
         return tuple(
-            tuple(tuple(pipe[place][t] for pipe in pipelines) for t in range(layout.tp)) for place in range(layout.pp)
+            tuple(tuple(pipe[position][t] for pipe in pipelines) for t in range(layout.tp))
+            for position in range(layout.pp)
         )
 
     def locate(self, model: str, rank: int) -> tuple[int, int, int]:
         """(dp rank, position, tp rank) of a global rank in `model`. Raises InputError outside the layout."""
         share = self.shape.share(model)
-        if rank not in self._places[model]:
+        if rank not in self._coordinates[model]:
             raise InputError(f"rank {rank} is not in {model}'s layout {share.layout}")
-        return self._places[model][rank]
+        return self._coordinates[model][rank]
 
     def stages_of(self, model: str, rank: int) -> tuple[int, ...]:
         """Real stage numbers of `model` that a global rank holds, lowest first: one, or one per chunk."""
@@ -196,12 +192,12 @@ class FusedRanks:
         )
 
     @cached_property
-    def _places(self) -> dict[str, dict[int, tuple[int, int, int]]]:
+    def _coordinates(self) -> dict[str, dict[int, tuple[int, int, int]]]:
         return {
             share.model: {
-                rank: (dp_rank, place, t)
+                rank: (dp_rank, position, t)
                 for dp_rank, pipe in enumerate(self.pipelines(share.model))
-                for place, ranks in enumerate(pipe)
+                for position, ranks in enumerate(pipe)
                 for t, rank in enumerate(ranks)
             }
             for share in self.shape.shares
@@ -209,7 +205,7 @@ class FusedRanks:
 
 
 def plain_cells(layout: ParallelLayout) -> Stages:
-    """[pipeline][place][tp rank] -> global rank, in Megatron's order: tensor, then data, then pipeline."""
+    """[pipeline][position][tp rank] -> global rank, in Megatron's order: tensor, then data, then pipeline."""
     first = layout.ranks[0] if layout.ranks else 0
     return tuple(
         tuple(tuple(first + t + layout.tp * (d + layout.dp * p) for t in range(layout.tp)) for p in range(layout.pp))

@@ -87,8 +87,9 @@ class _Clock:
             there = self._there.setdefault(collective, {})
             there[rank, action] = self._now[rank]
             return max(there.values()) if len(there) == self._sizes[collective] else None
-        receive = action._replace(kind=RECEIVE_OF[action.kind]) if action.kind in RECEIVE_OF else None
-        source = self._sources.get((rank, receive))
+        source = None
+        if action.kind in RECEIVE_OF:
+            source = self._sources.get((rank, action._replace(kind=RECEIVE_OF[action.kind])))
         if source is None:  # whatever is needed was computed on this rank, before
             return 0.0
         step = -1 if action.kind is Kind.F else 1

@@ -29,14 +29,13 @@ NONE = -1
 
 @dataclass(frozen=True)
 class Verified:
-    """What programs do and which of the two models they satisfy. A collective counts once for its group.
+    """What programs do, and whether they run with one queue per rank too. A collective counts once for its group.
 
     `hang` says, where `one_queue` is False, how the programs would hang if every rank had one queue.
     """
 
     transfers: int
     collectives: int
-    channels: bool
     one_queue: bool
     hang: str = ""
 
@@ -65,7 +64,7 @@ def verify(
             raise ScheduleError(f"deadlock: {hang}", hang.grid)
         stricter = _run(steps.one_queue, steps.sizes)
     transfers = sum(i.action.kind in SENDS for program in programs.values() for i in program.instructions)
-    return Verified(transfers, steps.collectives, True, not stricter, _never(programs, stricter))
+    return Verified(transfers, steps.collectives, not stricter, _never(programs, stricter))
 
 
 @contextmanager

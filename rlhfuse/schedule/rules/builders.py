@@ -1,6 +1,6 @@
-"""Schedules made by rule: serial 1F1B, the paper's greedy, capped greedy, one micro-batch at a time.
+"""Schedules made by rule: serial 1F1B, the paper's greedy, one micro-batch at a time.
 
-A list scheduler makes the first three: a node that is idle takes, of the operations whose input has arrived, the one of
+A list scheduler makes the first two: a node that is idle takes, of the operations whose input has arrived, the one of
 the best rank; a forward waits while its stage holds its cap of micro-batches. 1F1B is backwards first under a cap of
 P - s. Also the 1F1B pattern over given orders, which interleaved.py and time_sharing.py use. Paper: section 5.2.
 """
@@ -32,7 +32,7 @@ def serial_1f1b(problem: FusionProblem) -> Schedule:
     for part in _one_model_problems(problem):
         graph = build_graph(part)
         caps = {(p, s): part.pipelines[p].stages - s for p, s in _stages(part)}
-        rows = list_schedule(graph, caps, _operation_ranks(graph)).orders
+        rows = list_schedule(graph, caps, lane_ranks(graph)).orders
         orders = [before + after for before, after in zip(orders, rows)]
     return Schedule(problem, tuple(orders))
 
@@ -41,22 +41,7 @@ def greedy(problem: FusionProblem) -> Schedule:
     """The paper's greedy: run whatever is ready, the larger model's first, memory not regarded."""
     graph = build_graph(problem)
     caps = {(p, s): problem.pipelines[p].microbatches for p, s in _stages(problem)}
-    return list_schedule(graph, caps, _operation_ranks(graph))
-
-
-def capped_greedy(
-    problem: FusionProblem, extra: Mapping[str, int] | int = 0, forward_first: bool = True, model_first: bool = True
-) -> Schedule:
-    """Greedy under 1F1B's caps plus `extra` micro-batches (one number, or one per model) on every stage.
-
-    Under a cap forwards first fill the pipelines up to the cap and no further. `model_first`: see `lane_ranks`.
-    """
-    graph = build_graph(problem)
-    more = extra if isinstance(extra, Mapping) else dict.fromkeys(problem.models, extra)
-    caps = {
-        (p, s): max(1, problem.pipelines[p].stages - s + more[problem.pipelines[p].model]) for p, s in _stages(problem)
-    }
-    return list_schedule(graph, caps, _operation_ranks(graph, forward_first, model_first))
+    return list_schedule(graph, caps, lane_ranks(graph))
 
 
 def one_at_a_time(problem: FusionProblem) -> Schedule:
@@ -94,11 +79,11 @@ def check_caps(problem: FusionProblem) -> None:
     if not short:
         return
     node = max(short, key=lambda node: needed[node] - problem.node_cap(node))
-    static = problem.static_memory[node] if isinstance(problem.static_memory, tuple) else problem.static_memory
+    smallest = tidy(needed[node] + problem.node_static(node))
     there = " there" if isinstance(problem.memory_cap, tuple) else ""
     raise InputError(
         f"memory_cap leaves {tidy(problem.node_cap(node))} for activations on node {node}, but one micro-batch at a "
-        f"time needs {needed[node]}; the smallest feasible cap{there} is {tidy(needed[node] + static)}"
+        f"time needs {needed[node]}; the smallest feasible cap{there} is {smallest}"
     )
 
 
@@ -134,13 +119,8 @@ def lane_ranks(graph: OperationGraph, forward_first: bool = False, model_first: 
     return [rank[key] for key in keys]
 
 
-def _operation_ranks(graph: OperationGraph, forward_first: bool = False, model_first: bool = True) -> list[int]:
-    ranks = lane_ranks(graph, forward_first, model_first)
-    return [rank for lane, rank in zip(graph.lanes, ranks) for _ in range(lane.microbatches)]
-
-
 def list_schedule(graph: OperationGraph, caps: Caps, ranks: Sequence[int]) -> Schedule:
-    """Run the list scheduler. `ranks[operation]`: the smallest goes first; every cap is at least 1."""
+    """Run the list scheduler. `ranks[lane]`: the smallest goes first; every cap is at least 1."""
     problem = graph.problem
     lanes_on: list[list[int]] = [[] for _ in range(problem.nodes)]
     for number, lane in enumerate(graph.lanes):
@@ -192,11 +172,11 @@ def _pick(
         operation = lane.first + done[number]
         if done[number] == lane.microbatches or arrival[operation] > now:
             continue
-        if ranks[operation] >= best_rank:
+        if ranks[number] >= best_rank:
             continue
         if lane.kind is Kind.F and held[lane.pipeline, lane.stage] >= caps[lane.pipeline, lane.stage]:
             continue
-        best, best_rank = number, ranks[operation]
+        best, best_rank = number, ranks[number]
     return best
 
 

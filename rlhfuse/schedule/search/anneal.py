@@ -43,9 +43,8 @@ def uniform(random: np.ndarray) -> float:
 def anneal(t: Tables, s: State, rule: Rule, moves: int, warm: float, cold: float, best: np.ndarray, fastest: float):
     """Try `moves` moves while the temperature goes from `warm` to `cold`, geometrically.
 
-    `best` receives the sequence of any schedule within the caps that is faster than `fastest`. Returns
-    (moves tried, moves accepted, makespan of `best` or `fastest`, positions above the cap now). Stops at
-    `rule.target`.
+    `best` receives the sequence of any schedule within the caps that is faster than `fastest`. Returns (moves tried,
+    moves accepted, makespan of `best` or `fastest`, positions above the cap now). Stops at `rule.target`.
     """
     refresh(t, s)
     makespan = makespan_of(t, s)
@@ -108,7 +107,8 @@ def _propose(t: Tables, s: State, rule: Rule, makespan: float, temperature: floa
         wanted = tight and head[a] + duration[a] + tail[a] >= critical and head[b] + duration[b] + tail[b] >= critical
         if not wanted and uniform(random) >= free_share:
             continue
-        # 3. The new order of positions low..high, if nothing in it is passed by what it needs.
+        # 3. The new order of positions low..high, if nothing in it is passed by what it needs. No cycle is closed: b
+        # goes before a only if b's upstream starts before all that a feeds; two tight neighbours have no other path.
         low, high = min(i, j), max(i, j)
         length = high - low + 1
         possible = True

@@ -116,6 +116,7 @@ class AnnealingRun:
         return done
 
     def _anneal(self, rule: Rule, moves: int, temperatures: tuple[float, float], beat: float) -> Round:
+        assert self.state is not None, "a run begins with _restart"
         sequence = np.empty(self.graph.size, np.int64)
         tried, accepted, makespan, _ = anneal(self.tables, self.state, rule, moves, *temperatures, sequence, beat)
         solution = Solution(makespan, max(node_peaks(self.tables, sequence)), sequence) if makespan < beat else None

@@ -5,6 +5,9 @@ models or directions first, and keeps what is not beaten in both makespan and pe
 the plain twin.
 """
 
+# An element of an array is a number to numba, and may be an array to the stubs.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 import itertools
@@ -39,7 +42,7 @@ class _Lanes(NamedTuple):
     """int64 arrays. A stage of a pipeline has a number of its own; `on_node[first_on[n]:first_on[n + 1]]` are lanes."""
 
     first: np.ndarray
-    count: np.ndarray
+    microbatches: np.ndarray
     stage: np.ndarray
     takes: np.ndarray  # 1 where a micro-batch begins to be held, -1 where it is released, else 0
     on_node: np.ndarray
@@ -94,7 +97,7 @@ class Dispatcher:
         return Solution(*_dispatch(self.tables, self.lanes, rules, self.scratch, sequence), sequence)
 
     def rules(self, largest: int, others: int, forward_first: bool, model_first: bool) -> Rules:
-        """1F1B's caps with so many sixteenths of the stages more; the rank of `builders.capped_greedy`."""
+        """1F1B's caps with so many sixteenths of the stages more; `builders.lane_ranks`."""
         pipelines = self.graph.problem.pipelines
         large = max(pipelines, key=pipeline_work).model
         extra = [math.ceil((largest if p.model == large else others) * p.stages / 16) for p in pipelines]
@@ -155,7 +158,7 @@ def _dispatch(t: Tables, lanes: _Lanes, rules: Rules, s: _Scratch, sequence: np.
         for k in range(lanes.first_on[node], lanes.first_on[node + 1]):
             lane = lanes.on_node[k]
             o = lanes.first[lane] + s.done[lane]
-            if s.done[lane] == lanes.count[lane] or s.arrival[o] > now:
+            if s.done[lane] == lanes.microbatches[lane] or s.arrival[o] > now:
                 continue
             if best >= 0 and rules.rank[lane] >= rules.rank[best]:
                 continue

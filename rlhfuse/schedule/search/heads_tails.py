@@ -5,6 +5,9 @@ it. A move takes one operation out and puts it back up to LONGEST places away on
 as far as they change, in a topological order that is mended with every move. Paper: section 5.2, Algorithm 3.
 """
 
+# An element of an array is a number to numba, and may be an array to the stubs.
+# pyright: reportArgumentType=false, reportReturnType=false
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -52,16 +55,20 @@ def new_state(sequence: np.ndarray, seed: int) -> State:
     n = len(sequence)
     word = (seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64 or 1
     return State(
-        sequence.astype(np.int64),
-        np.zeros(n, np.int64),
-        *(np.zeros(n) for _ in range(3)),
-        np.zeros(n, np.int64),
-        np.zeros(n, np.int64),
-        np.zeros(n, np.bool_),
-        np.zeros(n, np.int64),
-        np.zeros(LONGEST + 1, np.int64),
-        *(np.zeros(LONGEST + 1) for _ in range(3)),
-        np.array([word], np.uint64),
+        sequence=sequence.astype(np.int64),
+        position=np.zeros(n, np.int64),
+        head=np.zeros(n),
+        tail=np.zeros(n),
+        level=np.zeros(n),
+        order=np.zeros(n, np.int64),
+        rank=np.zeros(n, np.int64),
+        marked=np.zeros(n, np.bool_),
+        later=np.zeros(n, np.int64),
+        segment=np.zeros(LONGEST + 1, np.int64),
+        new_head=np.zeros(LONGEST + 1),
+        new_tail=np.zeros(LONGEST + 1),
+        new_level=np.zeros(LONGEST + 1),
+        random=np.array([word], np.uint64),
     )
 
 

@@ -130,7 +130,7 @@ class Exchange:
 
     def _broadcast(self, sequence: np.ndarray | None, winner: int) -> np.ndarray:
         buffer = np.empty(self.size, np.int64)
-        if self.rank == winner:
+        if self.rank == winner and sequence is not None:
             buffer[:] = sequence
         self._wait([self.comm.Ibcast(buffer, root=winner)])
         return buffer

@@ -5,6 +5,9 @@ A unit is the smallest share of the micro-batches that keeps their proportions: 
 comes later. That gives every operation a time to aim at, and the orders follow the aims (docs/schedules.md).
 """
 
+# An element of an array is a number to numba, and may be an array to the stubs.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 import math
@@ -122,9 +125,9 @@ class _Lanes(NamedTuple):
     """int64 per lane: first operation and micro-batches of the small and of the large problem, those per unit."""
 
     first: np.ndarray
-    count: np.ndarray
+    microbatches: np.ndarray
     large_first: np.ndarray
-    large_count: np.ndarray
+    large_microbatches: np.ndarray
     per_unit: np.ndarray
 
 
@@ -142,13 +145,13 @@ class _Scratch(NamedTuple):
 def _aim(lanes: _Lanes, starts: np.ndarray, cut: float, window: int, added: int, period: float, aim: np.ndarray):
     """Write the time that every operation of the large problem aims at."""
     for lane in range(len(lanes.first)):
-        first, count = lanes.first[lane], lanes.count[lane]
+        first, count = lanes.first[lane], lanes.microbatches[lane]
         before = 0
         while before < count and starts[first + before] < cut:
             before += 1
         extra = lanes.per_unit[lane] * added
         block = lanes.per_unit[lane] * window
-        for m in range(lanes.large_count[lane]):
+        for m in range(lanes.large_microbatches[lane]):
             if m < before:
                 time = starts[first + m]
             elif m >= before + extra:

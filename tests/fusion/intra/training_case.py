@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from schedule_cases import capped_greedy
 from stages import load
 from tiny import write_checkpoint
 from torch import Tensor
@@ -30,7 +31,7 @@ from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
-from rlhfuse.schedule.rules.builders import capped_greedy, greedy, serial_1f1b
+from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
 from rlhfuse.schedule.rules.interleaved import interleaved_1f1b
 from rlhfuse.schedule.rules.time_sharing import time_sharing
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from schedule_cases import capped_greedy
 
 from rlhfuse.config.settings import AlgorithmConfig, OptimizerConfig, ParallelConfig, RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
@@ -16,7 +17,7 @@ from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.program import Programs
-from rlhfuse.schedule.rules.builders import capped_greedy, greedy, serial_1f1b
+from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
 from rlhfuse.schedule.rules.interleaved import interleaved_1f1b
 
 BUILDERS = {

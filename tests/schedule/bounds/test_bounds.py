@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_cases import TABLE_3, random_problem, table_3_problem
+from schedule_cases import TABLE_3, capped_greedy, random_problem, table_3_problem
 
 from rlhfuse.errors import InputError
 from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
@@ -18,7 +18,7 @@ from rlhfuse.schedule.bounds.window_rules import edge_finding, least_makespan
 from rlhfuse.schedule.io import schedule_dict
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
-from rlhfuse.schedule.rules.builders import capped_greedy, greedy, serial_1f1b
+from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
 from rlhfuse.schedule.search.search import SearchSettings, search
 
 EDGE = 1e-9

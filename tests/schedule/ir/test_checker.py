@@ -10,14 +10,14 @@ from copy import deepcopy
 from dataclasses import replace
 
 import pytest
-from schedule_cases import plain, random_instance, random_problem, table_3_problem, verdict
+from schedule_cases import capped_greedy, plain, random_instance, random_problem, table_3_problem, verdict
 
 from rlhfuse.errors import InputError, ScheduleError
 from rlhfuse.schedule.io import read_schedule, schedule_dict
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.schedule.rules.builders import capped_greedy, greedy, one_at_a_time, serial_1f1b
+from rlhfuse.schedule.rules.builders import greedy, one_at_a_time, serial_1f1b
 from rlhfuse.schedule.rules.interleaved import interleaved_1f1b, interleaved_problem
 from rlhfuse.schedule.rules.time_sharing import same_layout_problem, time_sharing
 from rlhfuse.schedule.search.search import SearchSettings, search

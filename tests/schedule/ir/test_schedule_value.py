@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_cases import TABLE_3, check, random_problem, table_3_problem
+from schedule_cases import TABLE_3, capped_greedy, check, random_problem, table_3_problem
 
 from rlhfuse.errors import InputError, ScheduleError
 from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
@@ -16,7 +16,6 @@ from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import (
-    capped_greedy,
     greedy,
     serial_1f1b,
     serial_makespan,

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from program_cases import random_case
+from schedule_cases import capped_greedy
 
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.errors import InputError, ScheduleError
@@ -17,7 +18,7 @@ from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.schedule.program.lowering import TotalOrder, lower
 from rlhfuse.schedule.program.program import Instruction, Program, Programs
 from rlhfuse.schedule.program.verify import Verified, verify
-from rlhfuse.schedule.rules.builders import capped_greedy, greedy, serial_1f1b
+from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
 from rlhfuse.schedule.rules.interleaved import interleaved_1f1b
 from rlhfuse.schedule.rules.time_sharing import same_layout_problem, time_sharing
 
@@ -154,7 +155,7 @@ def test_random_costs_verify(data):
     problem = fused_problem(layouts, m1, {model: draw(layout) for model, layout in layouts.items()})
     problem = replace(problem, transfer=data.draw(st.integers(0, 3)))
     schedule = data.draw(st.sampled_from([serial_1f1b, greedy, capped_greedy]))(problem)
-    assert verify(lower(schedule, ranks), schedule, ranks).channels
+    assert verify(lower(schedule, ranks), schedule, ranks)
 
 
 @pytest.mark.parametrize("reduce", ["early", "joint"])
@@ -196,7 +197,7 @@ def test_one_f_one_b_plus_is_serial_on_halved_layouts():
     assert {model: str(layout) for model, layout in layouts.items()} == {"actor": "d2t1p2", "critic": "d2t2p1"}
     schedule = serial_1f1b(fused_problem(layouts, 2, {n: costs(x, 3) for n, x in layouts.items()}))
     ranks = rank_map(layouts)
-    assert verify(lower(schedule, ranks), schedule, ranks).channels
+    assert verify(lower(schedule, ranks), schedule, ranks)
     assert len(ranks.replicas) == 2
 
 
@@ -279,7 +280,7 @@ def test_crossed_sends_need_a_queue_for_each_communicator():
     found = verify(crossed, greedy(problem), ranks)
     assert not found.one_queue
     assert found.hang.startswith("never happens: rank 0 at 1 waits in actor:0SF0>1; rank 1 at 1 waits in critic:0SF0>0")
-    assert verify(programs, greedy(problem), ranks) == Verified(4, 6, True, True)
+    assert verify(programs, greedy(problem), ranks) == Verified(4, 6, True)
 
 
 def test_a_receive_before_its_sender_can_send_hangs():

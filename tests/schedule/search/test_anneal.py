@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_cases import Random, check, random_problem, table_3_problem
+from schedule_cases import Random, capped_greedy, check, random_problem, table_3_problem
 
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.schedule.rules.builders import capped_greedy, serial_1f1b
+from rlhfuse.schedule.rules.builders import serial_1f1b
 from rlhfuse.schedule.search.anneal import LONG_SHARE, LONGER, Rule, anneal, uniform
 from rlhfuse.schedule.search.heads_tails import LONGEST, makespan_of, new_state, refresh
 from rlhfuse.schedule.search.solution import sequence_of, tables_of

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_cases import TABLE_3, check, random_instance, random_problem, table_3_problem
+from schedule_cases import TABLE_3, capped_greedy, check, random_instance, random_problem, table_3_problem
 
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
-from rlhfuse.schedule.rules.builders import capped_greedy, list_schedule, pipeline_work
+from rlhfuse.schedule.rules.builders import list_schedule, pipeline_work
 from rlhfuse.schedule.search.dispatch import (
     KEPT,
     LARGEST_EXTRAS,
@@ -99,7 +99,7 @@ def test_any_ranks_and_caps_give_the_plain_twins_schedule(seed):
     graph = dispatcher.graph
     rank = rng.permutation(len(graph.lanes))
     cap = rng.integers(1, 7, len(dispatcher.stages))
-    expected = list_schedule(graph, dict(zip(dispatcher.stages, cap.tolist())), rank[graph.lane].tolist())
+    expected = list_schedule(graph, dict(zip(dispatcher.stages, cap.tolist())), rank.tolist())
     solution = dispatcher.dispatch(Rules(rank, cap))
     assert schedule_of(graph, solution.sequence).orders == expected.orders
     check_solution(dispatcher, solution)

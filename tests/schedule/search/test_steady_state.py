@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_cases import TABLE_3, check, random_problem, table_3_problem
+from schedule_cases import TABLE_3, capped_greedy, check, random_problem, table_3_problem
 
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
-from rlhfuse.schedule.rules.builders import capped_greedy, greedy, serial_1f1b
+from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
 from rlhfuse.schedule.search.solution import Solution, schedule_of, sequence_of, tables_of
 from rlhfuse.schedule.search.steady_state import (
     FEWEST_UNITS,
