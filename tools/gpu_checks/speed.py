@@ -2,10 +2,7 @@
 
     decode     bytes that a step must read (weights once, all keys and values) / its seconds / memory bandwidth
     prefill    operations of a step (matrix products and attention) / its seconds / GEMM rate
-
-Both limits are measured on the same device in the same call, a large copy and a large matrix product; the bandwidth of
-the data sheet stands beside where it is known. A step's seconds are those of the whole engine: scheduler, forward
-pass, sampling and what the host does meanwhile. Models are random, in bfloat16.
+Limits are measured on the same device in the same call, by a large copy and a large product; seconds are the engine's.
 """
 
 from __future__ import annotations
