@@ -89,7 +89,6 @@ def test_a_search_on_two_ranks(tmp_path):
         ("schedule_search.py", "growth --sizes 8by6", "'8by6' is not of the form NODESxMICROBATCHES"),
         ("generation.py", "--cases A,X", "'X' is not a case; give some of A,B,C,D,E,F"),
         ("generation.py", "--vllm-python nowhere", "--vllm-python nowhere is not there; run benchmarks/setup_peers.sh"),
-        ("generation.py", "--trace nowhere.csv", "lengths file nowhere.csv does not exist"),
         ("inter_stage.py", "--lengths nowhere.csv", "lengths file nowhere.csv does not exist"),
         ("inter_stage.py", "--rounds 0", "0 is not at least 1"),
         ("intra_stage.py", "--microbatches 2,1", "'1' is not a number of at least 2"),
