@@ -1,14 +1,9 @@
-"""Checkpoints of a run: written whole or not at all, and checked before anything is launched.
+"""Checkpoints of a run: written whole or not at all (writer.py), and checked before anything is launched.
 
-    OUTPUT_DIR/checkpoints/iteration-N/rank-R.safetensors    what rank R owns of every trained model (shard_files.py)
-                                      /manifest.json         everything else, and size and sha256 of every file
-                           latest                            the name of the newest, for people and scripts
-    OUTPUT_DIR/finished.json                                 written when a run has done all its iterations
-
-N counts finished iterations: the run that continues starts with iteration N. Random draws are functions of
-(seed, purpose, iteration, ...), so no generator is stored, and the data position follows from N.
-
-This file finds and opens checkpoints; checkpoint_writer.py writes them. Knows nothing of models and optimizers.
+OUTPUT_DIR/checkpoints/iteration-N/rank-R.safetensors    what rank R owns of every trained model (shard_files.py)
+                                  /manifest.json         everything else, and size and sha256 of every file
+                       latest                            the name of the newest, for people and scripts
+OUTPUT_DIR/finished.json                                 written when a run has done all its iterations
 """
 
 from __future__ import annotations
@@ -23,6 +18,7 @@ from typing import Any
 
 from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.checkpoint.shard_files import FileFacts, ShardReader
+from rlhfuse.config.json_values import from_json
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.errors import InputError
 
@@ -43,7 +39,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What manifest.json says."""
+    """What manifest.json says. `iteration` counts the finished ones: a run that continues starts with it."""
 
     iteration: int
     facts: RunCompatibility
@@ -60,18 +56,9 @@ class Manifest:
         """Inverse of `to_text`. Raises InputError naming `where`."""
         try:
             raw = json.loads(text)
-            if raw["version"] != VERSION:
-                raise InputError(f"{where}: version {raw['version']!r} is unknown; this program reads {VERSION}")
-            return Manifest(
-                int(raw["iteration"]),
-                RunCompatibility(**raw["facts"]),
-                RunState(**raw["state"]),
-                tuple(FileFacts(**row) for row in raw["files"]),
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            if isinstance(error, InputError):
-                raise
-            raise InputError(f"{where} is no manifest of a checkpoint ({error!r}); use another checkpoint") from None
+        except ValueError as error:
+            raise InputError(f"{where} is not valid JSON ({error}); use another checkpoint") from None
+        return from_json(Manifest, raw, where, VERSION)
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,14 @@ def test_manifest_prints_and_parses_back():
     state = RunState({"current": 1, "x": [0.1, 1e-300]}, {"kl_coef": 0.1}, {"metrics_bytes": 12})
     manifest = Manifest(3, facts, state, (FileFacts("rank-0.safetensors", 5, "ab"),))
     assert Manifest.parse(manifest.to_text(), "m") == manifest
-    for text in ("", "[]", "{}", '{"version": 2}', manifest.to_text().replace('"facts"', '"fax"')):
-        with pytest.raises(InputError, match="m is no manifest"):
+    for text, message in (
+        ("", "m is not valid JSON"),
+        ("[]", "m: must be a JSON object"),
+        ("{}", "m: version None is unknown"),
+        ('{"version": 2}', "m: iteration is missing"),
+        (manifest.to_text().replace('"facts"', '"fax"'), "m: facts is missing"),
+    ):
+        with pytest.raises(InputError, match=message):
             Manifest.parse(text, "m")
     with pytest.raises(InputError, match="version 9 is unknown"):
         Manifest.parse(manifest.to_text().replace('"version": 2', '"version": 9'), "m")
