@@ -97,15 +97,11 @@ class BatchArithmetic:
         ]
         pipelines = {"actor": self.actor_pipelines, "critic": self.critic_pipelines}
         for model, microbatches in self.microbatches_of.items():
-            lines.append(
-                f"{self.samples_per_minibatch} samples / ({pipelines[model]} {model} pipelines x {microbatches} "
-                f"micro-batches) = {self.samples_per_microbatch:.4g} samples per micro-batch"
-            )
-        if self.epochs > 1:
-            lines.append(
-                f"{self.minibatches} mini-batches x {self.epochs} epochs = {self.optimizer_steps} optimizer steps"
-            )
-        return lines
+            cut = f"({pipelines[model]} {model} pipelines x {microbatches} micro-batches)"
+            each = f"{self.samples_per_microbatch:.4g} samples per micro-batch"
+            lines.append(f"{self.samples_per_minibatch} samples / {cut} = {each}")
+        steps = f"{self.minibatches} mini-batches x {self.epochs} epochs = {self.optimizer_steps} optimizer steps"
+        return [*lines, steps] if self.epochs > 1 else lines
 
 
 def planned_world_size(config: RunConfig, given: int | None) -> int:

@@ -62,8 +62,10 @@ def _search(draft: PlanDraft) -> tuple[Schedule, str]:
 
 def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
     config, batch, limits = draft.config, draft.batch, draft.limits
-    summary = summarise_schedule(schedule, source)
-    batches = _batches(draft)
+    summary = _summary(schedule, source)
+    batches = (draft.planned_lengths,)
+    if draft.lengths is not None:
+        batches = draft.planned_lengths.draw(batch.samples, DRAWS, config.trainer.seed)
     threshold_samples, threshold, reason = _choose_threshold(draft, batches)
     moves = layout_moves(draft.tasks, draft.specs, element_bytes(config), draft.hardware)
     return PlanReport(
@@ -99,8 +101,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
     )
 
 
-def summarise_schedule(schedule: Schedule, source: str) -> ScheduleSummary:
-    """Price a schedule of a draft's problem."""
+def _summary(schedule: Schedule, source: str) -> ScheduleSummary:
     timeline = evaluate(schedule)
     return ScheduleSummary(
         source=source,
@@ -110,12 +111,6 @@ def summarise_schedule(schedule: Schedule, source: str) -> ScheduleSummary:
         serial_makespan_seconds=float(serial_makespan(schedule.problem)) * TICK_SECONDS,
         peak_activation_bytes=float(timeline.peak_memory),
     )
-
-
-def _batches(draft: PlanDraft) -> tuple[SampleLengths, ...]:
-    """The batches that times are predicted for."""
-    lengths = draft.planned_lengths
-    return (lengths,) if draft.lengths is None else lengths.draw(draft.batch.samples, DRAWS, draft.config.trainer.seed)
 
 
 def _choose_threshold(draft: PlanDraft, batches: tuple[SampleLengths, ...]) -> tuple[int | None, Threshold | None, str]:
@@ -144,12 +139,8 @@ def _predict(
     threshold: Threshold | None,
     moves: float,
 ) -> IterationSeconds:
-    """Means over the batches; of a threshold made for lengths that are not known here, what its curve says.
-
-    `moves`: seconds of the weights' moves.
-    """
-    minibatch = (summary.serial_makespan_seconds, summary.makespan_seconds)
-    count = draft.batch.optimizer_steps
+    """Means over the batches; `moves`: seconds of the weights' moves."""
+    minibatch, count = (summary.serial_makespan_seconds, summary.makespan_seconds), draft.batch.optimizer_steps
     if threshold is not None and draft.lengths is None:  # read from a file: its curve is all there is
         generation = {point.threshold: point.generation_seconds for point in threshold.sweep}
         return IterationSeconds(
