@@ -68,7 +68,7 @@ class BatchArithmetic:
 
     @property
     def microbatches(self) -> int:
-        """Of one mini-batch, over all pipelines; the same for both models."""
+        """Micro-batches of one mini-batch over all pipelines; as many for both models."""
         return self.actor_pipelines * self.actor_microbatches
 
     @property

@@ -1,4 +1,4 @@
-"""What a plan is made from: all that follows from configuration, models and world size, the same on every rank.
+"""The draft of a plan: all that follows from configuration, models and world size, the same on every rank.
 
 Layouts and batch are checked, the files that the configuration names are read, work is priced, and the one training
 problem is stated: times of the profile where there is one, at the lengths that are known; activations at the longest
@@ -150,7 +150,7 @@ def kv_blocks(config: RunConfig, instances: int) -> int:
 def instance_limits(
     config: RunConfig, actor: ModelSpec, instances: int, costs: CostModel, median_context_tokens: float
 ) -> InstanceLimits:
-    """What a generation instance holds. BS_max comes from the costs unless the config gives it."""
+    """Sizes of a generation instance. BS_max comes from the costs unless the config gives it."""
     rollout = config.rollout
     token_bytes = actor.kv_bytes_per_token(element_bytes(config))
     bs_max = config.fusion.bs_max or largest_flat_batch(
@@ -246,7 +246,7 @@ def _given_schedule(config: RunConfig, problem: FusionProblem) -> tuple[Schedule
 
 
 def _threshold_file(config: RunConfig, batch: BatchArithmetic) -> Threshold | None:
-    """What fusion.threshold_file holds. Raises InputError for one that was made for another batch."""
+    """The threshold of fusion.threshold_file. Raises InputError for one that was made for another batch."""
     if not (file := config.fusion.threshold_file):
         return None
     threshold = load_threshold(file)

@@ -1,4 +1,4 @@
-"""What a rank holds in each phase of an iteration, in bytes, against what it may have.
+"""Memory of a rank in each phase of an iteration, in bytes, against what it may have.
 
 The models that train stay in device memory; what the other phases need comes before they begin and goes when they end.
 A phase is priced on its fullest rank, all samples as long as they can become. What training holds beside the
@@ -64,7 +64,7 @@ class MemoryBudget:
         return (*others, replace(training, activations=training.activations + int(activations)))
 
     def needed(self, phase: PhaseMemory) -> int:
-        """Of `limit`; on a CPU host copies share it."""
+        """Part of `limit` that a phase takes; on a CPU host copies share it."""
         return phase.device + self.hardware.process_bytes + (phase.host if self.hardware.name == "cpu" else 0)
 
     def fullest(self, activations: float) -> PhaseMemory:
@@ -72,7 +72,7 @@ class MemoryBudget:
 
     @property
     def training_bytes(self) -> int:
-        """What training needs beside the activations of its schedule."""
+        """Training's need beside the activations of its schedule."""
         return self.needed(self.static[-1])
 
     def check(self, activations: float, least: float, order: str) -> None:

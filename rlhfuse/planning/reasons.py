@@ -1,4 +1,4 @@
-"""What a plan says beside its numbers: why they are so, and which files the run will write."""
+"""Sentences beside a plan's numbers: why they are so, and the files that the run will write."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHECKPOINT_BYTES = 12  # per parameter that trains: float32 weight and Adam's tw
 
 
 def lengths_reason(config: RunConfig, lengths: SampleLengths | None, draws: int) -> str:
-    """Which lengths the times are for; of known ones, so many batches are drawn and averaged."""
+    """The lengths that times are for; `draws` batches of known ones are drawn and averaged."""
     if lengths is None:
         return (
             f"no lengths are known yet: every sample counts {config.data.max_prompt_tokens} + "
@@ -45,7 +45,7 @@ def costs_reason(config: RunConfig, hardware: HardwareSpec, costs: CostModel, co
 
 
 def threshold_hints(config: RunConfig, chosen: int | None, lengths: SampleLengths | None) -> tuple[str, ...]:
-    """What R_t would need to be known, or what the run does with lengths of its own."""
+    """Hints on making R_t known, or on what the run makes of a predicted one."""
     if chosen is None:
         return (
             "until then iterations are serial; with --lengths FILE[:COLUMN] of past responses tools/plan.py predicts "
@@ -60,7 +60,7 @@ def threshold_hints(config: RunConfig, chosen: int | None, lengths: SampleLength
 
 
 def limits_reason(config: RunConfig, limits: InstanceLimits) -> str:
-    """What bounds the samples that go on decoding on one instance."""
+    """Bounds of the samples that go on decoding on one instance."""
     source = "fusion.bs_max" if config.fusion.bs_max else "decode steps within 10% of batch 1"
     return (
         f"BS_max = {limits.bs_max} ({source}); KV of one sample at most M = "

@@ -43,7 +43,7 @@ class ScheduleSummary:
 
     @property
     def gap(self) -> float:
-        """How much longer than the bound, which no schedule can beat, as a part of it."""
+        """Makespan above the bound, which no schedule beats, as a part of the bound."""
         return self.makespan_seconds / self.lower_bound_seconds - 1
 
     def lines(self) -> tuple[str, ...]:
@@ -61,7 +61,7 @@ class ScheduleSummary:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What a run will do and what it is predicted to cost.
+    """A run's decisions and its predicted cost.
 
     `memory` holds where all samples are as long as they can become: micro-batches then have `microbatch_tokens`.
     `process_bytes` is what a rank's process takes of `memory_limit` beside it. `threshold_samples` is R_t, or None
@@ -117,7 +117,7 @@ class PlanReport:
         return "\n".join("\n".join((head, *(f"  {line}" for line in lines))) for head, lines in blocks)
 
     def needed_bytes(self, phase: PhaseMemory) -> int:
-        """Of `memory_limit`, on the fullest rank; on a CPU host copies are part of it."""
+        """Part of `memory_limit` on the fullest rank; on a CPU host copies are in it."""
         return phase.device + self.process_bytes + (phase.host if self.hardware == "cpu" else 0)
 
     def _memory_lines(self) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ class RunPlan:
     costs_name: str
 
     def to_text(self) -> str:
-        """What one rank sends the others, for `planner.parse_plan`; the rest follows from the run's configuration."""
+        """The text that one rank sends the others, for `planner.parse_plan`; the rest follows from their drafts."""
         return json.dumps({"report": self.report.to_dict(), "schedule": self.schedule.text()})
 
 

@@ -126,7 +126,7 @@ def finished_line(config: RunConfig) -> str:
 
 
 def start_line(inputs: RunInputs) -> str:
-    """Where the run begins, for people."""
+    """The beginning of the run, for people."""
     if resume := inputs.resume:
         moved = inputs.facts.layout_diff(resume.manifest.facts)
         note = f"; {moved}: equal to about 1e-5 from here on, not bit for bit" if moved else ""
@@ -138,7 +138,7 @@ def start_line(inputs: RunInputs) -> str:
 
 
 def prompts_line(inputs: RunInputs) -> str:
-    """What was read, for people; and whether an iteration must draw a prompt twice."""
+    """Prompts that were read, for people, with a warning where an iteration draws some twice."""
     wanted = inputs.config.rollout.prompts_per_iteration
     if len(inputs.prompts) >= wanted:
         return str(inputs.prompts)
@@ -167,7 +167,7 @@ def agree_on_plan(inputs: RunInputs, name: str, rank: int, device: Device) -> tu
 
 
 def write_start(run_dir: Path, config: RunConfig, plan: RunPlan) -> None:
-    """What a run is before its first iteration. Raises InputError naming the file that cannot be written."""
+    """Write config.yaml, schedule.json and plan.json. Raises InputError naming the file that cannot be written."""
     with writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
     write_text(run_dir / "config.yaml", dump_config(config))

@@ -1,4 +1,4 @@
-"""What a run reads before it starts, all checked: models, tokenizer, prompts, reward function, checkpoint.
+"""The inputs of a run, all checked before it starts: models, tokenizer, prompts, reward function, checkpoint.
 
 All ranks make the same checks from the same files before anything is launched, so that all of them end with exit code
 2 and rank 0 alone prints the line. Models are not built; of checkpoints only config.json and the headers are read.

@@ -116,6 +116,7 @@ def test_a_model_folder_without_tokenizer(folder):
         ("reward.path=/nowhere", "reward.path=/nowhere is no folder"),  # the critic's default: the key that was set
         ("trainer.resume=/nowhere", "/nowhere is no whole checkpoint; set trainer.resume"),
         ("rollout.kv_blocks_per_instance=1", "use at least 3"),
+        ("trainer.memory_limit_gb=0.6", "but a rank of this cpu has 572 MiB"),
         ("data.prompt_key=''", "no key ''; found 'prompt': set data.prompt_key"),
     ],
 )
