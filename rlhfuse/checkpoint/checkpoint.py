@@ -184,8 +184,9 @@ def _open_newest(config: RunConfig) -> Checkpoint | None:
 
 def metrics_kept(checkpoint: Checkpoint | None, run_dir: Path) -> int:
     """Bytes of metrics.jsonl that stay when a run goes on from `checkpoint` in `run_dir`: those of its own past."""
-    own = checkpoint is not None and checkpoint.run_dir.resolve() == run_dir.resolve()
-    return checkpoint.metrics_bytes if own else 0
+    if checkpoint is None or checkpoint.run_dir.resolve() != run_dir.resolve():
+        return 0
+    return checkpoint.metrics_bytes
 
 
 def _check_metrics(checkpoint: Checkpoint, run_dir: Path) -> None:

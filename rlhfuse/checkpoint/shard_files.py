@@ -2,8 +2,7 @@
 
     rank-R.safetensors    tensor <role>.<kind>.<parameter>, flat; the header says which part of the parameter it is
 
-Readers map the files into memory and take the rows that they need, so a run of any layout, or a tool on one
-process, reads the same files. Knows nothing of models and optimizers: fragments come and go by name.
+Readers map the files and take the rows that they need, so a run of any layout reads the same files.
 """
 
 from __future__ import annotations

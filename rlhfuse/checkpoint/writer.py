@@ -1,12 +1,8 @@
-"""Writes checkpoints beside the run: a copy in the step, the files on a thread, the name when the last byte is down.
+"""Asynchronous save: copy to host, write in a thread, rename to commit.
 
-    start    every rank copies what it owns to host memory and goes on; its thread writes `iteration-N.partial`
-             rank 0's thread waits for all files, writes the manifest and renames the folder: the checkpoint is there
-    joint_failure  all ranks end together where one thread has failed, or one rank in the block
-    finish   waits for the thread; the next `start` and the end of the run call it
-
-A crash at any moment leaves the checkpoint before. The threads talk through files alone, so that they never meet
-the collectives of the running iteration.
+`start` copies what a rank owns and goes on; its thread writes `iteration-N.partial`. Rank 0's thread waits for all
+files, writes the manifest and renames the folder. Threads talk through files alone, so they never meet the collectives
+of the running iteration. A crash at any moment leaves the checkpoint before.
 """
 
 from __future__ import annotations

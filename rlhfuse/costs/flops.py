@@ -42,7 +42,7 @@ class IterationFlops:
 
     @staticmethod
     def of(
-        specs: Mapping[str, ModelSpec],
+        specs: Mapping[Role, ModelSpec],
         trained: Sequence[Role],
         scorers: Sequence[Role],
         prompt: Sequence[int],
@@ -61,7 +61,7 @@ class IterationFlops:
             return forward_flops(specs[role], whole, sum(whole), scalar_head=role.scalar_head)
 
         return IterationFlops(
-            forward_flops(specs["actor"], read, sum(output)),
+            forward_flops(specs[Role.ACTOR], read, sum(output)),
             sum(forward(role) for role in scorers),
             {role: TRAINING_FORWARDS * epochs * forward(role) for role in trained},
         )

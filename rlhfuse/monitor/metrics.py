@@ -1,8 +1,7 @@
 """metrics.jsonl: one JSON object per iteration, appended and flushed as soon as it is known.
 
-Floats are written by `repr`, the shortest text that reads back to the same bits, so two runs can be compared
-exactly. JSON has no NaN or infinity: both become null. A resumed run keeps the file up to the position that its
-checkpoint knew, byte for byte. Knows nothing of what the numbers mean.
+Floats are written by `repr`, the shortest text that reads back to the same bits. JSON has no NaN or infinity: both
+become null. A resumed run keeps the file up to the position that its checkpoint knew, byte for byte.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 from rlhfuse.errors import InputError
 from rlhfuse.files import AppendFile
 
-Metrics = Mapping[str, float | int | str | bool | None]
+Metrics = Mapping[str, Any]  # numbers (of numpy and torch, too), texts, lists, None
 
 
 class MetricsWriter:

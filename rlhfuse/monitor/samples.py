@@ -1,7 +1,6 @@
 """samples.jsonl: a few samples of each iteration as text, for people who want to see what the actor writes.
 
-One JSON object per sample, appended after its iteration; a resumed run drops those of iterations that it is going
-to repeat, as `metrics.py` does. Knows nothing of tokens: texts come decoded.
+A resumed run drops those of iterations that it is going to repeat.
 """
 
 from __future__ import annotations

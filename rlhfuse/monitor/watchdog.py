@@ -108,7 +108,8 @@ class Watchdog:
         # last: a SIGTERM meanwhile would end this rank without a word
         signal.set_wakeup_fd(self._old_wakeup)
         signal.signal(signal.SIGTERM, self._old_handler)
-        self._wake_read.close(), self._wake_write.close()
+        self._wake_read.close()
+        self._wake_write.close()
 
     # ---- the thread
 

@@ -1,8 +1,7 @@
 """Which device and backend a run uses, and what stands in for CUDA where there is none.
 
-Megatron-core asks torch.cuda for the current device and for CUDA tensors when it builds buffers and
-optimizers. On a machine without CUDA `fake_cuda` answers those questions with the CPU for as long as the
-context is open; with CUDA it does nothing. No other file works around a missing GPU.
+Megatron-core asks torch.cuda for the current device and for CUDA tensors when it builds buffers and optimizers. On a
+machine without CUDA `fake_cuda` answers with the CPU. No other file works around a missing GPU.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
     whole parameter -cut along `dim` over tensor ranks-> a tensor rank's part -flat, cut over ZeRO-1 shards-> stretch
 
-A `Place` says all of that in numbers, so that a part of one layout can be filled from the stretches of another.
-Knows nothing of models, ranks and files.
+A `Place` says all of that in numbers, so a part of one layout can be filled from the stretches of another.
 """
 
 from __future__ import annotations

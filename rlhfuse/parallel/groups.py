@@ -1,12 +1,8 @@
 """From a parallel layout to process groups: first who does what as plain numbers, then the groups.
 
-A `ModelGrid` says which ranks hold which stage: `cells[pipeline][place]` is the tuple of tensor ranks. Data
-parallelism is having several pipelines. Ranks of a training pair come from the schedule's rank map, whose
-second model runs backwards over the first one's ranks; generation and inference use `plain_grid`.
-
-`dist.new_group` sorts the ranks it is given unless told not to, which would silently turn a reversed
-pipeline into a forward one, so every group here is made with `sort_ranks=False`. All ranks make all groups
-in the same order. Groups are values that callers pass on; there is no global parallel state.
+Data parallelism is having several pipelines. Ranks of a training pair come from the schedule's rank map, whose second
+model runs backwards over the first one's ranks; generation and inference use `plain_grid`. Groups are values that
+callers pass on; there is no global parallel state.
 """
 
 from __future__ import annotations
@@ -83,9 +79,9 @@ class GroupMaker:
         """The group of `ranks` in that order. Every rank must ask for it, members or not."""
         key = ("single" if len(ranks) == 1 else purpose, ranks)
         if key not in self._made:
-            self._made[key] = dist.new_group(
-                list(ranks), timeout=self._timeout, sort_ranks=False, group_desc=f"{purpose}:{ranks}"
-            )
+            # new_group sorts ranks unless told not to: a reversed pipeline would silently become a forward one
+            made = dist.new_group(list(ranks), timeout=self._timeout, sort_ranks=False, group_desc=f"{purpose}:{ranks}")
+            self._made[key] = made  # pyright: ignore[reportArgumentType]  # who is no member gets a placeholder
         return self._made[key]
 
     def close(self) -> None:

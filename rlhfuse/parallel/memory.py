@@ -1,12 +1,7 @@
 """The most memory that this rank used in each phase of an iteration, measured.
 
-On CUDA the allocator's own peak. On a CPU the peak of resident memory (VmHWM), which Linux lets a process reset
-through /proc/self/clear_refs; freed memory that the C library still keeps is given back at every switch, as ranks of
-one node share it, unless it is to be kept: then the next phase need not ask for it again, page by page, and its peak
-holds what earlier ones left. The *base* is what a process holds beside models: the interpreter, libraries, buffers of
-transports.
-
-Knows nothing of what the memory is for; who asks says what the models hold.
+On CUDA the allocator's own peak. On a CPU the peak of resident memory (VmHWM), which Linux lets a process reset through
+/proc/self/clear_refs. The *base* is what a process holds beside models: interpreter, libraries, transport buffers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Device memory of weights that is given back and taken again, and host copies (pinned on CUDA) that outlive it."""
+"""Host copies of a model's weights, and their way back to the device while something else computes.
+
+Offloaded weights own two allocations: the host copy (pinned on CUDA) and, while loaded, the device copy. On a CPU both
+are ordinary memory, moved by the same calls.
+"""
 
 from __future__ import annotations
 

@@ -3,11 +3,7 @@
     main                   float32 main weights of this rank's shard; the weights themselves are these, rounded
     exp_avg, exp_avg_sq    Adam's state of the shard; absent before the first step
 
-Of a parameter that every tensor rank holds whole, tensor rank 0 gives the fragments. So all ranks together give
-every value of the model once per pipeline end it lies on, whatever the layout, and none gathers anything.
-
-The only file that knows how Megatron's DistributedOptimizer (0.16.1) finds a parameter's shard. Every rank
-exports and imports alone: there is no collective here. Knows nothing of files.
+The only file that knows how Megatron's DistributedOptimizer (0.16.1) finds a parameter's shard. No collectives.
 """
 
 from __future__ import annotations
@@ -88,7 +84,10 @@ def _zero(optimizer: ModelOptimizer) -> DistributedOptimizer:
 
 
 def _parameters(optimizer: ModelOptimizer) -> Iterator[tuple[str, torch.nn.Parameter, Place, bool]]:
-    """(global name, parameter, the part of it that lies here, whether this rank saves it)."""
+    """(global name, parameter, the part of it that lies here, whether this rank saves it).
+
+    Of a parameter that every tensor rank holds whole, tensor rank 0 saves it.
+    """
     for module in optimizer.modules.values():
         group = module.module.pg_collection.tp
         for name, located in located_shards([module]).items():
@@ -97,6 +96,7 @@ def _parameters(optimizer: ModelOptimizer) -> Iterator[tuple[str, torch.nn.Param
             shape = list(parameter.shape)
             shape[dim] *= dist.get_world_size(group) if cut else 1
             part = Place(tuple(shape), dim, located.shard.segments, 0, math.prod(parameter.shape))
+            assert isinstance(parameter, torch.nn.Parameter)
             yield name, parameter, part, cut or dist.get_rank(group) == 0
 
 

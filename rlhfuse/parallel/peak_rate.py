@@ -1,10 +1,8 @@
 """How many floating-point operations a second this rank could do at its best: what utilisation is measured against.
 
-    trainer.peak_tflops     as the user says
-    CUDA                    the data sheet, for bfloat16 on the GPUs that costs/hardware.py knows by name
-    CPU                     measured: matrix products on all ranks side by side, since they share the cores
-
-None where nothing is known. Knows nothing of models.
+trainer.peak_tflops     as the user says
+CUDA                    the data sheet, for bfloat16 on the GPUs that costs/hardware.py knows by name
+CPU                     measured: matrix products on all ranks side by side, since they share the cores
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Weights from one layout to another: the plan of decisions/weight_moves.py, carried out by Megatron-core's transports.
+"""Copies weights from one layout to another by the plan of decisions/weight_moves.py, over Megatron-core's transports.
 
     every rank names its shards -> all compute the same plan -> bucket by bucket: send, receive, write
 
-A part whose place in the destination is one stretch of memory is received right there; any other goes through a
-buffer. With these a rank holds one bucket at most beside both copies of the weights. Values are copied bit for bit.
-The transport is gloo on CPU, NCCL on CUDA.
+A rank holds one bucket at most beside both copies of the weights. Values are copied bit for bit. The transport is gloo
+on CPU, NCCL on CUDA.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from megatron.core.resharding.copy_services.base import CopyService
 from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService, RecvOp
 from megatron.core.resharding.copy_services.nccl_copy_service import NCCLCopyService
 from megatron.core.resharding.utils import ParameterMetadata, _build_layer_module_prefix_map, extract_param_metadata
@@ -57,9 +55,9 @@ class LocatedShard:
     def __init__(self, shard: Shard, weight: Tensor, dim: int) -> None:
         self.shard, self.weight, self.dim = shard, weight, dim
 
-    def view(self, one: Transfer) -> Tensor:
+    def view(self, transfer: Transfer) -> Tensor:
         """The part of the weight that a transfer is about."""
-        return self.weight.data.narrow(self.dim, self.shard.offset(one.start), one.stop - one.start)
+        return self.weight.data.narrow(self.dim, self.shard.offset(transfer.start), transfer.stop - transfer.start)
 
 
 class Resharder:
@@ -67,7 +65,7 @@ class Resharder:
 
     def __init__(self, device: Device, devices_per_node: int | None = None, bucket_bytes: int = BUCKET_BYTES) -> None:
         """`devices_per_node`: where a node ends; by default as the launcher says."""
-        self._service: CopyService = _NcclTransport() if device.is_cuda else _GlooTransport()
+        self._service = _NcclTransport() if device.is_cuda else _GlooTransport()
         self._devices_per_node = devices_per_node or ranks_per_node(dist.get_world_size())
         self._bucket_bytes = bucket_bytes
         self._plans: weakref.WeakKeyDictionary[torch.nn.Module, _Planned] = weakref.WeakKeyDictionary()
@@ -112,17 +110,18 @@ class Resharder:
         """This rank's part of one bucket. Both ends of a pair post in the order of the bucket."""
         rank = dist.get_rank()
         staged: list[tuple[Tensor, Tensor]] = []
-        for place, one in enumerate(bucket):
-            if one.source == rank:
-                view = (targets if one.forwarded else sources)[one.tensor].view(one)
-                self._service.submit_send_with_id(place, view if one.target == rank else view.contiguous(), one.target)
-            if one.target == rank:
-                view = targets[one.tensor].view(one)
-                if one.source != rank and not view.is_contiguous():
+        for task, transfer in enumerate(bucket):
+            if transfer.source == rank:
+                view = (targets if transfer.forwarded else sources)[transfer.tensor].view(transfer)
+                sent = view if transfer.target == rank else view.contiguous()
+                self._service.submit_send_with_id(task, sent, transfer.target)
+            if transfer.target == rank:
+                view = targets[transfer.tensor].view(transfer)
+                if transfer.source != rank and not view.is_contiguous():  # what is one stretch is received right there
                     buffer = torch.empty(view.shape, dtype=view.dtype, device=view.device)
                     staged.append((view, buffer))
                     view = buffer
-                self._service.submit_recv_with_id(place, view, one.source)
+                self._service.submit_recv_with_id(task, view, transfer.source)
         self._service.run()
         for view, buffer in staged:
             view.copy_(buffer)
@@ -137,7 +136,7 @@ class _Planned:
         self.transfers = plan_moves(has, wants, devices_per_node)
         self.traffic = Traffic.of(self.transfers, minimum_across(has, wants, devices_per_node), devices_per_node)
         self.buckets = [
-            [one for one in bucket if rank in (one.source, one.target)]
+            [transfer for transfer in bucket if rank in (transfer.source, transfer.target)]
             for bucket in in_buckets(self.transfers, bucket_bytes)
         ]
 
@@ -155,6 +154,7 @@ def located_shards(chunks: Iterable[torch.nn.Module]) -> dict[str, LocatedShard]
 
 
 def _locate(facts: ParameterMetadata, weight: Tensor, rank: int) -> LocatedShard:
+    assert facts.resolved_name is not None, "located_shards resolves names"
     dim = facts.partition_dim if facts.is_tp else 0
     rows = facts.shape[dim]
     row_bytes = weight.numel() // rows * weight.element_size()
@@ -162,5 +162,6 @@ def _locate(facts: ParameterMetadata, weight: Tensor, rank: int) -> LocatedShard
         segments = tensor_segments(rows, 1, 0, 1)
     else:
         group = facts.tensor_parallel_group_ranks
+        assert group is not None, "a tensor-parallel weight has a group"
         segments = tensor_segments(rows * len(group), facts.partition_stride, group.index(rank), len(group))
     return LocatedShard(Shard(facts.resolved_name, rank, segments, row_bytes), weight, dim)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.errors import InputError
-from rlhfuse.ppo.rollout import RolloutBatch, segment_index
+from rlhfuse.ppo.rollout import RolloutBatch, given, segment_index
 from rlhfuse.ppo.token_rewards import sample_rewards
 
 BLOCK = 128  # a D of 128 x 128 stays in the cache, and 8192 tokens are only 64 blocks to carry over
@@ -29,17 +29,17 @@ def add_advantages(batch: RolloutBatch, algorithm: AlgorithmConfig, groups: Tens
     """
     if algorithm.name == "ppo":
         advantages = generalized_advantages(
-            batch.token_rewards, batch.values, batch.response_lengths, algorithm.gamma, algorithm.lam
+            given(batch.token_rewards), given(batch.values), batch.response_lengths, algorithm.gamma, algorithm.lam
         )
-        returns = advantages + batch.values.double()
+        returns = advantages + given(batch.values).double()
     elif algorithm.name == "reinforce++":
-        advantages = returns = discounted_returns(batch.token_rewards, batch.response_lengths, algorithm.gamma)
+        advantages = returns = discounted_returns(given(batch.token_rewards), batch.response_lengths, algorithm.gamma)
     else:
         rewards = sample_rewards(batch)
         compared = (
-            leave_one_out(rewards, groups)
+            leave_one_out(rewards, given(groups))
             if algorithm.name == "rloo"
-            else group_normalised(rewards, groups, algorithm.group_std)
+            else group_normalised(rewards, given(groups), algorithm.group_std)
         )
         advantages, returns = (each.repeat_interleave(batch.response_lengths) for each in (compared, rewards))
     if algorithm.whitens:

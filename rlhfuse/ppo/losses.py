@@ -83,7 +83,10 @@ def _detached(stats: Stats) -> Stats:
 
 def add_stats(total: Stats, more: Stats) -> Stats:
     """Sums over the tokens of both; names that only one of them has are kept."""
-    return {name: total.get(name, 0) + more.get(name, 0) for name in {**total, **more}}
+    return {
+        name: total[name] + more[name] if name in total and name in more else {**total, **more}[name]
+        for name in {**total, **more}
+    }
 
 
 def actor_metrics(stats: Mapping[str, Tensor | float], tokens: int) -> dict[str, float]:

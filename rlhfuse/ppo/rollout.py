@@ -76,6 +76,12 @@ class Rollout:
         return Rollout, tuple(value.numpy() if isinstance(value, Tensor) else value for value in values)
 
 
+def given(array: Tensor | None) -> Tensor:
+    """A field of a batch that an earlier step has set."""
+    assert array is not None, "this field of the batch has not been computed yet"
+    return array
+
+
 def segment_index(starts: Tensor, lengths: Tensor) -> Tensor:
     """Positions start, start+1, ..., start+length-1 of every segment, concatenated: int64 [sum of lengths]."""
     first = lengths.cumsum(0) - lengths  # where each segment begins in the result
@@ -130,7 +136,7 @@ class RolloutBatch:
             prompt_lengths=torch.tensor([len(rollout.prompt_tokens) for rollout in rollouts]),
             sample_ids=torch.tensor(ids, dtype=torch.int64),
             truncated=torch.tensor([rollout.truncated for rollout in rollouts]),
-            old_logprobs=joined("old_logprobs"),
+            old_logprobs=given(joined("old_logprobs")),
             ref_logprobs=joined("ref_logprobs"),
             values=joined("values"),
             scores=joined("score"),
@@ -163,7 +169,7 @@ class RolloutBatch:
         """Positions in `tokens` whose logits and values predict the response tokens, each one before its: int64 [R]."""
         return self.response_index - 1
 
-    def with_fields(self, **arrays: Tensor) -> RolloutBatch:
+    def with_fields(self, **arrays: Tensor | None) -> RolloutBatch:
         """A new batch with these fields set."""
         return replace(self, **arrays)
 
@@ -173,24 +179,21 @@ class RolloutBatch:
         lengths, responses = self.lengths, self.response_lengths
         tokens = segment_index(self.cu_seqlens[:-1].long()[chosen], lengths[chosen])
         flat = segment_index((responses.cumsum(0) - responses)[chosen], responses[chosen])
-        arrays = {
-            field.name: None if getattr(self, field.name) is None else getattr(self, field.name)[flat]
-            for field in fields(self)
-            if field.name in _PER_RESPONSE_TOKEN
-        }
-        return RolloutBatch(
+        present = {name: array for name in _PER_RESPONSE_TOKEN if (array := getattr(self, name)) is not None}
+        return replace(
+            self,
             tokens=self.tokens[tokens],
             cu_seqlens=torch.nn.functional.pad(lengths[chosen].cumsum(0), (1, 0)).to(torch.int32),
             prompt_lengths=self.prompt_lengths[chosen],
             sample_ids=self.sample_ids[chosen],
             truncated=self.truncated[chosen],
             scores=None if self.scores is None else self.scores[chosen],
-            **arrays,
+            **{name: array[flat] for name, array in present.items()},
         )
 
     def to(self, device: torch.device | str) -> RolloutBatch:
         arrays = {field.name: getattr(self, field.name) for field in fields(self)}
-        return RolloutBatch(**{name: None if a is None else a.to(device) for name, a in arrays.items()})
+        return replace(self, **{name: array.to(device) for name, array in arrays.items() if array is not None})
 
     def digest(self) -> str:
         """SHA-256 of what was generated: ids, lengths, tokens and the bits of old_logprobs."""

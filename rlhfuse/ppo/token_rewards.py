@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhfuse.config.settings import AlgorithmConfig, RewardConfig
-from rlhfuse.ppo.rollout import RolloutBatch
+from rlhfuse.ppo.rollout import RolloutBatch, given
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is still far from overflow
 K3_LIMIT = 10.0  # one improbable token must not outweigh the rest of the batch
@@ -59,7 +59,7 @@ def overlong_share(lengths: Tensor, max_response_tokens: int, overlong_tokens: i
 
 def shaped_scores(batch: RolloutBatch, algorithm: AlgorithmConfig, max_response_tokens: int) -> Tensor:
     """Scores after scaling, clipping and penalties: float32 [N]."""
-    scores = batch.scores * algorithm.score_scale
+    scores = given(batch.scores) * algorithm.score_scale
     if algorithm.score_clip > 0:
         scores = scores.clamp(-algorithm.score_clip, algorithm.score_clip)
     scores = scores - algorithm.missing_eos_penalty * batch.truncated.to(scores.dtype)
@@ -75,7 +75,8 @@ def add_token_rewards(batch: RolloutBatch, algorithm: AlgorithmConfig, max_respo
     """The batch with `token_rewards`; needs scores, and ref_logprobs where the KL is part of the reward."""
     rewards = torch.zeros_like(batch.old_logprobs)
     if algorithm.kl_in == "reward" and algorithm.kl_coef:
-        rewards = -algorithm.kl_coef * kl_estimate(batch.old_logprobs, batch.ref_logprobs, algorithm.kl_estimator)
+        kl = kl_estimate(batch.old_logprobs, given(batch.ref_logprobs), algorithm.kl_estimator)
+        rewards = -algorithm.kl_coef * kl
     last = batch.response_lengths.cumsum(0) - 1
     scores = shaped_scores(batch, algorithm, max_response_tokens)
     return batch.with_fields(token_rewards=rewards.index_add(0, last, scores))
@@ -83,12 +84,12 @@ def add_token_rewards(batch: RolloutBatch, algorithm: AlgorithmConfig, max_respo
 
 def sample_rewards(batch: RolloutBatch) -> Tensor:
     """Sum of each sample's token rewards: float64 [N]."""
-    return _sum_per_sample(batch, batch.token_rewards)
+    return _sum_per_sample(batch, given(batch.token_rewards))
 
 
 def sample_kl(batch: RolloutBatch) -> Tensor:
     """k1 of KL(old || reference) summed over each sample's tokens, in nats: float64 [N]; needs ref_logprobs."""
-    return _sum_per_sample(batch, kl_estimate(batch.old_logprobs, batch.ref_logprobs, "k1"))
+    return _sum_per_sample(batch, kl_estimate(batch.old_logprobs, given(batch.ref_logprobs), "k1"))
 
 
 def _sum_per_sample(batch: RolloutBatch, values: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """The reward function of a run as the runtime asks for it: rollouts in, scores by sample id out.
 
-Decodes the sampled tokens for the function; nothing is ever encoded again. Which row of the prompt files a sample
-belongs to follows from its id.
+Decodes the sampled tokens for the function; nothing is ever encoded again.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from rlhfuse.fusion.intra.training_step import MinibatchResult
 from rlhfuse.monitor.trace import Span
 from rlhfuse.ppo.losses import actor_metrics, critic_metrics
 from rlhfuse.ppo.metrics import balance_metrics, batch_metrics
-from rlhfuse.ppo.rollout import RolloutBatch
+from rlhfuse.ppo.rollout import RolloutBatch, given
 from rlhfuse.simulator.lengths import SampleLengths
 
 
@@ -112,9 +112,9 @@ def training_metrics(results: Sequence[MinibatchResult], ranks: Sequence[Iterati
 def rollout_metrics(batch: RolloutBatch, algorithm: AlgorithmConfig) -> dict[str, Any]:
     """What was generated and how it was scored; digests tell two runs apart."""
     return batch_metrics(batch, algorithm) | {
-        "critic/score/std": float(batch.scores.double().std(correction=0)),
+        "critic/score/std": float(given(batch.scores).double().std(correction=0)),
         "rollout/digest": batch.digest(),
-        "rollout/scores_digest": hashlib.sha256(batch.scores.numpy().tobytes()).hexdigest(),
+        "rollout/scores_digest": hashlib.sha256(given(batch.scores).numpy().tobytes()).hexdigest(),
         "lengths/prompt": batch.prompt_lengths.tolist(),
         "lengths/output": batch.response_lengths.tolist(),
     }

@@ -20,7 +20,7 @@ from rlhfuse.monitor.samples import SampleText
 from rlhfuse.monitor.trace import Span
 from rlhfuse.parallel.collectives import all_gather_objects
 from rlhfuse.planning.run_plan import PlanReport
-from rlhfuse.ppo.rollout import RolloutBatch
+from rlhfuse.ppo.rollout import RolloutBatch, given
 from rlhfuse.run.iteration_metrics import (
     IterationStats,
     PhaseTimer,
@@ -121,7 +121,7 @@ class IterationRecorder:
     def _sample_texts(self, done: IterationResult) -> list[SampleText]:
         """The first samples of the batch, for people to read."""
         decode = partial(self._inputs.tokenizer.decode, skip_special_tokens=True)
-        first = zip(done.report.rollouts[: self._config.trainer.sample_texts], done.batch.scores.tolist())
+        first = zip(done.report.rollouts[: self._config.trainer.sample_texts], given(done.batch.scores).tolist())
         return [
             SampleText(
                 done.number,

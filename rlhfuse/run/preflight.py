@@ -55,8 +55,8 @@ def check_inputs(config: RunConfig, world_size: int) -> RunInputs:
     specs = models.specs
     _check_inference_layouts(config)
     draft = draft_plan(config, specs, world_size)
-    for role, path in models.paths.items():
-        check_checkpoint(path, specs[role], role.scalar_head, role.fresh_head)
+    for role in config.roles():
+        check_checkpoint(models.paths[role], specs[role], role.scalar_head, role.fresh_head)
     tokenizer, prompts = read_prompts(config, specs[Role.ACTOR])
     if config.reward.function:
         check_reward_function(config, prompts)

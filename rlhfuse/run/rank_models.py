@@ -47,10 +47,10 @@ class ModelFolders:
 class RankModels:
     """This rank's models. The generation copy's parameters are what the engine computes with."""
 
-    trained: dict[Role, TrainedModel]  # actor, critic
+    trained: dict[str, TrainedModel]  # actor, critic
     generation: torch.nn.Module
     generation_tp: dist.ProcessGroup
-    frozen: dict[Role, FrozenModel]  # what scores: reference, critic, reward
+    frozen: dict[str, FrozenModel]  # what scores: reference, critic, reward
     worker_tp: dist.ProcessGroup  # the ranks of one inference replica
     placement: Placement
     channels: Channels
@@ -120,9 +120,9 @@ def build_models(config: RunConfig, folders: ModelFolders, ranks: FusedRanks, ra
         stage = PipelineStage(model, first=True, last=True, scalar_head=role.scalar_head)
         return FrozenModel(stage, offloaded, tp_group)
 
-    models = {role: trained(role) for role in config.trained()}
+    models: dict[str, TrainedModel] = {role: trained(role) for role in config.trained()}
     generation, generation_tp, generation_grid = whole("generation", Role.ACTOR, load=False)
-    scorers = {role: frozen(role) for role in config.scorers()}
+    scorers: dict[str, FrozenModel] = {role: frozen(role) for role in config.scorers()}
     inference_grid = plain_grid(inference_layout(config))
     worker_tp = maker.for_model("inference", inference_grid, rank).tp
     placement = Placement(

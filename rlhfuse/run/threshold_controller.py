@@ -1,9 +1,8 @@
-"""R_t while training runs: from the plan at first, then from what the run itself shows.
+"""R_t while training runs: from the plan at first, then from what the run itself shows (paper section 4.2).
 
-After each iteration rank 0 fits the costs of decoding, prefill, scoring, migration and loading to the recent
-observations and tells the others. It simulates every R_t over the recent lengths (paper section 4.2) after the first
-iterations, and from then on as often as LOOK_SHARE of the time allows: after every iteration that takes seconds on
-many ranks, after every few of a small run. A fixed `fusion.threshold` is kept; without inter-stage fusion R_t is 0.
+After each iteration rank 0 fits the costs to the recent observations and simulates every R_t over the recent lengths:
+after the first iterations, and from then on as often as LOOK_SHARE of the time allows. A fixed `fusion.threshold` is
+kept; without inter-stage fusion R_t is 0.
 """
 
 from __future__ import annotations
@@ -126,15 +125,15 @@ class ThresholdController:
         self._lengths.append(
             SampleLengths(tuple(batch.prompt_lengths.tolist()), tuple(batch.response_lengths.tolist()))
         )
-        leads = dist.get_rank() == 0
-        self._costs = from_rank_0(self._fit() if leads else None)
+        is_leader = dist.get_rank() == 0
+        self._costs = from_rank_0(self._fit() if is_leader else None)
         count = len(self._observed)
         self._costs_name = f"costs measured over {count} iteration{'s' if count > 1 else ''}"
         limits = self._instance_limits()
         self.limits = fusion_limits(self._costs, limits)
         if not self._adapts:
             return ""
-        if not (look := from_rank_0(self._look(limits) if leads and self._look_due() else None)):
+        if not (look := from_rank_0(self._look(limits) if is_leader and self._look_due() else None)):
             return ""
         before, (self.threshold, reason) = self.threshold, look
         if before != self.threshold:
@@ -176,25 +175,26 @@ class ThresholdController:
         """Output lengths of the recent iterations; '' before the first."""
         if not self._lengths:
             return ""
-        outputs = sum((one.output for one in self._lengths), ())
+        outputs = sum((lengths.output for lengths in self._lengths), ())
         marks = SampleLengths((0,) * len(outputs), outputs).percentiles()
         return f"p50 {marks['p50']}, p99.9 {marks['p999']}"
 
-    def save_costs(self, path: Path) -> None:
-        """Write the fitted costs, which `fusion.profile` of a later run or plan reads."""
-        save_measured_cost(self._measured(), path)
-
+    @property
     def _measured(self) -> MeasuredCost:
         assert isinstance(self._costs, MeasuredCost), "an iteration must have been observed"
         return self._costs
+
+    def save_costs(self, path: Path) -> None:
+        """Write the fitted costs, which `fusion.profile` of a later run or plan reads."""
+        save_measured_cost(self._measured, path)
 
     def state(self) -> dict:
         """What the next R_t depends on, as JSON values; after the first iteration."""
         return {
             "threshold": self.threshold,
             "observations": list(self._observed),
-            "lengths": [{"prompt": list(one.prompt), "output": list(one.output)} for one in self._lengths],
-            "costs": self._measured().to_dict(),
+            "lengths": [{"prompt": list(seen.prompt), "output": list(seen.output)} for seen in self._lengths],
+            "costs": self._measured.to_dict(),
         }
 
     def restore(self, state: dict, where: str, lengths_alone: bool = False) -> None:
@@ -203,7 +203,7 @@ class ThresholdController:
         With `lengths_alone` costs and R_t, which are of another layout, are left out.
         """
         try:
-            self._lengths.extend(SampleLengths(tuple(one["prompt"]), tuple(one["output"])) for one in state["lengths"])
+            self._lengths.extend(SampleLengths(tuple(row["prompt"]), tuple(row["output"])) for row in state["lengths"])
             if lengths_alone:
                 return
             self._observed.extend(state["observations"])

@@ -1,7 +1,6 @@
 """Work that may take no more than a part of the time: it is due again once that much time has passed.
 
-What looks after a run, such as simulating R_t again or drawing up a time line, costs the same for a short iteration
-as for a long one. With an allowance it costs a run of short iterations little too, and is done in every long one.
+Simulating R_t or writing trace.json costs the same for a short iteration as for a long one.
 """
 
 from __future__ import annotations

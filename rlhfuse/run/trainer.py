@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from rlhfuse.checkpoint.checkpoint import RunState, metrics_kept
 from rlhfuse.checkpoint.writer import CheckpointWriter, mark_finished, rewind
@@ -36,7 +37,7 @@ from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.ppo.adaptive import KLController, RunningMoments
 from rlhfuse.ppo.advantage import add_advantages
 from rlhfuse.ppo.balance import cut_minibatches
-from rlhfuse.ppo.rollout import RolloutBatch
+from rlhfuse.ppo.rollout import RolloutBatch, given
 from rlhfuse.ppo.token_rewards import add_token_rewards, combine_rewards, sample_kl
 from rlhfuse.run.function_reward import FunctionRewarder
 from rlhfuse.run.iteration_metrics import PhaseTimer
@@ -56,7 +57,7 @@ class Trainer:
         plan: RunPlan,
         rank: int,
         device: Device,
-        store: dist.Store,
+        store: Store,
         watchdog: Watchdog,
         run_dir: Path,
     ) -> None:
@@ -238,7 +239,7 @@ class Trainer:
         algorithm = self.config.algorithm.model_copy(update={"kl_coef": self.kl.coef})
         if not algorithm.scale_scores:
             return algorithm
-        self.scores = self.scores.after(batch.scores)
+        self.scores = self.scores.after(given(batch.scores))
         return algorithm.model_copy(update={"score_scale": algorithm.score_scale / self.scores.std})
 
     def _reshard(self) -> None:
@@ -260,7 +261,7 @@ class Trainer:
 
     def _train(self, iteration: int, batch: RolloutBatch, algorithm: AlgorithmConfig) -> list[MinibatchResult]:
         self.memory.switch("training")
-        lr = {role: self._lr(role, iteration) for role in self.models.trained}
+        lr: dict[str, float] = {role: self._lr(role, iteration) for role in self.models.trained}
         cuts = [
             indices
             for epoch in range(algorithm.epochs)
@@ -274,7 +275,7 @@ class Trainer:
             results.append(self.training.run(batch.select(indices), microbatches, lr, algorithm))
         return results
 
-    def _lr(self, role: Role, iteration: int) -> float:
+    def _lr(self, role: str, iteration: int) -> float:
         optim = getattr(self.config, role).optim
         return optim.lr * min(1.0, (iteration + 1) / max(optim.warmup_iterations, 1))
 
@@ -320,7 +321,8 @@ class Trainer:
     def export(self) -> None:
         """Write the trained models in Hugging Face layout; a collective."""
         self.watchdog.progress("exporting models")
-        for role, trained in self.models.trained.items():
+        for role in self.config.trained():
+            trained = self.models.trained[role]
             copy = whole_copy(self.config, self.inputs.models, role, self.rank, self.device)
             self.resharder.reshard(trained.optimizer.modules.values(), copy)
             with self.checkpoints.joint_failure():

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from rlhfuse.monitor.report.phase_times import PHASES
 
 _SIZE = (4.2, 2.3)  # inches
-_STYLE = {"svg.fonttype": "none", "svg.hashsalt": "rlhfuse", "font.size": 8, "axes.titlesize": 9}
+_STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "rlhfuse", "font.size": 8, "axes.titlesize": 9}
 Rows = Sequence[dict[str, Any]]
 
 

@@ -128,7 +128,7 @@ def _read(file: Path, name: str) -> torch.Tensor:
 def _compare_tensors(name: str, a: torch.Tensor, b: torch.Tensor) -> Difference | None:
     kinds = [f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.") for tensor in (a, b)]
     if kinds[0] != kinds[1]:
-        return Difference(name, *kinds)
+        return Difference(name, kinds[0], kinds[1])
     changed = (_bytes(a) != _bytes(b)).any(-1).flatten()  # one entry per element: any byte of it
     if not changed.any():
         return None

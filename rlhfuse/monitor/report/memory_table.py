@@ -1,12 +1,8 @@
-"""Planned and measured peak memory of a run's phases, as a table and as JSON values.
+"""Planned and measured peak memory of a run's phases.
 
-    planned     plan.json: all samples as long as they can become, what a rank must have
-    expected    the same with the activations of the largest micro-batch that the iteration had
-    measured    metrics.jsonl, perf/peak_memory_gb/*, on the fullest rank
-
-A phase shows the iteration in which it took most, warm-up left out. On a CPU the whole process counts, interpreter
-and libraries included, and host copies; a row of its own shows what a process takes beside models. Reads what a run
-wrote and nothing else.
+planned     plan.json: all samples as long as they can become, what a rank must have
+expected    the same with the activations of the largest micro-batch that the iteration had
+measured    metrics.jsonl, perf/peak_memory_gb/*, on the fullest rank
 """
 
 from __future__ import annotations

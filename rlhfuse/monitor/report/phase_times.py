@@ -1,12 +1,11 @@
 """Where the time of a run went: one row per phase, and one for all that is none of them.
 
-Means over the iterations after warm-up, because the first ones compile kernels and measure costs. Reads metrics and
-nothing else.
+Means over the iterations after warm-up, because the first ones compile kernels and measure costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,17 +35,17 @@ class PhaseTime:
     share: float
 
 
-def after_warm_up(rows: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+def after_warm_up(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """The iterations that figures are taken from: all but the first of the run, or that one if there is no other."""
     return [row for row in rows if row["iteration"] >= WARM_UP_ITERATIONS] or rows
 
 
-def whole_seconds(row: dict[str, Any]) -> float:
+def whole_seconds(row: Mapping[str, Any]) -> float:
     """From the start of an iteration to the start of the next: the step, then forecasts, R_t, logs and checkpoints."""
     return row["timing_s/step"] + row.get("timing_s/books", 0.0)
 
 
-def phase_times(rows: Sequence[dict[str, Any]]) -> list[PhaseTime]:
+def phase_times(rows: Sequence[Mapping[str, Any]]) -> list[PhaseTime]:
     """One row per phase of `PHASES` that the run measured, then "other" and "iteration"."""
     kept = after_warm_up(rows)
     whole = sum(map(whole_seconds, kept)) / len(kept) if kept else 0.0
@@ -56,19 +55,19 @@ def phase_times(rows: Sequence[dict[str, Any]]) -> list[PhaseTime]:
     return [PhaseTime(name, value, value / whole if whole else 0.0) for name, value in seconds.items()]
 
 
-def samples_per_second(rows: Sequence[dict[str, Any]]) -> float:
+def samples_per_second(rows: Sequence[Mapping[str, Any]]) -> float:
     """Samples over time, of the iterations after warm-up."""
     kept = after_warm_up(rows)
     seconds = sum(map(whole_seconds, kept))
     return sum(row["perf/samples_per_second"] * row["timing_s/step"] for row in kept) / seconds if seconds else 0.0
 
 
-def _mean(rows: Sequence[dict[str, Any]], metric: str) -> float:
+def _mean(rows: Sequence[Mapping[str, Any]], metric: str) -> float:
     values = [row[metric] for row in rows if row.get(metric) is not None]
     return sum(values) / len(values) if values else 0.0
 
 
-def render_phase_times(rows: Sequence[dict[str, Any]]) -> str:
+def render_phase_times(rows: Sequence[Mapping[str, Any]]) -> str:
     """The table as text, printed at the end of a run."""
     times = phase_times(rows)
     kept = after_warm_up(rows)

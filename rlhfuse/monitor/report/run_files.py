@@ -1,7 +1,7 @@
 """What a run left in its directory, read back as values.
 
-Only metrics.jsonl and config.yaml must be there; whatever else is missing (a run that was killed early, logs that
-were switched off) is None or empty. Knows nothing of how it is shown.
+Only metrics.jsonl and config.yaml must be there; whatever else is missing (a run that was killed early, logs that were
+switched off) is None or empty.
 """
 
 from __future__ import annotations
