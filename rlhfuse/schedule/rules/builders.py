@@ -110,9 +110,10 @@ def lane_ranks(graph: OperationGraph, forward_first: bool = False, model_first: 
     Without `model_first` the direction decides before the model.
     """
     order = (Kind.F, Kind.B, Kind.W) if forward_first else (Kind.B, Kind.F, Kind.W)
+    work = [pipeline_work(pipeline) for pipeline in graph.problem.pipelines]
     keys = []
     for lane in graph.lanes:
-        size, direction = -pipeline_work(graph.problem.pipelines[lane.pipeline]), order.index(lane.kind)
+        size, direction = -work[lane.pipeline], order.index(lane.kind)
         key = (size, direction) if model_first else (direction, size)
         keys.append((*key, lane.pipeline, lane.stage))
     rank = {key: position for position, key in enumerate(sorted(keys))}
