@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import math
 import os
 import platform
@@ -28,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhfuse.errors import InputError
-from rlhfuse.files import write_bytes, write_text
+from rlhfuse.files import write_bytes, write_json
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -171,7 +170,7 @@ class Measurement:
             "facts": self._facts,
         }
         if self.out:
-            write_text(self.out, json.dumps(result, indent=1) + "\n")
+            write_json(self.out, result)
             self.say(f"written: {self.out}")
         return result
 

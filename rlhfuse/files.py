@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rlhfuse.errors import InputError, writing
 
@@ -15,6 +17,11 @@ from rlhfuse.errors import InputError, writing
 def write_text(path: str | Path, text: str) -> None:
     """Write beside and rename. Raises InputError when the folder is missing, not writable or full."""
     write_bytes(path, text.encode())
+
+
+def write_json(path: str | Path, values: Any) -> None:
+    """JSON with an entry a line, as `write_text`."""
+    write_text(path, json.dumps(values, indent=1) + "\n")
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 from rlhfuse.config.load import load_config
 from rlhfuse.costs.analytic import largest_flat_batch
 from rlhfuse.costs.fits import Line
-from rlhfuse.costs.measured import MeasuredCost, save_measured_cost
+from rlhfuse.costs.measured import MeasuredCost
+from rlhfuse.files import write_json
 from rlhfuse.monitor.metrics import MetricsWriter
 from rlhfuse.monitor.trace import Span, save_trace
 from rlhfuse.planning.draft import draft_plan, read_specs
 from rlhfuse.planning.planner import make_plan
-from rlhfuse.planning.run_plan import PlanReport, save_plan
+from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.action import Action
 from rlhfuse.schedule.program.times import makespan, program_times
@@ -50,9 +51,9 @@ def write_run(folder: Path, iterations: int = 5) -> Path:
     config = load_config(folder / "config.yaml")
     run_plan = make_plan(draft_plan(config, read_specs(config), RANKS))
     plan = run_plan.report
-    save_plan(plan, folder / "plan.json")
+    write_json(folder / "plan.json", plan.to_dict())
     save_schedule(folder / "schedule.json", run_plan.schedule)
-    save_measured_cost(COSTS, folder / "costs.json")
+    write_json(folder / "costs.json", COSTS.to_dict())
     times = program_times(run_plan.programs, run_plan.ranks, _action_seconds)
     spans, begin = [], 100.0
     with MetricsWriter(folder / "metrics.jsonl") as metrics:
@@ -72,6 +73,8 @@ COSTS = MeasuredCost(
     score=Line(2e-3, (2e-5, 0.0)),
     migration=Line(1e-4, (1e-9,)),
     swap_in=0.02,
+    meeting=0.0,
+    release=0.0,
 )
 
 

@@ -17,6 +17,7 @@ import os
 import sys
 from pathlib import Path
 
+from rlhfuse.config.json_values import to_json
 from rlhfuse.config.load import load_config
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
@@ -26,9 +27,10 @@ from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.measured import TrialCost
 from rlhfuse.costs.profiled import load_run_costs
 from rlhfuse.errors import InputError, run_program
+from rlhfuse.files import write_json
 from rlhfuse.planning.draft import generation_cost, instance_limits, read_specs
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
-from rlhfuse.simulator.threshold import Threshold, save_threshold, sweep_threshold
+from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 
 
 def main() -> int:
@@ -45,7 +47,7 @@ def main() -> int:
     threshold = _calibrate(config, args.draws, lengths, instances, costs)
     if args.plot:
         _plot(threshold, args.plot)
-    save_threshold(threshold, args.out)
+    write_json(args.out, to_json(threshold))
     for line in (*source, *_describe(seen, lengths), threshold.table(), threshold.explain(), f"written: {args.out}"):
         print(line)
     return 0

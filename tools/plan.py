@@ -16,7 +16,7 @@ from pathlib import Path
 from rlhfuse.config.load import load_config
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.errors import run_program
-from rlhfuse.files import write_text
+from rlhfuse.files import write_json
 from rlhfuse.planning.draft import draft_plan, read_specs
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.simulator.lengths import load_lengths
@@ -42,7 +42,7 @@ def main() -> int:
         config = with_device(config)
     plan = make_plan(draft_plan(config, read_specs(config), world_size, lengths))
     if args.problem:
-        write_text(args.problem, json.dumps(plan.schedule.problem.to_dict(), indent=1) + "\n")
+        write_json(args.problem, plan.schedule.problem.to_dict())
     print(json.dumps(plan.report.to_dict(), indent=1) if args.json else plan.report.render())
     return 0
 

@@ -22,9 +22,9 @@ warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecat
 from rlhfuse.config.load import load_config
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
-from rlhfuse.costs.profiled import save_profile
 from rlhfuse.decisions.layouts import check_layouts
 from rlhfuse.errors import InputError, run_program
+from rlhfuse.files import write_json
 from rlhfuse.planning.draft import read_specs
 from rlhfuse.run.profiling.points import check_world
 
@@ -82,7 +82,7 @@ def measure(config: RunConfig, out: Path, limit_seconds: float) -> int:
 
     costs = Profiler(config, specs, device, limit_seconds, say).run()
     if rank == 0:
-        save_profile(costs, out)
+        write_json(out, costs.to_dict())
         print(f"{costs}\nwritten: {out}", flush=True)
     dist.barrier()
     dist.destroy_process_group()

@@ -12,11 +12,10 @@ Writes forecast.json into the run directory. `--spans` adds up the iterations of
 from __future__ import annotations
 
 import argparse
-import json
 
 from rlhfuse.costs.measured import load_measured_cost
 from rlhfuse.errors import run_program
-from rlhfuse.files import write_text
+from rlhfuse.files import write_json
 from rlhfuse.monitor.report.forecast import predicted_spans
 from rlhfuse.monitor.report.forecast_table import ForecastTable, span_table
 from rlhfuse.monitor.report.memory_table import MemoryTable
@@ -36,7 +35,7 @@ def main() -> int:
         print(memory.text())
     written = run.folder / "forecast.json"
     values = table.to_dict() | {"memory": memory.to_dict() if memory else None}
-    write_text(written, json.dumps(values, indent=1) + "\n")
+    write_json(written, values)
     print(f"written: {written}")
     if args.spans:
         kept = {number: spans for number, spans in run.traced_iterations().items() if number in table.iterations}

@@ -40,12 +40,12 @@ class CostModel(Protocol):
         ...
 
     def barrier_seconds(self) -> float:
-        """Agreeing who holds what, from the last instance to come until all go on; without what is then moved."""
-        ...
+        """Agreeing who holds what, from the last to come until all go on; 0 where only a job could measure it."""
+        return 0.0
 
     def release_seconds(self) -> float:
         """Giving back the cache and the weights of an instance that decodes no more, before others are loaded."""
-        ...
+        return 0.0
 
 
 def link_bandwidth(machine: HardwareSpec, span: int) -> float:
@@ -106,7 +106,8 @@ class AnalyticCost:
 
     def layer_seconds(self, tokens: float, sequences: float) -> float:
         """One layer's forward over `tokens` tokens of `sequences` equal sequences."""
-        roofline = self._roofline_seconds(tokens, _causal_pairs(tokens, sequences), tokens)
+        causal_pairs = tokens * (tokens / max(sequences, 1) + 1) / 2
+        roofline = self._roofline_seconds(tokens, causal_pairs, tokens)
         return max(roofline, self.hardware.launch_seconds) + 2 * self._all_reduce_seconds(tokens)
 
     def decode_layer_seconds(self, batch: float, context_tokens: float) -> float:
@@ -138,10 +139,7 @@ class AnalyticCost:
     # ---- training
 
     def stage_costs(self, tokens: float, sequences: float = 1, tick_seconds: float = 1e-6) -> StageCosts:
-        """Costs of one micro-batch of `tokens` tokens on every pipeline stage.
-
-        Times are whole ticks of `tick_seconds`, at least one; activations are bytes per rank.
-        """
+        """One micro-batch on every pipeline stage: whole ticks of `tick_seconds`, at least one, and bytes per rank."""
         forward, backward, activation = [], [], []
         for stage, layers in enumerate(self.layout.stage_layers(self.spec.layers)):
             last = stage == self.layout.stages - 1
@@ -176,11 +174,8 @@ class AnalyticCost:
         return tokens * 4 * (1 if self.scalar_head else self.spec.vocab / self.layout.tp)
 
     def passing_bytes(self, tokens: float) -> float:
-        """What passes while one micro-batch of `tokens` runs, beside what is kept.
-
-        The gradients of one layer's activations; where layers are run again, one of these; on the last stage logits
-        and their gradient.
-        """
+        """What passes while one micro-batch runs, beside what is kept: gradients of one layer's activations, where
+        layers are run again one of these, on the last stage logits and their gradient."""
         return self.layer_activation_bytes(tokens) * (2 if self.recompute else 1) + 2 * self.logits_bytes(tokens)
 
     def forward_bytes(self, tokens: float, outputs: float) -> int:
@@ -227,11 +222,8 @@ class AnalyticCost:
 
 
 @dataclass(frozen=True)
-class JobCost:
-    """The analytic CostModel of a job: the actor's roofline and those of the models that score.
-
-    `cross_node`: instances sit on different nodes, so migration takes the network and not the node's links.
-    """
+class JobCost(CostModel):
+    """The analytic CostModel of a job. `cross_node`: instances sit on different nodes: migration takes the network."""
 
     actor: AnalyticCost
     scorers: tuple[AnalyticCost, ...]
@@ -253,8 +245,7 @@ class JobCost:
 
     def score_seconds(self, tokens: float, sequences: float) -> float:
         total = 0.0
-        for scorer in self.scorers:
-            # Several replicas fit into the instance and share the batch; none gets less than one sequence.
+        for scorer in self.scorers:  # several replicas fit into the instance and share the batch, one sequence at least
             share = max(scorer.layout.tp / self.actor.layout.tp, min(1.0, 1 / max(sequences, 1)))
             total += scorer.forward_seconds(tokens * share, sequences * share)
         return total
@@ -266,13 +257,6 @@ class JobCost:
         machine = self.actor.hardware
         link = machine.cross_link_bandwidth if self.cross_node else machine.node_link_bandwidth
         return kv_bytes / self.actor.layout.tp / link
-
-    def barrier_seconds(self) -> float:
-        """0: no data sheet says what a few messages and a freed allocation cost; a job's own measurements do."""
-        return 0.0
-
-    def release_seconds(self) -> float:
-        return 0.0
 
 
 def largest_flat_batch(costs: CostModel, median_context_tokens: float, limit: int, tolerance: float = 0.1) -> int:
@@ -286,8 +270,3 @@ def largest_flat_batch(costs: CostModel, median_context_tokens: float, limit: in
         else:
             high = middle - 1
     return low
-
-
-def _causal_pairs(tokens: float, sequences: float) -> float:
-    """(query, key) pairs of packed sequences of equal length under the causal mask."""
-    return tokens * (tokens / max(sequences, 1) + 1) / 2

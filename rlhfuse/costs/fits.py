@@ -24,6 +24,10 @@ class Line:
     constant: float
     slopes: tuple[float, ...]
 
+    def __post_init__(self) -> None:
+        if not all(0 <= value < math.inf for value in (self.constant, *self.slopes)):
+            raise InputError("a line needs a constant and slopes that are finite and >= 0")
+
     def __call__(self, *counts: float) -> float:
         return self.constant + sum(slope * count for slope, count in zip(self.slopes, counts, strict=True))
 
@@ -44,17 +48,6 @@ class Line:
         """E.g. `12.0 us + 3.1 us x batch`."""
         slopes = "".join(f" + {slope * 1e6:.4g} us x {name}" for slope, name in zip(self.slopes, names, strict=True))
         return f"{self.constant * 1e6:.1f} us{slopes}"
-
-    def to_dict(self) -> dict:
-        return {"constant": self.constant, "slopes": list(self.slopes)}
-
-    @staticmethod
-    def from_dict(raw: dict, slopes: int, where: str) -> Line:
-        """Inverse of `to_dict`. Raises InputError naming `where` unless it has `slopes` slopes, all >= 0."""
-        line = Line(float(raw["constant"]), tuple(float(slope) for slope in raw["slopes"]))
-        if len(line.slopes) != slopes or not all(0 <= c < float("inf") for c in (line.constant, *line.slopes)):
-            raise InputError(f"{where} needs a constant and {slopes} slopes, finite and >= 0")
-        return line
 
 
 @dataclass(frozen=True)
@@ -123,19 +116,6 @@ class Grid:
         first = ", ".join(f"{axis[0]:g}" for axis in self.axes)
         last = ", ".join(f"{axis[-1]:g}" for axis in self.axes)
         return f"{self.seconds[0] * 1e3:.3f} ms at ({first}) to {self.seconds[-1] * 1e3:.3f} ms at ({last})"
-
-    def to_dict(self) -> dict:
-        return {"axes": [list(axis) for axis in self.axes], "seconds": list(self.seconds)}
-
-    @staticmethod
-    def from_dict(raw: dict, where: str) -> Grid:
-        """Inverse of `to_dict`. Raises InputError naming `where`."""
-        try:
-            return Grid(tuple(tuple(map(float, axis)) for axis in raw["axes"]), tuple(map(float, raw["seconds"])))
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from None
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{where}: {error} is missing or no number; a grid has axes and seconds") from None
 
 
 def _terms(point: Sequence[float]) -> tuple[float, ...]:

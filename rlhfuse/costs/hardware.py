@@ -106,7 +106,7 @@ def data_sheets() -> dict[str, DataSheet]:
 
 # What torch.cuda.get_device_name says of the devices that the sheets above are about. Cards of the same family with
 # other rates or memory (PCIe, NVL, 40 GB) are none of them.
-_GPU_NAMES = {
+GPU_NAMES = {
     "NVIDIA A100-SXM4-80GB": "a100",
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA H800": "h800",
@@ -114,38 +114,20 @@ _GPU_NAMES = {
 }
 
 
-def gpu_by_name(name: str) -> str | None:
-    """The entry for a device that calls itself `name`; None where there is none."""
-    return _GPU_NAMES.get(name)
-
-
-def known_hardware(calibration: Calibration = ASSUMED) -> dict[str, HardwareSpec]:
-    """The machines by name; `calibration` is for the GPUs."""
+def known_hardware() -> dict[str, HardwareSpec]:
+    """The machines by name."""
     # One core of a laptop or cloud machine running float32 torch; ranks are processes that talk through
     # gloo on the loopback; a layer's 200 us are the dispatch of its twenty or so operators. A process with torch's
     # CPU build, Megatron and transformers, connected to three others, was measured at 0.59e9 bytes in the first
     # iteration of the quickstart and 0.62e9 in the fifth; 0.2e9 more where it had to compile the numba kernels.
-    cpu = HardwareSpec(
-        "cpu",
-        20e9,
-        8 * _GB,
-        8 * _GB,
-        1 * _GB,
-        1 * _GB,
-        4 * _GB,
-        launch_seconds=200e-6,
-        devices_per_node=64,
-        decode_layer_seconds=200e-6,
-        process_bytes=620_000_000,
-    )
-    return {"cpu": cpu, **{name: calibration.reached(sheet) for name, sheet in data_sheets().items()}}
+    rates = (20e9, 8 * _GB, 8 * _GB, 1 * _GB, 1 * _GB, 4 * _GB)
+    floors = dict(launch_seconds=200e-6, decode_layer_seconds=200e-6)
+    cpu = HardwareSpec("cpu", *rates, **floors, devices_per_node=64, process_bytes=620_000_000)
+    return {"cpu": cpu, **{name: ASSUMED.reached(sheet) for name, sheet in data_sheets().items()}}
 
 
 def hardware_by_name(name: str, device: str = "auto") -> HardwareSpec:
-    """The entry called `name`; `auto` is the cpu, or h100 where `device` is cuda.
-
-    Raises InputError naming the known ones.
-    """
+    """The entry called `name`; `auto` is the cpu, or h100 where `device` is cuda. Raises InputError."""
     table = known_hardware()
     if name == "auto":
         name = "h100" if device == "cuda" else "cpu"

@@ -5,17 +5,17 @@ Paper section 4.2: the threshold is refined while training runs.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from rlhfuse.config.json_values import from_json, read_json, to_json
 from rlhfuse.costs.analytic import CostModel
 from rlhfuse.costs.fits import Line
 from rlhfuse.errors import InputError
-from rlhfuse.files import write_text
 
 COLUMNS = {"decode": ("batch", "context tokens"), "prefill": ("tokens", "sequences"), "score": ("tokens", "sequences")}
 MEDIANS = ("swap_in", "meeting", "release")
@@ -50,18 +50,20 @@ class BytesObservation:
 
 @dataclass(frozen=True)
 class MeasuredCost:
-    """A CostModel of one generation instance, fitted to observations; prints and saves as JSON.
-
-    Swap-in, barrier (`meeting` in costs.json) and release are the medians of what was seen.
-    """
+    """Fitted to observations of one instance; swap-in, barrier (`meeting` in costs.json) and release are medians."""
 
     decode: Line  # of batch, context tokens
     prefill: Line  # of tokens, sequences
     score: Line  # of tokens, sequences; all models that score
     migration: Line  # of bytes
     swap_in: float  # seconds
-    meeting: float = 0.0
-    release: float = 0.0
+    meeting: float
+    release: float
+
+    def __post_init__(self) -> None:
+        for kind, columns in (*COLUMNS.items(), ("migration", ("bytes",))):
+            if len(getattr(self, kind).slopes) != len(columns):
+                raise InputError(f"{kind} needs a constant and {len(columns)} slopes")
 
     @staticmethod
     def fit(
@@ -73,10 +75,7 @@ class MeasuredCost:
         meeting: Sequence[float] = (0.0,),
         release: Sequence[float] = (0.0,),
     ) -> MeasuredCost:
-        """Fit every line. Raises InputError naming the kind without observations or with a bad number.
-
-        Nothing is guessed: a job that never migrated measures one transfer at start.
-        """
+        """Raises InputError naming a kind without observations (nothing is guessed) or with a bad number."""
         seconds = {
             "decode": [o.seconds for o in decode],
             "prefill": [o.seconds for o in prefill],
@@ -89,9 +88,8 @@ class MeasuredCost:
         for kind, seen in seconds.items():
             if not len(seen):
                 raise InputError(f"no {kind} observation to fit costs from; measure at least one")
-            for value in seen:
-                if not (np.isfinite(value) and value >= 0):
-                    raise InputError(f"{kind} observation of {value} seconds: seconds must be finite and >= 0")
+            if bad := [value for value in seen if not 0 <= value < np.inf]:
+                raise InputError(f"{kind} observation of {bad[0]} seconds: seconds must be finite and >= 0")
         return MeasuredCost(
             decode=Line.fit([(o.batch, o.context_tokens) for o in decode], seconds["decode"]),
             prefill=Line.fit([(o.tokens, o.sequences) for o in prefill], seconds["prefill"]),
@@ -128,21 +126,12 @@ class MeasuredCost:
         return "\n".join((*lines, f"migration  {move}", *medians))
 
     def to_dict(self) -> dict:
-        lines = {kind: getattr(self, kind).to_dict() for kind in (*COLUMNS, "migration")}
-        return {"version": VERSION, **lines, **{kind: getattr(self, kind) for kind in MEDIANS}}
+        return to_json(self, VERSION)
 
     @staticmethod
-    def from_dict(raw: dict, where: str = "measured costs") -> MeasuredCost:
+    def from_dict(raw: Any, where: str = "measured costs") -> MeasuredCost:
         """Inverse of `to_dict`. Raises InputError naming `where` and the field."""
-        try:
-            if raw["version"] != VERSION:
-                raise InputError(f"{where}: version is {raw['version']!r}; only {VERSION} is known")
-            decode, prefill, score = (Line.from_dict(raw[kind], 2, f"{where}: {kind}") for kind in COLUMNS)
-            migration = Line.from_dict(raw["migration"], 1, f"{where}: migration")
-            return MeasuredCost(decode, prefill, score, migration, *(float(raw[kind]) for kind in MEDIANS))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            known = ", ".join((*COLUMNS, "migration", *MEDIANS))
-            raise InputError(f"{where}: {error} is missing or no number; needed are version, {known}") from None
+        return from_json(MeasuredCost, raw, where, VERSION)
 
 
 @dataclass(frozen=True)
@@ -187,25 +176,5 @@ class TrialCost:
 
 
 def load_measured_cost(path: str | Path) -> MeasuredCost:
-    """Read what `save_measured_cost` wrote. Raises InputError naming the file."""
-    return MeasuredCost.from_dict(read_cost_file(path), str(path))
-
-
-def read_cost_file(path: str | Path) -> dict:
-    """The JSON object in a cost file. Raises InputError naming the file."""
-    try:
-        raw = json.loads(Path(path).read_text())
-    except FileNotFoundError:
-        raise InputError(f"cost file {path} does not exist") from None
-    except OSError as error:
-        raise InputError(f"cost file {path} cannot be read: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"cost file {path} is not valid JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise InputError(f"cost file {path} holds no JSON object; give costs.json of a run or a profile")
-    return raw
-
-
-def save_measured_cost(costs: MeasuredCost, path: str | Path) -> None:
-    """Write beside and rename. Raises InputError where that fails."""
-    write_text(path, json.dumps(costs.to_dict(), indent=1) + "\n")
+    """Read costs.json. Raises InputError naming the file."""
+    return MeasuredCost.from_dict(read_json(path), str(path))

@@ -6,24 +6,22 @@ layers as it has; embedding, output layer and loss are measured together and cou
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlhfuse.config.json_values import from_json, read_json, to_json
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost, CostModel
 from rlhfuse.costs.fits import Grid
-from rlhfuse.costs.measured import MeasuredCost, read_cost_file
+from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.errors import InputError
-from rlhfuse.files import write_text
 from rlhfuse.schedule.ir.problem import StageCosts
 
 VERSION = 2
-TRAINING_GRIDS = ("layer_forward", "layer_backward", "ends_forward", "ends_backward")
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class TrainingGrids:
 
 
 @dataclass(frozen=True)
-class ProfiledCost:
+class ProfiledCost(CostModel):
     """A CostModel of one generation instance; saves as JSON."""
 
     made_for: Mapping[str, Any]  # device, dtype, tensor degrees, and each model's shape as text
@@ -79,13 +77,6 @@ class ProfiledCost:
 
     def migration_seconds(self, kv_bytes: float) -> float:
         return self.move(kv_bytes) if kv_bytes > 0 else 0.0
-
-    def barrier_seconds(self) -> float:
-        """0, as is `release_seconds`: a profile is of one instance's work; a job measures what lies between."""
-        return 0.0
-
-    def release_seconds(self) -> float:
-        return 0.0
 
     def stage_costs(
         self, role: str, analytic: AnalyticCost, tokens: float, sequences: float, tick_seconds: float
@@ -121,47 +112,12 @@ class ProfiledCost:
         return "\n".join((*rows, f"swap-in            {self.swap_in * 1e3:.3f} ms"))
 
     def to_dict(self) -> dict:
-        return {
-            "version": VERSION,
-            "kind": "profile",
-            "made_for": dict(self.made_for),
-            "decode": self.decode.to_dict(),
-            "prefill": self.prefill.to_dict(),
-            "score": {role: grid.to_dict() for role, grid in self.score.items()},
-            "swap_in": self.swap_in,
-            "move": self.move.to_dict(),
-            "all_reduce": self.all_reduce.to_dict() if self.all_reduce else None,
-            "training": {
-                role: {"tp": grids.tp, **{name: getattr(grids, name).to_dict() for name in TRAINING_GRIDS}}
-                for role, grids in self.training.items()
-            },
-        }
+        return {"version": VERSION, "kind": "profile", **to_json(self)}
 
     @staticmethod
-    def from_dict(raw: dict, where: str = "profile") -> ProfiledCost:
+    def from_dict(raw: Any, where: str = "profile") -> ProfiledCost:
         """Inverse of `to_dict`. Raises InputError naming `where` and the field."""
-
-        def training(role: str, grids: dict) -> TrainingGrids:
-            named = {name: Grid.from_dict(grids[name], f"{where}: training {role}.{name}") for name in TRAINING_GRIDS}
-            return TrainingGrids(tp=int(grids["tp"]), **named)
-
-        try:
-            if raw["version"] != VERSION:
-                raise InputError(f"{where}: version is {raw['version']!r}; only {VERSION} is known")
-            return ProfiledCost(
-                made_for=dict(raw["made_for"]),
-                decode=Grid.from_dict(raw["decode"], f"{where}: decode"),
-                prefill=Grid.from_dict(raw["prefill"], f"{where}: prefill"),
-                score={role: Grid.from_dict(grid, f"{where}: score by {role}") for role, grid in raw["score"].items()},
-                swap_in=float(raw["swap_in"]),
-                move=Grid.from_dict(raw["move"], f"{where}: move"),
-                all_reduce=Grid.from_dict(raw["all_reduce"], f"{where}: all_reduce") if raw["all_reduce"] else None,
-                training={role: training(role, grids) for role, grids in raw["training"].items()},
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, InputError):
-                raise
-            raise InputError(f"{where} is no profile: {error}; write one with tools/profile_costs.py") from None
+        return from_json(ProfiledCost, raw, where, VERSION)
 
 
 def shape_text(spec: ModelSpec) -> str:
@@ -187,24 +143,15 @@ def made_for(config: RunConfig, specs: Mapping[Role, ModelSpec]) -> dict[str, An
 
 def load_costs(path: str | Path) -> CostModel:
     """A profile of tools/profile_costs.py or the costs.json of a run. Raises InputError naming the file."""
-    raw = read_cost_file(path)
-    if raw.get("kind") == "profile":
-        return ProfiledCost.from_dict(raw, str(path))
-    return MeasuredCost.from_dict(raw, str(path))
+    raw = read_json(path)
+    kind = ProfiledCost if isinstance(raw, dict) and raw.get("kind") == "profile" else MeasuredCost
+    return kind.from_dict(raw, str(path))
 
 
 def load_run_costs(config: RunConfig, specs: Mapping[Role, ModelSpec], path: str | Path = "") -> CostModel:
-    """What `path`, default fusion.profile, holds.
-
-    Raises InputError naming the file, also for a profile made for other models or settings.
-    """
+    """What `path`, default fusion.profile, holds. Raises InputError, also for a profile of other models or settings."""
     file = path or config.fusion.profile
     costs = load_costs(file)
     if isinstance(costs, ProfiledCost):
         costs.check(made_for(config, specs), str(file))
     return costs
-
-
-def save_profile(costs: ProfiledCost, path: str | Path) -> None:
-    """Write beside and rename. Raises InputError where that fails."""
-    write_text(path, json.dumps(costs.to_dict(), indent=1) + "\n")

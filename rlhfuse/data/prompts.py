@@ -76,7 +76,10 @@ def load_prompts(
             rows += 1
             where = f"{file}:{line}"
             text = _prompt_of(row, prompt_key, where, dialogues_as_turns)
-            tokens = _encoded(encode, text, where)
+            try:
+                tokens = tuple(encode(text))
+            except InputError as error:
+                raise InputError(f"{where}: {error}") from None
             if not tokens:
                 raise InputError(f"{where}: the prompt has no tokens; remove the row")
             if len(tokens) <= max_prompt_tokens:
@@ -114,13 +117,6 @@ def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     return readers[file.suffix](file)
 
 
-def _encoded(encode: Callable[[Text], list[int]], text: Text, where: str) -> tuple[int, ...]:
-    try:
-        return tuple(encode(text))
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from None
-
-
 def _prompt_of(row: Any, key: str, where: str, dialogues_as_turns: bool) -> Text:
     if not isinstance(row, dict):
         raise InputError(f'{where}: a row must be an object like {{"{key}": "..."}}, not {json.dumps(row)[:40]}')
@@ -130,7 +126,7 @@ def _prompt_of(row: Any, key: str, where: str, dialogues_as_turns: bool) -> Text
         raise InputError(f"{where}: no key {key!r}; found {', '.join(map(repr, row)) or 'none'}: set data.prompt_key")
     value = row[key]
     words = [value] if isinstance(value, str) else [turn["content"] for turn in value] if _are_turns(value) else []
-    if any(map(_is_torn, words)):
+    if any("\ud800" <= character <= "\udfff" for text in words for character in text):  # JSON can escape it
         raise InputError(f"{where}: {key} has half a character (a lone surrogate); write it again as UTF-8")
     if any(text.strip() for text in words):
         return value
@@ -154,26 +150,17 @@ def dialogue_prompt(dialogue: Any, where: str, as_turns: bool = False) -> Text:
         raise InputError(
             f"{where}: chosen is {str(dialogue)[:40]!r}; it must be a dialogue of Human: and Assistant: turns"
         )
-    return _turns_of(before) if as_turns else before + mark
-
-
-def _turns_of(text: str) -> list[dict[str, str]]:
-    pieces = _TURN.split(text)  # what is before the first turn, then speaker and words in turn
+    if not as_turns:
+        return before + mark
+    pieces = _TURN.split(before)  # what is before the first turn, then speaker and words in turn
     roles = {"Human": "user", "Assistant": "assistant"}
     return [{"role": roles[who], "content": words.strip()} for who, words in zip(pieces[1::2], pieces[2::2])]
 
 
-def _is_torn(text: str) -> bool:
-    """Whether it holds what JSON can escape, but no encoding can say."""
-    return any("\ud800" <= character <= "\udfff" for character in text)
-
-
 def _are_turns(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(_is_turn(turn) for turn in value)
-
-
-def _is_turn(turn: Any) -> bool:
-    return isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
+        return False
+    return bool(value) and all(isinstance(turn.get(key), str) for turn in value for key in ("role", "content"))
 
 
 def _decode(data: bytes, file: Path, line: int = 1) -> str:

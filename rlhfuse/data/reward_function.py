@@ -21,8 +21,6 @@ from typing import Any
 
 from rlhfuse.errors import InputError, RewardError
 
-SIGNATURES = ("verl", "trl")
-
 
 @dataclass(frozen=True)
 class RewardCall:
@@ -41,7 +39,7 @@ class RewardFunction:
     """The function itself, under the name that the configuration calls it by."""
 
     name: str
-    signature: str  # one of SIGNATURES
+    signature: str  # verl or trl
     function: Callable[..., Any]
 
     @staticmethod
@@ -81,9 +79,12 @@ class RewardFunction:
             arguments = self.arguments(RewardCall(0, row, prompt, "", ()))
             inspect.signature(self.function).bind(**arguments)
         except (TypeError, ValueError) as error:
+            offered = ["prompts", "completions", "completion_ids", *filter(str.isidentifier, row)]
+            if self.signature == "verl":
+                offered = ["data_source", "solution_str", "ground_truth", "extra_info"]
             raise InputError(
                 f"reward.function={self.name} cannot be called as reward.signature={self.signature} says ({error}); "
-                f"{where} offers {', '.join(self._offered(row))}"
+                f"{where} offers {', '.join(offered)}"
             ) from None
 
     def arguments(self, call: RewardCall) -> dict[str, Any]:
@@ -106,11 +107,6 @@ class RewardFunction:
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken):
             return offered
         return {parameter.name: offered[parameter.name] for parameter in taken if parameter.name in offered}
-
-    def _offered(self, row: Mapping[str, Any]) -> tuple[str, ...]:
-        if self.signature == "verl":
-            return ("data_source", "solution_str", "ground_truth", "extra_info")
-        return ("prompts", "completions", "completion_ids", *(key for key in row if key.isidentifier()))
 
     def number(self, returned: Any, call: RewardCall) -> float:
         """The score in what a call gave back. Raises RewardError naming function, sample and row."""

@@ -122,10 +122,7 @@ def _score(call: RewardCall) -> dict[int, float]:
 
 
 def _serve(timeout_seconds: float) -> dict[int, float]:
-    """Await the queue's calls of an async function together until none is left: sample id -> score.
-
-    Calls that are queued meanwhile join. Raises RewardError for the first that fails or is late.
-    """
+    """Await an async function's queued calls, and those that join. Raises RewardError where one fails or is late."""
     loaded: RewardFunction = _worker["function"]
     scores: dict[int, float] = {}
     running: dict[concurrent.futures.Future, tuple[RewardCall, float]] = {}  # and when the call is late

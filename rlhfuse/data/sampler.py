@@ -15,7 +15,7 @@ import numpy as np
 from rlhfuse.errors import InputError
 
 _SHUFFLE = 0x73687566  # the purpose of this random stream, beside (seed, epoch)
-ITERATION_BITS, PROMPT_BITS, COPY_BITS = 24, 23, 16
+BITS = ITERATION_BITS, PROMPT_BITS, COPY_BITS = 24, 23, 16
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,7 @@ class PromptSampler:
     seed: int
 
     def prompts_of(self, iteration: int, count: int) -> list[int]:
-        """Indices of the `count` prompts of this iteration (from 0); `count` is the same in every iteration.
-
-        Each epoch has every prompt once; with count > prompts an iteration meets some of them again.
-        """
+        """Indices of an iteration's prompts; `count` is the same in all. Each epoch has every prompt once."""
         first = iteration * count
         drawn: list[int] = []
         while len(drawn) < count:
@@ -42,15 +39,8 @@ class PromptSampler:
 
 
 def sample_id(iteration: int, prompt: int, copy: int) -> int:
-    """Unique 63-bit number of a sample; `prompt` is its place in the iteration's draw, `copy` its response.
-
-    Ascending in (iteration, prompt, copy). Raises InputError when a number does not fit its bits.
-    """
-    for name, value, bits in (
-        ("iteration", iteration, ITERATION_BITS),
-        ("prompt", prompt, PROMPT_BITS),
-        ("copy", copy, COPY_BITS),
-    ):
+    """63-bit number, ascending in (iteration, place in its draw, copy). Raises InputError for one out of range."""
+    for name, value, bits in zip(("iteration", "prompt", "copy"), (iteration, prompt, copy), BITS):
         if not 0 <= value < 2**bits:
             raise InputError(f"sample id: {name} {value} is outside 0..{2**bits - 1}")
     return (iteration << PROMPT_BITS | prompt) << COPY_BITS | copy

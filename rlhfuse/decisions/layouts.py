@@ -27,8 +27,6 @@ TASK_ROLES = (
     ("actor_train", Role.ACTOR),
     ("critic_train", Role.CRITIC),
 )
-
-
 LayoutText = Annotated[ParallelLayout, PlainValidator(ParallelLayout.parse), PlainSerializer(str)]  # in JSON
 
 
@@ -140,10 +138,7 @@ def _task_table(config: RunConfig, world_size: int) -> tuple[Task, ...]:
 
 
 def check_layouts(config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int) -> tuple[Task, ...]:
-    """Hold the task table, the models and the batch against every rule; returns the table.
-
-    `specs` has the roles of the run. Raises InputError with the equation that fails.
-    """
+    """The task table, held against every rule with models and batch. Raises InputError with the equation that fails."""
     tasks = _task_table(config, world_size)
     for task in tasks:
         where = f"parallel.{task.name}"

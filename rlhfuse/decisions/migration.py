@@ -34,10 +34,7 @@ class UnfinishedSample:
 
 @dataclass(frozen=True)
 class SampleMoveCost:
-    """What decides between the two ways to move: both are straight lines.
-
-    kv: latency + bytes / bandwidth. tokens: the prefill that builds the keys and values again.
-    """
+    """Two straight lines: of sending keys and values, and of the prefill that builds them again from tokens."""
 
     kv_bytes_per_token: float
     transfer_latency_seconds: float
@@ -45,18 +42,12 @@ class SampleMoveCost:
     prefill_seconds_per_token: float
     prefill_latency_seconds: float = 0.0
 
-    def transfer_seconds(self, tokens: int) -> float:
-        """Seconds to send the keys and values of so many tokens; nothing to send takes no time."""
-        volume = tokens * self.kv_bytes_per_token
-        return self.transfer_latency_seconds + volume * self.transfer_seconds_per_byte if tokens else 0.0
-
-    def prefill_seconds(self, tokens: int) -> float:
-        """Seconds to run so many tokens again."""
-        return self.prefill_latency_seconds + tokens * self.prefill_seconds_per_token if tokens else 0.0
-
     def mode(self, sent_tokens: int, run_tokens: int) -> MoveMode:
         """The quicker of sending the cache of `sent_tokens` and running `run_tokens`; equal goes with the cache."""
-        return "kv" if self.transfer_seconds(sent_tokens) <= self.prefill_seconds(run_tokens) else "tokens"
+        volume = sent_tokens * self.kv_bytes_per_token
+        send = self.transfer_latency_seconds + volume * self.transfer_seconds_per_byte if sent_tokens else 0.0
+        run = self.prefill_latency_seconds + run_tokens * self.prefill_seconds_per_token if run_tokens else 0.0
+        return "kv" if send <= run else "tokens"
 
 
 class SharedBlocks:
@@ -72,10 +63,7 @@ class SharedBlocks:
         return len(self._sent.intersection(shared_blocks))
 
     def mode(self, cost: SampleMoveCost, kv_tokens: int, shared_blocks: Sequence[int]) -> MoveMode:
-        """The quicker way for a further sample, given what is sent or run again for those before it.
-
-        A sample that waits has nothing to send: "tokens".
-        """
+        """The quicker way for a further sample, after those before it; "tokens" for one with nothing to send."""
         if not kv_tokens:
             return "tokens"
         sent = kv_tokens - self._block_tokens * self.count_sent(shared_blocks)
@@ -94,10 +82,7 @@ _MOVE = re.compile(r"(\d+):(\d+)>(\d+) (kv|tokens) (\d+)")
 
 @dataclass(frozen=True)
 class SampleMove:
-    """One sample from `source` to `destination`; `kv_tokens` of cache travel (0 in mode "tokens").
-
-    Prints as `sample:source>destination mode kv_tokens`, e.g. `17:3>0 kv 412`.
-    """
+    """A sample of whose cache `kv_tokens` travel. Prints as `17:3>0 kv 412`: sample 17, instance 3 to 0."""
 
     sample_id: int
     source: int
@@ -129,9 +114,6 @@ class MigrationPlan:
 
     def moves_from(self, instance: int) -> tuple[SampleMove, ...]:
         return tuple(move for move in self.moves if move.source == instance)
-
-    def moves_to(self, instance: int) -> tuple[SampleMove, ...]:
-        return tuple(move for move in self.moves if move.destination == instance)
 
     def __str__(self) -> str:
         def numbers(values: Sequence[int]) -> str:

@@ -36,10 +36,7 @@ def scoring_packs(lengths: Sequence[int], workers: int, budget: int) -> list[lis
 
 
 def streamed_pack(lengths: Sequence[int], workers: int, budget: int) -> int:
-    """How many of the samples that wait, in order of arrival, one of `workers` takes together.
-
-    Its share of the tokens, within `budget`, so that the others find work too; at least one sample.
-    """
+    """How many waiting samples one of `workers` takes: its share of the tokens within `budget`, at least one."""
     share = min(budget, math.ceil(sum(lengths) / workers))
     taken = count = 0
     for tokens in lengths:

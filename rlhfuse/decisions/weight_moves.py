@@ -6,7 +6,6 @@ made; it runs in *buckets*, whose order is part of it (parallel/reshard.py).
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from rlhfuse.decisions.shards import Shard, model_shards
 from rlhfuse.schedule.ir.ranks import plain_cells, rank_map
 
 DESTINATIONS = {Role.ACTOR: "generation", Role.CRITIC: "critic_inference"}  # the critic's copy goes on to host memory
-_TEXT = re.compile(r"(\S+)\[(\d+):(\d+)\] (\d+)->(\d+) (\d+) B( forwarded)?")
 
 
 class Transfer(NamedTuple):
@@ -40,15 +38,6 @@ class Transfer(NamedTuple):
     def __str__(self) -> str:
         forwarded = " forwarded" if self.forwarded else ""
         return f"{self.tensor}[{self.start}:{self.stop}] {self.source}->{self.target} {self.bytes} B{forwarded}"
-
-    @staticmethod
-    def parse(text: str) -> Transfer:
-        """Inverse of `str`. Raises ValueError on anything else."""
-        match = _TEXT.fullmatch(text)
-        if not match:
-            raise ValueError(f"{text!r} is no transfer, as in 'output_layer.weight[0:64] 0->4 1024 B forwarded'")
-        start, stop, source, target, size = (int(match[i]) for i in range(2, 7))
-        return Transfer(match[1], start, stop, source, target, size, match[7] is not None)
 
 
 @dataclass(frozen=True)
@@ -270,15 +259,10 @@ def layout_moves(
         transfers = plan_moves(has, wants, node)
         seconds = move_seconds(transfers, hardware, node)
         if target.name != "generation":
-            seconds += _rank_bytes(wants) / hardware.host_bandwidth
+            held: Counter[int] = Counter()
+            for shard in wants:
+                held[shard.rank] += shard.bytes
+            seconds += max(held.values()) / hardware.host_bandwidth
         traffic = Traffic.of(transfers, minimum_across(has, wants, node), node)
         moves.append(LayoutMove(model, f"{model}_train {layout}", f"{target.name} {target.layout}", traffic, seconds))
     return tuple(moves)
-
-
-def _rank_bytes(shards: Sequence[Shard]) -> int:
-    """Bytes on the fullest rank."""
-    held: Counter[int] = Counter()
-    for shard in shards:
-        held[shard.rank] += shard.bytes
-    return max(held.values())

@@ -12,7 +12,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from rlhfuse.costs.hardware import data_sheets, gpu_by_name
+from rlhfuse.costs.hardware import GPU_NAMES, data_sheets
 from rlhfuse.parallel.device import Device
 
 SIDE = 512  # of the matrices: large enough for a core's best rate, small enough for many in MEASURED_SECONDS
@@ -25,7 +25,7 @@ def peak_flops(peak_tflops: float, dtype: torch.dtype, device: Device) -> float 
         return peak_tflops * 1e12
     if not device.is_cuda:
         return _measured_flops(dtype)
-    sheet = gpu_by_name(torch.cuda.get_device_name(device.torch_device))
+    sheet = GPU_NAMES.get(torch.cuda.get_device_name(device.torch_device))
     return data_sheets()[sheet].flops if sheet and dtype is torch.bfloat16 else None
 
 

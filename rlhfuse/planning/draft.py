@@ -74,24 +74,21 @@ class PlanDraft:
 def draft_plan(
     config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int, lengths: SampleLengths | None = None
 ) -> PlanDraft:
-    """Check and price a run; launches and searches nothing.
-
-    Raises InputError with the equation that fails, the file that is wrong, or the phase that does not fit a rank.
-    """
+    """Check and price a run; searches nothing. Raises InputError: an equation, a file, a phase that does not fit."""
     tasks = check_layouts(config, specs, world_size)
     batch = batch_arithmetic(config, tasks)
-    hardware = _hardware(config)
+    try:
+        hardware = hardware_by_name(config.trainer.hardware, config.trainer.device)
+    except InputError as error:
+        raise InputError(f"trainer.hardware: {error}") from None
     analytic = _task_costs(config, specs, tasks, hardware)
     if config.fusion.profile:
         costs, costs_name = load_run_costs(config, specs), f"costs of fusion.profile={config.fusion.profile}"
     else:
         costs, costs_name = _job_cost(analytic, world_size), "analytic costs"
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    if lengths is None:  # an upper bound
-        samples = config.samples_per_iteration
-        planned = SampleLengths((prompt,) * samples, (response,) * samples)
-    else:
-        planned = lengths.clip(prompt, response)
+    samples = config.samples_per_iteration  # without lengths an upper bound
+    planned = lengths.clip(prompt, response) if lengths else SampleLengths((prompt,) * samples, (response,) * samples)
     limits = instance_limits(config, specs[Role.ACTOR], batch.instances, costs, planned.median_context)
     memory = memory_budget(config, analytic, world_size, limits.kv_capacity_bytes, batch.samples_per_microbatch)
     mean_tokens = (sum(planned.prompt) + sum(planned.output)) / len(planned)
@@ -153,28 +150,18 @@ def instance_limits(
     """Sizes of a generation instance. BS_max comes from the costs unless the config gives it."""
     rollout = config.rollout
     token_bytes = actor.kv_bytes_per_token(element_bytes(config))
-    bs_max = config.fusion.bs_max or largest_flat_batch(
-        costs, median_context_tokens, rollout.max_sequences_per_instance
-    )
+    most = rollout.max_sequences_per_instance
     return InstanceLimits(
-        max_sequences=rollout.max_sequences_per_instance,
+        max_sequences=most,
         kv_capacity_bytes=kv_blocks(config, instances) * rollout.block_tokens * token_bytes,
         kv_bytes_per_token=token_bytes,
         block_tokens=rollout.block_tokens,
-        bs_max=bs_max,
+        bs_max=config.fusion.bs_max or largest_flat_batch(costs, median_context_tokens, most),
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_output_tokens=rollout.max_response_tokens,
         score_tokens=rollout.max_batched_tokens,
         scoring_models=max(1, len(config.scorers())),
     )
-
-
-def _hardware(config: RunConfig) -> HardwareSpec:
-    """The machine that is planned for. Raises InputError naming the key and the known ones."""
-    try:
-        return hardware_by_name(config.trainer.hardware, config.trainer.device)
-    except InputError as error:
-        raise InputError(f"trainer.hardware: {error}") from None
 
 
 def _task_costs(
@@ -231,10 +218,7 @@ def _training_problem(
 
 
 def _given_schedule(config: RunConfig, problem: FusionProblem) -> tuple[Schedule, str] | None:
-    """The training schedule and where it is from: (interleaved) serial 1F1B, or the config's file; None: search one.
-
-    A file's order is taken and priced with this run's times. Raises InputError for a file made for other layouts.
-    """
+    """Serial 1F1B, or the order of the config's file in this run's times, and where it is from; None: search one."""
     if not config.fusion.intra_stage:
         if all(len(set(pipeline.placement)) < pipeline.stages for pipeline in problem.pipelines):
             return interleaved_1f1b(problem), "interleaved 1F1B: fusion.intra_stage is false"

@@ -76,10 +76,7 @@ class MemoryBudget:
         return self.needed(self.static[-1])
 
     def check(self, activations: float, least: float, order: str) -> None:
-        """Raise InputError unless a schedule that holds `activations` fits; `order` says which one it is.
-
-        `least`: activations of the leanest schedule. The message has the fullest phase, its parts and a remedy.
-        """
+        """Raise InputError unless a schedule with `activations`, called `order`, fits; `least`: of the leanest."""
         fullest = self.fullest(activations)
         needed = self.needed(fullest)
         if needed <= self.limit:

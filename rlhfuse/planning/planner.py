@@ -9,15 +9,8 @@ from __future__ import annotations
 import json
 
 from rlhfuse.decisions.weight_moves import layout_moves
+from rlhfuse.planning import reasons
 from rlhfuse.planning.draft import TICK_SECONDS, PlanDraft, element_bytes
-from rlhfuse.planning.reasons import (
-    costs_reason,
-    lengths_reason,
-    limits_reason,
-    memory_reason,
-    output_files,
-    threshold_hints,
-)
 from rlhfuse.planning.run_plan import PlanReport, RunPlan, ScheduleSummary
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import evaluate
@@ -66,7 +59,8 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
     batches = (draft.planned_lengths,)
     if draft.lengths is not None:
         batches = draft.planned_lengths.draw(batch.samples, DRAWS, config.trainer.seed)
-    threshold_samples, threshold, reason = _choose_threshold(draft, batches)
+    threshold_samples, threshold, why = _choose_threshold(draft, batches)
+    hints = reasons.threshold_hints(config, threshold_samples, draft.lengths)
     moves = layout_moves(draft.tasks, draft.specs, element_bytes(config), draft.hardware)
     return PlanReport(
         world_size=draft.world_size,
@@ -87,16 +81,12 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
         threshold=threshold,
         limits=limits,
         move_cost=move_cost(draft.costs, limits),
-        files=output_files(config, draft.specs, element_bytes(config)),
-        threshold_reasons=(
-            reason,
-            *threshold_hints(config, threshold_samples, draft.lengths),
-            limits_reason(config, limits),
-        ),
+        files=reasons.output_files(config, draft.specs, element_bytes(config)),
+        threshold_reasons=(why, *hints, reasons.of_limits(config, limits)),
         reasons=(
-            lengths_reason(config, draft.lengths, DRAWS),
-            costs_reason(config, draft.hardware, draft.costs, draft.costs_name),
-            memory_reason(draft.memory, summary.peak_activation_bytes),
+            reasons.of_lengths(config, draft.lengths, DRAWS),
+            reasons.of_costs(config, draft.hardware, draft.costs, draft.costs_name),
+            reasons.of_memory(draft.memory, summary.peak_activation_bytes),
         ),
     )
 
@@ -143,19 +133,9 @@ def _predict(
     minibatch, count = (summary.serial_makespan_seconds, summary.makespan_seconds), draft.batch.optimizer_steps
     if threshold is not None and draft.lengths is None:  # read from a file: its curve is all there is
         generation = {point.threshold: point.generation_seconds for point in threshold.sweep}
-        return IterationSeconds(
-            moves,
-            threshold.serial_seconds,
-            threshold.fused_seconds,
-            minibatch[0] * count,
-            minibatch[1] * count,
-            generation.get(0),
-            generation.get(threshold.threshold),
-        )
-    runs = [
-        simulate_iteration(
-            lengths, draft.batch.instances, draft.costs, draft.limits, threshold_samples or 0, minibatch, count, moves
-        ).to_dict()
-        for lengths in batches
-    ]
+        training = (seconds * count for seconds in minibatch)
+        generated = (generation.get(samples) for samples in (0, threshold.threshold))
+        return IterationSeconds(moves, threshold.serial_seconds, threshold.fused_seconds, *training, *generated)
+    setting = draft.batch.instances, draft.costs, draft.limits, threshold_samples or 0, minibatch, count, moves
+    runs = [vars(simulate_iteration(lengths, *setting)) for lengths in batches]
     return IterationSeconds(**{name: sum(run[name] for run in runs) / len(runs) for name in runs[0]})

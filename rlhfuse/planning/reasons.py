@@ -16,7 +16,7 @@ from rlhfuse.simulator.lengths import SampleLengths
 CHECKPOINT_BYTES = 12  # per parameter that trains: float32 weight and Adam's two moments
 
 
-def lengths_reason(config: RunConfig, lengths: SampleLengths | None, draws: int) -> str:
+def of_lengths(config: RunConfig, lengths: SampleLengths | None, draws: int) -> str:
     """The lengths that times are for; `draws` batches of known ones are drawn and averaged."""
     if lengths is None:
         return (
@@ -31,7 +31,7 @@ def lengths_reason(config: RunConfig, lengths: SampleLengths | None, draws: int)
     )
 
 
-def costs_reason(config: RunConfig, hardware: HardwareSpec, costs: CostModel, costs_name: str) -> str:
+def of_costs(config: RunConfig, hardware: HardwareSpec, costs: CostModel, costs_name: str) -> str:
     """The source of the times."""
     if config.fusion.profile:
         training = "training too" if isinstance(costs, ProfiledCost) else "training analytically"
@@ -59,7 +59,7 @@ def threshold_hints(config: RunConfig, chosen: int | None, lengths: SampleLength
     return ()
 
 
-def limits_reason(config: RunConfig, limits: InstanceLimits) -> str:
+def of_limits(config: RunConfig, limits: InstanceLimits) -> str:
     """Bounds of the samples that go on decoding on one instance."""
     source = "fusion.bs_max" if config.fusion.bs_max else "decode steps within 10% of batch 1"
     return (
@@ -68,7 +68,7 @@ def limits_reason(config: RunConfig, limits: InstanceLimits) -> str:
     )
 
 
-def memory_reason(memory: MemoryBudget, activations: float) -> str:
+def of_memory(memory: MemoryBudget, activations: float) -> str:
     """The fullest phase beside the limit of a rank; `activations`: bytes of the training schedule."""
     fullest = memory.fullest(activations)
     with_host = ", host copies and the process itself included," if memory.hardware.name == "cpu" else ""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rlhfuse.config.json_values import from_json, to_json
@@ -17,7 +16,6 @@ from rlhfuse.costs.analytic import CostModel
 from rlhfuse.decisions.layouts import BatchArithmetic, Task
 from rlhfuse.decisions.migration import SampleMoveCost
 from rlhfuse.decisions.weight_moves import LayoutMove
-from rlhfuse.files import write_text
 from rlhfuse.planning.memory import DEVICE_PARTS, PhaseMemory, readable_bytes
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule
@@ -43,19 +41,19 @@ class ScheduleSummary:
 
     @property
     def gap(self) -> float:
-        """Makespan above the bound, which no schedule beats, as a part of the bound."""
+        """Makespan above the bound as a part of the bound."""
         return self.makespan_seconds / self.lower_bound_seconds - 1
 
     def lines(self) -> tuple[str, ...]:
         longer = (
-            "to search longer, also under MPI: tools/plan.py --problem, tools/search_schedule.py, then fusion.schedule",
+            "to search longer, also under MPI: tools/plan.py --problem, tools/search_schedule.py, then fusion.schedule"
         )
         return (
             f"{self.makespan_seconds:.4g} s, lower bound {self.lower_bound_seconds:.4g} s: gap {self.gap:.2%}; all "
             f"models one after the other, each 1F1B: {self.serial_makespan_seconds:.4g} s",
             f"activations up to {readable_bytes(self.peak_activation_bytes)} on the fullest rank",
             self.source,
-            *(longer if self.gap > WORTH_SEARCHING else ()),
+            *((longer,) if self.gap > WORTH_SEARCHING else ()),
         )
 
 
@@ -162,10 +160,7 @@ class PlanReport:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A report with what it is about; `report.schedule.makespan_seconds` is that of `schedule`, hence of `programs`.
-
-    `costs`: of generation and inference until the run has measured its own, called `costs_name` in its log.
-    """
+    """A report with what it is about; `costs`, called `costs_name`, hold until the run has measured its own."""
 
     report: PlanReport
     schedule: Schedule
@@ -177,8 +172,3 @@ class RunPlan:
     def to_text(self) -> str:
         """The text that one rank sends the others, for `planner.parse_plan`; the rest follows from their drafts."""
         return json.dumps({"report": self.report.to_dict(), "schedule": self.schedule.text()})
-
-
-def save_plan(report: PlanReport, path: str | Path) -> None:
-    """Write beside and rename. Raises InputError where that fails."""
-    write_text(path, json.dumps(report.to_dict(), indent=1) + "\n")

@@ -36,11 +36,10 @@ def add_advantages(batch: RolloutBatch, algorithm: AlgorithmConfig, groups: Tens
         advantages = returns = discounted_returns(given(batch.token_rewards), batch.response_lengths, algorithm.gamma)
     else:
         rewards = sample_rewards(batch)
-        compared = (
-            leave_one_out(rewards, given(groups))
-            if algorithm.name == "rloo"
-            else group_normalised(rewards, given(groups), algorithm.group_std)
-        )
+        if algorithm.name == "rloo":
+            compared = leave_one_out(rewards, given(groups))
+        else:
+            compared = group_normalised(rewards, given(groups), algorithm.group_std)
         advantages, returns = (each.repeat_interleave(batch.response_lengths) for each in (compared, rewards))
     if algorithm.whitens:
         advantages = whiten(advantages)
@@ -48,10 +47,7 @@ def add_advantages(batch: RolloutBatch, algorithm: AlgorithmConfig, groups: Tens
 
 
 def group_normalised(rewards: Tensor, groups: Tensor, divide: bool = True) -> Tensor:
-    """Rewards [N] minus their group's mean and, with `divide`, over its standard deviation (of n - 1): float64 [N].
-
-    Raises InputError for a group of one.
-    """
+    """Rewards [N] minus their group's mean, with `divide` over its deviation (of n - 1); float64."""
     rewards, (number, counts) = rewards.double(), _numbered(groups)
     centred = rewards - _group_sums(rewards, number, counts)[number] / counts[number]
     if not divide:
@@ -83,10 +79,7 @@ def _group_sums(values: Tensor, number: Tensor, counts: Tensor) -> Tensor:
 
 
 def whiten(values: Tensor, eps: float = 1e-8, mask: Tensor | None = None) -> Tensor:
-    """Shift to mean 0 and scale to variance 1 over all entries (the variance divides by their number).
-
-    With `mask` only the entries where it is True count; the others come out as 0.
-    """
+    """Shift to mean 0 and variance 1 (over n) all entries, or those where `mask` is True: the others come out as 0."""
     if mask is not None:
         out = torch.zeros_like(values)
         out[mask] = whiten(values[mask], eps)
@@ -104,7 +97,6 @@ def generalized_advantages(
     """A_i = sum over j >= i of (gamma lam)^(j-i) (r_j + gamma V_{j+1} - V_j), V = 0 after the end: float64 [R].
 
     `rewards` and `values` are flat [R], `lengths` [N] says how many each sample has.
-
     `mask` [R] is True for tokens that count (default: all). What follows a gap is carried over it; rewards and values
     in it are never read, their advantage is 0.
     """

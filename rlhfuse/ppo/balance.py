@@ -18,17 +18,13 @@ _PERMUTATION = 0x6D696E69  # the purpose of this random stream, beside (seed, it
 
 
 def cut_minibatches(count: int, minibatches: int, seed: int, iteration: int, epoch: int = 0) -> list[list[int]]:
-    """Positions of the samples of each mini-batch; sizes differ by one at most, and every epoch has its own order.
-
-    Raises InputError when there are fewer samples than mini-batches.
-    """
+    """Positions of each mini-batch's samples, sizes even to one, new in every epoch. Raises InputError."""
     if count < minibatches:
         raise InputError(
             f"{count} samples cannot fill {minibatches} mini-batches; lower algorithm.minibatches or raise "
             "rollout.prompts_per_iteration * rollout.samples_per_prompt"
         )
-    stream = [seed % 2**64, _PERMUTATION, iteration, *([epoch] if epoch else [])]
-    generator = np.random.default_rng(stream)
+    generator = np.random.default_rng([seed % 2**64, _PERMUTATION, iteration, *([epoch] if epoch else [])])
     return [part.tolist() for part in np.array_split(generator.permutation(count), minibatches)]
 
 

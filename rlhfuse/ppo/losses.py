@@ -56,10 +56,7 @@ def kl_loss_sum(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> tuple
 
 
 def value_loss_sum(values: Tensor, old_values: Tensor, returns: Tensor, clip_eps: float) -> tuple[Tensor, Stats]:
-    """sum_t 0.5 max((V_t - R_t)^2, (clip(V_t, V_old - eps, V_old + eps) - R_t)^2); arguments are [R].
-
-    `clip_eps` 0: no clip.
-    """
+    """sum_t 0.5 max((V_t - R_t)^2, (clip(V_t, V_old -+ eps) - R_t)^2); arguments are [R]. `clip_eps` 0: no clip."""
     # the bounds are clamped to, not the difference: inside them a value keeps every bit
     clipped_values = torch.clamp(values, old_values - clip_eps, old_values + clip_eps) if clip_eps else values
     plain, clipped = (values - returns).square(), (clipped_values - returns).square()

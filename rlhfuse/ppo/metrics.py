@@ -16,10 +16,7 @@ from rlhfuse.ppo.token_rewards import kl_estimate, sample_rewards
 
 
 def batch_metrics(batch: RolloutBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Mean, max and min of scores, rewards, advantages, returns and lengths, and the mean KL per token.
-
-    Values only where there is a critic, the KL only where there is a reference, the scale of scores where it moves.
-    """
+    """Mean, max and min of scores, rewards, advantages, returns, lengths; values, KL and scale where there are any."""
     metrics = {}
     for name, array in (
         ("critic/score", batch.scores),

@@ -59,10 +59,6 @@ class Rollout:
     def truncated(self) -> bool:
         return self.finish_reason == "length"
 
-    @property
-    def scored(self) -> bool:
-        return self.ref_logprobs is not None and self.values is not None and self.score is not None
-
     def with_scores(
         self, ref_logprobs: Tensor | None = None, values: Tensor | None = None, score: float | None = None
     ) -> Rollout:
@@ -111,10 +107,7 @@ class RolloutBatch:
 
     @staticmethod
     def from_rollouts(rollouts: Sequence[Rollout]) -> RolloutBatch:
-        """Pack rollouts sorted by sample id.
-
-        Raises InputError when they are not strictly ascending, or when only some of them are scored.
-        """
+        """Pack rollouts in strictly ascending order of sample id, all scored or none. Raises InputError."""
         ids = [rollout.sample_id for rollout in rollouts]
         if not ids or any(a >= b for a, b in zip(ids, ids[1:])):
             raise InputError(f"{len(ids)} rollouts must be non-empty, unique and sorted by sample id: {ids[:4]}...")

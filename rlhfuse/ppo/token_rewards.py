@@ -36,10 +36,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 
 def combine_rewards(batch: RolloutBatch, function_scores: Mapping[int, float], reward: RewardConfig) -> RolloutBatch:
-    """The batch with `scores`: the weighted sum of the reward model's and the function's, float32 [N].
-
-    `function_scores` is by sample id, empty without a function.
-    """
+    """The batch with `scores` [N]: the reward model's and the function's (by sample id, may be empty), weighted."""
     scores = None if batch.scores is None else reward.model_weight * batch.scores
     if function_scores:
         by_sample = torch.tensor([function_scores[sample] for sample in batch.sample_ids.tolist()], dtype=torch.float32)
@@ -49,10 +46,7 @@ def combine_rewards(batch: RolloutBatch, function_scores: Mapping[int, float], r
 
 
 def overlong_share(lengths: Tensor, max_response_tokens: int, overlong_tokens: int) -> Tensor:
-    """How far each length is into the last `overlong_tokens` tokens before the limit: 0 before them, 1 at the limit.
-
-    The soft overlong punishment of DAPO (Yu et al. 2025, equation 13). float32 [N].
-    """
+    """0 up to `overlong_tokens` before the limit, rising to 1 at it: float32 [N] (DAPO, Yu et al. 2025, eq. 13)."""
     begin = max_response_tokens - overlong_tokens
     return ((lengths - begin) / overlong_tokens).clamp(0, 1).float()
 

@@ -18,10 +18,10 @@ from rlhfuse.checkpoint.checkpoint import is_finished
 from rlhfuse.config.load import dump_config
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.costs.hardware import gpu_by_name
+from rlhfuse.costs.hardware import GPU_NAMES
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.errors import writing
-from rlhfuse.files import write_text
+from rlhfuse.files import write_json, write_text
 from rlhfuse.gen.compile_kernels import compile_kernels, compile_kernels_apart
 from rlhfuse.models.cpu import invariance
 from rlhfuse.models.hf import has_scalar_head
@@ -32,7 +32,7 @@ from rlhfuse.parallel.device import Device, allow_many_files, choose_device, loc
 from rlhfuse.parallel.groups import connect
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.planner import make_plan, parse_plan
-from rlhfuse.planning.run_plan import RunPlan, save_plan
+from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.run.preflight import RunInputs, check_inputs
 from rlhfuse.run.trainer import Trainer
 from rlhfuse.schedule.io import save_schedule
@@ -108,7 +108,7 @@ def with_device(config: RunConfig) -> RunConfig:
     if trainer.device == "auto":
         trainer = trainer.with_(device="cuda" if gpu else "cpu")
     if trainer.hardware == "auto" and trainer.device == "cuda" and gpu:
-        trainer = trainer.with_(hardware=gpu_by_name(torch.cuda.get_device_name()) or "auto")
+        trainer = trainer.with_(hardware=GPU_NAMES.get(torch.cuda.get_device_name()) or "auto")
     return config.with_(trainer=trainer)
 
 
@@ -172,4 +172,4 @@ def write_start(run_dir: Path, config: RunConfig, plan: RunPlan) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
     write_text(run_dir / "config.yaml", dump_config(config))
     save_schedule(run_dir / "schedule.json", plan.schedule, {"source": plan.report.schedule.source})
-    save_plan(plan.report, run_dir / "plan.json")
+    write_json(run_dir / "plan.json", plan.report.to_dict())

@@ -17,14 +17,9 @@ import torch.distributed as dist
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import CostModel
-from rlhfuse.costs.measured import (
-    BytesObservation,
-    DecodeObservation,
-    MeasuredCost,
-    TokensObservation,
-    save_measured_cost,
-)
+from rlhfuse.costs.measured import BytesObservation, DecodeObservation, MeasuredCost, TokensObservation
 from rlhfuse.errors import InputError
+from rlhfuse.files import write_json
 from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.parallel.collectives import from_rank_0
 from rlhfuse.parallel.device import Device
@@ -186,7 +181,7 @@ class ThresholdController:
 
     def save_costs(self, path: Path) -> None:
         """Write the fitted costs, which `fusion.profile` of a later run or plan reads."""
-        save_measured_cost(self._measured, path)
+        write_json(path, self._measured.to_dict())
 
     def state(self) -> dict:
         """What the next R_t depends on, as JSON values; after the first iteration."""

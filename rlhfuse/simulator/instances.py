@@ -63,9 +63,6 @@ class InstanceLimits:
         """M: the longest prompt plus the maximum output."""
         return self.longest * self.kv_bytes_per_token
 
-    def scored_tokens(self, prompt: int, output: int) -> int:
-        return self.padded_score_tokens or prompt + output
-
 
 @dataclass(frozen=True)
 class InstanceSpan:
@@ -160,10 +157,9 @@ class InstanceRun:
 
     def release(self) -> list[SimulatedSequence]:
         """Give up every unfinished sample."""
-        given = []
-        for sequence in self.unfinished:
-            sequence.done = self._done(sequence) if sequence.sample_id in self.running else sequence.done
-            given.append(sequence)
+        given = self.unfinished
+        for sequence in self.running.values():
+            sequence.done = self._done(sequence)
         self.running.clear()
         self.waiting.clear()
         self.context_tokens = 0
@@ -260,10 +256,7 @@ class InstanceRun:
 def start_instances(
     lengths: SampleLengths, instances: int, costs: CostModel, limits: InstanceLimits
 ) -> list[InstanceRun]:
-    """One run per instance, at time 0, with its share of the samples waiting.
-
-    Raises InputError where a sample is longer than the limits allow: clip the lengths first.
-    """
+    """One run per instance at time 0, its share of the samples waiting. Raises InputError for too long ones."""
     if instances < 1:
         raise InputError(f"{instances} generation instances; at least 1 is needed")
     if max(lengths.prompt) > limits.max_prompt_tokens or max(lengths.output) > limits.max_output_tokens:
@@ -276,15 +269,3 @@ def start_instances(
         InstanceRun((SimulatedSequence(i, lengths.prompt[i], lengths.output[i]) for i in share), costs, limits)
         for share in shares
     ]
-
-
-def simulate_generation(
-    lengths: SampleLengths, instances: int, costs: CostModel, limits: InstanceLimits
-) -> tuple[float, ...]:
-    """Seconds from the start at which each sample is finished, in sample order."""
-    finish = [0.0] * len(lengths)
-    for run in start_instances(lengths, instances, costs, limits):
-        run.run()
-        for seconds, sample_id in run.finished:
-            finish[sample_id] = seconds
-    return tuple(finish)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from rlhfuse.costs.analytic import CostModel
 from rlhfuse.decisions.migration import (
@@ -29,23 +29,16 @@ from rlhfuse.simulator.scoring_queue import SimulatedScoringQueue, first_pack
 
 @dataclass(frozen=True)
 class GenInferTimeline:
-    """The simulated generation and inference of one batch.
-
-    `plan` is the migration, None where it stayed serial; `trigger_seconds` when it was agreed on;
-    `spans` tile [0, total_seconds] of every instance.
-    """
+    """One batch simulated; `spans` tile [0, total_seconds] of every instance."""
 
     spans: tuple[InstanceSpan, ...]
     total_seconds: float
     generation_seconds: float  # until the last sample is finished
-    migration_seconds: float  # from the trigger until every destination decodes again
-    trigger_seconds: float | None
-    plan: MigrationPlan | None
-    migrated_bytes: float
-    scored_before_generation_end: int
-
-    def of(self, instance: int) -> tuple[InstanceSpan, ...]:
-        return tuple(span for span in self.spans if span.instance == instance)
+    migration_seconds: float = 0.0  # from the trigger until every destination decodes again
+    trigger_seconds: float | None = None  # when the plan was agreed on
+    plan: MigrationPlan | None = None  # None where it stayed serial
+    migrated_bytes: float = 0.0
+    scored_before_generation_end: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,10 +59,7 @@ class SimulatedMigration:
 def simulate_gen_infer(
     lengths: SampleLengths, instances: int, costs: CostModel, limits: InstanceLimits, threshold: int
 ) -> GenInferTimeline:
-    """Simulate one batch that migrates when `threshold` samples remain; 0, a single instance or no tail: serial.
-
-    Raises InputError for a threshold or lengths beyond the limits.
-    """
+    """One batch that migrates when `threshold` samples remain; 0, one instance, no tail: serial. Raises InputError."""
     return BatchSimulation(lengths, instances, costs, limits).timeline(threshold)
 
 
@@ -90,7 +80,7 @@ class BatchSimulation:
     def __init__(self, lengths: SampleLengths, instances: int, costs: CostModel, limits: InstanceLimits) -> None:
         """Raises InputError for lengths beyond the limits."""
         self.lengths, self.instances, self.costs, self.limits = lengths, instances, costs, limits
-        self.tokens = [limits.scored_tokens(p, o) for p, o in zip(lengths.prompt, lengths.output)]
+        self.tokens = [limits.padded_score_tokens or p + o for p, o in zip(lengths.prompt, lengths.output)]
         self.fusion_limits = fusion_limits(costs, limits)
         self._live, self._reached = self._fresh(), 0.0
         self._whole = self._fresh()
@@ -207,7 +197,7 @@ class BatchSimulation:
             trigger_seconds=migration.seconds,
             plan=migration.plan,
             migrated_bytes=migration.moved_bytes,
-            scored_before_generation_end=queue.done_before(generation),
+            scored_before_generation_end=sum(samples for end, samples in queue.batches if end <= generation),
         )
 
     def _serial(self) -> GenInferTimeline:
@@ -228,16 +218,7 @@ class BatchSimulation:
                     spans.append(InstanceSpan(instance, "swap_in", begin, start))
                 spans.append(InstanceSpan(instance, "score", start, clock))
         total = max(span.end for span in spans)
-        return GenInferTimeline(
-            spans=_tile(spans, self.instances, total),
-            total_seconds=total,
-            generation_seconds=generation,
-            migration_seconds=0.0,
-            trigger_seconds=None,
-            plan=None,
-            migrated_bytes=0.0,
-            scored_before_generation_end=0,
-        )
+        return GenInferTimeline(_tile(spans, self.instances, total), total, generation)
 
 
 def _tile(spans: Sequence[InstanceSpan], instances: int, total: float) -> tuple[InstanceSpan, ...]:
@@ -260,10 +241,7 @@ def _tile(spans: Sequence[InstanceSpan], instances: int, total: float) -> tuple[
 
 
 def move_cost(costs: CostModel, limits: InstanceLimits) -> SampleMoveCost:
-    """The two straight lines that decide how a sample moves, read off a cost model.
-
-    The lines go through one block and one longest sample, so they are exact for linear costs.
-    """
+    """The two straight lines that decide how a sample moves: through the costs of one block and one longest sample."""
     one, far = limits.block_tokens, max(limits.longest, limits.block_tokens + 1)
     prefill = [costs.prefill_seconds(tokens, 1) for tokens in (one, far)]
     slope = (prefill[1] - prefill[0]) / (far - one)
@@ -293,12 +271,9 @@ def fusion_limits(costs: CostModel, limits: InstanceLimits) -> FusionLimits:
 
 @dataclass(frozen=True)
 class IterationSeconds:
-    """Predicted seconds of one iteration's parts, serial and fused; the weights move one model after the other.
+    """Predicted seconds of one iteration's parts; `generation_*` within `gen_infer_*`, None where not known apart."""
 
-    `generation_*`, part of `gen_infer_*`: until the last sample is generated; None where only the whole is known.
-    """
-
-    weight_moves: float  # into the layouts of generation and inference, fused or not
+    weight_moves: float  # into the layouts of generation and inference, one model after the other, fused or not
     gen_infer_serial: float
     gen_infer_fused: float
     training_serial: float
@@ -318,9 +293,6 @@ class IterationSeconds:
     def speedup(self) -> float:
         return self.serial / self.fused
 
-    def to_dict(self) -> dict:
-        return asdict(self)
-
 
 def simulate_iteration(
     lengths: SampleLengths,
@@ -332,11 +304,7 @@ def simulate_iteration(
     minibatches: int,
     weight_moves: float,
 ) -> IterationSeconds:
-    """A whole iteration.
-
-    `minibatch_seconds` are a mini-batch's training makespans (serial, fused), `weight_moves` the seconds of all moves
-    between layouts.
-    """
+    """A whole iteration; `minibatch_seconds`: training makespans (serial, fused); `weight_moves`: seconds of all."""
     batch = BatchSimulation(lengths, instances, costs, limits)
     serial, fused = batch.timeline(0), batch.timeline(threshold)
     return IterationSeconds(

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -40,10 +41,8 @@ class SampleLengths:
         if len(self.prompt) != len(self.output) or not self.output:
             raise InputError(f"{len(self.prompt)} prompt and {len(self.output)} output lengths; need as many, not none")
         if min(self.prompt) < 0 or min(self.output) < 1:
-            raise InputError(
-                f"prompt length {min(self.prompt)}, output length {min(self.output)}: a prompt has at least 0 tokens, "
-                "an output at least 1"
-            )
+            shortest = f"prompt length {min(self.prompt)}, output length {min(self.output)}"
+            raise InputError(f"{shortest}: a prompt has at least 0 tokens, an output at least 1")
 
     def __len__(self) -> int:
         return len(self.output)
@@ -72,11 +71,10 @@ class SampleLengths:
     def draw(self, samples: int, draws: int, seed: int) -> tuple[SampleLengths, ...]:
         """`draws` batches of `samples` (prompt, output) pairs each, with replacement; the same for the same seed."""
         generator = np.random.default_rng(seed)
-        batches = []
-        for _ in range(draws):
-            rows = generator.integers(0, len(self), samples)
-            batches.append(SampleLengths(tuple(self.prompt[i] for i in rows), tuple(self.output[i] for i in rows)))
-        return tuple(batches)
+        drawn = (generator.integers(0, len(self), samples) for _ in range(draws))
+        return tuple(
+            SampleLengths(tuple(self.prompt[i] for i in rows), tuple(self.output[i] for i in rows)) for rows in drawn
+        )
 
 
 @dataclass(frozen=True)
@@ -115,10 +113,8 @@ def load_lengths(source: str | Path, prompt_column: str | None = None, default_p
         else:
             new_prompts = _lengths_of(row.get(prompt_column), path, line, prompt_column, least=0)
         if len(new_prompts) != len(new_outputs):
-            raise InputError(
-                f"{path}, line {line}: {len(new_prompts)} values of {prompt_column} but {len(new_outputs)} of "
-                f"{output_column}"
-            )
+            counts = f"{len(new_prompts)} values of {prompt_column} but {len(new_outputs)} of {output_column}"
+            raise InputError(f"{path}, line {line}: {counts}")
         prompts += new_prompts
         outputs += new_outputs
     if not outputs:
@@ -195,18 +191,19 @@ def _parquet_rows(path: str) -> Iterator[tuple[int, dict]]:
     yield from enumerate(table.to_pylist(), 1)
 
 
-def _lengths_of(value: object, path: str, line: int, column: str, least: int) -> list[int]:
+def _lengths_of(value: Any, path: str, line: int, column: str, least: int) -> list[int]:
     """One length, or a list of them; text is read as a number."""
-    return [_length(one, path, line, column, least) for one in (value if isinstance(value, list) else [value])]
-
-
-def _length(value: object, path: str, line: int, column: str, least: int) -> int:
-    try:
-        number = float(value)  # type: ignore[arg-type]
-        if isinstance(value, bool) or number != int(number):
-            raise ValueError
-    except (TypeError, ValueError, OverflowError):
-        raise InputError(f"{path}, line {line}: {column} is {value!r}; a whole number of tokens is needed") from None
-    if number < least:
-        raise InputError(f"{path}, line {line}: {column} is {int(number)}; at least {least} is needed")
-    return int(number)
+    lengths = []
+    for entry in value if isinstance(value, list) else [value]:
+        try:
+            number = float(entry)
+            if isinstance(entry, bool) or number != int(number):
+                raise ValueError
+        except (TypeError, ValueError, OverflowError):
+            raise InputError(
+                f"{path}, line {line}: {column} is {entry!r}; a whole number of tokens is needed"
+            ) from None
+        if number < least:
+            raise InputError(f"{path}, line {line}: {column} is {int(number)}; at least {least} is needed")
+        lengths.append(int(number))
+    return lengths

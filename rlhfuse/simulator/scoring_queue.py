@@ -64,10 +64,6 @@ class SimulatedScoringQueue:
             self.batches.append((end, samples))
             heapq.heappush(self._coming, (end, instance))
 
-    def done_before(self, seconds: float) -> int:
-        """Samples that were scored by then."""
-        return sum(samples for end, samples in self.batches if end <= seconds)
-
     def _take_streamed(self) -> tuple[int, int]:
         samples = streamed_pack(self._streamed, len(self._workers), self._limits.score_tokens)
         return sum(self._streamed.popleft() for _ in range(samples)), samples
@@ -88,10 +84,7 @@ class SimulatedScoringQueue:
 
 
 def first_pack(begun: float, now: float, load: float, work: float, models: int) -> tuple[float, float]:
-    """(first model loaded, pack scored) where loading began at `begun` and the pack was pulled at `now`.
-
-    The models share `load` and `work` evenly: the cost model knows only their sums.
-    """
+    """(first model loaded, pack scored): loading began at `begun`, the pack came at `now`; models share evenly."""
     end = now
     for model in range(1, models + 1):
         end = max(end, begun + model * load / models) + work / models

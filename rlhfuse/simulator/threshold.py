@@ -5,7 +5,6 @@ Paper sections 4.2 (R_t from the length distribution) and 7.3 (Figure 9).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,10 @@ from pathlib import Path
 import numpy as np
 from pydantic import ConfigDict, NonNegativeInt
 
-from rlhfuse.config.json_values import from_json, read_json, to_json
+from rlhfuse.config.json_values import from_json, read_json
 from rlhfuse.costs.analytic import CostModel
 from rlhfuse.decisions.migration import destination_count
 from rlhfuse.errors import InputError
-from rlhfuse.files import write_text
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.iteration import BatchSimulation
 from rlhfuse.simulator.lengths import SampleLengths
@@ -79,10 +77,8 @@ class Threshold:
         if self.instances == 1:
             return "R_t = 0: with one generation instance none can be freed, inter-stage fusion is off"
         if self.threshold == 0:
-            return (
-                f"R_t = 0: no threshold is predicted to beat serial generation and inference "
-                f"({self.serial_seconds:.3g} s for {batch} on {self.instances} instances)"
-            )
+            serial = f"({self.serial_seconds:.3g} s for {batch} on {self.instances} instances)"
+            return f"R_t = 0: no threshold is predicted to beat serial generation and inference {serial}"
         return (
             f"R_t = {self.threshold} ({self.ratio:.0%} of {batch}): {self.destinations} of "
             f"{self.instances} instances keep the tail; predicted {self.fused_seconds:.3g} s instead of "
@@ -143,12 +139,7 @@ def sweep_threshold(
 
 
 def middle_of_best(points: Sequence[SweepPoint]) -> SweepPoint:
-    """The middle of the stretch around the fastest R_t in which all are within FLAT of it; 0 stands for itself alone.
-
-    Beyond the ends of that stretch small errors of the costs count.
-
-    `points` ascend in R_t.
-    """
+    """The middle of the ascending R_t around the fastest that are all within FLAT of it; 0 stands for itself alone."""
     best = min(range(len(points)), key=lambda i: (points[i].fused_seconds, i))
     if points[best].threshold == 0:
         return points[best]
@@ -172,9 +163,8 @@ def predicted_seconds(simulations: Sequence[BatchSimulation], threshold: int) ->
 def _point(simulations: Sequence[BatchSimulation], threshold: int, ratio: float) -> SweepPoint:
     lines = [batch.timeline(threshold) for batch in simulations]
     limits, instances = simulations[0].limits, simulations[0].instances
-    count = 0
-    if threshold:
-        count = destination_count(threshold, limits.bs_max, limits.sample_kv_bytes, limits.kv_capacity_bytes, instances)
+    sizes = limits.bs_max, limits.sample_kv_bytes, limits.kv_capacity_bytes
+    count = destination_count(threshold, *sizes, instances) if threshold else 0
     return SweepPoint(
         ratio=ratio,
         threshold=threshold,
@@ -188,8 +178,3 @@ def _point(simulations: Sequence[BatchSimulation], threshold: int, ratio: float)
 def load_threshold(path: str | Path) -> Threshold:
     """Read threshold.json. Raises InputError naming the file."""
     return from_json(Threshold, read_json(path), str(path))
-
-
-def save_threshold(threshold: Threshold, path: str | Path) -> None:
-    """Write beside and rename. Raises InputError where that fails."""
-    write_text(path, json.dumps(to_json(threshold), indent=1) + "\n")

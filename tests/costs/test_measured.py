@@ -17,9 +17,9 @@ from rlhfuse.costs.measured import (
     MeasuredCost,
     TokensObservation,
     load_measured_cost,
-    save_measured_cost,
 )
 from rlhfuse.errors import InputError
+from rlhfuse.files import write_json
 
 
 def observe(costs: MeasuredCost, noise: float, seed: int = 0):
@@ -82,7 +82,7 @@ def test_one_observation_is_enough_and_none_is_not():
 def test_measured_costs_print_save_and_load(tmp_path):
     costs = MeasuredCost.fit(*observe(linear_cost(), noise=0.05))
     assert "decode" in str(costs) and "x batch" in str(costs)
-    save_measured_cost(costs, tmp_path / "measured.json")
+    write_json(tmp_path / "measured.json", costs.to_dict())
     assert load_measured_cost(tmp_path / "measured.json") == costs
     assert [file.name for file in tmp_path.iterdir()] == ["measured.json"]
 
@@ -90,12 +90,12 @@ def test_measured_costs_print_save_and_load(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"version": 3}, "version is 3; only 4"),
-        ({"swap_in": "soon"}, "swap_in|no number"),
+        ({"version": 3}, "version 3 is unknown; this program reads 4"),
+        ({"swap_in": "soon"}, "swap_in is .soon.; must be a valid number"),
         ({"decode": {"constant": 1.0, "slopes": [1.0]}}, "decode needs a constant and 2 slopes"),
         ({"score": {"constant": -1.0, "slopes": [1.0, 0.0]}}, "finite and >= 0"),
-        ({"prefill": {}}, "'constant' is missing"),
-        ({"prefill": 3}, "missing or no number"),
+        ({"prefill": {}}, "prefill.constant is missing"),
+        ({"prefill": 3}, "prefill must be a JSON object, not int"),
     ],
 )
 def test_bad_cost_files_are_refused(change, message):

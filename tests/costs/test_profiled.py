@@ -13,9 +13,9 @@ from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.hardware import hardware_by_name
-from rlhfuse.costs.measured import save_measured_cost
-from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, load_costs, save_profile
+from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, load_costs
 from rlhfuse.errors import InputError
+from rlhfuse.files import write_json
 from rlhfuse.run.profiling.points import powers_of_two
 
 TABLE = Grid(((1.0, 2.0, 4.0), (10.0, 20.0)), (1.0, 2.0, 3.0, 6.0, 5.0, 12.0))
@@ -112,8 +112,8 @@ def test_a_stage_costs_its_layers_and_the_last_one_the_ends():
 
 
 def test_a_profile_saves_loads_and_is_told_from_measured_costs(tmp_path):
-    save_profile(profile(), tmp_path / "profile.json")
-    save_measured_cost(linear_cost(), tmp_path / "costs.json")
+    write_json(tmp_path / "profile.json", profile().to_dict())
+    write_json(tmp_path / "costs.json", linear_cost().to_dict())
     assert load_costs(tmp_path / "profile.json") == profile()
     assert load_costs(tmp_path / "costs.json") == linear_cost()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["costs.json", "profile.json"]
@@ -124,14 +124,14 @@ def test_a_profile_saves_loads_and_is_told_from_measured_costs(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"version": 1}, "version is 1; only 2"),
-        ({"decode": {}}, "decode: 'axes' is missing"),
+        ({"version": 1}, "version 1 is unknown; this program reads 2"),
+        ({"decode": {}}, "decode.axes is missing"),
         ({"prefill": {"axes": [[2, 1]], "seconds": [1, 1]}}, "prefill: points .* must ascend"),
         ({"move": {"axes": [[1, 2]], "seconds": [1]}}, "move: a grid of \\[2\\] points needs as many seconds"),
         ({"move": {"axes": [[1]], "seconds": [-1]}}, "finite and >= 0"),
-        ({"move": {"axes": [[1]]}}, "move: 'seconds' is missing"),
-        ({"swap_in": "soon"}, "is no profile"),
-        ({"training": {"actor": {}}}, "is no profile: 'layer_forward'"),
+        ({"move": {"axes": [[1]]}}, "move.seconds is missing"),
+        ({"swap_in": "soon"}, "swap_in is .soon.; must be a valid number"),
+        ({"training": {"actor": {"tp": 1}}}, "training.actor.layer_forward is missing"),
     ],
 )
 def test_bad_profiles_are_refused(tmp_path, change, message):
@@ -143,7 +143,7 @@ def test_bad_profiles_are_refused(tmp_path, change, message):
 
 def test_files_that_are_no_costs_are_refused(tmp_path):
     (tmp_path / "a.json").write_text("[1]")
-    for name, message in (("a.json", "no JSON object"), ("none.json", "does not exist")):
+    for name, message in (("a.json", "must be a JSON object"), ("none.json", "cannot read .*: No such file")):
         with pytest.raises(InputError, match=message):
             load_costs(tmp_path / name)
 

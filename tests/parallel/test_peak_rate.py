@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhfuse.costs.hardware import data_sheets, gpu_by_name, hardware_by_name
+from rlhfuse.costs.hardware import GPU_NAMES, data_sheets, hardware_by_name
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.peak_rate import peak_flops, peak_line
 
@@ -37,7 +37,7 @@ def test_a_gpu_is_known_by_its_name(monkeypatch, name, dtype, sheet):
 
 
 def test_every_name_is_of_a_gpu_in_the_table():
-    assert hardware_by_name(gpu_by_name("NVIDIA A100-SXM4-80GB")).memory_bytes == 80e9
+    assert hardware_by_name(GPU_NAMES["NVIDIA A100-SXM4-80GB"]).memory_bytes == 80e9
 
 
 def test_a_cpu_is_measured():

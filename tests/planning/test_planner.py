@@ -9,21 +9,21 @@ import pytest
 from four_ranks import SPECS, planned, run
 from sim_helpers import linear_cost, long_tail
 
+from rlhfuse.config.json_values import to_json
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.hardware import hardware_by_name
-from rlhfuse.costs.measured import save_measured_cost
-from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for, save_profile
+from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
 from rlhfuse.errors import InputError
+from rlhfuse.files import write_json
 from rlhfuse.planning.draft import TICK_SECONDS, draft_plan
 from rlhfuse.planning.memory import machine_bytes, memory_limit, readable_bytes
 from rlhfuse.planning.planner import make_plan, parse_plan
-from rlhfuse.planning.run_plan import PlanReport, RunPlan, save_plan
+from rlhfuse.planning.run_plan import PlanReport, RunPlan
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.action import Kind
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.program.times import makespan, program_times
 from rlhfuse.schedule.rules.builders import greedy, min_memory, serial_1f1b
-from rlhfuse.simulator.threshold import save_threshold
 
 
 def problem_of(made):
@@ -86,7 +86,7 @@ def test_files_are_those_that_the_run_will_write():
 def test_the_plan_round_trips(tmp_path):
     for lengths in (None, long_tail(64)):
         plan = planned(run(), lengths=lengths).report
-        save_plan(plan, tmp_path / "plan.json")
+        write_json(tmp_path / "plan.json", plan.to_dict())
         assert PlanReport.from_dict(json.loads((tmp_path / "plan.json").read_text())) == plan
 
 
@@ -203,7 +203,7 @@ def test_threshold_from_the_config(keys, world, expected, reason):
 def test_threshold_file_is_used_and_checked(tmp_path):
     made = planned(run(), lengths=long_tail(500)).report.threshold
     file = tmp_path / "threshold.json"
-    save_threshold(made, file)
+    write_json(file, to_json(made))
     plan = planned(run(fusion__threshold_file=str(file))).report
     assert plan.threshold == made and plan.seconds.gen_infer_fused == made.fused_seconds
     raw = json.loads(file.read_text())
@@ -243,7 +243,7 @@ def test_interleaved_layouts_are_planned(critic, source):
 
 
 def test_profile_prices_generation(tmp_path):
-    save_measured_cost(linear_cost(swap_in=100.0), tmp_path / "profile.json")
+    write_json(tmp_path / "profile.json", linear_cost(swap_in=100.0).to_dict())
     plan = planned(run(fusion__profile=str(tmp_path / "profile.json"))).report
     assert plan.seconds.gen_infer_serial > 100
 
@@ -277,7 +277,7 @@ def test_a_profile_reaches_the_programs(tmp_path):
     save_schedule(tmp_path / "schedule.json", greedy(problem_of(run())))
     plans = {}
     for model in ("actor", "critic"):
-        save_profile(slow_at(model, run()), tmp_path / "profile.json")
+        write_json(tmp_path / "profile.json", slow_at(model, run()).to_dict())
         plans[model] = plan = planned(run(**keys))
         times = {p.name: p for p in plan.schedule.problem.pipelines}
 
@@ -298,7 +298,7 @@ def test_a_profile_reaches_the_programs(tmp_path):
 def test_a_profile_reaches_the_search(tmp_path):
     orders = []
     for model in ("actor", "critic"):
-        save_profile(slow_at(model, run()), tmp_path / "profile.json")
+        write_json(tmp_path / "profile.json", slow_at(model, run()).to_dict())
         orders.append(planned(run(fusion__profile=str(tmp_path / "profile.json"))).schedule.orders)
     assert orders[0] != orders[1]
 

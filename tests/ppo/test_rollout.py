@@ -49,7 +49,6 @@ def test_pickled_bit_for_bit(sample_id, logprobs, reason, parts):
         a, b = getattr(scored, field.name), getattr(back, field.name)
         same = a is b or (a.numpy().tobytes() == b.numpy().tobytes() if isinstance(a, torch.Tensor) else a == b)
         assert same, field.name
-    assert scored.scored == all(parts)
 
 
 def test_rollout_refuses_what_does_not_fit():

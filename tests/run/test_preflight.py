@@ -109,8 +109,8 @@ def test_a_model_folder_without_tokenizer(folder):
         ("data.train_files=[/nowhere/p.jsonl]", "/nowhere/p.jsonl does not exist; check data.train_files"),
         ("data.train_files=[/]", "prompt file / is a folder"),
         ("trainer.hardware=abacus", "trainer.hardware: hardware 'abacus' is not known; use auto or one of cpu, a100"),
-        ("fusion.profile=/nowhere/costs.json", "cost file /nowhere/costs.json does not exist"),
-        ("fusion.profile=/", "cost file / cannot be read: Is a directory"),
+        ("fusion.profile=/nowhere/costs.json", "cannot read /nowhere/costs.json: No such file or directory"),
+        ("fusion.profile=/", "cannot read /: Is a directory"),
         ("fusion.threshold_file=/nowhere/t.json", "/nowhere/t.json"),
         ("actor.tokenizer=/nowhere", "actor.tokenizer=/nowhere is no folder"),
         ("reward.path=/nowhere", "reward.path=/nowhere is no folder"),  # the critic's default: the key that was set

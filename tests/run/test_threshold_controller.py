@@ -13,7 +13,7 @@ from four_ranks import SPECS, planned, run
 from sim_helpers import limits, linear_cost, long_tail
 
 from rlhfuse.costs.fits import Line
-from rlhfuse.costs.measured import save_measured_cost
+from rlhfuse.files import write_json
 from rlhfuse.fusion.inter.report import OBSERVED
 from rlhfuse.parallel.device import choose_device
 from rlhfuse.run.threshold_controller import (
@@ -56,7 +56,7 @@ def iteration(lengths):
 def test_it_starts_from_the_profile_and_says_so(alone, tmp_path):
     """R_t, limits and the choice how a sample moves; then its own observations take over."""
     profile, lengths = linear_cost(), long_tail(64, longest=256)
-    save_measured_cost(profile, tmp_path / "costs.json")
+    write_json(tmp_path / "costs.json", profile.to_dict())
     priced = control(run(fusion__profile=str(tmp_path / "costs.json")))
     assert priced.limits.move_cost == move_cost(profile, priced._instance_limits())
     said = priced.observe(0, *iteration(lengths))

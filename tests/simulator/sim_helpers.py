@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
+from rlhfuse.costs.analytic import CostModel
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
-from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.instances import InstanceLimits, InstanceSpan, start_instances
+from rlhfuse.simulator.iteration import GenInferTimeline
 from rlhfuse.simulator.lengths import SampleLengths
 
 
@@ -19,6 +21,8 @@ def linear_cost(swap_in: float = 0.5, score_token: float = 1e-3) -> MeasuredCost
         score=Line(5e-3, (score_token, 0.0)),
         migration=Line(1e-3, (1e-9,)),
         swap_in=swap_in,
+        meeting=0.0,
+        release=0.0,
     )
 
 
@@ -47,3 +51,19 @@ def long_tail(samples: int, seed: int = 0, longest: int = 200) -> SampleLengths:
 def lengths_strategy(most: int = 24):
     pairs = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 80)), min_size=1, max_size=most)
     return pairs.map(lambda rows: SampleLengths(tuple(p for p, _ in rows), tuple(o for _, o in rows)))
+
+
+def simulate_generation(
+    lengths: SampleLengths, instances: int, costs: CostModel, limits: InstanceLimits
+) -> tuple[float, ...]:
+    """Seconds from the start at which each sample is finished, in sample order."""
+    finish = [0.0] * len(lengths)
+    for run in start_instances(lengths, instances, costs, limits):
+        run.run()
+        for seconds, sample_id in run.finished:
+            finish[sample_id] = seconds
+    return tuple(finish)
+
+
+def spans_of(line: GenInferTimeline, instance: int) -> list[InstanceSpan]:
+    return [span for span in line.spans if span.instance == instance]

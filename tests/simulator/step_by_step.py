@@ -48,7 +48,7 @@ class StepByStep:
             Place([Sample(i, *pairs[i]) for i in range(first, last)]) for first, last in zip(edges, edges[1:])
         ]
         self.lengths, self.costs, self.limits, self.threshold = lengths, costs, limits, threshold
-        self.tokens = [limits.scored_tokens(*pair) for pair in pairs]
+        self.tokens = [limits.padded_score_tokens or sum(pair) for pair in pairs]
         self.ended: dict[int, float] = {}
         self.told: set[int] = set()
         self.stopping, self.met = False, False  # for the migration; whether it has been

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_helpers import lengths_strategy, limits, linear_cost, long_tail
+from sim_helpers import lengths_strategy, limits, linear_cost, long_tail, simulate_generation
 
 from rlhfuse.errors import InputError
-from rlhfuse.simulator.instances import InstanceRun, SimulatedSequence, simulate_generation, split_samples
+from rlhfuse.simulator.instances import InstanceRun, SimulatedSequence, split_samples
 from rlhfuse.simulator.lengths import SampleLengths
 
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_helpers import lengths_strategy, limits, linear_cost, long_tail
+from sim_helpers import lengths_strategy, limits, linear_cost, long_tail, simulate_generation, spans_of
 
 from rlhfuse.errors import InputError
-from rlhfuse.simulator.instances import simulate_generation
 from rlhfuse.simulator.iteration import move_cost, simulate_gen_infer, simulate_iteration
 from rlhfuse.simulator.lengths import SampleLengths
 
@@ -22,7 +21,7 @@ def test_serial_closed_form():
     generation = max(simulate_generation(lengths, 2, linear_cost(), limits()))
     assert line.generation_seconds == generation
     assert line.total_seconds == pytest.approx(generation + 0.5 + 5e-3 + 120 * 1e-3)
-    assert [span.kind for span in line.of(0)] == ["generate", "swap_in", "score"]
+    assert [span.kind for span in spans_of(line, 0)] == ["generate", "swap_in", "score"]
 
 
 def test_meetings_and_releases_take_their_time():
@@ -31,11 +30,11 @@ def test_meetings_and_releases_take_their_time():
     costs = replace(linear_cost(), meeting=0.25, release=0.125)
     plain, line = (simulate_gen_infer(lengths, 2, one, limits(), 0) for one in (linear_cost(), costs))
     assert line.total_seconds == pytest.approx(plain.total_seconds + 0.375)
-    assert [span.kind for span in line.of(0)] == ["generate", "meet", "idle", "swap_in", "score"]
+    assert [span.kind for span in spans_of(line, 0)] == ["generate", "meet", "idle", "swap_in", "score"]
     lengths = SampleLengths((10, 10, 10, 10), (20, 200, 20, 20))
     plain, line = (simulate_gen_infer(lengths, 2, one, limits(), 1) for one in (linear_cost(), costs))
     assert line.generation_seconds == pytest.approx(plain.generation_seconds + 0.25)
-    loads = [next(span.start for span in one.of(1) if span.kind == "swap_in") for one in (plain, line)]
+    loads = [next(span.start for span in spans_of(one, 1) if span.kind == "swap_in") for one in (plain, line)]
     assert loads[1] == pytest.approx(loads[0] + 0.375)
 
 
@@ -56,8 +55,8 @@ def test_fused_closed_form():
     scored = [line.trigger_seconds + 0.5 + 5e-3 + 60 * 1e-3]  # packs may shrink to a quarter of 256 tokens
     scored.append(scored[0] + 5e-3 + 30 * 1e-3)
     assert line.scored_before_generation_end == 3
-    assert [span.kind for span in line.of(1) if span.kind != "idle"] == ["generate", "swap_in", *["score"] * 3]
-    assert [span.end for span in line.of(1) if span.kind == "score"][:2] == pytest.approx(scored)
+    assert [span.kind for span in spans_of(line, 1) if span.kind != "idle"] == ["generate", "swap_in", *["score"] * 3]
+    assert [span.end for span in spans_of(line, 1) if span.kind == "score"][:2] == pytest.approx(scored)
     assert line.total_seconds == pytest.approx(finish[1] + 5e-3 + 210 * 1e-3)
 
 
@@ -78,7 +77,7 @@ def test_every_time_line_keeps_the_rules(lengths, instances, ratio, capacity):
     line = simulate_gen_infer(lengths, instances, linear_cost(), lim, threshold)
     for instance in range(instances):
         clock = 0.0
-        for span in line.of(instance):  # spans tile the time without overlap
+        for span in spans_of(line, instance):  # spans tile the time without overlap
             assert span.start == pytest.approx(clock) and span.end > span.start
             clock = span.end
         assert clock == pytest.approx(line.total_seconds)

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_helpers import lengths_strategy, limits, linear_cost, long_tail
 
-from rlhfuse.config.json_values import from_json
+from rlhfuse.config.json_values import from_json, to_json
 from rlhfuse.errors import InputError
+from rlhfuse.files import write_json
 from rlhfuse.simulator.iteration import simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import (
@@ -19,7 +20,6 @@ from rlhfuse.simulator.threshold import (
     Threshold,
     load_threshold,
     middle_of_best,
-    save_threshold,
     sweep_threshold,
 )
 
@@ -98,7 +98,7 @@ def test_batches_are_averaged_and_clipping_is_counted():
 
 def test_file_round_trip_and_contract(tmp_path):
     found = sweep_threshold(long_tail(64), 4, linear_cost(), limits())
-    save_threshold(found, tmp_path / "threshold.json")
+    write_json(tmp_path / "threshold.json", to_json(found))
     assert load_threshold(tmp_path / "threshold.json") == found
     raw = json.loads((tmp_path / "threshold.json").read_text())
     assert {"threshold", "ratio", "destinations", "instances", "serial_seconds", "fused_seconds"} < raw.keys()

@@ -80,7 +80,7 @@ def test_bad_input_exits_2_and_leaves_no_file(run_yaml, lengths_csv, tmp_path, t
         (("--instances", "65"), "65 instances for 64 samples"),
         (("--draws", "0"), "--draws 0"),
         (("--hardware", "abacus"), "hardware 'abacus' is not known"),
-        (("--cost", "none.json"), "none.json does not exist"),
+        (("--cost", "none.json"), "cannot read none.json: No such file"),
         (("--prompt-column", "x"), "no column 'x'; found: prompt_tokens, output_tokens"),
         (("--plot", "curve.bmp"), "--plot curve.bmp"),
         (("--plot", str(tmp_path / "none/curve.png")), "does not exist"),
