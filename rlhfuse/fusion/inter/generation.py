@@ -34,36 +34,26 @@ class Request:
     params: SamplingParams
 
 
+@dataclass(eq=False)
 class Generation:
     """Generation of one iteration on this rank's instance."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        group: TensorParallelGroup,
-        reporter: StoreReporter | None,
-        rewarder: Rewarder | None,
-        events: RankEvents,
-        total: int,
-        progress: Callable[[str], None],
-    ) -> None:
-        """`reporter` and `rewarder` are the leader's; `total`: samples of the whole batch."""
-        self._engine, self._group, self._reporter, self._rewarder = engine, group, reporter, rewarder
-        self._events = events
-        self._total = total
-        self._progress = progress
-        self._begin = time.time()
-        self._in_engine = 0.0  # seconds of the running step
+    engine: Engine
+    group: TensorParallelGroup
+    reporter: StoreReporter | None  # the leader's, as `rewarder`
+    rewarder: Rewarder | None
+    events: RankEvents
+    total: int  # samples of the whole batch
+    progress: Callable[[str], None]
+    _begin: float = 0.0
+    _in_engine: float = 0.0  # seconds of the running step
 
     def decode_until(self, threshold: int) -> list[Rollout]:
-        """Decode until at most `threshold` samples of the whole batch remain; returns those that this instance ended.
-
-        0: until all are done.
-        """
-        decision, samples, steps = DelayedBroadcast(self._group, GO_ON), [], 0
+        """Decode until at most `threshold` samples of the whole batch remain; returns those that ended here."""
+        decision, samples, steps = DelayedBroadcast(self.group, GO_ON), [], 0
         start = busy_until = self._begin = time.time()
         while True:
-            step_start, decoded = time.perf_counter(), self._engine.has_unfinished()
+            step_start, decoded = time.perf_counter(), self.engine.has_unfinished()
             if decoded:
                 finished = self._step()
                 self._report_finished(len(finished))
@@ -78,73 +68,65 @@ class Generation:
             if reached:
                 break
         decision.close()
-        self._events.span("generate", start, busy_until)
-        self._events.span("wait", busy_until, time.time())
-        self._events.generation_seconds = busy_until - self._begin
+        self.events.span("generate", start, busy_until)
+        self.events.span("wait", busy_until, time.time())
+        self.events.generation_seconds = busy_until - self._begin
         return samples
 
     def decode_tail(self) -> None:
         """Decode what is left here, publishing each sample as it ends."""
         start = time.time()
-        while self._engine.has_unfinished():
+        while self.engine.has_unfinished():
             step_start = time.perf_counter()
-            self._progress(f"generation of the long tail: {len(self._engine.unfinished())} samples left here")
+            self.progress(f"generation of the long tail: {len(self.engine.unfinished())} samples left here")
             finished = self._step()
             self._report_finished(len(finished), [pickle.dumps(rollout) for rollout in finished])
             self._observe(step_start)
-        self._events.span("generate", start, time.time())
-        self._events.generation_seconds = time.time() - self._begin
+        self.events.span("generate", start, time.time())
+        self.events.generation_seconds = time.time() - self._begin
 
     def _step(self) -> list[Rollout]:
         start = time.perf_counter()
-        results = self._engine.step()
+        results = self.engine.step()
         self._in_engine = time.perf_counter() - start
         for result in results:
             if result.finish_reason == "error":
                 raise FloatingPointError(f"sample {result.sample_id}: the actor's logits are not finite")
         rollouts = [as_rollout(result) for result in results]
-        if rollouts and self._rewarder and self._group.is_leader:
-            self._rewarder.submit(rollouts)
+        if rollouts and self.rewarder and self.group.is_leader:
+            self.rewarder.submit(rollouts)
         return rollouts
 
     def _observe(self, step_start: float) -> None:
-        """Record the step that is over now, from boundary to boundary.
-
-        What lies between the engine's steps is theirs: small models spend a good part of their time there.
-        """
-        stats = self._engine.last_step
+        stats = self.engine.last_step
+        # From boundary to boundary: small models spend a good part of their time between the engine's steps.
         seconds = stats.seconds + time.perf_counter() - step_start - self._in_engine
         if stats.prefill_tokens:
-            self._events.observe("prefill", stats.prefill_tokens, stats.batch, seconds)
+            self.events.observe("prefill", stats.prefill_tokens, stats.batch, seconds)
         else:
-            self._events.observe("decode", stats.batch, stats.context_tokens, seconds)
+            self.events.observe("decode", stats.batch, stats.context_tokens, seconds)
 
     def _report_finished(self, count: int, samples: Sequence[bytes] = ()) -> None:
         start = time.perf_counter()
-        if self._reporter and count:
-            self._reporter.report(count, samples)
-        self._events.agreement_seconds += time.perf_counter() - start
+        if self.reporter and count:
+            self.reporter.report(count, samples)
+        self.events.agreement_seconds += time.perf_counter() - start
 
     def _trigger_reached(self, threshold: int, decision: DelayedBroadcast, doing: str) -> bool:
         """Whether this step boundary is the one to stop at; the same on all tensor ranks."""
         start = time.perf_counter()
         decided = GO_ON
-        if self._reporter:
-            finished = self._reporter.finished
-            self._progress(f"{doing}, {finished} of {self._total} samples finished")
-            decided = STOP if self._total - finished <= threshold else GO_ON
+        if self.reporter:
+            finished = self.reporter.finished
+            self.progress(f"{doing}, {finished} of {self.total} samples finished")
+            decided = STOP if self.total - finished <= threshold else GO_ON
         decided = decision.pass_on(decided)
-        if self._engine.has_unfinished():  # who has nothing to decode loses nothing by waiting
-            self._events.agreement_seconds += time.perf_counter() - start
+        if self.engine.has_unfinished():  # who has nothing to decode loses nothing by waiting
+            self.events.agreement_seconds += time.perf_counter() - start
         return decided == STOP
 
 
 def as_rollout(result: GenerationResult) -> Rollout:
     """A finished generation as a sample to be scored."""
-    return Rollout(
-        sample_id=result.sample_id,
-        prompt_tokens=tuple(result.prompt_tokens),
-        response_tokens=tuple(result.tokens),
-        old_logprobs=torch.tensor(result.logprobs, dtype=torch.float32),
-        finish_reason=result.finish_reason,
-    )
+    logprobs = torch.tensor(result.logprobs, dtype=torch.float32)
+    return Rollout(result.sample_id, result.prompt_tokens, result.tokens, logprobs, result.finish_reason)

@@ -47,31 +47,25 @@ class Rewarder(Protocol):
 
     def submit(self, rollouts: Sequence[Rollout]) -> None:
         """Take finished samples; returns at once."""
-        ...
 
     def finish(self) -> dict[int, float]:
         """Sample id -> score of everything submitted since the last call; waits. Raises RewardError."""
         ...
 
 
+@dataclass(eq=False)
 class Scorer:
     """Reference, critic and reward model of one inference replica, those of them that the run has."""
 
-    def __init__(
-        self,
-        reference: FrozenModel | None,
-        critic: FrozenModel | None,
-        reward: FrozenModel | None,
-        *,
-        vocab: int,
-        temperature: float,
-        device: torch.device,
-    ) -> None:
-        self._reference, self._critic, self._reward = reference, critic, reward
-        self._models = [model for model in (reference, critic, reward) if model is not None]
-        self._vocab = vocab
-        self._temperature = temperature
-        self._device = device
+    reference: FrozenModel | None
+    critic: FrozenModel | None
+    reward: FrozenModel | None
+    vocab: int
+    temperature: float
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self._models = [model for model in (self.reference, self.critic, self.reward) if model is not None]
         self._loader: WeightLoader | None = None
         self._waited = 0.0  # seconds of the running pack for weights
 
@@ -83,7 +77,7 @@ class Scorer:
     def begin_load(self) -> WeightLoader:
         """Start to bring the models in, one after the other; returns at once. A pack waits for each in turn."""
         if self._loader is None:
-            self._loader = WeightLoader([model.offloaded for model in self._models], self._device)
+            self._loader = WeightLoader([model.offloaded for model in self._models], self.device)
         return self._loader
 
     def wait_for_first(self) -> None:
@@ -102,30 +96,27 @@ class Scorer:
 
     @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], PackWork]:
-        """Each rollout with ref_logprobs, values and score, as far as there are models; one pack.
-
-        Loads the models if nobody has begun to.
-        """
+        """One pack: each rollout with ref_logprobs, values and score, as far as there are models."""
         self.begin_load()
         start, self._waited = time.perf_counter(), 0.0
         ordered = sorted(rollouts, key=lambda r: r.sample_id)
         batch = RolloutBatch.from_rollouts(ordered)
-        packed = PackedTokens.of(batch.tokens, batch.cu_seqlens, self._device)
-        predictions = batch.prediction_index.to(self._device)
+        packed = PackedTokens.of(batch.tokens, batch.cu_seqlens, self.device)
+        predictions = batch.prediction_index.to(self.device)
         responses = batch.response_lengths.tolist()
         ref: Sequence[torch.Tensor | None] = [None] * len(ordered)
         values: Sequence[torch.Tensor | None] = [None] * len(ordered)
         scores: Sequence[float | None] = [None] * len(ordered)
-        if self._reference is not None:
-            targets = batch.tokens[batch.response_index].to(self._device)
-            logits = self._outputs(self._reference, packed)[predictions]
-            logprobs, _ = token_logprobs(logits, targets, self._vocab, self._temperature, self._reference.tp_group)
+        if self.reference is not None:
+            targets = batch.tokens[batch.response_index].to(self.device)
+            logits = self._outputs(self.reference, packed)[predictions]
+            logprobs, _ = token_logprobs(logits, targets, self.vocab, self.temperature, self.reference.tp_group)
             ref = logprobs.cpu().split(responses)
-        if self._critic is not None:
-            values = self._outputs(self._critic, packed)[predictions].float().cpu().split(responses)
-        if self._reward is not None:
-            last = (batch.cu_seqlens[1:].long() - 1).to(self._device)
-            scores = self._outputs(self._reward, packed)[last].float().cpu().tolist()
+        if self.critic is not None:
+            values = self._outputs(self.critic, packed)[predictions].float().cpu().split(responses)
+        if self.reward is not None:
+            last = (batch.cu_seqlens[1:].long() - 1).to(self.device)
+            scores = self._outputs(self.reward, packed)[last].float().cpu().tolist()
         scored = [r.with_scores(*given) for r, given in zip(ordered, zip(ref, values, scores))]
         return scored, PackWork(len(batch.tokens), len(ordered), time.perf_counter() - start - self._waited)
 

@@ -72,12 +72,7 @@ class GenInferIteration:
     """
 
     def __init__(
-        self,
-        stage: InterStage,
-        iteration: int,
-        requests: Sequence[Request],
-        threshold: int,
-        limits: FusionLimits,
+        self, stage: InterStage, iteration: int, requests: Sequence[Request], threshold: int, limits: FusionLimits
     ) -> None:
         placement = stage.placement
         self._stage, self._placement, self._engine = stage, placement, stage.engine
@@ -92,31 +87,23 @@ class GenInferIteration:
         self._tail_samples = 0  # unfinished then: they will be published
 
     def run(self) -> GenInferReport:
-        begin, total = time.time(), len(self._requests)
+        begin = time.time()
         with ExitStack() as stack:
             reporter = stack.enter_context(StoreReporter(self._store)) if self._decoders.is_leader else None
             self._generate(reporter)
         report = self._gather(self._infer())
         if [rollout.sample_id for rollout in report.rollouts] != sorted(r.sample_id for r in self._requests):
-            raise RuntimeError(f"{total} samples were to be scored, {len(report.rollouts)} came back")
-        report.begin_seconds, report.total_seconds = begin, time.time() - begin
+            raise RuntimeError(f"{len(self._requests)} samples were to be scored, {len(report.rollouts)} came back")
+        report.total_seconds = time.time() - begin
         if self._stage.rank == 0:
             self._store.clear()
         return report
-
-    # generation -----------------------------------------------------------------------------------------------
 
     def _generate(self, reporter: StoreReporter | None) -> None:
         """Until nothing is left for this instance to decode; the engine is then paused."""
         total, instances = len(self._requests), len(self._placement.instances)
         generation = Generation(
-            self._engine,
-            self._decoders,
-            reporter,
-            self._stage.rewarder,
-            self._events,
-            total,
-            self._stage.progress,
+            self._engine, self._decoders, reporter, self._stage.rewarder, self._events, total, self._stage.progress
         )
         for request in (self._requests[i] for i in split_samples(total, instances)[self._instance]):
             self._engine.add(request.sample_id, request.prompt, request.params)
@@ -151,8 +138,6 @@ class GenInferIteration:
         if self._decoders.is_leader:
             events.migrations += pairs
         events.span("migrate", start, time.time())
-
-    # inference ------------------------------------------------------------------------------------------------
 
     def _infer(self) -> list[Rollout]:
         """Score until no work is left; returns this worker's samples, at its leader."""

@@ -45,14 +45,24 @@ class IterationStore:
         """Hand finished samples to the workers, announced at once so that those who wait can share them fairly."""
         first = self._add("published", len(samples)) - len(samples)
         for index, sample in enumerate(samples, start=first):
-            self._set(f"sample/{index}", sample)
+            key = f"{self._prefix}sample/{index}"
+            self._store.set(key, sample)  # pyright: ignore[reportArgumentType]  # the stub knows text only
 
     def published(self) -> int:
         return self._add("published", 0)
 
     def fetch(self, index: int) -> bytes:
         """The index-th published sample. Raises TimeoutError if it does not follow its announcement."""
-        return self._wait_for(f"sample/{index}", f"sample {index} of the long tail was announced but not sent")
+        key, deadline = f"{self._prefix}sample/{index}", time.monotonic() + self._timeout
+        # Polled, not waited for: a wait in the store that times out is reported as a warning each time.
+        pause = FIRST_PAUSE_SECONDS
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                late = f"sample {index} of the long tail was announced but not sent"
+                raise TimeoutError(f"{late} in {self._timeout:.0f} s")
+            time.sleep(pause)
+            pause = min(2 * pause, LAST_PAUSE_SECONDS)
+        return self._store.get(key)
 
     def next_ticket(self) -> int:
         return self._add("tickets", 1) - 1
@@ -84,9 +94,6 @@ class IterationStore:
         for key in ("finished", "published", "tickets", "taken", "scoring", "waiting", *samples):
             self._store.delete_key(self._prefix + key)
 
-    def _set(self, key: str, value: bytes) -> None:
-        self._store.set(self._prefix + key, value)  # pyright: ignore[reportArgumentType]  # the stub knows text only
-
     def _add(self, key: str, amount: int) -> int:
         return self._store.add(self._prefix + key, amount)
 
@@ -96,18 +103,6 @@ class IterationStore:
             return "", 0  # an absent key is compared as an empty value
         text = self._store.get(key).decode()
         return text, int(text.split()[0])
-
-    def _wait_for(self, name: str, late: str) -> bytes:
-        key = self._prefix + name
-        deadline = time.monotonic() + self._timeout
-        # Polled, not waited for: a wait in the store that times out is reported as a warning each time.
-        pause = FIRST_PAUSE_SECONDS
-        while not self._store.check([key]):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{late} in {self._timeout:.0f} s")
-            time.sleep(pause)
-            pause = min(2 * pause, LAST_PAUSE_SECONDS)
-        return self._store.get(key)
 
 
 class StoreReporter:

@@ -1,7 +1,4 @@
-"""The barrier at which instances stop to migrate samples, and the migration itself (paper section 4.2).
-
-The barrier is a collective of all ranks and exchanges finished samples too.
-"""
+"""The barrier at which instances stop to migrate samples, and the migration itself (paper section 4.2)."""
 
 from __future__ import annotations
 
@@ -75,31 +72,18 @@ def execute_migration(
     instance = placement.instance_of(rank)
     pairs = []
     for source, destination in transfer_order(plan):
-        if instance in (source, destination):
-            start = time.perf_counter()
-            kv_bytes = _migrate_pair(plan, source, destination, placement, rank, engine, bucket_bytes)
-            pairs.append(PairMigration(source, destination, kv_bytes, time.perf_counter() - start))
+        if instance not in (source, destination):
+            continue
+        start, kv_bytes = time.perf_counter(), 0
+        sources, destinations = placement.instances[source], placement.instances[destination]
+        heads = HeadPlan.between(sources, destinations, engine.spec.kv_heads)
+        if instance == destination:
+            receive_sequences(engine, heads, rank, bucket_bytes=bucket_bytes)
+        else:
+            moves = [move for move in plan.moves_from(source) if move.destination == destination]
+            modes: dict[int, MoveMode] = {move.sample_id: move.mode for move in moves}
+            with engine.export_sequences(modes, modes) as transfer:
+                sent = send_sequences(transfer, heads, rank, bucket_bytes=bucket_bytes)
+            kv_bytes = sent * len(sources)  # each rank of an instance holds an equal share of the heads
+        pairs.append(PairMigration(source, destination, kv_bytes, time.perf_counter() - start))
     return pairs
-
-
-def _migrate_pair(
-    plan: MigrationPlan,
-    source: int,
-    destination: int,
-    placement: Placement,
-    rank: int,
-    engine: Engine,
-    bucket_bytes: int,
-) -> int:
-    """Returns bytes of keys and values that all ranks of the source sent; 0 at the destination."""
-    sides = placement.instances[source], placement.instances[destination]
-    heads = HeadPlan.between(*sides, engine.spec.kv_heads)
-    if rank in sides[1]:
-        receive_sequences(engine, heads, rank, bucket_bytes=bucket_bytes)
-        return 0
-    modes: dict[int, MoveMode] = {
-        move.sample_id: move.mode for move in plan.moves_from(source) if move.destination == destination
-    }
-    with engine.export_sequences(modes, modes) as transfer:
-        mine = send_sequences(transfer, heads, rank, bucket_bytes=bucket_bytes)
-    return mine * len(sides[0])  # each rank of an instance holds an equal share of the heads

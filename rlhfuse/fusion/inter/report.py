@@ -25,10 +25,7 @@ class PhaseSpan:
 
 @dataclass
 class GenInferReport:
-    """All samples of the iteration, scored and sorted, and what happened.
-
-    Equal on every rank but for `spans` and `begin_seconds` and `total_seconds`, which are its own.
-    """
+    """All samples, scored and sorted, and what happened; equal on every rank but for `spans` and `total_seconds`."""
 
     rollouts: list[Rollout] = field(default_factory=list)
     plan: MigrationPlan | None = None  # None: serial
@@ -40,7 +37,6 @@ class GenInferReport:
     agreement_seconds: float = 0.0  # of generation, spent to agree with the others; the most of any rank
     generation_seconds: float = 0.0
     total_seconds: float = 0.0
-    begin_seconds: float = 0.0  # wall clock
     function_scores: dict[int, float] = field(default_factory=dict)  # sample id -> the Rewarder's score
     observations: dict[str, list[list]] = field(default_factory=dict)
     spans: list[PhaseSpan] = field(default_factory=list)

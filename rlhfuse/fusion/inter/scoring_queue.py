@@ -10,9 +10,10 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from rlhfuse.decisions.packing import deal, scoring_packs, streamed_pack
-from rlhfuse.fusion.inter.inference import PackWork, Scorer
+from rlhfuse.fusion.inter.inference import Scorer
 from rlhfuse.fusion.inter.iteration_store import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, IterationStore
 from rlhfuse.fusion.inter.report import RankEvents
 from rlhfuse.fusion.inter.tensor_parallel_group import TensorParallelGroup
@@ -23,23 +24,20 @@ PACK, STREAMED, WAIT, DONE = 0, 1, 2, 3
 Work = tuple[int, int, int]  # which kind, and first and last + 1 of the packs or samples
 
 
+@dataclass(eq=False)
 class ScoringQueue:
     """One worker's end of the queue: pulls samples of an iteration and scores them."""
 
-    def __init__(
-        self,
-        store: IterationStore,
-        group: TensorParallelGroup,
-        scorer: Scorer,
-        worker: int,
-        workers: int,
-        score_tokens: int,
-        events: RankEvents,
-        progress: Callable[[str], None],
-    ) -> None:
-        self._store, self._group, self._scorer = store, group, scorer
-        self._worker, self._workers, self._budget = worker, workers, score_tokens
-        self._events, self._progress = events, progress
+    store: IterationStore
+    group: TensorParallelGroup
+    scorer: Scorer
+    worker: int
+    workers: int
+    score_tokens: int
+    events: RankEvents
+    progress: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._scored: list[Rollout] = []
         self._fetched: dict[int, Rollout] = {}
         self._asked = 0.0  # when the leader last looked for work and found some
@@ -48,20 +46,19 @@ class ScoringQueue:
 
     def score_share(self, finished: Sequence[Rollout]) -> list[Rollout]:
         """Serial: this worker's share of all samples, balanced by tokens."""
-        own = [finished[i] for i in deal([tokens_of(sample) for sample in finished], self._workers)[self._worker]]
+        own = [finished[i] for i in deal([tokens_of(sample) for sample in finished], self.workers)[self.worker]]
         for pack in self._packs(own, 1):
             self._asked = time.perf_counter()
-            self._progress(f"inference: {len(self._scored)} of {len(own)} samples scored here")
-            work, waited = self._score(pack)
-            self._observe(work, waited)
+            self.progress(f"inference: {len(self._scored)} of {len(own)} samples scored here")
+            self._score(pack)
         return self._finish()
 
     def register(self) -> None:
         """Count as a worker that scores and begin to load the models, work or not: there will be some."""
-        if self._group.is_leader and not self._registered:
-            self._store.add_scoring(1)
+        if self.group.is_leader and not self._registered:
+            self.store.add_scoring(1)
         self._registered = True
-        self._scorer.begin_load()
+        self.scorer.begin_load()
 
     def pull(self, finished: Sequence[Rollout], streamed: int, total: int) -> list[Rollout]:
         """Fused: score what this worker can get of `finished`, then of the `streamed` samples of the tail.
@@ -69,30 +66,27 @@ class ScoringQueue:
         `finished` is the same on all workers; `total`: samples of the whole batch. A worker that has not registered
         loads no models before it has work.
         """
-        packs = self._packs(finished, self._workers)
+        packs = self._packs(finished, self.workers)
         while True:
-            choice = self._next(packs, streamed) if self._group.is_leader else (WAIT, 0, 0)
-            kind, first, last = self._group.broadcast(*choice)
+            choice = self._next(packs, streamed) if self.group.is_leader else (WAIT, 0, 0)
+            kind, first, last = self.group.broadcast(*choice)
             if kind == DONE:
                 return self._finish()
             if kind == WAIT:
                 continue
-            if not self._group.is_leader:
+            if not self.group.is_leader:
                 self._asked = time.perf_counter()
             self.register()
             pack = packs[first] if kind == PACK else [self._fetch(index) for index in range(first, last)]
-            self._progress(f"inference: {'pack' if kind == PACK else 'long tail'} {first}")
-            work, waited = self._score(pack)
-            self._observe(work, waited)
-            if self._generating(total):
-                self._events.scored_early += len(pack) * self._group.is_leader
-
-    # the leader's choice --------------------------------------------------------------------------------------
+            self.progress(f"inference: {'pack' if kind == PACK else 'long tail'} {first}")
+            self._score(pack)
+            if self.group.is_leader and self.store.add_finished(0) < total:
+                self.events.scored_early += len(pack)
 
     def _next(self, packs: Sequence[Sequence[Rollout]], streamed: int) -> Work:
         self._asked = time.perf_counter()
         if self._packs_left:
-            ticket = self._store.next_ticket()
+            ticket = self.store.next_ticket()
             if ticket < len(packs):
                 return PACK, ticket, ticket + 1
             self._packs_left = False
@@ -100,21 +94,21 @@ class ScoringQueue:
         self._wait(1)
         work = self._take_streamed(streamed)
         self._wait(-1)
-        self._events.span("wait", start, time.time())
+        self.events.span("wait", start, time.time())
         return work
 
     def _take_streamed(self, streamed: int) -> Work:
         deadline, pause = time.monotonic() + WAIT_SECONDS, FIRST_PAUSE_SECONDS
         while time.monotonic() < deadline:
             self._asked = time.perf_counter()
-            taken, published = self._store.taken(), self._store.published()
+            taken, published = self.store.taken(), self.store.published()
             if taken == streamed:
                 return DONE, 0, 0
             if published > taken:
                 lengths = [tokens_of(self._fetch(index)) for index in range(taken, published)]
-                workers = self._store.add_waiting(0) + self._store.add_scoring(0)  # who is busy wants work soon
-                count = streamed_pack(lengths, max(1, workers), self._budget)
-                if self._store.try_take(taken, count, self._worker):
+                workers = self.store.add_waiting(0) + self.store.add_scoring(0)  # who is busy wants work soon
+                count = streamed_pack(lengths, max(1, workers), self.score_tokens)
+                if self.store.try_take(taken, count, self.worker):
                     return STREAMED, taken, taken + count
                 continue  # another worker was quicker
             time.sleep(pause)
@@ -124,49 +118,38 @@ class ScoringQueue:
     def _wait(self, change: int) -> None:
         """1: from now on this worker waits; -1: it waits no more."""
         if self._registered:
-            self._store.add_scoring(-change)
-        self._store.add_waiting(change)
-
-    def _generating(self, total: int) -> bool:
-        return self._group.is_leader and self._store.add_finished(0) < total
-
-    # scoring --------------------------------------------------------------------------------------------------
+            self.store.add_scoring(-change)
+        self.store.add_waiting(change)
 
     def _fetch(self, index: int) -> Rollout:
         if index not in self._fetched:
-            self._fetched[index] = pickle.loads(self._store.fetch(index))
+            self._fetched[index] = pickle.loads(self.store.fetch(index))
         return self._fetched[index]
 
-    def _score(self, pack: Sequence[Rollout]) -> tuple[PackWork, float]:
-        """The pack's work, and seconds that passed waiting for weights."""
+    def _score(self, pack: Sequence[Rollout]) -> None:
+        """Score the pack that was asked for last. Pulling and fetching are its time, waiting for weights is not."""
         start = time.time()
         if not self._scored:
-            self._scorer.wait_for_first()
-            self._events.span("load", start, time.time())
+            self.scorer.wait_for_first()
+            self.events.span("load", start, time.time())
         loaded = time.time()
-        scored, work = self._scorer.score(pack)
+        scored, work = self.scorer.score(pack)
         end = time.time()
         self._scored += scored
-        self._events.span("score", loaded, end)
-        return work, end - start - work.seconds
-
-    def _observe(self, work: PackWork, waited: float) -> None:
-        """Record the pack that was asked for last and is over now, from one pull to the next.
-
-        Pulling and fetching are the pack's; waiting for work or for weights is not.
-        """
+        self.events.span("score", loaded, end)
+        waited = end - start - work.seconds
         seconds = time.perf_counter() - self._asked - waited
-        self._events.observe("score", work.tokens, work.samples, max(seconds, work.seconds))
+        self.events.observe("score", work.tokens, work.samples, max(seconds, work.seconds))
 
     def _finish(self) -> list[Rollout]:
         """This worker's samples, from its leader."""
         if self._scored:  # all models have been waited for
-            self._events.observe("load", self._scorer.load_seconds)
-        self._scorer.release()
-        return self._scored if self._group.is_leader else []
+            self.events.observe("load", self.scorer.load_seconds)
+        self.scorer.release()
+        return self._scored if self.group.is_leader else []
 
     def _packs(self, rollouts: Sequence[Rollout], workers: int) -> list[list[Rollout]]:
-        packs = scoring_packs([tokens_of(sample) for sample in rollouts], workers, self._budget)
+        packs = scoring_packs([tokens_of(sample) for sample in rollouts], workers, self.score_tokens)
         return [[rollouts[i] for i in pack] for pack in packs]
 
 

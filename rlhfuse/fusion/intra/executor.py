@@ -67,10 +67,10 @@ class PreparedInstruction:
 
 
 class ProgramExecutor:
-    """Executes one program again and again; built once, before the first step.
+    """Executes one program again and again. Raises InputError when the program asks for a stage that is not here.
 
     `pipelines` are this rank's, by the name that the program calls them. `progress` is told the instruction that
-    runs, and what it waits for. Raises InputError when the program asks for a stage that is not here.
+    runs, and what it waits for.
     """
 
     def __init__(
@@ -85,9 +85,7 @@ class ProgramExecutor:
         self.channels = channels
         self.progress = progress
         by_action = {instruction.action: instruction for instruction in program.instructions}
-        self.steps = [
-            self._prepare(index, instruction, by_action) for index, instruction in enumerate(program.instructions)
-        ]
+        self.steps = [self._prepare(n, instruction, by_action) for n, instruction in enumerate(program.instructions)]
         self.sends = [step for step in self.steps if step.action.kind in SENDS]
         self.receives: dict[int, list[PreparedInstruction]] = {}
         for step in self.steps:
@@ -201,8 +199,6 @@ class ProgramRun:
             where = f"rank {program.rank}, instruction {index}:\n{marked}"
             raise RuntimeError(f"{type(error).__name__}: {error}\n{where}") from error
 
-    # computing ------------------------------------------------------------------------------------------------
-
     def forward(self, step: PreparedInstruction) -> None:
         work = self._work[step.action.pipeline]
         hidden = self._take_input(step)
@@ -253,8 +249,6 @@ class ProgramRun:
         self._marks.append((step.action, mark, self._stopwatch.mark()))
         self._times[step.action.kind].stage_seconds += clock() - start
 
-    # transport ------------------------------------------------------------------------------------------------
-
     def send(self, step: PreparedInstruction) -> None:
         tensor = self._outputs.pop(step.target)
         start = clock()
@@ -275,8 +269,6 @@ class ProgramRun:
             step = unposted.popleft()
             batch = self._work[step.action.pipeline].batches[step.microbatch]
             posted.append(self._channels.post_receive(step.stage.stage.hidden_shape(batch), step.parts.dtype, peer))
-
-    # gradients and weights ------------------------------------------------------------------------------------
 
     def sum_tied(self, step: PreparedInstruction) -> None:
         start, mark = clock(), self._stopwatch.mark()
@@ -304,8 +296,6 @@ class ProgramRun:
         if all(result.finite for result in self._results.values()):  # the same on all ranks: nobody waits in the step
             self._results[pipeline] = optimizer.step(self._work[pipeline].lr)
         self._computed(step, start, mark)
-
-    # what comes of it -----------------------------------------------------------------------------------------
 
     def _report(self, seconds: float) -> StepReport:
         at = self._stopwatch.seconds

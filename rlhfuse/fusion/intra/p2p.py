@@ -21,19 +21,15 @@ class Channels:
     def __init__(self, rank: int, groups: Mapping[tuple[int, int], dist.ProcessGroup], device: torch.device) -> None:
         self._rank = rank
         self._groups = groups
-        self._device = device
+        self.device = device
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
 
     def connect(self) -> None:
         """Send one number over every channel; a collective."""
         # In sorted order on all ranks: the first channel not done is next on both its ends. Left to the first
         # receives, which are posted ahead, both ends of a pair would wait for each other (parallel/groups.py, connect).
         for pair in sorted(self._groups):
-            number = torch.zeros(1, device=self._device)
+            number = torch.zeros(1, device=self.device)
             if self._rank == pair[0]:
                 dist.send(number, pair[1], group=self._groups[pair])
             elif self._rank == pair[1]:
@@ -50,7 +46,7 @@ class Channels:
 
     def post_receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> tuple[dist.Work, Tensor]:
         """Post a receive; wait on the work before reading the tensor."""
-        buffer = torch.empty(shape, dtype=dtype, device=self._device)
+        buffer = torch.empty(shape, dtype=dtype, device=self.device)
         work = dist.irecv(buffer, source, group=self._groups[source, self._rank])
         assert work is not None, "this rank is an end of the channel"
         return work, buffer
@@ -61,11 +57,8 @@ class Channels:
         if tensor.is_cuda:  # the current stream may be another than the one that the tensor was made on
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
-    def drain(self, tell: Callable[[int], None] = lambda number: None) -> None:
-        """Wait until every send is done; `tell` gets the number, from the end, of the send that is waited for.
-
-        The last send that was started has the number 1.
-        """
+    def drain(self, tell: Callable[[int], None]) -> None:
+        """Wait until every send is done; before each wait `tell` gets the number of sends that are left."""
         while self._sent:
             tell(len(self._sent))
             self.finish(*self._sent.popleft())

@@ -47,11 +47,6 @@ class TrainedModel:
     tp_group: dist.ProcessGroup
     dtype: torch.dtype
 
-    @property
-    def tied(self) -> bool:
-        """Whether embedding and output layer are one weight."""
-        return self.spec.tied_embeddings and not self.scalar_head
-
 
 @dataclass(frozen=True)
 class Microbatch:
@@ -89,8 +84,7 @@ class MinibatchResult:
 class TrainingStep:
     """Trains `models` on this rank by its program.
 
-    Raises ScheduleError unless the programs were lowered from `schedule` for `ranks`, InputError when a model or a
-    stage that they need is not here.
+    Raises ScheduleError unless it was lowered from `schedule` for `ranks`, InputError for a model or stage not here.
     """
 
     def __init__(
@@ -121,11 +115,7 @@ class TrainingStep:
         self._executor = ProgramExecutor(programs[rank], parts, channels, progress)
 
     def run(
-        self,
-        batch: RolloutBatch,
-        microbatches: Mapping[str, int],
-        lr: Mapping[str, float],
-        algorithm: AlgorithmConfig,
+        self, batch: RolloutBatch, microbatches: Mapping[str, int], lr: Mapping[str, float], algorithm: AlgorithmConfig
     ) -> MinibatchResult:
         """Train on one mini-batch in host memory; `microbatches` per pipeline and `lr` are by role.
 

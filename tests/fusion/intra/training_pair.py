@@ -151,7 +151,7 @@ def build_pair(
     roles = build_models(config, ModelFolders(folders, specs), ranks, rank, device)
     schedule = make_schedule(layouts, kind, microbatches)
     models = roles.trained
-    tied = frozenset(role for role, model in models.items() if model.tied)
+    tied = frozenset(role for role, model in models.items() if model.spec.tied_embeddings and not model.scalar_head)
     programs = edit(lower(schedule, ranks, tied=tied))
     step = TrainingStep(
         rank,
