@@ -7,6 +7,7 @@ its own (`python -m rlhfuse.gen.compile_kernels float32`), so that the compiler'
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 
@@ -18,19 +19,8 @@ from rlhfuse.kernel_cache import compile_apart
 
 def compile_kernels(dtype: torch.dtype = torch.float32) -> None:
     """Generate with a model of a few numbers, so that every kernel exists for this dtype afterwards."""
-    spec = ModelSpec(
-        architecture="llama",
-        layers=1,
-        hidden=8,
-        heads=2,
-        kv_heads=1,
-        head_dim=4,
-        mlp=8,
-        vocab=16,
-        context=16,
-        eos_token_ids=(),
-        tied_embeddings=True,
-    )
+    sizes: dict[str, Any] = dict(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, mlp=8, vocab=16, context=16)
+    spec = ModelSpec(architecture="llama", **sizes, eos_token_ids=(), tied_embeddings=True)
     shapes = {
         "embedding.word_embeddings.weight": (16, 8),
         "decoder.layers.0.input_layernorm.weight": (8,),

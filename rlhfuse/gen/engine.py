@@ -27,18 +27,12 @@ from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.core.scheduler import Scheduler
 from rlhfuse.gen.core.sequence import GenerationResult, SamplingParams, Sequence, new_sequence
 from rlhfuse.gen.migration.import_transaction import ImportTransaction
-from rlhfuse.gen.migration.kv_transfer import (
-    BlockShape,
-    KVTransfer,
-    SequenceSnapshot,
-    TransferManifest,
-    prepare_transfer,
-)
-from rlhfuse.gen.model_runner import Kernels, ModelRunner
+from rlhfuse.gen.migration.kv_transfer import BlockShape, KVTransfer, TransferManifest, prepare_transfer
+from rlhfuse.gen.model_runner import EngineOptions, ModelRunner
 from rlhfuse.gen.sampler import DrawBatch, draw_tokens
 from rlhfuse.gen.stop_text import completes_stop_text, read_tokenizer
 
-__all__ = ["Engine", "EngineOptions", "GenerationResult", "SamplingParams", "StepStats", "UnfinishedSample"]
+__all__ = ["Engine", "EngineOptions", "GenerationResult", "SamplingParams", "StepStats", "UnfinishedSequence"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +47,7 @@ class StepStats:
 
 
 @dataclass(frozen=True)
-class UnfinishedSample:
+class UnfinishedSequence:
     """An unfinished sample as others see it."""
 
     sample_id: int
@@ -62,25 +56,6 @@ class UnfinishedSample:
     blocks: int  # KV blocks held (a shared block counts for each sequence)
     shared_blocks: tuple[int, ...]  # those of them that others use too
     waiting: bool  # not running: never started, or preempted
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Sizes of an engine."""
-
-    num_blocks: int = 1024  # KV blocks
-    block_tokens: int = 16  # tokens in one block
-    max_sequences: int = 256  # running at the same time
-    max_batched_tokens: int = 2048  # tokens in one step, prefill included
-    cuda_graphs: bool = True  # replay decode steps as CUDA graphs; without effect on CPU
-    kernels: Kernels = "auto"  # torch: torch's attention and GEMMs on CPU too, which promise no bits
-
-    def __post_init__(self) -> None:
-        for name in ("num_blocks", "block_tokens", "max_sequences", "max_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.kernels not in ("auto", "torch"):
-            raise InputError(f"kernels={self.kernels!r} is unknown; use 'auto' or 'torch'")
 
 
 class Engine:
@@ -103,20 +78,11 @@ class Engine:
             raise InputError(f"dtype={dtype} is not supported; use float32 or bfloat16")
         self.spec, self.options, self.dtype = spec, options, dtype
         self.device = torch.device(device)
-        self.runner = ModelRunner(
-            spec,
-            weights,
-            device=self.device,
-            dtype=dtype,
-            tp_group=tp_group,
-            max_sequences=options.max_sequences,
-            kernels=options.kernels,
-            cuda_graphs=options.cuda_graphs,
-        )
+        self.runner = ModelRunner(spec, weights, options, device=self.device, dtype=dtype, tp_group=tp_group)
         self.scheduler = Scheduler(
             BlockManager(options.num_blocks, options.block_tokens), options.max_sequences, options.max_batched_tokens
         )
-        self._cache: KVCache | None = self._new_cache()
+        self._cache: KVCache | None = self.runner.new_cache()
         self._sequences: dict[int, Sequence] = {}  # unfinished, by sample id
         self._block_shape = BlockShape(
             spec.layers, options.block_tokens, spec.kv_heads, spec.head_dim, str(dtype).removeprefix("torch.")
@@ -212,10 +178,15 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self._sequences)
 
-    def unfinished(self) -> list[UnfinishedSample]:
+    def unfinished(self) -> list[UnfinishedSequence]:
         """All unfinished samples: running, oldest first, then waiting."""
-        queues = ((self.scheduler.running, False), (self.scheduler.waiting, True))
-        return [self._state(seq, waiting) for queue, waiting in queues for seq in queue]
+        samples = []
+        for queue in (self.scheduler.running, self.scheduler.waiting):
+            for seq in queue:
+                facts = seq.sample_id, seq.computed_tokens, seq.total_tokens, len(seq.block_table)
+                shared = tuple(self.scheduler.blocks.shared(seq))
+                samples.append(UnfinishedSequence(*facts, shared, waiting=queue is self.scheduler.waiting))
+        return samples
 
     @property
     def free_blocks(self) -> int:
@@ -250,7 +221,7 @@ class Engine:
         sequence, or blocks of another shape.
         """
         self._check_not_exporting()
-        sequences = [self._restore(snapshot) for snapshot in manifest.sequences]
+        sequences = [s.restore(self._sequence(s.sample_id, list(s.prompt), s.params)) for s in manifest.sequences]
         if manifest.num_blocks and manifest.shape != self._block_shape:
             raise InputError(f"blocks of {manifest.shape} do not fit this engine's {self._block_shape}; move as tokens")
         transaction = ImportTransaction(self.scheduler, self._cache)
@@ -273,13 +244,10 @@ class Engine:
     def resume(self) -> None:
         """Allocate the KV cache again."""
         if self._cache is None:
-            self._cache = self._new_cache()
+            self._cache = self.runner.new_cache()
 
     def release_weights(self) -> None:
-        """Let go of the weights, whose owner may then give their memory back, until the next `load_weights`.
-
-        Raises RuntimeError unless the engine is paused.
-        """
+        """Let go of the weights until the next `load_weights`. Raises RuntimeError unless the engine is paused."""
         if self._cache is not None:
             raise RuntimeError("the engine is running; call pause() first")
         self.runner.unbind()
@@ -331,14 +299,8 @@ class Engine:
             raise InputError(f"sample id {sample_id!r} must be an integer")
         if sample_id in self._sequences:
             raise InputError(f"sample {sample_id} is already in the engine; use another id")
-        return new_sequence(
-            sample_id,
-            prompt,
-            params,
-            self.spec,
-            self.options.block_tokens * self.options.num_blocks,
-            can_detokenize=self._detokenize is not None,
-        )
+        cache_tokens = self.options.block_tokens * self.options.num_blocks
+        return new_sequence(sample_id, prompt, params, self.spec, cache_tokens, self._detokenize is not None)
 
     def _add(self, seq: Sequence) -> None:
         self._sequences[seq.sample_id] = seq
@@ -353,22 +315,6 @@ class Engine:
             raise InputError(f"sample {sample_id} is not unfinished in this engine")
         return self._sequences[sample_id]
 
-    def _state(self, seq: Sequence, waiting: bool) -> UnfinishedSample:
-        table, shared = seq.block_table, self.scheduler.blocks.shared(seq)
-        return UnfinishedSample(
-            seq.sample_id, seq.computed_tokens, seq.total_tokens, len(table), tuple(shared), waiting
-        )
-
     def _check_not_exporting(self) -> None:
         if self._exporting:
             raise RuntimeError(f"samples {self._exporting[:8]} are being exported; end the `with` of the export first")
-
-    def _restore(self, snapshot: SequenceSnapshot) -> Sequence:
-        seq = self._sequence(snapshot.sample_id, list(snapshot.prompt), snapshot.params)
-        seq.tokens, seq.logprobs = list(snapshot.tokens), list(snapshot.logprobs)
-        if seq.total_tokens >= seq.max_total_tokens:
-            raise InputError(f"sample {seq.sample_id} is finished: it has {seq.total_tokens} tokens")
-        return seq
-
-    def _new_cache(self) -> KVCache:
-        return self.runner.new_cache(self.options.num_blocks, self.options.block_tokens)

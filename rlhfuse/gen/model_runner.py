@@ -8,6 +8,7 @@ logits = output(norm(x)), at the rows that draw
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -20,9 +21,27 @@ from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.core.model_shard import LayerWeights, ModelWeights, TensorParallel
 from rlhfuse.gen.cpu.forward import CpuForward
+from rlhfuse.gen.gpu.decode_graphs import CudaRecorder
 from rlhfuse.gen.gpu.forward import DeviceForward
 
-Kernels = Literal["auto", "torch"]
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Sizes of an engine."""
+
+    num_blocks: int = 1024  # KV blocks
+    block_tokens: int = 16  # tokens in one block
+    max_sequences: int = 256  # running at the same time
+    max_batched_tokens: int = 2048  # tokens in one step, prefill included
+    cuda_graphs: bool = True  # replay decode steps as CUDA graphs; without effect on CPU
+    kernels: Literal["auto", "torch"] = "auto"  # torch: its attention and GEMMs on CPU too, which promise no bits
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_tokens", "max_sequences", "max_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.kernels not in ("auto", "torch"):
+            raise InputError(f"kernels={self.kernels!r} is unknown; use 'auto' or 'torch'")
 
 
 class Forward(Protocol):
@@ -32,16 +51,10 @@ class Forward(Protocol):
     spare_blocks: int  # blocks that a cache must have besides those of sequences, at its end
 
     @property
-    def recording_seconds(self) -> float:
-        """Seconds spent on capturing CUDA graphs since the beginning."""
-        ...
-
+    def recording_seconds(self) -> float: ...  # spent on capturing CUDA graphs since the beginning
     def bind(self, weights: ModelWeights) -> None: ...
-
     def unbind(self) -> None: ...
-
     def release(self) -> None: ...
-
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor: ...
 
 
@@ -50,20 +63,17 @@ class ModelRunner:
         self,
         spec: ModelSpec,
         weights: Mapping[str, Tensor],
+        options: EngineOptions,
         *,
         device: torch.device,
         dtype: torch.dtype,
         tp_group: dist.ProcessGroup | None = None,
-        max_sequences: int = 256,
-        kernels: Kernels = "auto",
-        cuda_graphs: bool = True,
     ) -> None:
-        """`max_sequences`, `kernels`, `cuda_graphs`: as in EngineOptions.
+        """Raises InputError where the tensor-parallel group does not divide the model.
 
-        With a tensor-parallel group each rank holds a share of heads, MLP columns and vocabulary rows, and all ranks
-        see the same logits. Raises InputError where tp does not divide the model.
+        Each of its ranks holds a share of heads, MLP columns and vocabulary rows; all see the same logits.
         """
-        self.spec, self.device, self.dtype = spec, device, dtype
+        self.spec, self.options, self.device, self.dtype = spec, options, device, dtype
         parallel = TensorParallel(tp_group)
         self.tp_size = parallel.size
         for name, value in (("heads", spec.heads), ("kv_heads", spec.kv_heads), ("mlp", spec.mlp)):
@@ -71,11 +81,11 @@ class ModelRunner:
                 raise InputError(f"{name}({value}) % tp({self.tp_size}) = {value % self.tp_size}, must be 0")
         self.heads, self.kv_heads = spec.heads // self.tp_size, spec.kv_heads // self.tp_size
         self._forward: Forward
-        if device.type == "cpu" and kernels == "auto":
+        if device.type == "cpu" and options.kernels == "auto":
             self._forward = CpuForward(spec, parallel)
         else:
-            recorder = DeviceForward.recorder_for(device, cuda_graphs)
-            self._forward = DeviceForward(spec, parallel, device=device, max_sequences=max_sequences, recorder=recorder)
+            recorder = CudaRecorder(device) if options.cuda_graphs and device.type == "cuda" else None
+            self._forward = DeviceForward(spec, parallel, device, options.max_sequences, recorder)
         self.weights: ModelWeights | None = None
         self.bind(weights)
 
@@ -84,12 +94,12 @@ class ModelRunner:
         """Seconds spent on capturing CUDA graphs since the beginning."""
         return self._forward.recording_seconds
 
-    def new_cache(self, num_blocks: int, block_tokens: int) -> KVCache:
+    def new_cache(self) -> KVCache:
         """An empty cache of this rank's KV heads, in the layout that its kernels read."""
         return self._forward.cache_type(
             self.spec.layers,
-            num_blocks + self._forward.spare_blocks,
-            block_tokens,
+            self.options.num_blocks + self._forward.spare_blocks,
+            self.options.block_tokens,
             self.kv_heads,
             self.spec.head_dim,
             dtype=self.dtype,
@@ -152,8 +162,5 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Run one step, filling the cache. Returns float32 logits [R or more rows, vocab], one row per drawing row.
-
-        Rows past R, if any, are padding.
-        """
+        """Run one step, filling the cache. Returns float32 logits: [R drawing rows and any padding rows, vocab]."""
         return self._forward.forward(batch, cache)

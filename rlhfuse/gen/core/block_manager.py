@@ -45,7 +45,8 @@ class BlockManager:
     def append_free(self, seq: Sequence) -> int:
         """Extend the block table by a free block, and return it."""
         block = next(iter(self._free))
-        self._forget(block)
+        if (key := self._key_of_block.pop(block, None)) is not None:
+            del self._index[key]
         del self._free[block]
         self._users[block] = 1
         seq.block_table.append(block)
@@ -115,11 +116,6 @@ class BlockManager:
         assert not any(self._users), "prefixes can be forgotten only when no sequence holds blocks"
         self._index.clear()
         self._key_of_block.clear()
-
-    def _forget(self, block: int) -> None:
-        key = self._key_of_block.pop(block, None)
-        if key is not None:
-            del self._index[key]
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Assert that users, free list and index agree with the tables of all `sequences`."""

@@ -51,14 +51,11 @@ class RunningTable:
         self.top_ps[row] = params.top_p
         self.least_totals[row] = len(seq.prompt) + params.min_tokens
         self.blocks[row] = 0
-        self._copy_blocks(row, seq.block_table, 0)
+        self.copy_blocks(row, seq.block_table, 0)
         seq.row = self._free.pop()
 
-    def add_blocks(self, seq: Sequence, start: int) -> None:
-        """Copy the blocks of `seq` from number `start` on."""
-        self._copy_blocks(seq.row, seq.block_table, start)
-
-    def _copy_blocks(self, row: int, block_table: list[int], start: int) -> None:
+    def copy_blocks(self, row: int, block_table: list[int], start: int) -> None:
+        """Copy the blocks of a row's sequence from number `start` on."""
         most = len(block_table)
         if most > self.blocks.shape[1]:
             wider = np.zeros((self.blocks.shape[0], max(most, 2 * self.blocks.shape[1])), np.int32)

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+Array = TypeVar("Array")
+
 
 @dataclass(frozen=True, eq=False)
-class LayerWeights:
-    """One decoder layer's tensors: references, never copies."""
+class LayerWeights(Generic[Array]):
+    """One decoder layer's weights, as tensors or arrays: references, never copies."""
 
-    input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    proj: Tensor
-    mlp_norm: Tensor
-    fc1: Tensor
-    fc2: Tensor
-
-    def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in vars(self).values() if tensor is not None]
+    input_norm: Array
+    qkv: Array
+    qkv_bias: Array | None
+    q_norm: Array | None
+    k_norm: Array | None
+    proj: Array
+    mlp_norm: Array
+    fc1: Array
+    fc2: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,14 +33,19 @@ class ModelWeights:
     """All tensors of one rank. `embedding` and `output` hold its share of the vocabulary's rows."""
 
     embedding: Tensor
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[LayerWeights[Tensor], ...]
     final_norm: Tensor
     output: Tensor
 
     def addresses(self) -> tuple[int, ...]:
         """Where the numbers lie. Equal addresses: the same memory, though its values may be new."""
-        tensors = [self.embedding, self.final_norm, self.output, *(t for layer in self.layers for t in layer.tensors())]
-        return tuple(tensor.data_ptr() for tensor in tensors)
+        tensors = [
+            self.embedding,
+            self.final_norm,
+            self.output,
+            *(t for layer in self.layers for t in vars(layer).values()),
+        ]
+        return tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
 
 
 class TensorParallel:

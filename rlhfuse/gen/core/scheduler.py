@@ -113,7 +113,7 @@ class Scheduler:
         """Room for `context` tokens; blocks that they fill enter the prefix index."""
         held = len(seq.block_table)
         self.blocks.grow(seq, context)
-        self.table.add_blocks(seq, held)
+        self.table.copy_blocks(seq.row, seq.block_table, held)
         self.blocks.publish(seq, context)
 
     def _preempt(self) -> Sequence:

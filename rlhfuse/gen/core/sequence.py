@@ -21,12 +21,9 @@ _MASK64 = 0xFFFFFFFFFFFFFFFF
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one sample are drawn.
+    """How the tokens of one sample are drawn."""
 
-    Temperature 0 takes the most likely token, which top-k and top-p always leave: they may be given and change nothing.
-    """
-
-    temperature: float = 1.0  # 0 = greedy
+    temperature: float = 1.0  # 0 = greedy: the most likely token, which top-k and top-p always leave
     top_k: int = 0  # draw from the k most likely tokens; 0 = off
     top_p: float = 1.0  # draw from the smallest set of tokens with this much probability
     max_tokens: int = 128  # longest response
@@ -124,9 +121,8 @@ class Sequence:
 
     def result(self) -> GenerationResult:
         assert self.finish_reason is not None, f"sample {self.sample_id} is not finished"
-        return GenerationResult(
-            self.sample_id, tuple(self.prompt), tuple(self.tokens), tuple(self.logprobs), self.finish_reason
-        )
+        lists = tuple(self.prompt), tuple(self.tokens), tuple(self.logprobs)
+        return GenerationResult(self.sample_id, *lists, self.finish_reason)
 
 
 def _splitmix64(word: int) -> int:
@@ -138,13 +134,7 @@ def _splitmix64(word: int) -> int:
 
 
 def new_sequence(
-    sample_id: int,
-    prompt: list[int],
-    params: SamplingParams,
-    spec: ModelSpec,
-    cache_tokens: int,
-    *,
-    can_detokenize: bool,
+    sample_id: int, prompt: list[int], params: SamplingParams, spec: ModelSpec, cache_tokens: int, can_detokenize: bool
 ) -> Sequence:
     """The sequence of a request. `cache_tokens`: what all KV blocks together hold. Raises InputError."""
     name = f"sample {sample_id}"

@@ -6,8 +6,6 @@ sequence alone (docs/fusion.md, batch invariance). In bfloat16 weights and cache
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -41,33 +39,18 @@ class LaneKVCache(KVCache):
         return keys.permute(0, 1, 4, 2, 3), values.permute(0, 1, 3, 2, 4)
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """One decoder layer's weights as arrays: views, never copies."""
-
-    input_norm: np.ndarray
-    qkv: np.ndarray
-    qkv_bias: np.ndarray
-    q_norm: np.ndarray
-    k_norm: np.ndarray
-    proj: np.ndarray
-    mlp_norm: np.ndarray
-    fc1: np.ndarray
-    fc2: np.ndarray
-
-    @staticmethod
-    def of(layer: LayerWeights) -> _Layer:
-        none = as_array(layer.qkv)[0, :0]  # of the same type, so that one compiled kernel serves all models
-        return _Layer(**{name: none if weight is None else as_array(weight) for name, weight in vars(layer).items()})
+def _layer_arrays(layer: LayerWeights[Tensor]) -> LayerWeights[np.ndarray]:
+    none = as_array(layer.qkv)[0, :0]  # of the same type, so that one compiled kernel serves all models
+    return LayerWeights(**{name: none if weight is None else as_array(weight) for name, weight in vars(layer).items()})
 
 
 class Workspace:
     """Named float32 arrays [panels, features, LANES], grown when a step needs more panels than any before."""
 
-    def __init__(self, features: dict[str, int]) -> None:
+    def __init__(self, **features: int) -> None:
         self._features = features
         self._arrays: dict[str, np.ndarray] = {}
-        self._offsets: dict[str, np.ndarray] = {}
+        self.offsets: dict[str, np.ndarray] = {}
         self._panels = 0
 
     def reserve(self, panels: int) -> None:
@@ -75,17 +58,14 @@ class Workspace:
             self._panels = panels
             for name, features in self._features.items():
                 self._arrays[name] = np.zeros((panels, features, LANES), np.float32)
-                self._offsets[name] = panel_offsets(panels, features)
+                self.offsets[name] = panel_offsets(panels, features)
 
     def clear(self) -> None:
         """Give all memory back."""
-        self._arrays, self._offsets, self._panels = {}, {}, 0
+        self._arrays, self.offsets, self._panels = {}, {}, 0
 
     def take(self, name: str, panels: int) -> np.ndarray:
         return self._arrays[name][:panels]
-
-    def offsets(self, name: str) -> np.ndarray:
-        return self._offsets[name]
 
 
 class CpuForward:
@@ -102,20 +82,15 @@ class CpuForward:
         self.cos, self.sin = (table.numpy() for table in rotary_tables(spec, torch.device("cpu")))
         self.heads, self.kv_heads = spec.heads // parallel.size, spec.kv_heads // parallel.size
         self.space = Workspace(
-            dict(
-                x=spec.hidden,
-                delta=spec.hidden,
-                normed=spec.hidden,
-                qkv=(self.heads + 2 * self.kv_heads) * spec.head_dim,
-                attention=self.heads * spec.head_dim,
-                mlp=spec.mlp // parallel.size,
-                drawn=spec.hidden,
-            )
+            **dict.fromkeys(("x", "delta", "normed", "drawn"), spec.hidden),
+            qkv=(self.heads + 2 * self.kv_heads) * spec.head_dim,
+            attention=self.heads * spec.head_dim,
+            mlp=spec.mlp // parallel.size,
         )
 
     def bind(self, weights: ModelWeights) -> None:
         """Read from these tensors from now on."""
-        self.layers = [_Layer.of(layer) for layer in weights.layers]
+        self.layers = [_layer_arrays(layer) for layer in weights.layers]
         self.embedding, self.output = as_array(weights.embedding), as_array(weights.output)
         if self.parallel.size == 1:
             self.output = self.output[: self.spec.vocab]  # without the rows that only fill up
@@ -151,7 +126,7 @@ class _Step:
         self.x, self.delta, self.normed, self.qkv, self.attention, self.mlp = (
             space.take(name, panels) for name in ("x", "delta", "normed", "qkv", "attention", "mlp")
         )
-        self.hidden_at, self.attention_at, self.mlp_at = (space.offsets(n) for n in ("x", "attention", "mlp"))
+        self.hidden_at, self.attention_at, self.mlp_at = (space.offsets[n] for n in ("x", "attention", "mlp"))
         self.q = np.empty((len(batch.tokens), forward.heads, forward.spec.head_dim), np.float32)
         self.queries = Queries.of(batch.query_starts, batch.contexts, forward.kv_heads, threads)
         first_row = forward.parallel.rank * forward.embedding.shape[0]
@@ -159,7 +134,7 @@ class _Step:
         self._sum(self.x)
         self.delta[...] = 0
 
-    def attend(self, layer: _Layer, keys: np.ndarray, values: np.ndarray) -> None:
+    def attend(self, layer: LayerWeights[np.ndarray], keys: np.ndarray, values: np.ndarray) -> None:
         """delta = proj(attention(norm(x + delta)))"""
         forward, batch = self.forward, self.batch
         decoder.add_norm(self.x, self.delta, layer.input_norm, forward.eps, self.normed)
@@ -183,7 +158,7 @@ class _Step:
         decoder.multiply(layer.proj, self.attention, self.attention_at, self.delta, self.threads)
         self._sum(self.delta)
 
-    def run_mlp(self, layer: _Layer) -> None:
+    def run_mlp(self, layer: LayerWeights[np.ndarray]) -> None:
         """delta = fc2(silu(gate) * up) of norm(x + delta)"""
         decoder.add_norm(self.x, self.delta, layer.mlp_norm, self.forward.eps, self.normed)
         decoder.multiply_swiglu(layer.fc1, self.normed, self.hidden_at, self.mlp, self.threads)

@@ -119,13 +119,12 @@ class Staging:
 class Recorder(Protocol):
     """Turns work on fixed memory into something that does it again."""
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def record(self, work: Callable[[], object]) -> Callable[[], None]:
         """What repeats `work`. `work` may be run while recording, any number of times, also none."""
         ...
 
     def release(self) -> None:
         """Give back the memory of what was recorded; the caller has dropped all of it."""
-        ...
 
 
 class CudaRecorder:
@@ -136,7 +135,7 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = None
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def record(self, work: Callable[[], object]) -> Callable[[], None]:
         with torch.cuda.device(self._device):
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             # On the stream of the capture, so that what libraries allocate per stream lies outside the pool.
@@ -160,12 +159,6 @@ class CudaRecorder:
         self._pool = None
 
 
-@dataclass(frozen=True, eq=False)
-class _Recorded:
-    inputs: DecodeInputs
-    replay: Callable[[], None]
-
-
 class DecodeGraphs:
     """The recorded decode steps of one model over one cache.
 
@@ -179,7 +172,7 @@ class DecodeGraphs:
         self._recorder, self._device = recorder, device
         self._logits_shape = (most_rows, vocab)
         self._logits: Tensor | None = None
-        self._recorded: dict[DecodeShape, _Recorded] = {}
+        self._recorded: dict[DecodeShape, tuple[DecodeInputs, Callable[[], None]]] = {}
         self._addresses: tuple[int, ...] = ()
         self.recording_seconds = 0.0  # since the beginning
 
@@ -205,15 +198,14 @@ class DecodeGraphs:
         if self._logits is None:
             self._logits = torch.empty(self._logits_shape, dtype=torch.float32, device=self._device)
         logits, vocab = self._logits[: shape.rows], self._logits.shape[1]
-        recorded = self._recorded.get(shape)
-        inputs = recorded.inputs if recorded else DecodeInputs.empty(shape, self._device)
+        inputs, replay = self._recorded.get(shape) or (DecodeInputs.empty(shape, self._device), None)
         staging.send(arrays, inputs.packed)
-        if recorded is None:
+        if replay is None:
             start = time.perf_counter()
-            replay = self._recorder.record(lambda: _copy(decode(inputs)[:, :vocab], logits))
-            recorded = self._recorded[shape] = _Recorded(inputs, replay)
+            replay = self._recorder.record(lambda: logits.copy_(decode(inputs)[:, :vocab]))
+            self._recorded[shape] = inputs, replay
             self.recording_seconds += time.perf_counter() - start
-        recorded.replay()
+        replay()
         return logits
 
     def release(self) -> None:
@@ -223,7 +215,3 @@ class DecodeGraphs:
             self._recorder.release()
         self._logits = None
         self._addresses = ()
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    target.copy_(source)

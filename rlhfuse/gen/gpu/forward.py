@@ -21,7 +21,6 @@ from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.core.model_shard import LayerWeights, ModelWeights, TensorParallel
 from rlhfuse.gen.gpu.decode_graphs import (
-    CudaRecorder,
     DecodeGraphs,
     DecodeInputs,
     DecodeShape,
@@ -43,7 +42,6 @@ class DeviceForward:
         self,
         spec: ModelSpec,
         parallel: TensorParallel,
-        *,
         device: torch.device,
         max_sequences: int,
         recorder: Recorder | None,
@@ -59,13 +57,8 @@ class DeviceForward:
         self._weight_addresses: tuple[int, ...] = ()
         self._warned: set[str] = set()
 
-    @staticmethod
-    def recorder_for(device: torch.device, cuda_graphs: bool) -> Recorder | None:
-        return CudaRecorder(device) if cuda_graphs and device.type == "cuda" else None
-
     @property
     def recording_seconds(self) -> float:
-        """Seconds spent on capturing graphs since the beginning."""
         return self._graphs.recording_seconds if self._graphs else 0.0
 
     def bind(self, weights: ModelWeights) -> None:
@@ -84,10 +77,7 @@ class DeviceForward:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Run one step, filling the cache. Returns float32 logits [R or more rows, vocab], one row per drawing row.
-
-        The logits are valid until the next call. Rows past R, if any, are padding.
-        """
+        """As `ModelRunner.forward`. The logits are valid until the next call."""
         self._explain_slow_attention(cache)
         assert cache.keys.shape[1] * cache.block_tokens < 2**31, "slots are sent as int32"
         if len(batch.tokens) == len(batch.contexts):
@@ -109,8 +99,6 @@ class DeviceForward:
             return decode_attention(q, keys, values, tables, contexts)
 
         return self._logits(self._layers(tokens, positions, slots, cache, attend))
-
-    # kinds of step ------------------------------------------------------------------------------------------------
 
     def _decode_step(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         most_blocks = -(-self.spec.context // cache.block_tokens)
@@ -140,8 +128,6 @@ class DeviceForward:
         if not len(draw_rows):
             return torch.empty(0, self.spec.vocab, device=self.device)
         return self._logits(x[draw_rows])[:, : self.spec.vocab].float()
-
-    # the model ----------------------------------------------------------------------------------------------------
 
     def _layers(self, tokens: Tensor, positions: Tensor, slots: Tensor, cache: KVCache, attend: Attend) -> Tensor:
         """Hidden states [T, hidden] behind the last layer. tokens, positions, slots [T] int64."""

@@ -24,18 +24,22 @@ BUCKET_BYTES = 64 << 20  # most memory that a transfer takes beside the caches
 
 @dataclass(frozen=True)
 class SequenceSnapshot:
-    """An unfinished sequence. `blocks` numbers the transfer's blocks that hold its first `computed_tokens` tokens.
-
-    Both are empty for a sequence that moves as tokens.
-    """
+    """An unfinished sequence; one that moves as tokens has no blocks."""
 
     sample_id: int
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     params: SamplingParams
-    computed_tokens: int = 0
-    blocks: tuple[int, ...] = ()
+    computed_tokens: int = 0  # those with keys and values in `blocks`
+    blocks: tuple[int, ...] = ()  # numbers of the transfer's blocks
+
+    def restore(self, seq: EngineSequence) -> EngineSequence:
+        """Give `seq`, new and of the same request, the tokens drawn so far. Raises InputError if it is finished."""
+        seq.tokens, seq.logprobs = list(self.tokens), list(self.logprobs)
+        if seq.total_tokens >= seq.max_total_tokens:
+            raise InputError(f"sample {seq.sample_id} is finished: it has {seq.total_tokens} tokens")
+        return seq
 
 
 @dataclass(frozen=True)

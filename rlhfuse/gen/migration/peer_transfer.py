@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch.distributed as dist
 
 from rlhfuse.errors import InputError
+from rlhfuse.gen.engine import Engine
 from rlhfuse.gen.migration.import_transaction import ImportTransaction
 from rlhfuse.gen.migration.kv_transfer import BUCKET_BYTES, BlockShape, KVTransfer, TransferManifest, buckets
 from rlhfuse.parallel.collectives import receive_bytes, send_bytes
@@ -76,15 +75,11 @@ class HeadPlan:
     def __str__(self) -> str:
         return "\n".join(map(str, self.moves))
 
-    def sent_by(self, rank: int) -> list[tuple[HeadMove, slice]]:
-        """Moves from a rank, each with its heads as a slice of those that the rank holds."""
-        start = self.sources.index(rank) * (self.kv_heads // len(self.sources))
-        return [(m, slice(m.first - start, m.last - start)) for m in self.moves if m.source == rank]
-
-    def received_by(self, rank: int) -> list[tuple[HeadMove, slice]]:
-        """Moves to a rank, each with its heads as a slice of those that the rank holds."""
-        start = self.destinations.index(rank) * (self.kv_heads // len(self.destinations))
-        return [(m, slice(m.first - start, m.last - start)) for m in self.moves if m.destination == rank]
+    def moves_of(self, rank: int) -> list[tuple[HeadMove, slice]]:
+        """Moves from or to a rank, each with its heads as a slice of those that the rank holds."""
+        side = self.sources if rank in self.sources else self.destinations
+        start = side.index(rank) * (self.kv_heads // len(side))
+        return [(m, slice(m.first - start, m.last - start)) for m in self.moves if rank in (m.source, m.destination)]
 
 
 def send_sequences(
@@ -99,7 +94,7 @@ def send_sequences(
 
     Raises RuntimeError if a destination refuses the samples or its ranks disagree.
     """
-    peers = plan.sent_by(rank)
+    peers = plan.moves_of(rank)
     manifest = transfer.manifest.encode()
     for move, _ in peers:
         send_bytes(manifest, move.destination, group)
@@ -122,16 +117,8 @@ def send_sequences(
     return sent
 
 
-class Destination(Protocol):
-    """What receiving asks of an engine."""
-
-    def import_sequences(self, manifest: TransferManifest) -> AbstractContextManager[ImportTransaction]:
-        """As `Engine.import_sequences`."""
-        ...
-
-
 def receive_sequences(
-    engine: Destination,
+    engine: Engine,
     plan: HeadPlan,
     rank: int,
     group: dist.ProcessGroup | None = None,
@@ -142,7 +129,7 @@ def receive_sequences(
 
     Raises what `Engine.import_sequences` raises, after the source was told that the samples stay there.
     """
-    peers = plan.received_by(rank)
+    peers = plan.moves_of(rank)
     manifest, *others = [TransferManifest.decode(receive_bytes(move.source, group)) for move, _ in peers]
     if any(other != manifest for other in others):
         raise RuntimeError(f"ranks {list(plan.sources)} sent different manifests; they did not take the same steps")
@@ -168,10 +155,8 @@ Message = tuple[Sequence[int], HeadMove, slice]  # block numbers, between whom, 
 def _messages(
     missing: list[int], peers: list[tuple[HeadMove, slice]], shape: BlockShape, bucket_bytes: int
 ) -> Iterator[Message]:
-    """All messages of a rank; those between two ranks come in the same order on both.
-
-    The share of a bucket is a matter of the heads of the move alone, which both ends know.
-    """
+    """All messages of a rank; those between two ranks come in the same order on both."""
+    # A bucket's share depends on the heads of the move alone, which both ends know.
     runs = [buckets(missing, shape.bytes_per_head * (m.last - m.first), bucket_bytes // 2) for m, _ in peers]
     for index in range(max(map(len, runs))):
         for run, (move, heads) in zip(runs, peers):

@@ -295,7 +295,7 @@ def test_tensors_without_numbers_pass_through_so_nothing_is_read_back(monkeypatc
     monkeypatch.setattr(attention, "flash_attention", lambda: double)
     monkeypatch.setattr(attention, "flash_obstacle", lambda *_: None if flash else "it is to be so")
     weights = {name: w.to(meta, torch.bfloat16) for name, w in random_weights(spec).items()}
-    runner = ModelRunner(spec, weights, device=meta, dtype=torch.bfloat16, max_sequences=8)
+    runner = ModelRunner(spec, weights, EngineOptions(max_sequences=8), device=meta, dtype=torch.bfloat16)
     cache = KVCache(spec.layers, 9, 256, spec.kv_heads, spec.head_dim, dtype=torch.bfloat16, device=meta)
     with torch.inference_mode():
         logits = runner._forward.decode(DecodeInputs.empty(DecodeShape(4, 8), meta), cache)

@@ -39,13 +39,13 @@ def test_every_rank_gets_each_of_its_heads_once(a, b, more):
     heads = a * b * more
     plan = HeadPlan.between(range(a), range(a, a + b), heads)
     for rank in range(a, a + b):
-        got = [head for _, mine in plan.received_by(rank) for head in range(heads // b)[mine]]
+        got = [head for _, mine in plan.moves_of(rank) for head in range(heads // b)[mine]]
         assert sorted(got) == list(range(heads // b))
     for rank in range(a):
-        assert {h for _, mine in plan.sent_by(rank) for h in range(heads // a)[mine]} == set(range(heads // a))
+        assert {h for _, mine in plan.moves_of(rank) for h in range(heads // a)[mine]} == set(range(heads // a))
     for (out, there), (same, here) in zip(
-        [x for r in range(a) for x in plan.sent_by(r)],
-        sorted([x for r in range(a, a + b) for x in plan.received_by(r)], key=lambda x: plan.moves.index(x[0])),
+        [x for r in range(a) for x in plan.moves_of(r)],
+        sorted([x for r in range(a, a + b) for x in plan.moves_of(r)], key=lambda x: plan.moves.index(x[0])),
     ):
         first = out.source * (heads // a) + there.start, (same.destination - a) * (heads // b) + here.start
         assert out == same and first == (out.first, out.first) and there.stop - there.start == out.last - out.first
