@@ -253,10 +253,7 @@ class Engine:
         self.runner.unbind()
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Read from these tensors from now on; they may be the old ones with new values.
-
-        Everything computed with the old values is forgotten: unfinished samples are run again from their tokens.
-        """
+        """Read from these tensors, or new values in old ones; unfinished samples are run again from their tokens."""
         self._check_not_exporting()
         self.runner.bind(weights)
         self.scheduler.preempt_all()

@@ -96,15 +96,9 @@ class ModelRunner:
 
     def new_cache(self) -> KVCache:
         """An empty cache of this rank's KV heads, in the layout that its kernels read."""
-        return self._forward.cache_type(
-            self.spec.layers,
-            self.options.num_blocks + self._forward.spare_blocks,
-            self.options.block_tokens,
-            self.kv_heads,
-            self.spec.head_dim,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        blocks = self.options.num_blocks + self._forward.spare_blocks
+        shape = self.spec.layers, blocks, self.options.block_tokens, self.kv_heads, self.spec.head_dim
+        return self._forward.cache_type(*shape, dtype=self.dtype, device=self.device)
 
     def release(self) -> None:
         """Give back what was built over the cache, which the caller is about to drop, and working memory."""

@@ -29,30 +29,28 @@ def flash_attention() -> Any | None:
     return flash_attn
 
 
-def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, causal: bool = True
-) -> Tensor:
-    """Attention within each packed sequence. q [T, H, D], k and v [T, G, D]; returns [T, H, D].
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    """Causal attention within each packed sequence. q [T, H, D], k and v [T, G, D]; returns [T, H, D].
 
     cu_seqlens [S + 1] int32: sequence s is rows cu_seqlens[s]:cu_seqlens[s + 1]. Differentiable in q, k, v.
     """
     flash = flash_attention() if q.is_cuda and q.dtype != torch.float32 else None
     if flash is not None:
-        return flash.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=causal)
+        return flash.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=True)
     bounds = cu_seqlens.tolist()
     lengths = [b - a for a, b in zip(bounds, bounds[1:])]
     # Neighbours of one length, often the samples of one prompt that were cut, are one batch: same bits, fewer calls.
     runs = [(length, sum(1 for _ in run)) for length, run in groupby(lengths) if length]
     # Split and not sliced: the gradient of one split is one cat, that of each slice a whole tensor of zeros.
     parts = zip(*(x.split([length * count for length, count in runs]) for x in (q, k, v)))
-    pieces = [_dense(*part, causal=causal, sequences=count) for part, (_, count) in zip(parts, runs)]
+    pieces = [_dense(*part, sequences=count) for part, (_, count) in zip(parts, runs)]
     return torch.cat(pieces) if pieces else torch.empty_like(q)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, sequences: int = 1) -> Tensor:
+def _dense(q: Tensor, k: Tensor, v: Tensor, sequences: int = 1) -> Tensor:
     """Attention of so many sequences of one length that lie one after another, [T, heads, D] in and out."""
     q, k, v = (x.unflatten(0, (sequences, -1)).transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).flatten(0, 1)
 
 
@@ -101,17 +99,8 @@ def paged_attention(q: Tensor, keys: Tensor, values: Tensor, queries: PagedQueri
     starts, contexts = queries.starts, queries.contexts
     lengths = [b - a for a, b in zip(starts, starts[1:])]
     if flash is not None:
-        return flash.flash_attn_varlen_func(
-            q,
-            keys,
-            values,
-            queries.query_starts,
-            queries.key_starts,
-            max(lengths),
-            max(contexts),
-            causal=True,
-            block_table=queries.tables,
-        )
+        runs = queries.query_starts, queries.key_starts, max(lengths), max(contexts)
+        return flash.flash_attn_varlen_func(q, keys, values, *runs, causal=True, block_table=queries.tables)
     out = torch.empty_like(q)
     single = [s for s, length in enumerate(lengths) if length == 1]
     if single:
@@ -162,7 +151,7 @@ def _prefill(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, context: in
     blocks = -(-context // keys.shape[1])
     k, v = (x[table[:blocks].long()].flatten(0, 1)[:context] for x in (keys, values))
     if q.shape[0] == context:
-        return _dense(q, k, v, causal=True)
+        return _dense(q, k, v)
     positions = torch.arange(context - q.shape[0], context, device=q.device)
     mask = torch.arange(context, device=q.device)[None] <= positions[:, None]
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))

@@ -73,22 +73,18 @@ class PackedCoreAttention(torch.nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, packed_seq_params: Any, **_: Any
     ) -> Tensor:
         """[T, heads * D]. Causal within each sequence; there is no mask to pass."""
-        out = varlen_attention(
-            query, key, value, packed_seq_params.cu_seqlens_q, int(packed_seq_params.max_seqlen_q), causal=True
-        )
-        return out.flatten(1)
+        longest = int(packed_seq_params.max_seqlen_q)
+        return varlen_attention(query, key, value, packed_seq_params.cu_seqlens_q, longest).flatten(1)
 
 
 class RecomputedLayer(TransformerLayer):
-    """Keeps its input alone for the backward, which runs the layer again: the same operations, the same bits.
-
-    Megatron's own recomputation saves random-number states of CUDA; nothing here is random.
-    """
+    """Keeps its input alone for the backward, which runs the layer again: the same operations, the same bits."""
 
     def forward(self, hidden_states: Tensor, **inputs: Any) -> Any:
         """[T, 1, H] -> ([T, 1, H], None)."""
         if not torch.is_grad_enabled():
             return super().forward(hidden_states, **inputs)
+        # Megatron's own saves random-number states of CUDA; nothing here is random
         return checkpoint(super().forward, hidden_states, use_reentrant=False, preserve_rng_state=False, **inputs)
 
 
@@ -240,10 +236,7 @@ def _stage_on(grid: ModelGrid, rank: int, stage: int | None) -> int:
 
 
 def _prepare_sequence_parallel() -> None:
-    """Make what Megatron keeps per process: a buffer to gather into, and a tracker of random numbers.
-
-    The tracker is the one that tracks nothing: dropout is 0.
-    """
+    """Make what Megatron keeps per process: a buffer to gather into, and a tracker of no random numbers."""
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)

@@ -51,10 +51,7 @@ class TensorEntry:
 
 
 def checkpoint_index(path: Path) -> dict[str, TensorEntry]:
-    """Every tensor of the folder's safetensors files, from their headers alone.
-
-    Raises InputError for a missing file, a file shorter than its header says, or a broken header.
-    """
+    """Every tensor of the folder, from its files' headers alone. Raises InputError for a missing or broken file."""
     listing = path / "model.safetensors.index.json"
     if listing.exists():
         try:
@@ -116,10 +113,7 @@ def has_scalar_head(path: Path) -> bool:
 
 
 def check_checkpoint(path: Path, spec: ModelSpec, scalar_head: bool, fresh_head: bool = False) -> None:
-    """Raise InputError unless the folder holds every tensor with the shape that config.json says.
-
-    With `fresh_head` the scalar head may be missing.
-    """
+    """Raise InputError unless every tensor is there, shaped as config.json says; a `fresh_head` may be missing."""
     index = checkpoint_index(path)
     for name, shape in expected_tensors(spec, scalar_head).items():
         if name == SCALAR_HEAD and name not in index and fresh_head:
@@ -141,16 +135,11 @@ class _Reader:
         self.files = {file: _open(file) for file in {entry.file for entry in self.index.values()}}
         self.dtype = dtype
 
-    def rows(self, name: str, part: int = 0, parts: int = 1) -> Tensor:
-        """Part `part` of `parts` equal cuts along dimension 0."""
-        view = self.files[self.index[name].file].get_slice(name)
-        size = self.index[name].shape[0] // parts
-        return view[part * size : (part + 1) * size].to(self.dtype)
-
-    def columns(self, name: str, part: int, parts: int) -> Tensor:
-        view = self.files[self.index[name].file].get_slice(name)
-        size = self.index[name].shape[1] // parts
-        return view[:, part * size : (part + 1) * size].to(self.dtype).contiguous()
+    def part(self, name: str, part: int = 0, parts: int = 1, dim: int = 0) -> Tensor:
+        """One of `parts` equal cuts along dimension `dim`, 0 or 1."""
+        view, size = self.files[self.index[name].file].get_slice(name), self.index[name].shape[dim] // parts
+        cut = slice(part * size, (part + 1) * size)
+        return (view[:, cut] if dim else view[cut]).to(self.dtype).contiguous()
 
 
 def load_weights(
@@ -181,20 +170,19 @@ def load_weights(
     for local, layer in enumerate(range(spec.layers) if layers is None else layers):
         weights |= _layer_weights(read, spec, f"model.layers.{layer}.", f"decoder.layers.{local}.", tp_rank, tp_size)
     if last:
-        weights["decoder.final_layernorm.weight"] = read.rows("model.norm.weight")
+        weights["decoder.final_layernorm.weight"] = read.part("model.norm.weight")
         if scalar_head:
             stored = SCALAR_HEAD in read.index
-            head = read.rows(SCALAR_HEAD) if stored else torch.zeros(1, spec.hidden, dtype=dtype)
+            head = read.part(SCALAR_HEAD) if stored else torch.zeros(1, spec.hidden, dtype=dtype)
             weights["output_layer.weight"] = head
-        elif not spec.tied_embeddings:
-            weights["output_layer.weight"] = _vocab_part(read, spec, "lm_head", tp_rank, tp_size)
-        elif not first:
-            weights["output_layer.weight"] = _vocab_part(read, spec, "model.embed_tokens", tp_rank, tp_size)
+        elif not (spec.tied_embeddings and first):
+            module = "model.embed_tokens" if spec.tied_embeddings else "lm_head"
+            weights["output_layer.weight"] = _vocab_part(read, spec, module, tp_rank, tp_size)
     return weights
 
 
 def _vocab_part(read: _Reader, spec: ModelSpec, module: str, tp_rank: int, tp_size: int) -> Tensor:
-    whole = read.rows(f"{module}.weight")
+    whole = read.part(f"{module}.weight")
     padded = torch.zeros(spec.padded_vocab, spec.hidden, dtype=whole.dtype)
     padded[: spec.vocab] = whole
     return padded.chunk(tp_size)[tp_rank].clone()
@@ -204,32 +192,29 @@ def _layer_weights(read: _Reader, spec: ModelSpec, hf: str, ours: str, tp_rank: 
     groups = spec.kv_heads // tp_size
 
     def fused_qkv(kind: str) -> Tensor:
-        parts = [read.rows(f"{hf}self_attn.{n}_proj.{kind}", tp_rank, tp_size) for n in "qkv"]
+        parts = [read.part(f"{hf}self_attn.{n}_proj.{kind}", tp_rank, tp_size) for n in "qkv"]
         by_group = [p.view(groups, -1, *p.shape[1:]) for p in parts]
         return torch.cat(by_group, dim=1).reshape(-1, *parts[0].shape[1:]).contiguous()
 
-    gate_up = [read.rows(f"{hf}mlp.{n}_proj.weight", tp_rank, tp_size) for n in ("gate", "up")]
+    gate_up = [read.part(f"{hf}mlp.{n}_proj.weight", tp_rank, tp_size) for n in ("gate", "up")]
     weights = {
-        "input_layernorm.weight": read.rows(hf + "input_layernorm.weight"),
+        "input_layernorm.weight": read.part(hf + "input_layernorm.weight"),
         "self_attention.linear_qkv.weight": fused_qkv("weight"),
-        "self_attention.linear_proj.weight": read.columns(hf + "self_attn.o_proj.weight", tp_rank, tp_size),
-        "pre_mlp_layernorm.weight": read.rows(hf + "post_attention_layernorm.weight"),
+        "self_attention.linear_proj.weight": read.part(hf + "self_attn.o_proj.weight", tp_rank, tp_size, dim=1),
+        "pre_mlp_layernorm.weight": read.part(hf + "post_attention_layernorm.weight"),
         "mlp.linear_fc1.weight": torch.cat(gate_up),
-        "mlp.linear_fc2.weight": read.columns(hf + "mlp.down_proj.weight", tp_rank, tp_size),
+        "mlp.linear_fc2.weight": read.part(hf + "mlp.down_proj.weight", tp_rank, tp_size, dim=1),
     }
     if spec.qkv_bias:
         weights["self_attention.linear_qkv.bias"] = fused_qkv("bias")
     if spec.qk_norm:
         for n in "qk":
-            weights[f"self_attention.{n}_layernorm.weight"] = read.rows(f"{hf}self_attn.{n}_norm.weight")
+            weights[f"self_attention.{n}_layernorm.weight"] = read.part(f"{hf}self_attn.{n}_norm.weight")
     return {ours + name: tensor for name, tensor in weights.items()}
 
 
 def hf_tensors(weights: Mapping[str, Tensor], spec: ModelSpec, scalar_head: bool) -> Iterator[tuple[str, Tensor]]:
-    """Inverse of `load_weights` for a whole model (tp 1, all layers): (Hugging Face name, tensor), padding stripped.
-
-    Goes layer by layer; `weights` are asked for as they are needed.
-    """
+    """Inverse of `load_weights` for a whole model: (Hugging Face name, tensor) one by one, padding stripped."""
     yield "model.embed_tokens.weight", weights["embedding.word_embeddings.weight"][: spec.vocab]
     for layer in range(spec.layers):
         yield from _hf_layer(weights, spec, f"model.layers.{layer}.", f"decoder.layers.{layer}.").items()

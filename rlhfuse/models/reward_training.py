@@ -75,10 +75,7 @@ class RewardResult:
 
 
 def read_pairs(path: str | Path) -> list[dict[str, str]]:
-    """Read a jsonl file of {"prompt", "chosen", "rejected"}; blank lines are skipped.
-
-    Raises InputError naming the file, and the line and the field where one is wrong.
-    """
+    """Read a jsonl file of objects with FIELDS, but for blank lines. Raises InputError naming file, line and field."""
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
@@ -145,17 +142,19 @@ def train_reward(
     held_out, training = shuffled[:held], shuffled[held:]
 
     def loss_of(batch: list[TokenPair]) -> torch.Tensor:
-        texts = [pair.chosen for pair in batch] + [pair.rejected for pair in batch]
-        chosen, rejected = score_texts(model, texts, pad_token_id).chunk(2)
-        return preference_loss(chosen, rejected, settings.center_coef)
+        return preference_loss(*_score_batch(model, batch, pad_token_id), settings.center_coef)
 
     steps = settings.epochs * -(-len(training) // settings.batch_pairs)
     batches = pair_batches(training, settings.batch_pairs, rng)
     fit(model, batches, loss_of, FitSettings(steps, settings.lr, min(20, steps)), report)
-    if settings.unit_scale:
-        chosen, rejected = score_pairs(model, held_out, pad_token_id)
-        scale_scores(model, 1.0 / float(torch.cat([chosen, rejected]).std()))
-    return measure(model, held_out, len(training), pad_token_id)
+    if settings.unit_scale:  # scores are linear in the head's weight, which has no bias
+        deviation = float(torch.cat(score_pairs(model, held_out, pad_token_id)).std())
+        with torch.no_grad():
+            model.get_parameter("score.weight").mul_(1.0 / deviation)
+    chosen, rejected = score_pairs(model, held_out, pad_token_id)
+    scores = torch.cat([chosen, rejected])
+    accuracy = (chosen > rejected).float().mean()
+    return RewardResult(len(training), len(held_out), float(accuracy), float(scores.mean()), float(scores.std()))
 
 
 def pair_batches(pairs: Sequence[TokenPair], batch_pairs: int, rng: random.Random) -> Iterator[list[TokenPair]]:
@@ -174,27 +173,19 @@ def score_pairs(
     model: torch.nn.Module, pairs: Sequence[TokenPair], pad_token_id: int, batch_pairs: int = 32
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores of the chosen and the rejected texts, each [pairs], without gradients."""
-    scores = []
+    batches = [pairs[start : start + batch_pairs] for start in range(0, len(pairs), batch_pairs)]
     with torch.no_grad():
-        for start in range(0, len(pairs), batch_pairs):
-            batch = pairs[start : start + batch_pairs]
-            texts = [pair.chosen for pair in batch] + [pair.rejected for pair in batch]
-            scores.append(score_texts(model, texts, pad_token_id).float().view(2, -1))
-    chosen, rejected = torch.cat(scores, dim=1)
+        scores = [_score_batch(model, batch, pad_token_id) for batch in batches]
+    chosen, rejected = (torch.cat(side).float() for side in zip(*scores))
     return chosen, rejected
 
 
-def scale_scores(model: torch.nn.Module, factor: float) -> None:
-    """Multiply every score by `factor`: scores are linear in the head's weight, which has no bias."""
-    with torch.no_grad():
-        model.get_parameter("score.weight").mul_(factor)
-
-
-def measure(model: torch.nn.Module, held_out: Sequence[TokenPair], train_pairs: int, pad_token_id: int) -> RewardResult:
-    chosen, rejected = score_pairs(model, held_out, pad_token_id)
-    every = torch.cat([chosen, rejected])
-    accuracy = (chosen > rejected).float().mean()
-    return RewardResult(train_pairs, len(held_out), float(accuracy), float(every.mean()), float(every.std()))
+def _score_batch(
+    model: torch.nn.Module, batch: Sequence[TokenPair], pad_token_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    texts = [pair.chosen for pair in batch] + [pair.rejected for pair in batch]
+    chosen, rejected = score_texts(model, texts, pad_token_id).chunk(2)
+    return chosen, rejected
 
 
 @dataclass(frozen=True)
@@ -223,10 +214,7 @@ def fit(
     settings: FitSettings,
     report: Report,
 ) -> float:
-    """AdamW with warm-up, cosine decay and clipped gradients for small models in one process: no PPO training.
-
-    Trains `model` in place on the first `settings.steps` batches; returns the mean loss of the last tenth.
-    """
+    """Train a small model in place on the first `settings.steps` batches; returns the mean loss of the last tenth."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]  # norms: decay would pull them off their scale
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]

@@ -104,19 +104,12 @@ class PipelineStage:
 
 
 class TrainingStage:
-    """A stage that trains: keeps a micro-batch's input and output from its forward to its backward.
-
-    `live` is the number of micro-batches kept; `peak_live` its maximum, which the schedule predicts.
-    """
+    """A stage that trains: keeps a micro-batch's input and output from its forward to its backward."""
 
     def __init__(self, stage: PipelineStage) -> None:
         self.stage = stage
-        self.peak_live = 0
+        self.peak_live = 0  # most micro-batches kept at once, which the schedule predicts
         self._kept: dict[int, tuple[Tensor | None, Tensor]] = {}
-
-    @property
-    def live(self) -> int:
-        return len(self._kept)
 
     def forward(
         self, microbatch: int, batch: PackedTokens, hidden_T1H: Tensor | None, loss: LossFunction

@@ -146,13 +146,6 @@ def test_neighbours_of_one_length_change_no_bit(heads, groups, dim, lengths):
         assert torch.equal(found, torch.cat(parts))
 
 
-def test_not_causal():
-    x = torch.randn(6, 2, 8, generator=torch.Generator().manual_seed(0))
-    out = varlen_attention(x, x, x, torch.tensor([0, 6]).int(), 6, causal=False)
-    weights = (torch.einsum("thd,shd->hts", x, x) / 8**0.5).softmax(-1)
-    assert (out - torch.einsum("hts,shd->thd", weights, x)).abs().max() < 1e-6
-
-
 def test_elementary_functions():
     x = np.linspace(-86, 0, 4001).astype(np.float32)
     ours = np.array([exp32(v) for v in x])

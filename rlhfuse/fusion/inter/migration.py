@@ -6,14 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhfuse.decisions.migration import (
-    FusionLimits,
-    MigrationPlan,
-    MoveMode,
-    UnfinishedSample,
-    plan_at_threshold,
-    transfer_order,
-)
+from rlhfuse.decisions.migration import FusionLimits, MigrationPlan, UnfinishedSample, plan_at_threshold, transfer_order
 from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.report import PairMigration
 from rlhfuse.gen.engine import Engine
@@ -81,8 +74,8 @@ def execute_migration(
             receive_sequences(engine, heads, rank, bucket_bytes=bucket_bytes)
         else:
             moves = [move for move in plan.moves_from(source) if move.destination == destination]
-            modes: dict[int, MoveMode] = {move.sample_id: move.mode for move in moves}
-            with engine.export_sequences(modes, modes) as transfer:
+            ids, modes = [move.sample_id for move in moves], {move.sample_id: move.mode for move in moves}
+            with engine.export_sequences(ids, modes) as transfer:
                 sent = send_sequences(transfer, heads, rank, bucket_bytes=bucket_bytes)
             kv_bytes = sent * len(sources)  # each rank of an instance holds an equal share of the heads
         pairs.append(PairMigration(source, destination, kv_bytes, time.perf_counter() - start))

@@ -39,12 +39,8 @@ class ModelWeights:
 
     def addresses(self) -> tuple[int, ...]:
         """Where the numbers lie. Equal addresses: the same memory, though its values may be new."""
-        tensors = [
-            self.embedding,
-            self.final_norm,
-            self.output,
-            *(t for layer in self.layers for t in vars(layer).values()),
-        ]
+        of_layers = (weight for layer in self.layers for weight in vars(layer).values())
+        tensors = (self.embedding, self.final_norm, self.output, *of_layers)
         return tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
 
 

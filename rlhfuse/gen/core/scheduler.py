@@ -28,10 +28,8 @@ class Scheduler:
         self.waiting.append(seq)
 
     def add_running(self, seq: Sequence) -> None:
-        """Let a sequence run whose blocks were filled elsewhere; the caller keeps to max_sequences.
-
-        If it decodes it goes in front of those that still prefill, so that it does not wait for their chunks.
-        """
+        """Let a sequence run whose blocks were filled elsewhere; the caller keeps to max_sequences."""
+        # One that decodes goes in front of those that still prefill, so that it does not wait for their chunks.
         prefilling = (i for i, other in enumerate(self.running) if other.pending_tokens > 1)
         index = next(prefilling, len(self.running)) if seq.pending_tokens == 1 else len(self.running)
         self.table.add(seq)

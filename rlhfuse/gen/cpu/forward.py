@@ -139,21 +139,9 @@ class _Step:
         forward, batch = self.forward, self.batch
         decoder.add_norm(self.x, self.delta, layer.input_norm, forward.eps, self.normed)
         decoder.multiply(layer.qkv, self.normed, self.hidden_at, self.qkv, self.threads)
-        decoder.place_heads(
-            self.qkv,
-            batch.positions,
-            batch.slots,
-            forward.cos,
-            forward.sin,
-            layer.qkv_bias,
-            layer.q_norm,
-            layer.k_norm,
-            forward.eps,
-            keys,
-            values,
-            self.q,
-            self.threads,
-        )
+        places = batch.positions, batch.slots, forward.cos, forward.sin
+        norms = layer.qkv_bias, layer.q_norm, layer.k_norm, forward.eps
+        decoder.place_heads(self.qkv, *places, *norms, keys, values, self.q, self.threads)
         paged_attention(self.q, keys, values, batch.tables, *self.queries, forward.scale, self.attention)
         decoder.multiply(layer.proj, self.attention, self.attention_at, self.delta, self.threads)
         self._sum(self.delta)

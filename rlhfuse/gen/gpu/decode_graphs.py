@@ -32,10 +32,7 @@ class DecodeShape(NamedTuple):
 
     @staticmethod
     def holding(sequences: int, blocks: int, most_sequences: int, most_blocks: int, block_tokens: int) -> DecodeShape:
-        """The smallest shape for so many sequences of at most `blocks` blocks each.
-
-        No shape exceeds `most_sequences` rows or `most_blocks` columns, unless the batch itself does.
-        """
+        """The smallest shape for so many sequences of at most `blocks` blocks; beyond the `most_` only if they are."""
         short = sequences <= ROW_STEP // 2
         rows = _power_of_two(sequences) if short else -(-sequences // ROW_STEP) * ROW_STEP
         width = _power_of_two(max(blocks, -(-SHORTEST_TOKENS // block_tokens)))
@@ -98,10 +95,7 @@ class Staging:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def send(self, arrays: list[np.ndarray], target: Tensor | None = None) -> Tensor:
-        """All arrays one after another as int32 on the device: in `target`, or a new tensor.
-
-        The copy is ordered before what the current stream runs next; the arrays may change at once.
-        """
+        """All arrays one after another as int32 on the device, in `target` or a new tensor; they may change at once."""
         total = sum(array.size for array in arrays)
         if self._copied is not None:
             self._copied.synchronize()  # the copy before this one still reads the host memory

@@ -39,10 +39,8 @@ class ImportTransaction:
         return [seq.sample_id for seq in self._waiting]
 
     def reserve(self, seq: Sequence, snapshot: SequenceSnapshot) -> None:
-        """Find room for a sequence, or let it wait. `seq` is new and has no blocks.
-
-        Until `commit` the prefix index does not know the new blocks: nobody shares what may never be filled.
-        """
+        """Find room for a sequence, new and without blocks, or let it wait."""
+        # Until `commit` the prefix index does not know the new blocks: nobody shares what may never be filled.
         blocks = self._scheduler.blocks
         room = self._scheduler.max_sequences - len(self._scheduler.running) - len(self._running)
         known = blocks.known_prefix(seq)

@@ -114,10 +114,7 @@ def prepare_transfer(
     shape: BlockShape,
     cache: KVCache | None,
 ) -> KVTransfer:
-    """The transfer of an engine's sequences, each in its mode; it reads from `cache` when asked to.
-
-    Without a cache (a paused engine) all move as tokens. Raises InputError for an unknown mode.
-    """
+    """The transfer of an engine's sequences; without a cache, as tokens. Raises InputError for an unknown mode."""
     numbers: dict[int, int] = {}  # block in the cache -> number in the transfer
     snapshots = []
     for seq in sequences:
@@ -127,11 +124,8 @@ def prepare_transfer(
         computed = seq.computed_tokens if mode == "kv" and cache is not None else 0
         table = seq.block_table[: -(-computed // shape.block_tokens)]
         blocks = tuple(numbers.setdefault(block, len(numbers)) for block in table)
-        snapshots.append(
-            SequenceSnapshot(
-                seq.sample_id, tuple(seq.prompt), tuple(seq.tokens), tuple(seq.logprobs), seq.params, computed, blocks
-            )
-        )
+        lists = tuple(seq.prompt), tuple(seq.tokens), tuple(seq.logprobs)
+        snapshots.append(SequenceSnapshot(seq.sample_id, *lists, seq.params, computed, blocks))
     cache_blocks = list(numbers)
 
     def read(wanted: Sequence[int], heads: slice) -> Tensor:

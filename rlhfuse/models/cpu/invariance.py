@@ -72,13 +72,10 @@ def self_test(*, hidden: int, mlp: int, vocab: int) -> None:
 
     rows = max(TESTED_ROWS)
     with torch.no_grad():
-        for name, width, out in (("hidden", hidden, hidden), ("fc1", hidden, 2 * mlp), ("fc2", mlp, hidden)):
+        layers = (("hidden", hidden, hidden), ("fc1", hidden, 2 * mlp), ("fc2", mlp, hidden))
+        for name, width, out in (*layers, ("output", hidden, vocab), ("value head", hidden, 1)):
             weight = draw(out, width)
             check_rows(f"linear {name} [{width} -> {out}]", lambda x: linear(x, weight), draw(rows, width))
-        weight = draw(vocab, hidden)
-        check_rows(f"linear output [{hidden} -> {vocab}]", lambda x: linear(x, weight), draw(rows, hidden))
-        weight = draw(1, hidden)
-        check_rows(f"linear value head [{hidden} -> 1]", lambda x: linear(x, weight), draw(rows, hidden))
         check_rows(f"silu [{mlp}]", silu, draw(rows, mlp))
         weight = draw(hidden)
         check_rows(f"rms_norm [{hidden}]", lambda x: rms_norm(x, weight, 1e-6), draw(rows, hidden))

@@ -194,15 +194,9 @@ def paged_attention(q, keys, values, tables, sequences, positions, runs, bounds,
             ahead = (pieces + PIECES - 1) // PIECES * PIECES + PIECES  # values fetch what comes so many pieces later
             following = min(pair + 1, bounds[part + 1] - 1)
             t_next = runs[following // groups]
-            _list_next(
-                tables[sequences[t_next]],
-                positions[t_next] + 1,
-                following % groups,
-                keys,
-                block_tokens,
-                key_at,
-                ahead - PIECES + pieces,
-            )
+            table, context_next = tables[sequences[t_next]], positions[t_next] + 1
+            end = ahead - PIECES + pieces
+            _list_next(table, context_next, following % groups, keys, block_tokens, key_at, end)
             shared = pieces if across else (positions[t] + 1) // block_tokens * per_block
             done = 0
             while done < tokens * per_group:

@@ -66,16 +66,12 @@ def make_tile(rows: int, panels: int, add: bool = False, ahead: str = "") -> Cal
         x_panels = panels_from(first)
         next_panels = panels_from(builder.add(first, skip[0])) if ahead == "panels" else []
         next_rows = [builder.gep(w_base, [builder.mul(w_row, _INDEX(rows))])] if ahead == "rows" else []
-        places = [
-            builder.bitcast(
-                builder.gep(
-                    out_base, [builder.add(builder.mul(out_row, _INDEX(r)), builder.mul(out_panel, _INDEX(p)))]
-                ),
-                _VECTOR.as_pointer(),
-            )
-            for r in range(rows)
-            for p in range(panels)
-        ]
+
+        def place_of(r: int, p: int) -> Any:
+            offset = builder.add(builder.mul(out_row, _INDEX(r)), builder.mul(out_panel, _INDEX(p)))
+            return builder.bitcast(builder.gep(out_base, [offset]), _VECTOR.as_pointer())
+
+        places = [place_of(r, p) for r in range(rows) for p in range(panels)]
 
         def body(i: Any, sums: list) -> list:
             for row in next_rows:  # k steps pass over the next rows * k weights
