@@ -112,10 +112,9 @@ class Engine:
         params: SamplingParams | Iterable[SamplingParams] = SamplingParams(),
         sample_ids: Iterable[int] | None = None,
     ) -> list[GenerationResult]:
-        """Complete prompts of token ids, in order. `params` is one for all, or one each.
+        """Complete prompts of token ids, in order. `params` is one for all, or one each; noise depends on sample ids.
 
-        Sample ids default to 0, 1, ...; sampled noise depends on them. Raises InputError, and adds nothing, if any
-        prompt cannot be served.
+        Raises InputError, and adds nothing, if any prompt cannot be served.
         """
         if self._sequences:
             raise InputError(f"generate() needs an idle engine; {len(self._sequences)} samples are unfinished")
@@ -126,7 +125,7 @@ class Engine:
             raise InputError(f"{len(prompts)} prompts, {len(each)} params, {len(ids)} sample ids: give one each")
         if len(set(ids)) < len(ids):
             raise InputError("sample_ids holds one id twice; ids must differ")
-        for seq in [self._sequence(*item) for item in zip(ids, prompts, each)]:
+        for seq in [self._sequence(*item) for item in zip(ids, prompts, each)]:  # all are checked before any enters
             self._add(seq)
         finished: dict[int, GenerationResult] = {}
         while self.has_unfinished():
@@ -198,9 +197,8 @@ class Engine:
     ) -> Iterator[KVTransfer]:
         """Offer unfinished samples to another engine: they leave at the end of the `with`, or stay if it raises.
 
-        `modes`: "kv" or "tokens", for all or by sample id; a sample that has not run yet moves as tokens. Until the
-        end of the `with` this engine does not step, and after it the transfer is of no use. Raises InputError for an
-        id that is not unfinished here or is given twice.
+        A sample that has not run yet moves as tokens. Until the end of the `with` this engine does not step, and after
+        it the transfer is of no use. Raises InputError for an id that is not unfinished here or is given twice.
         """
         self._check_not_exporting()
         sequences = [self._find(sample_id) for sample_id in sample_ids]

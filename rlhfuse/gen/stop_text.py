@@ -25,10 +25,8 @@ def read_tokenizer(folder: Path) -> Callable[[list[int]], str] | None:
 
 
 def completes_stop_text(tokens: list[int], stops: tuple[str, ...], detokenize: Callable[[list[int]], str]) -> bool:
-    """Whether text(tokens) holds one of `stops`, ending past what it has in common with text(all but the last).
-
-    Only the end of the response is turned into text, and more of it while that gives too few characters.
-    """
+    """Whether text(tokens) holds one of `stops`, ending past what it has in common with text(all but the last)."""
+    # Only the end of the response is turned into text, and more of it while that gives too few characters.
     least = max(map(len, stops)) + _SLACK
     window = least
     while len(before := detokenize(tokens[-window:-1])) < least and window < len(tokens):

@@ -116,10 +116,9 @@ def paged_attention(q: Tensor, keys: Tensor, values: Tensor, queries: PagedQueri
 
 
 def decode_attention(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, contexts: Tensor) -> Tensor:
-    """One query for each of R sequences, with shapes and work that depend on shapes alone.
+    """One query for each of R sequences; nothing is read back to the host, so a CUDA graph can hold it.
 
-    Nothing is read back to the host, so a CUDA graph can hold it. q [R, H, D]; keys, values [blocks, block_tokens, G,
-    D]; tables [R, W] and contexts [R] int32; returns [R, H, D]. Without flash-attn all W blocks are gathered.
+    q [R, H, D]; keys, values [blocks, block_tokens, G, D]; tables [R, W] and contexts [R] int32; returns [R, H, D].
     """
     flash = _flash_for(q, keys)
     if flash is None:

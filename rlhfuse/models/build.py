@@ -180,8 +180,7 @@ def build_model(
 ) -> GPTModel:
     """One pipeline stage of the model that `rank` holds in `grid`, on the device, with unset weights.
 
-    `stage` may be left out where a rank holds one. Of a model cut into chunks every rank builds its stages in order:
-    first and last stage of tied embeddings meet in a collective.
+    `stage` may be left out where a rank holds one. Ranks build their stages in order: tied ends meet in a collective.
     """
     stage = _stage_on(grid, rank, stage)
     layers = stage_layers(spec, grid)

@@ -20,8 +20,7 @@ from rlhfuse.models.operations import operations_for
 class ScalarHead(torch.nn.Module):
     """One number per token from the final hidden state; whole on every tensor rank, no bias.
 
-    Under sequence parallelism each tensor rank of `shards` brings its own rows. They are gathered first, so that every
-    rank computes all values and the whole gradient of the weight; each takes the gradient of its own rows back.
+    Under sequence parallelism the rows of the tensor ranks `shards` are gathered first: all compute all values.
     """
 
     def __init__(
@@ -43,10 +42,7 @@ class ScalarHead(torch.nn.Module):
 def token_logprobs(
     logits_RV: Tensor, targets_R: Tensor, vocab: int, temperature: float, tp_group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and the entropy, [R] float32 each, after temperature.
-
-    `logits_RV` holds this rank's rows of the padded vocabulary; `vocab` is the true size: padding never takes part.
-    """
+    """Log-probability of each target and the entropy, [R] float32 each, after temperature; padding takes no part."""
     rank, size, part = dist.get_rank(tp_group), dist.get_world_size(tp_group), logits_RV.shape[1]
     start = rank * part
     logits = logits_RV.float() / temperature

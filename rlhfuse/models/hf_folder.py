@@ -38,8 +38,7 @@ COPIED_FILES = (
 def export_checkpoint(weights: Mapping[str, Tensor], spec: ModelSpec, scalar_head: bool, like: Path, out: Path) -> None:
     """Write a Hugging Face folder: whole-model `weights`, config and tokenizer of the folder `like`.
 
-    The folder is written beside `out` and renamed; an older `out` is replaced. Raises InputError where it cannot be
-    written: then there is no half of it, and an older one stays.
+    It replaces an older `out` when complete. Raises InputError where it cannot be written: then an older one stays.
     """
     with output_folder(out, force=True) as folder:
         write_folder(folder, hf_tensors(weights, spec, scalar_head), like, scalar_head=scalar_head)
@@ -55,8 +54,7 @@ def write_folder(
 ) -> None:
     """Fill an empty folder with (name, tensor) in files of at most `shard_bytes` each, but at least one tensor.
 
-    A model with a scalar head may come from a language model: its config then says what it has become. Raises
-    InputError naming a file that cannot be written.
+    With a scalar head the config says what a language model has become. Raises InputError naming a bad file.
     """
     dtype = _write_weights(folder, tensors, shard_bytes)
     config = json.loads((like / "config.json").read_text())

@@ -23,11 +23,7 @@ class Operations:
     least_rows: int  # tokens that a packed batch is filled up to, on each tensor rank
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
-TORCH = Operations(F.linear, F.silu, _rms_norm, 1)
+TORCH = Operations(F.linear, F.silu, lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps), 1)
 BATCH_INVARIANT = Operations(invariance.linear, invariance.silu, invariance.rms_norm, invariance.SAFE_ROWS)
 
 

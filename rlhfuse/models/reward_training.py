@@ -195,8 +195,6 @@ class FitSettings:
     steps: int
     lr: float
     warmup_steps: int = 20
-    weight_decay: float = 0.05
-    clip_grad: float = 1.0
     report_every: int = 50
 
     def learning_rate(self, step: int) -> float:
@@ -217,7 +215,7 @@ def fit(
     """Train a small model in place on the first `settings.steps` batches; returns the mean loss of the last tenth."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]  # norms: decay would pull them off their scale
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95))
     losses: list[float] = []
     started = time.perf_counter()
@@ -227,7 +225,7 @@ def fit(
             group["lr"] = settings.learning_rate(step)
         loss = loss_of(batch)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())

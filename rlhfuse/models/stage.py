@@ -25,22 +25,16 @@ LossFunction = Callable[[Tensor, int], Tensor]  # (last stage's output, micro-ba
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """Sequences laid end to end. `cu_seqlens` [N+1] int32 are the borders, `max_seqlen` the longest of them.
-
-    The last `padding` tokens belong to a dummy sequence whose outputs nobody reads.
-    """
+    """Sequences laid end to end."""
 
     tokens: Tensor  # [T] int64
-    cu_seqlens: Tensor  # [N+1] int32
+    cu_seqlens: Tensor  # [N+1] int32: the borders
     max_seqlen: int
-    padding: int = 0
+    padding: int = 0  # so many last tokens belong to a dummy sequence whose outputs nobody reads
 
     @staticmethod
     def pack(sequences: Sequence[Sequence[int]], device: torch.device, shards: int = 1) -> PackedTokens:
-        """Pack `sequences` (at least one, none empty), filled up to equal parts of `shards` tensor ranks.
-
-        No part is shorter than the device asks for. `shards` is that of the stage that will run them.
-        """
+        """Pack `sequences` (at least one, none empty), filled up to equal parts of a stage's `shards` tensor ranks."""
         borders = torch.tensor([0, *map(len, sequences)]).cumsum(0).to(torch.int32)
         return PackedTokens.of(torch.tensor([token for s in sequences for token in s]), borders, device, shards)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
 from rlhfuse.decisions.migration import MoveMode
 from rlhfuse.gen.engine import Engine
-from rlhfuse.gen.migration.kv_transfer import KVTransfer, TransferManifest
+from rlhfuse.gen.migration.kv_transfer import KVTransfer
 
 
 def import_sequences(engine: Engine, transfer: KVTransfer) -> list[int]:
@@ -30,7 +31,7 @@ def move_sequences(
 
 def through_bytes(transfer: KVTransfer) -> KVTransfer:
     """The same transfer made of what travels between processes: bytes, and one tensor of all blocks."""
-    manifest = TransferManifest.decode(transfer.manifest.encode())
+    manifest = pickle.loads(pickle.dumps(transfer.manifest))
     assert manifest == transfer.manifest
     kv: Tensor = transfer.read(range(manifest.num_blocks), slice(None))
     return KVTransfer(manifest, lambda numbers, heads: kv[list(numbers)][..., heads, :])

@@ -183,6 +183,7 @@ def test_bfloat16_on_cpu(spec):
     rounded = {name: w.bfloat16() for name, w in random_weights(spec).items()}
     half = Engine(spec, rounded, EngineOptions(num_blocks=50), dtype=torch.bfloat16)
     full = Engine(spec, {name: w.float() for name, w in rounded.items()}, EngineOptions(num_blocks=50))
-    assert half._cache.bytes * 2 == full._cache.bytes == 50 * 16 * spec.kv_bytes_per_token(4)
+    sizes = [engine._cache.keys.nbytes + engine._cache.values.nbytes for engine in (half, full)]
+    assert sizes[0] * 2 == sizes[1] == 50 * 16 * spec.kv_bytes_per_token(4)
     a, b = half.generate([[9, 10, 11]], GREEDY)[0], full.generate([[9, 10, 11]], GREEDY)[0]
     assert a.tokens[0] == b.tokens[0] and abs(a.logprobs[0] - b.logprobs[0]) < 0.1

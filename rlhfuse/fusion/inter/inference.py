@@ -40,10 +40,7 @@ class PackWork:
 
 
 class Rewarder(Protocol):
-    """Scores samples outside the models, while generation and inference go on; each instance's leader has one.
-
-    Its scores stay apart from a rollout's `score`, the reward model's: see `GenInferReport.function_scores`.
-    """
+    """Scores samples outside the models (`GenInferReport.function_scores`) meanwhile; instances' leaders have one."""
 
     def submit(self, rollouts: Sequence[Rollout]) -> None:
         """Take finished samples; returns at once."""
@@ -131,11 +128,7 @@ class Scorer:
 
 
 class WeightLoader:
-    """Loads offloaded models once, in order, overlapped with compute on those that are there.
-
-    thread    | reference  | critic     | reward    |
-    caller    | wait(0)    | reference scores | critic scores | reward scores
-    """
+    """Loads offloaded models once, in order, in a thread: overlapped with compute on those that are there."""
 
     def __init__(self, models: Sequence[OffloadedWeights], device: torch.device) -> None:
         self._models, self._device = models, device

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from rlhfuse.decisions.migration import FusionLimits, MigrationPlan, check_threshold
+from rlhfuse.decisions.migration import FusionLimits, MigrationPlan, check_threshold, plan_at_threshold
 from rlhfuse.decisions.packing import split_samples
 from rlhfuse.decisions.placement import Placement
 from rlhfuse.errors import RewardError
@@ -54,9 +54,8 @@ class InterStage:
         """Generate and score `requests`, the whole batch, the same on every rank.
 
         `threshold` (R_t): how many samples remain when instances are freed; 0 is serial, and so is a single instance.
-        The engine must hold the actor's weights and a KV cache, the scorer's weights must be offloaded. Returns with
-        the KV cache dropped and the scorer's weights released. Raises InputError, before anything is done, for a
-        threshold beyond the batch; RewardError for a sample to which the reward function gave no score.
+        The engine must hold the actor's weights and a KV cache, which it drops; the scorer's weights stay offloaded.
+        Raises InputError at once for a threshold beyond the batch, RewardError for a sample that was given no score.
         """
         check_threshold(threshold, len(requests))
         return GenInferIteration(self, iteration, requests, threshold, limits).run()
@@ -115,7 +114,7 @@ class GenInferIteration:
         )
         self._events.span("meet", stopped, time.time())
         self._tail_samples = len(barrier.states)
-        plan = barrier.plan(self._threshold, self._limits)
+        plan = plan_at_threshold(self._threshold, barrier.states, barrier.free_blocks, self._limits)
         if plan:
             self._migrate(barrier, plan)
         self._events.add_barrier(time.time() - stopped)

@@ -108,8 +108,8 @@ class IterationStore:
 class StoreReporter:
     """Background thread of an instance's leader that reports finished samples to the store and polls the counts.
 
-    A decode step never waits for a round trip; a count that is read late delays a trigger by a step and nothing else.
-    Use as a context manager: its end waits until everything is reported. Raises what the store raised.
+    A count that is read late delays a trigger by a step and nothing else. A context manager, whose end waits until
+    everything is reported. Raises what the store raised.
     """
 
     def __init__(self, store: IterationStore, poll_seconds: float = POLL_SECONDS) -> None:

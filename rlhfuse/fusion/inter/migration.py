@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhfuse.decisions.migration import FusionLimits, MigrationPlan, UnfinishedSample, plan_at_threshold, transfer_order
+from rlhfuse.decisions.migration import MigrationPlan, UnfinishedSample, transfer_order
 from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.report import PairMigration
 from rlhfuse.gen.engine import Engine
@@ -21,10 +21,6 @@ class MigrationBarrier:
 
     states: tuple[UnfinishedSample, ...]
     free_blocks: tuple[int, ...]
-
-    def plan(self, threshold: int, limits: FusionLimits) -> MigrationPlan | None:
-        """Whom to free at R_t = `threshold`, if anybody; the same on every rank."""
-        return plan_at_threshold(threshold, self.states, self.free_blocks, limits)
 
     def bytes_needed(self, plan: MigrationPlan, block_tokens: int, block_bytes: int) -> int:
         """Bytes of the KV blocks that the plan moves, a block that samples share once for a pair of instances."""
@@ -59,8 +55,7 @@ def execute_migration(
     """This rank's part of the moves; afterwards every sample is in the engine that the plan names.
 
     `bucket_bytes`: most memory that moving keys and values takes here beside the caches. Waits for the partner's
-    ranks only: each instance goes through its pairs in the one order of `transfer_order`. Raises RuntimeError where a
-    destination refuses samples.
+    ranks only, in the one order of `transfer_order`. Raises RuntimeError where a destination refuses samples.
     """
     instance = placement.instance_of(rank)
     pairs = []
@@ -74,8 +69,8 @@ def execute_migration(
             receive_sequences(engine, heads, rank, bucket_bytes=bucket_bytes)
         else:
             moves = [move for move in plan.moves_from(source) if move.destination == destination]
-            ids, modes = [move.sample_id for move in moves], {move.sample_id: move.mode for move in moves}
-            with engine.export_sequences(ids, modes) as transfer:
+            ids = [move.sample_id for move in moves]
+            with engine.export_sequences(ids, {move.sample_id: move.mode for move in moves}) as transfer:
                 sent = send_sequences(transfer, heads, rank, bucket_bytes=bucket_bytes)
             kv_bytes = sent * len(sources)  # each rank of an instance holds an equal share of the heads
         pairs.append(PairMigration(source, destination, kv_bytes, time.perf_counter() - start))

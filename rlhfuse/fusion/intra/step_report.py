@@ -61,10 +61,7 @@ class StepReport:
 
 
 class Stopwatch:
-    """Times of moments in a device's work: `mark` them, `stop` when all is queued, then ask for their `seconds`.
-
-    On CUDA a mark is an event in the current stream, for the host's clock says when work was queued, not when it ran.
-    """
+    """Times of moments in a device's work: `mark` them, `stop` when all is queued, then ask for their `seconds`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -77,7 +74,7 @@ class Stopwatch:
         """A moment after everything that was asked of the current stream so far."""
         if self._device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # the host's clock says when work was queued, not when it ran
         event.record(torch.cuda.current_stream(self._device))
         return event
 

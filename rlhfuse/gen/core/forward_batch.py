@@ -28,12 +28,11 @@ class ScheduledSequence(NamedTuple):
 class RunningTable:
     """What a step needs of the running sequences, one row each, so that a step gathers rows and does not loop.
 
-    A sequence keeps its row (`Sequence.row`) while it runs. Everything but `blocks` is fixed by then; `blocks` repeats
-    `Sequence.block_table` and is told of each new block. The scheduler owns the table.
+    A sequence keeps its row while it runs; all but `blocks` is fixed by then. The scheduler owns the table.
     """
 
     def __init__(self, rows: int) -> None:
-        self.blocks = np.zeros((rows, 8), np.int32)  # columns are added when a sequence needs them
+        self.blocks = np.zeros((rows, 8), np.int32)  # as in `Sequence.block_table`; columns are added when needed
         self.streams = np.zeros(rows, np.uint64)  # names of the samples' noise
         self.temperatures = np.zeros(rows, np.float32)
         self.top_ks = np.zeros(rows, np.int64)
@@ -90,6 +89,12 @@ class ForwardBatch:
 
     @staticmethod
     def of(scheduled: list[ScheduledSequence], table: RunningTable, block_tokens: int) -> ForwardBatch:
+        tokens: list[int] = []
+        for seq, count, draws in scheduled:
+            if count == 1 and draws and seq.tokens:
+                tokens.append(seq.tokens[-1])
+            else:
+                tokens += seq.slice(seq.computed_tokens, seq.computed_tokens + count)
         counts = np.array([count for _, count, _ in scheduled])
         contexts = np.array([seq.computed_tokens + count for seq, count, _ in scheduled])
         rows = np.array([seq.row for seq, _, _ in scheduled])
@@ -102,7 +107,7 @@ class ForwardBatch:
             token_rows = np.repeat(rows, counts)
         numbers, offsets = np.divmod(positions, block_tokens)
         return ForwardBatch(
-            tokens=_tokens(scheduled),
+            tokens=np.array(tokens),
             positions=positions,
             slots=table.blocks[token_rows, numbers].astype(np.int64) * block_tokens + offsets,
             query_starts=np.concatenate(([0], ends)),
@@ -110,14 +115,3 @@ class ForwardBatch:
             tables=table.blocks[rows, : int(numbers.max()) + 1],
             draw_rows=ends[draws] - 1,
         )
-
-
-def _tokens(scheduled: list[ScheduledSequence]) -> np.ndarray:
-    """The tokens of all sequences one after another."""
-    tokens: list[int] = []
-    for seq, count, draws in scheduled:
-        if count == 1 and draws and seq.tokens:
-            tokens.append(seq.tokens[-1])
-        else:
-            tokens += seq.slice(seq.computed_tokens, seq.computed_tokens + count)
-    return np.array(tokens)

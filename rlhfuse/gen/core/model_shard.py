@@ -45,14 +45,9 @@ class ModelWeights:
 
 
 class TensorParallel:
-    """Sums and gathers over a tensor-parallel group; with one rank they do nothing.
-
-    On CPU a sum adds the ranks' parts in rank order, so that the bits of an element do not depend on its position; on
-    CUDA it is NCCL's.
-    """
+    """Sums and gathers over a tensor-parallel group, which stays the caller's; with one rank (None) they do nothing."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """`group` None: one rank. The group stays the caller's."""
         self.group = group
         self.size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -64,7 +59,7 @@ class TensorParallel:
         if x.is_cuda:
             dist.all_reduce(x, group=self.group)
             return x
-        parts = self._all_gather(x)
+        parts = self._all_gather(x)  # added in rank order, so that an element's bits do not depend on its position
         x.copy_(parts[0])
         for part in parts[1:]:
             x += part

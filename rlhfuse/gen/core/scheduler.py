@@ -36,10 +36,8 @@ class Scheduler:
         self.running.insert(index, seq)
 
     def schedule(self) -> list[ScheduledSequence]:
-        """Choose the sequences of one step and give them blocks; full blocks enter the prefix index.
-
-        Those after them in the same step may share these: the step writes all keys of a layer before it reads any.
-        """
+        """Choose the sequences of one step and give them blocks; full blocks enter the prefix index."""
+        # Later sequences of the step may share them: it writes all keys of a layer before it reads any.
         scheduled: list[ScheduledSequence] = []
         waiting_before = len(self.waiting)
         budget = self._schedule_running(scheduled)

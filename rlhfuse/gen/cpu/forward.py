@@ -21,10 +21,9 @@ from rlhfuse.models.rotary import rotary_tables
 
 
 class LaneKVCache(KVCache):
-    """The layout that the CPU kernels read.
+    """The layout that the CPU kernels read, the last dimension padded to whole panels.
 
-    keys [layers, blocks, G, D, block_tokens], values [layers, blocks, G, block_tokens, D]; the last dimension is padded
-    to whole panels, which costs memory only for odd sizes.
+    keys [layers, blocks, G, D, block_tokens], values [layers, blocks, G, block_tokens, D]
     """
 
     def _shapes(self, layers: int, num_blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -105,9 +104,8 @@ class CpuForward:
         self.space.clear()
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Run one step, filling the cache. Returns float32 logits [R, vocab], one row per drawing row."""
-        threads = share_threads()
-        panels = -(-len(batch.tokens) // LANES)
+        """As `ModelRunner.forward`."""
+        threads, panels = share_threads(), -(-len(batch.tokens) // LANES)
         self.space.reserve(panels)
         keys, values = as_array(cache.keys), as_array(cache.values)
         step = _Step(self, batch, panels, threads)

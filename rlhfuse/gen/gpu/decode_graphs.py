@@ -1,8 +1,7 @@
 """Decode steps recorded once and replayed: a CUDA graph for each shape, so that the host launches one thing per step.
 
 Shapes are rounded up so that few occur: rows to 1, 2, 4, 8, 16, 32, 48, ...; columns of the block tables to powers of
-two, from 256 tokens up. The first step of a shape is run on a side stream and captured; later ones copy their integers
-into the captured input and replay. All graphs share one memory pool and one buffer of logits.
+two, from 256 tokens up. All graphs share one memory pool and one buffer of logits.
 """
 
 from __future__ import annotations
@@ -71,11 +70,8 @@ class DecodeInputs:
 
 
 def padded_arrays(batch: ForwardBatch, shape: DecodeShape, spare_block: int, block_tokens: int) -> list[np.ndarray]:
-    """The parts of DecodeInputs.packed for a batch of one token per sequence, in order, with padding rows.
-
-    Padding is token 0 at position 0 with a context of 1, in a spare block that no sequence ever gets: it writes where
-    nobody reads, and reads only what padding wrote.
-    """
+    """The parts of DecodeInputs.packed for a batch of one token per sequence, in order, with padding rows."""
+    # Padding is token 0 at position 0 with a context of 1, in a spare block that no sequence ever gets.
     sequences = len(batch.contexts)
     assert len(batch.tokens) == sequences <= shape.rows, f"{len(batch.tokens)} tokens of {sequences} sequences"
     tables = np.full(shape, spare_block, np.int32)
@@ -156,10 +152,8 @@ class CudaRecorder:
 class DecodeGraphs:
     """The recorded decode steps of one model over one cache.
 
-    A graph knows memory by its address: it serves while weights, cache and its own input lie where they lay, and is
-    dropped when one of them moved. Graphs hand nothing to each other, so they may be replayed in any order. NCCL's sums
-    are captured too, for which all ranks must capture and replay in one order: the ranks of an engine take identical
-    steps, so they meet a new shape in the same step.
+    A graph knows memory by its address, and is dropped when weights, cache or its input moved. NCCL's sums are captured
+    too, so all ranks must capture and replay in one order: the ranks of an engine take identical steps.
     """
 
     def __init__(self, recorder: Recorder, device: torch.device, most_rows: int, vocab: int) -> None:
@@ -169,11 +163,6 @@ class DecodeGraphs:
         self._recorded: dict[DecodeShape, tuple[DecodeInputs, Callable[[], None]]] = {}
         self._addresses: tuple[int, ...] = ()
         self.recording_seconds = 0.0  # since the beginning
-
-    @property
-    def shapes(self) -> tuple[DecodeShape, ...]:
-        """What is recorded now."""
-        return tuple(self._recorded)
 
     def keep_for(self, addresses: tuple[int, ...]) -> None:
         """Drop everything unless it was recorded over memory at these addresses."""
@@ -186,8 +175,7 @@ class DecodeGraphs:
     ) -> Tensor:
         """Logits [shape.rows, vocab] float32 of one step, valid until the next; records a new shape first.
 
-        `decode` [rows, at least vocab] must allocate nothing that outlives it, read nothing back, and write only
-        what it would write again.
+        `decode` must allocate nothing that outlives it, read nothing back, and write only what it would write again.
         """
         if self._logits is None:
             self._logits = torch.empty(self._logits_shape, dtype=torch.float32, device=self._device)

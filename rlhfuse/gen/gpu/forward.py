@@ -88,10 +88,7 @@ class DeviceForward:
         return self._mixed_step(batch, cache)
 
     def decode(self, inputs: DecodeInputs, cache: KVCache) -> Tensor:
-        """Logits [rows, at least vocab] of every row, in the weights' dtype. Fixed shapes; never waits for the device.
-
-        Running it twice on the same inputs writes the same keys and values to the same slots.
-        """
+        """Logits [rows, at least vocab] in the weights' dtype: of fixed shapes, never waiting; may be run twice."""
         tokens, positions, slots = inputs.indices()
         tables, contexts = inputs.tables, inputs.contexts
 

@@ -7,7 +7,6 @@ sequence 9   no blocks             moves as tokens and is run again, to the same
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -87,25 +86,13 @@ class TransferManifest:
             if any(not 0 <= number < self.num_blocks for number in seq.blocks):
                 raise InputError(f"sample {seq.sample_id} names a block outside the transfer's {self.num_blocks}")
 
-    def encode(self) -> bytes:
-        """For another rank of this job alone: equal manifests may differ in their bytes."""
-        return pickle.dumps(self, protocol=pickle.HIGHEST_PROTOCOL)
-
-    @staticmethod
-    def decode(data: bytes) -> TransferManifest:
-        """Inverse of `encode`."""
-        return pickle.loads(data)
-
 
 @dataclass(frozen=True, eq=False)
 class KVTransfer:
-    """Sequences with the means to read their blocks: `read(numbers, heads)` -> kv, as `KVCache.read_blocks`.
-
-    `numbers` are the transfer's, `heads` a slice of the KV heads on this rank. Holds no memory of its own.
-    """
+    """Sequences with the means to read their blocks; holds no memory of its own."""
 
     manifest: TransferManifest
-    read: Callable[[Sequence[int], slice], Tensor]
+    read: Callable[[Sequence[int], slice], Tensor]  # (the transfer's block numbers, this rank's heads), as read_blocks
 
 
 def prepare_transfer(

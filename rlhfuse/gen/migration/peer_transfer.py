@@ -8,6 +8,7 @@ sequences leave the source when all its peers have confirmed; the destination ta
 from __future__ import annotations
 
 import json
+import pickle
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,13 +39,11 @@ class HeadMove:
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """Who sends which KV heads to whom, between the ranks of two instances in tensor order.
+    """Who sends which KV heads to whom: each rank of an instance holds a run and sends to all whose run meets its own.
 
-    Each rank holds a run of the model's KV heads and sends to every rank whose run meets its own:
-
-        source tp 2    rank 0: heads 0 1     rank 1: heads 2 3
-        moves          0>4 heads 0:1   0>5 heads 1:2   1>6 heads 2:3   1>7 heads 3:4
-        target tp 4    rank 4: 0   rank 5: 1   rank 6: 2   rank 7: 3
+    source tp 2    rank 0: heads 0 1     rank 1: heads 2 3
+    moves          0>4 heads 0:1   0>5 heads 1:2   1>6 heads 2:3   1>7 heads 3:4
+    target tp 4    rank 4: 0   rank 5: 1   rank 6: 2   rank 7: 3
     """
 
     kv_heads: int
@@ -95,7 +94,7 @@ def send_sequences(
     Raises RuntimeError if a destination refuses the samples or its ranks disagree.
     """
     peers = plan.moves_of(rank)
-    manifest = transfer.manifest.encode()
+    manifest = pickle.dumps(transfer.manifest)  # equal manifests may differ in their bytes
     for move, _ in peers:
         send_bytes(manifest, move.destination, group)
     answers = [receive_bytes(move.destination, group) for move, _ in peers]
@@ -130,7 +129,8 @@ def receive_sequences(
     Raises what `Engine.import_sequences` raises, after the source was told that the samples stay there.
     """
     peers = plan.moves_of(rank)
-    manifest, *others = [TransferManifest.decode(receive_bytes(move.source, group)) for move, _ in peers]
+    manifests: list[TransferManifest] = [pickle.loads(receive_bytes(move.source, group)) for move, _ in peers]
+    manifest, *others = manifests
     if any(other != manifest for other in others):
         raise RuntimeError(f"ranks {list(plan.sources)} sent different manifests; they did not take the same steps")
     try:
@@ -170,9 +170,9 @@ def _receive_blocks(
     under_way = deque()
 
     def finish_first() -> None:
-        work, numbers, kv, heads = under_way.popleft()
+        work, *block_data = under_way.popleft()
         work.wait()
-        transaction.write(numbers, kv, heads)
+        transaction.write(*block_data)
 
     for numbers, move, heads in messages:
         if len(under_way) == 2:

@@ -42,7 +42,7 @@ def make_tile(rows: int, panels: int, add: bool = False, ahead: str = "") -> Cal
 
     Meanwhile the tile may fetch what comes next into the cache: with ahead="rows" the rows of w behind its own
     (w contiguous); with ahead="panels" the panels at offsets[first + skip + p], where `skip` is one more argument.
-    Fetching changes nothing that is computed, and an address past the end of an array is harmless: it never faults.
+    Fetching changes nothing that is computed; an address past the end of an array never faults.
     """
 
     def typed(w: Any, x: Any, offsets: Any, out: Any, more: int) -> Any:

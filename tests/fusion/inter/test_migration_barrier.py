@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from rlhfuse.decisions.migration import FusionLimits, MigrationPlan, SampleMove, SampleMoveCost, UnfinishedSample
+from rlhfuse.decisions.migration import (
+    FusionLimits,
+    MigrationPlan,
+    SampleMove,
+    SampleMoveCost,
+    UnfinishedSample,
+    plan_at_threshold,
+)
 from rlhfuse.fusion.inter.migration import MigrationBarrier
 from rlhfuse.fusion.inter.tensor_parallel_group import DelayedBroadcast, TensorParallelGroup
 
@@ -12,11 +19,11 @@ LIMITS = FusionLimits(4, 1.0, 100.0, 8, SampleMoveCost(1, 0.0, 0.0, 1.0, 1.0), 6
 def test_the_plan_follows_from_what_all_instances_brought():
     one = UnfinishedSample(7, 0, 20, 19, (1, 2))
     barrier = MigrationBarrier((one, UnfinishedSample(8, 1, 20, 19), UnfinishedSample(9, 1, 9, 8)), (10, 9))
-    plan = barrier.plan(4, LIMITS)
+    plan = plan_at_threshold(4, barrier.states, barrier.free_blocks, LIMITS)
     assert plan.destinations == (1,) and plan.freed == (0,) and plan.stays == (8, 9)
     assert barrier.bytes_needed(plan, 8, 100) == 300
-    assert MigrationBarrier((one,), (10,)).plan(4, LIMITS) is None
-    assert MigrationBarrier((), (10, 10)).plan(4, LIMITS) is None
+    assert plan_at_threshold(4, (one,), (10,), LIMITS) is None
+    assert plan_at_threshold(4, (), (10, 10), LIMITS) is None
 
 
 def test_shared_blocks_are_needed_once_by_a_destination():

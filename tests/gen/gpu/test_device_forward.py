@@ -151,21 +151,21 @@ def test_recording_follows_shapes_cache_and_weights(prompts):
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     expected = torch_engine(spec).generate(prompts, params)
     assert engine.generate(prompts, params) == expected
-    assert graphs.shapes == (DecodeShape(8, 16),) and repeater.recorded == 1
+    assert tuple(graphs._recorded) == (DecodeShape(8, 16),) and repeater.recorded == 1
     assert engine.runner.recording_seconds > 0
     engine.generate(prompts[:3], params)
-    assert graphs.shapes == (DecodeShape(8, 16), DecodeShape(4, 16))
+    assert tuple(graphs._recorded) == (DecodeShape(8, 16), DecodeShape(4, 16))
 
     engine.load_weights(weights)  # the same memory, so what was recorded still serves
     assert engine.generate(prompts, params) == expected and repeater.recorded == 2
     fresh = {name: w.clone() for name, w in random_weights(spec, seed=5).items()}
     engine.load_weights(fresh)
     assert engine.generate(prompts, params) == torch_engine(spec, weights=fresh).generate(prompts, params)
-    assert repeater.recorded == 3 and graphs.shapes == (DecodeShape(8, 16),)
+    assert repeater.recorded == 3 and tuple(graphs._recorded) == (DecodeShape(8, 16),)
 
     released = repeater.released
     engine.pause()
-    assert graphs.shapes == () and graphs._logits is None and repeater.released == released + 1
+    assert tuple(graphs._recorded) == () and graphs._logits is None and repeater.released == released + 1
     engine.resume()
     engine.generate(prompts, params)
     assert repeater.recorded == 4
@@ -225,7 +225,7 @@ def run_rank(rank: int, folder: str) -> None:
     forward = engine.runner._forward
     forward._graphs = DecodeGraphs(repeater, CPU, forward.max_sequences, spec.vocab)
     results = engine.generate([[9, 10, 11], [12], list(range(20, 60))], SamplingParams(max_tokens=12, ignore_eos=True))
-    torch.save((results, repeater.recorded, forward._graphs.shapes), f"{folder}/{rank}.pt")
+    torch.save((results, repeater.recorded, tuple(forward._graphs._recorded)), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
     leave(0)
 
