@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rlhfuse.errors import InputError
@@ -117,7 +118,7 @@ def encode_pairs(
     return encoded
 
 
-def score_texts(model: torch.nn.Module, texts: Sequence[list[int]], pad_token_id: int) -> torch.Tensor:
+def score_texts(model: torch.nn.Module, texts: Sequence[list[int]], pad_token_id: int) -> Tensor:
     """Scores [len(texts)] of texts padded to one batch."""
     longest = max(map(len, texts))
     tokens = torch.tensor([text + [pad_token_id] * (longest - len(text)) for text in texts])
@@ -126,7 +127,7 @@ def score_texts(model: torch.nn.Module, texts: Sequence[list[int]], pad_token_id
     return model(input_ids=tokens, attention_mask=mask, use_cache=False).logits[:, 0]
 
 
-def preference_loss(chosen: torch.Tensor, rejected: torch.Tensor, center_coef: float) -> torch.Tensor:
+def preference_loss(chosen: Tensor, rejected: Tensor, center_coef: float) -> Tensor:
     """Bradley-Terry loss plus the centring penalty, means over the pairs. Both inputs are scores [pairs]."""
     centring = center_coef * (chosen + rejected).square().mean()
     return -logsigmoid(chosen - rejected).mean() + centring
@@ -141,7 +142,7 @@ def train_reward(
     held = min(len(pairs) - 1, max(1, round(settings.eval_fraction * len(pairs))))
     held_out, training = shuffled[:held], shuffled[held:]
 
-    def loss_of(batch: list[TokenPair]) -> torch.Tensor:
+    def loss_of(batch: list[TokenPair]) -> Tensor:
         return preference_loss(*_score_batch(model, batch, pad_token_id), settings.center_coef)
 
     steps = settings.epochs * -(-len(training) // settings.batch_pairs)
@@ -171,7 +172,7 @@ def pair_batches(pairs: Sequence[TokenPair], batch_pairs: int, rng: random.Rando
 
 def score_pairs(
     model: torch.nn.Module, pairs: Sequence[TokenPair], pad_token_id: int, batch_pairs: int = 32
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Scores of the chosen and the rejected texts, each [pairs], without gradients."""
     batches = [pairs[start : start + batch_pairs] for start in range(0, len(pairs), batch_pairs)]
     with torch.no_grad():
@@ -180,9 +181,7 @@ def score_pairs(
     return chosen, rejected
 
 
-def _score_batch(
-    model: torch.nn.Module, batch: Sequence[TokenPair], pad_token_id: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _score_batch(model: torch.nn.Module, batch: Sequence[TokenPair], pad_token_id: int) -> tuple[Tensor, Tensor]:
     texts = [pair.chosen for pair in batch] + [pair.rejected for pair in batch]
     chosen, rejected = score_texts(model, texts, pad_token_id).chunk(2)
     return chosen, rejected
@@ -208,7 +207,7 @@ class FitSettings:
 def fit(
     model: torch.nn.Module,
     batches: Iterable[Any],
-    loss_of: Callable[[Any], torch.Tensor],
+    loss_of: Callable[[Any], Tensor],
     settings: FitSettings,
     report: Report,
 ) -> float:

@@ -20,14 +20,7 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.core.model_shard import LayerWeights, ModelWeights, TensorParallel
-from rlhfuse.gen.gpu.decode_graphs import (
-    DecodeGraphs,
-    DecodeInputs,
-    DecodeShape,
-    Recorder,
-    Staging,
-    padded_arrays,
-)
+from rlhfuse.gen.gpu.decode_graphs import DecodeGraphs, DecodeInputs, DecodeShape, Recorder, Staging, padded_arrays
 from rlhfuse.models.attention import PagedQueries, decode_attention, flash_attention, flash_obstacle, paged_attention
 from rlhfuse.models.rotary import rotary_tables, rotate, signed_tables
 
