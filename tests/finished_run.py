@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def write_run(folder: Path, iterations: int = 5) -> Path:
     write_json(folder / "costs.json", COSTS.to_dict())
     times = program_times(run_plan.programs, run_plan.ranks, _action_seconds)
     spans, begin = [], 100.0
-    with MetricsWriter(folder / "metrics.jsonl") as metrics:
+    with closing(MetricsWriter(folder / "metrics.jsonl")) as metrics:
         for number in range(iterations):
             row, timeline = _row(plan, number)
             metrics.write(row)

@@ -74,10 +74,6 @@ class Checkpoint:
         return self.manifest.iteration
 
     @property
-    def run_dir(self) -> Path:
-        return self.folder.parent.parent
-
-    @property
     def metrics_bytes(self) -> int:
         """Length of metrics.jsonl when it was saved."""
         return int(self.manifest.state.position["metrics_bytes"])
@@ -152,9 +148,8 @@ def finished_iterations(run_dir: Path) -> int:
 def is_finished(config: RunConfig) -> bool:
     """Whether `auto` has nothing left to do."""
     trainer = config.trainer
-    if trainer.resume != "auto" or not trainer.output_dir:
-        return False
-    return finished_iterations(Path(trainer.output_dir)) >= trainer.iterations
+    looks = trainer.resume == "auto" and trainer.output_dir
+    return bool(looks) and finished_iterations(Path(trainer.output_dir)) >= trainer.iterations
 
 
 def _open_newest(config: RunConfig) -> Checkpoint | None:
@@ -184,7 +179,7 @@ def _open_newest(config: RunConfig) -> Checkpoint | None:
 
 def metrics_kept(checkpoint: Checkpoint | None, run_dir: Path) -> int:
     """Bytes of metrics.jsonl that stay when a run goes on from `checkpoint` in `run_dir`: those of its own past."""
-    if checkpoint is None or checkpoint.run_dir.resolve() != run_dir.resolve():
+    if checkpoint is None or checkpoint.folder.parent.parent.resolve() != run_dir.resolve():
         return 0
     return checkpoint.metrics_bytes
 

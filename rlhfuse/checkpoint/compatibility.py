@@ -64,8 +64,7 @@ class RunCompatibility:
             )
         for role, shape in self.models.items():
             for name, value in shape.items():
-                found = other.models[role].get(name)
-                if found != value:
+                if (found := other.models[role].get(name)) != value:
                     raise InputError(
                         f"{where} has a {role} of {name}={found}, {role}.path holds one of {value}; use the same model"
                     )

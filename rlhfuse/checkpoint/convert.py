@@ -52,7 +52,6 @@ def convert(
     checkpoint: Checkpoint,
     role: str,
     out: Path,
-    *,
     like: Path | None = None,
     shard_bytes: int | None = None,
     force: bool = False,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rlhfuse.errors import InputError
 from rlhfuse.models.hf_folder import save_tensors
-from rlhfuse.parallel.fragments import Fragment, Place, assemble
+from rlhfuse.parallel.fragments import Fragment, Place, Read, assemble
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ShardReader:
 
     def __init__(self, files: Sequence[Path]) -> None:
         """Reads headers only. Raises InputError naming a file that is none of a checkpoint."""
-        self._stored: dict[tuple[str, str, str], list[tuple[Place, Any, str]]] = defaultdict(list)
+        self._stored: dict[tuple[str, str, str], list[tuple[Place, Read]]] = defaultdict(list)
         self._steps: dict[tuple[str, str], int] = {}
         for file in files:
             try:
@@ -95,7 +95,7 @@ class ShardReader:
             key = f"{role}.{kind}.{name}"
             if opened.get_slice(key).get_shape() != [place.stop - place.start]:
                 raise ValueError(f"{key} is not of the length that the header says")
-            self._stored[role, kind, name].append((place, opened, key))
+            self._stored[role, kind, name].append((place, partial(_slice, opened, key)))
 
     def roles(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(role for role, _ in self._steps))
@@ -113,8 +113,7 @@ class ShardReader:
         """Float32 values of `place`, flat. Raises ValueError naming what is missing or of another shape."""
         stored = self._stored[role, kind, self._known(role, name)]
         try:
-            rows = [(one, partial(_slice, opened, key)) for one, opened, key in stored]
-            return assemble(place, rows, torch.float32)
+            return assemble(place, stored, torch.float32)
         except ValueError as error:
             raise ValueError(f"{role}.{kind}.{name}: {error}") from None
 

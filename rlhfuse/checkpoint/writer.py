@@ -43,10 +43,7 @@ class CheckpointWriter:
         self._problem = ""
 
     def start(self, iteration: int, state: RunState, roles: Mapping[str, Sequence[Fragment]]) -> None:
-        """Begin to write checkpoints/iteration-N, after the one under way; `roles` may change when this returns.
-
-        Raises JointError as `joint_failure` does.
-        """
+        """Begin to write checkpoints/iteration-N, after `finish`; `roles` may change when this returns."""
         self.finish()
         begin = time.time()
         copies = {role: [one.to_host() for one in fragments] for role, fragments in roles.items()}
@@ -69,7 +66,13 @@ class CheckpointWriter:
                 if self._problem:
                     raise InputError(self._problem)
         except JointError as error:
-            self._abandon()
+            self._abandoned.set()
+            if self._thread is not None:
+                self._thread.join()
+            all_gather_objects(None)  # nobody writes any more
+            if self._rank == 0:
+                for partial in folder_of(self._run_dir).glob("*.partial"):
+                    shutil.rmtree(partial, ignore_errors=True)
             raise JointError(f"{error}; {self.last_good()}") from None
 
     def last_good(self) -> str:
@@ -82,25 +85,12 @@ class CheckpointWriter:
 
     def finish(self) -> None:
         """Wait until the checkpoint under way is complete, if there is one. Raises JointError as above."""
-        if self._thread is None:
-            return
-        with self.joint_failure():
-            self._written.wait()
-        with self.joint_failure():
-            self._thread.join()
-        self._thread = None
-
-    def _abandon(self) -> None:
-        """Drop the checkpoint under way, if there is one; a collective."""
-        self._abandoned.set()
         if self._thread is not None:
-            self._thread.join()
+            with self.joint_failure():
+                self._written.wait()
+            with self.joint_failure():
+                self._thread.join()
             self._thread = None
-        all_gather_objects(None)  # nobody writes any more
-        if self._rank == 0:
-            for partial in folder_of(self._run_dir).glob("*.partial"):
-                shutil.rmtree(partial, ignore_errors=True)
-        all_gather_objects(None)  # all see the same checkpoints
 
     # the thread -----------------------------------------------------------------------------------------------
 
@@ -128,8 +118,7 @@ class CheckpointWriter:
 
     def _gather(self, partial: Path) -> tuple[FileFacts, ...]:
         """All ranks' files, once they are there; none when one will not come. Raises InputError after a time."""
-        until = time.monotonic() + self._timeout
-        files = []
+        files, until = [], time.monotonic() + self._timeout
         for rank in range(self._world_size):
             while not _note(partial, rank).is_file():
                 if self._abandoned.wait(POLL_SECONDS):
@@ -144,13 +133,11 @@ class CheckpointWriter:
         """Give the folder its name, drop old ones; returns the bytes of its files."""
         for rank in range(self._world_size):
             _note(partial, rank).unlink()
-        with open(partial / MANIFEST, "w", encoding="utf-8") as stream:
-            stream.write(manifest.to_text())
-            stream.flush()
-            os.fsync(stream.fileno())
-        _sync_folder(partial)
+        (partial / MANIFEST).write_text(manifest.to_text(), encoding="utf-8")
+        _sync(partial / MANIFEST)
+        _sync(partial)
         os.replace(partial, done)
-        _sync_folder(done.parent)
+        _sync(done.parent)
         write_text(done.parent / "latest", done.name + "\n")
         for old in checkpoints_in(self._run_dir)[: -self._keep]:
             _remove(old)
@@ -163,10 +150,9 @@ def rewind(run_dir: Path, iteration: int) -> list[str]:
     stale = [*late, *folder_of(run_dir).glob("iteration-*.partial")]
     for folder in stale:
         _remove(folder)
-    left = checkpoints_in(run_dir)
-    if late and left:
+    if left := checkpoints_in(run_dir):
         write_text(folder_of(run_dir) / "latest", left[-1].name + "\n")
-    elif late:
+    else:
         (folder_of(run_dir) / "latest").unlink(missing_ok=True)
     (run_dir / "finished.json").unlink(missing_ok=True)
     return sorted(folder.name for folder in stale)
@@ -191,8 +177,9 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Return when a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -97,8 +97,7 @@ class Settings(BaseModel):
 
 class OptimizerConfig(Settings):
     name: Literal["adam", "sgd"] = key(
-        "adam",
-        "adam, or sgd: without momentum, unsharded, and not for runs that save or resume checkpoints",
+        "adam", "adam, or sgd: without momentum, unsharded, and not for runs that save or resume checkpoints"
     )
     lr: NonNegative = key(1e-6, "peak learning rate")
     warmup_iterations: Count = key(0, "linear warm-up, counted in PPO iterations")
@@ -173,8 +172,7 @@ class AlgorithmConfig(Settings):
     lam: Share = key(0.95, "lambda of GAE; ppo")
     group_std: Truth = key(True, "divide by the standard deviation of the prompt's samples; grpo")
     whiten_advantages: AutoOrTruth = key(
-        "auto",
-        "zero mean and unit variance over the whole batch: true, false, or auto: with ppo and reinforce++",
+        "auto", "zero mean and unit variance over the whole batch: true, false, or auto: with ppo and reinforce++"
     )
     kl_coef: NonNegative = key(0.05, "weight of the KL to the reference")
     kl_in: Literal["reward", "loss"] = key(
@@ -235,8 +233,7 @@ class FusionConfig(Settings):
     search_seconds: Wait = key(5.0, "time of the search at start")
     actor_microbatches: Positive = key(4, "per actor pipeline and mini-batch (M1)")
     bucket_mib: Positive = key(
-        64,
-        "most memory of a rank, beside caches, that weights, keys and values on their way take, in MiB",
+        64, "most memory of a rank, beside caches, that weights, keys and values on their way take, in MiB"
     )
     profile: Text = key(
         "",
@@ -249,8 +246,7 @@ class FusionConfig(Settings):
 class ParallelConfig(Settings):
     actor_train: Layout = key("d1t1p1", "layout of actor training, dXtYpZ")
     critic_train: Layout = key(
-        "d1t1p1",
-        "layout of critic training; the same number of ranks; without effect where there is no critic",
+        "d1t1p1", "layout of critic training; the same number of ranks; without effect where there is no critic"
     )
     sequence_parallel: Truth = key(
         False, "training cuts tokens, not only weights, over the tensor ranks; needs t2 or more"
@@ -273,8 +269,7 @@ class TrainerConfig(Settings):
     seed: Whole = key(1, "every random draw derives from it; 0 to 2^63 - 1", ge=0, le=2**63 - 1)
     dtype: Literal["float32", "bfloat16"] = key("float32", "float32 or bfloat16")
     recompute: Literal["none", "full"] = key(
-        "none",
-        "none, or full: training keeps each layer's input alone and runs the layer again; same bits",
+        "none", "none, or full: training keeps each layer's input alone and runs the layer again; same bits"
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto, cpu or cuda")
     hardware: Text = key("auto", "auto, cpu, a100, h100, h800, h200: used by the planner")
@@ -329,13 +324,12 @@ class RunConfig(Settings):
 
     def roles(self) -> tuple[Role, ...]:
         """The models of this run; the actor always."""
-        present = {
-            Role.ACTOR: True,
-            Role.CRITIC: self.algorithm.has_critic,
-            Role.REFERENCE: self.reference.path.lower() != "none",
-            Role.REWARD: bool(self.reward.path) or not self.reward.function,
+        absent = {
+            Role.CRITIC: not self.algorithm.has_critic,
+            Role.REFERENCE: self.reference.path.lower() == "none",
+            Role.REWARD: not self.reward.path and bool(self.reward.function),
         }
-        return tuple(role for role, there in present.items() if there)
+        return tuple(role for role in Role if not absent.get(role))
 
     def trained(self) -> tuple[Role, ...]:
         """Roles that learn: actor, and critic where there is one."""

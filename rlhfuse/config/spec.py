@@ -70,9 +70,8 @@ class ModelSpec:
     def parameters(self, scalar_head: bool = False) -> int:
         """Parameter count; with `scalar_head` the output layer is one row of `hidden` numbers."""
         body = self.layers * self.layer_parameters + self.hidden + self.embedding_parameters
-        if scalar_head:
-            return body + self.hidden
-        return body + (0 if self.tied_embeddings else self.embedding_parameters)
+        logits = 0 if self.tied_embeddings else self.embedding_parameters
+        return body + (self.hidden if scalar_head else logits)
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes of key and value of one token over all layers."""
@@ -140,13 +139,8 @@ def _rope_scaling(raw: dict, where: str) -> RopeScaling | None:
     if kind == "linear":
         return RopeScaling("linear", float(raw["factor"]))
     if kind == "llama3":
-        return RopeScaling(
-            "llama3",
-            float(raw["factor"]),
-            float(raw["low_freq_factor"]),
-            float(raw["high_freq_factor"]),
-            int(raw["original_max_position_embeddings"]),
-        )
+        factor, low, high = (float(raw[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+        return RopeScaling("llama3", factor, low, high, int(raw["original_max_position_embeddings"]))
     raise InputError(f"{where}: rope scaling {kind!r} is not supported; default, linear and llama3 are")
 
 
@@ -180,9 +174,8 @@ class ParallelLayout:
         dp, tp, pp, chunks = (int(match[i] or 1) for i in (1, 2, 3, 4))
         ranks = (int(match[5]), int(match[6])) if match[5] else None
         if ranks and dp * tp * pp != ranks[1] - ranks[0] + 1:
-            raise InputError(
-                f"layout {text}: dp({dp}) * tp({tp}) * pp({pp}) = {dp * tp * pp} != {ranks[1] - ranks[0] + 1} ranks"
-            )
+            product, count = f"dp({dp}) * tp({tp}) * pp({pp}) = {dp * tp * pp}", ranks[1] - ranks[0] + 1
+            raise InputError(f"layout {text}: {product} != {count} ranks")
         return ParallelLayout(dp, tp, pp, ranks, chunks)
 
     def __str__(self) -> str:

@@ -26,21 +26,19 @@ class ProcessName:
     host: str
     machine: str  # boot and process namespace: only within one can a pid be looked up
     pid: int
-    started: str  # the kernel's start time, "" where there is no /proc
+    started: str  # the kernel's start time
 
     @staticmethod
     def own() -> ProcessName:
-        pid = os.getpid()
-        status = _process_status(pid)
-        return ProcessName(socket.gethostname(), _machine(), pid, status[1] if status else "")
+        status = process_status(os.getpid())
+        assert status is not None, "this process runs"
+        return ProcessName(socket.gethostname(), _machine(), os.getpid(), status[1])
 
     def is_gone(self, machine: str) -> bool:
         """Whether the process is known to have ended; never true of a process on another machine."""
         if self.machine != machine:
             return False
-        if not self.started:
-            return not _pid_exists(self.pid)
-        status = _process_status(self.pid)
+        status = process_status(self.pid)
         return status is None or status[0] in "ZX" or status[1] != self.started
 
 
@@ -119,17 +117,15 @@ class PeerTable:
     def _reasons(self, now: float) -> Iterator[Verdict]:
         beats = self.heartbeats
         yield from (Verdict(f"{b.because} (found by rank {b.rank})") for b in beats if b.state == LEFT)
-        for beat in beats:
-            if beat.state == FAILED:
-                yield Verdict(f"{beat} failed with {beat.because}; last seen in: {beat.doing}")
+        failed = (b for b in beats if b.state == FAILED)
+        yield from (Verdict(f"{b} failed with {b.because}; last seen in: {b.doing}") for b in failed)
         yield from (Verdict(f"{b} died; last seen in: {b.doing}") for b in beats if self._is_gone(b))
         for beat in beats:
             if self._is_silent(beat, now):
                 silence = now - self._changed[beat.rank]
                 yield Verdict(f"{beat} died: silent for {silence:.0f} s; last seen in: {beat.doing}")
-        for beat in beats:
-            if beat.state in EXIT_STOPPED:
-                yield Verdict(f"{beat} was {beat.state} in: {beat.doing}", EXIT_STOPPED[beat.state])
+        stopped = (b for b in beats if b.state in EXIT_STOPPED)
+        yield from (Verdict(f"{b} was {b.state} in: {b.doing}", EXIT_STOPPED[b.state]) for b in stopped)
         stuck = now - self._progressed
         if stuck > self._limits.hang_seconds:
             yield Verdict(f"no rank made progress for {stuck:.0f} s")
@@ -169,29 +165,16 @@ class PeerTable:
 
 
 def _machine() -> str:
-    """Host, boot and process namespace; the last two are empty where there is no /proc."""
-    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    parts = [socket.gethostname()]
-    parts.append(boot.read_text().strip() if boot.exists() else "")
-    parts.append(os.readlink(namespace) if namespace.is_symlink() else "")
-    return " ".join(parts)
+    """Host, boot and process namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
 
 
-def _process_status(pid: int) -> tuple[str, str] | None:
-    """(state letter, start time) from /proc/PID/stat, or None when there is no such process (or no /proc)."""
+def process_status(pid: int) -> tuple[str, str] | None:
+    """(state letter, start time) from /proc/PID/stat, or None when there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
     after_name = text.rpartition(")")[2].split()  # the name may hold spaces and brackets
     return after_name[0], after_name[19]
-
-
-def _pid_exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -128,16 +128,9 @@ class WandbLogger:
         import wandb
 
         self._wandb, folder = wandb, Path(folder)
-        self._run = wandb.init(
-            project=project,
-            id=_run_id(folder / "wandb_id"),
-            name=folder.name,
-            dir=str(folder),
-            mode=mode,
-            resume="allow",
-            config=config,
-            settings=wandb.Settings(console="off", silent=True),
-        )
+        settings, run_id = wandb.Settings(console="off", silent=True), _run_id(folder / "wandb_id")
+        where: dict[str, Any] = {"project": project, "id": run_id, "name": folder.name, "dir": str(folder)}
+        self._run = wandb.init(**where, mode=mode, resume="allow", config=config, settings=settings)
 
     def log(self, metrics: Metrics, samples: Iterable[SampleText] = ()) -> None:
         """Every finite number under its own name, and the samples as a table."""

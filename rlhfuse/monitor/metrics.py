@@ -19,7 +19,7 @@ from rlhfuse.files import AppendFile
 Metrics = Mapping[str, Any]  # numbers (of numpy and torch, too), texts, lists, None
 
 
-class MetricsWriter:
+class MetricsWriter(AppendFile):
     """Appends to `path`. With `keep_bytes`, what lies behind that position is dropped first: a resumed run's past.
 
     Without, only an unfinished last line is dropped. Raises InputError when the position is not the end of a line,
@@ -27,28 +27,14 @@ class MetricsWriter:
     """
 
     def __init__(self, path: str | Path, keep_bytes: int | None = None) -> None:
-        self.path = Path(path)
-        if self.path.exists():
-            _cut(self.path, keep_bytes)
-        self._file = AppendFile(self.path)
-
-    def position(self) -> int:
-        """Bytes written so far, all of them on disk when this returns."""
-        return self._file.position()
+        if Path(path).exists():
+            _cut(Path(path), keep_bytes)
+        super().__init__(path)
 
     def write(self, metrics: Metrics) -> None:
         """One line; `iteration` comes first, the others in alphabetical order. Scalars of numpy and torch will do."""
         plain = {name: _plain(metrics[name]) for name in sorted(metrics, key=lambda name: (name != "iteration", name))}
-        self._file.append((json.dumps(plain, allow_nan=False) + "\n").encode())
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self.append((json.dumps(plain, allow_nan=False) + "\n").encode())
 
 
 def _plain(value: Any) -> Any:
@@ -66,10 +52,7 @@ def _cut(path: Path, keep_bytes: int | None) -> None:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """All complete lines in order; a last line without its end (a killed run) is left out.
-
-    Raises InputError naming file and line.
-    """
+    """All lines in order, without the unfinished last one of a killed run. Raises InputError naming file and line."""
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")

@@ -27,22 +27,18 @@ class SampleText:
     finish_reason: str
 
 
-class SampleWriter:
+class SampleWriter(AppendFile):
     """Appends to `path`; samples of `first_iteration` and later ones, of a run that died, are dropped first."""
 
     def __init__(self, path: str | Path, first_iteration: int = 0) -> None:
-        self.path = Path(path)
-        if self.path.exists():
-            kept = [one for one in read_samples(self.path) if one.iteration < first_iteration]
-            write_text(self.path, "".join(_line(one) for one in kept))
-        self._file = AppendFile(self.path)
+        if Path(path).exists():
+            kept = [sample for sample in read_samples(path) if sample.iteration < first_iteration]
+            write_text(path, "".join(map(_line, kept)))
+        super().__init__(path)
 
     def write(self, samples: Iterable[SampleText]) -> None:
         """All of them, or none: raises InputError where the file cannot be written."""
-        self._file.append("".join(_line(one) for one in samples).encode())
-
-    def close(self) -> None:
-        self._file.close()
+        self.append("".join(map(_line, samples)).encode())
 
 
 def _line(sample: SampleText) -> str:
@@ -50,10 +46,7 @@ def _line(sample: SampleText) -> str:
 
 
 def read_samples(path: str | Path) -> list[SampleText]:
-    """All complete lines in order; the unfinished last line of a killed run is left out.
-
-    Raises InputError naming file and line.
-    """
+    """All lines in order, without the unfinished last one of a killed run. Raises InputError naming file and line."""
     samples = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n")[:-1], start=1):
         try:

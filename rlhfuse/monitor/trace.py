@@ -45,13 +45,10 @@ class Span:
 def save_trace(spans: Sequence[Span], path: str | Path) -> None:
     """Write a Chrome trace beside `path` and rename it into place. Raises InputError where that fails."""
     tracks = sorted({(GROUPS.index(span.group), span.rank) for span in spans})
+    names = [("process_name", pid, 0, GROUPS[pid]) for pid in sorted({pid for pid, _ in tracks})]
+    names += [("thread_name", pid, rank, f"rank {rank}") for pid, rank in tracks]
     events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": GROUPS[pid]}}
-        for pid in sorted({pid for pid, _ in tracks})
-    ]
-    events += [
-        {"ph": "M", "name": "thread_name", "pid": pid, "tid": rank, "args": {"name": f"rank {rank}"}}
-        for pid, rank in tracks
+        {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}} for kind, pid, tid, name in names
     ]
     events += [
         {
@@ -73,19 +70,12 @@ def load_trace(path: str | Path) -> list[Span]:
     """The spans of a file written by `save_trace`, times exact to the nanosecond. Raises InputError."""
     try:
         events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
-        return [
-            Span(
-                event["name"],
-                event["cat"],
-                event["tid"],
-                event["ts"] / _MICROSECONDS,
-                (event["ts"] + event["dur"]) / _MICROSECONDS,
-                GROUPS[event["pid"]],
-                event["args"],
-            )
-            for event in events
-            if event["ph"] == "X"
-        ]
+        spans = []
+        for event in (event for event in events if event["ph"] == "X"):
+            times = event["ts"] / _MICROSECONDS, (event["ts"] + event["dur"]) / _MICROSECONDS
+            group = GROUPS[event["pid"]]
+            spans.append(Span(event["name"], event["cat"], event["tid"], *times, group, event["args"]))
+        return spans
     except FileNotFoundError:
         raise InputError(f"trace {path} does not exist; a run writes it as trace.json") from None
     except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -107,30 +97,28 @@ def iteration_figure(spans: Sequence[Span], title: str = "") -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: a run without pictures should not load it
     from matplotlib.figure import Figure
 
-    def colour(number: int) -> tuple[float, ...]:
-        # the strong shades of the paired palette first, then their light ones
-        return colormaps["tab20"]((2 * number) % 20 + (number // 10) % 2)
-
     rows = sorted({(GROUPS.index(span.group), span.rank) for span in spans}, reverse=True)
     kinds = list(dict.fromkeys(span.kind for span in sorted(spans, key=lambda span: span.start_seconds)))
     start = min(span.start_seconds for span in spans)
     figure = Figure(figsize=(11, 0.9 + 0.36 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for number, kind in enumerate(kinds):
+    # the strong shades of the paired palette first, then their light ones
+    colours = {kind: colormaps["tab20"]((2 * n) % 20 + (n // 10) % 2) for n, kind in enumerate(kinds)}
+    for kind, colour in colours.items():
         for row, (group, rank) in enumerate(rows):
             bars = [
                 (span.start_seconds - start, span.end_seconds - span.start_seconds)
                 for span in spans
                 if span.kind == kind and span.rank == rank and GROUPS.index(span.group) == group
             ]
-            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour(number), edgecolors="white", linewidth=0.3)
+            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=0.3)
     both = len({group for group, _ in rows}) > 1
     labels = [f"rank {rank}" + (f" {GROUPS[group]}" if both else "") for group, rank in rows]
     axes.set_yticks(range(len(rows)), labels)
     axes.set_xlabel("seconds")
     axes.set_title(title)
-    handles = [axes.barh(0, 0, color=colour(number), label=kind) for number, kind in enumerate(kinds)]
+    handles = [axes.barh(0, 0, color=colour, label=kind) for kind, colour in colours.items()]
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

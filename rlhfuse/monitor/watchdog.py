@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Protocol
@@ -62,12 +63,7 @@ class Watchdog:
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        limits: Limits,
-        exit_process: Callable[[int], None] = os._exit,
+        self, store: Store, rank: int, world_size: int, limits: Limits, exit_process: Callable[[int], None] = os._exit
     ) -> None:
         self._store, self._rank, self._limits, self._exit = store, rank, limits, exit_process
         # peers in the order of reading: neighbours read different ranks at the same time
@@ -211,13 +207,11 @@ class Watchdog:
         because = because.partition(" (found by")[0]  # who found it first is not worth a chain
         # a new counter, so that the word counts as heard
         last = replace(self._own, counter=-1, state=state, because=because)
-        try:
+        with suppress(Exception):
             self._store.set(_key(self._rank), last.to_json())
             # a TCPStore's set is not answered: without this question a peer could see the process gone, read the key
             # before the store has taken the word in, and take this end for the cause
             self._store.check([_key(self._rank)])
-        except Exception:
-            return
 
     def _print(self, verdict: Verdict) -> None:
         # os.write: the main thread may be blocked while it holds the lock of sys.stderr
@@ -231,7 +225,7 @@ class Watchdog:
         start = now = time.monotonic()
         if self._table.reporter(now) != self._rank:
             return
-        try:
+        with suppress(Exception):  # where the store went with the launcher, what was read before must do
             waiting = True
             while waiting:
                 # judged before the reading: who has ended by then had said its word before, and is read once more
@@ -241,8 +235,6 @@ class Watchdog:
                     if beat.state == RUNNING:
                         self._read(beat.rank)
                 now = time.monotonic()
-        except Exception:  # the store went with the launcher: what was read before must do
-            pass
         os.write(2, f"watchdog: the other ranks:\n{self._table.places()}\n".encode())
 
 

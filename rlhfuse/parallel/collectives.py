@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rlhfuse.errors import InputError, JointError
+from rlhfuse.parallel.device import Device
 
 T = TypeVar("T")
 
@@ -43,6 +45,26 @@ def receive_bytes(source: int, group: dist.ProcessGroup | None = None) -> bytes:
     if data.numel():
         dist.recv(data, source, group=group)
     return data.numpy().tobytes()
+
+
+def transfer_seconds(size: int, last: int, trips: int, device: Device) -> list[float]:
+    """Seconds one way of `trips` round trips of `size` bytes between rank 0 and rank `last`, which both call this.
+
+    With `last` 0: of copies within the rank's memory.
+    """
+    buffer, seconds, rank = torch.zeros(size, dtype=torch.uint8, device=device.torch_device), [], dist.get_rank()
+    first, second = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
+    for _ in range(trips):
+        device.synchronize()
+        start = time.perf_counter()
+        if last == 0:
+            buffer.clone()
+        else:
+            first(buffer, last - rank)
+            second(buffer, last - rank)
+        device.synchronize()
+        seconds.append((time.perf_counter() - start) / (2 if last else 1))
+    return seconds
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -84,18 +84,25 @@ def assemble(wanted: Place, stored: Iterable[tuple[Place, Read]], dtype: torch.d
     for place, read in stored:
         if place.shape != wanted.shape:
             raise ValueError(f"shape {list(place.shape)} is stored, {list(wanted.shape)} is wanted")
-        for target_rows, source_rows, target_columns, source_columns in _overlaps(wanted, place):
-            _copy(values, filled, first, target_rows, source_rows, target_columns, source_columns, place, read)
+        for overlap in _overlaps(wanted, place):
+            _copy(values, filled, first, overlap, place, read)
     begin = wanted.start - first * math.prod(inner)
     stretch = slice(begin, begin + wanted.stop - wanted.start)
-    missing = int((~filled.flatten()[stretch]).sum())
-    if missing:
+    if missing := int((~filled.flatten()[stretch]).sum()):
         raise ValueError(f"{missing} of {wanted.stop - wanted.start} values are not there")
     return values.flatten()[stretch]
 
 
-def _overlaps(wanted: Place, place: Place) -> Iterator[tuple[Span, Span, Span, Span]]:
-    """(rows of the wanted part, rows of the stored part, columns, columns) of what both have; columns: dimension 1."""
+class _Overlap(NamedTuple):
+    """The same values in the wanted part (target) and the stored part (source); columns: dimension 1."""
+
+    target_rows: Span
+    source_rows: Span
+    target_columns: Span
+    source_columns: Span
+
+
+def _overlaps(wanted: Place, place: Place) -> Iterator[_Overlap]:
 
     def cut(one: Place, dim: int) -> tuple[Span, ...]:
         size = one.shape[dim] if dim < len(one.shape) else 1
@@ -103,7 +110,7 @@ def _overlaps(wanted: Place, place: Place) -> Iterator[tuple[Span, Span, Span, S
 
     for rows in _matches(cut(wanted, 0), cut(place, 0), wanted.rows, place.rows):
         for columns in _matches(cut(wanted, 1), cut(place, 1)):
-            yield *rows, *columns
+            yield _Overlap(*rows, *columns)
 
 
 def _matches(
@@ -130,19 +137,9 @@ def _matches(
         at += t_last - t_first
 
 
-def _copy(
-    values: Tensor,
-    filled: Tensor,
-    first: int,
-    target_rows: Span,
-    source_rows: Span,
-    target_columns: Span,
-    source_columns: Span,
-    place: Place,
-    read: Read,
-) -> None:
+def _copy(values: Tensor, filled: Tensor, first: int, overlap: _Overlap, place: Place, read: Read) -> None:
     """Take the stored rows in as far as the stretch has them; its first and last row may be there in part."""
-    inner = place.part_shape[1:]
+    inner, (target_rows, source_rows, target_columns, source_columns) = place.part_shape[1:], overlap
     width = math.prod(inner)
     low, high = max(source_rows[0] * width, place.start), min(source_rows[1] * width, place.stop)
     rows = torch.empty((source_rows[1] - source_rows[0]) * width, dtype=values.dtype)
@@ -158,8 +155,3 @@ def _copy(
         into, known = into[:, slice(*target_columns)], known[:, slice(*target_columns)]
     into.copy_(torch.where(there, rows, into))
     known |= there
-
-
-def shifted(place: Place, start: int, stop: int) -> Place:
-    """Another stretch of the same part."""
-    return replace(place, start=start, stop=stop)

@@ -98,12 +98,8 @@ class GroupMaker:
         """
 
         def mine(kind: str, every: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
-            found = None
-            for ranks in every:
-                group = self.group(f"{purpose}.{kind}", ranks)
-                if rank in ranks:
-                    found = group
-            return found
+            groups = {ranks: self.group(f"{purpose}.{kind}", ranks) for ranks in every}
+            return next((group for ranks, group in groups.items() if rank in ranks), None)
 
         cells = grid.cells
         tp = mine("tp", [cell for stages in cells for cell in stages])
@@ -114,26 +110,11 @@ class GroupMaker:
         tp_dp = mine("tp_dp", [tuple(r for s in cells for r in s[p]) for p in range(grid.pp)])
         alone = mine("single", [(r,) for r in grid.ranks])
         everyone = self.group(f"{purpose}.all", grid.ranks)
-        return ProcessGroupCollection(
-            tp=tp,
-            pp=pp,
-            mp=mp,
-            dp=dp,
-            cp=alone,
-            ep=alone,
-            embd=_if_member(embd, rank),
-            pos_embd=None,
-            tp_cp=tp,
-            tp_ep=tp,
-            tp_ep_pp=mp,
-            expt_tp=tp,
-            dp_cp=dp,
-            intra_dp_cp=dp,
-            expt_dp=dp,
-            intra_expt_dp=dp,
-            tp_dp_cp=tp_dp,
-            intra_dist_opt=everyone,
-        )
+        # without context and expert parallelism the groups that these cut are whole
+        same = dict.fromkeys(("tp", "tp_cp", "tp_ep", "expt_tp"), tp)
+        same |= dict.fromkeys(("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp"), dp)
+        same |= dict.fromkeys(("mp", "tp_ep_pp"), mp) | dict.fromkeys(("cp", "ep"), alone)
+        return ProcessGroupCollection(pp=pp, embd=embd, pos_embd=None, tp_dp_cp=tp_dp, intra_dist_opt=everyone, **same)
 
     def channels(self, purpose: str, pairs: list[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:
         """One two-rank group for each directed (sender, receiver) pair, made in sorted order."""
@@ -148,7 +129,3 @@ def connect(groups: list[dist.ProcessGroup], device: torch.device) -> None:
     """
     for group in groups:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
-
-
-def _if_member(group: dist.ProcessGroup | None, rank: int) -> dist.ProcessGroup | None:
-    return group if group is not None and rank in dist.get_process_group_ranks(group) else None

@@ -18,12 +18,8 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"  # see proc(5)
 
 
-def resident_bytes() -> int:
-    """Host memory that this process holds now."""
-    return _status_bytes("VmRSS")
-
-
-def _status_bytes(line: str) -> int:
+def status_bytes(line: str) -> int:
+    """Host memory of this process: VmRSS is what it holds now, VmHWM the peak."""
     found = next(text for text in STATUS.read_text().splitlines() if text.startswith(f"{line}:"))
     return int(found.split()[1]) * 1024
 
@@ -58,9 +54,7 @@ class PhaseMeter:
         return peaks
 
     def _read(self, line: str, cuda) -> int:
-        if self._device.is_cuda:
-            return cuda(self._device.torch_device)
-        return _status_bytes(line)
+        return cuda(self._device.torch_device) if self._device.is_cuda else status_bytes(line)
 
     def _reset(self) -> bool:
         if self._device.is_cuda:

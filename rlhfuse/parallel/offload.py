@@ -16,15 +16,9 @@ class WeightMemory:
     """The device memory of one module's weights, which is given back and taken again; values do not survive that."""
 
     def __init__(self, module: torch.nn.Module, device: Device) -> None:
-        self.module = module
-        self._device = device
+        self.module, self._device = module, device
         self._kinds = {name: (weight.shape, weight.dtype) for name, weight in module.named_parameters()}
         self.loaded = True
-
-    @property
-    def device_bytes(self) -> int:
-        """What the weights take on the device now."""
-        return sum(weight.nbytes for weight in self.module.parameters())
 
     def allocate(self) -> None:
         """Take device memory for weights of unset values, unless there is some."""

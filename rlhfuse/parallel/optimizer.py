@@ -53,12 +53,9 @@ class ModelOptimizer:
         device: Device,
     ) -> None:
         """`chunks`: pipeline stage -> its part, for each stage that this rank holds, ascending."""
-        self._config = config
-        self._groups = groups
-        self._device = device
+        self._config, self._groups, self._device = config, groups, device
         self._zero = config.name == "adam"
-        first = next(iter(chunks.values()))
-        bf16 = next(first.parameters()).dtype == torch.bfloat16
+        dtype = next(next(iter(chunks.values())).parameters()).dtype
         with fake_cuda(device):
             # Any: Megatron's annotations know neither `buffers` nor what a chained optimizer has
             self.modules: dict[int, Any] = {
@@ -83,8 +80,8 @@ class ModelOptimizer:
                     adam_eps=config.eps,
                     sgd_momentum=0.0,
                     clip_grad=config.clip_grad,
-                    bf16=bf16,
-                    params_dtype=torch.bfloat16 if bf16 else torch.float32,
+                    bf16=dtype == torch.bfloat16,
+                    params_dtype=dtype,
                     use_distributed_optimizer=self._zero,
                 ),
                 list(self.modules.values()),

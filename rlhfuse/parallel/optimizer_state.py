@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from rlhfuse.errors import InputError
-from rlhfuse.parallel.fragments import Fragment, Place, shifted
+from rlhfuse.parallel.fragments import Fragment, Place
 from rlhfuse.parallel.optimizer import ModelOptimizer
 from rlhfuse.parallel.reshard import located_shards
 
@@ -57,10 +58,7 @@ def export_state(optimizer: ModelOptimizer) -> list[Fragment]:
 
 @torch.no_grad()
 def import_state(optimizer: ModelOptimizer, lookup: Lookup, step_of: StepOf) -> None:
-    """Fill weights and optimizer, of whatever layout, with what `lookup` finds.
-
-    Raises ValueError, of `lookup`, for what is not there.
-    """
+    """Fill weights and optimizer, of whatever layout, with what `lookup` finds, which raises ValueError otherwise."""
     adam = _zero(optimizer).optimizer
     for name, parameter, part, _ in _parameters(optimizer):
         weights = lookup(name, "main", part)
@@ -107,4 +105,4 @@ def _shard(optimizer: ModelOptimizer, parameter: torch.nn.Parameter, part: Place
         return None
     group, place = zero.model_param_group_index_map[parameter]
     inside = zero._get_model_param_range_map(parameter)["param"]
-    return zero.optimizer.param_groups[group]["params"][place], shifted(part, inside.start, inside.end)
+    return zero.optimizer.param_groups[group]["params"][place], replace(part, start=inside.start, stop=inside.end)

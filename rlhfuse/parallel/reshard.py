@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from megatron.core.resharding.utils import ParameterMetadata, _build_layer_modul
 from torch import Tensor
 
 from rlhfuse.decisions.shards import Shard, tensor_segments
-from rlhfuse.decisions.weight_moves import Traffic, Transfer, in_buckets, minimum_across, plan_moves
+from rlhfuse.decisions.weight_moves import Transfer, in_buckets, plan_moves
 from rlhfuse.parallel.collectives import all_gather_objects
 from rlhfuse.parallel.device import Device, ranks_per_node
 
@@ -49,11 +50,12 @@ class _NcclTransport(NCCLCopyService):
         super().run()
 
 
-class LocatedShard:
+class LocatedShard(NamedTuple):
     """A shard on this rank together with its weight."""
 
-    def __init__(self, shard: Shard, weight: Tensor, dim: int) -> None:
-        self.shard, self.weight, self.dim = shard, weight, dim
+    shard: Shard
+    weight: Tensor
+    dim: int
 
     def view(self, transfer: Transfer) -> Tensor:
         """The part of the weight that a transfer is about."""
@@ -68,7 +70,8 @@ class Resharder:
         self._service = _NcclTransport() if device.is_cuda else _GlooTransport()
         self._devices_per_node = devices_per_node or ranks_per_node(dist.get_world_size())
         self._bucket_bytes = bucket_bytes
-        self._plans: weakref.WeakKeyDictionary[torch.nn.Module, _Planned] = weakref.WeakKeyDictionary()
+        # of each destination, the transfers that this rank takes part in, by bucket
+        self._plans: weakref.WeakKeyDictionary[torch.nn.Module, list[list[Transfer]]] = weakref.WeakKeyDictionary()
 
     @torch.no_grad()
     def reshard(self, source: Iterable[torch.nn.Module], destination: torch.nn.Module) -> None:
@@ -77,35 +80,20 @@ class Resharder:
         `source`: this rank's chunks of the model, one where it is not interleaved. The plan is made at the first
         move into `destination`, which must have its memory whenever it is called.
         """
-        sources = located_shards(source)
-        targets = located_shards([destination])
-        planned = self._planned(sources, targets, destination)
-        for number, bucket in enumerate(planned.buckets):
-            self._run(bucket, number, sources, targets)
-
-    def traffic(self, destination: torch.nn.Module) -> Traffic:
-        """Bytes of the plan by which `destination` was last filled."""
-        return self._plans[destination].traffic
-
-    def transfers(self, destination: torch.nn.Module) -> tuple[Transfer, ...]:
-        """All ranks' transfers of the plan by which `destination` was last filled."""
-        return self._plans[destination].transfers
-
-    def _planned(
-        self, sources: Mapping[str, LocatedShard], targets: Mapping[str, LocatedShard], destination: torch.nn.Module
-    ) -> _Planned:
+        sources, targets = located_shards(source), located_shards([destination])
         if destination not in self._plans:
-            mine = [[located.shard for located in side.values()] for side in (sources, targets)]
-            has, wants = ([shard for part in side for shard in part] for side in zip(*all_gather_objects(mine)))
-            self._plans[destination] = _Planned(has, wants, self._devices_per_node, self._bucket_bytes, dist.get_rank())
-        return self._plans[destination]
+            self._plans[destination] = self._plan(sources, targets)
+        for bucket in self._plans[destination]:
+            self._run(bucket, sources, targets)
+
+    def _plan(self, sources: Mapping[str, LocatedShard], targets: Mapping[str, LocatedShard]) -> list[list[Transfer]]:
+        rank, mine = dist.get_rank(), [[located.shard for located in side.values()] for side in (sources, targets)]
+        has, wants = ([shard for part in side for shard in part] for side in zip(*all_gather_objects(mine)))
+        buckets = in_buckets(plan_moves(has, wants, self._devices_per_node), self._bucket_bytes)
+        return [[transfer for transfer in bucket if rank in (transfer.source, transfer.target)] for bucket in buckets]
 
     def _run(
-        self,
-        bucket: Sequence[Transfer],
-        number: int,
-        sources: Mapping[str, LocatedShard],
-        targets: Mapping[str, LocatedShard],
+        self, bucket: Sequence[Transfer], sources: Mapping[str, LocatedShard], targets: Mapping[str, LocatedShard]
     ) -> None:
         """This rank's part of one bucket. Both ends of a pair post in the order of the bucket."""
         rank = dist.get_rank()
@@ -127,20 +115,6 @@ class Resharder:
             view.copy_(buffer)
 
 
-class _Planned:
-    """One plan as this rank runs it: the transfers it takes part in, by bucket."""
-
-    def __init__(
-        self, has: Sequence[Shard], wants: Sequence[Shard], devices_per_node: int, bucket_bytes: int, rank: int
-    ) -> None:
-        self.transfers = plan_moves(has, wants, devices_per_node)
-        self.traffic = Traffic.of(self.transfers, minimum_across(has, wants, devices_per_node), devices_per_node)
-        self.buckets = [
-            [transfer for transfer in bucket if rank in (transfer.source, transfer.target)]
-            for bucket in in_buckets(self.transfers, bucket_bytes)
-        ]
-
-
 def located_shards(chunks: Iterable[torch.nn.Module]) -> dict[str, LocatedShard]:
     """This rank's shards of a model, by the weights' names over the whole model. Reads no values."""
     rank, found = dist.get_rank(), {}
@@ -158,10 +132,9 @@ def _locate(facts: ParameterMetadata, weight: Tensor, rank: int) -> LocatedShard
     dim = facts.partition_dim if facts.is_tp else 0
     rows = facts.shape[dim]
     row_bytes = weight.numel() // rows * weight.element_size()
-    if not facts.is_tp:
-        segments = tensor_segments(rows, 1, 0, 1)
-    else:
-        group = facts.tensor_parallel_group_ranks
+    group, stride = [rank], 1
+    if facts.is_tp:
+        group, stride = facts.tensor_parallel_group_ranks, facts.partition_stride
         assert group is not None, "a tensor-parallel weight has a group"
-        segments = tensor_segments(rows * len(group), facts.partition_stride, group.index(rank), len(group))
+    segments = tensor_segments(rows * len(group), stride, group.index(rank), len(group))
     return LocatedShard(Shard(facts.resolved_name, rank, segments, row_bytes), weight, dim)

@@ -62,7 +62,5 @@ def run_trial(config: RunConfig, prompts: int, progress: Callable[[str], None]) 
         if ended:
             progress(f"{len(results)} of {prompts} samples finished")
     ordered = [results[position] for position in range(prompts)]
-    lengths = SampleLengths(
-        tuple(len(result.prompt_tokens) for result in ordered), tuple(len(result.tokens) for result in ordered)
-    )
+    lengths = SampleLengths(tuple(len(r.prompt_tokens) for r in ordered), tuple(len(r.tokens) for r in ordered))
     return GenerationTrial(lengths, tuple(decode), tuple(prefill))

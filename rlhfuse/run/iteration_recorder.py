@@ -112,25 +112,17 @@ class IterationRecorder:
         return metrics | memory_metrics(ranks)
 
     def _flops(self, batch: RolloutBatch) -> IterationFlops:
-        config, specs = self._config, self._inputs.models.specs
-        lengths = lengths_of(batch)
-        return IterationFlops.of(
-            specs, config.trained(), config.scorers(), lengths.prompt, lengths.output, config.algorithm.epochs
-        )
+        config, specs, lengths = self._config, self._inputs.models.specs, lengths_of(batch)
+        roles = config.trained(), config.scorers()
+        return IterationFlops.of(specs, *roles, lengths.prompt, lengths.output, config.algorithm.epochs)
 
     def _sample_texts(self, done: IterationResult) -> list[SampleText]:
         """The first samples of the batch, for people to read."""
         decode = partial(self._inputs.tokenizer.decode, skip_special_tokens=True)
         first = zip(done.report.rollouts[: self._config.trainer.sample_texts], given(done.batch.scores).tolist())
-        return [
-            SampleText(
-                done.number,
-                rollout.sample_id,
-                decode(rollout.prompt_tokens),
-                decode(rollout.response_tokens),
-                score,
-                len(rollout.response_tokens),
-                rollout.finish_reason,
-            )
-            for rollout, score in first
-        ]
+        samples = []
+        for rollout, score in first:
+            prompt, response = decode(rollout.prompt_tokens), decode(rollout.response_tokens)
+            length, reason = len(rollout.response_tokens), rollout.finish_reason
+            samples.append(SampleText(done.number, rollout.sample_id, prompt, response, score, length, reason))
+        return samples

@@ -131,15 +131,11 @@ def check_output(config: RunConfig) -> None:
     folder, resume = Path(config.trainer.output_dir), config.trainer.resume
     holds_a_run = (folder / "metrics.jsonl").exists() or bool(checkpoints_in(folder))
     if holds_a_run and resume == "never":
-        raise InputError(
-            f"trainer.output_dir={folder} holds a run already; choose another folder or set trainer.resume=auto"
-        )
+        fix = "choose another folder or set trainer.resume=auto"
+        raise InputError(f"trainer.output_dir={folder} holds a run already; {fix}")
     if holds_a_run and resume != "auto" and folder.resolve() not in Path(resume).resolve().parents:
-        raise InputError(
-            f"trainer.output_dir={folder} holds another run than trainer.resume={resume}; choose another folder"
-        )
-    parent = folder
-    while not parent.exists():
-        parent = parent.parent
+        fault = f"trainer.output_dir={folder} holds another run than trainer.resume={resume}"
+        raise InputError(f"{fault}; choose another folder")
+    parent = next(place for place in (folder, *folder.parents) if place.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise InputError(f"trainer.output_dir={folder} cannot be written: {parent} is no folder with write permission")

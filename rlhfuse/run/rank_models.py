@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,40 +76,31 @@ def build_models(config: RunConfig, folders: ModelFolders, ranks: FusedRanks, ra
     specs, paths = folders.specs, folders.paths
     activations = Activations(config.parallel.sequence_parallel, config.trainer.recompute == "full")
 
+    def build(role: Role, grid: ModelGrid, groups: Any, **part: Any) -> torch.nn.Module:
+        head = role.scalar_head
+        return build_model(specs[role], grid, groups, rank, scalar_head=head, dtype=dtype, device=device, **part)
+
     def trained(role: Role) -> TrainedModel:
         grid = ModelGrid(ranks.pipelines(role), ranks.shape.share(role).layout.chunks)
         groups = maker.for_model(role, grid, rank)
         head = role.scalar_head
         chunks = {}
         for stage in grid.stages_of(rank):
-            chunks[stage] = build_model(
-                specs[role],
-                grid,
-                groups,
-                rank,
-                scalar_head=head,
-                dtype=dtype,
-                device=device,
-                stage=stage,
-                activations=activations,
-            )
+            chunks[stage] = build(role, grid, groups, stage=stage, activations=activations)
             load_part(chunks[stage], paths[role], specs[role], grid, rank, head, stage, role.fresh_head)
         optimizer = ModelOptimizer(chunks, getattr(config, role).optim, groups, device)
-        stages = {
-            stage: TrainingStage(
-                PipelineStage(module, first=stage == 0, last=stage == grid.stages - 1, scalar_head=head)
-            )
-            for stage, module in optimizer.modules.items()
-        }
+        stages = {}
+        for stage, module in optimizer.modules.items():
+            part = PipelineStage(module, first=stage == 0, last=stage == grid.stages - 1, scalar_head=head)
+            stages[stage] = TrainingStage(part)
         return TrainedModel(role, specs[role], grid, head, stages, optimizer, groups.tp, dtype)
 
     def whole(task: str, role: Role, load: bool) -> tuple[torch.nn.Module, dist.ProcessGroup, ModelGrid]:
-        grid, head = plain_grid(ParallelLayout.parse(getattr(config.parallel, task))), role.scalar_head
+        grid = plain_grid(ParallelLayout.parse(getattr(config.parallel, task)))
         groups = maker.for_model(task, grid, rank)
-        model = build_model(specs[role], grid, groups, rank, scalar_head=head, dtype=dtype, device=device)
-        model.requires_grad_(False)
+        model = build(role, grid, groups).requires_grad_(False)
         if load:
-            load_part(model, paths[role], specs[role], grid, rank, head)
+            load_part(model, paths[role], specs[role], grid, rank, role.scalar_head)
         return model, groups.tp, grid
 
     def frozen(role: Role) -> FrozenModel:
@@ -125,10 +117,8 @@ def build_models(config: RunConfig, folders: ModelFolders, ranks: FusedRanks, ra
     scorers: dict[str, FrozenModel] = {role: frozen(role) for role in config.scorers()}
     inference_grid = plain_grid(inference_layout(config))
     worker_tp = maker.for_model("inference", inference_grid, rank).tp
-    placement = Placement(
-        instances=tuple(stages[0] for stages in generation_grid.cells),
-        workers=tuple(stages[0] for stages in inference_grid.cells),
-    )
+    instances, workers = (tuple(stages[0] for stages in grid.cells) for grid in (generation_grid, inference_grid))
+    placement = Placement(instances, workers)
     pairs = [pair for model in models.values() for pair in neighbour_pairs(model.grid)]
     channels = Channels(rank, maker.channels("pipeline", pairs), device.torch_device)
     connect([*(model.tp_group for model in models.values()), generation_tp], device.torch_device)
@@ -180,10 +170,7 @@ def load_part(
     stage: int | None = None,
     fresh_head: bool = False,
 ) -> None:
-    """Fill this rank's part of the model, or its given `stage`, from a Hugging Face folder.
-
-    `fresh_head`: a scalar head that is not there is zero.
-    """
+    """Fill this rank's part, or its `stage`, from a Hugging Face folder; `fresh_head`: zero where there is no head."""
     _, lowest, tp_rank = grid.position(rank)
     stage = lowest if stage is None else stage
     weights = load_weights(

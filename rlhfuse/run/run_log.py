@@ -29,9 +29,7 @@ class RunLog:
         self, run_dir: Path, config: RunConfig, plan: PlanReport, first_iteration: int, metrics_bytes: int | None
     ) -> None:
         """`metrics_bytes`: of metrics.jsonl, those that stay; None for all of them."""
-        trainer = config.trainer
-        self._plan = plan
-        self._run_dir, self._trace_iterations = run_dir, trainer.trace_iterations
+        self._plan, self._run_dir, self._trace_iterations = plan, run_dir, config.trainer.trace_iterations
         self._metrics = MetricsWriter(run_dir / METRICS, keep_bytes=metrics_bytes)
         self._samples = SampleWriter(run_dir / "samples.jsonl", first_iteration)
         self._loggers = _loggers(run_dir, config, first_iteration)

@@ -7,11 +7,9 @@ kept; without inter-stage fusion R_t is 0.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from rlhfuse.config.settings import RunConfig
@@ -21,11 +19,12 @@ from rlhfuse.costs.measured import BytesObservation, DecodeObservation, Measured
 from rlhfuse.errors import InputError
 from rlhfuse.files import write_json
 from rlhfuse.fusion.inter.report import GenInferReport
-from rlhfuse.parallel.collectives import from_rank_0
+from rlhfuse.parallel.collectives import from_rank_0, transfer_seconds
 from rlhfuse.parallel.device import Device
 from rlhfuse.planning.draft import instance_limits
 from rlhfuse.planning.run_plan import PlanReport
 from rlhfuse.ppo.rollout import RolloutBatch
+from rlhfuse.run.iteration_metrics import lengths_of
 from rlhfuse.run.time_budget import TimeBudget
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.iteration import BatchSimulation, fusion_limits
@@ -58,11 +57,8 @@ def changes(before: CostModel, after: CostModel, limits: InstanceLimits, context
         "a barrier": lambda costs: costs.barrier_seconds() + costs.release_seconds(),
         "moving a sample": lambda costs: costs.migration_seconds(limits.sample_kv_bytes),
     }
-    parts = []
-    for name, seconds in work.items():
-        was, now = seconds(before), seconds(after)
-        if was > 0 and abs(now / was - 1) >= WORTH_NAMING:
-            parts.append(f"{name} {now / was - 1:+.0%}")
+    moved = {name: seconds(after) / was - 1 for name, seconds in work.items() if (was := seconds(before)) > 0}
+    parts = [f"{name} {change:+.0%}" for name, change in moved.items() if abs(change) >= WORTH_NAMING]
     return ", ".join(parts) or f"costs within {WORTH_NAMING:.0%}"
 
 
@@ -71,21 +67,9 @@ def probe_transfer(device: Device) -> list[list[float]]:
 
     Of several round trips the fastest counts: what a transfer costs, not how long a busy peer keeps it waiting.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    rows: list[list[float]] = []
-    if world > 1 and rank in (0, world - 1):
-        peer = world - 1 - rank
-        first, second = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
-        for size in PROBE_BYTES:
-            buffer = torch.zeros(size, dtype=torch.uint8, device=device.torch_device)
-            trips = []
-            for _ in range(PROBE_TRIPS):
-                start = time.perf_counter()
-                first(buffer, peer)
-                second(buffer, peer)
-                device.synchronize()
-                trips.append((time.perf_counter() - start) / 2)
-            rows.append([size, min(trips)])
+    rows, last = [], dist.get_world_size() - 1
+    if last and dist.get_rank() in (0, last):
+        rows = [[size, min(transfer_seconds(size, last, PROBE_TRIPS, device))] for size in PROBE_BYTES]
     return from_rank_0(rows)
 
 
@@ -96,16 +80,13 @@ class ThresholdController:
         self, config: RunConfig, plan: PlanReport, actor: ModelSpec, costs: CostModel, costs_name: str, device: Device
     ) -> None:
         """`costs` price everything until the first iteration has been measured; the log calls them `costs_name`."""
-        self._config = config
-        self._spec = actor
-        self._instances = plan.batch.instances
+        self._config, self._spec, self._instances = config, actor, plan.batch.instances
         self._adapts = config.fusion.inter_stage and config.threshold() is None and self._instances > 1
         self.threshold = plan.threshold_samples or 0
         self._transfers = probe_transfer(device) if config.fusion.inter_stage and self._instances > 1 else []
         self._observed: deque[dict] = deque(maxlen=RECENT_ITERATIONS)
         self._lengths: deque[SampleLengths] = deque(maxlen=RECENT_ITERATIONS)
-        self._costs: CostModel = costs
-        self._costs_name = costs_name
+        self._costs, self._costs_name = costs, costs_name
         self._seen = 0  # iterations of this process
         self._looks = TimeBudget(LOOK_SHARE)
         self._basis = self._basis_now()  # what the R_t in force stands on
@@ -117,26 +98,21 @@ class ThresholdController:
             self._observed.pop()  # the process's first iteration compiled kernels: it counts while there is no other
         self._seen += 1
         self._observed.append(report.observations)
-        self._lengths.append(
-            SampleLengths(tuple(batch.prompt_lengths.tolist()), tuple(batch.response_lengths.tolist()))
-        )
-        is_leader = dist.get_rank() == 0
+        self._lengths.append(lengths_of(batch))
+        is_leader, count = dist.get_rank() == 0, len(self._observed)
         self._costs = from_rank_0(self._fit() if is_leader else None)
-        count = len(self._observed)
         self._costs_name = f"costs measured over {count} iteration{'s' if count > 1 else ''}"
         limits = self._instance_limits()
         self.limits = fusion_limits(self._costs, limits)
         if not self._adapts:
             return ""
-        if not (look := from_rank_0(self._look(limits) if is_leader and self._look_due() else None)):
+        due = self._seen <= FIRST_LOOKS or self._looks.due()
+        if not (look := from_rank_0(self._look(limits) if is_leader and due else None)):
             return ""
         before, (self.threshold, reason) = self.threshold, look
         if before != self.threshold:
             return f"R_t {before} -> {self.threshold}: {reason}"
         return f"R_t stays {before}: {reason}" if iteration == 0 else ""
-
-    def _look_due(self) -> bool:
-        return self._seen <= FIRST_LOOKS or self._looks.due()
 
     def _look(self, limits: InstanceLimits) -> tuple[int, str]:
         """R_t from now on, and why: which lengths and costs it stands on, and what the last one stood on."""

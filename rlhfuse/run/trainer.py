@@ -94,20 +94,14 @@ class Trainer:
         self.rewarder = self._start_rewarder()
         self.kl = KLController(config.algorithm.kl_coef, config.algorithm.kl_target, config.algorithm.kl_horizon)
         self.scores = RunningMoments()
-        self.recorder = IterationRecorder(
-            inputs, plan.report, self.models.placement, rank, self.threshold, self.peak_flops
-        )
+        placement = self.models.placement
+        self.recorder = IterationRecorder(inputs, plan.report, placement, rank, self.threshold, self.peak_flops)
         self.checkpoints = CheckpointWriter(
-            run_dir,
-            rank,
-            inputs.world_size,
-            inputs.facts,
-            config.trainer.keep_checkpoints,
-            config.trainer.hang_seconds,
+            run_dir, rank, inputs.world_size, inputs.facts, config.trainer.keep_checkpoints, config.trainer.hang_seconds
         )
         self.inter_stage = InterStage(
             rank=rank,
-            placement=self.models.placement,
+            placement=placement,
             engine=self.engine,
             scorer=self.scorer,
             store=store,
@@ -147,10 +141,7 @@ class Trainer:
     # the loop -------------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
-        """Run all iterations that are not done yet, then export the models that were trained.
-
-        Raises JointError where a file cannot be written; what was saved before stays.
-        """
+        """Run the iterations that are not done yet, then export. Raises JointError where a file cannot be written."""
         first = self._restore()
         # What is there now stays: a full collection that walks it takes a third of a second, in any phase.
         gc.collect()
@@ -161,12 +152,8 @@ class Trainer:
             gc.unfreeze()
 
     def _fit(self, first: int) -> None:
-        """From iteration `first` on."""
-        is_leader = self.rank == 0
         with self.checkpoints.joint_failure():
-            log = self._start_log(first) if is_leader else None
-        if is_leader:
-            print(peak_line(self.peak_flops, self.device), flush=True)
+            log = self._start_log(first) if self.rank == 0 else None
         for iteration in range(first, self.config.trainer.iterations):
             try:
                 record = self.iterate(iteration)
@@ -187,7 +174,7 @@ class Trainer:
             for opened in (log, self.rewarder):
                 if opened:
                     opened.close()
-            if is_leader:
+            if log:
                 mark_finished(self.run_dir, self.config.trainer.iterations)
 
     def _start_log(self, first: int) -> RunLog:
@@ -195,7 +182,9 @@ class Trainer:
         if stale := rewind(self.run_dir, first):
             print(f"removed from {self.run_dir / 'checkpoints'}: {', '.join(stale)}", flush=True)
         kept = metrics_kept(self.inputs.resume, self.run_dir)
-        return RunLog(self.run_dir, self.config, self.plan.report, first, kept)
+        log = RunLog(self.run_dir, self.config, self.plan.report, first, kept)
+        print(peak_line(self.peak_flops, self.device), flush=True)
+        return log
 
     def iterate(self, iteration: int) -> IterationRecord:
         """One PPO iteration; a collective."""
@@ -262,17 +251,12 @@ class Trainer:
     def _train(self, iteration: int, batch: RolloutBatch, algorithm: AlgorithmConfig) -> list[MinibatchResult]:
         self.memory.switch("training")
         lr: dict[str, float] = {role: self._lr(role, iteration) for role in self.models.trained}
-        cuts = [
-            indices
-            for epoch in range(algorithm.epochs)
-            for indices in cut_minibatches(
-                len(batch), algorithm.minibatches, self.config.trainer.seed, iteration, epoch
-            )
-        ]
         results, microbatches = [], self.plan.report.batch.microbatches_of
-        for number, indices in enumerate(cuts):
-            self.watchdog.progress(f"iteration {iteration}: training mini-batch {number}")
-            results.append(self.training.run(batch.select(indices), microbatches, lr, algorithm))
+        seed, count = self.config.trainer.seed, algorithm.minibatches
+        for epoch in range(algorithm.epochs):
+            for indices in cut_minibatches(len(batch), count, seed, iteration, epoch):
+                self.watchdog.progress(f"iteration {iteration}: training mini-batch {len(results)}")
+                results.append(self.training.run(batch.select(indices), microbatches, lr, algorithm))
         return results
 
     def _lr(self, role: str, iteration: int) -> float:
@@ -296,9 +280,8 @@ class Trainer:
         }
         carried = {"kl_coef": self.kl.coef, "scores": asdict(self.scores)}
         state = RunState(self.threshold.state(), carried, position)
-        self.checkpoints.start(
-            done, state, {role: export_state(model.optimizer) for role, model in self.models.trained.items()}
-        )
+        owned = {role: export_state(model.optimizer) for role, model in self.models.trained.items()}
+        self.checkpoints.start(done, state, owned)
 
     def _restore(self) -> int:
         """Take the checkpoint to resume from in, if any; returns the first iteration to run."""
@@ -327,7 +310,5 @@ class Trainer:
             self.resharder.reshard(trained.optimizer.modules.values(), copy)
             with self.checkpoints.joint_failure():
                 if self.rank == 0:
-                    paths, specs = self.inputs.models.paths, self.inputs.models.specs
-                    weights = dict(copy.named_parameters())
-                    out = self.run_dir / "export" / role
-                    export_checkpoint(weights, specs[role], trained.scalar_head, paths[role], out)
+                    path, out = self.inputs.models.paths[role], self.run_dir / "export" / role
+                    export_checkpoint(dict(copy.named_parameters()), trained.spec, trained.scalar_head, path, out)

@@ -2,6 +2,7 @@
 
 import io
 import math
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from rlhfuse.monitor.metrics import MetricsWriter, read_metrics
 @given(values=st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=20))
 def test_floats_keep_every_bit(tmp_path_factory, values):
     path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
+    with closing(MetricsWriter(path)) as writer:
         writer.write({"iteration": 1} | {f"x{i}": value for i, value in enumerate(values)})
     row = read_metrics(path)[0]
     assert [row[f"x{i}"].hex() for i in range(len(values))] == [value.hex() for value in values]
@@ -36,7 +37,7 @@ def test_resume_keeps_the_file_up_to_a_position(tmp_path):
     path, kept = tmp_path / "metrics.jsonl", '{"iteration": 1}\n{"iteration": 2, "x": 1e-1}\n'
     path.write_text(kept + '{"iteration": 3}\n{"iterat')
     assert len(read_metrics(path)) == 3
-    with MetricsWriter(path, keep_bytes=len(kept)) as writer:
+    with closing(MetricsWriter(path, keep_bytes=len(kept))) as writer:
         writer.write({"iteration": 3, "x": 1})
         assert writer.position() == path.stat().st_size
     assert path.read_text() == kept + '{"iteration": 3, "x": 1}\n'

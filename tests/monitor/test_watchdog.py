@@ -11,7 +11,17 @@ import time
 import pytest
 from gloo import host_store, join
 
-from rlhfuse.monitor.heartbeat import FAILED, INTERRUPTED, LEFT, TERMINATED, Heartbeat, Limits, PeerTable, ProcessName
+from rlhfuse.monitor.heartbeat import (
+    FAILED,
+    INTERRUPTED,
+    LEFT,
+    TERMINATED,
+    Heartbeat,
+    Limits,
+    PeerTable,
+    ProcessName,
+    process_status,
+)
 from rlhfuse.monitor.watchdog import Watchdog
 
 HERE = ProcessName.own()
@@ -39,7 +49,7 @@ def test_own_process_lives_and_an_ended_one_is_gone():
     child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
     child.start()
     try:
-        name = dataclasses.replace(HERE, pid=child.pid, started="")
+        name = dataclasses.replace(HERE, pid=child.pid, started=process_status(child.pid)[1])
         assert not name.is_gone(HERE.machine)
     finally:
         child.kill()

@@ -12,7 +12,7 @@ from tiny import write_checkpoint
 
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.parallel.device import choose_device
-from rlhfuse.parallel.memory import PhaseMeter, resident_bytes
+from rlhfuse.parallel.memory import PhaseMeter, status_bytes
 
 WIDE = dict(
     hidden_size=256,
@@ -60,13 +60,13 @@ def switch(rank: int, folder) -> dict:
     one_step(rank, maker, ranks, {"actor": built}, {"actor": [rows]})
     first = built.gradients()
     resharder.reshard(built.optimizer.modules.values(), copy)  # makes the plan
-    weights = memory.device_bytes
+    weights = sum(weight.nbytes for weight in copy.parameters())
     memory.release()
     meter.switch(None)
-    training = resident_bytes()
+    training = status_bytes("VmRSS")
     built.optimizer.release_gradients()
     meter.switch("moves")
-    released = resident_bytes()
+    released = status_bytes("VmRSS")
     memory.allocate()
     resharder.reshard(built.optimizer.modules.values(), copy)
     peak = meter.take()["moves"]
@@ -80,7 +80,7 @@ def switch(rank: int, folder) -> dict:
         "released": released,
         "peak": peak,
         "weights": weights,
-        "left": memory.device_bytes,
+        "left": sum(weight.nbytes for weight in copy.parameters()),
         "gradients": sum(g.nbytes for g in first.values()),
         "same": all(torch.equal(first[key], again[key]) for key in first),
     }
@@ -102,7 +102,7 @@ def move_by_buckets(rank: int, folder, bucket: int) -> dict:
     from rlhfuse.models.build import WHOLE, build_model
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.parallel.groups import GroupMaker, plain_grid
-    from rlhfuse.parallel.memory import PhaseMeter, resident_bytes
+    from rlhfuse.parallel.memory import PhaseMeter, status_bytes
     from rlhfuse.parallel.offload import WeightMemory
     from rlhfuse.parallel.reshard import Resharder
 
@@ -120,10 +120,10 @@ def move_by_buckets(rank: int, folder, bucket: int) -> dict:
     )
     memory, resharder, meter = WeightMemory(copy, device), Resharder(device, bucket_bytes=bucket), PhaseMeter(device)
     resharder.reshard(built.optimizer.modules.values(), copy)  # makes the plan
-    weights = memory.device_bytes
+    weights = sum(weight.nbytes for weight in copy.parameters())
     memory.release()
     meter.switch("moves")
-    before = resident_bytes()
+    before = status_bytes("VmRSS")
     memory.allocate()
     resharder.reshard(built.optimizer.modules.values(), copy)
     grown = meter.take()["moves"] - before
@@ -149,9 +149,9 @@ def test_freed_memory_goes_back_or_is_kept(return_memory):
         pytest.skip("this C library gives no memory back when asked")
     held = [torch.ones(25_000) for _ in range(1000)]  # 100 KB each: none is a mapping of its own
     pins = held[::10]  # between them, so that the heap cannot shrink by itself
-    full = resident_bytes()
+    full = status_bytes("VmRSS")
     del held
     meter.switch("generation")
-    given_back = full - resident_bytes()
+    given_back = full - status_bytes("VmRSS")
     assert given_back > 60e6 if return_memory else given_back < 20e6, given_back
     assert len(pins) == 100 and (return_memory or not meter.exact)

@@ -71,13 +71,10 @@ def compare_metrics(a: Path, b: Path) -> Comparison:
             entries += 1
             differences.append(Difference(f"iteration {iteration}", *_presence(row_a, row_b)))
             continue
-        for key in sorted(row_a.keys() | row_b.keys()):
-            if key.startswith(IGNORED):
-                continue
-            entries += 1
-            difference = _compare_values(f"iteration {iteration} {key}", row_a, row_b, key)
-            differences += [difference] if difference else []
-    return Comparison("metrics", entries, tuple(differences))
+        keys = [key for key in sorted(row_a.keys() | row_b.keys()) if not key.startswith(IGNORED)]
+        entries += len(keys)
+        differences += [_compare_values(f"iteration {iteration} {key}", row_a, row_b, key) for key in keys]
+    return Comparison("metrics", entries, tuple(filter(None, differences)))
 
 
 def _compare_values(where: str, row_a: dict[str, Any], row_b: dict[str, Any], key: str) -> Difference | None:
@@ -98,14 +95,14 @@ def _presence(a: Any, b: Any) -> tuple[str, str]:
 def compare_exports(a: Path, b: Path) -> Comparison:
     """Every tensor of every *.safetensors file, by name, whatever file of the folder it lies in."""
     places_a, places_b = _tensors_of(a), _tensors_of(b)
+    names = sorted(places_a.keys() | places_b.keys())
     differences = []
-    for name in sorted(places_a.keys() | places_b.keys()):
-        if name not in places_a or name not in places_b:
+    for name in names:
+        if name in places_a and name in places_b:
+            differences.append(_compare_tensors(name, _read(places_a[name], name), _read(places_b[name], name)))
+        else:
             differences.append(Difference(name, *_presence(places_a.get(name), places_b.get(name))))
-            continue
-        difference = _compare_tensors(name, _read(places_a[name], name), _read(places_b[name], name))
-        differences += [difference] if difference else []
-    return Comparison(f"export/{a.name}", len(places_a.keys() | places_b.keys()), tuple(differences))
+    return Comparison(f"export/{a.name}", len(names), tuple(filter(None, differences)))
 
 
 def _tensors_of(folder: Path) -> dict[str, Path]:

@@ -79,17 +79,12 @@ class Forecaster:
             raise InputError(f"iteration {iteration} is the run's first: it is predicted from those before")
         # the first iteration compiles kernels and allocates: it counts as long as there is no other
         recent = self._rows[1:index][-RECENT_ITERATIONS:] or self._rows[:1]
-        timeline = self._simulate(index, index)
-        blind = [
-            _seconds(recent, self._rows[past], self._simulate(past, index), self._start + self._gather)
-            for past in range(max(0, index - RECENT_LENGTHS), index)
-        ]
-        return Forecast(
-            iteration,
-            _seconds(recent, self._rows[index], timeline, self._start + self._gather),
-            {phase: statistics.mean(seconds[phase] for seconds in blind) for phase in PHASES},
-            timeline,
-        )
+        edges, timeline = self._start + self._gather, self._simulate(index, index)
+        known = _seconds(recent, self._rows[index], timeline, edges)
+        past = range(max(0, index - RECENT_LENGTHS), index)
+        guesses = [_seconds(recent, self._rows[row], self._simulate(row, index), edges) for row in past]
+        blind = {phase: statistics.mean(seconds[phase] for seconds in guesses) for phase in PHASES}
+        return Forecast(iteration, known, blind, timeline)
 
     def _simulate(self, lengths_of: int, index: int) -> GenInferTimeline:
         """Generation and inference of row `index`'s setting with the lengths of row `lengths_of`."""
@@ -98,13 +93,8 @@ class Forecaster:
         bs_max = self._bs_max or largest_flat_batch(self._costs, before.median_context, limits.max_sequences)
         key = lengths_of, threshold, bs_max
         if key not in self._timelines:
-            self._timelines[key] = simulate_gen_infer(
-                _lengths(self._rows[lengths_of]),
-                self._plan.batch.instances,
-                self._costs,
-                replace(limits, bs_max=bs_max),
-                threshold,
-            )
+            setting = self._plan.batch.instances, self._costs, replace(limits, bs_max=bs_max)
+            self._timelines[key] = simulate_gen_infer(_lengths(self._rows[lengths_of]), *setting, threshold)
         return self._timelines[key]
 
     def spans(self, iteration: int) -> list[Span]:
@@ -163,10 +153,7 @@ def predicted_spans(run: RunFiles, iteration: int) -> tuple[list[Span], str]:
 
 
 def action_seconds(spans: Sequence[Span]) -> Callable[[Action], float]:
-    """Mean seconds of every training action in measured spans.
-
-    Of an optimizer step, which waits for all ranks, those of the last to come.
-    """
+    """Mean seconds of every training action in measured spans; of a step, which waits for all, the last to come's."""
     seen: dict[tuple[str, int, str], list[float]] = defaultdict(list)
     models: dict[str, str] = {}  # of each pipeline
     for span in spans:

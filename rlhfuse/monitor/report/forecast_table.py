@@ -72,10 +72,9 @@ class ForecastTable:
         forecaster = Forecaster(run)
         forecasts = [forecaster.forecast(number) for number in forecaster.iterations if number >= skip]
         if not forecasts:
-            raise InputError(
-                "no iteration can be predicted: that begins with the second iteration of a run; train some more"
-            )
-        numbers = tuple(one.iteration for one in forecasts)
+            why = "that begins with the second iteration of a run; train some more"
+            raise InputError(f"no iteration can be predicted: {why}")
+        numbers = tuple(forecast.iteration for forecast in forecasts)
         rows = [row for row in run.rows if row["iteration"] in numbers]
         return ForecastTable(numbers, tuple(PhaseRow.of(phase, rows, forecasts) for phase in PHASES))
 
@@ -92,27 +91,14 @@ class ForecastTable:
         """For a terminal: mean seconds of an iteration."""
         count = len(self.iterations)
         lines = [f"{'phase':20} {'measured':>9} {'predicted':>9} {'off by':>7}   {'lengths unknown':>15} {'off by':>7}"]
-        for row in self.rows:
-            lines.append(
-                f"{NAMES[row.phase]:20} {row.measured / count:7.3f} s {row.predicted / count:7.3f} s {row.error:7.1%}"
-                f"   {row.blind / count:13.3f} s {row.blind_error:7.1%}"
-            )
-        lines.append(
-            f"mean error {self.mean_error:.1%} with the iteration's lengths known, {self.blind_mean_error:.1%} without,"
-            f" over {count} iterations"
-        )
-        return "\n".join(lines)
-
-    def markdown(self) -> str:
-        count = len(self.iterations)
-        lines = ["| phase | measured | predicted | off by | lengths unknown | off by |", "|---|---|---|---|---|---|"]
         lines += [
-            f"| {NAMES[row.phase]} | {row.measured / count:.3f} s | {row.predicted / count:.3f} s | {row.error:.1%} "
-            f"| {row.blind / count:.3f} s | {row.blind_error:.1%} |"
+            f"{NAMES[row.phase]:20} {row.measured / count:7.3f} s {row.predicted / count:7.3f} s {row.error:7.1%}"
+            f"   {row.blind / count:13.3f} s {row.blind_error:7.1%}"
             for row in self.rows
         ]
-        lines.append(f"| mean over the phases | | | **{self.mean_error:.1%}** | | {self.blind_mean_error:.1%} |")
-        return "\n".join(lines) + "\n"
+        known, unknown = f"{self.mean_error:.1%}", f"{self.blind_mean_error:.1%}"
+        mean = f"mean error {known} with the iteration's lengths known, {unknown} without, over {count} iterations"
+        return "\n".join([*lines, mean])
 
     def to_dict(self) -> dict[str, Any]:
         """Sums of seconds over the iterations."""

@@ -50,19 +50,9 @@ class MemoryTable:
         for phase in plan["memory"]:
             peak = _peak_of(phase["phase"])
             fullest = max(kept, key=peak)
-            rows.append(
-                MemoryRow(
-                    phase["phase"],
-                    _needed(plan, phase, 1.0),
-                    _needed(plan, phase, _share(plan, phase, fullest)),
-                    peak(fullest),
-                )
-            )
+            planned, expected = (_needed(plan, phase, share) for share in (1.0, _share(plan, phase, fullest)))
+            rows.append(MemoryRow(phase["phase"], planned, expected, peak(fullest)))
         return MemoryTable(tuple(rows))
-
-    @property
-    def largest_error(self) -> float:
-        return max(abs(row.error) for row in self.rows)
 
     def text(self) -> str:
         """For a terminal, in 10^9 bytes."""

@@ -41,13 +41,12 @@ MOST_SAMPLES = 24  # shown: the first and the last iterations' are what people c
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """One predicted figure beside what was measured, both in `unit`."""
+class PlannedSeconds:
+    """Seconds of an iteration by the plan, beside those that were measured."""
 
     name: str
     predicted: float
     measured: float
-    unit: str
 
     @property
     def error(self) -> float:
@@ -84,7 +83,7 @@ def render_report(run: RunFiles) -> str:
     )
 
 
-def compare_plan(run: RunFiles) -> list[Comparison]:
+def compare_plan(run: RunFiles) -> list[PlannedSeconds]:
     """What plan.json predicted before the run beside the mean of the iterations after warm-up."""
     if run.plan is None:
         return []
@@ -93,14 +92,12 @@ def compare_plan(run: RunFiles) -> list[Comparison]:
     def mean(name: str) -> float:
         return sum(row.get(name) or 0.0 for row in kept) / len(kept)
 
-    moves = seconds.get("weight_moves")  # None in a plan of version 1, which left them out
-    first = [] if moves is None else [Comparison("weights moved", moves, mean("timing_s/reshard"), "s")]
-    whole = (moves or 0.0) + seconds["gen_infer_fused"] + seconds["training_fused"]
+    moves, gen_infer, training = (seconds[part] for part in ("weight_moves", "gen_infer_fused", "training_fused"))
     return [
-        *first,
-        Comparison("generation and inference", seconds["gen_infer_fused"], mean("fusion/gen_infer_seconds"), "s"),
-        Comparison("training", seconds["training_fused"], mean("timing_s/train"), "s"),
-        Comparison("iteration", whole, mean("timing_s/step"), "s"),
+        PlannedSeconds("weights moved", moves, mean("timing_s/reshard")),
+        PlannedSeconds("generation and inference", gen_infer, mean("fusion/gen_infer_seconds")),
+        PlannedSeconds("training", training, mean("timing_s/train")),
+        PlannedSeconds("iteration", moves + gen_infer + training, mean("timing_s/step")),
     ]
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
-from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.errors import InputError
@@ -36,12 +34,8 @@ class Points:
         return sorted(cells, key=lambda cell: cell[0] * cell[1])
 
     def packs(self) -> list[tuple[int, int]]:
-        """(tokens, sequences) of prefills and packs; the cheap ones first.
-
-        Every sequence stays below `longest`, so that a token can be drawn.
-        """
-        cells = [(t, s) for t, s in product(self.tokens, self.sequences) if t <= s * (self.longest - 1)]
-        return sorted(cells)
+        """(tokens, sequences) of prefills and packs, below `longest` so that a token can be drawn; cheap ones first."""
+        return sorted((t, s) for t, s in product(self.tokens, self.sequences) if t <= s * (self.longest - 1))
 
 
 def powers_of_two(first: int, last: int) -> tuple[int, ...]:
@@ -72,34 +66,16 @@ def points_of(config: RunConfig) -> Points:
     )
 
 
-@dataclass(frozen=True)
-class TensorDegrees:
-    """Tensor-parallel degree of every task."""
-
-    generation: int
-    score: Mapping[Role, int]
-    training: Mapping[Role, int]
-
-    @staticmethod
-    def of(config: RunConfig) -> TensorDegrees:
-        def tp(task: str) -> int:
-            return ParallelLayout.parse(getattr(config.parallel, task)).tp
-
-        return TensorDegrees(
-            tp("generation"),
-            {role: tp(f"{role}_inference") for role in config.scorers()},
-            {role: tp(f"{role}_train") for role in config.trained()},
-        )
+def tensor_degrees(config: RunConfig) -> dict[str, int]:
+    """Tensor-parallel degree of every task: generation, ROLE_inference, ROLE_train."""
+    scoring, training = ([f"{r}_inference" for r in config.scorers()], [f"{r}_train" for r in config.trained()])
+    tasks = ("generation", *scoring, *training)
+    return {task: ParallelLayout.parse(getattr(config.parallel, task)).tp for task in tasks}
 
 
 def check_world(config: RunConfig, world: int) -> None:
     """Raise InputError unless `world` ranks hold whole replicas of every task."""
-    degrees = TensorDegrees.of(config)
-    every = {"generation": degrees.generation, **{f"{role}_inference": tp for role, tp in degrees.score.items()}}
-    every.update({f"{role}_train": tp for role, tp in degrees.training.items()})
-    for task, tp in every.items():
+    for task, tp in tensor_degrees(config).items():
         if world % tp:
-            raise InputError(
-                f"{world} ranks % tp({tp}) of parallel.{task} = {world % tp}, must be 0; start a multiple of {tp} "
-                "ranks with torchrun"
-            )
+            fault = f"{world} ranks % tp({tp}) of parallel.{task} = {world % tp}, must be 0"
+            raise InputError(f"{fault}; start a multiple of {tp} ranks with torchrun")

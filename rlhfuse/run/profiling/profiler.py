@@ -18,9 +18,10 @@ from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
 from rlhfuse.gen.compile_kernels import compile_kernels
+from rlhfuse.parallel.collectives import from_rank_0, transfer_seconds
 from rlhfuse.parallel.device import Device, local_rank
 from rlhfuse.parallel.groups import GroupMaker, connect, plain_grid
-from rlhfuse.run.profiling.points import BYTES, Points, TensorDegrees, points_of
+from rlhfuse.run.profiling.points import BYTES, Points, points_of, tensor_degrees
 from rlhfuse.run.profiling.work import Builder, GenerationWork, ScoreWork, TrainingWork, load_seconds
 
 REPEATS = 5
@@ -46,9 +47,9 @@ class Profiler:
         say: Callable[[str], None],
     ) -> None:
         self._config, self._specs, self._device, self._say = config, specs, device, say
-        self._tensors = TensorDegrees.of(config)
+        self._tp = tensor_degrees(config)
         rank, world = dist.get_rank(), dist.get_world_size()
-        self._instances = world // self._tensors.generation
+        self._instances = world // self._tp["generation"]
         dtype = getattr(torch, config.trainer.dtype)
         if not device.is_cuda:
             if local_rank() == 0:
@@ -57,15 +58,19 @@ class Profiler:
         self._points: Points = points_of(config)
         builder = Builder(rank, world, device, dtype, GroupMaker(config.trainer.hang_seconds))
         say("building models with random weights")
-        self._generation = GenerationWork(config, specs[Role.ACTOR], self._points, builder, self._tensors.generation)
+        self._generation = GenerationWork(config, specs[Role.ACTOR], self._points, builder, self._tp["generation"])
         self._score = {
-            role: ScoreWork(config, role, specs[role], builder, tp) for role, tp in self._tensors.score.items()
+            role: ScoreWork(config, role, specs[role], builder, self._tp[f"{role}_inference"])
+            for role in config.scorers()
         }
         self._training = {
-            role: (self._train_work(role, 1, builder), self._train_work(role, self._deep(role), builder))
+            role: [
+                TrainingWork(config, role, specs[role], layers, builder, self._tp[f"{role}_train"])
+                for layers in (1, self._deep(role))
+            ]
             for role in config.trained()
         }
-        replicas = ParallelLayout(self._instances, self._tensors.generation, 1)
+        replicas = ParallelLayout(self._instances, self._tp["generation"], 1)
         self._tp_group = builder.groups.for_model("profile", plain_grid(replicas), rank).tp
         connect([self._tp_group], device.torch_device)
         self._measures = 2 + len(self._score) + len(self._training)  # that are still to come
@@ -94,7 +99,7 @@ class Profiler:
             swap_in=swap_in,
             training={str(role): self._train(role) for role in self._training},
             all_reduce=self._all_reduce(),
-            move=_transfers(self._device, self._tensors.generation),
+            move=_transfers(self._device, self._tp["generation"]),
         )
 
     def _packs(self, what: str, work: Callable[[int, int], float]) -> Grid:
@@ -132,20 +137,12 @@ class Profiler:
         dist.all_reduce(told, group=self._tp_group)
         return bool(told)
 
-    def _agreed_by_all(self, over: bool) -> bool:
-        told = torch.tensor([int(over)], device=self._device.torch_device)
-        dist.broadcast(told, 0)
-        return bool(told)
-
     # training, links ------------------------------------------------------------------------------------------
 
     def _deep(self, role: Role) -> int:
         """Layers of the deeper of the two models whose difference is that of the layers between them."""
         layout = ParallelLayout.parse(getattr(self._config.parallel, f"{role}_train"))
         return 1 + max(1, len(layout.stage_layers(self._specs[role].layers)[0]))
-
-    def _train_work(self, role: Role, layers: int, builder: Builder) -> TrainingWork:
-        return TrainingWork(self._config, role, self._specs[role], layers, builder, self._tensors.training[role])
 
     def _train(self, role: Role) -> TrainingGrids:
         """Of one layer and of the two ends, from a model of one layer and one of several."""
@@ -159,8 +156,8 @@ class Profiler:
                 parts[f"l{way}"][(tokens,)], parts[f"e{way}"][(tokens,)] = layer, max(0.0, first - layer)
             return sum(deep)
 
-        self._measure(f"training of {role}", (axis,), [(tokens,) for tokens in axis], both, self._agreed_by_all)
-        return TrainingGrids(self._tensors.training[role], *(Grid.of((axis,), part) for part in parts.values()))
+        self._measure(f"training of {role}", (axis,), [(tokens,) for tokens in axis], both, from_rank_0)
+        return TrainingGrids(self._tp[f"{role}_train"], *(Grid.of((axis,), part) for part in parts.values()))
 
     def _steps(self, work: TrainingWork, tokens: int) -> tuple[float, float]:
         work.step(tokens, self._points.longest)  # warms up
@@ -168,7 +165,7 @@ class Profiler:
         return steady_mean([row[0] for row in rows]), steady_mean([row[1] for row in rows])
 
     def _all_reduce(self) -> Grid | None:
-        if self._tensors.generation == 1:
+        if self._tp["generation"] == 1:
             return None
 
         def once(size: int) -> float:
@@ -190,18 +187,6 @@ def _transfers(device: Device, tp: int) -> Grid:
     rank, last = dist.get_rank(), dist.get_world_size() - tp
     measured = {}
     for size in BYTES:
-        buffer = torch.zeros(size, dtype=torch.uint8, device=device.torch_device)
-        trips = []
-        for _ in range(REPEATS + 1):
-            device.synchronize()
-            start = time.perf_counter()
-            if last == 0:
-                buffer.clone()
-            elif rank in (0, last):
-                first, second = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
-                first(buffer, last - rank)
-                second(buffer, last - rank)
-            device.synchronize()
-            trips.append((time.perf_counter() - start) / (1 if last == 0 else 2))
+        trips = transfer_seconds(size, last, REPEATS + 1, device) if rank in (0, last) else [0.0, 0.0]
         measured[(size,)] = steady_mean(trips[1:])
     return Grid.of((BYTES,), measured)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
-from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+from rlhfuse.gen.engine import Engine, SamplingParams
 from rlhfuse.models.build import WHOLE, Activations, build_model
 from rlhfuse.models.heads import token_logprobs
 from rlhfuse.models.stage import PackedTokens, PipelineStage
@@ -24,6 +25,7 @@ from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.groups import GroupMaker, plain_grid
 from rlhfuse.parallel.offload import OffloadedWeights
 from rlhfuse.run.profiling.points import Points
+from rlhfuse.run.rank_models import engine_options
 
 
 @dataclass(frozen=True)
@@ -42,16 +44,8 @@ class Builder:
         """A model of random weights, and its tensor-parallel group."""
         grid = plain_grid(ParallelLayout(self.world // tp, tp, 1))
         groups = self.groups.for_model(purpose, grid, self.rank)
-        model = build_model(
-            spec,
-            grid,
-            groups,
-            self.rank,
-            scalar_head=role.scalar_head,
-            dtype=self.dtype,
-            device=self.device,
-            activations=activations,
-        )
+        kind: dict[str, Any] = {"scalar_head": role.scalar_head, "dtype": self.dtype, "activations": activations}
+        model = build_model(spec, grid, groups, self.rank, device=self.device, **kind)
         randomise(model)
         return model, groups.tp
 
@@ -77,22 +71,15 @@ class GenerationWork:
         self._vocab, self._context = spec.vocab, spec.context
         self._batched_tokens = max(points.tokens)
         self._next = 0
-        rollout = config.rollout
-        # Blocks of the run, those for tokens drawn while measuring, and enough for the largest prefill.
-        blocks = max(
-            points.capacity // rollout.block_tokens + 2 * max(points.batches),
-            max(points.tokens) // rollout.block_tokens + max(points.sequences),
-        )
+        # blocks of the run, those for tokens drawn while measuring, and enough for the largest prefill
+        run = engine_options(config, 1)
+        most, size = max(points.sequences), run.block_tokens
+        blocks = max(points.capacity // size + 2 * max(points.batches), max(points.tokens) // size + most)
+        sequences = max(run.max_sequences, most)
         self.engine = Engine(
             spec,
             dict(model.named_parameters()),
-            EngineOptions(
-                num_blocks=blocks,
-                block_tokens=rollout.block_tokens,
-                max_sequences=max(rollout.max_sequences_per_instance, max(points.sequences)),
-                max_batched_tokens=self._batched_tokens,
-                cuda_graphs=rollout.cuda_graphs,
-            ),
+            replace(run, num_blocks=blocks, max_sequences=sequences, max_batched_tokens=self._batched_tokens),
             device=builder.device.torch_device,
             dtype=builder.dtype,
             tp_group=group if tp > 1 else None,
@@ -191,9 +178,8 @@ class TrainingWork:
         if self._stage.scalar_head:
             loss = out[:tokens].float().square().mean()
         else:
-            logprobs, _ = token_logprobs(
-                out[:tokens], packed.tokens[:tokens], self._vocab, self._temperature, self._group
-            )
+            labels = packed.tokens[:tokens]
+            logprobs, _ = token_logprobs(out[:tokens], labels, self._vocab, self._temperature, self._group)
             loss = -logprobs.mean()
         self._device.synchronize()
         middle = time.perf_counter()

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from contextlib import closing
 from html.parser import HTMLParser
 
 import pytest
@@ -40,7 +41,7 @@ def folder(tmp_path):
     run = tmp_path / "a run & more"
     run.mkdir()
     (run / "config.yaml").write_text("trainer: {iterations: 3}\n# <b>not bold</b>\n")
-    with MetricsWriter(run / "metrics.jsonl") as writer:
+    with closing(MetricsWriter(run / "metrics.jsonl")) as writer:
         for i in range(3):
             writer.write(row(i) if i else row(0, **{"timing_s/step": 20.0}))
     problem = FusionProblem(nodes=2, pipelines=(Pipeline("actor", "actor", (0, 1), 2, (1, 1), (2, 2), (1, 1)),))
