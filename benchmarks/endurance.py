@@ -22,7 +22,7 @@ import psutil
 from harness import Figure, Measurement, counting, options
 from processes import ROOT, train
 
-from rlhfuse.errors import InputError, run_program
+from rlhfuse.base.errors import InputError, run_program
 
 WARM_UP = 10  # iterations
 WINDOW = 5  # iterations of a median: memory depends on where in its iteration a rank is

@@ -15,7 +15,7 @@ from harness import Figure, Measurement, options, take_turns, timed
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhfuse.errors import run_program
+from rlhfuse.base.errors import run_program
 from rlhfuse.ppo.advantage import BLOCK, generalized_advantages
 from rlhfuse.ppo.rollout import segment_index
 

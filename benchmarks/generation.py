@@ -36,8 +36,8 @@ from harness import (
 )
 from processes import Worker, environment
 
+from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.errors import InputError, run_program
 
 OWN, LIMITS = "rlhfuse", "limits"  # the second is no engine: what the machine allows
 HEAD_DIM = 64

@@ -26,8 +26,8 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from rlhfuse.errors import InputError
-from rlhfuse.files import write_bytes, write_json
+from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import write_bytes, write_json
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 
 ROOT = Path(__file__).resolve().parents[1]

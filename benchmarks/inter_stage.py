@@ -17,11 +17,11 @@ from typing import Any
 from harness import TRACE, Figure, Measurement, named, options, take_turns, trace_lengths
 from processes import ALLOCATOR, Ranks
 
+from rlhfuse.base.errors import run_program
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import largest_flat_batch
 from rlhfuse.costs.measured import BytesObservation, DecodeObservation, MeasuredCost, TokensObservation
 from rlhfuse.decisions.migration import MigrationPlan
-from rlhfuse.errors import run_program
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.iteration import GenInferTimeline, fusion_limits, simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths

@@ -18,8 +18,8 @@ from typing import Any
 from harness import Figure, Measurement, named, options, take_turns
 from processes import ALLOCATOR, Ranks
 
+from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
-from rlhfuse.errors import InputError, run_program
 from rlhfuse.monitor.trace import Span, save_trace
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import evaluate

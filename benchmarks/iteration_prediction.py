@@ -17,7 +17,7 @@ from pathlib import Path
 from harness import Figure, Measurement, counting, options
 from processes import ROOT, run, train
 
-from rlhfuse.errors import InputError, run_program
+from rlhfuse.base.errors import InputError, run_program
 
 SKIPPED = 2  # iterations at the beginning
 ERROR_GOAL = 0.10

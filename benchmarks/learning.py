@@ -19,8 +19,8 @@ from typing import Any
 from harness import DATA, Figure, Measurement, named, options
 from processes import ROOT, train
 
-from rlhfuse.errors import InputError, run_program
-from rlhfuse.monitor.report.phase_times import whole_seconds
+from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.run.report.phase_times import whole_seconds
 
 ALGORITHMS = ("grpo", "ppo")
 REWARD_GOAL, ITERATIONS = 0.9, 10

@@ -15,10 +15,10 @@ from functools import cache
 import numpy as np
 from harness import Figure, Measurement, counting, named, options
 
+from rlhfuse.base.errors import run_program
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost, JobCost, ring_all_reduce_seconds
 from rlhfuse.costs.hardware import hardware_by_name
-from rlhfuse.errors import run_program
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.problem import fused_problem
 from rlhfuse.schedule.rules.builders import serial_makespan

@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_SECONDS = 600.0  # of one request

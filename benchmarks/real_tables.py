@@ -25,9 +25,9 @@ from real.tables import (
     real_rows,
 )
 
+from rlhfuse.base.errors import run_program
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.hardware import ASSUMED, REAL_H100, Calibration, data_sheets
-from rlhfuse.errors import run_program
 
 HUBER = 0.1  # errors above grow linearly only, so that a row that no constants explain does not bend the others
 FITTED = {  # with the range in which a value is credible; network and host links hardly touch these rows

@@ -26,7 +26,7 @@ from harness import Figure, Measurement, Panel, counting, options, plot
 from paper.table3 import LARGER, PRINTED, SETTINGS, TRACED, Setting, one_f_one_b_plus_makespan
 from processes import mpirun, run
 
-from rlhfuse.errors import InputError, run_program
+from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.schedule.ir.evaluate import TOLERANCE, evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Number
 from rlhfuse.schedule.ir.schedule import Schedule

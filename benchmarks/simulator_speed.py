@@ -13,9 +13,9 @@ import time
 from harness import Figure, Measurement, options, take_turns, timed
 from paper_settings import BS_MAX, INSTANCES, KV_BYTES, MAX_PROMPT, SAMPLES, SCORE_TOKENS, TP, cost_of, draw_lengths
 
+from rlhfuse.base.errors import run_program
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.costs.analytic import JobCost
-from rlhfuse.errors import run_program
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.iteration import simulate_gen_infer, simulate_iteration
 from rlhfuse.simulator.lengths import load_lengths

@@ -7,11 +7,11 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+from rlhfuse.base.files import write_json
 from rlhfuse.config.load import load_config
 from rlhfuse.costs.analytic import largest_flat_batch
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
-from rlhfuse.files import write_json
 from rlhfuse.monitor.metrics import MetricsWriter
 from rlhfuse.monitor.trace import Span, save_trace
 from rlhfuse.planning.draft import draft_plan, read_specs

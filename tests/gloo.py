@@ -36,7 +36,7 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
-    from rlhfuse.errors import leave
+    from rlhfuse.base.errors import leave
     from rlhfuse.parallel.device import allow_many_files
 
     torch.set_num_threads(1)

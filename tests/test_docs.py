@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from generate_docs import differing, settings_page
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -8,8 +8,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # Room -> floor. A room imports from lower floors, never from its own or from higher ones.
 LAYERS = {
-    **dict.fromkeys(("errors", "kernel_cache"), 0),
-    **dict.fromkeys(("files", "config"), 1),
+    "base": 0,
+    "config": 1,
     "schedule": 2,
     **dict.fromkeys(("decisions", "costs"), 3),
     "simulator": 4,
@@ -118,15 +118,13 @@ def test_project_holds_the_table():
     assert violations(ROOT) == []
 
 
-@pytest.mark.xfail(reason="until the rooms are tidied")
 def test_no_modules_import_each_other_in_a_loop():
     assert circles(ROOT) == []
 
 
-@pytest.mark.xfail(reason="until the rooms are tidied")
-def test_no_room_is_crowded_and_the_root_holds_three_modules_at_most():
+def test_no_room_is_crowded_and_the_root_holds_none():
     assert crowded(ROOT) == []
-    assert len(list((ROOT / "rlhfuse").glob("*.py"))) <= 4
+    assert [file.name for file in (ROOT / "rlhfuse").glob("*.py")] == ["__init__.py"]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +134,7 @@ def test_no_room_is_crowded_and_the_root_holds_three_modules_at_most():
         ("rlhfuse/planning/a.py", "import torch.nn", "imports torch"),
         ("rlhfuse/schedule/a.py", "from mpi4py import MPI", "mpi4py, allowed only in rlhfuse/schedule/search/"),
         ("rlhfuse/schedule/search/a.py", "from rlhfuse.costs.analytic import x", "layer 2 imports rlhfuse.costs"),
-        ("rlhfuse/errors.py", "from rlhfuse import ppo", "layer 0 imports rlhfuse.ppo of layer 7"),
+        ("rlhfuse/base/errors.py", "from rlhfuse import ppo", "layer 0 imports rlhfuse.ppo of layer 7"),
         ("rlhfuse/ppo/a.py", "from rlhfuse.gen.engine import Engine", "layer 7 imports rlhfuse.gen.engine"),
         ("rlhfuse/ppo/a.py", "def f():\n    from ..data import prompts", "layer 7 imports rlhfuse.data"),
         ("rlhfuse/gen/a.py", "from megatron.core import x", "imports megatron"),

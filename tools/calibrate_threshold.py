@@ -17,7 +17,9 @@ import os
 import sys
 from pathlib import Path
 
-from rlhfuse.config.json_values import to_json
+from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.files import write_json
+from rlhfuse.base.json_values import to_json
 from rlhfuse.config.load import load_config
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
@@ -26,8 +28,6 @@ from rlhfuse.costs.analytic import CostModel
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.measured import TrialCost
 from rlhfuse.costs.profiled import load_run_costs
-from rlhfuse.errors import InputError, run_program
-from rlhfuse.files import write_json
 from rlhfuse.planning.draft import generation_cost, instance_limits, read_specs
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rlhfuse.errors import run_program
-from rlhfuse.monitor.report.compare import IGNORED, Comparison, compare_runs
+from rlhfuse.base.errors import run_program
+from rlhfuse.run.report.compare import IGNORED, Comparison, compare_runs
 
 
 def main() -> int:

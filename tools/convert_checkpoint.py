@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rlhfuse.errors import InputError, run_program
+from rlhfuse.base.errors import InputError, run_program
 
 
 def main() -> int:
@@ -28,8 +28,8 @@ def main() -> int:
     if args.like and not args.role:
         raise InputError("--like is the folder of one model; say which with --role")
 
+    from rlhfuse.base.files import check_output_folder
     from rlhfuse.checkpoint.convert import convert, open_checkpoint  # torch loads only for arguments that can be read
-    from rlhfuse.files import check_output_folder
 
     out = Path(args.out)
     checkpoint = open_checkpoint(Path(args.checkpoint))

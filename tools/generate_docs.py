@@ -18,9 +18,9 @@ from pathlib import Path
 
 from page_figures import fill_figures, load_results, results_page
 
+from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.files import write_text
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.errors import InputError, run_program
-from rlhfuse.files import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

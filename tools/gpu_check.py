@@ -33,9 +33,9 @@ import torch.distributed as dist
 from gpu_checks import generation, speed
 from gpu_checks.result import TOLERANCE, relative, require, run_check
 
+from rlhfuse.base.errors import run_program
 from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
-from rlhfuse.errors import run_program
 from rlhfuse.models.build import build_model, fill
 from rlhfuse.models.heads import token_logprobs
 from rlhfuse.models.hf import expected_tensors, load_weights

@@ -32,8 +32,8 @@ from transformers import (
 )
 from transformers.utils import logging as quiet
 
-from rlhfuse.errors import InputError, run_program
-from rlhfuse.files import check_output_folder, output_folder
+from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.files import check_output_folder, output_folder
 from rlhfuse.models.reward_training import FitSettings, RewardSettings, encode_pairs, fit, score_pairs, score_texts
 
 BOS, EOS, PAD = 0, 1, 2

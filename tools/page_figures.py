@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 
 MARK = re.compile(r"<!--(fig|table) ([^\s>.]+)\.([^\s>]+?)(?: ([^\s>]+?))?-->(.*?)<!--/-->", re.DOTALL)
 INTRODUCTION = """# Measured results

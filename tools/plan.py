@@ -13,10 +13,10 @@ import argparse
 import json
 from pathlib import Path
 
+from rlhfuse.base.errors import run_program
+from rlhfuse.base.files import write_json
 from rlhfuse.config.load import load_config
 from rlhfuse.decisions.layouts import planned_world_size
-from rlhfuse.errors import run_program
-from rlhfuse.files import write_json
 from rlhfuse.planning.draft import draft_plan, read_specs
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.simulator.lengths import load_lengths

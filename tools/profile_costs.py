@@ -19,12 +19,12 @@ from pathlib import Path
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated", module="torch.distributed")
 
+from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.files import write_json
 from rlhfuse.config.load import load_config
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.decisions.layouts import check_layouts
-from rlhfuse.errors import InputError, run_program
-from rlhfuse.files import write_json
 from rlhfuse.planning.draft import read_specs
 from rlhfuse.run.profiling.points import check_world
 

@@ -11,9 +11,9 @@ import argparse
 import os
 from pathlib import Path
 
-from rlhfuse.errors import InputError, run_program
-from rlhfuse.monitor.report.report import render_report
-from rlhfuse.monitor.report.run_files import RunFiles
+from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.run.report.report import render_report
+from rlhfuse.run.report.run_files import RunFiles
 
 
 def main() -> int:

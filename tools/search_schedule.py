@@ -22,8 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from rlhfuse.config.json_values import read_json
-from rlhfuse.errors import EXIT_BAD_INPUT, InputError, run_program
+from rlhfuse.base.errors import EXIT_BAD_INPUT, InputError, run_program
+from rlhfuse.base.json_values import read_json
 from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.ir.problem import FusionProblem, load_problem
 from rlhfuse.schedule.ir.schedule import Schedule

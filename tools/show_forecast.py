@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import argparse
 
+from rlhfuse.base.errors import run_program
+from rlhfuse.base.files import write_json
 from rlhfuse.costs.measured import load_measured_cost
-from rlhfuse.errors import run_program
-from rlhfuse.files import write_json
-from rlhfuse.monitor.report.forecast import predicted_spans
-from rlhfuse.monitor.report.forecast_table import ForecastTable, span_table
-from rlhfuse.monitor.report.memory_table import MemoryTable
-from rlhfuse.monitor.report.run_files import RunFiles
+from rlhfuse.run.report.forecast import predicted_spans
+from rlhfuse.run.report.forecast_table import ForecastTable, span_table
+from rlhfuse.run.report.memory_table import MemoryTable
+from rlhfuse.run.report.run_files import RunFiles
 
 
 def main() -> int:

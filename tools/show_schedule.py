@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 import re
 
+from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.files import write_bytes, write_text
 from rlhfuse.config.spec import ParallelLayout
-from rlhfuse.errors import InputError, run_program
-from rlhfuse.files import write_bytes, write_text
 from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
 from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.ir.evaluate import Timeline, evaluate

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import argparse
 
-from rlhfuse.errors import InputError, run_program
-from rlhfuse.monitor.report.forecast import predicted_spans
-from rlhfuse.monitor.report.run_files import RunFiles
+from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.monitor.trace import draw_iteration
+from rlhfuse.run.report.forecast import predicted_spans
+from rlhfuse.run.report.run_files import RunFiles
 
 
 def main() -> int:

@@ -17,8 +17,8 @@ from pathlib import Path
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated", module="torch.distributed")
 
+from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.config.load import load_config
-from rlhfuse.errors import InputError, run_program
 
 
 def main() -> int:

@@ -18,8 +18,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as quiet
 
-from rlhfuse.errors import InputError, run_program
-from rlhfuse.files import check_output_folder, output_folder
+from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.files import check_output_folder, output_folder
 from rlhfuse.models.reward_training import RewardResult, RewardSettings, encode_pairs, read_pairs, train_reward
 
 

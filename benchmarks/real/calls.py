@@ -11,8 +11,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.costs.analytic import AnalyticCost, link_bandwidth, ring_gather_seconds
-from rlhfuse.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rlhfuse.base.errors import InputError
+from rlhfuse.base.json_values import from_json
 from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.checkpoint.shard_files import FileFacts, ShardReader
-from rlhfuse.config.json_values import from_json
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.errors import InputError
 
 VERSION = 2
 MANIFEST = "manifest.json"

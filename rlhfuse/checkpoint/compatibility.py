@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.layouts import Task
-from rlhfuse.errors import InputError
 
 FREE_GROUPS = ("fusion", "trainer", "parallel")  # layouts are compared as layouts, with their defaults filled
 FREE_KEYS = ("reward.timeout_seconds", "reward.workers")  # of the other groups, yet change no number

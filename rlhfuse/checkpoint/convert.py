@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import output_folder
 from rlhfuse.checkpoint.checkpoint import Checkpoint, checkpoints_in
 from rlhfuse.checkpoint.shard_files import ShardReader
 from rlhfuse.config.role import Role
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.errors import InputError
-from rlhfuse.files import output_folder
 from rlhfuse.models.hf import hf_tensors, resolve_checkpoint
 from rlhfuse.models.hf_folder import write_folder
 

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 from rlhfuse.models.hf_folder import save_tensors
 from rlhfuse.parallel.fragments import Fragment, Place, Read, assemble
 

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from rlhfuse.base.errors import InputError, JointError, writing
+from rlhfuse.base.files import write_text
 from rlhfuse.checkpoint.checkpoint import MANIFEST, Manifest, RunState, checkpoints_in, folder_of
 from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.checkpoint.shard_files import FileFacts, file_name, write_rank_file
-from rlhfuse.errors import InputError, JointError, writing
-from rlhfuse.files import write_text
 from rlhfuse.parallel.collectives import all_gather_objects, raise_on_all_ranks
 from rlhfuse.parallel.fragments import Fragment
 

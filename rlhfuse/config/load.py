@@ -17,10 +17,10 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from yaml import YAMLError
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.role import Role
 from rlhfuse.config.rules import check_config
 from rlhfuse.config.settings import LARGEST, LARGEST_REAL, RunConfig, Settings
-from rlhfuse.errors import InputError
 
 BOUNDS = ("gt", "ge", "lt", "le")
 UNKNOWN = ("extra_forbidden", "invalid_key")

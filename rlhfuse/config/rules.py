@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.errors import InputError
 
 
 def check_config(config: RunConfig) -> None:

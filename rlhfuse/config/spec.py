@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 
 ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 VOCAB_MULTIPLE = 64  # the padded vocabulary divides by every tensor degree up to this

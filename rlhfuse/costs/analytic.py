@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
-from rlhfuse.errors import InputError
 from rlhfuse.schedule.ir.problem import StageCosts
 
 BACKWARD_OVER_FORWARD = 2  # gradients of inputs and of weights are one forward's products each

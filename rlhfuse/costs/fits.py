@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 from scipy.optimize import nnls
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import HardwareSpec
-from rlhfuse.errors import InputError
 
 _GB = 1e9
 

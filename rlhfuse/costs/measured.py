@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from rlhfuse.config.json_values import from_json, read_json, to_json
+from rlhfuse.base.errors import InputError
+from rlhfuse.base.json_values import from_json, read_json, to_json
 from rlhfuse.costs.analytic import CostModel
 from rlhfuse.costs.fits import Line
-from rlhfuse.errors import InputError
 
 COLUMNS = {"decode": ("batch", "context tokens"), "prefill": ("tokens", "sequences"), "score": ("tokens", "sequences")}
 MEDIANS = ("swap_in", "meeting", "release")

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhfuse.config.json_values import from_json, read_json, to_json
+from rlhfuse.base.errors import InputError
+from rlhfuse.base.json_values import from_json, read_json, to_json
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost, CostModel
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.measured import MeasuredCost
-from rlhfuse.errors import InputError
 from rlhfuse.schedule.ir.problem import StageCosts
 
 VERSION = 2

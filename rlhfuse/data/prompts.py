@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 
 Text = str | list[dict[str, str]]  # plain text, or chat turns {"role": ..., "content": ...}
 _ANSWER = "\n\nAssistant:"

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlhfuse.errors import InputError, RewardError
+from rlhfuse.base.errors import InputError, RewardError
 
 
 @dataclass(frozen=True)

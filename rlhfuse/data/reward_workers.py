@@ -20,8 +20,8 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
+from rlhfuse.base.errors import RewardError
 from rlhfuse.data.reward_function import RewardCall, RewardFunction, about_sample
-from rlhfuse.errors import RewardError
 
 ASYNC_AT_ONCE = 64
 POLL_SECONDS = 0.05

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 
 _SHUFFLE = 0x73687566  # the purpose of this random stream, beside (seed, epoch)
 BITS = ITERATION_BITS, PROMPT_BITS, COPY_BITS = 24, 23, 16

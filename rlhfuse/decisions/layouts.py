@@ -12,10 +12,10 @@ from typing import Annotated
 
 from pydantic import PlainSerializer, PlainValidator
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
-from rlhfuse.errors import InputError
 from rlhfuse.schedule.ir.ranks import FusedShape, fused_shape
 
 # Config key of each task and the role of the model it runs, in the order of an iteration. A run has those of its roles.

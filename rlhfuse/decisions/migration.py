@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 
 MoveMode = Literal["kv", "tokens"]
 

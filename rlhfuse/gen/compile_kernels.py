@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from rlhfuse.base.kernel_cache import compile_apart
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.cpu.sampling import draw_rows
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.kernel_cache import compile_apart
 
 
 def compile_kernels(dtype: torch.dtype = torch.float32) -> None:

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.migration import MoveMode
-from rlhfuse.errors import InputError
 from rlhfuse.gen.core.block_manager import BlockManager
 from rlhfuse.gen.core.forward_batch import ForwardBatch, ScheduledSequence
 from rlhfuse.gen.core.kv_cache import KVCache

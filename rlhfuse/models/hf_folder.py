@@ -17,9 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlhfuse.base.errors import writing
+from rlhfuse.base.files import output_folder
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.errors import writing
-from rlhfuse.files import output_folder
 from rlhfuse.models.hf import hf_tensors
 
 COPIED_FILES = (

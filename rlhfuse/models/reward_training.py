@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 
 FIELDS = ("prompt", "chosen", "rejected")
 Report = Callable[[str], None]

@@ -16,8 +16,8 @@ from typing import Any, Protocol, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from rlhfuse.errors import InputError, writing
-from rlhfuse.files import write_text
+from rlhfuse.base.errors import InputError, writing
+from rlhfuse.base.files import write_text
 from rlhfuse.monitor.metrics import Metrics
 from rlhfuse.monitor.samples import SampleText
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhfuse.errors import InputError
-from rlhfuse.files import AppendFile
+from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import AppendFile
 
 Metrics = Mapping[str, Any]  # numbers (of numpy and torch, too), texts, lists, None
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from rlhfuse.errors import InputError
-from rlhfuse.files import AppendFile, write_text
+from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import AppendFile, write_text
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhfuse.errors import InputError
-from rlhfuse.files import write_text
+from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

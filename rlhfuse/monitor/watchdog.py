@@ -18,7 +18,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Protocol
 
-from rlhfuse.errors import JointError
+from rlhfuse.base.errors import JointError
 from rlhfuse.monitor.heartbeat import (
     DONE,
     EXIT_DEAD_PEER,

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rlhfuse.errors import InputError, JointError
+from rlhfuse.base.errors import InputError, JointError
 from rlhfuse.parallel.device import Device
 
 T = TypeVar("T")

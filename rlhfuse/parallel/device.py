@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 

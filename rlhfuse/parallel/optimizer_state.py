@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 from rlhfuse.parallel.fragments import Fragment, Place
 from rlhfuse.parallel.optimizer import ModelOptimizer
 from rlhfuse.parallel.reshard import located_shards

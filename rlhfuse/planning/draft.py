@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
@@ -24,7 +25,6 @@ from rlhfuse.decisions.layouts import (
     check_layouts,
     training_layouts,
 )
-from rlhfuse.errors import InputError
 from rlhfuse.planning.memory import SCORERS, TRAINED, MemoryBudget, memory_budget
 from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.ir.evaluate import evaluate

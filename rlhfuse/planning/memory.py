@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.errors import InputError
 
 SCORERS = ("reference_inference", "reward_inference", "critic_inference")
 TRAINED = ("actor_train", "critic_train")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhfuse.config.json_values import from_json, to_json
+from rlhfuse.base.json_values import from_json, to_json
 from rlhfuse.costs.analytic import CostModel
 from rlhfuse.decisions.layouts import BatchArithmetic, Task
 from rlhfuse.decisions.migration import SampleMoveCost

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import AlgorithmConfig
-from rlhfuse.errors import InputError
 from rlhfuse.ppo.rollout import RolloutBatch, given, segment_index
 from rlhfuse.ppo.token_rewards import sample_rewards
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 
 _PERMUTATION = 0x6D696E69  # the purpose of this random stream, beside (seed, iteration)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from rlhfuse.base.errors import writing
+from rlhfuse.base.files import write_json, write_text
 from rlhfuse.checkpoint.checkpoint import is_finished
 from rlhfuse.config.load import dump_config
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.hardware import GPU_NAMES
 from rlhfuse.decisions.layouts import planned_world_size
-from rlhfuse.errors import writing
-from rlhfuse.files import write_json, write_text
 from rlhfuse.gen.compile_kernels import compile_kernels, compile_kernels_apart
 from rlhfuse.models.cpu import invariance
 from rlhfuse.models.hf import has_scalar_head

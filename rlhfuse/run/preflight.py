@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.checkpoint.checkpoint import Checkpoint, checkpoints_in, find_checkpoint
 from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.config.role import Role
@@ -20,7 +21,6 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.data.prompts import PromptSet, load_prompts
 from rlhfuse.data.reward_function import RewardFunction
-from rlhfuse.errors import InputError
 from rlhfuse.models.hf import check_checkpoint, load_tokenizer, resolve_checkpoint
 from rlhfuse.planning.draft import PlanDraft, draft_plan
 from rlhfuse.run.rank_models import ModelFolders

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import write_json
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import CostModel
 from rlhfuse.costs.measured import BytesObservation, DecodeObservation, MeasuredCost, TokensObservation
-from rlhfuse.errors import InputError
-from rlhfuse.files import write_json
 from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.parallel.collectives import from_rank_0, transfer_seconds
 from rlhfuse.parallel.device import Device

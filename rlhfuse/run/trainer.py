@@ -31,7 +31,6 @@ from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.memory import PhaseMeter
 from rlhfuse.parallel.offload import WeightMemory
 from rlhfuse.parallel.optimizer_state import check_exportable, export_state, import_state
-from rlhfuse.parallel.peak_rate import peak_flops, peak_line
 from rlhfuse.parallel.reshard import Resharder
 from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.ppo.adaptive import KLController, RunningMoments
@@ -42,6 +41,7 @@ from rlhfuse.ppo.token_rewards import add_token_rewards, combine_rewards, sample
 from rlhfuse.run.function_reward import FunctionRewarder
 from rlhfuse.run.iteration_metrics import PhaseTimer
 from rlhfuse.run.iteration_recorder import IterationRecord, IterationRecorder, IterationResult
+from rlhfuse.run.peak_rate import peak_flops, peak_line
 from rlhfuse.run.preflight import RunInputs
 from rlhfuse.run.rank_models import DTYPES, build_models, engine_options, sampling_params, whole_copy
 from rlhfuse.run.run_log import RunLog

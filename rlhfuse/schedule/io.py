@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhfuse.config.json_values import JsonModel, parse_json, read_json
-from rlhfuse.errors import InputError, ScheduleError
-from rlhfuse.files import write_text
+from rlhfuse.base.errors import InputError, ScheduleError
+from rlhfuse.base.files import write_text
+from rlhfuse.base.json_values import JsonModel, parse_json, read_json
 from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.evaluate import evaluate, over_cap, reaches, tidy

@@ -13,8 +13,8 @@ from typing import Annotated, Any, TextIO
 
 from pydantic import Field
 
-from rlhfuse.config.json_values import JsonModel, JsonNumber, parse_json
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
+from rlhfuse.base.json_values import JsonModel, JsonNumber, parse_json
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.search.search import SearchReport

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.costs.analytic import CostModel
 from rlhfuse.decisions.packing import split_samples
-from rlhfuse.errors import InputError
 from rlhfuse.simulator.lengths import SampleLengths
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 
 # What traces and runs call these columns; compared without case, the first that exists is taken.
 OUTPUT_COLUMNS = (

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 from pydantic import ConfigDict, NonNegativeInt
 
-from rlhfuse.config.json_values import from_json, read_json
+from rlhfuse.base.errors import InputError
+from rlhfuse.base.json_values import from_json, read_json
 from rlhfuse.costs.analytic import CostModel
 from rlhfuse.decisions.migration import destination_count
-from rlhfuse.errors import InputError
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.iteration import BatchSimulation
 from rlhfuse.simulator.lengths import SampleLengths

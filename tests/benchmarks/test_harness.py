@@ -10,7 +10,7 @@ import pytest
 from harness import Figure, Measurement, options, take_turns
 from processes import Ranks, Worker, environment
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 
 
 def measured(tmp_path, *words):

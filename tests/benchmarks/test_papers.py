@@ -7,10 +7,10 @@ from real.calls import GraphCall, ModelCall, graph_seconds, place_calls
 from real.tables import BATCH, EAGER_END_TO_END, END_TO_END, real_models, real_rows
 from real_tables import compare, end_to_end_seconds, fit_calibration, mean_error
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.hardware import REAL_H100
-from rlhfuse.errors import InputError
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.rules.builders import serial_makespan, serial_peak_memory
 

@@ -12,17 +12,17 @@ import torch
 from runs import finish, killed, start
 from tiny import write_run
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.checkpoint.checkpoint import Checkpoint, Manifest, RunState, checkpoints_in
 from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.checkpoint.convert import convert, open_checkpoint
 from rlhfuse.checkpoint.shard_files import FileFacts
 from rlhfuse.checkpoint.writer import rewind
 from rlhfuse.config.load import load_config
-from rlhfuse.errors import InputError
 from rlhfuse.monitor.metrics import read_metrics
-from rlhfuse.monitor.report.compare import compare_exports, compare_runs
 from rlhfuse.run.launch import dry_run, start_line, train
 from rlhfuse.run.preflight import check_inputs
+from rlhfuse.run.report.compare import compare_exports, compare_runs
 
 pytestmark = pytest.mark.timeout(1800)  # five trainings are started for the first one
 

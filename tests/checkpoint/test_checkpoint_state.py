@@ -10,12 +10,12 @@ import pytest
 import torch
 from tiny import write_checkpoint
 
+from rlhfuse.base.errors import InputError, JointError
 from rlhfuse.checkpoint.checkpoint import Checkpoint, RunState
 from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.checkpoint.writer import CheckpointWriter
 from rlhfuse.config.settings import OptimizerConfig, ParallelConfig, RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
-from rlhfuse.errors import InputError, JointError
 from rlhfuse.parallel.fragments import Fragment, Place
 from rlhfuse.schedule.ir.ranks import rank_map
 

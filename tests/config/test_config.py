@@ -2,9 +2,9 @@
 
 import pytest
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import dump_config, load_config
 from rlhfuse.config.settings import AlgorithmConfig
-from rlhfuse.errors import InputError
 
 MINIMAL = "actor: {path: models/a}\nreward: {path: models/r}\ndata: {train_files: [p.jsonl]}\n"
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import dump_config, load_config, validate
 from rlhfuse.config.settings import LARGEST, LARGEST_REAL, RunConfig
 from rlhfuse.data.sampler import COPY_BITS, ITERATION_BITS, PROMPT_BITS
-from rlhfuse.errors import InputError
 
 MINIMAL = "actor: {path: models/a}\nreward: {path: models/r}\ndata: {train_files: [p.jsonl]}\n"
 LEAVES = {key: value for key, value, _ in RunConfig().leaves()}

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
-from rlhfuse.errors import InputError, run_program
 
 LLAMA = {
     "model_type": "llama",
@@ -178,7 +178,7 @@ def test_only_rank_0_prints_the_error(capsys, monkeypatch):
 def test_a_program_may_leave_without_being_torn_down():
     source = """
 import atexit, threading, time
-from rlhfuse.errors import run_program
+from rlhfuse.base.errors import run_program
 
 class Kept:
     def __del__(self):

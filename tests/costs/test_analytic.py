@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_helpers import linear_cost
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost, JobCost, largest_flat_batch
 from rlhfuse.costs.hardware import hardware_by_name, known_hardware
-from rlhfuse.errors import InputError
 
 LLAMA_13B = ModelSpec("llama", 40, 5120, 40, 40, 128, 13824, 32000, 4096)
 H800 = hardware_by_name("h800")

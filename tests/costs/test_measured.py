@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_helpers import linear_cost
 
+from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import write_json
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import (
     BytesObservation,
@@ -18,8 +20,6 @@ from rlhfuse.costs.measured import (
     TokensObservation,
     load_measured_cost,
 )
-from rlhfuse.errors import InputError
-from rlhfuse.files import write_json
 
 
 def observe(costs: MeasuredCost, noise: float, seed: int = 0):

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_helpers import linear_cost
 
+from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import write_json
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, load_costs
-from rlhfuse.errors import InputError
-from rlhfuse.files import write_json
 from rlhfuse.run.profiling.points import powers_of_two
 
 TABLE = Grid(((1.0, 2.0, 4.0), (10.0, 20.0)), (1.0, 2.0, 3.0, 6.0, 5.0, 12.0))

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.data.prompts import load_prompts
 from rlhfuse.data.sampler import PromptSampler, prompt_groups, sample_id, sample_origin
-from rlhfuse.errors import InputError
 
 SHARED = Path(__file__).resolve().parents[2] / "../shared/data"
 TURNS = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]

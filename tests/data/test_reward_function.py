@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from rlhfuse.base.errors import InputError, RewardError
 from rlhfuse.data.gsm8k import answer_match, exact_match, final_answer
 from rlhfuse.data.reward_function import RewardCall, RewardFunction
 from rlhfuse.data.reward_workers import RewardWorkers
-from rlhfuse.errors import InputError, RewardError
 
 SOURCE = """
 import asyncio, multiprocessing, os, time

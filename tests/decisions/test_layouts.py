@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from four_ranks import SPECS, TINY, config
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.decisions.layouts import batch_arithmetic, check_layouts
-from rlhfuse.errors import InputError
 
 
 def test_a_good_table_and_its_batch():

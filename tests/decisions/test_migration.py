@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.decisions.migration import (
     MigrationPlan,
     SampleMove,
@@ -16,7 +17,6 @@ from rlhfuse.decisions.migration import (
     destination_count,
     plan_migration,
 )
-from rlhfuse.errors import InputError
 
 FAST_LINK = SampleMoveCost(100.0, 0.0, 1e-9, 1e-3)
 SLOW_LINK = SampleMoveCost(100.0, 0.0, 1.0, 1e-3)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gen_models import random_weights, tiny_spec
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

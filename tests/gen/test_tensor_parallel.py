@@ -8,7 +8,7 @@ import torch.multiprocessing as mp
 from gen_models import random_weights, tiny_spec
 from moves import move_sequences
 
-from rlhfuse.errors import leave
+from rlhfuse.base.errors import leave
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 
 SPEC = tiny_spec(qkv_bias=True, qk_norm=True, head_dim=16)

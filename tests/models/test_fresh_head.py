@@ -7,8 +7,8 @@ import torch
 from tiny import write_checkpoint
 from transformers import AutoModelForSequenceClassification
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.errors import InputError
 from rlhfuse.models.hf import check_checkpoint, has_scalar_head, load_weights
 from rlhfuse.models.hf_folder import export_checkpoint
 

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 from rlhfuse.models.reward_training import (
     FitSettings,
     RewardSettings,

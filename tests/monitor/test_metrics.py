@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 from rlhfuse.monitor.loggers import ProgressPrinter, progress_parts
 from rlhfuse.monitor.metrics import MetricsWriter, read_metrics
 

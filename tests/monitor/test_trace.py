@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 from rlhfuse.monitor.trace import Span, draw_iteration, load_trace, save_trace
 
 SPANS = [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 from rlhfuse.monitor.loggers import WandbLogger
 from rlhfuse.monitor.samples import SampleText
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 from rlhfuse.parallel.device import QUEUES, give_streams_queues
 
 

@@ -9,12 +9,12 @@ import pytest
 from four_ranks import SPECS, planned, run
 from sim_helpers import linear_cost, long_tail
 
-from rlhfuse.config.json_values import to_json
+from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import write_json
+from rlhfuse.base.json_values import to_json
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
-from rlhfuse.errors import InputError
-from rlhfuse.files import write_json
 from rlhfuse.planning.draft import TICK_SECONDS, draft_plan
 from rlhfuse.planning.memory import machine_bytes, memory_limit, readable_bytes
 from rlhfuse.planning.planner import make_plan, parse_plan

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import AlgorithmConfig
-from rlhfuse.errors import InputError
 from rlhfuse.ppo.adaptive import KLController
 from rlhfuse.ppo.advantage import (
     BLOCK,

@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 import train_ppo  # noqa: E402
 
+from rlhfuse.base.errors import run_program  # noqa: E402
 from rlhfuse.checkpoint import writer as checkpoint_writer
 from rlhfuse.checkpoint.writer import CheckpointWriter  # noqa: E402
-from rlhfuse.errors import run_program  # noqa: E402
 from rlhfuse.monitor.watchdog import Watchdog  # noqa: E402
 
 

@@ -7,10 +7,10 @@ import json
 import pytest
 from tiny import SHAPE, write_tokenizer
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import DataConfig, RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.data.prompts import load_prompts
-from rlhfuse.errors import InputError
 from rlhfuse.models.hf import load_tokenizer
 from rlhfuse.run.preflight import encoder
 

@@ -13,16 +13,16 @@ from runs import ended, finish, start
 from small_disk import small_disk, small_files
 from tiny import write_checkpoint, write_run
 
+from rlhfuse.base.errors import InputError, writing
 from rlhfuse.checkpoint.checkpoint import Checkpoint, checkpoints_in
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.errors import InputError, writing
 from rlhfuse.models.hf import load_weights
 from rlhfuse.models.hf_folder import export_checkpoint
 from rlhfuse.monitor.loggers import TensorBoardLogger
 from rlhfuse.monitor.metrics import MetricsWriter, read_metrics
-from rlhfuse.monitor.report.compare import compare_runs
 from rlhfuse.monitor.samples import SampleText, SampleWriter, read_samples
 from rlhfuse.monitor.trace import Span, load_trace, save_trace
+from rlhfuse.run.report.compare import compare_runs
 
 ROOM = 128 << 10  # bytes
 REASONS = {"disk": "No space left on device", "limit": "File too large"}

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tiny import write_checkpoint, write_run, write_tokenizer
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import load_config
-from rlhfuse.errors import InputError
 from rlhfuse.planning.draft import draft_plan, read_specs
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.run.launch import dry_run

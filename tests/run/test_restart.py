@@ -12,7 +12,7 @@ from runs import finish, killed_forked, start
 from tiny import write_run
 
 from rlhfuse.monitor.metrics import read_metrics
-from rlhfuse.monitor.report.compare import compare_runs
+from rlhfuse.run.report.compare import compare_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 

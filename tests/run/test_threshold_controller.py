@@ -12,8 +12,8 @@ import torch.distributed as dist
 from four_ranks import SPECS, planned, run
 from sim_helpers import limits, linear_cost, long_tail
 
+from rlhfuse.base.files import write_json
 from rlhfuse.costs.fits import Line
-from rlhfuse.files import write_json
 from rlhfuse.fusion.inter.report import OBSERVED
 from rlhfuse.parallel.device import choose_device
 from rlhfuse.run.threshold_controller import (

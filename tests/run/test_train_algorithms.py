@@ -9,7 +9,7 @@ import pytest
 from gloo import Workers
 from tiny import write_run
 
-from rlhfuse.monitor.report.compare import compare_runs
+from rlhfuse.run.report.compare import compare_runs
 
 FUNCTIONS = """
 def words(data_source, solution_str, ground_truth, extra_info=None):
@@ -48,8 +48,8 @@ def job(rank: int, config: Path, out: Path, overrides: tuple[str, ...]) -> list[
     """The job on this rank; the roles that it trained and scored with, or what failed."""
     import multiprocessing
 
+    from rlhfuse.base.errors import RewardError
     from rlhfuse.config.load import load_config
-    from rlhfuse.errors import RewardError
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.run.launch import run_job, with_device
     from rlhfuse.run.preflight import check_inputs

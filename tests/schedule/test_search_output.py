@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from schedule_cases import TABLE_3, table_3_problem
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 from rlhfuse.schedule.rules.builders import greedy
 from rlhfuse.schedule.search.search import SearchReport, SearchSettings
 from rlhfuse.schedule.search_output import LONGEST_WAIT_SECONDS, EarlierRuns, LiveLine, ResultFile

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_helpers import lengths_strategy, limits, linear_cost, long_tail, simulate_generation
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 from rlhfuse.simulator.instances import InstanceRun, SimulatedSequence, split_samples
 from rlhfuse.simulator.lengths import SampleLengths
 

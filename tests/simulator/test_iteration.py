@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_helpers import lengths_strategy, limits, linear_cost, long_tail, simulate_generation, spans_of
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 from rlhfuse.simulator.iteration import move_cost, simulate_gen_infer, simulate_iteration
 from rlhfuse.simulator.lengths import SampleLengths
 

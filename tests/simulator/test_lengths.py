@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 
 TRACES = Path(__file__).resolve().parents[2] / "../shared/data/traces"

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_helpers import lengths_strategy, limits, linear_cost, long_tail
 
-from rlhfuse.config.json_values import from_json, to_json
-from rlhfuse.errors import InputError
-from rlhfuse.files import write_json
+from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import write_json
+from rlhfuse.base.json_values import from_json, to_json
 from rlhfuse.simulator.iteration import simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfuse.errors import run_program
+from rlhfuse.base.errors import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE = ROOT / "../shared/data/traces/azure2023_conv.csv"

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlhfuse.errors import InputError
-from rlhfuse.monitor.report.compare import compare_runs
+from rlhfuse.base.errors import InputError
+from rlhfuse.run.report.compare import compare_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 WEIGHTS = {"a.weight": torch.arange(6.0).view(2, 3), "b.bias": torch.tensor([0.0, 1.0]).bfloat16()}

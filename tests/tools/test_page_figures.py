@@ -5,7 +5,7 @@ import json
 import pytest
 from page_figures import fill_figures, load_results, results_page
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 
 RESULT = {
     "quick": False,

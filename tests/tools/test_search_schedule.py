@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools/search_schedule.py"

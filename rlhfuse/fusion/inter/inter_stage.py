@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from rlhfuse.base.errors import RewardError
 from rlhfuse.decisions.migration import FusionLimits, MigrationPlan, check_threshold, plan_at_threshold
 from rlhfuse.decisions.packing import split_samples
 from rlhfuse.decisions.placement import Placement
-from rlhfuse.errors import RewardError
 from rlhfuse.fusion.inter.generation import Generation, Request
 from rlhfuse.fusion.inter.inference import Rewarder, Scorer
 from rlhfuse.fusion.inter.iteration_store import IterationStore, StoreReporter

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 from rlhfuse.fusion.intra.p2p import Channels
 from rlhfuse.fusion.intra.step_report import ActionSpan, KindTimes, StepReport, Stopwatch
 from rlhfuse.models.stage import LossFunction, PackedTokens, TrainingStage

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.errors import InputError
 from rlhfuse.fusion.intra.executor import PipelineParts, PipelineWork, ProgramExecutor
 from rlhfuse.fusion.intra.p2p import Channels
 from rlhfuse.fusion.intra.step_report import StepReport

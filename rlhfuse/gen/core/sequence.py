@@ -12,8 +12,8 @@ import operator
 from dataclasses import dataclass, field
 from typing import Literal, SupportsIndex
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.errors import InputError
 
 FinishReason = Literal["stop", "length", "error"]
 _MASK64 = 0xFFFFFFFFFFFFFFFF

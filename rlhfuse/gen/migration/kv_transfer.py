@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.decisions.migration import MoveMode
-from rlhfuse.errors import InputError
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.core.sequence import SamplingParams
 from rlhfuse.gen.core.sequence import Sequence as EngineSequence

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 from rlhfuse.gen.engine import Engine
 from rlhfuse.gen.migration.import_transaction import ImportTransaction
 from rlhfuse.gen.migration.kv_transfer import BUCKET_BYTES, BlockShape, KVTransfer, TransferManifest, buckets

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 
 SAFE_ROWS = 16  # the GEMM library sums in another order for fewer
 SAFE_OUTPUTS = 8  # a single output is a matrix-vector product, whose order depends on the row count

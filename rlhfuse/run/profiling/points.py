@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
-from rlhfuse.errors import InputError
 from rlhfuse.planning.draft import kv_blocks
 
 SMALLEST_CONTEXT = 64

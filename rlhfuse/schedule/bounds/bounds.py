@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 from rlhfuse.schedule.bounds.window_rules import SLACK
 from rlhfuse.schedule.bounds.windows import Windows
 from rlhfuse.schedule.ir.evaluate import TOLERANCE, tidy

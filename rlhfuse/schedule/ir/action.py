@@ -10,7 +10,7 @@ import re
 from enum import Enum
 from typing import NamedTuple
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 
 
 class Kind(str, Enum):

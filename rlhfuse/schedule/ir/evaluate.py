@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhfuse.errors import ScheduleError
+from rlhfuse.base.errors import ScheduleError
 from rlhfuse.schedule.ir.graph import OperationGraph, build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Number
 from rlhfuse.schedule.ir.schedule import Schedule, grid

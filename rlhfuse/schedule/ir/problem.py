@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlhfuse.config.json_values import JsonModel, JsonNumber, JsonNumbers, parse_json, read_json
+from rlhfuse.base.errors import InputError
+from rlhfuse.base.json_values import JsonModel, JsonNumber, JsonNumbers, parse_json, read_json
 from rlhfuse.config.spec import ParallelLayout
-from rlhfuse.errors import InputError
 from rlhfuse.schedule.ir.ranks import ModelShare, fused_shape
 
 Number = int | float

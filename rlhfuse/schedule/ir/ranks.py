@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ParallelLayout
-from rlhfuse.errors import InputError
 
 Stages = tuple[tuple[tuple[int, ...], ...], ...]  # [merged stage][sub-stage][tp rank] -> global rank
 

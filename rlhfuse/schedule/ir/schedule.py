@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from rlhfuse.errors import ScheduleError
+from rlhfuse.base.errors import ScheduleError
 from rlhfuse.schedule.ir.action import Action
 from rlhfuse.schedule.ir.graph import OperationGraph, build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem

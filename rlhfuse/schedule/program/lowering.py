@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 
-from rlhfuse.errors import InputError, ScheduleError
+from rlhfuse.base.errors import InputError, ScheduleError
 from rlhfuse.schedule.ir.action import RECEIVE_OF, SEND_OF, Action, Kind
 from rlhfuse.schedule.ir.evaluate import TOLERANCE, end_times
 from rlhfuse.schedule.ir.graph import build_graph, kinds_of

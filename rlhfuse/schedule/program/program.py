@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rlhfuse.errors import InputError, ScheduleError
+from rlhfuse.base.errors import InputError, ScheduleError
 from rlhfuse.schedule.ir.action import RECEIVES, SENDS, Action
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
-from rlhfuse.errors import ScheduleError
+from rlhfuse.base.errors import ScheduleError
 from rlhfuse.schedule.ir.action import COMPUTE, RECEIVE_OF, Action, Kind
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.program.program import Program

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rlhfuse.errors import ScheduleError
+from rlhfuse.base.errors import ScheduleError
 from rlhfuse.schedule.ir.action import COMPUTE, SENDS, Action, Kind
 from rlhfuse.schedule.ir.evaluate import loosen, tidy
 from rlhfuse.schedule.ir.graph import kinds_of

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 
 FIRST_NAP_SECONDS = 0.0002
 LONGEST_NAP_SECONDS = 0.001

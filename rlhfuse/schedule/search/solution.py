@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
 from rlhfuse.schedule.ir.action import Action
 from rlhfuse.schedule.ir.evaluate import TOLERANCE, Timeline, evaluate, over_cap, reaches

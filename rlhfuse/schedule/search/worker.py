@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from rlhfuse.kernel_cache import compile_apart
+from rlhfuse.base.kernel_cache import compile_apart
 from rlhfuse.schedule.ir.evaluate import over_cap, reaches
 from rlhfuse.schedule.ir.graph import OperationGraph, build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline

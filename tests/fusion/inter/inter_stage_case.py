@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from tiny import write_checkpoint
 
+from rlhfuse.base.errors import RewardError
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.decisions.migration import FusionLimits, SampleMoveCost
-from rlhfuse.errors import RewardError
 from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.gen.core.sequence import SamplingParams
 

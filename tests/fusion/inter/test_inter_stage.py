@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from inter_stage_case import Case, clean_up, iterate, write_models
 from sim_helpers import limits, linear_cost  # noqa: E402
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.costs.fits import Line
 from rlhfuse.decisions.migration import check_threshold
-from rlhfuse.errors import InputError
 from rlhfuse.simulator.iteration import simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
 

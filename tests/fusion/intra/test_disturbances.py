@@ -9,7 +9,7 @@ import time
 import pytest
 from disturbed_pair import Plan, disturbed, new_step, plan, write_models
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 
 STEPS = 3
 

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 from training_pair import LR, build_pair, make_batch, make_schedule, weights
 
+from rlhfuse.base.errors import InputError, ScheduleError
 from rlhfuse.config.settings import AlgorithmConfig
-from rlhfuse.errors import InputError, ScheduleError
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.program import Programs

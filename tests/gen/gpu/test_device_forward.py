@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from gen_models import random_weights, tiny_spec
 
-from rlhfuse.errors import InputError, leave
+from rlhfuse.base.errors import InputError, leave
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams

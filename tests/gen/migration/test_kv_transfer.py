@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moves import import_sequences, move_sequences
 
 import rlhfuse.gen
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.gen.migration.kv_transfer import KVTransfer, SequenceSnapshot, TransferManifest, buckets
 

@@ -9,7 +9,7 @@ from gen_models import random_weights, tiny_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.gen.migration.kv_transfer import KVTransfer
 from rlhfuse.gen.migration.peer_transfer import HeadPlan, receive_sequences, send_sequences

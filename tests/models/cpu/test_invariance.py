@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 from rlhfuse.models.cpu import invariance
 
 

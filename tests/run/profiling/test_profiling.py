@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from gloo import Workers
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import load_config
-from rlhfuse.errors import InputError
 from rlhfuse.run.profiling.points import check_world, points_of
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_cases import TABLE_3, capped_greedy, random_problem, table_3_problem
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
 from rlhfuse.schedule.bounds.window_rules import edge_finding, least_makespan
 from rlhfuse.schedule.io import schedule_dict

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from schedule_cases import capped_greedy, plain, random_instance, random_problem, table_3_problem, verdict
 
-from rlhfuse.errors import InputError, ScheduleError
+from rlhfuse.base.errors import InputError, ScheduleError
 from rlhfuse.schedule.io import read_schedule, schedule_dict
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.evaluate import evaluate

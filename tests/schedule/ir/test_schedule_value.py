@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_cases import TABLE_3, capped_greedy, check, random_problem, table_3_problem
 
-from rlhfuse.errors import InputError, ScheduleError
+from rlhfuse.base.errors import InputError, ScheduleError
 from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
 from rlhfuse.schedule.io import load_schedule, save_schedule
 from rlhfuse.schedule.ir.action import Action, Kind

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from program_cases import random_case
 from schedule_cases import capped_greedy
 
+from rlhfuse.base.errors import InputError, ScheduleError
 from rlhfuse.config.spec import ParallelLayout
-from rlhfuse.errors import InputError, ScheduleError
 from rlhfuse.schedule.ir.action import Kind
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.graph import build_graph

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from program_cases import random_case
 
+from rlhfuse.base.errors import ScheduleError
 from rlhfuse.config.spec import ParallelLayout
-from rlhfuse.errors import ScheduleError
 from rlhfuse.schedule.ir.action import Kind
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import StageCosts, fused_problem

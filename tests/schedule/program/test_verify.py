@@ -17,8 +17,8 @@ from program_cases import (
     swapped_on_channel,
 )
 
+from rlhfuse.base.errors import ScheduleError
 from rlhfuse.config.spec import ParallelLayout
-from rlhfuse.errors import ScheduleError
 from rlhfuse.schedule.ir.problem import StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.schedule.program.lowering import lower

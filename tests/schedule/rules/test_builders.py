@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_cases import capped_greedy, check, table_3_problem
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ParallelLayout
-from rlhfuse.errors import InputError
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline, StageCosts, fused_problem

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rlhfuse.kernel_cache import compile_apart, is_cached
+from rlhfuse.base.kernel_cache import compile_apart, is_cached
 
 KERNEL = """
 import os

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlhfuse.errors import InputError, writing
+from rlhfuse.base.errors import InputError, writing
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhfuse.monitor.report.memory_table import MemoryTable
+from rlhfuse.run.report.memory_table import MemoryTable
 
 GB = 10**9
 EMPTY = dict(weights=0, optimizer=0, gradients=0, activations=0, kv=0, buckets=0, host=0)

@@ -13,12 +13,12 @@ from typing import Any
 
 import jinja2
 
-from rlhfuse.monitor.report import charts
-from rlhfuse.monitor.report.forecast import predicted_spans
-from rlhfuse.monitor.report.memory_table import MemoryTable
-from rlhfuse.monitor.report.phase_times import after_warm_up, phase_times, samples_per_second
-from rlhfuse.monitor.report.run_files import RunFiles
 from rlhfuse.monitor.trace import iteration_figure
+from rlhfuse.run.report import charts
+from rlhfuse.run.report.forecast import predicted_spans
+from rlhfuse.run.report.memory_table import MemoryTable
+from rlhfuse.run.report.phase_times import after_warm_up, phase_times, samples_per_second
+from rlhfuse.run.report.run_files import RunFiles
 from rlhfuse.schedule.draw import draw_schedule
 
 CURVES = (  # title, metrics drawn together

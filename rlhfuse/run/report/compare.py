@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 from rlhfuse.monitor.metrics import read_metrics
 
 IGNORED = ("timing_s/", "forecast_s/", "forecast_blind_s/", "perf/", "fusion/", "global_seqlen/", "actor/mfu")

@@ -5,12 +5,12 @@ import json
 import pytest
 from finished_run import GATHER, START, write_run
 
-from rlhfuse.errors import InputError
-from rlhfuse.monitor.report.forecast import PARTS, PHASES, Forecaster, action_seconds, predicted_spans
-from rlhfuse.monitor.report.forecast_table import ForecastTable, PhaseRow, span_table
-from rlhfuse.monitor.report.report import render_report
-from rlhfuse.monitor.report.run_files import RunFiles
+from rlhfuse.base.errors import InputError
 from rlhfuse.monitor.trace import Span
+from rlhfuse.run.report.forecast import PARTS, PHASES, Forecaster, action_seconds, predicted_spans
+from rlhfuse.run.report.forecast_table import ForecastTable, PhaseRow, span_table
+from rlhfuse.run.report.report import render_report
+from rlhfuse.run.report.run_files import RunFiles
 from rlhfuse.schedule.ir.action import Action, Kind
 
 

@@ -15,14 +15,14 @@ from typing import Any
 
 import yaml
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.costs.analytic import largest_flat_batch
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import load_measured_cost
 from rlhfuse.decisions.layouts import training_layouts
-from rlhfuse.errors import InputError
-from rlhfuse.monitor.report.run_files import RunFiles
 from rlhfuse.monitor.trace import Span
 from rlhfuse.planning.run_plan import PlanReport
+from rlhfuse.run.report.run_files import RunFiles
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.schedule.program.lowering import lower

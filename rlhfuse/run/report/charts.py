@@ -14,7 +14,7 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from rlhfuse.monitor.report.phase_times import PHASES
+from rlhfuse.run.report.phase_times import PHASES
 
 _SIZE = (4.2, 2.3)  # inches
 _STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "rlhfuse", "font.size": 8, "axes.titlesize": 9}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlhfuse.errors import InputError
-from rlhfuse.files import output_folder
+from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import output_folder
 
 
 def test_an_output_folder_appears_whole_or_not_at_all(tmp_path):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rlhfuse.costs.hardware import GPU_NAMES, data_sheets, hardware_by_name
 from rlhfuse.parallel.device import Device
-from rlhfuse.parallel.peak_rate import peak_flops, peak_line
+from rlhfuse.run.peak_rate import peak_flops, peak_line
 
 CPU, CUDA = Device(torch.device("cpu"), "gloo"), Device(torch.device("cuda", 0), "nccl")
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rlhfuse.monitor.report.phase_times import after_warm_up
+from rlhfuse.run.report.phase_times import after_warm_up
 
 DEVICE_PARTS = ("weights", "optimizer", "gradients", "activations", "kv", "buckets")
 PROCESS = "base"  # the row of a process without models, as the metric is called

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 
 
 class JsonModel(BaseModel):

@@ -7,13 +7,13 @@ from html.parser import HTMLParser
 
 import pytest
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 from rlhfuse.monitor.metrics import MetricsWriter
-from rlhfuse.monitor.report.phase_times import phase_times, render_phase_times, samples_per_second
-from rlhfuse.monitor.report.report import compare_plan, render_report
-from rlhfuse.monitor.report.run_files import RunFiles
 from rlhfuse.monitor.samples import SampleText, SampleWriter, read_samples
 from rlhfuse.monitor.trace import Span, save_trace
+from rlhfuse.run.report.phase_times import phase_times, render_phase_times, samples_per_second
+from rlhfuse.run.report.report import compare_plan, render_report
+from rlhfuse.run.report.run_files import RunFiles
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.rules.builders import serial_1f1b

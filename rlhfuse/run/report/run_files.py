@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhfuse.errors import InputError
+from rlhfuse.base.errors import InputError
 from rlhfuse.monitor.metrics import read_metrics
 from rlhfuse.monitor.samples import SampleText, read_samples
 from rlhfuse.monitor.trace import Span, load_trace

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rlhfuse.errors import InputError
-from rlhfuse.monitor.report.forecast import PHASES, Forecast, Forecaster, Row
-from rlhfuse.monitor.report.run_files import RunFiles
+from rlhfuse.base.errors import InputError
 from rlhfuse.monitor.trace import GROUPS, Span
+from rlhfuse.run.report.forecast import PHASES, Forecast, Forecaster, Row
+from rlhfuse.run.report.run_files import RunFiles
 
 NAMES = {
     "reshard": "weights moved",
