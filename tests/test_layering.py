@@ -19,6 +19,20 @@ LAYERS = {
     "fusion": 8,
     "run": 9,
 }
+# Within a room: what a subpackage may import of it beside itself. Modules beside subpackages import them all.
+WITHIN = {
+    "fusion": {"intra": (), "inter": ()},
+    "gen": {"core": (), "cpu": ("core",), "gpu": ("core",), "migration": ("core", "engine")},
+    "models": {"cpu": ()},
+    "run": {"report": (), "profiling": ("rank_models",)},
+    "schedule": {
+        "ir": (),
+        "bounds": ("ir",),
+        "rules": ("ir",),
+        "program": ("ir",),
+        "search": ("ir", "bounds", "rules"),
+    },
+}
 # package -> where it may be imported: folders end with "/"
 RESTRICTED = {
     "mpi4py": ("rlhfuse/schedule/search/mpi.py",),
@@ -73,6 +87,10 @@ def _forbidden(path, own, name):
         return
     if parts[0] == "torch" and own in TORCH_FREE:
         yield "imports torch"
+    if parts[0] == "rlhfuse" and len(parts) > 2 and parts[1] == own:
+        subpackage = path.split("/")[2]
+        if parts[2] not in (subpackage, *WITHIN.get(own, {}).get(subpackage, (parts[2],))):
+            yield f"{own}/{subpackage} imports {name}"
     if parts[0] != "rlhfuse" or len(parts) < 2 or parts[1] == own:
         return
     other = parts[1]
@@ -134,6 +152,8 @@ def test_no_room_is_crowded_and_the_root_holds_none():
         ("rlhfuse/planning/a.py", "import torch.nn", "imports torch"),
         ("rlhfuse/schedule/a.py", "from mpi4py import MPI", "mpi4py, allowed only in rlhfuse/schedule/search/"),
         ("rlhfuse/schedule/search/a.py", "from rlhfuse.costs.analytic import x", "layer 2 imports rlhfuse.costs"),
+        ("rlhfuse/schedule/ir/a.py", "from rlhfuse.schedule.bounds import x", "schedule/ir imports rlhfuse.schedule.b"),
+        ("rlhfuse/gen/core/a.py", "from rlhfuse.gen.engine import Engine", "gen/core imports rlhfuse.gen.engine"),
         ("rlhfuse/base/errors.py", "from rlhfuse import ppo", "layer 0 imports rlhfuse.ppo of layer 7"),
         ("rlhfuse/ppo/a.py", "from rlhfuse.gen.engine import Engine", "layer 7 imports rlhfuse.gen.engine"),
         ("rlhfuse/ppo/a.py", "def f():\n    from ..data import prompts", "layer 7 imports rlhfuse.data"),
