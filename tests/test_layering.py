@@ -132,6 +132,12 @@ def crowded(root):
     return [f"{folder.relative_to(root)}: {count} modules" for folder, count in counts.items() if count > MOST_FILES]
 
 
+def untold(root):
+    """One line for every module whose docstring is missing or longer than what it is, its idea and its source."""
+    docs = {file: ast.get_docstring(ast.parse(file.read_text())) for file in root.glob("rlhfuse/**/*.py")}
+    return [str(file.relative_to(root)) for file, doc in docs.items() if doc is None or doc.count("\n") >= 6]
+
+
 def test_project_holds_the_table():
     assert violations(ROOT) == []
 
@@ -143,6 +149,16 @@ def test_no_modules_import_each_other_in_a_loop():
 def test_no_room_is_crowded_and_the_root_holds_none():
     assert crowded(ROOT) == []
     assert [file.name for file in (ROOT / "rlhfuse").glob("*.py")] == ["__init__.py"]
+
+
+def test_module_docstrings_have_at_most_six_lines(tmp_path):
+    assert untold(ROOT) == []
+    folder = tmp_path / "rlhfuse"
+    folder.mkdir()
+    for name, lines in (("six", 6), ("seven", 7)):
+        (folder / f"{name}.py").write_text(f'"""{"x" + chr(10) * (lines - 1)}x"""')
+    (folder / "none.py").write_text("x = 1")
+    assert sorted(untold(tmp_path)) == ["rlhfuse/none.py", "rlhfuse/seven.py"]
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def read_task(arguments: argparse.Namespace) -> Task:
     other = first_difference(start.problem, problem)
     if other:
         print(f"{arguments.out} was made for {other}; its order is priced again", file=sys.stderr)
-        earlier = replace(earlier, first_bound_seconds=None)
+        earlier = earlier.model_copy(update={"first_bound_seconds": None})
     return Task(arguments, problem, settings, start, earlier)
 
 

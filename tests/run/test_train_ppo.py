@@ -93,7 +93,7 @@ def test_a_run_leaves_what_it_promises(fused):
         for event in json.loads((run / "trace.json").read_text())["traceEvents"]
         if event["name"] == "process_name"
     }
-    assert groups == {"predicted", "measured"}
+    assert groups == {"measured"}
 
 
 def test_the_export_loads_in_transformers_with_the_trained_weights(fused, config):

@@ -240,7 +240,7 @@ def test_a_search_needs_an_end_and_an_output_of_its_own(folder, in_process):
         ("{", "not valid JSON"),
         ("{}", "version is missing; add it"),
         ('{"version": 2, "problem": {}, "tasks": []}', "version is 2; must be 1"),
-        ("SEARCH", "search.seconds is 'long'"),
+        ("SEARCH", 'search: seconds is "long"; must be a finite number'),
     ],
 )
 def test_what_cannot_be_resumed_is_kept(folder, in_process, text, message):
