@@ -35,11 +35,9 @@ def test_without_cuda_nothing_is_checked_and_it_says_so():
 
 @pytest.fixture(scope="module")
 def gpu_check():
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "tools")
         import gpu_check
-    finally:
-        sys.path.pop(0)
     return gpu_check
 
 
