@@ -71,6 +71,12 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def _print_error(error: Exception) -> None:
+    """One write, newline included: torchrun's ranks write unbuffered to one stream, and are ended while they write."""
+    sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+    sys.stderr.flush()
+
+
 def run_program(main: Callable[[], int | None], tear_down: bool = True) -> None:
     """Run `main` and leave the process with its exit code; without `tear_down`, by `leave`.
 
@@ -82,12 +88,12 @@ def run_program(main: Callable[[], int | None], tear_down: bool = True) -> None:
         code = main() or 0
     except InputError as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+            _print_error(error)
         else:
             time.sleep(RANK_0_FIRST_SECONDS)  # torchrun ends all ranks when one has left: let rank 0 speak first
         code = EXIT_BAD_INPUT
     except RewardError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        _print_error(error)
         code = EXIT_FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
