@@ -34,6 +34,7 @@ BLOCK_TOKENS = 16
 ELEMENT_BYTES = 4  # float32
 PERCENTS, QUICK_PERCENTS = (0, 5, 10, 20, 30, 40, 50, 60, 80, 95), (0, 20, 60)  # of the batch: the R_t that are swept
 FIT_PERCENTS = (0, 20, 50)  # of the runs that costs are fitted to
+STEADY, STEADY_ROUNDS = 0.98, 5  # ranks are warm when the same runs take no less than this share of the time before
 QUICK_ROUNDS, FINAL_ROUNDS = 2, 7  # the last: of the R_t chosen and the fastest of the sweep
 SPEEDUP_GOAL = 1.2
 AGREEMENT_GOAL = 0.02  # of generation
@@ -224,9 +225,12 @@ class Case:
         """The rows of the speedups and of the choice."""
         self._price([])
         fitting = self._thresholds(FIT_PERCENTS)
-        for threshold in fitting:
-            self._run(threshold)  # compiles, allocates
-        self._price([self._run(threshold) for threshold in fitting])
+        runs = [self._run(threshold) for threshold in fitting]  # compiles, allocates
+        for _ in range(STEADY_ROUNDS):  # for a minute and more they get faster: costs fitted before would be too high
+            before, runs = runs, [self._run(threshold) for threshold in fitting]
+            if sum(run.seconds for run in runs) > STEADY * sum(run.seconds for run in before):
+                break
+        self._price(runs)
         chosen = sweep_threshold(self.lengths, INSTANCES, self.costs, self.limits).threshold
         swept = sorted({*self._thresholds(self.percents), chosen})
         runs = take_turns({str(r): lambda _, r=r: self._run(r) for r in swept}, self.rounds)
