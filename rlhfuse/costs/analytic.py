@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +15,18 @@ from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
 from rlhfuse.schedule.ir.problem import StageCosts
 
 BACKWARD_OVER_FORWARD = 2  # gradients of inputs and of weights are one forward's products each
+
+
+@dataclass(frozen=True)
+class RewardCost:
+    """One call of the reward function: seconds, and how many calls a worker has under way at once."""
+
+    seconds: float
+    at_once: int = 1
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.seconds < math.inf and self.at_once >= 1):
+            raise InputError("a reward call needs seconds that are finite and >= 0, and at_once >= 1")
 
 
 class CostModel(Protocol):
@@ -46,6 +59,10 @@ class CostModel(Protocol):
     def release_seconds(self) -> float:
         """Giving back the cache and the weights of an instance that decodes no more, before others are loaded."""
         return 0.0
+
+    def reward_call(self) -> RewardCost | None:
+        """A sample's call of the reward function; None where there is no such function or it was not measured."""
+        return None
 
 
 def link_bandwidth(machine: HardwareSpec, span: int) -> float:

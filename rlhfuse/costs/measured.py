@@ -14,7 +14,7 @@ import numpy as np
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import from_json, read_json, to_json
-from rlhfuse.costs.analytic import CostModel
+from rlhfuse.costs.analytic import CostModel, RewardCost
 from rlhfuse.costs.fits import Line
 
 COLUMNS = {"decode": ("batch", "context tokens"), "prefill": ("tokens", "sequences"), "score": ("tokens", "sequences")}
@@ -59,6 +59,7 @@ class MeasuredCost:
     swap_in: float  # seconds
     meeting: float
     release: float
+    reward: RewardCost | None = None  # a file may leave it out
 
     def __post_init__(self) -> None:
         for kind, columns in (*COLUMNS.items(), ("migration", ("bytes",))):
@@ -74,6 +75,7 @@ class MeasuredCost:
         swap_in: Sequence[float],
         meeting: Sequence[float] = (0.0,),
         release: Sequence[float] = (0.0,),
+        reward: RewardCost | None = None,
     ) -> MeasuredCost:
         """Raises InputError naming a kind without observations (nothing is guessed) or with a bad number."""
         seconds = {
@@ -96,6 +98,7 @@ class MeasuredCost:
             score=Line.fit([(o.tokens, o.sequences) for o in score], seconds["score"]),
             migration=Line.fit([(o.kv_bytes,) for o in migration], seconds["migration"]),
             **{kind: float(np.median(np.asarray(seconds[kind]))) for kind in MEDIANS},
+            reward=reward,
         )
 
     def prefill_seconds(self, tokens: float, sequences: float) -> float:
@@ -119,11 +122,15 @@ class MeasuredCost:
     def release_seconds(self) -> float:
         return self.release
 
+    def reward_call(self) -> RewardCost | None:
+        return self.reward
+
     def __str__(self) -> str:
         lines = (f"{kind:10s} {getattr(self, kind).describe(*names)}" for kind, names in COLUMNS.items())
         move = f"{self.migration.constant * 1e6:.1f} us + {self.migration.slopes[0] * 1e6:.6f} us x bytes"
         medians = (f"{kind.replace('_', '-'):10s} {getattr(self, kind) * 1e6:.1f} us" for kind in MEDIANS)
-        return "\n".join((*lines, f"migration  {move}", *medians))
+        reward = [f"reward     {self.reward.seconds * 1e6:.1f} us a call"] if self.reward else []
+        return "\n".join((*lines, f"migration  {move}", *medians, *reward))
 
     def to_dict(self) -> dict:
         return to_json(self, VERSION)
@@ -173,6 +180,9 @@ class TrialCost:
 
     def release_seconds(self) -> float:
         return self.rest.release_seconds()
+
+    def reward_call(self) -> RewardCost | None:
+        return self.rest.reward_call()
 
 
 def load_measured_cost(path: str | Path) -> MeasuredCost:

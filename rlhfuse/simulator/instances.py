@@ -25,7 +25,7 @@ class InstanceLimits:
 
     `score_tokens`: tokens of one packed scoring batch. `padded_score_tokens`: 0 for packed scoring, else the
     tokens that every sample costs there whatever its length (to study engines that pad). `scoring_models`: how many
-    models score, one after the other.
+    models score, one after the other. `reward_workers`: processes that call the reward function.
     """
 
     max_sequences: int
@@ -38,6 +38,7 @@ class InstanceLimits:
     score_tokens: int
     padded_score_tokens: int = 0
     scoring_models: int = 3
+    reward_workers: int = 1
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "kv_capacity_bytes", "kv_bytes_per_token", "block_tokens", "bs_max"):
@@ -69,7 +70,7 @@ class InstanceSpan:
     """What one instance does from `start` to `end`, in seconds of the iteration."""
 
     instance: int
-    kind: str  # generate, meet, migrate, swap_in, score or idle
+    kind: str  # generate, meet, migrate, swap_in, score, reward or idle
     start: float
     end: float
 

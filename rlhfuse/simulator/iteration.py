@@ -10,6 +10,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rlhfuse.costs.analytic import CostModel
 from rlhfuse.decisions.migration import (
@@ -24,7 +25,7 @@ from rlhfuse.decisions.migration import (
 from rlhfuse.decisions.packing import deal, scoring_packs
 from rlhfuse.simulator.instances import InstanceLimits, InstanceRun, InstanceSpan, start_instances
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.scoring_queue import SimulatedScoringQueue, first_pack
+from rlhfuse.simulator.scoring_queue import SimulatedScoringQueue, first_pack, last_reward_seconds
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class GenInferTimeline:
     plan: MigrationPlan | None = None  # None where it stayed serial
     migrated_bytes: float = 0.0
     scored_before_generation_end: int = 0
+    reward_seconds: float = 0.0  # from the last score until the reward function is done too
 
 
 @dataclass(frozen=True)
@@ -188,10 +190,10 @@ class BatchSimulation:
                 queue.put(self.tokens[sample])
                 if last:
                     queue.register(generation + release, instance, loads=False)
-        total = max(generation, *(span.end for span in queue.spans))
-        return GenInferTimeline(
-            spans=_tile([*spans, *queue.spans], self.instances, total),
-            total_seconds=total,
+        return self._rewarded(
+            runs,
+            [*spans, *queue.spans],
+            max(generation, *(span.end for span in queue.spans)),
             generation_seconds=generation,
             migration_seconds=migration.migration_seconds,
             trigger_seconds=migration.seconds,
@@ -217,8 +219,20 @@ class BatchSimulation:
                     start, clock = first_pack(begin, begin, costs.swap_in_seconds(), seconds, models)
                     spans.append(InstanceSpan(instance, "swap_in", begin, start))
                 spans.append(InstanceSpan(instance, "score", start, clock))
-        total = max(span.end for span in spans)
-        return GenInferTimeline(_tile(spans, self.instances, total), total, generation)
+        return self._rewarded(self._whole, spans, max(span.end for span in spans), generation_seconds=generation)
+
+    def _rewarded(
+        self, runs: Sequence[InstanceRun], spans: Sequence[InstanceSpan], scored: float, **facts: Any
+    ) -> GenInferTimeline:
+        """The time line of what ended with the last score, and of waiting for the reward function after that."""
+        waits = []
+        for instance, run in enumerate(runs) if self.costs.reward_call() else ():
+            own = max(span.end for span in spans if span.instance == instance)
+            end = last_reward_seconds([seconds for seconds, _ in run.finished], self.costs, self.limits)
+            waits.append(InstanceSpan(instance, "reward", max(own, facts["generation_seconds"]), end))
+        total = max([scored, *(span.end for span in waits)])
+        tiles = _tile([*spans, *waits], self.instances, total)
+        return GenInferTimeline(tiles, total, reward_seconds=total - scored, **facts)
 
 
 def _tile(spans: Sequence[InstanceSpan], instances: int, total: float) -> tuple[InstanceSpan, ...]:

@@ -1,4 +1,4 @@
-"""The scoring queue simulated: packs, streamed samples, and the workers that pull them.
+"""The scoring queue simulated: packs, streamed samples, the workers that pull them; and calls of a reward function.
 
 joins       |w1|w2|w3|          w: weights of a model, s: that model scores the pack
 first pack     |s1|s2 |s3|      then packs of its own, without loading
@@ -81,6 +81,17 @@ class SimulatedScoringQueue:
             InstanceSpan(instance, "score", max(now, ready), end),
         ]
         return end
+
+
+def last_reward_seconds(ends: Sequence[float], costs: CostModel, limits: InstanceLimits) -> float:
+    """When the reward function is done with the samples of one instance, which end at `ends`, ascending; 0 without.
+
+    All calls take equally long, so with c of them at once a sample has the worker of the c-th sample before it.
+    """
+    if not (call := costs.reward_call()):
+        return 0.0
+    at_once, last = limits.reward_workers * call.at_once, len(ends) - 1
+    return max((end + call.seconds * ((last - i) // at_once + 1) for i, end in enumerate(ends)), default=0.0)
 
 
 def first_pack(begun: float, now: float, load: float, work: float, models: int) -> tuple[float, float]:

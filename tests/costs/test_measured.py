@@ -87,6 +87,14 @@ def test_measured_costs_print_save_and_load(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["measured.json"]
 
 
+def test_the_reward_function_is_optional_in_a_file():
+    """Files of before have no such key, and runs without a function know no time."""
+    costs = linear_cost(reward=0.05)
+    assert MeasuredCost.from_dict(costs.to_dict()) == costs and "50000.0 us a call" in str(costs)
+    raw = linear_cost().to_dict()
+    assert raw.pop("reward") is None and MeasuredCost.from_dict(raw) == linear_cost()
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -96,6 +104,7 @@ def test_measured_costs_print_save_and_load(tmp_path):
         ({"score": {"constant": -1.0, "slopes": [1.0, 0.0]}}, "finite and >= 0"),
         ({"prefill": {}}, "prefill.constant is missing"),
         ({"prefill": 3}, "prefill must be a JSON object, not int"),
+        ({"reward": {"seconds": -1.0}}, "reward: a reward call needs seconds that are finite and >= 0"),
     ],
 )
 def test_bad_cost_files_are_refused(change, message):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from rlhfuse.costs.analytic import CostModel
+from rlhfuse.costs.analytic import CostModel, RewardCost
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.simulator.instances import InstanceLimits, InstanceSpan, start_instances
@@ -13,7 +13,7 @@ from rlhfuse.simulator.iteration import GenInferTimeline
 from rlhfuse.simulator.lengths import SampleLengths
 
 
-def linear_cost(swap_in: float = 0.5, score_token: float = 1e-3) -> MeasuredCost:
+def linear_cost(swap_in: float = 0.5, score_token: float = 1e-3, reward: float | None = None) -> MeasuredCost:
     """A step costs 10 ms + 1 ms per sequence; a scored token 1 ms; times are easy to add by hand."""
     return MeasuredCost(
         decode=Line(10e-3, (1e-3, 1e-6)),
@@ -23,6 +23,7 @@ def linear_cost(swap_in: float = 0.5, score_token: float = 1e-3) -> MeasuredCost
         swap_in=swap_in,
         meeting=0.0,
         release=0.0,
+        reward=None if reward is None else RewardCost(reward),
     )
 
 

@@ -6,6 +6,7 @@ exact where all costs are whole multiples of a power of two, so results can be c
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass, field
 
@@ -50,6 +51,7 @@ class StepByStep:
         self.lengths, self.costs, self.limits, self.threshold = lengths, costs, limits, threshold
         self.tokens = [limits.padded_score_tokens or sum(pair) for pair in pairs]
         self.ended: dict[int, float] = {}
+        self.ended_at: dict[int, int] = {}  # the instance
         self.told: set[int] = set()
         self.stopping, self.met = False, False  # for the migration; whether it has been
         self.packs, self.stream = [], []
@@ -72,8 +74,20 @@ class StepByStep:
             now = min((p.busy_until for p in self.places if p.busy_until > now), default=math.inf)
             steps += 1
             assert steps < 100_000
-        self.total = max([*self.ended.values(), *(end for end, _ in self.scored)])
+        self.total = max([*self.ended.values(), *(end for end, _ in self.scored), *self.rewarded()])
         return self
+
+    def rewarded(self) -> list[float]:
+        """When the reward function is done with each sample: an instance's calls go to the worker free first."""
+        if not (cost := self.costs.reward_call()):
+            return []
+        free = [[0.0] * self.limits.reward_workers * cost.at_once for _ in self.places]
+        ends = []
+        for end, number in sorted((end, number) for number, end in self.ended.items()):
+            workers = free[self.ended_at[number]]
+            ends.append(max(end, heapq.heappop(workers)) + cost.seconds)
+            heapq.heappush(workers, ends[-1])
+        return ends
 
     def step(self, place: Place, now: float) -> None:
         """One prefill, one preemption or one decode step."""
@@ -109,6 +123,7 @@ class StepByStep:
             place.running.remove(sample)
             place.kept_out = False
             self.ended[sample.number] = place.busy_until
+            self.ended_at[sample.number] = next(i for i, one in enumerate(self.places) if one is place)
 
     def remaining(self, now: float) -> int:
         return len(self.lengths) - sum(end <= now for end in self.ended.values())

@@ -38,6 +38,17 @@ def test_meetings_and_releases_take_their_time():
     assert loads[1] == pytest.approx(loads[0] + 0.375)
 
 
+def test_the_reward_function_ends_after_the_last_sample():
+    """Four samples end together on each of two instances; a worker of each calls the function one after the other."""
+    lengths, costs = SampleLengths((10,) * 8, (20,) * 8), linear_cost(reward=0.25)
+    plain, line = (simulate_gen_infer(lengths, 2, one, limits(), 0) for one in (linear_cost(), costs))
+    assert line.total_seconds == pytest.approx(line.generation_seconds + 4 * 0.25)
+    assert line.reward_seconds == pytest.approx(line.total_seconds - plain.total_seconds)
+    assert [span.kind for span in spans_of(line, 0)] == ["generate", "swap_in", "score", "reward"]
+    more = simulate_gen_infer(lengths, 2, costs, limits(reward_workers=2), 0)
+    assert (more.total_seconds, more.reward_seconds) == (plain.total_seconds, 0.0), "hidden behind scoring"
+
+
 def test_equal_lengths_leave_nothing_to_migrate():
     lengths = SampleLengths((10,) * 8, (20,) * 8)
     assert simulate_gen_infer(lengths, 2, linear_cost(), limits(), 6) == simulate_gen_infer(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from sim_helpers import lengths_strategy, limits
 from step_by_step import StepByStep
 
+from rlhfuse.costs.analytic import RewardCost
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.simulator.iteration import simulate_gen_infer
@@ -17,7 +18,7 @@ from rlhfuse.simulator.lengths import SampleLengths
 TICK = 2.0**-20  # all costs are whole multiples of it, so every sum of them is exact
 
 
-def exact_costs(swap_in: int, per_token: int) -> MeasuredCost:
+def exact_costs(swap_in: int, per_token: int, reward: int = 0, at_once: int = 1) -> MeasuredCost:
     return MeasuredCost(
         decode=Line(10000 * TICK, (1000 * TICK, 2 * TICK)),
         prefill=Line(2048 * TICK, (128 * TICK, 0.0)),
@@ -26,6 +27,7 @@ def exact_costs(swap_in: int, per_token: int) -> MeasuredCost:
         swap_in=swap_in * TICK,
         meeting=3072 * TICK,
         release=swap_in // 2 * TICK,
+        reward=RewardCost(reward * TICK, at_once) if reward else None,
     )
 
 
@@ -82,3 +84,23 @@ def test_jumping_equals_stepping_on_larger_cases(seed):
         line, slow = simulate_gen_infer(*setting), StepByStep(*setting).run()
         assert line.plan == slow.plan and line.generation_seconds == max(slow.ended.values())
         assert line.total_seconds == slow.total
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(
+    lengths_strategy(20),
+    st.integers(1, 4),
+    st.integers(0, 20),
+    st.sampled_from([1 << 10, 1 << 16, 1 << 18, 1 << 20]),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
+def test_the_reward_function_is_a_queue_of_each_instance(lengths, instances, threshold, seconds, workers, at_once):
+    lim = limits(max_prompt_tokens=60, max_output_tokens=80, bs_max=4, max_sequences=6, reward_workers=workers)
+    costs, threshold = exact_costs(1 << 14, 1024, seconds, at_once), min(threshold, len(lengths))
+    line = simulate_gen_infer(lengths, instances, costs, lim, threshold)
+    slow = StepByStep(lengths, instances, costs, lim, threshold).run()
+    assert line.plan == slow.plan and line.generation_seconds == max(slow.ended.values())
+    assert line.total_seconds == slow.total
+    scored = max([*slow.ended.values(), *(end for end, _ in slow.scored)])
+    assert line.reward_seconds == slow.total - scored

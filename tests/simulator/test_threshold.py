@@ -71,6 +71,15 @@ def test_a_ruinous_swap_in_keeps_it_serial():
     assert found.fused_seconds <= found.serial_seconds
 
 
+def test_a_slow_reward_function_changes_the_choice():
+    """The tail's rewards come to the few instances that keep it: from 0.25 s on, serial leaves them fewest in line."""
+    fast, slow = (sweep_threshold(long_tail(64), 4, linear_cost(reward=r), limits()) for r in (0.01, 0.25))
+    assert fast == sweep_threshold(long_tail(64), 4, linear_cost(), limits()), "hidden behind generation"
+    assert fast.threshold == 51 and slow.threshold == 0
+    gathered = next(point for point in slow.sweep if point.threshold == 51)
+    assert gathered.fused_seconds > slow.fused_seconds + 0.25
+
+
 def test_small_batches_sweep_each_count_once():
     found = sweep_threshold(long_tail(8), 2, linear_cost(), limits())
     counts = [point.threshold for point in found.sweep]
