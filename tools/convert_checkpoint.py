@@ -33,7 +33,7 @@ def main() -> int:
 
     out = Path(args.out)
     checkpoint = open_checkpoint(Path(args.checkpoint))
-    roles = (args.role,) if args.role else checkpoint.reader.roles()
+    roles = (args.role,) if args.role else checkpoint.open_reader().roles()
     folders = {role: out if args.role else out / role for role in roles}
     for folder in folders.values():
         check_output_folder(folder, args.force)

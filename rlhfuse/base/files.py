@@ -14,9 +14,9 @@ from typing import Any
 from rlhfuse.base.errors import InputError, writing
 
 
-def write_text(path: str | Path, text: str) -> None:
-    """Write beside and rename. Raises InputError when the folder is missing, not writable or full."""
-    write_bytes(path, text.encode())
+def write_text(path: str | Path, text: str, durable: bool = False) -> None:
+    """As `write_bytes`, in UTF-8."""
+    write_bytes(path, text.encode(), durable)
 
 
 def write_json(path: str | Path, values: Any) -> None:
@@ -24,8 +24,11 @@ def write_json(path: str | Path, values: Any) -> None:
     write_text(path, json.dumps(values, indent=1) + "\n")
 
 
-def write_bytes(path: str | Path, data: bytes) -> None:
-    """Write beside and rename. Raises InputError when the folder is missing, not writable or full."""
+def write_bytes(path: str | Path, data: bytes, durable: bool = False) -> None:
+    """Write beside and rename; `durable`: on disk when this returns, and after a power cut old or new, but whole.
+
+    Raises InputError when the folder is missing, not writable or full.
+    """
     path = Path(path)
     with writing(path, "give a path in a writable folder"):
         descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -33,11 +36,25 @@ def write_bytes(path: str | Path, data: bytes) -> None:
         with writing(path, "give the path of a file"):
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
             os.chmod(beside, 0o644)
             os.replace(beside, path)
+            if durable:
+                sync(path.parent)
     except InputError:
-        os.unlink(beside)
+        Path(beside).unlink(missing_ok=True)
         raise
+
+
+def sync(path: Path) -> None:
+    """Return when a file, or the names in a folder, are on disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class AppendFile:

@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +94,8 @@ class Checkpoint:
             facts.check(folder)
         return Checkpoint(folder, manifest)
 
-    @cached_property
-    def reader(self) -> ShardReader:
-        """The tensors of all ranks, memory-mapped."""
+    def open_reader(self) -> ShardReader:
+        """The tensors of all ranks, memory-mapped: as long as the reader lives, removing the files frees no space."""
         return ShardReader([self.folder / facts.name for facts in self.manifest.files])
 
 

@@ -61,14 +61,14 @@ def convert(
     Weights have the dtype that the run trains in, as in its export/. Raises InputError for a role that was not
     trained, for a `like` of another shape and for a disk that is full.
     """
-    facts = checkpoint.manifest.facts
-    if role not in checkpoint.reader.roles():
-        raise InputError(f"{checkpoint.folder} has no {role}, only {', '.join(checkpoint.reader.roles())}")
+    facts, reader = checkpoint.manifest.facts, checkpoint.open_reader()
+    if role not in reader.roles():
+        raise InputError(f"{checkpoint.folder} has no {role}, only {', '.join(reader.roles())}")
     like = like or resolve_checkpoint(facts.settings[f"{role}.path"], f"{role}.path")
     spec = ModelSpec.from_config(like)
     if json.loads(json.dumps(asdict(spec))) != facts.models[role]:
         raise InputError(f"{like} is of another shape than the {role} of {checkpoint.folder}; give --like its folder")
-    weights = StoredWeights(checkpoint.reader, role, getattr(torch, facts.settings["trainer.dtype"]))
+    weights = StoredWeights(reader, role, getattr(torch, facts.settings["trainer.dtype"]))
     head = Role(role).scalar_head
     with output_folder(out, force) as fresh:
         write_folder(fresh, hf_tensors(weights, spec, head), like, shard_bytes, scalar_head=head)

@@ -12,13 +12,14 @@ import os
 import shutil
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from rlhfuse.base.errors import InputError, JointError, writing
-from rlhfuse.base.files import write_text
+from rlhfuse.base.files import sync, write_text
 from rlhfuse.checkpoint.checkpoint import MANIFEST, Manifest, RunState, checkpoints_in, folder_of
 from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.checkpoint.shard_files import FileFacts, file_name, write_rank_file
@@ -34,11 +35,12 @@ class CheckpointWriter:
     def __init__(
         self, run_dir: Path, rank: int, world_size: int, facts: RunCompatibility, keep: int, timeout_seconds: float
     ) -> None:
-        """`keep`: how many checkpoints stay. `timeout_seconds`: rank 0 waits so long for the other ranks' files."""
+        """`keep`: how many checkpoints stay. `timeout_seconds`: rank 0 waits so long to see files that are written."""
         self._run_dir, self._rank, self._world_size = run_dir, rank, world_size
         self._facts, self._keep, self._timeout = facts, keep, timeout_seconds
         self._thread: threading.Thread | None = None
         self._written = threading.Event()  # this rank's file is down, or will never be
+        self._all_written = threading.Event()  # every rank's file is down
         self._abandoned = threading.Event()  # a file of another rank will never come
         self._problem = ""
 
@@ -48,6 +50,7 @@ class CheckpointWriter:
         begin = time.time()
         copies = {role: [one.to_host() for one in fragments] for role, fragments in roles.items()}
         self._written.clear()
+        self._all_written.clear()
         copied = time.time() - begin
         self._thread = threading.Thread(
             target=self._run, args=(iteration, state, copies, begin, copied), name="checkpoint", daemon=True
@@ -88,6 +91,7 @@ class CheckpointWriter:
         if self._thread is not None:
             with self.joint_failure():
                 self._written.wait()
+            self._all_written.set()
             with self.joint_failure():
                 self._thread.join()
             self._thread = None
@@ -99,59 +103,87 @@ class CheckpointWriter:
     ) -> None:
         done = folder_of(self._run_dir) / f"iteration-{iteration}"
         partial = done.with_name(f"{done.name}.partial")
+        file = partial / file_name(self._rank)
         try:
             with writing(partial):
                 partial.mkdir(parents=True, exist_ok=True)
-            with writing(partial / file_name(self._rank)):
+            with writing(file):
                 mine = write_rank_file(partial, self._rank, copies)
             write_text(_note(partial, self._rank), json.dumps(asdict(mine)))
             self._written.set()
+            file = partial / MANIFEST
             if self._rank == 0 and (files := self._gather(partial)):
-                with writing(partial / MANIFEST):
+                with writing(file):
                     size = self._commit(partial, done, Manifest(iteration, self._facts, state, files))
                 told = f"{size / 1e6:.1f} MB in {time.time() - begin:.2f} s, {copied:.2f} s of it in the step"
                 print(f"saved checkpoints/{done.name}: {told}", flush=True)
+                self._prune()
         except InputError as error:
             self._problem = f"rank {self._rank}: {error}"
+        except BaseException as error:  # a thread's error is seen by nobody: the job has to end by it
+            traceback.print_exc()
+            self._problem = f"rank {self._rank}: cannot write {file}: {type(error).__name__}: {error}"
         finally:
             self._written.set()
 
     def _gather(self, partial: Path) -> tuple[FileFacts, ...]:
-        """All ranks' files, once they are there; none when one will not come. Raises InputError after a time."""
+        """All ranks' files, once they are there; none when one will not come. Raises InputError.
+
+        The time runs from when all are written: before that, a rank that fails says why itself.
+        """
         files, until = [], time.monotonic() + self._timeout
         for rank in range(self._world_size):
-            while not _note(partial, rank).is_file():
-                if self._abandoned.wait(POLL_SECONDS):
-                    return ()
-                if time.monotonic() > until:
-                    waited = f"no file of rank {rank} after {self._timeout:.0f} s"
-                    raise InputError(f"{waited}: output_dir must be storage all nodes share")
-            files.append(FileFacts(**json.loads(_note(partial, rank).read_text())))
+            note = _note(partial, rank)
+            try:
+                while not note.is_file():
+                    if self._abandoned.wait(POLL_SECONDS):
+                        return ()
+                    if not self._all_written.is_set():
+                        until = time.monotonic() + self._timeout
+                    elif time.monotonic() > until:
+                        waited = f"no file of rank {rank} after {self._timeout:.0f} s"
+                        raise InputError(f"{waited}: output_dir must be storage all nodes share")
+                files.append(FileFacts(**json.loads(note.read_text())))
+            except OSError as error:
+                raise InputError(f"cannot read {note}: {error.strerror or error}") from None
         return tuple(files)
 
     def _commit(self, partial: Path, done: Path, manifest: Manifest) -> int:
-        """Give the folder its name, drop old ones; returns the bytes of its files."""
+        """Give the folder its name; returns the bytes of its files."""
         for rank in range(self._world_size):
             _note(partial, rank).unlink()
         (partial / MANIFEST).write_text(manifest.to_text(), encoding="utf-8")
-        _sync(partial / MANIFEST)
-        _sync(partial)
+        sync(partial / MANIFEST)
+        sync(partial)
         os.replace(partial, done)
-        _sync(done.parent)
-        write_text(done.parent / "latest", done.name + "\n")
-        for old in checkpoints_in(self._run_dir)[: -self._keep]:
-            _remove(old)
+        sync(done.parent)
+        sync(self._run_dir)
+        write_text(done.parent / "latest", done.name + "\n", durable=True)
         return sum(file.size_bytes for file in manifest.files)
+
+    def _prune(self) -> None:
+        """Drop old checkpoints, and what is left of those that could not be removed before."""
+        folder = folder_of(self._run_dir)
+        for old in [*checkpoints_in(self._run_dir)[: -self._keep], *folder.glob("iteration-*.partial")]:
+            try:
+                _remove(old)
+            except OSError as error:
+                told = f"cannot remove {_doomed(old)}: {error.strerror or error}; the next save tries again"
+                print(f"warning: {told}", flush=True)
 
 
 def rewind(run_dir: Path, iteration: int) -> list[str]:
-    """Remove what a run that continues with `iteration` is going to make again; returns the names. Rank 0 alone."""
+    """Remove what a run that continues with `iteration` is going to make again; returns the names. Rank 0 alone.
+
+    Raises InputError naming the folder that cannot be removed.
+    """
     late = [folder for folder in checkpoints_in(run_dir) if int(folder.name.partition("-")[2]) > iteration]
     stale = [*late, *folder_of(run_dir).glob("iteration-*.partial")]
     for folder in stale:
-        _remove(folder)
+        with writing(folder):
+            _remove(folder)
     if left := checkpoints_in(run_dir):
-        write_text(folder_of(run_dir) / "latest", left[-1].name + "\n")
+        write_text(folder_of(run_dir) / "latest", left[-1].name + "\n", durable=True)
     else:
         (folder_of(run_dir) / "latest").unlink(missing_ok=True)
     (run_dir / "finished.json").unlink(missing_ok=True)
@@ -160,7 +192,7 @@ def rewind(run_dir: Path, iteration: int) -> list[str]:
 
 def mark_finished(run_dir: Path, iterations: int) -> None:
     """Say that all iterations and the export are done; rank 0 alone, as its last act."""
-    write_text(run_dir / "finished.json", json.dumps({"iterations": iterations}) + "\n")
+    write_text(run_dir / "finished.json", json.dumps({"iterations": iterations}) + "\n", durable=True)
 
 
 def _note(partial: Path, rank: int) -> Path:
@@ -168,19 +200,13 @@ def _note(partial: Path, rank: int) -> Path:
     return partial / f"rank-{rank}.json"
 
 
+def _doomed(folder: Path) -> Path:
+    """The name under which a checkpoint is removed: half removed, it must not look like one."""
+    return folder.with_name(f"{folder.name.removesuffix('.partial')}.partial")
+
+
 def _remove(folder: Path) -> None:
-    """Under another name first: a checkpoint half removed must not look like one."""
-    doomed = folder.with_name(f"{folder.name.removesuffix('.partial')}.partial")
-    if doomed != folder:
+    if (doomed := _doomed(folder)) != folder:
         shutil.rmtree(doomed, ignore_errors=True)
         os.replace(folder, doomed)
     shutil.rmtree(doomed)
-
-
-def _sync(path: Path) -> None:
-    """Return when a file, or the names in a folder, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

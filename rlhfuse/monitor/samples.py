@@ -33,7 +33,7 @@ class SampleWriter(AppendFile):
     def __init__(self, path: str | Path, first_iteration: int = 0) -> None:
         if Path(path).exists():
             kept = [sample for sample in read_samples(path) if sample.iteration < first_iteration]
-            write_text(path, "".join(map(_line, kept)))
+            write_text(path, "".join(map(_line, kept)), durable=True)
         super().__init__(path)
 
     def write(self, samples: Iterable[SampleText]) -> None:
@@ -48,10 +48,10 @@ def _line(sample: SampleText) -> str:
 def read_samples(path: str | Path) -> list[SampleText]:
     """All lines in order, without the unfinished last one of a killed run. Raises InputError naming file and line."""
     samples = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n")[:-1], start=1):
+    for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], start=1):
         try:
             samples.append(SampleText(**json.loads(line)))
-        except (json.JSONDecodeError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             known = ", ".join(field.name for field in fields(SampleText))
             raise InputError(f"{path}:{number} is not a sample ({error}); each line holds {known}") from None
     return samples

@@ -54,7 +54,8 @@ class RunLog:
             save_trace([span for spans in self._traced for span in spans], self._run_dir / "trace.json")
 
     def position(self) -> int:
-        """Bytes of metrics.jsonl so far."""
+        """Bytes of metrics.jsonl so far; they and the samples are on disk when this returns."""
+        self._samples.position()
         return self._metrics.position()
 
     def close(self) -> None:

@@ -291,8 +291,9 @@ class Trainer:
         if not (resume := self.inputs.resume):
             return 0
         self.watchdog.progress(f"loading {resume.folder}")
+        reader = resume.open_reader()  # no longer than this: it holds the files' space
         for role, model in self.models.trained.items():
-            import_state(model.optimizer, partial(resume.reader.read, role), partial(resume.reader.step, role))
+            import_state(model.optimizer, partial(reader.read, role), partial(reader.step, role))
         state, moved = resume.manifest.state, self.inputs.facts.layout_diff(resume.manifest.facts)
         if self.kl.target:
             self.kl = replace(self.kl, coef=state.algorithm["kl_coef"])

@@ -97,8 +97,8 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(runs):
 def test_a_checkpoint_converts_to_what_the_run_exports(runs, tmp_path):
     _, whole, _, _ = runs
     checkpoint = open_checkpoint(whole)
-    assert checkpoint.iteration == 4 and checkpoint.reader.roles() == ("actor", "critic")
-    for role in checkpoint.reader.roles():
+    assert checkpoint.iteration == 4 and checkpoint.open_reader().roles() == ("actor", "critic")
+    for role in checkpoint.open_reader().roles():
         convert(checkpoint, role, tmp_path / role)
         comparison = compare_exports(whole / "export" / role, tmp_path / role)
         assert comparison.entries > 10 and not comparison.differences

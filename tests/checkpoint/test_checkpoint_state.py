@@ -11,6 +11,7 @@ import torch
 from tiny import write_checkpoint
 
 from rlhfuse.base.errors import InputError, JointError
+from rlhfuse.checkpoint import writer as checkpoint_writer
 from rlhfuse.checkpoint.checkpoint import Checkpoint, RunState
 from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.checkpoint.writer import CheckpointWriter
@@ -74,7 +75,7 @@ def save(rank: int, out: Path, iteration: int, models: dict) -> None:
 def load(out: Path, iteration: int, models: dict) -> None:
     from rlhfuse.parallel.optimizer_state import import_state
 
-    reader = Checkpoint.open(out / "checkpoints" / f"iteration-{iteration}").reader
+    reader = Checkpoint.open(out / "checkpoints" / f"iteration-{iteration}").open_reader()
     for role, model in models.items():
         import_state(model, partial(reader.read, role), partial(reader.step, role))
 
@@ -118,7 +119,7 @@ def load_elsewhere(rank: int, folders: dict, out: Path, actor: str, critic: str,
     weights = {role: {n: p.detach().clone() for n, p in m.module.named_parameters()} for role, m in models.items()}
     save(rank, out, 8, models)
     torch.distributed.barrier()
-    before, after = (Checkpoint.open(out / "checkpoints" / f"iteration-{n}").reader for n in (7, 8))
+    before, after = (Checkpoint.open(out / "checkpoints" / f"iteration-{n}").open_reader() for n in (7, 8))
     for role in models:
         for name, shape in after.shapes(role).items():
             for kind in ("main", "exp_avg", "exp_avg_sq"):
@@ -187,26 +188,37 @@ def write_with_a_full_disk(rank: int, out: Path) -> str:
 
 
 def fail_alone(rank: int, out: Path) -> str:
-    """Rank 0 cannot write a line of its own while checkpoint 1 is under way. Returns what this rank's error says."""
+    """Rank 0 cannot write a line of its own while rank 3 writes checkpoint 2. Returns what this rank says."""
     place = Place((400,), 0, ((0, 400),), 100 * rank, 100 * (rank + 1))
-    writer = CheckpointWriter(out, rank, 4, NO_FACTS, 2, 60)
+    state = {"actor": [Fragment("w", place, 1, {"main": torch.arange(100.0)})]}
+    writer, write = CheckpointWriter(out, rank, 4, NO_FACTS, 2, 60), checkpoint_writer.write_rank_file
     with writer.joint_failure():
         pass
-    writer.start(1, STATE, {"actor": [Fragment("w", place, 1, {"main": torch.arange(100.0)})]})
+    writer.start(1, STATE, state)
     writer.finish()
+
+    def held(*arguments):
+        assert writer._abandoned.wait(60), "checkpoint 2 is under way until it is given up"
+        return write(*arguments)
+
+    checkpoint_writer.write_rank_file = held if rank == 3 else write
     try:
+        writer.start(2, STATE, state)
         with writer.joint_failure():
             if rank == 0:
                 raise InputError("cannot write lines")
         return "nothing was raised"
     except JointError as error:
         return str(error)
+    finally:
+        checkpoint_writer.write_rank_file = write
 
 
 def test_what_one_rank_cannot_write_ends_all_ranks(workers, tmp_path):
     good = tmp_path / "checkpoints" / "iteration-1"
     words = f"cannot write lines; the last good checkpoint is {good}: start again with trainer.resume=auto"
     assert workers.run(fail_alone, tmp_path) == [words] * 4
+    assert sorted(one.name for one in good.parent.iterdir()) == ["iteration-1", "latest"]
 
 
 def write_each_to_its_own(rank: int, out: Path) -> str:
@@ -236,5 +248,5 @@ def test_a_disk_that_is_full_ends_all_ranks_and_leaves_the_last_good_one(workers
     ), messages
     assert f"the last good checkpoint is {folder / 'iteration-1'}" in messages[0] and "\n" not in messages[0]
     assert sorted(f.name for f in folder.iterdir()) == ["iteration-1", "latest"]
-    whole = Checkpoint.open(folder / "latest").reader.whole("actor", "w")
+    whole = Checkpoint.open(folder / "latest").open_reader().whole("actor", "w")
     assert torch.equal(whole, torch.arange(100_000.0).repeat(4))

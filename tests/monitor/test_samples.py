@@ -1,0 +1,50 @@
+"""samples.jsonl survives a kill in the middle of a character, and is on disk where a resumed run counts on it."""
+
+import json
+import os
+from contextlib import closing
+
+import pytest
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.monitor.samples import SampleText, SampleWriter, read_samples
+
+SAMPLES = [SampleText(i, i, "wie spät?", "fünf vor zwölf", 0.5, 4, "stop") for i in range(3)]
+
+
+@pytest.fixture
+def torn(tmp_path):
+    """Three samples, and a fourth one cut in the middle of its first character that is no ASCII."""
+    file = tmp_path / "samples.jsonl"
+    with closing(SampleWriter(file)) as writer:
+        writer.write(SAMPLES)
+        writer.write([SampleText(3, 3, "ü", "", 0.0, 1, "stop")])
+    data = file.read_bytes()
+    file.write_bytes(data[: data.rindex("ü".encode()) + 1])
+    return file
+
+
+def test_a_line_torn_inside_a_character_is_left_out(torn):
+    assert read_samples(torn) == SAMPLES
+    with closing(SampleWriter(torn, first_iteration=2)) as writer:
+        writer.write(SAMPLES[2:])
+    assert read_samples(torn) == SAMPLES
+
+
+def test_bytes_that_are_no_text_are_named_by_their_line(tmp_path):
+    file = tmp_path / "samples.jsonl"
+    file.write_bytes(b'{"prompt": "\xc3"}\n')
+    with pytest.raises(InputError, match=r"samples.jsonl:1 is not a sample \('utf-8' codec"):
+        read_samples(file)
+
+
+def test_a_rewritten_file_is_on_disk_before_it_takes_the_name(torn, monkeypatch):
+    calls, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda number: (calls.append("fsync"), fsync(number)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("replace"), replace(*paths)))
+    with closing(SampleWriter(torn, first_iteration=2)) as writer:
+        assert calls[:2] == ["fsync", "replace"]
+        del calls[:]
+        writer.write(SAMPLES[2:])
+        assert writer.position() == torn.stat().st_size and calls == ["fsync"]
+    assert [json.loads(line)["iteration"] for line in torn.read_text().splitlines()] == [0, 1, 2]
