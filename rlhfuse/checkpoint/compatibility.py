@@ -70,8 +70,9 @@ class RunCompatibility:
                     )
         if other.vocabulary != self.vocabulary:
             raise InputError(f"{where} was saved with another vocabulary; set actor.tokenizer to the tokenizer it had")
+        defaults = {key: value for key, value, _ in RunConfig().leaves()}  # of keys that a checkpoint is older than
         for key in sorted(self.settings.keys() | other.settings.keys()):
-            mine, found = self.settings.get(key), other.settings.get(key)
+            mine, found = self.settings.get(key), other.settings.get(key, defaults.get(key))
             if mine != found:
                 raise InputError(f"{where} was saved with {key}={found}, this run has {mine}; set {key}={found}")
 

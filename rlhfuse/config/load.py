@@ -64,7 +64,18 @@ def _fill_defaults(config: RunConfig) -> RunConfig:
     inference = config.parallel.inference or config.parallel.generation
     tasks = ("reference_inference", "reward_inference", "critic_inference")
     own = {task: getattr(config.parallel, task) or inference for task in tasks}
-    return config.with_(parallel={"inference": inference, **own}, **groups)
+    for role in config.trained():
+        groups[role]["optim"] = {"lr_decay_iterations": _decay_iterations(config, role)}
+    kl = {"kl_in": config.algorithm.kl_place, "kl_estimator": config.algorithm.estimator}
+    return config.with_(parallel={"inference": inference, **own}, algorithm=kl, **groups)
+
+
+def _decay_iterations(config: RunConfig, role: Role) -> int:
+    """Of a schedule that has an end: by default the run's, so that a longer run that resumes this one keeps it."""
+    optim = getattr(config, role).optim
+    if optim.lr_decay_iterations or (optim.lr_scheduler_type == "constant" and not optim.lr_warmup_ratio):
+        return optim.lr_decay_iterations
+    return max(1, config.trainer.iterations - (config.held_iterations if role is Role.ACTOR else 0))
 
 
 def _path_of(config: RunConfig, role: Role) -> str:

@@ -15,7 +15,7 @@ from rlhfuse.config.settings import RunConfig
 
 def check_config(config: RunConfig) -> None:
     """Raise InputError for the first rule that `config`, its defaults filled, does not keep."""
-    for broken in (_algorithm, _models, _threshold, _waits, _trainer):
+    for broken in (_algorithm, _learning_rates, _models, _threshold, _waits, _trainer):
         for message in broken(config):
             raise InputError(message)
 
@@ -39,6 +39,9 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
         yield f"reference.path=none leaves no KL to measure: algorithm.kl_coef={algorithm.kl_coef} must be 0"
     if algorithm.kl_target and not algorithm.kl_coef:
         yield f"algorithm.kl_target={algorithm.kl_target} steers algorithm.kl_coef by factors, so it cannot start at 0"
+    if algorithm.kl_place == "loss" and algorithm.estimator == "k1" and algorithm.kl_coef:
+        why = "in the loss has a gradient of mean 0 and holds nothing back"
+        yield f"algorithm.kl_estimator=k1 {why}: use k3, or algorithm.kl_in=reward"
     penalty, overlong = algorithm.overlong_penalty, algorithm.overlong_tokens
     if bool(penalty) != bool(overlong):
         both = f"algorithm.overlong_penalty={penalty} and algorithm.overlong_tokens={overlong}"
@@ -46,6 +49,23 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
     if overlong > (longest := config.rollout.max_response_tokens):
         told = f"algorithm.overlong_tokens={overlong} > rollout.max_response_tokens={longest}"
         yield f"{told}; the penalty begins so many tokens before the end"
+
+
+def _learning_rates(config: RunConfig) -> Iterator[str]:
+    for role in config.trained():
+        optim, where = getattr(config, role).optim, f"{role}.optim"
+        if optim.warmup_iterations and optim.lr_warmup_ratio:
+            both = f"{where}.warmup_iterations={optim.warmup_iterations} and {where}.lr_warmup_ratio"
+            yield f"{both}={optim.lr_warmup_ratio} both say how long the warm-up is; drop one"
+        warmup, end = (
+            max(optim.warmup_iterations, optim.lr_warmup_ratio * optim.lr_decay_iterations),
+            optim.lr_decay_iterations,
+        )
+        if optim.lr_scheduler_type != "constant" and warmup >= end:
+            told = (
+                f"{where}.lr_scheduler_type={optim.lr_scheduler_type} has no iteration after the warm-up of {warmup:g}"
+            )
+            yield f"{told}; use a shorter one, or {where}.lr_decay_iterations above {end}"
 
 
 def _models(config: RunConfig) -> Iterator[str]:

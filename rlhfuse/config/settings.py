@@ -101,6 +101,14 @@ class OptimizerConfig(Settings):
     )
     lr: NonNegative = key(1e-6, "peak learning rate")
     warmup_iterations: Count = key(0, "linear warm-up, counted in PPO iterations")
+    lr_warmup_ratio: Share = key(0.0, "the same as a share of lr_decay_iterations; 0 = warmup_iterations says it")
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = key(
+        "constant", "after the warm-up: constant, or falling to the floor, linear or along a half cosine"
+    )
+    min_lr_ratio: Share = key(0.0, "the floor, as a share of lr")
+    lr_decay_iterations: Count = key(
+        0, "the iteration at which the floor is reached; 0 = trainer.iterations. A resumed run keeps it"
+    )
     weight_decay: NonNegative = key(0.0, "decoupled weight decay of Adam")
     beta1: Decay = key(0.9, "Adam's decay of the mean gradient")
     beta2: Decay = key(0.95, "Adam's decay of the mean square")
@@ -119,6 +127,9 @@ class CriticConfig(Settings):
         "",
         "Hugging Face folder or hub name; default: reward.path with its scalar head, else actor.path; "
         "a folder without one gets a value head that begins at 0",
+    )
+    warmup_iterations: Count = key(
+        0, "so many iterations at first train the critic alone: the actor's step is left out, its schedule begins after"
     )
     optim: OptimizerConfig = OptimizerConfig(lr=1e-5)
 
@@ -175,10 +186,12 @@ class AlgorithmConfig(Settings):
         "auto", "zero mean and unit variance over the whole batch: true, false, or auto: with ppo and reinforce++"
     )
     kl_coef: NonNegative = key(0.05, "weight of the KL to the reference")
-    kl_in: Literal["reward", "loss"] = key(
-        "reward", "reward: part of the token rewards; loss: part of the policy's loss"
+    kl_in: Literal["auto", "reward", "loss"] = key(
+        "auto", "reward: part of the token rewards; loss: part of the policy's loss; auto: loss with grpo, else reward"
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = key("k1", "k1, k2 or k3")
+    kl_estimator: Literal["auto", "k1", "k2", "k3"] = key(
+        "auto", "k1, k2, k3, or auto: k3 in the loss, k1 in the reward"
+    )
     kl_target: NonNegative = key(0.0, "0 = kl_coef stays; else it is steered towards this KL per sample, in nats")
     kl_horizon: Positive = key(10000, "samples over which kl_coef follows")
     clip_eps: Float = key(0.2, "the policy ratio is clipped to 1 +- this", gt=0, lt=1)
@@ -213,6 +226,16 @@ class AlgorithmConfig(Settings):
     def groups(self) -> bool:
         """Whether a sample is compared with the others of its prompt."""
         return self.name in ("grpo", "rloo")
+
+    @property
+    def kl_place(self) -> str:
+        """`kl_in`, auto resolved: in GRPO's rewards a KL would decide where all scores of a prompt are equal."""
+        return ("loss" if self.name == "grpo" else "reward") if self.kl_in == "auto" else self.kl_in
+
+    @property
+    def estimator(self) -> str:
+        """`kl_estimator`, auto resolved."""
+        return {"reward": "k1", "loss": "k3"}[self.kl_place] if self.kl_estimator == "auto" else self.kl_estimator
 
     @property
     def whitens(self) -> bool:
@@ -317,6 +340,11 @@ class RunConfig(Settings):
     fusion: FusionConfig = FusionConfig()
     parallel: ParallelConfig = ParallelConfig()
     trainer: TrainerConfig = TrainerConfig()
+
+    @property
+    def held_iterations(self) -> int:
+        """Iterations at the beginning in which the actor does not learn."""
+        return self.critic.warmup_iterations if self.algorithm.has_critic else 0
 
     @property
     def samples_per_iteration(self) -> int:

@@ -165,15 +165,18 @@ class ModelOptimizer:
         for stage in self.modules:
             self.finish_reduction(stage)
 
-    def step(self, lr: float) -> StepResult:
-        """One optimizer step at learning rate `lr`, of reduced gradients; a collective of all ranks of the model."""
+    def step(self, lr: float | None) -> StepResult:
+        """One optimizer step at learning rate `lr`, of reduced gradients; a collective of all ranks of the model.
+
+        None: the gradient's norm is measured, and weights and moments stay as they are.
+        """
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr or 0.0
         with fake_cuda(self._device):
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm() or 0.0)
-            if not math.isfinite(norm):
-                return StepResult(norm, False, lr)
+            if lr is None or not math.isfinite(norm):
+                return StepResult(norm, math.isfinite(norm), lr or 0.0)
             if self._config.clip_grad > 0:
                 for part in self._parts():
                     clip_grad_by_total_norm_fp32(part.get_parameters(), self._config.clip_grad, norm)

@@ -30,7 +30,7 @@ def batch_metrics(batch: RolloutBatch, algorithm: AlgorithmConfig) -> dict[str, 
         if array is not None:
             metrics |= _spread(name, array)
     if batch.ref_logprobs is not None:
-        kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, algorithm.kl_estimator)
+        kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, algorithm.estimator)
         metrics["actor/ref_kl"] = float(kl.double().mean())
         metrics["actor/kl_coef"] = algorithm.kl_coef
     if algorithm.scale_scores:

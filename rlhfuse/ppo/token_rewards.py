@@ -68,8 +68,8 @@ def shaped_scores(batch: RolloutBatch, algorithm: AlgorithmConfig, max_response_
 def add_token_rewards(batch: RolloutBatch, algorithm: AlgorithmConfig, max_response_tokens: int) -> RolloutBatch:
     """The batch with `token_rewards`; needs scores, and ref_logprobs where the KL is part of the reward."""
     rewards = torch.zeros_like(batch.old_logprobs)
-    if algorithm.kl_in == "reward" and algorithm.kl_coef:
-        kl = kl_estimate(batch.old_logprobs, given(batch.ref_logprobs), algorithm.kl_estimator)
+    if algorithm.kl_place == "reward" and algorithm.kl_coef:
+        kl = kl_estimate(batch.old_logprobs, given(batch.ref_logprobs), algorithm.estimator)
         rewards = -algorithm.kl_coef * kl
     last = batch.response_lengths.cumsum(0) - 1
     scores = shaped_scores(batch, algorithm, max_response_tokens)

@@ -28,6 +28,7 @@ from rlhfuse.gen.engine import Engine
 from rlhfuse.models.hf_folder import export_checkpoint
 from rlhfuse.monitor.watchdog import Watchdog
 from rlhfuse.parallel.device import Device
+from rlhfuse.parallel.learning_rate import learning_rate
 from rlhfuse.parallel.memory import PhaseMeter
 from rlhfuse.parallel.offload import WeightMemory
 from rlhfuse.parallel.optimizer_state import check_exportable, export_state, import_state
@@ -205,7 +206,7 @@ class Trainer:
         with timer.phase("train", span=False):  # its actions have their own spans
             minibatches = self._train(iteration, batch, algorithm)
         timer.add_actions(minibatches)
-        if batch.ref_logprobs is not None:
+        if batch.ref_logprobs is not None and iteration >= self.config.held_iterations:
             self.kl = self.kl.after(float(sample_kl(batch).mean()), len(batch))
         peaks = {"base": self.memory.base_bytes, **self.memory.take()}
         return self.recorder.finish(
@@ -250,7 +251,7 @@ class Trainer:
 
     def _train(self, iteration: int, batch: RolloutBatch, algorithm: AlgorithmConfig) -> list[MinibatchResult]:
         self.memory.switch("training")
-        lr: dict[str, float] = {role: self._lr(role, iteration) for role in self.models.trained}
+        lr = {str(role): self._lr(role, iteration) for role in self.models.trained}
         results, microbatches = [], self.plan.report.batch.microbatches_of
         seed, count = self.config.trainer.seed, algorithm.minibatches
         for epoch in range(algorithm.epochs):
@@ -259,9 +260,10 @@ class Trainer:
                 results.append(self.training.run(batch.select(indices), microbatches, lr, algorithm))
         return results
 
-    def _lr(self, role: str, iteration: int) -> float:
-        optim = getattr(self.config, role).optim
-        return optim.lr * min(1.0, (iteration + 1) / max(optim.warmup_iterations, 1))
+    def _lr(self, role: str, iteration: int) -> float | None:
+        """The learning rate of a model, None while it is held still."""
+        held = self.config.held_iterations if role == Role.ACTOR else 0
+        return learning_rate(getattr(self.config, role).optim, iteration - held) if iteration >= held else None
 
     # checkpoints ----------------------------------------------------------------------------------------------
 
@@ -276,7 +278,7 @@ class Trainer:
         position = {
             "metrics_bytes": metrics_bytes,
             "prompts_drawn": done * self.config.rollout.prompts_per_iteration,
-            "learning_rate": {role: self._lr(role, done - 1) for role in self.models.trained},
+            "learning_rate": {role: self._lr(role, done - 1) or 0.0 for role in self.models.trained},
         }
         carried = {"kl_coef": self.kl.coef, "scores": asdict(self.scores)}
         state = RunState(self.threshold.state(), carried, position)

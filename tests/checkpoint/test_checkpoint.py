@@ -239,6 +239,16 @@ def test_another_model_or_vocabulary(copy):
         replace(facts, models={"actor": facts.models["actor"]}).check(facts, "c")
 
 
+def test_a_key_that_the_checkpoint_is_older_than_had_its_default(copy):
+    _, run_dir = copy
+    facts = Checkpoint.open(run_dir / "checkpoints" / "iteration-4").manifest.facts
+    key = "actor.optim.lr_scheduler_type"
+    older = replace(facts, settings={name: value for name, value in facts.settings.items() if name != key})
+    facts.check(older, "c")
+    with pytest.raises(InputError, match="was saved with actor.optim.lr_scheduler_type=constant, this run has cosine"):
+        replace(facts, settings={**facts.settings, key: "cosine"}).check(older, "c")
+
+
 def test_lost_lines_of_metrics_are_refused(copy):
     config, run_dir = copy
     file = run_dir / "metrics.jsonl"

@@ -33,6 +33,33 @@ def test_overrides_win_over_the_file(tmp_path):
     assert config.threshold() == 5
 
 
+@pytest.mark.parametrize(
+    "overrides, place, estimator",
+    [
+        ([], "reward", "k1"),
+        (["algorithm.name=rloo"], "reward", "k1"),
+        (["algorithm.name=grpo"], "loss", "k3"),
+        (["algorithm.name=grpo", "algorithm.kl_in=reward"], "reward", "k1"),
+        (["algorithm.name=grpo", "algorithm.kl_estimator=k2"], "loss", "k2"),
+        (["algorithm.kl_in=loss"], "loss", "k3"),
+        (["algorithm.kl_estimator=k3"], "reward", "k3"),
+    ],
+)
+def test_the_kl_has_its_place_and_estimator(tmp_path, overrides, place, estimator):
+    algorithm = load(tmp_path, overrides=overrides).algorithm
+    assert (algorithm.kl_in, algorithm.kl_estimator) == (place, estimator)
+
+
+def test_a_schedule_with_an_end_ends_with_the_run(tmp_path):
+    cosine = ["trainer.iterations=20", "actor.optim.lr_scheduler_type=cosine", "critic.warmup_iterations=5"]
+    config = load(tmp_path, overrides=[*cosine, "critic.optim.lr_warmup_ratio=0.1"])
+    assert (config.actor.optim.lr_decay_iterations, config.critic.optim.lr_decay_iterations) == (15, 20)
+    longer = load(tmp_path, dump_config(config), ["trainer.iterations=40"])
+    assert longer.actor == config.actor and longer.critic == config.critic
+    assert load(tmp_path, overrides=["algorithm.name=grpo", *cosine]).actor.optim.lr_decay_iterations == 20
+    assert load(tmp_path).actor.optim.lr_decay_iterations == 0
+
+
 def test_resolved_config_reads_back_equal(tmp_path):
     config = load(tmp_path, overrides=["trainer.output_dir=runs/x", "fusion.threshold=7"])
     assert load(tmp_path, dump_config(config)) == config
@@ -50,7 +77,7 @@ def test_resolved_config_reads_back_equal(tmp_path):
         (["rollout.temperature=0"], r"rollout.temperature=0.0 must be in \[0.001, 1000\]"),
         (["rollout.top_p=1.5"], r"must be in \(0, 1\]"),
         (["algorithm.gamma=2"], r"algorithm.gamma=2.0 must be in \[0, 1\]"),
-        (["algorithm.kl_estimator=k4"], "must be one of k1, k2, k3"),
+        (["algorithm.kl_estimator=k4"], "must be one of auto, k1, k2, k3"),
         (["trainer.dtype=float16"], "must be one of float32, bfloat16"),
         (["fusion.threshold=some"], "must be auto or a number of samples"),
         (["fusion.threshold=65"], "65 > 64 samples of one iteration"),
@@ -103,7 +130,14 @@ def test_a_run_has_the_models_that_it_needs(tmp_path, overrides, roles, scorers)
         (["algorithm.group_std=false"], "group_std=false belongs to grpo"),
         (["reference.path=none"], "algorithm.kl_coef=0.05 must be 0"),
         (["algorithm.kl_target=6", "algorithm.kl_coef=0"], "cannot start at 0"),
-        (["algorithm.kl_in=both"], "must be one of reward, loss"),
+        (["algorithm.kl_in=both"], "must be one of auto, reward, loss"),
+        (["algorithm.kl_in=loss", "algorithm.kl_estimator=k1"], "k1 in the loss has a gradient of mean 0"),
+        (["algorithm.name=grpo", "algorithm.kl_estimator=k1"], "use k3, or algorithm.kl_in=reward"),
+        (["actor.optim.warmup_iterations=1", "actor.optim.lr_warmup_ratio=0.1"], "both say how long the warm-up is"),
+        (
+            ["critic.optim.lr_scheduler_type=cosine", "critic.optim.warmup_iterations=10"],
+            "no iteration after the warm-up",
+        ),
         (["algorithm.kl_coef=-1"], "algorithm.kl_coef=-1.0 must be at least 0"),
         (["algorithm.kl_coef=nan"], "algorithm.kl_coef=nan must be finite"),
         (["algorithm.score_scale=inf"], "algorithm.score_scale=inf must be finite"),

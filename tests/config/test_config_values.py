@@ -82,6 +82,9 @@ def bits(count: int) -> tuple:
 OPTIMIZER = dict(
     lr=REAL_0,
     warmup_iterations=AT_LEAST_0,
+    lr_warmup_ratio=SHARE,
+    min_lr_ratio=SHARE,
+    lr_decay_iterations=AT_LEAST_0,
     weight_decay=REAL_0,
     beta1=DECAY,
     beta2=DECAY,
@@ -145,6 +148,7 @@ REWARD = dict(timeout_seconds=SECONDS, workers=PROCESSES, model_weight=REAL, fun
 GROUPS = {
     "actor.optim": OPTIMIZER,
     "critic.optim": OPTIMIZER,
+    "critic": dict(warmup_iterations=AT_LEAST_0),
     "algorithm": ALGORITHM,
     "rollout": ROLLOUT,
     "fusion": FUSION,

@@ -65,6 +65,17 @@ def test_equal_scores_of_a_prompt_say_nothing():
     assert leave_one_out(equal, torch.zeros(4, dtype=torch.int64)).abs().max() < 1e-9
 
 
+def test_equal_scores_with_grpos_defaults_train_on_nothing():
+    """In the rewards the KL's noise, divided by its own deviation, would be all that there is."""
+    algorithm, number = AlgorithmConfig(name="grpo"), torch.zeros(8, dtype=torch.int64)
+    refs = [[0.01 * math.sin(7 * i + j) for j in range(5)] for i in range(8)]
+    batch = add_token_rewards(make_batch([0.0] * 8, [5] * 8, refs=refs), algorithm, 8)
+    assert add_advantages(batch, algorithm, number).advantages.abs().max() == 0
+    in_reward = algorithm.with_(kl_in="reward")
+    batch = add_advantages(add_token_rewards(batch, in_reward, 8), in_reward, number)
+    assert batch.advantages.abs().max() > 1  # an explicit place is kept
+
+
 def test_a_prompt_with_one_sample_is_refused():
     for function in (group_normalised, leave_one_out):
         with pytest.raises(InputError, match="prompt 5 has one sample"):

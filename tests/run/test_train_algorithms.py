@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from gloo import Workers
 from tiny import write_run
 
@@ -161,5 +162,52 @@ def test_what_moves_from_iteration_to_iteration_is_resumed(workers, config):
     workers.run(job, config, part, (*settings, "trainer.resume=auto"))
     for name in ("actor/kl_coef", "critic/score_scale"):
         assert len({row[name] for row in rows(whole)}) == 3, name
+    for compared in compare_runs(whole, part):
+        assert not compared.differences, compared
+
+
+def actor_in(checkpoint: Path) -> dict:
+    """Tensors of the actor in a checkpoint's files, by file and name."""
+    from safetensors import safe_open
+
+    found = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            found |= {(file.name, key): opened.get_tensor(key) for key in opened.keys() if "actor" in key}
+    return found
+
+
+def test_the_critic_warms_up_alone_and_schedules_go_on_after_a_restart(workers, config):
+    """The actor is held still, every bit of it; then its own schedule begins, resumed or not."""
+    settings = (
+        "critic.warmup_iterations=2",
+        "actor.optim.lr_scheduler_type=cosine",
+        "critic.optim.lr_scheduler_type=linear",
+        "critic.optim.min_lr_ratio=0.1",
+        "algorithm.kl_target=1",
+        "trainer.save_every=1",
+        "trainer.keep_checkpoints=9",
+        "trainer.iterations=4",
+    )
+    whole, part = config.parent / "warm", config.parent / "warm-resumed"
+    workers.run(job, config, whole, settings)
+    before, after = (actor_in(whole / "checkpoints" / f"iteration-{n}") for n in (1, 2))
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    assert not any("exp_avg" in name for _, name in after), "a held actor has no moments yet"
+    moved = actor_in(whole / "checkpoints" / "iteration-3")
+    assert any(not torch.equal(moved[key], after[key]) for key in after)
+    assert any("exp_avg" in name for _, name in moved)
+    metrics = rows(whole)
+    assert [row["actor/lr"] for row in metrics] == pytest.approx([0, 0, 1e-3, 5e-4])
+    assert [row["critic/lr"] for row in metrics] == pytest.approx([1e-3, 7.75e-4, 5.5e-4, 3.25e-4])
+    held = metrics[:2]
+    assert all(row["actor/pg_clipfrac"] == 0 and row["actor/grad_norm"] > 0 for row in held)
+    assert all(abs(row["actor/ref_kl"]) < 1e-6 for row in held)
+    assert {row["actor/kl_coef"] for row in metrics[:3]} == {0.05}, "what steers the actor waits for it"
+    shorter = (*settings[:-1], "trainer.iterations=1", "trainer.export=false")
+    ends = ("actor.optim.lr_decay_iterations=2", "critic.optim.lr_decay_iterations=4")
+    workers.run(job, config, part, (*shorter, *ends))
+    (part / "finished.json").unlink()
+    workers.run(job, config, part, (*settings, "trainer.resume=auto"))
     for compared in compare_runs(whole, part):
         assert not compared.differences, compared

@@ -41,11 +41,11 @@ class PipelineParts:
 
 @dataclass(frozen=True)
 class PipelineWork:
-    """What a pipeline computes in one step: its micro-batches, the loss of its last stage, its learning rate."""
+    """What a pipeline computes in one step: micro-batches, loss of its last stage, learning rate (None: no step)."""
 
     batches: tuple[PackedTokens, ...]
     loss: LossFunction
-    lr: float
+    lr: float | None
 
 
 @dataclass(frozen=True, slots=True)

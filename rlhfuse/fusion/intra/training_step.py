@@ -115,9 +115,15 @@ class TrainingStep:
         self._executor = ProgramExecutor(programs[rank], parts, channels, progress)
 
     def run(
-        self, batch: RolloutBatch, microbatches: Mapping[str, int], lr: Mapping[str, float], algorithm: AlgorithmConfig
+        self,
+        batch: RolloutBatch,
+        microbatches: Mapping[str, int],
+        lr: Mapping[str, float | None],
+        algorithm: AlgorithmConfig,
     ) -> MinibatchResult:
         """Train on one mini-batch in host memory; `microbatches` per pipeline and `lr` are by role.
+
+        A model whose `lr` is None is held still: it computes, and its step is left out.
 
         `algorithm`: the settings of the losses, with the weight of a KL that is in force. Raises
         FloatingPointError, the same on all ranks, when a loss or gradient is not finite: the model named did not step.
@@ -201,9 +207,9 @@ class Losses:
             algorithm.clip_eps_high,
             algorithm.dual_clip,
         )
-        if algorithm.kl_in == "loss" and algorithm.kl_coef:
+        if algorithm.kl_place == "loss" and algorithm.kl_coef:
             assert samples.ref_logprobs is not None, "a KL needs a reference"
-            penalty, kl_sums = kl_loss_sum(logprobs, samples.ref_logprobs, algorithm.kl_estimator)
+            penalty, kl_sums = kl_loss_sum(logprobs, samples.ref_logprobs, algorithm.estimator)
             total, sums = total + algorithm.kl_coef * penalty, sums | kl_sums
         sums["entropy"] = entropy.detach().double().sum()
         if algorithm.entropy_coef:
