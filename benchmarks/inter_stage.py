@@ -164,6 +164,7 @@ GUESS = {
     "load": [(0.0,)],
     "meeting": [(0.0,)],
     "release": [(0.0,)],
+    "reward": [],
 }
 
 

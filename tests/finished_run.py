@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlhfuse.base.files import write_json
 from rlhfuse.config.load import load_config
-from rlhfuse.costs.analytic import largest_flat_batch
+from rlhfuse.costs.analytic import RewardCost, largest_flat_batch
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.monitor.metrics import MetricsWriter
@@ -39,13 +39,14 @@ MODEL = dict(
 )
 
 
-def write_run(folder: Path, iterations: int = 5) -> Path:
+def write_run(folder: Path, iterations: int = 5, reward: RewardCost | None = None) -> Path:
     """Every phase takes what its rule says: the first iteration ten times as long for its moves."""
+    costs, function = replace(COSTS, reward=reward), ", function: rewards:slow, workers: 2" if reward else ""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model").mkdir()
     (folder / "model/config.json").write_text(json.dumps(MODEL))
     (folder / "config.yaml").write_text(
-        f"actor: {{path: {folder}/model}}\nreward: {{path: {folder}/model}}\n"
+        f"actor: {{path: {folder}/model}}\nreward: {{path: {folder}/model{function}}}\n"
         "data: {train_files: [prompts.jsonl], max_prompt_tokens: 128}\n"
         "parallel: {actor_train: d1t1p4, critic_train: d2t1p2, generation: d4t1p1}\nfusion: {intra_stage: false}\n"
     )
@@ -54,12 +55,12 @@ def write_run(folder: Path, iterations: int = 5) -> Path:
     plan = run_plan.report
     write_json(folder / "plan.json", plan.to_dict())
     save_schedule(folder / "schedule.json", run_plan.schedule)
-    write_json(folder / "costs.json", COSTS.to_dict())
+    write_json(folder / "costs.json", costs.to_dict())
     times = program_times(run_plan.programs, run_plan.ranks, _action_seconds)
     spans, begin = [], 100.0
     with closing(MetricsWriter(folder / "metrics.jsonl")) as metrics:
         for number in range(iterations):
-            row, timeline = _row(plan, number)
+            row, timeline = _row(plan, number, costs)
             metrics.write(row)
             if number >= iterations - TRACED:
                 spans += _spans(row, timeline, times, begin)
@@ -88,11 +89,11 @@ def _action_seconds(action: Action) -> float:
     return {"F": 0.01, "B": 0.02, "RG": 0.001, "ST": 0.005}[str(action.kind)]
 
 
-def _row(plan: PlanReport, number: int):
+def _row(plan: PlanReport, number: int, costs: MeasuredCost):
     lengths, before = lengths_of(number), lengths_of(max(0, number - 1))
     tokens = sum(lengths.prompt) + sum(lengths.output)
-    bs_max = largest_flat_batch(COSTS, before.median_context, plan.limits.max_sequences)
-    timeline = simulate_gen_infer(lengths, RANKS, COSTS, replace(plan.limits, bs_max=bs_max), THRESHOLD)
+    bs_max = largest_flat_batch(costs, before.median_context, plan.limits.max_sequences)
+    timeline = simulate_gen_infer(lengths, RANKS, costs, replace(plan.limits, bs_max=bs_max), THRESHOLD)
     seconds = {
         "reshard": RESHARD * (10 if number == 0 else 1),
         "gen": timeline.generation_seconds,

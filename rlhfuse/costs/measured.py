@@ -49,8 +49,20 @@ class BytesObservation:
 
 
 @dataclass(frozen=True)
+class RewardObservation:
+    """Calls of the reward function, how many a worker has under way at once, the seconds of them all."""
+
+    calls: int
+    at_once: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class MeasuredCost:
-    """Fitted to observations of one instance; swap-in, barrier (`meeting` in costs.json) and release are medians."""
+    """Fitted to observations of one instance; swap-in, barrier (`meeting` in costs.json) and release are medians.
+
+    A call of the reward function is a mean; None where there is no function.
+    """
 
     decode: Line  # of batch, context tokens
     prefill: Line  # of tokens, sequences
@@ -75,7 +87,7 @@ class MeasuredCost:
         swap_in: Sequence[float],
         meeting: Sequence[float] = (0.0,),
         release: Sequence[float] = (0.0,),
-        reward: RewardCost | None = None,
+        reward: Sequence[RewardObservation] = (),
     ) -> MeasuredCost:
         """Raises InputError naming a kind without observations (nothing is guessed) or with a bad number."""
         seconds = {
@@ -92,13 +104,14 @@ class MeasuredCost:
                 raise InputError(f"no {kind} observation to fit costs from; measure at least one")
             if bad := [value for value in seen if not 0 <= value < np.inf]:
                 raise InputError(f"{kind} observation of {bad[0]} seconds: seconds must be finite and >= 0")
+        calls = sum(o.calls for o in reward)
         return MeasuredCost(
             decode=Line.fit([(o.batch, o.context_tokens) for o in decode], seconds["decode"]),
             prefill=Line.fit([(o.tokens, o.sequences) for o in prefill], seconds["prefill"]),
             score=Line.fit([(o.tokens, o.sequences) for o in score], seconds["score"]),
             migration=Line.fit([(o.kv_bytes,) for o in migration], seconds["migration"]),
             **{kind: float(np.median(np.asarray(seconds[kind]))) for kind in MEDIANS},
-            reward=reward,
+            reward=RewardCost(sum(o.seconds for o in reward) / calls, reward[-1].at_once) if calls else None,
         )
 
     def prefill_seconds(self, tokens: float, sequences: float) -> float:

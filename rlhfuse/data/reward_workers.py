@@ -25,6 +25,7 @@ from rlhfuse.data.reward_function import RewardCall, RewardFunction, about_sampl
 
 ASYNC_AT_ONCE = 64
 POLL_SECONDS = 0.05
+Scores = dict[int, tuple[float, float]]  # sample id -> score, and seconds that the call took
 
 
 class RewardWorkers:
@@ -40,6 +41,7 @@ class RewardWorkers:
         self._tasks: dict[ProcessFuture, RewardCall | None] = {}  # under way, with its call if it has one of its own
         self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of the tasks
         self._scores: dict[int, float] = {}
+        self._calls_done, self._call_seconds = 0, 0.0  # since `take_calls`
         assert self._pool.active  # to ask starts the processes, which import the function while prompts are prefilled
 
     def submit(self, calls: Sequence[RewardCall]) -> None:
@@ -58,6 +60,12 @@ class RewardWorkers:
             self._collect(POLL_SECONDS)
         scores, self._scores = self._scores, {}
         return scores
+
+    def take_calls(self) -> tuple[int, int, float]:
+        """Calls done since the last time, how many a worker has under way at once, and the seconds of them all."""
+        taken = self._calls_done, ASYNC_AT_ONCE if self._is_async else 1, self._call_seconds
+        self._calls_done, self._call_seconds = 0, 0.0
+        return taken
 
     def close(self) -> None:
         """End the processes."""
@@ -91,8 +99,9 @@ class RewardWorkers:
         except concurrent.futures.TimeoutError:
             self._fail(f"{self._about(call)} {_late(self._timeout)}")
         else:
-            self._scores |= scores
-            for sample in scores:
+            for sample, (score, seconds) in scores.items():
+                self._scores[sample] = score
+                self._calls_done, self._call_seconds = self._calls_done + 1, self._call_seconds + seconds
                 del self._pending[sample]
 
     def _about(self, call: RewardCall | None) -> str:
@@ -115,31 +124,31 @@ def _start(name: str, signature: str, calls: Any) -> None:
     _worker.update(function=RewardFunction.load(name, signature), calls=calls, loop=loop)
 
 
-def _score(call: RewardCall) -> dict[int, float]:
-    """Sample id -> score of one call. Raises RewardError."""
+def _score(call: RewardCall) -> Scores:
+    """Of one call. Raises RewardError."""
     loaded: RewardFunction = _worker["function"]
-    return _number(loaded, call, lambda: loaded.function(**loaded.arguments(call)))
+    return _number(loaded, call, time.monotonic(), lambda: loaded.function(**loaded.arguments(call)))
 
 
-def _serve(timeout_seconds: float) -> dict[int, float]:
+def _serve(timeout_seconds: float) -> Scores:
     """Await an async function's queued calls, and those that join. Raises RewardError where one fails or is late."""
     loaded: RewardFunction = _worker["function"]
-    scores: dict[int, float] = {}
-    running: dict[concurrent.futures.Future, tuple[RewardCall, float]] = {}  # and when the call is late
+    scores: Scores = {}
+    running: dict[concurrent.futures.Future, tuple[RewardCall, float]] = {}  # and when the call began
     while True:
         with suppress(queue.Empty):
             while len(running) < ASYNC_AT_ONCE:
                 call = _worker["calls"].get(timeout=0.0 if running or scores else 2 * POLL_SECONDS)
                 awaited = asyncio.run_coroutine_threadsafe(_call(loaded, call), _worker["loop"])
-                running[awaited] = call, time.monotonic() + timeout_seconds
+                running[awaited] = call, time.monotonic()
         if not running:
             return scores
         done, _ = concurrent.futures.wait(running, POLL_SECONDS, concurrent.futures.FIRST_COMPLETED)
         for task in done:
-            call, _ = running.pop(task)
-            scores |= _number(loaded, call, task.result)
-        for call, limit in running.values():
-            if time.monotonic() > limit:
+            call, began = running.pop(task)
+            scores |= _number(loaded, call, began, task.result)
+        for call, began in running.values():
+            if time.monotonic() > began + timeout_seconds:
                 raise RewardError(f"{about_sample(loaded.name, call)} {_late(timeout_seconds)}")
 
 
@@ -147,9 +156,10 @@ async def _call(loaded: RewardFunction, call: RewardCall) -> Any:
     return await loaded.function(**loaded.arguments(call))
 
 
-def _number(loaded: RewardFunction, call: RewardCall, result: Callable[[], Any]) -> dict[int, float]:
+def _number(loaded: RewardFunction, call: RewardCall, began: float, result: Callable[[], Any]) -> Scores:
     try:
-        return {call.sample_id: loaded.number(result(), call)}
+        score = loaded.number(result(), call)
+        return {call.sample_id: (score, time.monotonic() - began)}
     except RewardError:
         raise
     except BaseException as error:  # SystemExit included: whatever leaves the function is its failure

@@ -161,7 +161,7 @@ def instance_limits(
         max_output_tokens=rollout.max_response_tokens,
         score_tokens=rollout.max_batched_tokens,
         scoring_models=max(1, len(config.scorers())),
-        reward_workers=config.reward.workers,
+        reward_workers=config.reward.workers if config.reward.function else 0,
     )
 
 

@@ -34,6 +34,10 @@ class FunctionRewarder:
         """Sample id -> what the function said of everything submitted; waits. Raises RewardError."""
         return self._workers.finish()
 
+    def take_calls(self) -> tuple[int, int, float]:
+        """As `RewardWorkers.take_calls`."""
+        return self._workers.take_calls()
+
     def close(self) -> None:
         """End the processes."""
         self._workers.close()

@@ -122,7 +122,8 @@ def rollout_metrics(batch: RolloutBatch, algorithm: AlgorithmConfig) -> dict[str
 
 def fusion_metrics(report: GenInferReport, threshold: int, instances: int) -> dict[str, Any]:
     """How generation and inference ran."""
-    return {
+    waited = {"timing_s/reward": report.reward_seconds} if report.function_scores else {}
+    return waited | {
         "timing_s/gen": report.generation_seconds,
         "timing_s/infer": max(report.total_seconds - report.generation_seconds, 0.0),
         "fusion/threshold": threshold,

@@ -17,7 +17,13 @@ from rlhfuse.base.files import write_json
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.analytic import CostModel
-from rlhfuse.costs.measured import BytesObservation, DecodeObservation, MeasuredCost, TokensObservation
+from rlhfuse.costs.measured import (
+    BytesObservation,
+    DecodeObservation,
+    MeasuredCost,
+    RewardObservation,
+    TokensObservation,
+)
 from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.parallel.collectives import from_rank_0, transfer_seconds
 from rlhfuse.parallel.device import Device
@@ -55,6 +61,7 @@ def changes(before: CostModel, after: CostModel, limits: InstanceLimits, context
         "scoring": lambda costs: costs.score_seconds(tokens, max(1, tokens // limits.longest)),
         "loading": lambda costs: costs.swap_in_seconds(),
         "a barrier": lambda costs: costs.barrier_seconds() + costs.release_seconds(),
+        "a reward": lambda costs: call.seconds if (call := costs.reward_call()) else 0.0,
         "moving a sample": lambda costs: costs.migration_seconds(limits.sample_kv_bytes),
     }
     moved = {name: seconds(after) / was - 1 for name, seconds in work.items() if (was := seconds(before)) > 0}
@@ -189,7 +196,7 @@ class ThresholdController:
 
     def _fit(self) -> MeasuredCost:
         def rows(kind: str) -> list[list]:
-            return [row for observed in self._observed for row in observed[kind]]
+            return [row for observed in self._observed for row in observed.get(kind, ())]  # older ones know fewer kinds
 
         moved = [*self._transfers, *rows("migration")]
         scores = bool(self._config.scorers())  # without models to score with, scoring and loading take no time
@@ -201,6 +208,7 @@ class ThresholdController:
             swap_in=[row[0] for row in rows("load")] if scores else [0.0],
             meeting=[row[0] for row in rows("meeting")] or [0.0],
             release=[row[0] for row in rows("release")] or [0.0],
+            reward=[RewardObservation(int(n), int(c), s) for n, c, s in rows("reward")],
         )
 
     def _instance_limits(self) -> InstanceLimits:

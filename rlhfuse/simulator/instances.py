@@ -25,7 +25,7 @@ class InstanceLimits:
 
     `score_tokens`: tokens of one packed scoring batch. `padded_score_tokens`: 0 for packed scoring, else the
     tokens that every sample costs there whatever its length (to study engines that pad). `scoring_models`: how many
-    models score, one after the other. `reward_workers`: processes that call the reward function.
+    models score, one after the other. `reward_workers`: processes that call the reward function, 0 without one.
     """
 
     max_sequences: int
@@ -38,7 +38,7 @@ class InstanceLimits:
     score_tokens: int
     padded_score_tokens: int = 0
     scoring_models: int = 3
-    reward_workers: int = 1
+    reward_workers: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "kv_capacity_bytes", "kv_bytes_per_token", "block_tokens", "bs_max"):

@@ -88,7 +88,8 @@ def last_reward_seconds(ends: Sequence[float], costs: CostModel, limits: Instanc
 
     All calls take equally long, so with c of them at once a sample has the worker of the c-th sample before it.
     """
-    if not (call := costs.reward_call()):
+    call = costs.reward_call()
+    if not (call and limits.reward_workers):
         return 0.0
     at_once, last = limits.reward_workers * call.at_once, len(ends) - 1
     return max((end + call.seconds * ((last - i) // at_once + 1) for i, end in enumerate(ends)), default=0.0)

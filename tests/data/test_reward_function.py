@@ -11,7 +11,7 @@ import pytest
 from rlhfuse.base.errors import InputError, RewardError
 from rlhfuse.data.gsm8k import answer_match, exact_match, final_answer
 from rlhfuse.data.reward_function import RewardCall, RewardFunction
-from rlhfuse.data.reward_workers import RewardWorkers
+from rlhfuse.data.reward_workers import ASYNC_AT_ONCE, RewardWorkers
 
 SOURCE = """
 import asyncio, multiprocessing, os, time
@@ -54,6 +54,14 @@ def has_children(data_source, solution_str, ground_truth, extra_info=None):
     process.start()
     process.join()
     return answers.get()
+
+def sleeps(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(float(solution_str))
+    return 1.0
+
+async def awaits(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(float(solution_str))
+    return 1.0
 
 async def trips(data_source, solution_str, ground_truth, extra_info=None):
     await asyncio.sleep(0)
@@ -183,6 +191,17 @@ def test_async_functions_wait_together(workers):
     awaiting.submit([call(n, "x") for n in range(19)])
     awaiting.submit([call(19, "x")])
     assert awaiting.finish() == dict.fromkeys(range(20), 4.0)
+
+
+def test_calls_are_timed_where_they_run(workers):
+    """Not while they wait for a worker; those of an async function that are under way together each count whole."""
+    one, several = workers("sleeps"), workers("awaits")
+    for made, at_once in ((one, 1), (several, ASYNC_AT_ONCE)):
+        made.submit([call(n, "0.2") for n in range(4)])
+        assert len(made.finish()) == 4
+        calls, together, seconds = made.take_calls()
+        assert (calls, together) == (4, at_once) and 0.8 <= seconds < 1.6
+        assert made.take_calls() == (0, at_once, 0.0)
 
 
 def test_an_async_function_that_raises_and_one_that_prints(workers):

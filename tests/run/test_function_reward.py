@@ -54,3 +54,4 @@ def test_sampled_ids_are_never_tokenised_again(rewarder):
         made.submit([Rollout(one, (1, 3), SAMPLED, torch.zeros(5), "length") for one in reversed(samples)])
         ids = sum(i * 1000**n for n, i in enumerate(SAMPLED))
         assert made.finish() == {one: ids + number / 10 for one, number in samples.items()}
+        assert made.take_calls()[:2] == (6, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
+from dataclasses import astuple, replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +13,7 @@ from four_ranks import SPECS, planned, run
 from sim_helpers import limits, linear_cost, long_tail
 
 from rlhfuse.base.files import write_json
+from rlhfuse.costs.analytic import RewardCost
 from rlhfuse.costs.fits import Line
 from rlhfuse.fusion.inter.report import OBSERVED
 from rlhfuse.parallel.device import choose_device
@@ -47,7 +48,7 @@ def iteration(lengths):
     """What an iteration shows: every step of one sequence took a millisecond, meetings three."""
     rows = {"decode": [1, 10, 1e-3], "prefill": [10, 1, 1e-3]}
     rows |= {"score": [10, 1, 1e-3], "load": [1e-3], "migration": [100, 1e-3]}
-    rows |= {"meeting": [3e-3], "release": [2e-3]}
+    rows |= {"meeting": [3e-3], "release": [2e-3], "reward": [4, 1, 0.2]}
     assert set(rows) == set(OBSERVED)
     batch = SimpleNamespace(prompt_lengths=torch.tensor(lengths.prompt), response_lengths=torch.tensor(lengths.output))
     return SimpleNamespace(observations={kind: [row] for kind, row in rows.items()}), batch
@@ -66,6 +67,25 @@ def test_it_starts_from_the_profile_and_says_so(alone, tmp_path):
     analytic = control(run())
     assert analytic.limits.move_cost != priced.limits.move_cost
     assert "costs measured over 1 iteration, against analytic costs: " in analytic.observe(0, *iteration(lengths))
+
+
+def test_it_learns_what_the_reward_function_takes(alone):
+    """The mean of all calls; a checkpoint of before, which knows of none, is gone on from."""
+    learning, lengths = control(run()), long_tail(64, longest=256)
+    for number, row in enumerate(([9, 64, 9.0], [4, 64, 0.2], [0, 64, 0.0], [4, 64, 0.4])):  # the first compiles
+        report, batch = iteration(lengths)
+        report.observations["reward"] = [row]
+        learning.observe(number, report, batch)
+    assert astuple(learning._costs.reward_call()) == pytest.approx((0.075, 64))
+    state = learning.state()
+    for observed in state["observations"]:
+        del observed["reward"]
+    del state["costs"]["reward"]
+    later = control(run())
+    later.restore(state, "a checkpoint")
+    assert later._costs.reward_call() is None
+    later.observe(4, *iteration(lengths))
+    assert later._costs.reward_call() == RewardCost(0.05, 1)
 
 
 def test_it_looks_again_as_often_as_its_share_of_the_time_allows(alone, monkeypatch):

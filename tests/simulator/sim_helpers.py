@@ -38,6 +38,7 @@ def limits(**changes) -> InstanceLimits:
         max_output_tokens=200,
         score_tokens=256,
         scoring_models=1,
+        reward_workers=1,
     )
     return InstanceLimits(**{**base, **changes})
 

@@ -49,6 +49,10 @@ class Rewarder(Protocol):
         """Sample id -> score of everything submitted since the last call; waits. Raises RewardError."""
         ...
 
+    def take_calls(self) -> tuple[int, int, float]:
+        """Calls done since the last time, how many a worker has under way at once, and the seconds of them all."""
+        ...
+
 
 @dataclass(eq=False)
 class Scorer:

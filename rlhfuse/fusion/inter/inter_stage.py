@@ -84,16 +84,17 @@ class GenInferIteration:
         self._events = RankEvents(self._decoders.is_leader)
         self._finished: list[Rollout] = []  # at the barrier, of the whole batch
         self._tail_samples = 0  # unfinished then: they will be published
+        self._begin = 0.0
 
     def run(self) -> GenInferReport:
-        begin = time.time()
+        self._begin = time.time()
         with ExitStack() as stack:
             reporter = stack.enter_context(StoreReporter(self._store)) if self._decoders.is_leader else None
             self._generate(reporter)
         report = self._gather(self._infer())
         if [rollout.sample_id for rollout in report.rollouts] != sorted(r.sample_id for r in self._requests):
             raise RuntimeError(f"{len(self._requests)} samples were to be scored, {len(report.rollouts)} came back")
-        report.total_seconds = time.time() - begin
+        report.total_seconds = time.time() - self._begin
         if self._stage.rank == 0:
             self._store.clear()
         return report
@@ -158,10 +159,13 @@ class GenInferIteration:
 
     def _gather(self, scored: list[Rollout]) -> GenInferReport:
         """Every rank gets every scored sample, and the sums of what happened."""
-        rewarder = self._stage.rewarder
+        rewarder, scored_at = self._stage.rewarder, time.time()
         if rewarder and self._decoders.is_leader:
             self._stage.progress("inference: waiting for the reward function")
             self._events.function_scores = rewarder.finish()
+            self._events.observe("reward", *rewarder.take_calls())
+            self._events.span("reward", scored_at, time.time())
+        self._events.scored_seconds, self._events.rewarded_seconds = scored_at - self._begin, time.time() - self._begin
         self._stage.progress("inter-stage: gathering scored samples")
         report = summarize(all_gather_objects(self._events))
         rollouts = [rollout for part in all_gather_objects(scored) for rollout in part]

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from rlhfuse.decisions.migration import MigrationPlan
 from rlhfuse.ppo.rollout import Rollout
 
-OBSERVED = ("decode", "prefill", "score", "load", "migration", "meeting", "release")
+OBSERVED = ("decode", "prefill", "score", "load", "migration", "meeting", "release", "reward")
 
 
 @dataclass(frozen=True)
 class PhaseSpan:
     """What this rank did, in `time.time()` seconds."""
 
-    kind: str  # generate, meet, migrate, load, score, wait
+    kind: str  # generate, meet, migrate, load, score, reward (waiting for the function), wait
     start_seconds: float
     end_seconds: float
 
@@ -36,6 +36,7 @@ class GenInferReport:
     scored_before_generation_end: int = 0
     agreement_seconds: float = 0.0  # of generation, spent to agree with the others; the most of any rank
     generation_seconds: float = 0.0
+    reward_seconds: float = 0.0  # from the last score on, waiting for the reward function
     total_seconds: float = 0.0
     function_scores: dict[int, float] = field(default_factory=dict)  # sample id -> the Rewarder's score
     observations: dict[str, list[list]] = field(default_factory=dict)
@@ -65,6 +66,7 @@ class RankEvents:
     migration   bytes of keys and values, seconds      from one instance to another
     meeting     seconds                                barrier: from the last to come until all go on, no moves
     release     seconds                                to give back the cache and the actor's weights
+    reward      calls, at once on a worker, seconds    of the reward function, all calls together
     """
 
     is_leader: bool
@@ -76,6 +78,8 @@ class RankEvents:
     scored_early: int = 0
     agreement_seconds: float = 0.0
     generation_seconds: float = 0.0  # until this instance had nothing left to decode
+    scored_seconds: float = 0.0  # until this rank had nothing left to score
+    rewarded_seconds: float = 0.0  # and until its reward function was done
     plan: MigrationPlan | None = None
     function_scores: dict[int, float] = field(default_factory=dict)  # sample id -> the Rewarder's score
 
@@ -111,6 +115,7 @@ def summarize(ranks: Sequence[RankEvents]) -> GenInferReport:
         scored_before_generation_end=sum(rank.scored_early for rank in ranks),
         agreement_seconds=max(rank.agreement_seconds for rank in ranks),
         generation_seconds=max(rank.generation_seconds for rank in ranks),
+        reward_seconds=max(rank.rewarded_seconds for rank in ranks) - max(rank.scored_seconds for rank in ranks),
         function_scores={sample: score for rank in ranks for sample, score in rank.function_scores.items()},
         observations=observations,
     )

@@ -34,7 +34,7 @@ PHASES = ("reshard", "gen", "infer", "adv", "train", "step")  # as in the metric
 PARTS = PHASES[:-1]
 RECENT_ITERATIONS = 8  # that moves, advantages and training are predicted from
 RECENT_LENGTHS = 4  # batches that stand for one of unknown lengths
-GEN_INFER = ("generate", "meet", "migrate", "load", "score")  # kinds of spans that the simulator predicts
+GEN_INFER = ("generate", "meet", "migrate", "load", "score", "reward")  # kinds of spans that the simulator predicts
 Row = Mapping[str, Any]  # of metrics.jsonl
 
 

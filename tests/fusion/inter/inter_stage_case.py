@@ -101,6 +101,9 @@ class MeanTokenReward:
         scores, self._scores = self._scores, {}
         return scores
 
+    def take_calls(self) -> tuple[int, int, float]:
+        return self.calls, 1, 0.0
+
 
 @dataclass
 class Built:

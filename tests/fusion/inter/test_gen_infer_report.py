@@ -19,6 +19,9 @@ def test_the_report_adds_up_what_ranks_saw():
     freed.migrations.append(PairMigration(0, 1, 640, 0.5))
     freed.scored_early, stays.scored_early = 2, 1
     freed.agreement_seconds, stays.generation_seconds, stays.bytes_needed = 0.01, 4.0, 700
+    freed.observe("reward", 8, 1, 0.4)
+    freed.scored_seconds, freed.rewarded_seconds = 5.0, 5.25  # done while the other still scored
+    stays.scored_seconds, stays.rewarded_seconds = 5.5, 6.25
     freed.add_barrier(0.75)
     stays.add_barrier(0.3125)  # came last, and moved nothing itself
     report = summarize([freed, stays])
@@ -26,5 +29,6 @@ def test_the_report_adds_up_what_ranks_saw():
     assert report.migrated_bytes == 640 and report.bytes_needed == 700 and report.scored_before_generation_end == 3
     assert report.agreement_seconds == 0.01 and report.generation_seconds == 4.0
     assert report.observations["score"] == [[10, 2, 0.5]]
+    assert report.observations["reward"] == [[8, 1, 0.4]] and report.reward_seconds == 0.75
     assert report.observations["migration"] == [[640, 0.5]]
     assert report.observations["meeting"] == [[0.25]], "without what was moved; who waited least"

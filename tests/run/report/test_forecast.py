@@ -6,6 +6,7 @@ import pytest
 from finished_run import GATHER, START, write_run
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.costs.analytic import RewardCost
 from rlhfuse.monitor.trace import Span
 from rlhfuse.run.report.forecast import PARTS, PHASES, Forecaster, action_seconds, predicted_spans
 from rlhfuse.run.report.forecast_table import ForecastTable, PhaseRow, span_table
@@ -27,6 +28,17 @@ def test_phases_that_follow_their_rules_are_predicted(run):
     assert "weights moved          0.100 s   0.100 s    0.0%" in table.text()
     assert "over 2 iterations" in table.text()
     assert [row["phase"] for row in table.to_dict()["phases"]] == list(PHASES)
+
+
+def test_waiting_for_the_reward_function_is_predicted(run, tmp_path):
+    """Its workers are busy for longer than all else; the edges around generation with inference stay what they were."""
+    slow = RunFiles.read(write_run(tmp_path / "run", reward=RewardCost(0.05)))
+    found, fast = Forecaster(slow).forecast(4), Forecaster(run).forecast(4)
+    assert found.timeline.reward_seconds > 0.1 and fast.timeline.reward_seconds == 0
+    assert found.seconds["infer"] == pytest.approx(slow.rows[4]["timing_s/infer"])
+    assert found.seconds["infer"] == pytest.approx(fast.seconds["infer"] + found.timeline.reward_seconds)
+    kinds = {span.kind for span in predicted_spans(slow, 4)[0]}
+    assert "reward" in kinds and {span.kind for span in slow.traced_iterations()[4]} == kinds
 
 
 def test_the_parts_add_up_and_the_first_iteration_counts_while_there_is_no_other(run):
