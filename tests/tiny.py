@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from rlhfuse.config.spec import ModelSpec
+from rlhfuse.config.spec import ARCHITECTURES, ModelSpec
 from rlhfuse.models.hf import expected_tensors
 
 SHAPE = dict(
@@ -34,9 +34,8 @@ def write_checkpoint(
 ) -> Path:
     """Write a random model; `shape` overrides SHAPE's fields, `scale` multiplies its matrices."""
     folder.mkdir(parents=True, exist_ok=True)
-    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[model_type]
-    task = "ForSequenceClassification" if scalar_head else "ForCausalLM"
-    config = {**SHAPE, **shape, "model_type": model_type, "architectures": [name + task], "torch_dtype": "float32"}
+    architecture = ARCHITECTURES[model_type] + ("ForSequenceClassification" if scalar_head else "ForCausalLM")
+    config = {**SHAPE, **shape, "model_type": model_type, "architectures": [architecture], "torch_dtype": "float32"}
     if scalar_head:
         config |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "pad_token_id": 0}
     (folder / "config.json").write_text(json.dumps(config))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from rlhfuse.base.errors import InputError
@@ -23,6 +23,11 @@ FREE_GROUPS = ("fusion", "trainer", "parallel")  # layouts are compared as layou
 FREE_KEYS = ("reward.timeout_seconds", "reward.workers")  # of the other groups, yet change no number
 FIXED_KEYS = ("trainer.seed", "trainer.dtype")  # of the free groups, yet change numbers
 ORDER_KEYS = ("fusion.actor_microbatches", "parallel.sequence_parallel")  # change the order of sums, like a layout
+
+
+def shape_of(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a ModelSpec as a checkpoint has them; those that are younger than it have their defaults."""
+    return {field.name: field.default for field in fields(ModelSpec) if field.default is not MISSING} | dict(stored)
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class RunCompatibility:
             )
         for role, shape in self.models.items():
             for name, value in shape.items():
-                if (found := other.models[role].get(name)) != value:
+                if (found := shape_of(other.models[role]).get(name)) != value:
                     raise InputError(
                         f"{where} has a {role} of {name}={found}, {role}.path holds one of {value}; use the same model"
                     )

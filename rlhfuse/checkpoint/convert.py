@@ -13,6 +13,7 @@ from torch import Tensor
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import output_folder
 from rlhfuse.checkpoint.checkpoint import Checkpoint, checkpoints_in
+from rlhfuse.checkpoint.compatibility import shape_of
 from rlhfuse.checkpoint.shard_files import ShardReader
 from rlhfuse.config.role import Role
 from rlhfuse.config.spec import ModelSpec
@@ -66,7 +67,7 @@ def convert(
         raise InputError(f"{checkpoint.folder} has no {role}, only {', '.join(reader.roles())}")
     like = like or resolve_checkpoint(facts.settings[f"{role}.path"], f"{role}.path")
     spec = ModelSpec.from_config(like)
-    if json.loads(json.dumps(asdict(spec))) != facts.models[role]:
+    if json.loads(json.dumps(asdict(spec))) != shape_of(facts.models[role]):
         raise InputError(f"{like} is of another shape than the {role} of {checkpoint.folder}; give --like its folder")
     weights = StoredWeights(reader, role, getattr(torch, facts.settings["trainer.dtype"]))
     head = Role(role).scalar_head

@@ -11,10 +11,14 @@ import math
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from textwrap import shorten
 
 from rlhfuse.base.errors import InputError
 
-ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "phi3": "Phi3"}
+# Keys of config.json that change what a model computes, and the only value of each that is implemented.
+IMPLEMENTED = {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 1, "quantization_config": None}
+BIASED = ("llama", "qwen3")  # where attention_bias adds one to query, key, value and output projection
 VOCAB_MULTIPLE = 64  # the padded vocabulary divides by every tensor degree up to this
 
 
@@ -44,10 +48,12 @@ class ModelSpec:
     context: int
     tied_embeddings: bool = False
     qkv_bias: bool = False
+    proj_bias: bool = False  # of attention's output projection
     qk_norm: bool = False
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
+    sliding_window: bool = False  # it cuts `context`: within the window sliding attention is full attention
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = field(default=())
 
@@ -55,6 +61,7 @@ class ModelSpec:
     def layer_parameters(self) -> int:
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         bias = self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
+        bias += self.hidden if self.proj_bias else 0
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
         return attention + bias + 3 * self.hidden * self.mlp + norms
 
@@ -102,15 +109,12 @@ def _from_config_dict(raw: dict, where: str) -> ModelSpec:
         return value
 
     heads, hidden, context = need("num_attention_heads"), need("hidden_size"), need("max_position_embeddings")
-    window = raw.get("sliding_window")
-    if window and (kind == "mistral" or raw.get("use_sliding_window", False)):
-        context = min(context, int(window))  # within the window sliding attention is full attention
+    window = _sliding_window(raw, kind) or context
     rope = raw.get("rope_parameters") or {}
+    scaling = raw.get("rope_scaling") or rope
     eos = raw.get("eos_token_id")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise InputError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported; only silu is")
-    if kind == "llama" and raw.get("mlp_bias"):
-        raise InputError(f"{where}: mlp_bias=true is not supported")
+    _check_implemented(raw | scaling, kind, where)
+    biased = kind in BIASED and bool(raw.get("attention_bias"))
     return ModelSpec(
         architecture=kind,
         layers=need("num_hidden_layers"),
@@ -120,27 +124,50 @@ def _from_config_dict(raw: dict, where: str) -> ModelSpec:
         head_dim=int(raw.get("head_dim") or hidden // heads),
         mlp=need("intermediate_size"),
         vocab=need("vocab_size"),
-        context=context,
+        context=min(context, window),
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=kind == "qwen2",
+        qkv_bias=kind == "qwen2" or biased,
+        proj_bias=biased,
         qk_norm=kind == "qwen3",
         rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-        rope_scaling=_rope_scaling(raw.get("rope_scaling") or rope, where),
+        rope_scaling=_rope_scaling(scaling, where),
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        sliding_window=window < context,
         bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),)),
     )
 
 
+def _check_implemented(raw: dict, kind: str, where: str) -> None:
+    only = IMPLEMENTED if kind in (*BIASED, "qwen2") else IMPLEMENTED | {"attention_bias": False}
+    for key, value in only.items():  # qwen2 has its biases whatever the key says
+        if raw.get(key, value) not in (value, None):
+            raise InputError(
+                f"{where}: {key}={shorten(json.dumps(raw[key]), 60)} is not supported; only {json.dumps(value)} is"
+            )
+
+
+def _sliding_window(raw: dict, kind: str) -> int | None:
+    """Tokens that a layer looks back on; None: on all. Defaults are those of transformers."""
+    slides = kind in ("mistral", "phi3") or kind.startswith("qwen") and raw.get("use_sliding_window")
+    return raw.get("sliding_window", None if kind == "phi3" else 4096) if slides else None
+
+
 def _rope_scaling(raw: dict, where: str) -> RopeScaling | None:
     kind = raw.get("rope_type", raw.get("type", "default"))
+
+    def number(name: str) -> float:
+        if not isinstance(raw.get(name), int | float):
+            raise InputError(f"{where}: rope scaling {kind!r} has {name} {raw.get(name)!r}; a number is needed")
+        return float(raw[name])
+
     if kind == "default":
         return None
     if kind == "linear":
-        return RopeScaling("linear", float(raw["factor"]))
+        return RopeScaling("linear", number("factor"))
     if kind == "llama3":
-        factor, low, high = (float(raw[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
-        return RopeScaling("llama3", factor, low, high, int(raw["original_max_position_embeddings"]))
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        return RopeScaling("llama3", number("factor"), low, high, int(number("original_max_position_embeddings")))
     raise InputError(f"{where}: rope scaling {kind!r} is not supported; default, linear and llama3 are")
 
 

@@ -215,9 +215,10 @@ def _check_models(config: RunConfig, specs: Mapping[Role, ModelSpec]) -> None:
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     for role, spec in specs.items():
         if prompt + response > spec.context:
+            limit = "sliding_window" if spec.sliding_window else "context"
             raise InputError(
                 f"data.max_prompt_tokens({prompt}) + rollout.max_response_tokens({response}) = {prompt + response} > "
-                f"context({spec.context}) of {role}; lower one of them"
+                f"{limit}({spec.context}) of {role}; lower one of them"
             )
         if spec.vocab != (vocab := specs[Role.ACTOR].vocab):
             raise InputError(

@@ -109,6 +109,8 @@ def _layer_weights(spec: ModelSpec, layer: str, element_bytes: int) -> Iterator[
         for name in "qk":
             yield Weight(f"{layer}self_attention.{name}_layernorm.weight", spec.head_dim, element_bytes, cut=False)
     yield Weight(layer + "self_attention.linear_proj.weight", attention, hidden)
+    if spec.proj_bias:
+        yield Weight(layer + "self_attention.linear_proj.bias", spec.hidden, element_bytes, cut=False)
     yield Weight(layer + "pre_mlp_layernorm.weight", spec.hidden, element_bytes, cut=False)
     yield Weight(layer + "mlp.linear_fc1.weight", 2 * spec.mlp, hidden, joined=2)
     yield Weight(layer + "mlp.linear_fc2.weight", spec.mlp, hidden)

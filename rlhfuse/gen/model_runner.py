@@ -141,6 +141,7 @@ class ModelRunner:
                 q_norm=take(p + "self_attention.q_layernorm.weight", spec.head_dim) if spec.qk_norm else None,
                 k_norm=take(p + "self_attention.k_layernorm.weight", spec.head_dim) if spec.qk_norm else None,
                 proj=take(p + "self_attention.linear_proj.weight", spec.hidden, heads_dim),
+                proj_bias=take(p + "self_attention.linear_proj.bias", spec.hidden) if spec.proj_bias else None,
                 mlp_norm=take(p + "pre_mlp_layernorm.weight", spec.hidden),
                 fc1=take(p + "mlp.linear_fc1.weight", 2 * mlp, spec.hidden),
                 fc2=take(p + "mlp.linear_fc2.weight", spec.hidden, mlp),

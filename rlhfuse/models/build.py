@@ -77,6 +77,13 @@ class PackedCoreAttention(torch.nn.Module):
         return varlen_attention(query, key, value, packed_seq_params.cu_seqlens_q, longest).flatten(1)
 
 
+class BiasedProjection(tensor_parallel.RowParallelLinear):
+    """Attention's output projection with a bias, which Megatron gives to all linear layers or none."""
+
+    def __init__(self, *sizes: int, bias: bool, **settings: Any) -> None:
+        super().__init__(*sizes, bias=True, **settings)
+
+
 class RecomputedLayer(TransformerLayer):
     """Keeps its input alone for the backward, which runs the layer again: the same operations, the same bits."""
 
@@ -148,7 +155,7 @@ def layer_spec(spec: ModelSpec, norm: ModuleSpec, recompute: bool = False) -> Mo
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=tensor_parallel.ColumnParallelLinear,
                     core_attention=PackedCoreAttention,
-                    linear_proj=tensor_parallel.RowParallelLinear,
+                    linear_proj=BiasedProjection if spec.proj_bias else tensor_parallel.RowParallelLinear,
                     q_layernorm=head_norm,
                     k_layernorm=head_norm,
                 ),

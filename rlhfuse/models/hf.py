@@ -21,7 +21,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-SCALAR_HEAD = "score.weight"
+SCALAR_HEAD, LM_HEAD = "score.weight", "lm_head.weight"
 
 
 def resolve_checkpoint(name: str, key: str) -> Path:
@@ -97,6 +97,8 @@ def expected_tensors(spec: ModelSpec, scalar_head: bool) -> dict[str, tuple[int,
         }
         if spec.qkv_bias:
             shapes |= {p + f"self_attn.{n}_proj.bias": (s,) for n, s in (("q", q), ("k", kv), ("v", kv))}
+        if spec.proj_bias:
+            shapes[p + "self_attn.o_proj.bias"] = (spec.hidden,)
         if spec.qk_norm:
             shapes |= {p + f"self_attn.{n}_norm.weight": (spec.head_dim,) for n in "qk"}
     shapes["model.norm.weight"] = (spec.hidden,)
@@ -113,9 +115,18 @@ def has_scalar_head(path: Path) -> bool:
 
 
 def check_checkpoint(path: Path, spec: ModelSpec, scalar_head: bool, fresh_head: bool = False) -> None:
-    """Raise InputError unless every tensor is there, shaped as config.json says; a `fresh_head` may be missing."""
-    index = checkpoint_index(path)
-    for name, shape in expected_tensors(spec, scalar_head).items():
+    """Raise InputError unless exactly the tensors that config.json says are there; a `fresh_head` may be missing.
+
+    The embedding of a language model's output may be there where another head or a tied one is read.
+    """
+    index, expected = checkpoint_index(path), expected_tensors(spec, scalar_head)
+    for name in sorted(index.keys() - expected.keys()):
+        if not (name.endswith("rotary_emb.inv_freq") or name == LM_HEAD):  # computed; tied or not read by this head
+            raise InputError(
+                f"{path}: nothing reads the tensor {name}: a {spec.architecture} model has none; use a "
+                "checkpoint of a supported model"
+            )
+    for name, shape in expected.items():
         if name == SCALAR_HEAD and name not in index and fresh_head:
             continue
         if name not in index:
@@ -207,6 +218,8 @@ def _layer_weights(read: _Reader, spec: ModelSpec, hf: str, ours: str, tp_rank: 
     }
     if spec.qkv_bias:
         weights["self_attention.linear_qkv.bias"] = fused_qkv("bias")
+    if spec.proj_bias:
+        weights["self_attention.linear_proj.bias"] = read.part(hf + "self_attn.o_proj.bias")
     if spec.qk_norm:
         for n in "qk":
             weights[f"self_attention.{n}_layernorm.weight"] = read.part(f"{hf}self_attn.{n}_norm.weight")
@@ -241,6 +254,8 @@ def _hf_layer(weights: Mapping[str, Tensor], spec: ModelSpec, hf: str, ours: str
         hf + "mlp.up_proj.weight": up,
         hf + "mlp.down_proj.weight": weights[ours + "mlp.linear_fc2.weight"],
     }
+    if spec.proj_bias:
+        out[hf + "self_attn.o_proj.bias"] = weights[ours + "self_attention.linear_proj.bias"]
     if spec.qk_norm:
         norms = {n: weights[f"{ours}self_attention.{n}_layernorm.weight"] for n in "qk"}
         out |= {f"{hf}self_attn.{n}_norm.weight": norm for n, norm in norms.items()}

@@ -14,7 +14,7 @@ from tiny import write_run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.checkpoint.checkpoint import Checkpoint, Manifest, RunState, checkpoints_in
-from rlhfuse.checkpoint.compatibility import RunCompatibility
+from rlhfuse.checkpoint.compatibility import RunCompatibility, shape_of
 from rlhfuse.checkpoint.convert import convert, open_checkpoint
 from rlhfuse.checkpoint.shard_files import FileFacts
 from rlhfuse.checkpoint.writer import rewind
@@ -46,6 +46,12 @@ def test_manifest_prints_and_parses_back():
             Manifest.parse(text, "m")
     with pytest.raises(InputError, match="version 9 is unknown"):
         Manifest.parse(manifest.to_text().replace('"version": 2', '"version": 9'), "m")
+
+
+def test_a_checkpoint_may_be_older_than_a_field_of_a_models_shape():
+    older = {"layers": 4, "qkv_bias": True}
+    assert shape_of(older) == shape_of({**older, "proj_bias": False}) != shape_of({**older, "proj_bias": True})
+    assert shape_of(older)["qkv_bias"] and shape_of(older)["layers"] == 4
 
 
 def test_rewind_removes_what_will_be_made_again(tmp_path):

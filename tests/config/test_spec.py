@@ -84,12 +84,18 @@ def test_model_spec_counts_the_parameters_of_stories260k(tmp_path):
     assert spec.eos_token_ids == (2,) and spec_of(tmp_path, eos_token_id=[2, 3]).eos_token_ids == (2, 3)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
-def test_parameter_count_equals_transformers(tmp_path, kind):
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "phi3"])
+def test_parameter_count_equals_transformers(tmp_path, kind, biased):
     """The count without a forward: transformers builds the model on the meta device."""
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
-    spec = spec_of(tmp_path, model_type=kind, head_dim=8, tie_word_embeddings=False)
+    shape = dict(model_type=kind, head_dim=8, tie_word_embeddings=False, pad_token_id=None)
+    if biased and kind in ("mistral", "phi3"):
+        with pytest.raises(InputError, match="attention_bias=true is not supported; only false is"):
+            spec_of(tmp_path, **shape, attention_bias=True)
+        return
+    spec = spec_of(tmp_path, **shape, attention_bias=biased)
     with torch.device("meta"):
         config = transformers.AutoConfig.from_pretrained(tmp_path)
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -102,8 +108,13 @@ def test_parameter_count_equals_transformers(tmp_path, kind):
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; use one of llama"),
         ({"hidden_size": 0}, "hidden_size is 0; a positive integer is needed"),
         ({"vocab_size": None}, "vocab_size is None"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"hidden_act": "gelu"}, 'hidden_act="gelu" is not supported; only "silu" is'),
         ({"mlp_bias": True}, "mlp_bias=true"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported; only 1 is"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.75}}, "partial_rotary_factor=0.75"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config="),
+        ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, "rope scaling 'longrope'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "'llama3' has low_freq_factor None; a number"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope scaling 'yarn'"),
     ],
 )
@@ -123,8 +134,14 @@ def test_missing_and_broken_config(tmp_path):
 def test_rope_and_window(tmp_path):
     scaled = spec_of(tmp_path, rope_scaling={"rope_type": "linear", "factor": 4.0}, rope_theta=5e5)
     assert (scaled.rope_scaling.kind, scaled.rope_scaling.factor, scaled.rope_theta) == ("linear", 4.0, 5e5)
-    assert spec_of(tmp_path, model_type="mistral", sliding_window=100).context == 100
-    assert spec_of(tmp_path, model_type="qwen2", sliding_window=100).context == 512  # off unless use_sliding_window
+    for kind, changes in (("mistral", {}), ("phi3", {}), ("qwen2", {"use_sliding_window": True})):
+        cut = spec_of(tmp_path, model_type=kind, sliding_window=100, **changes)
+        assert cut.context == 100 and cut.sliding_window
+    for kind in ("qwen2", "qwen3", "llama"):  # off unless use_sliding_window
+        whole = spec_of(tmp_path, model_type=kind, sliding_window=100)
+        assert whole.context == 512 and not whole.sliding_window
+    long = spec_of(tmp_path, model_type="mistral", max_position_embeddings=9000)
+    assert long.context == 4096, "transformers' own default"
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,12 @@ def test_tied_embeddings_compute_as_much():
     assert forward_flops(tied, [5], 5) == forward_flops(SPEC, [5], 5)
 
 
+def test_biases_count_as_much_as_they_hold():
+    biased = ModelSpec(**{**SPEC.__dict__, "qkv_bias": True, "proj_bias": True})
+    assert biased.parameters() - SPEC.parameters() == 2 * (8 + 4 + 4 + 8)  # of q, k, v and output, in two layers
+    assert forward_flops(biased, [5], 5) - forward_flops(SPEC, [5], 5) == 2 * 5 * 2 * 24
+
+
 def test_an_iteration_by_hand():
     """Prompts of 2 and 1 tokens, responses of 3 and 1: training takes three forwards."""
     lengths = SampleLengths((2, 1), (3, 1))

@@ -142,6 +142,7 @@ def test_layouts_hold_without_intra_stage_fusion_too():
         ("reward", {"vocab": 600}, "reward.path: vocab(600) != vocab(512) of the actor"),
         ("critic", {"vocab": 511}, "critic.path: vocab(511) != vocab(512) of the actor"),
         ("reference", {"context": 256}, "= 384 > context(256) of reference"),
+        ("critic", {"context": 256, "sliding_window": True}, "= 384 > sliding_window(256) of critic"),
         ("critic", {"layers": 1}, "parallel.critic_train=d2t1p2: pp(2) > layers(1)"),
     ],
 )

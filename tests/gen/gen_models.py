@@ -49,6 +49,8 @@ def random_weights(spec: ModelSpec, seed: int = 0, tp_rank: int = 0, tp_size: in
         }
         if spec.qkv_bias:
             weights[p + "self_attention.linear_qkv.bias"] = part(draw(qkv))
+        if spec.proj_bias:
+            weights[p + "self_attention.linear_proj.bias"] = draw(spec.hidden)
         if spec.qk_norm:
             weights[p + "self_attention.q_layernorm.weight"] = 1 + draw(spec.head_dim)
             weights[p + "self_attention.k_layernorm.weight"] = 1 + draw(spec.head_dim)

@@ -19,8 +19,17 @@ STORIES = Path(__file__).resolve().parents[2] / "../shared/data/stories260K-hf"
 BOUND = 1e-5
 ROUNDING = 3e-5  # of a trained model, whose logits are large: transformers' float32 is 2.6e-5 from its own float64
 LENGTHS = (1, 3, 15, 16, 17, 40, 63, 64, 90, 5, 2, 33)
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor=4.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
 SHAPES = {
     "llama": dict(model_type="llama", head_dim=64),
+    "biased llama": dict(attention_bias=True, rope_scaling=LLAMA3),
+    "biased qwen3": dict(model_type="qwen3", attention_bias=True),
     "mistral": dict(model_type="mistral", head_dim=16, sliding_window=None),
     "qwen2": dict(model_type="qwen2", tie_word_embeddings=True),
     "qwen3": dict(model_type="qwen3", head_dim=64),

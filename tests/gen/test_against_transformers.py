@@ -22,6 +22,8 @@ CASES = {
     "llama": ("LlamaConfig", dict(head_dim=32)),
     "llama3-rope": ("LlamaConfig", dict(head_dim=32, rope_parameters=ROPE_LLAMA3, tie_word_embeddings=True)),
     "linear-rope": ("LlamaConfig", dict(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})),
+    "biased-llama": ("LlamaConfig", dict(attention_bias=True)),
+    "biased-qwen3": ("Qwen3Config", dict(attention_bias=True, head_dim=16)),
     "qwen2": ("Qwen2Config", dict(tie_word_embeddings=True)),
     "qwen3": ("Qwen3Config", dict(head_dim=64)),
 }

@@ -137,7 +137,9 @@ def test_failure_in_a_step_loses_no_token(make_engine, prompts, alone, monkeypat
 
 
 @pytest.mark.parametrize(
-    "changes", [dict(qk_norm=True, heads=6, kv_heads=2, head_dim=20), dict(qkv_bias=True, heads=2)], ids=str
+    "changes",
+    [dict(qk_norm=True, heads=6, kv_heads=2, head_dim=20), dict(qkv_bias=True, proj_bias=True, heads=2)],
+    ids=str,
 )
 def test_other_shapes_equal_alone(changes, prompts):
     spec = tiny_spec(**changes)

@@ -11,7 +11,7 @@ from moves import move_sequences
 from rlhfuse.base.errors import leave
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 
-SPEC = tiny_spec(qkv_bias=True, qk_norm=True, head_dim=16)
+SPEC = tiny_spec(qkv_bias=True, proj_bias=True, qk_norm=True, head_dim=16)
 PROMPTS = [[9, 10, 11], [12], list(range(20, 60)), [300, 299]]
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True, seed=4)
 

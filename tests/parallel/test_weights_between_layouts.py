@@ -23,7 +23,9 @@ def folders(tmp_path_factory):
     base = tmp_path_factory.mktemp("models")
     return {
         "actor": write_checkpoint(base / "actor", seed=1, num_hidden_layers=5, model_type="qwen2"),
-        "tied": write_checkpoint(base / "tied", seed=2, num_hidden_layers=5, tie_word_embeddings=True),
+        "tied": write_checkpoint(
+            base / "tied", seed=2, num_hidden_layers=5, tie_word_embeddings=True, attention_bias=True
+        ),
         "critic": write_checkpoint(base / "critic", seed=3, num_hidden_layers=5, scalar_head=True),
     }
 

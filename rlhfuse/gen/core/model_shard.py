@@ -23,6 +23,7 @@ class LayerWeights(Generic[Array]):
     q_norm: Array | None
     k_norm: Array | None
     proj: Array
+    proj_bias: Array | None
     mlp_norm: Array
     fc1: Array
     fc2: Array

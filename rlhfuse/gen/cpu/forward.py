@@ -127,15 +127,16 @@ class _Step:
         self.hidden_at, self.attention_at, self.mlp_at = (space.offsets[n] for n in ("x", "attention", "mlp"))
         self.q = np.empty((len(batch.tokens), forward.heads, forward.spec.head_dim), np.float32)
         self.queries = Queries.of(batch.query_starts, batch.contexts, forward.kv_heads, threads)
+        self.no_bias = forward.final_norm[:0]
         first_row = forward.parallel.rank * forward.embedding.shape[0]
         decoder.embed(batch.tokens, forward.embedding, first_row, self.x)
         self._sum(self.x)
         self.delta[...] = 0
 
     def attend(self, layer: LayerWeights[np.ndarray], keys: np.ndarray, values: np.ndarray) -> None:
-        """delta = proj(attention(norm(x + delta)))"""
+        """delta = proj(attention(norm(x + delta))), a bias of proj still to be added"""
         forward, batch = self.forward, self.batch
-        decoder.add_norm(self.x, self.delta, layer.input_norm, forward.eps, self.normed)
+        decoder.add_norm(self.x, self.delta, self.no_bias, layer.input_norm, forward.eps, self.normed)
         decoder.multiply(layer.qkv, self.normed, self.hidden_at, self.qkv, self.threads)
         places = batch.positions, batch.slots, forward.cos, forward.sin
         norms = layer.qkv_bias, layer.q_norm, layer.k_norm, forward.eps
@@ -145,8 +146,8 @@ class _Step:
         self._sum(self.delta)
 
     def run_mlp(self, layer: LayerWeights[np.ndarray]) -> None:
-        """delta = fc2(silu(gate) * up) of norm(x + delta)"""
-        decoder.add_norm(self.x, self.delta, layer.mlp_norm, self.forward.eps, self.normed)
+        """delta = fc2(silu(gate) * up) of norm(x + delta + bias of proj)"""
+        decoder.add_norm(self.x, self.delta, layer.proj_bias, layer.mlp_norm, self.forward.eps, self.normed)
         decoder.multiply_swiglu(layer.fc1, self.normed, self.hidden_at, self.mlp, self.threads)
         decoder.multiply(layer.fc2, self.mlp, self.mlp_at, self.delta, self.threads)
         self._sum(self.delta)
@@ -155,7 +156,7 @@ class _Step:
         forward, rows = self.forward, self.batch.draw_rows
         panels = -(-len(rows) // LANES)
         drawn = forward.space.take("drawn", panels)
-        decoder.add_norm(self.x, self.delta, forward.final_norm, forward.eps, self.normed)
+        decoder.add_norm(self.x, self.delta, self.no_bias, forward.final_norm, forward.eps, self.normed)
         decoder.take_tokens(self.normed, rows, drawn)
         out = np.empty((len(rows), forward.output.shape[0]), np.float32)
         decoder.multiply_to_rows(forward.output, drawn, self.hidden_at, out, self.threads)

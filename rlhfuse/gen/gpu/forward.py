@@ -130,6 +130,8 @@ class DeviceForward:
             keys.flatten(0, 1).index_copy_(0, slots, k)
             values.flatten(0, 1).index_copy_(0, slots, v)
             x = self._add_product(x, attend(q, keys, values).flatten(1), layer.proj)
+            if layer.proj_bias is not None:
+                x.add_(layer.proj_bias)
             gate, up = F.linear(self._norm(x, layer.mlp_norm), layer.fc1).chunk(2, dim=-1)
             x = self._add_product(x, F.silu(gate).mul_(up), layer.fc2)
         return x

@@ -67,12 +67,16 @@ def embed(tokens, table, first_row, x):
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def add_norm(x, delta, weight, eps, normed):
-    """x += delta; normed = x / rms(x) * weight. All [P, F, LANES], weight [F]."""
+def add_norm(x, delta, bias, weight, eps, normed):
+    """x += delta + bias; normed = x / rms(x) * weight. All [P, F, LANES], weight [F], bias [F] or empty."""
     features = x.shape[1]
     for p in prange(x.shape[0]):
         scale = np.zeros(LANES, np.float32)
         for f in range(features):
+            if bias.shape[0]:
+                b = widen(bias[f])
+                for lane in range(LANES):
+                    delta[p, f, lane] += b
             for lane in range(LANES):
                 v = x[p, f, lane] + delta[p, f, lane]
                 x[p, f, lane] = v

@@ -29,6 +29,7 @@ ROOMY = EngineOptions(num_blocks=200)
 TIGHT = EngineOptions(num_blocks=9, max_sequences=5, max_batched_tokens=19)
 SHAPES = {
     "llama": dict(),
+    "biased llama": dict(attention_bias=True),
     "qwen2": dict(model_type="qwen2", head_dim=64, hidden_size=128),
     "qwen3": dict(model_type="qwen3", head_dim=16),
 }

@@ -22,7 +22,7 @@ from rlhfuse.gen.model_runner import ModelRunner
 from rlhfuse.models import attention
 
 CPU = torch.device("cpu")
-WIDE = dict(context=1024, qk_norm=True, qkv_bias=True)
+WIDE = dict(context=1024, qk_norm=True, qkv_bias=True, proj_bias=True)
 
 
 class Repeater:

@@ -62,7 +62,7 @@ def to_rows(w: np.ndarray, x: np.ndarray, threads: int = 1) -> np.ndarray:
 def norm(w: np.ndarray, x: np.ndarray, threads: int = 1) -> np.ndarray:
     panels = to_panels(x)
     out = np.full_like(panels, np.nan)
-    decoder_cpu.add_norm(panels, 2 * panels, w, EPS, out)
+    decoder_cpu.add_norm(panels, 2 * panels, w[:0], w, EPS, out)
     return from_panels(out, len(x))
 
 
