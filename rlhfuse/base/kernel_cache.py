@@ -14,9 +14,10 @@ def is_cached(kernel: Any) -> bool:
 
 
 def compile_apart(kernel: Any, module: str, *arguments: str) -> None:
-    """Run `python -m module arguments` unless `kernel`, the last that it compiles, is cached.
+    """Run `python -m module arguments` unless `kernel`, the last that it compiles, is cached; a line says so.
 
     Raises CalledProcessError where that fails, after it has said why.
     """
     if not is_cached(kernel):
+        print(f"compiling the kernels of {module}, once on this machine: up to a minute", file=sys.stderr, flush=True)
         subprocess.run([sys.executable, "-m", module, *arguments], check=True)

@@ -57,7 +57,7 @@ def convert(
     shard_bytes: int | None = None,
     force: bool = False,
 ) -> None:
-    """Write `role` as a Hugging Face folder `out`, with config and tokenizer of `like`, by default where it came from.
+    """Write `role` as a Hugging Face folder `out`, with config and tokenizer of `like`, by default the run's.
 
     Weights have the dtype that the run trains in, as in its export/. Raises InputError for a role that was not
     trained, for a `like` of another shape and for a disk that is full.
@@ -65,6 +65,9 @@ def convert(
     facts, reader = checkpoint.manifest.facts, checkpoint.open_reader()
     if role not in reader.roles():
         raise InputError(f"{checkpoint.folder} has no {role}, only {', '.join(reader.roles())}")
+    named, tokenizer = facts.settings.get("actor.tokenizer"), None
+    if like is None and named not in (None, facts.settings["actor.path"]):
+        tokenizer = resolve_checkpoint(named, "actor.tokenizer")
     like = like or resolve_checkpoint(facts.settings[f"{role}.path"], f"{role}.path")
     spec = ModelSpec.from_config(like)
     if json.loads(json.dumps(asdict(spec))) != shape_of(facts.models[role]):
@@ -72,4 +75,4 @@ def convert(
     weights = StoredWeights(reader, role, getattr(torch, facts.settings["trainer.dtype"]))
     head = Role(role).scalar_head
     with output_folder(out, force) as fresh:
-        write_folder(fresh, hf_tensors(weights, spec, head), like, shard_bytes, scalar_head=head)
+        write_folder(fresh, hf_tensors(weights, spec, head), like, shard_bytes, scalar_head=head, tokenizer=tokenizer)

@@ -22,8 +22,7 @@ from rlhfuse.base.files import output_folder
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.hf import hf_tensors
 
-COPIED_FILES = (
-    "generation_config.json",
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -35,13 +34,20 @@ COPIED_FILES = (
 )
 
 
-def export_checkpoint(weights: Mapping[str, Tensor], spec: ModelSpec, scalar_head: bool, like: Path, out: Path) -> None:
-    """Write a Hugging Face folder: whole-model `weights`, config and tokenizer of the folder `like`.
+def export_checkpoint(
+    weights: Mapping[str, Tensor],
+    spec: ModelSpec,
+    scalar_head: bool,
+    like: Path,
+    out: Path,
+    tokenizer: Path | None = None,
+) -> None:
+    """Write a Hugging Face folder: whole-model `weights`, config of `like`, tokenizer of `tokenizer` or `like`.
 
     It replaces an older `out` when complete. Raises InputError where it cannot be written: then an older one stays.
     """
     with output_folder(out, force=True) as folder:
-        write_folder(folder, hf_tensors(weights, spec, scalar_head), like, scalar_head=scalar_head)
+        write_folder(folder, hf_tensors(weights, spec, scalar_head), like, scalar_head=scalar_head, tokenizer=tokenizer)
 
 
 def write_folder(
@@ -51,10 +57,12 @@ def write_folder(
     shard_bytes: int | None = None,
     *,
     scalar_head: bool,
+    tokenizer: Path | None = None,
 ) -> None:
     """Fill an empty folder with (name, tensor) in files of at most `shard_bytes` each, but at least one tensor.
 
-    With a scalar head the config says what a language model has become. Raises InputError naming a bad file.
+    `tokenizer`: the folder that has it, where that is not `like`. With a scalar head the config says what a language
+    model has become. Raises InputError naming a bad file.
     """
     dtype = _write_weights(folder, tensors, shard_bytes)
     config = json.loads((like / "config.json").read_text())
@@ -67,10 +75,10 @@ def write_folder(
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     with writing(folder / "config.json"):
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for name in COPIED_FILES:
-        if (like / name).exists():
+    for source, names in ((like, ("generation_config.json",)), (tokenizer or like, TOKENIZER_FILES)):
+        for name in filter(lambda name: (source / name).exists(), names):
             with writing(folder / name):
-                shutil.copyfile(like / name, folder / name)
+                shutil.copyfile(source / name, folder / name)
 
 
 def _write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int | None) -> torch.dtype:

@@ -23,6 +23,7 @@ from torch.nn.functional import logsigmoid
 
 from rlhfuse.base.errors import InputError
 
+NO_SCALE = "give no unit of scale: raise --eval-fraction, give other pairs, or use --keep-scale"
 FIELDS = ("prompt", "chosen", "rejected")
 Report = Callable[[str], None]
 
@@ -136,11 +137,16 @@ def preference_loss(chosen: Tensor, rejected: Tensor, center_coef: float) -> Ten
 def train_reward(
     model: torch.nn.Module, pairs: Sequence[TokenPair], pad_token_id: int, settings: RewardSettings, report: Report
 ) -> RewardResult:
-    """Train a scalar-headed model in place, hold pairs out of it and measure on those."""
+    """Train a scalar-headed model in place, hold pairs out of it and measure on those.
+
+    Raises InputError, for pairs before training, where the held-out texts score alike: then there is no scale.
+    """
     rng = random.Random(settings.seed)
     shuffled = rng.sample(list(pairs), len(pairs))
     held = min(len(pairs) - 1, max(1, round(settings.eval_fraction * len(pairs))))
     held_out, training = shuffled[:held], shuffled[held:]
+    if settings.unit_scale and len({tuple(side) for pair in held_out for side in pair}) == 1:
+        raise InputError(f"the texts of the held-out pairs ({held}) are all the same, so their scores {NO_SCALE}")
 
     def loss_of(batch: list[TokenPair]) -> Tensor:
         return preference_loss(*_score_batch(model, batch, pad_token_id), settings.center_coef)
@@ -150,6 +156,8 @@ def train_reward(
     fit(model, batches, loss_of, FitSettings(steps, settings.lr, min(20, steps)), report)
     if settings.unit_scale:  # scores are linear in the head's weight, which has no bias
         deviation = float(torch.cat(score_pairs(model, held_out, pad_token_id)).std())
+        if not deviation:
+            raise InputError(f"the scores of all {2 * held} held-out texts are equal after training and {NO_SCALE}")
         with torch.no_grad():
             model.get_parameter("score.weight").mul_(1.0 / deviation)
     chosen, rejected = score_pairs(model, held_out, pad_token_id)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 ERROR_LIMIT = 0.2  # one iteration's surprise moves the coefficient only so far
+LEAST_FACTOR = 0.5  # nor does a batch of many times the horizon more than halve it
+LEAST_COEF = 1e-6  # it is not steered below: from 0 it would never come back
 LEAST_STD = 1e-6  # scores that are all (nearly) equal have no size to divide by
 
 
@@ -26,12 +28,13 @@ class KLController:
     def after(self, kl: float, samples: int) -> KLController:
         """For the next iteration, when `samples` samples had a mean KL of `kl` nats.
 
-        e = clip(kl / target - 1, -0.2, 0.2),    coef <- coef * (1 + e * samples / horizon)
+        e = clip(kl / target - 1, -0.2, 0.2),    coef <- coef * max(1 + e * samples / horizon, 0.5)
         """
         if not self.target:
             return self
         error = min(max(kl / self.target - 1, -ERROR_LIMIT), ERROR_LIMIT)
-        return replace(self, coef=self.coef * max(1 + error * samples / self.horizon, 0.0))
+        steered = self.coef * max(1 + error * samples / self.horizon, LEAST_FACTOR)
+        return replace(self, coef=max(steered, min(self.coef, LEAST_COEF)))
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.run.preflight import RunInputs, check_inputs
 from rlhfuse.run.trainer import Trainer
 from rlhfuse.schedule.io import save_schedule
-from rlhfuse.schedule.search import worker as search_worker
 
 
 def dry_run(config: RunConfig, world_size: int | None) -> int:
@@ -151,8 +150,6 @@ def agree_on_plan(inputs: RunInputs, name: str, rank: int, device: Device) -> tu
     with raise_on_all_ranks():
         if rank == 0:
             run_dir = Path(config.trainer.output_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-            if inputs.draft.given is None:
-                search_worker.compile_kernels_apart()  # of the search that this plan begins with
             plan = make_plan(inputs.draft)
             write_start(run_dir, config, plan)
             print(start_line(inputs), flush=True)

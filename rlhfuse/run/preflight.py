@@ -79,6 +79,12 @@ def read_prompts(config: RunConfig, actor: ModelSpec) -> tuple[Any, PromptSet]:
     return tokenizer, prompts
 
 
+def own_tokenizer(config: RunConfig) -> Path | None:
+    """The folder of actor.tokenizer, unless it is the actor's own: what the run trains reads its tokens."""
+    name = config.actor.tokenizer
+    return None if name == config.actor.path else resolve_checkpoint(name, "actor.tokenizer")
+
+
 def check_reward_function(config: RunConfig, prompts: PromptSet) -> None:
     """Import the function and hold it against every row. Raises InputError naming function, file and line."""
     loaded = RewardFunction.load(config.reward.function, config.reward.signature)

@@ -43,7 +43,7 @@ from rlhfuse.run.function_reward import FunctionRewarder
 from rlhfuse.run.iteration_metrics import PhaseTimer
 from rlhfuse.run.iteration_recorder import IterationRecord, IterationRecorder, IterationResult
 from rlhfuse.run.peak_rate import peak_flops, peak_line
-from rlhfuse.run.preflight import RunInputs
+from rlhfuse.run.preflight import RunInputs, own_tokenizer
 from rlhfuse.run.rank_models import DTYPES, build_models, engine_options, sampling_params, whole_copy
 from rlhfuse.run.run_log import RunLog
 from rlhfuse.run.threshold_controller import ThresholdController
@@ -314,4 +314,5 @@ class Trainer:
             with self.checkpoints.joint_failure():
                 if self.rank == 0:
                     path, out = self.inputs.models.paths[role], self.run_dir / "export" / role
-                    export_checkpoint(dict(copy.named_parameters()), trained.spec, trained.scalar_head, path, out)
+                    weights, spec = dict(copy.named_parameters()), trained.spec
+                    export_checkpoint(weights, spec, trained.scalar_head, path, out, own_tokenizer(self.config))

@@ -56,6 +56,19 @@ def test_reward_training_learns_an_order_and_unit_scale():
     assert abs(result.score_mean) < 0.5
 
 
+@pytest.mark.parametrize(
+    "equal, words", [("texts", r"\(1\) are all the same"), ("scores", "all 2 held-out texts are equal")]
+)
+def test_held_out_scores_that_are_all_equal_are_told(equal, words):
+    """Equal texts are found before training; a model that gives every text one score only after it."""
+    pairs, steps = [TokenPair([5, 7], [5, 7] if equal == "texts" else [7, 5]) for _ in range(4)], []
+    with pytest.raises(InputError, match=words):
+        train_reward(BagOfTokens(), pairs, 0, RewardSettings(epochs=1), steps.append)
+    assert bool(steps) == (equal == "scores")
+    same = train_reward(BagOfTokens(), pairs, 0, RewardSettings(epochs=1, unit_scale=False), steps.append)
+    assert same.score_std == 0
+
+
 def test_pair_batches_use_every_pair_once_an_epoch():
     pairs = [TokenPair([i], [i, i]) for i in range(37)]
     batches = pair_batches(pairs, 4, random.Random(0))

@@ -200,5 +200,9 @@ def test_the_coefficient_follows_the_kl():
     assert control.after(6.6, 100).coef == pytest.approx(0.1 * (1 + 0.1 * 100 / 1000))
     assert control.after(600.0, 100).coef == pytest.approx(0.1 * (1 + 0.2 * 100 / 1000))  # no further at once
     assert control.after(0.0, 100).coef == pytest.approx(0.1 * (1 - 0.2 * 100 / 1000))
-    assert control.after(0.0, 10**6).coef == 0.0  # never negative
+    assert control.after(0.0, 10**6).coef == 0.05  # of a large batch: halved at most
     assert KLController(0.1).after(600.0, 64) == KLController(0.1)
+    for _ in range(5000):
+        control = control.after(-1.0, 10**6)
+    assert control.coef == 1e-6 < control.after(600.0, 10**6).coef  # it can come back
+    assert KLController(1e-9, target=6.0).after(0.0, 100).coef == 1e-9  # one that begins lower stays

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from gloo import Workers
-from tiny import write_run
+from tiny import write_run, write_tokenizer
 
 from rlhfuse.run.report.compare import compare_runs
 
@@ -109,10 +109,14 @@ def test_grpo_with_a_function_reward(workers, config):
 
 def test_ppo_with_a_mixed_reward(workers, config):
     function = f"reward.function={config.parent}/functions.py:words"
+    tokenizer = write_tokenizer(config.parent / "tokenizer")
+    marked = tokenizer / "tokenizer_config.json"
+    marked.write_text(json.dumps(json.loads(marked.read_text()) | {"model_max_length": 77}))
     run, exported = run_both(
         workers,
         config,
         "mixed",
+        f"actor.tokenizer={tokenizer}",
         function,
         "reward.model_weight=0.5",
         "reward.function_weight=2",
@@ -123,6 +127,8 @@ def test_ppo_with_a_mixed_reward(workers, config):
         f"critic.path={config.parent}/actor",
     )
     assert exported == ["actor", "critic"]
+    for role in exported:
+        assert (run / "export" / role / "tokenizer_config.json").read_bytes() == marked.read_bytes()
     assert rows(run)[0]["critic/values/mean"] == 0, "a critic that begins as the actor has a value head of zeros"
     for row in rows(run):
         mixed = 0.5 * row["reward/model/mean"] + 2 * row["reward/function/mean"]

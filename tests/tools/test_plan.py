@@ -58,5 +58,15 @@ def test_the_problem_of_the_schedule_is_written_for_the_search(run_yaml, tmp_pat
     assert refused.returncode == 2 and "cannot write" in refused.stderr and not refused.stdout
 
 
+def test_kernels_are_compiled_before_the_search_begins(run_yaml, tmp_path):
+    """On a fresh clone the search has its whole time, and a line says what came before it."""
+    done = program("--config", run_yaml, "--json", NUMBA_CACHE_DIR=str(tmp_path / "cache"))
+    source = json.loads(done.stdout)["schedule"]["source"]
+    assert int(source.split(" moves")[0].split()[-1]) > 1000, source
+    assert done.stderr.startswith("compiling the kernels of rlhfuse.schedule.search") and done.stderr.count("\n") == 1
+    again = program("--config", run_yaml, "--json", NUMBA_CACHE_DIR=str(tmp_path / "cache"))
+    assert again.returncode == 0 and not again.stderr
+
+
 def test_help():
     assert program("--help").returncode == 0

@@ -55,6 +55,7 @@ def test_a_run_prints_its_accuracy_and_saves_a_classifier(tmp_path):
         ([GOOD, GOOD], ("--eval-fraction", 1.5), "eval_fraction=1.5"),
         ([GOOD, GOOD], ("--model", "nowhere"), "nowhere holds no config.json"),
         ([GOOD, {**GOOD, "chosen": " word" * 600}], (), "the model's context is 512"),
+        ([{**GOOD, "rejected": GOOD["chosen"]}] * 2, (), "pairs (1) are all the same, so their scores give no unit"),
     ],
 )
 def test_bad_input_ends_with_2_and_one_line(tmp_path, lines, extra, message):
