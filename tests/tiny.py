@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from rlhfuse.config.spec import ARCHITECTURES, ModelSpec
-from rlhfuse.models.hf import expected_tensors
+from rlhfuse.models.hf_names import expected_tensors
 
 SHAPE = dict(
     hidden_size=64,

@@ -38,7 +38,8 @@ from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.models.build import build_model, fill
 from rlhfuse.models.heads import token_logprobs
-from rlhfuse.models.hf import expected_tensors, load_weights
+from rlhfuse.models.hf import load_weights
+from rlhfuse.models.hf_names import expected_tensors
 from rlhfuse.models.stage import PackedTokens, PipelineStage, TrainingStage
 from rlhfuse.parallel.device import Device, choose_device
 from rlhfuse.parallel.groups import GroupMaker, plain_grid

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.models.hf_names import JOINED, LM_HEAD, SCALAR_HEAD, expected_tensors, joined, layer_shapes
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-SCALAR_HEAD, LM_HEAD = "score.weight", "lm_head.weight"
 
 
 def resolve_checkpoint(name: str, key: str) -> Path:
@@ -43,11 +43,13 @@ def resolve_checkpoint(name: str, key: str) -> Path:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor of a checkpoint lies."""
+    """Where one tensor of a checkpoint lies: rows of what is stored as `name`, from row `first` on."""
 
     file: Path
+    name: str
     shape: tuple[int, ...]
     dtype: str
+    first: int = 0
 
 
 def checkpoint_index(path: Path) -> dict[str, TensorEntry]:
@@ -65,7 +67,7 @@ def checkpoint_index(path: Path) -> dict[str, TensorEntry]:
         opened = _open(file)
         for name in opened.keys():
             view = opened.get_slice(name)
-            index[name] = TensorEntry(file, tuple(view.get_shape()), view.get_dtype())
+            index[name] = TensorEntry(file, name, tuple(view.get_shape()), view.get_dtype())
     return index
 
 
@@ -78,35 +80,18 @@ def _open(file: Path) -> Any:
         raise InputError(f"{file} is half-written or no safetensors file ({error}); fetch it again") from None
 
 
-def expected_tensors(spec: ModelSpec, scalar_head: bool) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of every tensor that a model of this shape must have."""
-    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab, spec.hidden)}
-    for layer in range(spec.layers):
-        p = f"model.layers.{layer}."
-        shapes |= {
-            p + "input_layernorm.weight": (spec.hidden,),
-            p + "self_attn.q_proj.weight": (q, spec.hidden),
-            p + "self_attn.k_proj.weight": (kv, spec.hidden),
-            p + "self_attn.v_proj.weight": (kv, spec.hidden),
-            p + "self_attn.o_proj.weight": (spec.hidden, q),
-            p + "post_attention_layernorm.weight": (spec.hidden,),
-            p + "mlp.gate_proj.weight": (spec.mlp, spec.hidden),
-            p + "mlp.up_proj.weight": (spec.mlp, spec.hidden),
-            p + "mlp.down_proj.weight": (spec.hidden, spec.mlp),
-        }
-        if spec.qkv_bias:
-            shapes |= {p + f"self_attn.{n}_proj.bias": (s,) for n, s in (("q", q), ("k", kv), ("v", kv))}
-        if spec.proj_bias:
-            shapes[p + "self_attn.o_proj.bias"] = (spec.hidden,)
-        if spec.qk_norm:
-            shapes |= {p + f"self_attn.{n}_norm.weight": (spec.head_dim,) for n in "qk"}
-    shapes["model.norm.weight"] = (spec.hidden,)
-    if scalar_head:
-        shapes[SCALAR_HEAD] = (1, spec.hidden)
-    elif not spec.tied_embeddings:
-        shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
-    return shapes
+def _separate(index: dict[str, TensorEntry], spec: ModelSpec) -> dict[str, TensorEntry]:
+    """Inverse of `joined` for entries of an index, which keep pointing into what is stored."""
+    for layer in range(spec.layers if spec.architecture in JOINED else 0):
+        prefix = f"model.layers.{layer}."
+        shapes = layer_shapes(spec, prefix)
+        for name, parts in JOINED[spec.architecture].items():
+            entry, first = index.pop(prefix + name), 0
+            for part in parts:
+                shape = shapes[prefix + part]
+                index[prefix + part] = replace(entry, shape=shape, first=first)
+                first += shape[0]
+    return index
 
 
 def has_scalar_head(path: Path) -> bool:
@@ -139,17 +124,19 @@ def check_checkpoint(path: Path, spec: ModelSpec, scalar_head: bool, fresh_head:
 
 
 class _Reader:
-    """Lazy reads of rows and columns by Hugging Face name."""
+    """Lazy reads of rows and columns by Hugging Face name, of parts of joined tensors by that of the part."""
 
-    def __init__(self, path: Path, dtype: torch.dtype) -> None:
-        self.index = checkpoint_index(path)
+    def __init__(self, path: Path, spec: ModelSpec, dtype: torch.dtype) -> None:
+        self.index = _separate(checkpoint_index(path), spec)
         self.files = {file: _open(file) for file in {entry.file for entry in self.index.values()}}
         self.dtype = dtype
 
     def part(self, name: str, part: int = 0, parts: int = 1, dim: int = 0) -> Tensor:
         """One of `parts` equal cuts along dimension `dim`, 0 or 1."""
-        view, size = self.files[self.index[name].file].get_slice(name), self.index[name].shape[dim] // parts
-        cut = slice(part * size, (part + 1) * size)
+        entry = self.index[name]
+        view, size = self.files[entry.file].get_slice(entry.name), entry.shape[dim] // parts
+        first = part * size + (0 if dim else entry.first)  # no joined tensor is cut by columns
+        cut = slice(first, first + size)
         return (view[:, cut] if dim else view[cut]).to(self.dtype).contiguous()
 
 
@@ -174,7 +161,7 @@ def load_weights(
     """
     path = Path(path)
     check_checkpoint(path, spec, scalar_head, fresh_head)
-    read = _Reader(path, dtype)
+    read = _Reader(path, spec, dtype)
     weights: dict[str, Tensor] = {}
     if first:
         weights["embedding.word_embeddings.weight"] = _vocab_part(read, spec, "model.embed_tokens", tp_rank, tp_size)
@@ -230,7 +217,8 @@ def hf_tensors(weights: Mapping[str, Tensor], spec: ModelSpec, scalar_head: bool
     """Inverse of `load_weights` for a whole model: (Hugging Face name, tensor) one by one, padding stripped."""
     yield "model.embed_tokens.weight", weights["embedding.word_embeddings.weight"][: spec.vocab]
     for layer in range(spec.layers):
-        yield from _hf_layer(weights, spec, f"model.layers.{layer}.", f"decoder.layers.{layer}.").items()
+        hf = f"model.layers.{layer}."
+        yield from joined(spec, hf, _hf_layer(weights, spec, hf, f"decoder.layers.{layer}."), torch.cat).items()
     yield "model.norm.weight", weights["decoder.final_layernorm.weight"]
     if scalar_head:
         yield SCALAR_HEAD, weights["output_layer.weight"]

@@ -30,6 +30,7 @@ SHAPES = {
     "llama": dict(model_type="llama", head_dim=64),
     "biased llama": dict(attention_bias=True, rope_scaling=LLAMA3),
     "biased qwen3": dict(model_type="qwen3", attention_bias=True),
+    "phi3": dict(model_type="phi3", pad_token_id=None),
     "mistral": dict(model_type="mistral", head_dim=16, sliding_window=None),
     "qwen2": dict(model_type="qwen2", tie_word_embeddings=True),
     "qwen3": dict(model_type="qwen3", head_dim=64),

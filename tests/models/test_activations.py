@@ -21,6 +21,7 @@ MODELS = {
     "tied qwen2": dict(model_type="qwen2", num_hidden_layers=5, tie_word_embeddings=True),
     "qwen3": dict(model_type="qwen3", num_hidden_layers=5, num_key_value_heads=4),
     "critic": dict(model_type="llama", num_hidden_layers=5, scalar_head=True),
+    "phi3": dict(model_type="phi3", num_hidden_layers=5, pad_token_id=None),
     "biased": dict(model_type="llama", num_hidden_layers=5, attention_bias=True),
 }
 
@@ -90,6 +91,7 @@ def check(results: list[dict], losses: dict[int, float]) -> None:
         ("qwen3", "d1t2p2", False),  # norms over queries and keys see half of the heads on each rank
         ("qwen3", "d1t2p2", True),
         ("biased", "d1t2p2", False),
+        ("phi3", "d1t2p2", False),
         ("biased", "d1t2p2v2", True),  # each rank sees the tokens of its own part only
         ("critic", "d1t2p2", True),
         pytest.param("critic", "d2t2p1", True, marks=pytest.mark.slow),

@@ -26,7 +26,7 @@ def folders(tmp_path_factory):
         "tied": write_checkpoint(
             base / "tied", seed=2, num_hidden_layers=5, tie_word_embeddings=True, attention_bias=True
         ),
-        "critic": write_checkpoint(base / "critic", seed=3, num_hidden_layers=5, scalar_head=True),
+        "critic": write_checkpoint(base / "critic", seed=3, num_hidden_layers=5, scalar_head=True, model_type="phi3"),
     }
 
 

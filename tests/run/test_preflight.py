@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from tiny import write_checkpoint, write_run, write_tokenizer
 
 from rlhfuse.base.errors import InputError
@@ -75,6 +76,19 @@ def test_a_checkpoint_of_another_shape_than_its_config(folder):
     config = json.loads((folder / "actor" / "config.json").read_text())
     (folder / "actor" / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
     assert "gate_proj" in refused(folder)
+
+
+def test_a_checkpoint_with_parts_that_are_not_implemented(folder):
+    file = folder / "actor" / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {"model.layers.1.mlp.up_proj.bias": weights["model.norm.weight"].clone()}, file)
+    assert "nothing reads the tensor model.layers.1.mlp.up_proj.bias" in refused(folder)
+    config = json.loads((folder / "actor" / "config.json").read_text())
+    (folder / "actor" / "config.json").write_text(json.dumps(config | {"partial_rotary_factor": 0.5}))
+    assert "actor/config.json: partial_rotary_factor=0.5 is not supported; only 1 is" in refused(folder)
+    config |= {"model_type": "mistral", "sliding_window": 30}
+    (folder / "actor" / "config.json").write_text(json.dumps(config))
+    assert "= 40 > sliding_window(30) of actor; lower one of them" in refused(folder)
 
 
 def test_a_reward_model_without_scalar_head(folder):
