@@ -16,7 +16,7 @@ from rlhfuse.base.json_values import from_json, read_json, to_json
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
-from rlhfuse.costs.analytic import AnalyticCost, CostModel
+from rlhfuse.costs.analytic import AnalyticCost, CostModel, RewardCost
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.schedule.ir.problem import StageCosts
@@ -54,6 +54,7 @@ class ProfiledCost(CostModel):
     move: Grid  # of bytes
     all_reduce: Grid | None  # of bytes, over the instance's tensor ranks; None with one
     training: Mapping[str, TrainingGrids]  # by role
+    reward: RewardCost | None = None  # not measured by the program; a file may have it
 
     def prefill_seconds(self, tokens: float, sequences: float) -> float:
         return self.prefill(tokens, sequences) if tokens > 0 else 0.0
@@ -77,6 +78,9 @@ class ProfiledCost(CostModel):
 
     def migration_seconds(self, kv_bytes: float) -> float:
         return self.move(kv_bytes) if kv_bytes > 0 else 0.0
+
+    def reward_call(self) -> RewardCost | None:
+        return self.reward
 
     def stage_costs(
         self, role: str, analytic: AnalyticCost, tokens: float, sequences: float, tick_seconds: float

@@ -86,6 +86,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
         reasons=(
             reasons.of_lengths(config, draft.lengths, DRAWS),
             reasons.of_costs(config, draft.hardware, draft.costs, draft.costs_name),
+            *reasons.of_reward(config, draft.costs),
             reasons.of_memory(draft.memory, summary.peak_activation_bytes),
         ),
     )

@@ -44,6 +44,17 @@ def of_costs(config: RunConfig, hardware: HardwareSpec, costs: CostModel, costs_
     )
 
 
+def of_reward(config: RunConfig, costs: CostModel) -> tuple[str, ...]:
+    """What a call of the reward function counts, where there is one."""
+    if not config.reward.function:
+        return ()
+    if call := costs.reward_call():
+        return (
+            f"a call of reward.function counts {call.seconds:.3g} s, {config.reward.workers * call.at_once} at once",
+        )
+    return ("what a call of reward.function takes is unknown: it counts nothing until the run has measured it",)
+
+
 def threshold_hints(config: RunConfig, chosen: int | None, lengths: SampleLengths | None) -> tuple[str, ...]:
     """Hints on making R_t known, or on what the run makes of a predicted one."""
     if chosen is None:

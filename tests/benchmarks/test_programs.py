@@ -45,6 +45,7 @@ def slow(*values):
         slow("generation.py", "--threads 1 --trace TRACE --plot PLOT", "a.over_transformers d.batch16.outside e.gemm"),
         slow("intra_stage.py", "--sizes 2.5:1 --microbatches 2", "2_5to1_m2.speedup 2_5to1_m2.instruction"),
         slow("iteration_prediction.py", "--iterations 4", "mean_error train.error"),
+        slow("iteration_prediction.py", "--iterations 4 --reward 50", "step.error reward.waited"),
         slow("endurance.py", "--iterations 7", "memory_growth files_more cpu_slope"),
     ],
 )

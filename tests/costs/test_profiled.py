@@ -12,7 +12,7 @@ from sim_helpers import linear_cost
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
-from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.analytic import AnalyticCost, RewardCost
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, load_costs
@@ -99,6 +99,12 @@ def test_every_kind_of_work_is_looked_up():
     assert costs.score_seconds(4, 20) == TABLE(4, 20) + TABLE(2, 10)  # two reward replicas share the batch
     assert costs.swap_in_seconds() == 0.25 and costs.migration_seconds(1500) == 0.625
     assert costs.migration_seconds(0) == 0
+
+
+def test_a_file_may_say_what_the_reward_function_takes():
+    raw = profile().to_dict()
+    assert raw.pop("reward") is None and ProfiledCost.from_dict(raw, "p").reward_call() is None
+    assert ProfiledCost.from_dict({**raw, "reward": {"seconds": 0.05}}, "p").reward_call() == RewardCost(0.05, 1)
 
 
 def test_a_stage_costs_its_layers_and_the_last_one_the_ends():

@@ -201,6 +201,18 @@ def test_threshold_from_the_config(keys, world, expected, reason):
     assert any(reason in sentence for sentence in plan.threshold_reasons)
 
 
+def test_the_plan_says_what_the_reward_function_counts(tmp_path):
+    """Unknown before anything was measured; with the costs of a run it delays the predicted end."""
+    file, called = tmp_path / "costs.json", dict(reward__function="rewards:slow", reward__workers=2)
+    write_json(file, linear_cost(reward=2.0).to_dict())
+    unknown = planned(run(**called)).report
+    assert any("reward.function takes is unknown" in sentence for sentence in unknown.reasons)
+    fast, slow = (planned(run(fusion__profile=str(file), **keys)).report for keys in ({}, called))
+    assert not any("reward.function" in sentence for sentence in fast.reasons)
+    assert any("reward.function counts 2 s, 2 at once" in sentence for sentence in slow.reasons)
+    assert slow.seconds.gen_infer_serial >= 2.0 * 16 / 2 > fast.seconds.gen_infer_serial
+
+
 def test_threshold_file_is_used_and_checked(tmp_path):
     made = planned(run(), lengths=long_tail(500)).report.threshold
     file = tmp_path / "threshold.json"

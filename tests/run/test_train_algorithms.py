@@ -10,14 +10,23 @@ import torch
 from gloo import Workers
 from tiny import write_run, write_tokenizer
 
+from rlhfuse.monitor.trace import load_trace
 from rlhfuse.run.report.compare import compare_runs
+from rlhfuse.run.report.forecast import Forecaster
+from rlhfuse.run.report.run_files import RunFiles
 
 FUNCTIONS = """
+import time
+
 def words(data_source, solution_str, ground_truth, extra_info=None):
     return len(set(solution_str.split())) * float(ground_truth) + (extra_info or {}).get("bonus", 0)
 
 def even(completion_ids):
     return [sum(i % 2 == 0 for i in completion_ids[0]) / len(completion_ids[0])]
+
+def slow(completion_ids):
+    time.sleep(0.25)
+    return even(completion_ids)
 
 def fails(completions):
     raise OverflowError("not today")
@@ -105,6 +114,21 @@ def test_grpo_with_a_function_reward(workers, config):
     assert metrics[0]["actor/kl_coef"] == 0.05 > metrics[1]["actor/kl_coef"]  # it was below its target
     plan = json.loads((run / "plan.json").read_text())
     assert [task["name"] for task in plan["tasks"]] == ["generation", "reference_inference", "actor_train"]
+
+
+def test_a_slow_reward_function_is_measured_and_predicted(workers, config):
+    """Its calls take longer than all else together, so they alone say how long generation and inference take."""
+    run, function = config.parent / "slow", f"reward.function={config.parent}/functions.py:slow"
+    settings = ("algorithm.name=grpo", function, "fusion.threshold=8", "trainer.trace_iterations=2")
+    workers.run(job, config, run, (*WITHOUT_CRITIC, *settings))
+    cost, row = json.loads((run / "costs.json").read_text())["reward"], rows(run)[1]
+    assert 0.25 <= cost["seconds"] < 0.3 and cost["at_once"] == 1
+    assert 0.5 < row["timing_s/reward"] <= row["timing_s/infer"]
+    waits = [span for span in load_trace(run / "trace.json") if span.kind == "reward"]
+    assert {span.rank for span in waits} == {0, 1}
+    timeline = Forecaster(RunFiles.read(run)).forecast(1).timeline
+    assert timeline.total_seconds == pytest.approx(row["fusion/gen_infer_seconds"], rel=0.15)
+    assert 0 < timeline.reward_seconds < timeline.total_seconds
 
 
 def test_ppo_with_a_mixed_reward(workers, config):
