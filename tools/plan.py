@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from rlhfuse.base.errors import run_program
 from rlhfuse.base.files import write_json
 from rlhfuse.config.load import load_config
+from rlhfuse.config.rules import idle_settings
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.planning.draft import draft_plan, read_specs
 from rlhfuse.planning.planner import make_plan
@@ -41,6 +43,8 @@ def main() -> int:
 
         config = with_device(config)
     plan = make_plan(draft_plan(config, read_specs(config), world_size, lengths))
+    if idle := idle_settings(config):
+        print(idle, file=sys.stderr)
     if args.problem:
         write_json(args.problem, plan.schedule.problem.to_dict())
     print(json.dumps(plan.report.to_dict(), indent=1) if args.json else plan.report.render())

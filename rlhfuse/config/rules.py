@@ -6,7 +6,7 @@ of ranks is checked where those are read (planning/, run/, decisions/layouts.py)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.role import Role
@@ -127,3 +127,50 @@ def _trainer(config: RunConfig) -> Iterator[str]:
             yield f"{role}.optim.name=sgd has no checkpoints; {fix}, or {role}.optim.name=adam"
     if not data.train_files:
         yield "data.train_files is empty; give at least one prompt file"
+
+
+def _has_no(role: Role) -> Callable[[RunConfig], bool]:
+    return lambda config: role not in config.roles()
+
+
+def _optim(role: Role, key: str, value: str) -> Callable[[RunConfig], bool]:
+    return lambda config: getattr(getattr(config, role).optim, key) == value
+
+
+# (beginnings of keys, when they have no effect, why); the first row that fits a key gives its reason
+CRITICS = ("critic.", "algorithm.value_", "parallel.critic_")
+FUNCTIONS = ("reward.signature", "reward.timeout_seconds", "reward.workers")
+TRIGGERS = ("fusion.threshold", "fusion.least_threshold", "fusion.bs_max")
+IDLE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
+    (CRITICS, _has_no(Role.CRITIC), "there is no critic"),
+    (("algorithm.lam",), _has_no(Role.CRITIC), "belongs to ppo"),
+    (("algorithm.kl_horizon",), lambda config: not config.algorithm.kl_target, "algorithm.kl_target=0"),
+    (("parallel.reference_inference",), _has_no(Role.REFERENCE), "reference.path=none"),
+    (("parallel.reward_inference",), _has_no(Role.REWARD), "there is no reward model"),
+    (FUNCTIONS, lambda config: not config.reward.function, "reward.function is not set"),
+    (("fusion.schedule",), lambda config: not config.fusion.intra_stage, "fusion.intra_stage=false"),
+    (("fusion.search_seconds",), lambda config: not config.fusion.intra_stage, "fusion.intra_stage=false"),
+    (("fusion.search_seconds",), lambda config: bool(config.fusion.schedule), "fusion.schedule is given"),
+    (TRIGGERS, lambda config: not config.fusion.inter_stage, "fusion.inter_stage=false"),
+    (("fusion.threshold_file",), lambda config: config.threshold() is not None, "fusion.threshold is given"),
+    (("trainer.keep_checkpoints",), lambda config: not config.trainer.save_every, "trainer.save_every=0"),
+    (("trainer.wandb_project",), lambda config: config.trainer.wandb == "off", "trainer.wandb=off"),
+    (("actor.optim.beta", "actor.optim.eps"), _optim(Role.ACTOR, "name", "sgd"), "sgd has none"),
+    (("critic.optim.beta", "critic.optim.eps"), _optim(Role.CRITIC, "name", "sgd"), "sgd has none"),
+    (("actor.optim.min_lr",), _optim(Role.ACTOR, "lr_scheduler_type", "constant"), "the rate is constant"),
+    (("critic.optim.min_lr",), _optim(Role.CRITIC, "lr_scheduler_type", "constant"), "the rate is constant"),
+)
+
+
+def idle_settings(config: RunConfig) -> str:
+    """One line that names every key that was set, to another value than its default, and has no effect; or ''.
+
+    `config` has its defaults filled: a layout of inference that equals parallel.inference counts as filled.
+    """
+    defaults, told = {key: value for key, value, _ in RunConfig().leaves()}, []
+    rows = [(prefixes, why) for prefixes, idle, why in IDLE if idle(config)]
+    for key, value, _ in config.leaves():
+        filled = (defaults[key], config.parallel.inference if key.endswith("_inference") else defaults[key])
+        if value not in filled and (why := next((why for prefixes, why in rows if key.startswith(prefixes)), "")):
+            told.append(f"{key}={value} ({why})")
+    return f"warning: without effect here: {', '.join(told)}" if told else ""

@@ -19,6 +19,7 @@ from rlhfuse.base.files import write_json, write_text
 from rlhfuse.checkpoint.checkpoint import is_finished
 from rlhfuse.config.load import dump_config
 from rlhfuse.config.role import Role
+from rlhfuse.config.rules import idle_settings
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.costs.hardware import GPU_NAMES
 from rlhfuse.decisions.layouts import planned_world_size
@@ -47,6 +48,8 @@ def dry_run(config: RunConfig, world_size: int | None) -> int:
     inputs = check_inputs(config, planned_world_size(config, world_size))
     print(start_line(inputs))
     print(prompts_line(inputs))
+    if idle := idle_settings(config):
+        print(idle)
     print(make_plan(inputs.draft).report.render())
     return 0
 
@@ -153,6 +156,8 @@ def agree_on_plan(inputs: RunInputs, name: str, rank: int, device: Device) -> tu
             plan = make_plan(inputs.draft)
             write_start(run_dir, config, plan)
             print(start_line(inputs), flush=True)
+            if idle := idle_settings(config):
+                print(idle)
             print(f"run directory: {run_dir}")
             print(f"device: {device.torch_device} ({device.backend}), {prompts_line(inputs)}")
             print(f"{plan.report.render()}\n{plan.schedule.text()}", flush=True)

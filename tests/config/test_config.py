@@ -4,6 +4,7 @@ import pytest
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import dump_config, load_config
+from rlhfuse.config.rules import idle_settings
 from rlhfuse.config.settings import AlgorithmConfig
 
 MINIMAL = "actor: {path: models/a}\nreward: {path: models/r}\ndata: {train_files: [p.jsonl]}\n"
@@ -216,3 +217,28 @@ def test_missing_file(tmp_path):
 def test_key_of_the_file_is_named_with_the_file(tmp_path):
     with pytest.raises(InputError, match="run.yaml: unknown key rollout.temprature; did you mean rollout.temperature"):
         load(tmp_path, MINIMAL + "rollout: {temprature: 1}\n")
+
+
+@pytest.mark.parametrize(
+    "overrides, told",
+    [
+        ([], ""),
+        (["parallel.inference=d2t1p1", "algorithm.name=grpo"], ""),
+        (["fusion.intra_stage=false", "fusion.schedule=no.json"], "fusion.schedule=no.json (fusion.intra_stage=false)"),
+        (["fusion.inter_stage=false", "fusion.threshold=4"], "fusion.threshold=4 (fusion.inter_stage=false)"),
+        (["fusion.threshold=4", "fusion.threshold_file=t"], "fusion.threshold_file=t (fusion.threshold is given)"),
+        (["reward.workers=2", "reward.signature=trl"], "reward.signature=trl (reward.function is not set)"),
+        (["reward.workers=2"], "reward.workers=2 (reward.function is not set)"),
+        (["algorithm.name=grpo", "critic.optim.lr=1"], "critic.optim.lr=1.0 (there is no critic)"),
+        (["algorithm.name=rloo", "algorithm.lam=0.5"], "algorithm.lam=0.5 (belongs to ppo)"),
+        (["algorithm.name=grpo", "algorithm.value_clip_eps=0"], "algorithm.value_clip_eps=0.0 (there is no critic)"),
+        (["actor.optim.name=sgd", "actor.optim.beta1=0.5"], "actor.optim.beta1=0.5 (sgd has none)"),
+        (["critic.optim.min_lr_ratio=0.1"], "critic.optim.min_lr_ratio=0.1 (the rate is constant)"),
+        (["trainer.keep_checkpoints=3"], "trainer.keep_checkpoints=3 (trainer.save_every=0)"),
+    ],
+)
+def test_a_setting_without_effect_is_named(tmp_path, overrides, told):
+    config = load(tmp_path, overrides=overrides)
+    line = idle_settings(config)
+    assert told in line and bool(line) == bool(told) and "\n" not in line
+    assert idle_settings(load(tmp_path, dump_config(config))) == line
