@@ -1,7 +1,7 @@
 """Whole runs as processes under torchrun: started, waited for, killed at a moment.
 
 `killed_forked` does without torchrun: its ranks are forked from a process that has loaded all modules, which takes
-longer than a short run. They find each other through a store of rank 0.
+longer than a short run. They find each other through a store of this process.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import psutil
+from gloo import host_store
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = os.pathsep.join(str(ROOT / folder) for folder in (".", "tools", "tests", "tests/run"))
@@ -67,9 +67,7 @@ def killed(config: Path, moment: str, *overrides: str) -> str:
 
 def killed_forked(config: Path, moment: str, log: Path, *overrides: str, ranks: int = 2) -> str:
     """As `killed`. What the ranks say goes to `log`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    store = host_store()  # as torchrun's agent: its port is bound when it is chosen
     os.environ["PYTHONPATH"] = PATHS  # for the process that loads modules
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["killed_training", "rlhfuse.run.launch", "rlhfuse.monitor.loggers"])
@@ -77,7 +75,8 @@ def killed_forked(config: Path, moment: str, log: Path, *overrides: str, ranks: 
     for rank in range(ranks):
         environment = {
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
+            "MASTER_PORT": store.port,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
             "WORLD_SIZE": ranks,
             "RANK": rank,
             "LOCAL_RANK": rank,

@@ -4,7 +4,7 @@
     python tools/train_ppo.py --config examples/quickstart.yaml --dry-run       check and print the plan, launch nothing
 
 The same program runs on CPUs (gloo) and GPUs (NCCL, flash-attn where installed). Everything is checked before a
-process group exists: bad input ends all ranks with exit code 2 and one line from rank 0.
+process group exists: bad input ends all ranks with exit code 2 and one line, from rank 0 or the rank that met it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecat
 
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.config.load import load_config
+from rlhfuse.parallel.first_error import speaks_first
 
 
 def main() -> int:
@@ -44,7 +45,7 @@ def main() -> int:
 
 def run() -> None:
     """The installed program."""
-    run_program(main, tear_down=False)
+    run_program(main, tear_down=False, speaks=speaks_first)
 
 
 if __name__ == "__main__":

@@ -71,29 +71,39 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _print_error(error: Exception) -> None:
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _print_error(text: str) -> None:
     """One write, newline included: torchrun's ranks write unbuffered to one stream, and are ended while they write."""
-    sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+    sys.stderr.write(f"error: {text}\n")
     sys.stderr.flush()
 
 
-def run_program(main: Callable[[], int | None], tear_down: bool = True) -> None:
+def run_program(
+    main: Callable[[], int | None], tear_down: bool = True, speaks: Callable[[str], bool] | None = None
+) -> None:
     """Run `main` and leave the process with its exit code; without `tear_down`, by `leave`.
 
-    An InputError prints `error: ...` on stderr, from rank 0 only when torchrun set RANK, and every rank
-    exits with 2. A RewardError is the same line from whichever rank met it, exit code 1. Ctrl-C exits with 130. Any
-    other exception propagates with its traceback.
+    An InputError prints `error: ...` on stderr and exits with 2. Where torchrun set RANK: from rank 0 if that meets it,
+    else from one rank that does, which says so; `speaks(message)` tells whether this rank is the one. A RewardError is
+    the same line from whichever rank met it, exit code 1. Ctrl-C exits with 130. Any other exception propagates with
+    its traceback.
     """
     try:
         code = main() or 0
     except InputError as error:
-        if os.environ.get("RANK", "0") == "0":
-            _print_error(error)
+        rank, message = os.environ.get("RANK"), _one_line(error)
+        first, alike = rank in (None, "0"), rank is None or isinstance(error, JointError)
+        mine = first if alike or speaks is None else speaks(message)
+        if mine:
+            _print_error(message if first else f"rank {rank}: {message}")
         else:
             time.sleep(RANK_0_FIRST_SECONDS)  # torchrun ends all ranks when one has left: let rank 0 speak first
         code = EXIT_BAD_INPUT
     except RewardError as error:
-        _print_error(error)
+        _print_error(_one_line(error))
         code = EXIT_FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)

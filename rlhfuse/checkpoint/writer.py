@@ -13,8 +13,8 @@ import shutil
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,17 +27,26 @@ from rlhfuse.parallel.collectives import all_gather_objects, raise_on_all_ranks
 from rlhfuse.parallel.fragments import Fragment
 
 POLL_SECONDS = 0.02
+GROWTH_SECONDS = 0.2
 
 
 class CheckpointWriter:
     """One rank's part in saving; `start`, `joint_failure` and `finish` are collectives of all ranks."""
 
     def __init__(
-        self, run_dir: Path, rank: int, world_size: int, facts: RunCompatibility, keep: int, timeout_seconds: float
+        self,
+        run_dir: Path,
+        rank: int,
+        world_size: int,
+        facts: RunCompatibility,
+        keep: int,
+        timeout_seconds: float,
+        progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`keep`: how many checkpoints stay. `timeout_seconds`: rank 0 waits so long to see files that are written."""
         self._run_dir, self._rank, self._world_size = run_dir, rank, world_size
         self._facts, self._keep, self._timeout = facts, keep, timeout_seconds
+        self._progress = progress  # told that a file grows while it is waited for
         self._thread: threading.Thread | None = None
         self._written = threading.Event()  # this rank's file is down, or will never be
         self._all_written = threading.Event()  # every rank's file is down
@@ -90,11 +99,19 @@ class CheckpointWriter:
         """Wait until the checkpoint under way is complete, if there is one. Raises JointError as above."""
         if self._thread is not None:
             with self.joint_failure():
-                self._written.wait()
+                self._wait_for_file()
             self._all_written.set()
             with self.joint_failure():
                 self._thread.join()
             self._thread = None
+
+    def _wait_for_file(self) -> None:
+        """Until this rank's file is down: slow storage is no hang while the file grows."""
+        size, mine = -1, f"iteration-*.partial/{file_name(self._rank)}"
+        while not self._written.wait(GROWTH_SECONDS):
+            with suppress(OSError):
+                if size != (size := sum(file.stat().st_size for file in folder_of(self._run_dir).glob(mine))):
+                    self._progress(f"saving a checkpoint: {size / 1e6:.1f} MB are written here")
 
     # the thread -----------------------------------------------------------------------------------------------
 

@@ -314,7 +314,7 @@ class TrainerConfig(Settings):
         "is faster, and `perf/peak_memory_gb` of a phase then holds what earlier ones left",
     )
     watchdog_seconds: Wait = key(60.0, "a silent rank is declared dead after this")
-    hang_seconds: Wait = key(600.0, "a rank without progress for this long ends the job")
+    hang_seconds: Wait = key(600.0, "a job in which no rank has worked for this long ends")
     tensorboard: Truth = key(True, "write tensorboard/ in the run directory")
     wandb: Literal["off", "online", "offline"] = key(
         "off",

@@ -12,6 +12,7 @@ import concurrent.futures
 import multiprocessing as mp
 import os
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,14 +30,28 @@ Scores = dict[int, tuple[float, float]]  # sample id -> score, and seconds that 
 
 
 class RewardWorkers:
-    """Owns `workers` processes that call the function `name`, which may have children; to be closed."""
+    """Owns `workers` processes that call the function `name`; what it starts itself ends with them. To be closed.
 
-    def __init__(self, name: str, signature: str, workers: int, timeout_seconds: float) -> None:
+    `progress` is told of calls that have returned while `finish` waits.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        signature: str,
+        workers: int,
+        timeout_seconds: float,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._name, self._workers, self._timeout = name, workers, timeout_seconds
         self._is_async = RewardFunction.load(name, signature).is_async
         context = mp.get_context("spawn")  # a fork would copy the engine, its threads and its sockets
         self._calls = context.Queue()  # of an async function, which any worker takes from
-        self._pool = ProcessPool(workers, initializer=_start, initargs=(name, signature, self._calls), context=context)
+        self._returned = context.Value("q", 0)  # calls, in all workers
+        self._groups = context.SimpleQueue()  # process groups: one of each worker, with all that the function starts
+        self._progress = progress
+        shared = name, signature, self._calls, self._returned, self._groups
+        self._pool = ProcessPool(workers, initializer=_start, initargs=shared, context=context)
         self._pending: dict[int, RewardCall] = {}
         self._tasks: dict[ProcessFuture, RewardCall | None] = {}  # under way, with its call if it has one of its own
         self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of the tasks
@@ -56,8 +71,11 @@ class RewardWorkers:
 
     def finish(self) -> dict[int, float]:
         """Wait for all that was submitted: sample id -> score. Raises RewardError."""
+        seen = 0
         while self._pending:
             self._collect(POLL_SECONDS)
+            if seen != (seen := self._returned.value):
+                self._progress(f"inference: waiting for the reward function, {len(self._pending)} samples left here")
         scores, self._scores = self._scores, {}
         return scores
 
@@ -68,11 +86,14 @@ class RewardWorkers:
         return taken
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes, and those that the function has started."""
         self._calls.cancel_join_thread()  # nobody reads what is left
         self._pool.stop()
         self._pool.join()
         self._calls.close()
+        while not self._groups.empty():
+            with suppress(ProcessLookupError):
+                os.killpg(self._groups.get(), signal.SIGKILL)
 
     def _schedule(self, call: RewardCall | None, function: Callable, argument: Any, timeout: float | None) -> None:
         task = self._pool.schedule(function, (argument,), timeout=timeout)
@@ -117,11 +138,13 @@ class RewardWorkers:
 _worker: dict[str, Any] = {}  # what a worker's process has from its start on; empty in every other
 
 
-def _start(name: str, signature: str, calls: Any) -> None:
+def _start(name: str, signature: str, calls: Any, returned: Any, groups: Any) -> None:
+    os.setpgid(0, 0)
+    groups.put(os.getpid())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
-    _worker.update(function=RewardFunction.load(name, signature), calls=calls, loop=loop)
+    _worker.update(function=RewardFunction.load(name, signature), calls=calls, loop=loop, returned=returned)
 
 
 def _score(call: RewardCall) -> Scores:
@@ -159,11 +182,14 @@ async def _call(loaded: RewardFunction, call: RewardCall) -> Any:
 def _number(loaded: RewardFunction, call: RewardCall, began: float, result: Callable[[], Any]) -> Scores:
     try:
         score = loaded.number(result(), call)
-        return {call.sample_id: (score, time.monotonic() - began)}
+        seconds = time.monotonic() - began
     except RewardError:
         raise
     except BaseException as error:  # SystemExit included: whatever leaves the function is its failure
         raise RewardError(loaded.failed(error, call)) from None
+    with _worker["returned"].get_lock():
+        _worker["returned"].value += 1
+    return {call.sample_id: (score, seconds)}
 
 
 def _late(timeout_seconds: float) -> str:
@@ -174,4 +200,4 @@ def _end_with_parent() -> None:
     parent = mp.parent_process()
     assert parent is not None
     parent.join()
-    os._exit(1)  # without cleaning up: the main thread may never come back
+    os.killpg(0, signal.SIGKILL)  # without cleaning up: the main thread may never come back

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from rlhfuse.base.files import output_folder
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.hf import hf_tensors
 
+EXPORT_BYTES = 5 << 30  # of one weight file
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -41,13 +42,18 @@ def export_checkpoint(
     like: Path,
     out: Path,
     tokenizer: Path | None = None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Write a Hugging Face folder: whole-model `weights`, config of `like`, tokenizer of `tokenizer` or `like`.
 
-    It replaces an older `out` when complete. Raises InputError where it cannot be written: then an older one stays.
+    It replaces an older `out` when complete; `progress` is told of each weight file, of EXPORT_BYTES at most. Raises
+    InputError where it cannot be written: then an older one stays.
     """
     with output_folder(out, force=True) as folder:
-        write_folder(folder, hf_tensors(weights, spec, scalar_head), like, scalar_head=scalar_head, tokenizer=tokenizer)
+        tensors = hf_tensors(weights, spec, scalar_head)
+        write_folder(
+            folder, tensors, like, EXPORT_BYTES, scalar_head=scalar_head, tokenizer=tokenizer, progress=progress
+        )
 
 
 def write_folder(
@@ -58,13 +64,14 @@ def write_folder(
     *,
     scalar_head: bool,
     tokenizer: Path | None = None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Fill an empty folder with (name, tensor) in files of at most `shard_bytes` each, but at least one tensor.
 
     `tokenizer`: the folder that has it, where that is not `like`. With a scalar head the config says what a language
     model has become. Raises InputError naming a bad file.
     """
-    dtype = _write_weights(folder, tensors, shard_bytes)
+    dtype = _write_weights(folder, tensors, shard_bytes, progress)
     config = json.loads((like / "config.json").read_text())
     for key in ("dtype", "torch_dtype"):
         if key in config:
@@ -81,13 +88,16 @@ def write_folder(
                 shutil.copyfile(source / name, folder / name)
 
 
-def _write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int | None) -> torch.dtype:
+def _write_weights(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int | None, progress: Callable[[str], None]
+) -> torch.dtype:
     """The weight files and, of several, their index. Returns the dtype that they have."""
     shard_of, total, dtype, number = {}, 0, torch.float32, 0
     for number, shard in enumerate(_shards(tensors, shard_bytes), start=1):
         file = folder / f"model-{number:05}.safetensors"
         with writing(file):
             save_tensors(shard, file, {"format": "pt"})
+        progress(f"exporting models: {file} is written")
         shard_of |= dict.fromkeys(shard, number)
         total += sum(tensor.nbytes for tensor in shard.values())
         dtype = next(iter(shard.values())).dtype

@@ -1,7 +1,8 @@
 """What ranks tell each other about themselves, and the reasons to end the job that follow from it.
 
 A `Heartbeat` is a line of JSON in the job's store. `counter` grows with every beat of the watchdog's thread, `progress`
-with every report of the main thread.
+with every piece of work that the main thread reports, but not while it waits for others. A job in which no rank has
+worked for `hang_seconds` hangs: who idles or waits hides nobody who is stuck, and who works is waited for.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import json
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 RUNNING, DONE, TERMINATED, INTERRUPTED, FAILED, LEFT = "running", "done", "terminated", "interrupted", "failed", "left"
+STUCK_AT_MOST = 4  # ranks in the line about a hang
 PLACES_AT_MOST = 64  # ranks in the list of places; every rank prints its own place besides
 EXIT_DEAD_PEER = 1
 EXIT_STOPPED = {INTERRUPTED: 130, TERMINATED: 143}
@@ -42,6 +44,10 @@ class ProcessName:
         return status is None or status[0] in "ZX" or status[1] != self.started
 
 
+class Waiting(str):
+    """What a rank does while only others can let it go on: no work, and no sign that it is stuck itself."""
+
+
 @dataclass(frozen=True)
 class Heartbeat:
     """The latest word of one rank. `because` says why it failed or left."""
@@ -53,6 +59,12 @@ class Heartbeat:
     doing: str
     state: str = RUNNING
     because: str = ""
+    waiting: bool = False  # for other ranks
+
+    def now_in(self, doing: str) -> Heartbeat:
+        """As before, but in `doing`; that is progress unless it is `Waiting`."""
+        waits = isinstance(doing, Waiting)
+        return replace(self, doing=doing, waiting=waits, progress=self.progress + (not waits))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -68,7 +80,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds between heartbeats, of silence before a rank counts as dead, and of no progress anywhere."""
+    """Seconds between heartbeats, of silence before a rank counts as dead, and of no work anywhere."""
 
     watchdog_seconds: float = 60.0
     hang_seconds: float = 600.0
@@ -90,6 +102,7 @@ class PeerTable:
         self._own, self._limits = own, limits
         self._latest: dict[int, Heartbeat] = {}
         self._changed: dict[int, float] = {}  # when a peer's counter was last seen to grow
+        self._read: dict[int, float] = {}  # when a peer was last read
         self._progressed = now  # when any rank's progress was last seen to grow
 
     @property
@@ -103,7 +116,7 @@ class PeerTable:
             self._changed[beat.rank] = now
         if before is None or beat.progress != before.progress:
             self._progressed = now
-        self._latest[beat.rank] = beat
+        self._latest[beat.rank], self._read[beat.rank] = beat, now
 
     def note_own(self, own: Heartbeat, now: float) -> None:
         if own.progress != self._own.progress:
@@ -121,20 +134,29 @@ class PeerTable:
         yield from (Verdict(f"{b} failed with {b.because}; last seen in: {b.doing}") for b in failed)
         yield from (Verdict(f"{b} died; last seen in: {b.doing}") for b in beats if self._is_gone(b))
         for beat in beats:
-            if self._is_silent(beat, now):
-                silence = now - self._changed[beat.rank]
+            if self._is_silent(beat):
+                silence = self._read[beat.rank] - self._changed[beat.rank]
                 yield Verdict(f"{beat} died: silent for {silence:.0f} s; last seen in: {beat.doing}")
         stopped = (b for b in beats if b.state in EXIT_STOPPED)
         yield from (Verdict(f"{b} was {b.state} in: {b.doing}", EXIT_STOPPED[b.state]) for b in stopped)
         stuck = now - self._progressed
         if stuck > self._limits.hang_seconds:
-            yield Verdict(f"no rank made progress for {stuck:.0f} s")
+            yield Verdict(f"no rank made progress for {stuck:.0f} s; {self._stuck()}")
+
+    def _stuck(self) -> str:
+        """Who does not wait for another rank, and so holds the others up."""
+        held = [b for b in (self._own, *self.heartbeats) if b.state == RUNNING and not b.waiting]
+        named = [f"{beat} is in: {beat.doing}" for beat in sorted(held, key=lambda beat: beat.rank)[:STUCK_AT_MOST]]
+        more = [f"and {len(held) - len(named)} more"] if len(held) > len(named) else []
+        return ", ".join(named + more) or "all wait for each other"
 
     def _is_gone(self, beat: Heartbeat) -> bool:
         return beat.state == RUNNING and beat.process.is_gone(self._own.process.machine)
 
-    def _is_silent(self, beat: Heartbeat, now: float) -> bool:
-        return beat.state == RUNNING and now - self._changed[beat.rank] > self._limits.watchdog_seconds
+    def _is_silent(self, beat: Heartbeat) -> bool:
+        # by its last reading, not by now: in a large world a peer's turn comes more seldom than the limit
+        silence = self._read[beat.rank] - self._changed[beat.rank]
+        return beat.state == RUNNING and silence > self._limits.watchdog_seconds
 
     def unheard_since(self, moment: float) -> list[Heartbeat]:
         """Running peers that have shown no sign of life since `moment`."""
@@ -144,15 +166,15 @@ class PeerTable:
         """Those on other machines, where a process cannot be looked up."""
         return [beat for beat in beats if beat.process.machine != self._own.process.machine]
 
-    def still_to_report(self, now: float) -> list[Heartbeat]:
+    def still_to_report(self) -> list[Heartbeat]:
         """Live peers that have not said yet where they were when they left."""
         running = (beat for beat in self.heartbeats if beat.state == RUNNING)
-        return [beat for beat in running if not self._is_gone(beat) and not self._is_silent(beat, now)]
+        return [beat for beat in running if not self._is_gone(beat) and not self._is_silent(beat)]
 
-    def reporter(self, now: float) -> int:
+    def reporter(self) -> int:
         """The lowest rank that can still print: neither dead nor ended by an error of its own."""
         left = {beat.rank for beat in self.heartbeats if beat.state in (LEFT, TERMINATED)}
-        return min({self._own.rank} | left | {beat.rank for beat in self.still_to_report(now)})
+        return min({self._own.rank} | left | {beat.rank for beat in self.still_to_report()})
 
     def places(self) -> str:
         """A line for each peer, in order of rank: what it does, or was last seen in."""

@@ -7,7 +7,6 @@ heartbeat into the job's store every second, reads those of its peers, and leave
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import threading
@@ -77,9 +76,11 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def progress(self, doing: str) -> None:
-        """Say what the main thread does from now on. Cheap: nothing is sent before the next heartbeat."""
-        own = self._own
-        self._own = replace(own, doing=doing, progress=own.progress + 1)
+        """Say what the main thread does from now on. Cheap: nothing is sent before the next heartbeat.
+
+        That counts as work, unless it is `Waiting`: so tell it of every piece of work, and of no turn of an idle loop.
+        """
+        self._own = self._own.now_in(doing)
 
     def __enter__(self) -> Watchdog:
         # SIGTERM (torchrun sends it to the survivors) is read by the thread from Python's wake-up descriptor, which
@@ -129,28 +130,30 @@ class Watchdog:
 
     def _look(self, peers: int, counter: int) -> Verdict | None:
         """Read `peers` peers, the next ones in turn, and judge."""
-        count = len(self._peers)
+        count, now = len(self._peers), time.monotonic()  # one moment for all, so that a verdict comes out the same
         first = counter * peers % count if count > peers else 0
         for rank in (self._peers + self._peers)[first : first + min(peers, count)]:
-            self._read(rank)
-        verdict, before = self._table.verdict(time.monotonic()), None
+            self._read(rank, now)
+        verdict, before = self._table.verdict(now), None
         while verdict != before:
             # a peer may have said good-bye between its last reading and its end, or another be the cause: a verdict
             # counts once the words of all peers, read after it was first found, still give it
             before = verdict
             for rank in self._peers:
-                self._read(rank)
-            verdict = self._table.verdict(time.monotonic())
+                self._read(rank, now)
+            verdict = self._table.verdict(now)
         return verdict
 
-    def _read(self, rank: int) -> None:
+    def _read(self, rank: int, now: float) -> None:
         if self._store.check([_key(rank)]):
-            self._table.note(Heartbeat.from_json(self._store.get(_key(rank))), time.monotonic())
+            self._table.note(Heartbeat.from_json(self._store.get(_key(rank))), now)
 
     def _wait_for_sigterm(self, seconds: float) -> bool:
         """Sleep; True as soon as SIGTERM arrived. The end of the block and other signals only cut the sleep short."""
-        ready, _, _ = select.select([self._wake_read], [], [], seconds)
-        return bool(ready) and signal.SIGTERM in self._wake_read.recv(4096)
+        self._wake_read.settimeout(seconds)  # as select.select, which refuses descriptors from 1024 on
+        with suppress(TimeoutError):
+            return signal.SIGTERM in self._wake_read.recv(4096)
+        return False
 
     def _terminated(self, counter: int) -> Verdict:
         """The dead peer that made the launcher send SIGTERM, if there is one."""
@@ -223,17 +226,17 @@ class Watchdog:
     def _print_places(self) -> None:
         """Where every other rank was, once they have said so; on the lowest rank left, so that it is printed once."""
         start = now = time.monotonic()
-        if self._table.reporter(now) != self._rank:
+        if self._table.reporter() != self._rank:
             return
         with suppress(Exception):  # where the store went with the launcher, what was read before must do
             waiting = True
             while waiting:
                 # judged before the reading: who has ended by then had said its word before, and is read once more
-                waiting = self._table.still_to_report(now) and now - start < GRACE_SECONDS
+                waiting = self._table.still_to_report() and now - start < GRACE_SECONDS
                 time.sleep(0.05)
                 for beat in self._table.heartbeats:
                     if beat.state == RUNNING:
-                        self._read(beat.rank)
+                        self._read(beat.rank, now)
                 now = time.monotonic()
         os.write(2, f"watchdog: the other ranks:\n{self._table.places()}\n".encode())
 

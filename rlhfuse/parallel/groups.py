@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from rlhfuse.config.settings import LONGEST_SECONDS
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.schedule.ir.ranks import plain_cells
 
@@ -69,9 +70,12 @@ def plain_grid(layout: ParallelLayout) -> ModelGrid:
 
 
 class GroupMaker:
-    """Makes process groups in one order on every rank; equal (purpose, ranks) give the same group."""
+    """Makes process groups in one order on every rank; equal (purpose, ranks) give the same group.
 
-    def __init__(self, timeout_seconds: float) -> None:
+    Their collectives wait for `timeout_seconds`; by default as under a watchdog, see `wait_for_workers`.
+    """
+
+    def __init__(self, timeout_seconds: float = LONGEST_SECONDS) -> None:
         self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
 
@@ -119,6 +123,11 @@ class GroupMaker:
     def channels(self, purpose: str, pairs: list[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:
         """One two-rank group for each directed (sender, receiver) pair, made in sorted order."""
         return {pair: self.group(f"{purpose}.channel.{pair[0]}to{pair[1]}", pair) for pair in sorted(set(pairs))}
+
+
+def wait_for_workers(group: dist.ProcessGroup) -> None:
+    """Let `group`'s collectives wait as long as another rank works: who hangs is for the watchdog alone to say."""
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=LONGEST_SECONDS), group)
 
 
 def connect(groups: list[dist.ProcessGroup], device: torch.device) -> None:

@@ -5,7 +5,7 @@ Decodes the sampled tokens for the function; nothing is ever encoded again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rlhfuse.data.reward_function import RewardCall
 from rlhfuse.data.reward_workers import RewardWorkers
@@ -17,13 +17,13 @@ from rlhfuse.run.preflight import RunInputs
 class FunctionRewarder:
     """A `Rewarder` that calls the function of the configuration, in processes of its own."""
 
-    def __init__(self, inputs: RunInputs, sampler: PromptSampler) -> None:
-        config = inputs.config
+    def __init__(self, inputs: RunInputs, sampler: PromptSampler, progress: Callable[[str], None]) -> None:
+        config, reward = inputs.config, inputs.config.reward
         self._prompts, self._tokenizer, self._sampler = inputs.prompts, inputs.tokenizer, sampler
         self._count = config.rollout.prompts_per_iteration
         self._drawn: tuple[int, list[int]] = (-1, [])  # the iteration asked for last, and its prompts
         self._workers = RewardWorkers(
-            config.reward.function, config.reward.signature, config.reward.workers, config.reward.timeout_seconds
+            reward.function, reward.signature, reward.workers, reward.timeout_seconds, progress
         )
 
     def submit(self, rollouts: Sequence[Rollout]) -> None:

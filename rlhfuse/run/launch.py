@@ -30,7 +30,7 @@ from rlhfuse.monitor.heartbeat import Limits
 from rlhfuse.monitor.watchdog import Watchdog
 from rlhfuse.parallel.collectives import from_rank_0, raise_on_all_ranks
 from rlhfuse.parallel.device import Device, allow_many_files, choose_device, local_rank
-from rlhfuse.parallel.groups import connect
+from rlhfuse.parallel.groups import connect, wait_for_workers
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.planner import make_plan, parse_plan
 from rlhfuse.planning.run_plan import RunPlan
@@ -87,7 +87,9 @@ def run_job(inputs: RunInputs, name: str, rank: int, device: Device) -> Path:
     # a connection of its own: the main thread's may be busy
     watched = store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # torch's stubs lack it
     watched.set_timeout(datetime.timedelta(seconds=config.trainer.watchdog_seconds))
+    assert dist.group.WORLD is not None
     with Watchdog(watched, rank, inputs.world_size, limits) as watchdog:
+        wait_for_workers(dist.group.WORLD)
         if not device.is_cuda:
             watchdog.progress("compiling the engine's kernels")
             if local_rank() == 0:  # one for its host, where they are not cached; then all can load them

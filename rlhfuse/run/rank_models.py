@@ -71,7 +71,7 @@ class RankModels:
 
 def build_models(config: RunConfig, folders: ModelFolders, ranks: FusedRanks, rank: int, device: Device) -> RankModels:
     """Build the run's models on `rank` and load their weights, which move by resharding from then on; a collective."""
-    maker = GroupMaker(config.trainer.hang_seconds)
+    maker = GroupMaker()
     dtype = DTYPES[config.trainer.dtype]
     specs, paths = folders.specs, folders.paths
     activations = Activations(config.parallel.sequence_parallel, config.trainer.recompute == "full")
@@ -153,7 +153,7 @@ def inference_layout(config: RunConfig) -> ParallelLayout:
 def whole_copy(config: RunConfig, folders: ModelFolders, role: Role, rank: int, device: Device) -> torch.nn.Module:
     """An unset copy of the whole model on rank 0, for export, and a module without weights elsewhere; a collective."""
     grid = plain_grid(ParallelLayout(1, 1, 1))
-    groups = GroupMaker(config.trainer.hang_seconds).for_model("export", grid, rank)
+    groups = GroupMaker().for_model("export", grid, rank)
     if rank not in grid.ranks:
         return torch.nn.Module()
     spec, dtype = folders.specs[role], DTYPES[config.trainer.dtype]

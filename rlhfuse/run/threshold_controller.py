@@ -2,12 +2,13 @@
 
 After each iteration rank 0 fits the costs to the recent observations and simulates every R_t over the recent lengths:
 after the first iterations, and from then on as often as LOOK_SHARE of the time allows. A fixed `fusion.threshold` is
-kept; without inter-stage fusion R_t is 0.
+kept; without inter-stage fusion R_t is 0. No error of all this ends training.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from rlhfuse.costs.measured import (
     RewardObservation,
     TokensObservation,
 )
+from rlhfuse.decisions.migration import FusionLimits
 from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.parallel.collectives import from_rank_0, transfer_seconds
 from rlhfuse.parallel.device import Device
@@ -43,6 +45,8 @@ FIRST_LOOKS = 2  # iterations after which it is simulated in any case: the secon
 WORTH_MOVING = 0.02  # the curve over R_t is flat around its minimum: smaller gains are noise
 WORTH_NAMING = 0.1  # costs that changed by less are not mentioned in the log
 NO_SCORING = (0, 0, 0.0)
+DECODE_POINTS = ((1, 64), (1, 512), (8, 512))  # sequences and tokens of context that hold a line where no step was seen
+TOKENS_POINTS = ((64, 1), (512, 1), (512, 8))  # tokens and sequences
 PROBE_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)  # sizes of the transfers measured at start
 PROBE_TRIPS = 8  # there and back; the first one connects
 
@@ -96,27 +100,42 @@ class ThresholdController:
         self._costs, self._costs_name = costs, costs_name
         self._seen = 0  # iterations of this process
         self._looks = TimeBudget(LOOK_SHARE)
+        self._warned = ""
         self._basis = self._basis_now()  # what the R_t in force stands on
         self.limits = fusion_limits(self._costs, self._instance_limits())
 
     def observe(self, iteration: int, report: GenInferReport, batch: RolloutBatch) -> str:
-        """Take an iteration in; a collective. Returns a line for the log when R_t is set or moves, else ''."""
+        """Take an iteration in; a collective. Returns a line for the log when R_t is set or moves, a warning, or ''."""
         if self._seen == 1:
             self._observed.pop()  # the process's first iteration compiled kernels: it counts while there is no other
         self._seen += 1
         self._observed.append(report.observations)
         self._lengths.append(lengths_of(batch))
-        is_leader, count = dist.get_rank() == 0, len(self._observed)
-        self._costs = from_rank_0(self._fit() if is_leader else None)
+        message, self._costs, self._costs_name, self.limits, self.threshold = from_rank_0(
+            self._follow(iteration) if dist.get_rank() == 0 else None
+        )
+        return message
+
+    def _follow(self, iteration: int) -> tuple[str, CostModel, str, FusionLimits, int]:
+        """Rank 0's part of `observe`: the line for the log, and what is in force from now on."""
+        former = self._costs, self._costs_name, self.limits, self.threshold
+        try:
+            message = self._predict(iteration)
+        except Exception as error:  # a prediction serves training, it does not end it
+            self._costs, self._costs_name, self.limits, self.threshold = former
+            text = f"warning: costs and R_t stay as they were ({type(error).__name__}: {' '.join(str(error).split())})"
+            message, self._warned = text if text != self._warned else "", text
+        return message, self._costs, self._costs_name, self.limits, self.threshold
+
+    def _predict(self, iteration: int) -> str:
+        count = len(self._observed)
+        self._costs = self._fit()
         self._costs_name = f"costs measured over {count} iteration{'s' if count > 1 else ''}"
         limits = self._instance_limits()
         self.limits = fusion_limits(self._costs, limits)
-        if not self._adapts:
+        if not self._adapts or not (self._seen <= FIRST_LOOKS or self._looks.due()):
             return ""
-        due = self._seen <= FIRST_LOOKS or self._looks.due()
-        if not (look := from_rank_0(self._look(limits) if is_leader and due else None)):
-            return ""
-        before, (self.threshold, reason) = self.threshold, look
+        before, (self.threshold, reason) = self.threshold, self._look(limits)
         if before != self.threshold:
             return f"R_t {before} -> {self.threshold}: {reason}"
         return f"R_t stays {before}: {reason}" if iteration == 0 else ""
@@ -157,22 +176,18 @@ class ThresholdController:
         marks = SampleLengths((0,) * len(outputs), outputs).percentiles()
         return f"p50 {marks['p50']}, p99.9 {marks['p999']}"
 
-    @property
-    def _measured(self) -> MeasuredCost:
-        assert isinstance(self._costs, MeasuredCost), "an iteration must have been observed"
-        return self._costs
-
     def save_costs(self, path: Path) -> None:
-        """Write the fitted costs, which `fusion.profile` of a later run or plan reads."""
-        write_json(path, self._measured.to_dict())
+        """Write the fitted costs, if there are any yet, which `fusion.profile` of a later run or plan reads."""
+        if isinstance(self._costs, MeasuredCost):
+            write_json(path, self._costs.to_dict())
 
     def state(self) -> dict:
-        """What the next R_t depends on, as JSON values; after the first iteration."""
+        """What the next R_t depends on, as JSON values; `costs` is null until they have been fitted."""
         return {
             "threshold": self.threshold,
             "observations": list(self._observed),
             "lengths": [{"prompt": list(seen.prompt), "output": list(seen.output)} for seen in self._lengths],
-            "costs": self._measured.to_dict(),
+            "costs": self._costs.to_dict() if isinstance(self._costs, MeasuredCost) else None,
         }
 
     def restore(self, state: dict, where: str, lengths_alone: bool = False) -> None:
@@ -185,8 +200,9 @@ class ThresholdController:
             if lengths_alone:
                 return
             self._observed.extend(state["observations"])
-            self._costs = MeasuredCost.from_dict(state["costs"], where)
-            self._costs_name = "costs of the checkpoint"
+            if state["costs"] is not None:
+                self._costs = MeasuredCost.from_dict(state["costs"], where)
+                self._costs_name = "costs of the checkpoint"
             self._basis = self._basis_now()
             if self._adapts:
                 self.threshold = int(state["threshold"])
@@ -195,17 +211,27 @@ class ThresholdController:
         self.limits = fusion_limits(self._costs, self._instance_limits())
 
     def _fit(self) -> MeasuredCost:
+        """Straight lines through what the recent iterations show; of what none shows (decode steps, where every first
+        token ends its sample) the former costs stay."""
+
         def rows(kind: str) -> list[list]:
             return [row for observed in self._observed for row in observed.get(kind, ())]  # older ones know fewer kinds
 
+        def kept(points: Sequence[tuple[int, int]], price: Callable[[float, float], float]) -> list[list]:
+            return [[*point, price(*point)] for point in points]
+
+        former = self._costs
         moved = [*self._transfers, *rows("migration")]
+        decode = rows("decode") or kept(DECODE_POINTS, former.decode_step_seconds)
+        prefill = rows("prefill") or kept(TOKENS_POINTS, former.prefill_seconds)
         scores = bool(self._config.scorers())  # without models to score with, scoring and loading take no time
+        score = rows("score") or kept(TOKENS_POINTS, former.score_seconds) if scores else [NO_SCORING]
         return MeasuredCost.fit(
-            decode=[DecodeObservation(int(b), int(c), s) for b, c, s in rows("decode")],
-            prefill=[TokensObservation(int(t), int(n), s) for t, n, s in rows("prefill")],
-            score=[TokensObservation(int(t), int(n), s) for t, n, s in (rows("score") if scores else [NO_SCORING])],
+            decode=[DecodeObservation(int(b), int(c), s) for b, c, s in decode],
+            prefill=[TokensObservation(int(t), int(n), s) for t, n, s in prefill],
+            score=[TokensObservation(int(t), int(n), s) for t, n, s in score],
             migration=[BytesObservation(int(b), s) for b, s in moved] or [BytesObservation(0, 0.0)],
-            swap_in=[row[0] for row in rows("load")] if scores else [0.0],
+            swap_in=[row[0] for row in rows("load")] or [former.swap_in_seconds()] if scores else [0.0],
             meeting=[row[0] for row in rows("meeting")] or [0.0],
             release=[row[0] for row in rows("release")] or [0.0],
             reward=[RewardObservation(int(n), int(c), s) for n, c, s in rows("reward")],

@@ -26,6 +26,7 @@ from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.fusion.intra.training_step import MinibatchResult, TrainingStep
 from rlhfuse.gen.engine import Engine
 from rlhfuse.models.hf_folder import export_checkpoint
+from rlhfuse.monitor.heartbeat import Waiting
 from rlhfuse.monitor.watchdog import Watchdog
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.learning_rate import learning_rate
@@ -98,7 +99,13 @@ class Trainer:
         placement = self.models.placement
         self.recorder = IterationRecorder(inputs, plan.report, placement, rank, self.threshold, self.peak_flops)
         self.checkpoints = CheckpointWriter(
-            run_dir, rank, inputs.world_size, inputs.facts, config.trainer.keep_checkpoints, config.trainer.hang_seconds
+            run_dir,
+            rank,
+            inputs.world_size,
+            inputs.facts,
+            config.trainer.keep_checkpoints,
+            config.trainer.hang_seconds,
+            watchdog.progress,
         )
         self.inter_stage = InterStage(
             rank=rank,
@@ -137,7 +144,9 @@ class Trainer:
         """The first rank of each instance has the processes that call the reward function."""
         placement = self.models.placement
         is_leader = placement.instances[placement.instance_of(self.rank)][0] == self.rank
-        return FunctionRewarder(self.inputs, self.sampler) if self.config.reward.function and is_leader else None
+        if not (self.config.reward.function and is_leader):
+            return None
+        return FunctionRewarder(self.inputs, self.sampler, self.watchdog.progress)
 
     # the loop -------------------------------------------------------------------------------------------------
 
@@ -206,6 +215,7 @@ class Trainer:
         with timer.phase("train", span=False):  # its actions have their own spans
             minibatches = self._train(iteration, batch, algorithm)
         timer.add_actions(minibatches)
+        self.watchdog.progress(f"iteration {iteration}: books")
         if batch.ref_logprobs is not None and iteration >= self.config.held_iterations:
             self.kl = self.kl.after(float(sample_kl(batch).mean()), len(batch))
         peaks = {"base": self.memory.base_bytes, **self.memory.take()}
@@ -314,5 +324,7 @@ class Trainer:
             with self.checkpoints.joint_failure():
                 if self.rank == 0:
                     path, out = self.inputs.models.paths[role], self.run_dir / "export" / role
-                    weights, spec = dict(copy.named_parameters()), trained.spec
-                    export_checkpoint(weights, spec, trained.scalar_head, path, out, own_tokenizer(self.config))
+                    weights, head, own = dict(copy.named_parameters()), trained.scalar_head, own_tokenizer(self.config)
+                    export_checkpoint(weights, trained.spec, head, path, out, own, self.watchdog.progress)
+                else:
+                    self.watchdog.progress(Waiting(f"waiting for the export of the {role}"))

@@ -63,6 +63,18 @@ async def awaits(data_source, solution_str, ground_truth, extra_info=None):
     await asyncio.sleep(float(solution_str))
     return 1.0
 
+def has_a_pool(data_source, solution_str, ground_truth, extra_info=None):
+    from concurrent.futures import ProcessPoolExecutor
+    with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
+        return sum(pool.map(abs, [float(ground_truth), -1.0]))
+
+def runs_programs(data_source, solution_str, ground_truth, extra_info=None):
+    import subprocess
+    program = subprocess.Popen(["sleep", "1000"])
+    with open(solution_str, "w") as file:
+        file.write(str(program.pid))
+    program.wait()
+
 async def trips(data_source, solution_str, ground_truth, extra_info=None):
     await asyncio.sleep(0)
     raise KeyError(solution_str)
@@ -105,8 +117,8 @@ def workers(file):
     """Makes workers for a function of the file; all are ended."""
     made = []
 
-    def start(function, signature="verl", count=1, timeout=540.0):
-        made.append(RewardWorkers(f"{file}:{function}", signature, count, timeout))
+    def start(function, signature="verl", count=1, timeout=540.0, **more):
+        made.append(RewardWorkers(f"{file}:{function}", signature, count, timeout, **more))
         return made[-1]
 
     yield start
@@ -233,9 +245,34 @@ def test_an_async_call_that_never_returns_is_named(workers, text, message):
 
 
 def test_a_function_may_have_children(workers):
-    having = workers("has_children")
+    having, pooled = workers("has_children"), workers("has_a_pool")
     having.submit([call(17, "here")])
-    assert having.finish() == {17: 5.0}
+    pooled.submit([call(17, "here")])
+    assert having.finish() == pooled.finish() == {17: 5.0}
+
+
+def test_what_a_late_function_has_started_ends_with_it(workers, tmp_path):
+    running = workers("runs_programs", timeout=5.0)
+    running.submit([call(17, str(tmp_path / "pid"))])
+    with pytest.raises(RewardError, match="no result after 5 s"):
+        running.finish()
+    pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 60
+    while alive(pid):
+        assert time.monotonic() < deadline, "the program outlived its worker"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("function", ["length", "stuck"])
+def test_calls_that_return_are_told_while_all_are_waited_for(workers, function):
+    """Plain and async ones: who waits long reports progress, and nothing once all is there."""
+    told = []
+    waited = workers(function, progress=told.append)
+    waited.submit([call(n, "returns") for n in range(4)])
+    waited.finish()
+    assert told and all(text.startswith("inference: waiting for the reward function, ") for text in told)
+    before = len(told)
+    waited.finish()
+    assert len(told) == before
 
 
 @pytest.mark.parametrize(
@@ -278,16 +315,18 @@ def test_numbers_of_a_call(file):
 
 
 def test_workers_end_with_a_killed_parent(tmp_path):
-    """A parent that is killed takes its workers with it, even one that never returns."""
+    """A parent that is killed takes its workers with it, even one that never returns, and what that has started."""
     import signal
     import subprocess
 
     endless = tmp_path / "endless.py"
     endless.write_text(
         f"""
+import subprocess
 from pathlib import Path
 
 def never(data_source, solution_str, ground_truth, extra_info=None):
+    Path({str(tmp_path)!r}, "program").write_text(str(subprocess.Popen(["sleep", "1000"]).pid))
     Path({str(tmp_path)!r}, "begun").touch()
     while True:
         pass
@@ -316,7 +355,7 @@ if __name__ == "__main__":
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     deadline = time.monotonic() + 540
-    while alive(child):
+    while alive(child) or alive(int((tmp_path / "program").read_text())):
         assert time.monotonic() < deadline, "the worker outlived its parent"
         time.sleep(0.05)
 

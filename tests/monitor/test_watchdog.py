@@ -3,9 +3,11 @@
 import dataclasses
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import sys
+import threading
 import time
 
 import pytest
@@ -20,9 +22,10 @@ from rlhfuse.monitor.heartbeat import (
     Limits,
     PeerTable,
     ProcessName,
+    Waiting,
     process_status,
 )
-from rlhfuse.monitor.watchdog import Watchdog
+from rlhfuse.monitor.watchdog import PEERS_PER_TICK, Watchdog
 
 HERE = ProcessName.own()
 FAR = ProcessName("far", "far", 7, "1")
@@ -115,6 +118,85 @@ def test_a_rank_that_ended_cleanly_is_not_dead():
     assert peers.verdict(90) is None
 
 
+def test_waiting_is_no_progress_and_who_does_not_wait_is_named():
+    """Rank 1 is stuck, rank 2 idles in a loop that says so again and again, this rank is in a barrier."""
+    peers, idle = table(), beat(2)
+    peers.note_own(beat(0, HERE).now_in(Waiting("barrier")), 0)
+    for now in range(0, 102):
+        idle = idle.now_in(Waiting("nothing left to decode"))
+        peers.note(dataclasses.replace(beat(1, progress=7), counter=now), now)
+        peers.note(dataclasses.replace(idle, counter=now), now)
+        verdict = peers.verdict(now)
+        assert (verdict is None) == (now <= 100)
+    assert verdict.report == "no rank made progress for 101 s; rank 1 (pid 7 on far) is in: generation step 3"
+    peers.note(beat(1, counter=102, progress=7).now_in(Waiting("gather")), 102)
+    assert peers.verdict(102).report.endswith("; all wait for each other")
+    peers.note(idle.now_in("training"), 103)
+    assert peers.verdict(103) is None
+
+
+class CountingStore:
+    """Every rank lives and works: a key's counter is the time."""
+
+    def __init__(self):
+        self.now, self.reads, self.dead_since = 0.0, 0, {}
+
+    def monotonic(self):
+        return self.now
+
+    def check(self, keys):
+        return True
+
+    def get(self, key):
+        self.reads += 1
+        rank = int(key.partition("/")[2])
+        counter = int(min(self.now, self.dead_since.get(rank, self.now)))
+        return beat(rank, counter=counter, progress=counter).to_json().encode()
+
+
+def test_a_large_world_reads_no_more_peers_per_heartbeat(monkeypatch):
+    """2000 ranks: a round of readings takes 125 s, longer than watchdog_seconds; the store's load stays linear."""
+    store = CountingStore()
+    monkeypatch.setattr("rlhfuse.monitor.watchdog.time", store)
+    watchdog = Watchdog(store, rank=0, world_size=2000, limits=Limits())
+    for tick in range(400):
+        store.now = float(tick)
+        assert watchdog._look(PEERS_PER_TICK, tick) is None
+    assert store.reads == 400 * PEERS_PER_TICK
+    store.dead_since[1234] = store.now
+    for tick in range(400, 650):  # two rounds
+        store.now = float(tick)
+        if verdict := watchdog._look(PEERS_PER_TICK, tick):
+            break
+    assert verdict and "rank 1234 (pid 7 on far) died: silent for 1" in verdict.report
+
+
+class DictStore(dict):
+    def set(self, key, value):
+        self[key] = value.encode()
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+
+def test_sigterm_is_heard_through_a_descriptor_of_1024_or_more():
+    """As in a job of a thousand ranks, whose sockets have the numbers before."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    files, left, ended = [], [], threading.Event()
+    try:
+        files += [open(os.devnull) for _ in range(1100)]
+        exit_process = lambda code: (left.append(code), ended.set())  # noqa: E731
+        with Watchdog(DictStore(), 0, 1, Limits(interval_seconds=600), exit_process) as watchdog:
+            assert watchdog._wake_read.fileno() >= 1024
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert ended.wait(60) and left == [143]
+    finally:
+        for file in files:
+            file.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_hang_needs_every_rank_to_stand_still():
     peers = table()
     for now in range(0, 300, 10):
@@ -141,12 +223,13 @@ def test_the_lowest_rank_left_reports_the_places():
     peers = PeerTable(beat(3, HERE), LIMITS, now=0.0)
     peers.note(beat(0, dataclasses.replace(HERE, started="1"), doing="step 0"), 0)  # gone
     peers.note(beat(1, state=FAILED, doing="step 1"), 0)
-    assert peers.reporter(0) == 3
+    assert peers.reporter() == 3
     peers.note(beat(2, doing="step 2"), 0)
-    assert peers.reporter(0) == 2 and [b.rank for b in peers.still_to_report(0)] == [2]
-    assert peers.reporter(20) == 3  # silent too long
+    assert peers.reporter() == 2 and [b.rank for b in peers.still_to_report()] == [2]
+    peers.note(beat(2, doing="step 2"), 20)
+    assert peers.reporter() == 3  # silent too long
     peers.note(beat(2, state=LEFT, doing="step 2b"), 20)
-    assert peers.reporter(40) == 2 and not peers.still_to_report(40)
+    assert peers.reporter() == 2 and not peers.still_to_report()
     places = peers.places().splitlines()
     assert [line.split(") ")[1] for line in places] == ["was last seen in: step 0", "was in: step 1", "was in: step 2b"]
 

@@ -39,7 +39,7 @@ def rewarder(tmp_path):
     reward = RewardConfig(function=f"{tmp_path}/mine.py:told", signature="trl", timeout_seconds=240)
     config = RunConfig(reward=reward, rollout=RolloutConfig(prompts_per_iteration=3))
     prepared = SimpleNamespace(config=config, prompts=PromptSet(tuple(rows)), tokenizer=OnlyDecodes(tokenizer))
-    made = FunctionRewarder(prepared, PromptSampler(5, seed=1))
+    made = FunctionRewarder(prepared, PromptSampler(5, seed=1), lambda _: None)
     yield made, tokenizer
     made.close()
 

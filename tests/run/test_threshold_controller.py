@@ -126,3 +126,52 @@ def test_the_log_names_costs_that_changed():
     assert changes(before, before, limits(), 100.0) == "costs within 10%"
     after = replace(before, decode=Line(20e-3, (2e-3, 2e-6)), swap_in=0.25)
     assert changes(before, after, limits(), 100.0) == "decode step +100%, loading -50%"
+
+
+def test_iterations_without_a_decode_step_keep_the_line_of_those_before(alone):
+    """A policy that ends every sample with its first token: longer than what is remembered."""
+    followed = control(run())
+    followed.observe(0, *iteration(long_tail(64, longest=256)))
+    before = followed._costs
+    for number in range(1, 8):
+        report, batch = iteration(replace(long_tail(64, longest=256), output=(1,) * 64))
+        report.observations["decode"] = []
+        assert "warning" not in followed.observe(number, report, batch)
+        for work in ((1, 30), (4, 900)):
+            assert followed._costs.decode_step_seconds(*work) == pytest.approx(before.decode_step_seconds(*work))
+    followed.restore(followed.state(), "checkpoint")
+
+
+def test_nothing_that_was_ever_seen_keeps_the_costs_of_the_plan(alone):
+    followed = control(run())
+    planned_costs = followed._costs
+    report, batch = iteration(long_tail(64, longest=256))
+    report.observations |= {"decode": [], "score": [], "load": []}
+    assert "warning" not in followed.observe(0, report, batch)
+    for price in ("decode_step_seconds", "score_seconds"):
+        assert getattr(followed._costs, price)(*((1, 64) if price[0] == "d" else (512, 8))) == pytest.approx(
+            getattr(planned_costs, price)(*((1, 64) if price[0] == "d" else (512, 8))), rel=0.5
+        )
+    assert followed._costs.swap_in_seconds() == planned_costs.swap_in_seconds()
+
+
+@pytest.mark.parametrize("part", ["_fit", "_choose", "_instance_limits"])
+def test_an_error_of_a_prediction_is_one_warning_and_what_was_in_force_stays(alone, tmp_path, monkeypatch, part):
+    followed = control(run())
+    before = followed._costs, followed.limits, followed.threshold
+
+    def fails(*_):
+        raise ZeroDivisionError("made up")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(followed, part, fails)
+        said = [followed.observe(number, *iteration(long_tail(64, longest=256))) for number in range(2)]
+    assert said == ["warning: costs and R_t stay as they were (ZeroDivisionError: made up)", ""]
+    assert (followed._costs, followed.limits, followed.threshold) == before
+    followed.save_costs(tmp_path / "costs.json")
+    assert not (tmp_path / "costs.json").exists()  # nothing is measured yet
+    other = control(run())
+    other.restore(followed.state(), "checkpoint")
+    assert other._costs == before[0] and other.threshold == before[2]
+    followed.observe(2, *iteration(long_tail(64, longest=256)))
+    assert followed._costs != before[0]

@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -259,17 +260,22 @@ def test_bad_input_exits_2_with_one_line(folder):
 
 
 def started(folder, launch):
-    """The process, once its first schedule is on disk and the search is under way."""
+    """The process, once its first schedule is on disk and every rank of it heeds signals."""
     # A shell's background job is started with Ctrl-C ignored, and its children inherit that: undo it here.
     heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(launch, env=environment(), preexec_fn=heed, start_new_session=True, **pipes)
     deadline = time.monotonic() + 540
-    while not (folder / "schedule.json").exists() and process.poll() is None:
+    while process.poll() is None and not ((folder / "schedule.json").exists() and all(map(heeds, ranks_of(process)))):
         assert time.monotonic() < deadline, "no schedule yet"
         time.sleep(0.05)
-    time.sleep(1)
     return process
+
+
+def heeds(pid):
+    """Whether the process has a handler of its own for SIGUSR1, which only the search sets."""
+    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
+    return bool(int(caught, 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
 def ended(process):

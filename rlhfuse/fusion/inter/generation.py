@@ -19,6 +19,7 @@ from rlhfuse.fusion.inter.report import RankEvents
 from rlhfuse.fusion.inter.tensor_parallel_group import DelayedBroadcast, TensorParallelGroup
 from rlhfuse.gen.core.sequence import GenerationResult, SamplingParams
 from rlhfuse.gen.engine import Engine
+from rlhfuse.monitor.heartbeat import Waiting
 from rlhfuse.ppo.rollout import Rollout
 
 IDLE_SECONDS = 0.002  # sleep of an instance that has nothing left to decode before the trigger
@@ -62,7 +63,7 @@ class Generation:
             else:
                 time.sleep(IDLE_SECONDS)
             steps += 1
-            reached = self._trigger_reached(threshold, decision, f"generation: step {steps}")
+            reached = self._trigger_reached(threshold, decision, steps, decoded)
             if decoded:
                 self._observe(step_start)
             if reached:
@@ -112,14 +113,16 @@ class Generation:
             self.reporter.report(count, samples)
         self.events.agreement_seconds += time.perf_counter() - start
 
-    def _trigger_reached(self, threshold: int, decision: DelayedBroadcast, doing: str) -> bool:
+    def _trigger_reached(self, threshold: int, decision: DelayedBroadcast, steps: int, decoded: bool) -> bool:
         """Whether this step boundary is the one to stop at; the same on all tensor ranks."""
         start = time.perf_counter()
-        decided = GO_ON
+        decided, known = GO_ON, ""
         if self.reporter:
             finished = self.reporter.finished
-            self.progress(f"{doing}, {finished} of {self.total} samples finished")
+            known = f", {finished} of {self.total} samples finished"
             decided = STOP if self.total - finished <= threshold else GO_ON
+        doing = f"generation: step {steps}{known}"
+        self.progress(doing if decoded else Waiting(f"generation: nothing left to decode here{known}"))
         decided = decision.pass_on(decided)
         if self.engine.has_unfinished():  # who has nothing to decode loses nothing by waiting
             self.events.agreement_seconds += time.perf_counter() - start

@@ -28,6 +28,7 @@ from rlhfuse.fusion.inter.scoring_queue import ScoringQueue
 from rlhfuse.fusion.inter.tensor_parallel_group import TensorParallelGroup
 from rlhfuse.gen.engine import Engine
 from rlhfuse.gen.migration.kv_transfer import BUCKET_BYTES
+from rlhfuse.monitor.heartbeat import Waiting
 from rlhfuse.parallel.collectives import all_gather_objects
 from rlhfuse.ppo.rollout import Rollout
 
@@ -109,7 +110,7 @@ class GenInferIteration:
             self._engine.add(request.sample_id, request.prompt, request.params)
         finished = generation.decode_until(self._threshold if instances > 1 else 0)
         stopped = time.time()
-        self._stage.progress("inter-stage: barrier of all instances")
+        self._stage.progress(Waiting("inter-stage: barrier of all instances"))
         self._finished, barrier = gather_states(
             self._placement, self._instance, self._engine, finished, self._decoders.is_leader
         )
@@ -166,7 +167,7 @@ class GenInferIteration:
             self._events.observe("reward", *rewarder.take_calls())
             self._events.span("reward", scored_at, time.time())
         self._events.scored_seconds, self._events.rewarded_seconds = scored_at - self._begin, time.time() - self._begin
-        self._stage.progress("inter-stage: gathering scored samples")
+        self._stage.progress(Waiting("inter-stage: gathering scored samples"))
         report = summarize(all_gather_objects(self._events))
         rollouts = [rollout for part in all_gather_objects(scored) for rollout in part]
         report.rollouts = sorted(rollouts, key=lambda r: r.sample_id)

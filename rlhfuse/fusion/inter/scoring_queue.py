@@ -17,6 +17,7 @@ from rlhfuse.fusion.inter.inference import Scorer
 from rlhfuse.fusion.inter.iteration_store import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, IterationStore
 from rlhfuse.fusion.inter.report import RankEvents
 from rlhfuse.fusion.inter.tensor_parallel_group import TensorParallelGroup
+from rlhfuse.monitor.heartbeat import Waiting
 from rlhfuse.ppo.rollout import Rollout
 
 WAIT_SECONDS = 5.0  # a leader that waits for work lets its group know, so that no collective times out
@@ -68,6 +69,7 @@ class ScoringQueue:
         """
         packs = self._packs(finished, self.workers)
         while True:
+            self.progress(Waiting("inference: waiting for work"))
             choice = self._next(packs, streamed) if self.group.is_leader else (WAIT, 0, 0)
             kind, first, last = self.group.broadcast(*choice)
             if kind == DONE:

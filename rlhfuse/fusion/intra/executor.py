@@ -22,6 +22,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.fusion.intra.p2p import Channels
 from rlhfuse.fusion.intra.step_report import ActionSpan, KindTimes, StepReport, Stopwatch
 from rlhfuse.models.stage import LossFunction, PackedTokens, TrainingStage
+from rlhfuse.monitor.heartbeat import Waiting
 from rlhfuse.parallel.optimizer import ModelOptimizer, StepResult
 from rlhfuse.schedule.ir.action import RECEIVES, SENDS, Action, Kind
 from rlhfuse.schedule.program.program import Instruction, Program
@@ -133,7 +134,7 @@ class ProgramExecutor:
             target=(pipeline, computed, number, microbatch),
             receive=receive,
             text=text,
-            waiting_text=f"{text} waits for {receive or f'the gradient reduction of {pipeline}'}",
+            waiting_text=Waiting(f"{text} waits for {receive or f'the gradient reduction of {pipeline}'}"),
             profiler_label=f"fused:{instruction}",
         )
 
@@ -173,7 +174,9 @@ class ProgramRun:
             self._post_ahead(peer)
         self._loop()
         sends = self._executor.sends
-        self._channels.drain(lambda number: self._progress(f"{sends[-number].text} waits until it is received"))
+        self._channels.drain(
+            lambda number: self._progress(Waiting(f"{sends[-number].text} waits until it is received"))
+        )
         self._stopwatch.stop()
         return self._report(clock() - begin)
 

@@ -23,18 +23,20 @@ from rlhfuse.monitor.heartbeat import Limits
 from rlhfuse.schedule.ir.action import Action, Kind
 
 WORLD = 4
+HANG_SECONDS = 20.0
 STEP = 1  # the fault comes in the second step
 _PLACE = re.compile(r"training instruction (\d+): (\S+)(?: waits (?:for|until) (.+))?")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`rank` is killed (or raises) as it comes to the instruction at `place`, or as it waits there."""
+    """`rank` is killed (or raises, or hangs) as it comes to the instruction at `place`, or as it waits there."""
 
     rank: int
     place: int
     waiting: bool = False
     raises: bool = False
+    hangs: bool = False
 
 
 def work(rank: int, port: int, folder: Path, models: dict, what: Plan, fault: Fault) -> None:
@@ -48,20 +50,23 @@ def work(rank: int, port: int, folder: Path, models: dict, what: Plan, fault: Fa
     torch.set_num_threads(1)
     join(port, rank, WORLD)
     store = dist.TCPStore("127.0.0.1", port)
-    with Watchdog(store, rank, WORLD, Limits(hang_seconds=3600)) as watchdog:
-        number = 0
+    number = 0
 
-        def progress(text: str) -> None:
-            watchdog.progress(text)
-            seen = _PLACE.fullmatch(text)
-            if number == STEP and rank == fault.rank and seen and int(seen[1]) == fault.place:
-                if bool(seen[3]) == fault.waiting:
-                    (folder / "struck").write_text(str(time.time()))
-                    if fault.raises:
-                        raise ValueError("a made-up failure")
-                    os.kill(os.getpid(), signal.SIGKILL)
+    def progress(text: str) -> None:
+        watchdog.progress(text)
+        seen = _PLACE.fullmatch(text)
+        if number == STEP and rank == fault.rank and seen and int(seen[1]) == fault.place:
+            if bool(seen[3]) == fault.waiting:
+                (folder / "struck").write_text(str(time.time()))
+                if fault.raises:
+                    raise ValueError("a made-up failure")
+                while fault.hangs:
+                    time.sleep(1)
+                os.kill(os.getpid(), signal.SIGKILL)
 
-        pair = disturbed(rank, models, what, progress=progress)
+    pair = disturbed(rank, models, what, progress=progress)
+    dist.barrier()  # to build takes long where much else is running
+    with Watchdog(store, rank, WORLD, Limits(hang_seconds=HANG_SECONDS if fault.hangs else 3600)) as watchdog:
         for number in range(STEP + 2):
             dist.barrier()  # so that nobody is still in the step before
             pair.train(number)
@@ -234,3 +239,15 @@ def test_a_rank_that_raises_is_named_with_its_instruction(tmp_path, models):
         assert f"failed with RuntimeError: ValueError: a made-up failure rank 1, instruction {fault.place}:" in text
         assert f"{fault.place} {instruction} <-- here" in text  # the line of the grid, in one line here
         assert f"last seen in: training instruction {fault.place}: {instruction}" in text
+
+
+def test_a_rank_that_hangs_is_named_by_those_that_wait_for_it(tmp_path, models):
+    run = Run(tmp_path, models, PLAN, Fault(2, find(Kind.F, 2, 1), hangs=True))
+    pid = run.ranks[2].pid
+    assert HANG_SECONDS <= run.wait() < 540
+    place = f"rank 2 (pid {pid} on "
+    for rank in range(WORLD):
+        assert run.ranks[rank].exitcode == 1
+        line = next(line for line in run.stderr(rank).splitlines() if line.startswith("watchdog: "))
+        assert "no rank made progress for" in line and place in line.partition("; this is rank")[0], line
+    assert "waits for" not in line.partition("; this is rank")[0], line

@@ -1,0 +1,55 @@
+"""Slow storage is no hang: a checkpoint that grows and an export report progress file by file, piece by piece."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import write_checkpoint
+
+from rlhfuse.checkpoint import writer as checkpoint_writer
+from rlhfuse.checkpoint.checkpoint import RunState, checkpoints_in
+from rlhfuse.checkpoint.compatibility import RunCompatibility
+from rlhfuse.checkpoint.shard_files import file_name
+from rlhfuse.checkpoint.writer import CheckpointWriter
+from rlhfuse.models.hf_folder import write_folder
+from rlhfuse.parallel.fragments import Fragment, Place
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_file_that_grows_is_told_of_while_it_is_waited_for(alone, tmp_path, monkeypatch):
+    """The storage takes the next piece once somebody has seen the one before."""
+    heard, missed, write = threading.Event(), [], checkpoint_writer.write_rank_file
+
+    def slow(folder, rank, state):
+        for _ in range(3):
+            heard.clear()
+            with open(folder / file_name(rank), "ab") as file:
+                file.write(bytes(1000))
+            missed.append(not heard.wait(30))
+        return write(folder, rank, state)
+
+    monkeypatch.setattr(checkpoint_writer, "write_rank_file", slow)
+    facts, told = RunCompatibility(1, {}, {}, "", {}), []
+    writer = CheckpointWriter(tmp_path, 0, 1, facts, 2, 60, lambda text: (told.append(text), heard.set()))
+    fragment = Fragment("w", Place((4,), 0, ((0, 4),), 0, 4), 1, {"main": torch.arange(4.0)})
+    writer.start(1, RunState({}, {}, {"metrics_bytes": 0}), {"actor": [fragment]})
+    writer.finish()
+    assert missed == [False] * 3 and told[0].startswith("saving a checkpoint: ")
+    assert [folder.name for folder in checkpoints_in(tmp_path)] == ["iteration-1"]
+
+
+def test_an_export_tells_of_every_weight_file(tmp_path):
+    like, out, told = write_checkpoint(tmp_path / "like"), tmp_path / "out", []
+    out.mkdir()
+    tensors = [(f"w{number}", torch.zeros(10)) for number in range(5)]
+    write_folder(out, tensors, like, 80, scalar_head=False, progress=told.append)
+    assert len(told) == 3 and all(text.startswith("exporting models: ") for text in told)

@@ -1,0 +1,42 @@
+"""An InputError under a launcher: printed once, by rank 0 or by a rank that alone met it. Real ranks, no launcher."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from gloo import host_store
+
+PROGRAM = """
+import os, time
+import rlhfuse.base.errors as errors
+errors.RANK_0_FIRST_SECONDS = 2.0
+from rlhfuse.parallel.first_error import speaks_first
+
+def main():
+    if os.environ["RANK"] in os.environ["MEET_IT"]:
+        raise errors.InputError("this rank\\n has no GPU")
+
+errors.run_program(main, tear_down=False, speaks=speaks_first)
+"""
+
+
+@pytest.mark.parametrize(
+    "meeting, said",
+    [("012", ["error: this rank has no GPU"]), ("2", ["error: rank 2: this rank has no GPU"]), ("12", None)],
+)
+def test_an_input_error_is_printed_once_by_a_rank_that_met_it(meeting, said):
+    store = host_store()
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "MEET_IT": meeting}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM], stderr=subprocess.PIPE, text=True, env=os.environ | place | {"RANK": rank}
+        )
+        for rank in "012"
+    ]
+    lines = [line for process in ranks for line in process.communicate(timeout=300)[1].splitlines()]
+    assert [process.returncode for process in ranks] == [2 if rank in meeting else 0 for rank in "012"]
+    found = [line for line in lines if line.startswith("error: ")]
+    assert found == said or (said is None and len(found) == 1 and found[0][:12] in ("error: rank ",)), lines
