@@ -13,6 +13,8 @@ from typing import Any
 
 from rlhfuse.base.errors import InputError, writing
 
+UNDER_WAY, REPLACED = ".under-way", ".replaced"  # ends of names that last as long as a write
+
 
 def write_text(path: str | Path, text: str, durable: bool = False) -> None:
     """As `write_bytes`, in UTF-8."""
@@ -31,7 +33,7 @@ def write_bytes(path: str | Path, data: bytes, durable: bool = False) -> None:
     """
     path = Path(path)
     with writing(path, "give a path in a writable folder"):
-        descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=UNDER_WAY)
     try:
         with writing(path, "give the path of a file"):
             with os.fdopen(descriptor, "wb") as file:
@@ -99,21 +101,40 @@ def check_output_folder(path: str | Path, force: bool) -> None:
 
 @contextmanager
 def output_folder(path: str | Path, force: bool = False) -> Iterator[Path]:
-    """Yield an empty folder beside `path`; on success it takes the place of `path`, on failure it is removed.
+    """Yield an empty folder beside `path`; on success it takes the place of `path`, on disk; on failure it is removed.
 
     Raises InputError as `check_output_folder`, and where the system refuses.
     """
     path = Path(path).absolute()
     check_output_folder(path, force)
-    fresh, old = (path.with_name(f".{path.name}.{os.getpid()}.{state}") for state in ("new", "old"))
+    fresh, old = (path.with_name(f".{path.name}.{os.getpid()}{state}") for state in (UNDER_WAY, REPLACED))
     with writing(path):
         fresh.mkdir(parents=True)
     try:
         yield fresh
         with writing(path):
+            for one in (*fresh.rglob("*"), fresh):
+                sync(one)
             if path.exists():
                 os.replace(path, old)
             os.replace(fresh, path)
+            sync(path.parent)
     finally:
+        if old.exists() and not path.exists():
+            os.replace(old, path)
         for leftover in (fresh, old):
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Clear `folder` of what `write_bytes` and `output_folder` left when they were killed; only where nobody writes.
+
+    A folder that was to be replaced, but was not yet, gets its name back. Raises OSError.
+    """
+    for old in folder.glob(f".*{REPLACED}"):
+        name = old.name.removeprefix(".").removesuffix(REPLACED).rpartition(".")[0]
+        if not (folder / name).exists():
+            os.replace(old, folder / name)
+    for end in (UNDER_WAY, REPLACED):
+        for left in folder.glob(f".*{end}"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()

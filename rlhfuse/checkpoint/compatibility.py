@@ -1,6 +1,7 @@
 """What a checkpoint and the run that continues it must have in common, and what may differ.
 
 models, vocabulary, settings that change a number    must be equal: anything else would be another run
+files that these settings name                       may move, but not change
 world size, layouts, number of micro-batches         may differ: they change the order of sums, so about 1e-5
 where, how long, how watched, when things happen     are not looked at: they change nothing
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from rlhfuse.base.errors import InputError
@@ -39,6 +40,7 @@ class RunCompatibility:
     models: Mapping[str, Mapping[str, Any]]  # role -> fields of its ModelSpec
     vocabulary: str  # digest of the tokenizer's tokens
     settings: Mapping[str, Any]  # dotted key -> value, of keys that change a number
+    contents: Mapping[str, str] = field(default_factory=dict)  # of these, keys that name files -> digest of those
 
     @staticmethod
     def of(
@@ -47,6 +49,7 @@ class RunCompatibility:
         tasks: tuple[Task, ...],
         world_size: int,
         vocabulary: Mapping[str, int],
+        contents: Mapping[str, str],
     ) -> RunCompatibility:
         """In JSON's values, so that what was read compares equal to what was written. `vocabulary`: token -> id."""
         flat = {key: value for key, value, _ in config.leaves()}
@@ -57,6 +60,7 @@ class RunCompatibility:
             {role: asdict(spec) for role, spec in specs.items()},
             hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest(),
             {key: value for key, value in flat.items() if key not in free},
+            contents,
         )
         return RunCompatibility(**json.loads(json.dumps(asdict(facts))))
 
@@ -78,7 +82,11 @@ class RunCompatibility:
         defaults = {key: value for key, value, _ in RunConfig().leaves()}  # of keys that a checkpoint is older than
         for key in sorted(self.settings.keys() | other.settings.keys()):
             mine, found = self.settings.get(key), other.settings.get(key, defaults.get(key))
-            if mine != found:
+            if key in self.contents and key in other.contents:
+                if self.contents[key] != other.contents[key]:
+                    had = f"other contents of {key} ({found})"
+                    raise InputError(f"{where} was saved with {had}; bring them back, or begin anew in another folder")
+            elif mine != found:
                 raise InputError(f"{where} was saved with {key}={found}, this run has {mine}; set {key}={found}")
 
     def layout_diff(self, other: RunCompatibility) -> str:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import datetime
 import os
-import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from rlhfuse.base.errors import writing
 from rlhfuse.base.files import write_json, write_text
 from rlhfuse.checkpoint.checkpoint import is_finished
 from rlhfuse.config.load import dump_config
@@ -35,6 +33,7 @@ from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.planner import make_plan, parse_plan
 from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.run.preflight import RunInputs, check_inputs
+from rlhfuse.run.run_directory import run_directory
 from rlhfuse.run.trainer import Trainer
 from rlhfuse.schedule.io import save_schedule
 
@@ -97,10 +96,11 @@ def run_job(inputs: RunInputs, name: str, rank: int, device: Device) -> Path:
                 compile_kernels_apart(dtype)
                 compile_kernels(dtype)
             dist.barrier()
-        plan, run_dir = agree_on_plan(inputs, name, rank, device)
-        Trainer(inputs, plan, rank, device, store, watchdog, run_dir).fit()
-        dist.barrier()
-    return run_dir
+        with run_directory(inputs, name, rank) as directory:
+            plan = agree_on_plan(inputs, directory.path, rank, device)
+            Trainer(inputs, plan, rank, device, store, watchdog, directory).fit()
+            dist.barrier()
+    return directory.path
 
 
 def with_device(config: RunConfig) -> RunConfig:
@@ -149,31 +149,27 @@ def prompts_line(inputs: RunInputs) -> str:
     return f"{inputs.prompts}; an iteration draws {wanted}: some more than once"
 
 
-def agree_on_plan(inputs: RunInputs, name: str, rank: int, device: Device) -> tuple[RunPlan, Path]:
-    """Plan and run directory, the same on every rank; a collective. Rank 0 makes, writes and prints them."""
-    config, plan, sent = inputs.config, None, None
+def agree_on_plan(inputs: RunInputs, run_dir: Path, rank: int, device: Device) -> RunPlan:
+    """The plan, the same on every rank; a collective. Rank 0 makes it, and writes and prints the run's beginning."""
+    plan, text = None, None
     with raise_on_all_ranks():
         if rank == 0:
-            run_dir = Path(config.trainer.output_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
             plan = make_plan(inputs.draft)
-            write_start(run_dir, config, plan)
+            write_start(run_dir, inputs.config, plan)
             print(start_line(inputs), flush=True)
-            if idle := idle_settings(config):
+            if idle := idle_settings(inputs.config):
                 print(idle)
             print(f"run directory: {run_dir}")
             print(f"device: {device.torch_device} ({device.backend}), {prompts_line(inputs)}")
             print(f"{plan.report.render()}\n{plan.schedule.text()}", flush=True)
-            sent = run_dir, plan.to_text()
-    folder, text = from_rank_0(sent)
+            text = plan.to_text()
+    text = from_rank_0(text)
     with raise_on_all_ranks():
-        plan = plan or parse_plan(inputs.draft, text)
-    return plan, folder
+        return plan or parse_plan(inputs.draft, text)
 
 
 def write_start(run_dir: Path, config: RunConfig, plan: RunPlan) -> None:
     """Write config.yaml, schedule.json and plan.json. Raises InputError naming the file that cannot be written."""
-    with writing(run_dir):
-        run_dir.mkdir(parents=True, exist_ok=True)
     write_text(run_dir / "config.yaml", dump_config(config))
     save_schedule(run_dir / "schedule.json", plan.schedule, {"source": plan.report.schedule.source})
     write_json(run_dir / "plan.json", plan.report.to_dict())

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.checkpoint.checkpoint import Checkpoint, checkpoints_in, find_checkpoint
+from rlhfuse.checkpoint.checkpoint import METRICS, Checkpoint, checkpoints_in, find_checkpoint
 from rlhfuse.checkpoint.compatibility import RunCompatibility
+from rlhfuse.checkpoint.contents import contents_of
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
@@ -60,7 +61,8 @@ def check_inputs(config: RunConfig, world_size: int) -> RunInputs:
     tokenizer, prompts = read_prompts(config, specs[Role.ACTOR])
     if config.reward.function:
         check_reward_function(config, prompts)
-    facts = RunCompatibility.of(config, specs, draft.tasks, world_size, tokenizer.get_vocab())
+    contents = contents_of(config, models.paths, Path(tokenizer.name_or_path))
+    facts = RunCompatibility.of(config, specs, draft.tasks, world_size, tokenizer.get_vocab(), contents)
     return RunInputs(draft, models, tokenizer, prompts, facts, find_checkpoint(config, facts))
 
 
@@ -135,11 +137,11 @@ def check_output(config: RunConfig) -> None:
     if not config.trainer.output_dir:
         return
     folder, resume = Path(config.trainer.output_dir), config.trainer.resume
-    holds_a_run = (folder / "metrics.jsonl").exists() or bool(checkpoints_in(folder))
-    if holds_a_run and resume == "never":
+    saved = bool(checkpoints_in(folder)) or (folder / "finished.json").exists()
+    if (saved or (folder / METRICS).exists()) and resume == "never":
         fix = "choose another folder or set trainer.resume=auto"
         raise InputError(f"trainer.output_dir={folder} holds a run already; {fix}")
-    if holds_a_run and resume != "auto" and folder.resolve() not in Path(resume).resolve().parents:
+    if saved and resume not in ("auto", "never") and folder.resolve() not in Path(resume).resolve().parents:
         fault = f"trainer.output_dir={folder} holds another run than trainer.resume={resume}"
         raise InputError(f"{fault}; choose another folder")
     parent = next(place for place in (folder, *folder.parents) if place.exists())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -46,6 +45,7 @@ from rlhfuse.run.iteration_recorder import IterationRecord, IterationRecorder, I
 from rlhfuse.run.peak_rate import peak_flops, peak_line
 from rlhfuse.run.preflight import RunInputs, own_tokenizer
 from rlhfuse.run.rank_models import DTYPES, build_models, engine_options, sampling_params, whole_copy
+from rlhfuse.run.run_directory import RunDirectory
 from rlhfuse.run.run_log import RunLog
 from rlhfuse.run.threshold_controller import ThresholdController
 
@@ -61,12 +61,12 @@ class Trainer:
         device: Device,
         store: Store,
         watchdog: Watchdog,
-        run_dir: Path,
+        directory: RunDirectory,
     ) -> None:
         config = inputs.config
         self.config, self.inputs, self.plan = config, inputs, plan
-        self.rank, self.device, self.run_dir = rank, device, run_dir
-        self.watchdog = watchdog
+        self.rank, self.device, self.watchdog = rank, device, watchdog
+        self.directory, self.run_dir = directory, directory.path
         watchdog.progress("building models")
         self.memory = PhaseMeter(device, config.trainer.return_memory)
         self.models = build_models(config, inputs.models, plan.ranks, rank, device)
@@ -99,7 +99,7 @@ class Trainer:
         placement = self.models.placement
         self.recorder = IterationRecorder(inputs, plan.report, placement, rank, self.threshold, self.peak_flops)
         self.checkpoints = CheckpointWriter(
-            run_dir,
+            self.run_dir,
             rank,
             inputs.world_size,
             inputs.facts,
@@ -172,6 +172,7 @@ class Trainer:
             due, position = self._save_due(iteration + 1), 0
             with self.checkpoints.joint_failure():
                 if log:
+                    self.directory.check()
                     log.write(record)
                     self.threshold.save_costs(self.run_dir / "costs.json")
                     position = log.position() if due else 0
@@ -189,6 +190,7 @@ class Trainer:
 
     def _start_log(self, first: int) -> RunLog:
         """Of a run that goes on with iteration `first`; what it is going to write again is removed."""
+        self.directory.check()
         if stale := rewind(self.run_dir, first):
             print(f"removed from {self.run_dir / 'checkpoints'}: {', '.join(stale)}", flush=True)
         kept = metrics_kept(self.inputs.resume, self.run_dir)

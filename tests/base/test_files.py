@@ -1,9 +1,14 @@
 """Files and folders appear whole or not at all."""
 
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.files import output_folder
+from rlhfuse.base.files import output_folder, remove_leftovers
 
 
 def test_an_output_folder_appears_whole_or_not_at_all(tmp_path):
@@ -20,3 +25,62 @@ def test_an_output_folder_appears_whole_or_not_at_all(tmp_path):
     with pytest.raises(InputError, match="--force"):
         with output_folder(out):
             pass
+
+
+KILLED = """
+import os, sys
+from rlhfuse.base.files import output_folder, write_text
+count, moment, replace = 0, int(sys.argv[2]), os.replace
+
+def replace_or_die(*paths):
+    global count
+    count += 1
+    if count == moment:
+        os.kill(os.getpid(), 9)
+    replace(*paths)
+
+os.replace = replace_or_die
+with output_folder(sys.argv[1], force=True) as folder:
+    (folder / "file").write_text("two")
+write_text(sys.argv[1] + ".json", "{}")
+"""
+
+
+@pytest.mark.parametrize("moment, left", [(1, "one"), (2, "one"), (3, "two")])
+def test_a_killed_writer_leaves_the_old_or_the_new_one(tmp_path, moment, left):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "file").write_text("one")
+    process = subprocess.run([sys.executable, "-c", KILLED, str(out), str(moment)])
+    assert process.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) > 1 or moment == 2
+    remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and (out / "file").read_text() == left
+
+
+def test_a_folder_that_cannot_take_the_name_leaves_the_old_one(tmp_path, monkeypatch):
+    out, replace = tmp_path / "out", os.replace
+    out.mkdir()
+    (out / "file").write_text("one")
+
+    def refused(source, to):
+        if str(source).endswith(".under-way"):
+            raise OSError(5, "Input/output error")
+        replace(source, to)
+
+    monkeypatch.setattr(os, "replace", refused)
+    with pytest.raises(InputError, match="Input/output error"):
+        with output_folder(out, force=True) as folder:
+            (folder / "file").write_text("two")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and (out / "file").read_text() == "one"
+
+
+def test_a_folder_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    calls, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(
+        os, "fsync", lambda number: (calls.append(os.readlink(f"/proc/self/fd/{number}")), fsync(number))
+    )
+    monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("replace"), replace(*paths)))
+    with output_folder(tmp_path / "out") as folder:
+        (folder / "file").write_text("one")
+    assert calls == [str(folder / "file"), str(folder), "replace", str(tmp_path)]

@@ -100,6 +100,15 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(runs):
     assert all(c.entries > 10 and not c.differences for c in comparisons), comparisons
 
 
+def test_what_was_written_before_the_first_checkpoint_is_kept(runs):
+    _, whole, killed, _ = runs
+    kept = read_metrics(killed / "attempt-1" / "metrics.jsonl")
+    assert [row["iteration"] for row in kept] == [0] and not (killed / "attempt-2").exists()
+    first = read_metrics(whole / "metrics.jsonl")[0]
+    assert kept[0]["rollout/digest"] == first["rollout/digest"]
+    assert not (killed / "run.lock").exists()
+
+
 def test_a_checkpoint_converts_to_what_the_run_exports(runs, tmp_path):
     _, whole, _, _ = runs
     checkpoint = open_checkpoint(whole)

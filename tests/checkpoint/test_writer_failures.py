@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -92,7 +94,7 @@ def test_an_error_of_the_storage_while_files_are_gathered_ends_all_ranks(workers
 def prune_in_vain(rank: int, out: Path) -> str:
     """Three checkpoints, of which two stay; the first cannot be removed when its turn comes, but then it can."""
     writer, rmtree = CheckpointWriter(out, rank, 4, NO_FACTS, 2, 60), shutil.rmtree
-    said: list[str] = []
+    said = io.StringIO()
 
     def busy(folder, ignore_errors=False):
         if not ignore_errors:
@@ -100,17 +102,16 @@ def prune_in_vain(rank: int, out: Path) -> str:
 
     for iteration in (1, 2, 3, 4):
         shutil.rmtree = busy if iteration == 3 else rmtree
-        checkpoint_writer.print = lambda text, **_: said.append(text)  # the module's own name for the built-in
         try:
-            writer.start(iteration, STATE, quarter(rank))
-            writer.finish()
+            with redirect_stdout(said):
+                writer.start(iteration, STATE, quarter(rank))
+                writer.finish()
         finally:
             shutil.rmtree = rmtree
-            del checkpoint_writer.print
         if iteration == 3 and rank == 0:
             left = sorted(one.name for one in (out / "checkpoints").iterdir() if "iteration-4" not in one.name)
-            said.append(" ".join(left))  # the other ranks may have begun the next one
-    return "\n".join(said)
+            print(*left, file=said)  # the other ranks may have begun the next one
+    return said.getvalue()
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(workers, tmp_path):
