@@ -36,7 +36,7 @@ WITHIN = {
 # package -> where it may be imported: folders end with "/"
 RESTRICTED = {
     "mpi4py": ("rlhfuse/schedule/search/mpi.py",),
-    "transformers": ("rlhfuse/models/hf.py", "tools/"),
+    "transformers": ("rlhfuse/models/tokenizer.py", "tools/"),
     "flash_attn": ("rlhfuse/models/attention.py",),
     "wandb": ("rlhfuse/monitor/loggers.py",),
     "megatron": ("rlhfuse/parallel/", "rlhfuse/models/"),
@@ -196,7 +196,7 @@ def test_a_made_up_offence_is_found(tmp_path, path, text, complaint):
     [
         ("rlhfuse/schedule/search/mpi.py", "from mpi4py import MPI"),
         ("rlhfuse/simulator/a.py", "from rlhfuse.schedule.ir import problem"),
-        ("rlhfuse/models/hf.py", "import transformers, torch, megatron.core"),
+        ("rlhfuse/models/tokenizer.py", "import transformers, torch, megatron.core"),
         ("rlhfuse/gen/a.py", "from rlhfuse.models.build import x\nfrom . import sequence"),
         ("tools/a.py", "import transformers, torch\nfrom rlhfuse.run.trainer import x"),
         ("rlhfuse/ppo/__init__.py", '"""Only words."""'),

@@ -73,7 +73,7 @@ def write_run(folder: Path, **settings: object) -> Path:
     import yaml
 
     actor = write_tokenizer(write_checkpoint(folder / "actor", seed=1))
-    reward = write_checkpoint(folder / "reward", scalar_head=True, seed=2)
+    reward = write_tokenizer(write_checkpoint(folder / "reward", scalar_head=True, seed=2))
     lines = [json.dumps({"prompt": " ".join(f"w{(i * 7 + j) % 190}" for j in range(2 + i % 4))}) for i in range(12)]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     config: dict = {

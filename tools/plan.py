@@ -17,8 +17,10 @@ from pathlib import Path
 from rlhfuse.base.errors import run_program
 from rlhfuse.base.files import write_json
 from rlhfuse.config.load import load_config
+from rlhfuse.config.role import Role
 from rlhfuse.config.rules import idle_settings
 from rlhfuse.decisions.layouts import planned_world_size
+from rlhfuse.models.tokenizer import has_tokenizer, load_tokenizer, settle_tokens
 from rlhfuse.planning.draft import draft_plan, read_specs
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.simulator.lengths import load_lengths
@@ -42,11 +44,15 @@ def main() -> int:
         from rlhfuse.run.launch import with_device  # torch, which takes seconds, is asked only where there may be a GPU
 
         config = with_device(config)
-    plan = make_plan(draft_plan(config, read_specs(config), world_size, lengths))
-    if idle := idle_settings(config):
-        print(idle, file=sys.stderr)
+    paths = {role: Path(getattr(config, role).path) for role in config.roles()}
+    specs, folder = read_specs(config), Path(config.actor.tokenizer)
+    tokenizer = load_tokenizer(folder, specs[Role.ACTOR]) if has_tokenizer(folder) else None
+    specs, notes = settle_tokens(config, paths, specs, tokenizer, required=False)
+    plan = make_plan(draft_plan(config, specs, world_size, lengths))
     if args.problem:
         write_json(args.problem, plan.schedule.problem.to_dict())
+    for note in filter(None, (*notes, idle_settings(config))):
+        print(note, file=sys.stderr)
     print(json.dumps(plan.report.to_dict(), indent=1) if args.json else plan.report.render())
     return 0
 

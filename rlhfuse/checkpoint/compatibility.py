@@ -79,7 +79,8 @@ class RunCompatibility:
                     )
         if other.vocabulary != self.vocabulary:
             raise InputError(f"{where} was saved with another vocabulary; set actor.tokenizer to the tokenizer it had")
-        defaults = {key: value for key, value, _ in RunConfig().leaves()}  # of keys that a checkpoint is older than
+        defaults = RunConfig().leaves()  # of keys that a checkpoint is older than
+        defaults = json.loads(json.dumps({key: value for key, value, _ in defaults}))
         for key in sorted(self.settings.keys() | other.settings.keys()):
             mine, found = self.settings.get(key), other.settings.get(key, defaults.get(key))
             if key in self.contents and key in other.contents:

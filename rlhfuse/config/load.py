@@ -25,7 +25,7 @@ from rlhfuse.config.settings import LARGEST, LARGEST_REAL, RunConfig, Settings
 BOUNDS = ("gt", "ge", "lt", "le")
 UNKNOWN = ("extra_forbidden", "invalid_key")
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Literal: "a text"}
-KINDS[tuple] = "a list of texts like [a.jsonl, b.jsonl]"
+LISTS = {str: ("a list of texts like [a.jsonl, b.jsonl]", "a text"), int: ("a list of ids like [2, 7]", "an id >= 0")}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -141,8 +141,14 @@ def _refusal(fault: Mapping[str, Any], where: str) -> tuple[str, bool]:
     if kind == "literal_error" and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return f"{key}={str(value)!r} must be one of {', '.join(get_args(field.annotation))}", True
     inside = fault["loc"][len(key.split(".")) :]  # of a list
-    expected = "a text" if inside else KINDS[get_origin(field.annotation) or field.annotation]
+    kind = get_origin(field.annotation) or field.annotation
+    expected = LISTS[_element(field)][bool(inside)] if kind is tuple else KINDS[kind]
     return f"{where}: {key}{''.join(f'[{i}]' for i in inside)}={value!r} must be {expected}", "${" in str(value)
+
+
+def _element(field: FieldInfo) -> type:
+    """The type of a list's elements, which are annotated."""
+    return get_args(get_args(field.annotation)[0])[0]
 
 
 def _field_at(location: Sequence[str | int]) -> tuple[str, FieldInfo | None]:

@@ -15,7 +15,7 @@ from rlhfuse.config.settings import RunConfig
 
 def check_config(config: RunConfig) -> None:
     """Raise InputError for the first rule that `config`, its defaults filled, does not keep."""
-    for broken in (_algorithm, _learning_rates, _models, _threshold, _waits, _trainer):
+    for broken in (_algorithm, _learning_rates, _models, _ends, _threshold, _waits, _trainer):
         for message in broken(config):
             raise InputError(message)
 
@@ -82,6 +82,15 @@ def _models(config: RunConfig) -> Iterator[str]:
             yield f"reward.{kind}_weight=0.0 discards what reward.{source} gives; drop reward.{source}"
     if not algorithm.has_critic and config.critic.path:
         yield f"algorithm.name={algorithm.name} has no critic, but critic.path={config.critic.path}; drop critic.path"
+
+
+def _ends(config: RunConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.min_tokens > rollout.max_response_tokens:
+        told = f"rollout.min_tokens={rollout.min_tokens} > rollout.max_response_tokens={rollout.max_response_tokens}"
+        yield f"{told}; lower it"
+    if "" in rollout.stop:
+        yield "rollout.stop holds an empty text, which would end every response; remove it"
 
 
 def _threshold(config: RunConfig) -> Iterator[str]:

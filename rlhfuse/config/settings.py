@@ -43,6 +43,12 @@ def _not_missing(text: str) -> str:
     return text
 
 
+def _not_negative(token: int) -> int:
+    if token < 0:
+        raise ValueError("below 0")
+    return token
+
+
 def _check_layout(text: str) -> str:
     ParallelLayout.parse(text)
     return text
@@ -66,6 +72,7 @@ Decay = Annotated[float, Field(ge=0, lt=1), _REAL]
 Wait = Annotated[float, Field(gt=0, le=LONGEST_SECONDS), _REAL]
 Text = Annotated[str, AfterValidator(_not_missing)]
 Name = Annotated[Text, Field(strict=True)]  # not even a number
+TokenId = Annotated[int, _WHOLE, AfterValidator(_not_negative)]
 Layout = Annotated[str, AfterValidator(_check_layout)]
 LayoutOrDefault = Annotated[str, AfterValidator(lambda text: text and _check_layout(text))]
 AutoOrTruth = Annotated[  # texts that YAML may give as true and false
@@ -164,6 +171,14 @@ class RolloutConfig(Settings):
     prompts_per_iteration: Whole = key(16, "prompts drawn per iteration", ge=1, le=2**23)
     samples_per_prompt: Whole = key(4, "responses generated for each prompt", ge=1, le=2**16)
     max_response_tokens: Positive = key(256, "a longer response is cut here")
+    min_tokens: Count = key(0, "no end token, stop token or stop text ends a response before so many tokens")
+    stop_token_ids: tuple[TokenId, ...] = key((), "further tokens that end a response; they are part of it")
+    stop: tuple[Name, ...] = key(
+        (),
+        "texts that end a response. The tokens up to the one that completes such a text are the response, and are "
+        "trained on; the text that a reward function gets is cut before it",
+    )
+    ignore_eos: Truth = key(False, "the model's end tokens do not end a response; the two keys above still do")
     # a temperature of 0 would be greedy: PPO samples its rollouts
     temperature: Float = key(1.0, "of sampling; 0.001 to 1000; log-probabilities are taken after it", ge=1e-3, le=1e3)
     top_k: Count = key(0, "0 = off")

@@ -86,15 +86,22 @@ class ModelSpec:
 
     @staticmethod
     def from_config(path: str | Path) -> ModelSpec:
-        """Read `config.json` of a Hugging Face folder. Raises InputError naming the file and the field."""
-        file = Path(path) / "config.json"
-        try:
-            raw = json.loads(file.read_text())
-        except FileNotFoundError:
-            raise InputError(f"{file} is missing: {path} is no Hugging Face model folder; give its path") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise InputError(f"{file} is not valid JSON ({error}); download the checkpoint again") from None
-        return _from_config_dict(raw, str(file))
+        """Read `config.json` of a Hugging Face folder; the end tokens of its `generation_config.json` come first.
+
+        Raises InputError naming the file and the field.
+        """
+        file, generation = Path(path) / "config.json", Path(path) / "generation_config.json"
+        if not file.exists():
+            raise InputError(f"{file} is missing: {path} is no Hugging Face model folder; give its path")
+        raw, ends = _read_json(file), (_read_json(generation) if generation.exists() else {}).get("eos_token_id")
+        return _from_config_dict(raw if ends is None else raw | {"eos_token_id": ends}, str(file))
+
+
+def _read_json(file: Path) -> dict:
+    try:
+        return json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} is not valid JSON ({error}); download the checkpoint again") from None
 
 
 def _from_config_dict(raw: dict, where: str) -> ModelSpec:
@@ -112,7 +119,11 @@ def _from_config_dict(raw: dict, where: str) -> ModelSpec:
     window = _sliding_window(raw, kind) or context
     rope = raw.get("rope_parameters") or {}
     scaling = raw.get("rope_scaling") or rope
-    eos = raw.get("eos_token_id")
+    ends = raw.get("eos_token_id")
+    ends = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
+    if wrong := [token for token in ends if type(token) is not int or not 0 <= token < need("vocab_size")]:
+        ids = f"an id in [0, {raw['vocab_size']})"
+        raise InputError(f"{where}, generation_config.json: eos_token_id {wrong[0]!r} is not {ids}")
     _check_implemented(raw | scaling, kind, where)
     biased = kind in BIASED and bool(raw.get("attention_bias"))
     return ModelSpec(
@@ -134,7 +145,7 @@ def _from_config_dict(raw: dict, where: str) -> ModelSpec:
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         sliding_window=window < context,
         bos_token_id=raw.get("bos_token_id"),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),)),
+        eos_token_ids=ends,
     )
 
 
@@ -227,7 +238,8 @@ class ParallelLayout:
 
     def check_model(self, spec: ModelSpec, task: str) -> None:
         """Raise InputError with the division that fails when `spec` cannot be cut this way."""
-        for name, value in (("heads", spec.heads), ("kv_heads", spec.kv_heads), ("mlp", spec.mlp)):
+        shares = ("heads", spec.heads), ("kv_heads", spec.kv_heads), ("mlp", spec.mlp)
+        for name, value in (*shares, ("padded vocab", spec.padded_vocab)):
             if value % self.tp:
                 raise InputError(f"{task}={self}: {name}({value}) % tp({self.tp}) = {value % self.tp}, must be 0")
         if self.stages > spec.layers:

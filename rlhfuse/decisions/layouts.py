@@ -139,7 +139,7 @@ def _task_table(config: RunConfig, world_size: int) -> tuple[Task, ...]:
 
 def check_layouts(config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int) -> tuple[Task, ...]:
     """The task table, held against every rule with models and batch. Raises InputError with the equation that fails."""
-    tasks = _task_table(config, world_size)
+    tasks, vocab = _task_table(config, world_size), least_vocab(specs)
     for task in tasks:
         where = f"parallel.{task.name}"
         if not task.training and task.layout.pp != 1:
@@ -147,6 +147,8 @@ def check_layouts(config: RunConfig, specs: Mapping[Role, ModelSpec], world_size
                 f"{where}={task.layout}: pp({task.layout.pp}) != 1; generation and inference have no pipeline"
             )
         task.layout.check_model(specs[task.role], where)
+        if not task.role.scalar_head and task.name != "generation":
+            _check_vocab_shares(task, specs[task.role], vocab)
     layouts = {task.name: task.layout for task in tasks}
     generation = layouts["generation"]
     for name in ("reference_inference", "reward_inference", "critic_inference"):
@@ -160,6 +162,25 @@ def check_layouts(config: RunConfig, specs: Mapping[Role, ModelSpec], world_size
     _check_models(config, specs)
     _check_batch(config, fused)
     return tasks
+
+
+def least_vocab(specs: Mapping[Role, ModelSpec]) -> int:
+    """Ids that every model has a row for.
+
+    Those beyond take no part, as rows of padding take none: the actor's and the reference's probabilities are over
+    the others alone, in generation, inference and training, so that no token is drawn that another model cannot read.
+    """
+    return min(spec.vocab for spec in specs.values())
+
+
+def _check_vocab_shares(task: Task, spec: ModelSpec, vocab: int) -> None:
+    """Log-probabilities need a row of the vocabulary on every tensor rank."""
+    tp, rows = task.layout.tp, spec.padded_vocab // task.layout.tp
+    if (tp - 1) * rows >= vocab:
+        raise InputError(
+            f"parallel.{task.name}={task.layout}: the last of tp({tp}) ranks has rows {(tp - 1) * rows} to "
+            f"{tp * rows - 1} of the padded vocabulary, none of vocab({vocab}); use a smaller tp"
+        )
 
 
 def batch_arithmetic(config: RunConfig, tasks: tuple[Task, ...]) -> BatchArithmetic:
@@ -220,11 +241,10 @@ def _check_models(config: RunConfig, specs: Mapping[Role, ModelSpec]) -> None:
                 f"data.max_prompt_tokens({prompt}) + rollout.max_response_tokens({response}) = {prompt + response} > "
                 f"{limit}({spec.context}) of {role}; lower one of them"
             )
-        if spec.vocab != (vocab := specs[Role.ACTOR].vocab):
-            raise InputError(
-                f"{role}.path: vocab({spec.vocab}) != vocab({vocab}) of the actor; all models read the "
-                "same tokens, so take one with the actor's tokenizer"
-            )
+
+    stop, vocab = config.rollout.stop_token_ids, least_vocab(specs)
+    if wrong := [token for token in stop if token >= vocab]:
+        raise InputError(f"rollout.stop_token_ids={list(stop)}: {wrong[0]} is not an id in [0, {vocab})")
 
 
 def _check_batch(config: RunConfig, fused: FusedShape) -> None:

@@ -31,6 +31,26 @@ def completes_stop_text(tokens: list[int], stops: tuple[str, ...], detokenize: C
     window = least
     while len(before := detokenize(tokens[-window:-1])) < least and window < len(tokens):
         window *= 2  # tokens without text, or less than a character each
-    text = detokenize(tokens[-window:])
+    return _find(before, detokenize(tokens[-window:]), stops) is not None
+
+
+def _find(before: str, text: str, stops: tuple[str, ...]) -> int | None:
+    """Where the first of `stops` begins in `text` that ends past what it has in common with `before`."""
     common = len(commonprefix((before, text)))
-    return any(text.find(stop, max(0, common - len(stop) + 1)) >= 0 for stop in stops)
+    found = [text.find(stop, max(0, common - len(stop) + 1)) for stop in stops]
+    return min((at for at in found if at >= 0), default=None)
+
+
+def text_before_stop(tokens: list[int], stops: tuple[str, ...], decode: Callable[..., str]) -> str:
+    """Text of a finished response without special tokens, cut before the stop text that its last token completed.
+
+    `decode`: a tokenizer's, of tokens and `skip_special_tokens`. Stop texts may hold special tokens.
+    """
+    whole = decode(tokens, skip_special_tokens=False) if stops else ""
+    at = _find(decode(tokens[:-1], skip_special_tokens=False), whole, stops) if stops else None
+    if at is None:
+        return decode(tokens, skip_special_tokens=True)
+    kept = len(tokens) - 1  # tokens that are text before the stop text alone; the next is so in part
+    while not whole[:at].startswith(before := decode(tokens[:kept], skip_special_tokens=False)):
+        kept -= 1
+    return decode(tokens[:kept], skip_special_tokens=True) + whole[len(before) : at]

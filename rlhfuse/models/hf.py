@@ -248,23 +248,3 @@ def _hf_layer(weights: Mapping[str, Tensor], spec: ModelSpec, hf: str, ours: str
         norms = {n: weights[f"{ours}self_attention.{n}_layernorm.weight"] for n in "qk"}
         out |= {f"{hf}self_attn.{n}_norm.weight": norm for n, norm in norms.items()}
     return out
-
-
-def load_tokenizer(path: Path, spec: ModelSpec) -> Any:
-    """The folder's tokenizer. Raises InputError when it is missing or has ids outside the model's vocabulary."""
-    from transformers import AutoTokenizer
-    from transformers.utils import logging
-
-    if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise InputError(f"{path} has no tokenizer files; set actor.tokenizer to a folder that has them")
-    logging.set_verbosity_error()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except Exception as error:  # transformers raises many kinds for a broken file
-        raise InputError(f"tokenizer of {path} cannot be read: {str(error).splitlines()[0]}") from None
-    largest = max(tokenizer.get_vocab().values())
-    if largest >= spec.vocab:
-        raise InputError(
-            f"tokenizer {path} has ids up to {largest}, the model's vocabulary is {spec.vocab}; use the model's own"
-        )
-    return tokenizer

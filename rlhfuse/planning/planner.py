@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 
+from rlhfuse.config.role import Role
 from rlhfuse.decisions.weight_moves import layout_moves
 from rlhfuse.planning import reasons
 from rlhfuse.planning.draft import TICK_SECONDS, PlanDraft, element_bytes
@@ -84,6 +85,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
         files=reasons.output_files(config, draft.specs, element_bytes(config)),
         threshold_reasons=(why, *hints, reasons.of_limits(config, limits)),
         reasons=(
+            reasons.of_ends(config, draft.specs[Role.ACTOR]),
             reasons.of_lengths(config, draft.lengths, DRAWS),
             reasons.of_costs(config, draft.hardware, draft.costs, draft.costs_name),
             *reasons.of_reward(config, draft.costs),

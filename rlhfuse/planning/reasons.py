@@ -31,6 +31,18 @@ def of_lengths(config: RunConfig, lengths: SampleLengths | None, draws: int) -> 
     )
 
 
+def of_ends(config: RunConfig, actor: ModelSpec) -> str:
+    """What ends a response: tokens by their ids, texts, a length."""
+    rollout = config.rollout
+    tokens = (*(() if rollout.ignore_eos else actor.eos_token_ids), *rollout.stop_token_ids)
+    parts = [f"at token {' or '.join(map(str, dict.fromkeys(tokens)))}"] if tokens else []
+    if not tokens and not rollout.ignore_eos:
+        parts = ["at the tokenizer's end token, as the model's files name none"]
+    parts += [f"with the text {text!r}" for text in rollout.stop]
+    least = f" (of {rollout.min_tokens} tokens or more)" if rollout.min_tokens else ""
+    return f"a response{least} ends {', '.join((*parts, f'after {rollout.max_response_tokens} tokens'))}"
+
+
 def of_costs(config: RunConfig, hardware: HardwareSpec, costs: CostModel, costs_name: str) -> str:
     """The source of the times."""
     if config.fusion.profile:

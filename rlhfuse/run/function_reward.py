@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from rlhfuse.data.reward_function import RewardCall
 from rlhfuse.data.reward_workers import RewardWorkers
 from rlhfuse.data.sampler import PromptSampler, sample_origin
+from rlhfuse.gen.stop_text import text_before_stop
 from rlhfuse.ppo.rollout import Rollout
 from rlhfuse.run.preflight import RunInputs
 
@@ -20,6 +21,7 @@ class FunctionRewarder:
     def __init__(self, inputs: RunInputs, sampler: PromptSampler, progress: Callable[[str], None]) -> None:
         config, reward = inputs.config, inputs.config.reward
         self._prompts, self._tokenizer, self._sampler = inputs.prompts, inputs.tokenizer, sampler
+        self._stops = config.rollout.stop
         self._count = config.rollout.prompts_per_iteration
         self._drawn: tuple[int, list[int]] = (-1, [])  # the iteration asked for last, and its prompts
         self._workers = RewardWorkers(
@@ -47,5 +49,5 @@ class FunctionRewarder:
         if self._drawn[0] != iteration:
             self._drawn = iteration, self._sampler.prompts_of(iteration, self._count)
         prompt = self._prompts[self._drawn[1][place]]
-        text = self._tokenizer.decode(rollout.response_tokens, skip_special_tokens=True)
+        text = text_before_stop(list(rollout.response_tokens), self._stops, self._tokenizer.decode)
         return RewardCall(rollout.sample_id, prompt.row, prompt.text, text, rollout.response_tokens, prompt.where)

@@ -7,7 +7,7 @@ loaded whole, so a generation instance of several ranks is measured as one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
@@ -16,8 +16,9 @@ from rlhfuse.data.sampler import PromptSampler, sample_id
 from rlhfuse.gen.core.sequence import GenerationResult, SamplingParams
 from rlhfuse.gen.engine import Engine
 from rlhfuse.models.hf import resolve_checkpoint
+from rlhfuse.models.tokenizer import with_end_tokens
 from rlhfuse.parallel.device import choose_device
-from rlhfuse.run.preflight import read_prompts
+from rlhfuse.run.preflight import read_prompts, run_tokenizer
 from rlhfuse.run.rank_models import DTYPES, engine_options, sampling_params
 from rlhfuse.simulator.lengths import SampleLengths
 
@@ -39,11 +40,16 @@ def run_trial(config: RunConfig, prompts: int, progress: Callable[[str], None]) 
     Raises InputError for a model, a tokenizer or data that a run would refuse.
     """
     folder = resolve_checkpoint(config.actor.path, "actor.path")
-    _, data = read_prompts(config, ModelSpec.from_config(folder))
+    spec = ModelSpec.from_config(folder)
+    tokenizer = run_tokenizer(config, spec)
+    ends = with_end_tokens(spec, tokenizer, config.rollout)[0].eos_token_ids
+    data = read_prompts(config, tokenizer)
     device = choose_device(config.trainer.device, 0, config.trainer.threads_per_rank)
     dtype = DTYPES[config.trainer.dtype]
     engine = Engine.from_pretrained(folder, engine_options(config, 1), device=device.torch_device, dtype=dtype)
     params = sampling_params(config)
+    if not params.ignore_eos:
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
     drawn = PromptSampler(len(data), config.trainer.seed).prompts_of(0, prompts)
     engine.generate([data[drawn[0]].tokens], SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True))
     positions = {sample_id(0, position, 0): position for position in range(prompts)}

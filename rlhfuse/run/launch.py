@@ -44,9 +44,8 @@ def dry_run(config: RunConfig, world_size: int | None) -> int:
     if is_finished(config):
         print(finished_line(config))
         return 0
-    inputs = check_inputs(config, planned_world_size(config, world_size))
-    print(start_line(inputs))
-    print(prompts_line(inputs))
+    inputs = check_inputs(config, planned_world_size(config, world_size), dry=True)
+    print("\n".join((start_line(inputs), prompts_line(inputs), *inputs.notes)))
     if idle := idle_settings(config):
         print(idle)
     print(make_plan(inputs.draft).report.render())
@@ -161,6 +160,7 @@ def agree_on_plan(inputs: RunInputs, run_dir: Path, rank: int, device: Device) -
                 print(idle)
             print(f"run directory: {run_dir}")
             print(f"device: {device.torch_device} ({device.backend}), {prompts_line(inputs)}")
+            print("".join(f"{note}\n" for note in inputs.notes), end="")
             print(f"{plan.report.render()}\n{plan.schedule.text()}", flush=True)
             text = plan.to_text()
     text = from_rank_0(text)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.data.prompts import PromptSet, load_prompts
 from rlhfuse.data.reward_function import RewardFunction
-from rlhfuse.models.hf import check_checkpoint, load_tokenizer, resolve_checkpoint
+from rlhfuse.models.hf import check_checkpoint, resolve_checkpoint
+from rlhfuse.models.tokenizer import load_tokenizer, settle_tokens
 from rlhfuse.planning.draft import PlanDraft, draft_plan
 from rlhfuse.run.rank_models import ModelFolders
 
@@ -32,6 +33,7 @@ class RunInputs:
     """The inputs of a run that can be planned and fits; the plan itself is made from `draft`."""
 
     draft: PlanDraft
+    notes: tuple[str, ...]  # on tokens, for people
     models: ModelFolders
     tokenizer: Any
     prompts: PromptSet
@@ -47,30 +49,39 @@ class RunInputs:
         return self.draft.world_size
 
 
-def check_inputs(config: RunConfig, world_size: int) -> RunInputs:
-    """Read and check everything. Raises InputError with one line that names the value and the fix."""
+def check_inputs(config: RunConfig, world_size: int, dry: bool = False) -> RunInputs:
+    """Read and check everything. Raises InputError with one line that names the value and the fix.
+
+    A `dry` run compares models without tokenizer files by the size of their vocabularies.
+    """
     check_output(config)
     if config.trainer.wandb != "off" and find_spec("wandb") is None:
         raise InputError("trainer.wandb needs the wandb package: pip install 'rlhfuse[wandb]', or trainer.wandb=off")
     models = find_models(config)
-    specs = models.specs
+    tokenizer = run_tokenizer(config, models.specs[Role.ACTOR])
+    specs, notes = settle_tokens(config, models.paths, models.specs, tokenizer, required=not dry)
+    models = replace(models, specs=specs)
     _check_inference_layouts(config)
     draft = draft_plan(config, specs, world_size)
     for role in config.roles():
         check_checkpoint(models.paths[role], specs[role], role.scalar_head, role.fresh_head)
-    tokenizer, prompts = read_prompts(config, specs[Role.ACTOR])
+    prompts = read_prompts(config, tokenizer)
     if config.reward.function:
         check_reward_function(config, prompts)
     contents = contents_of(config, models.paths, Path(tokenizer.name_or_path))
     facts = RunCompatibility.of(config, specs, draft.tasks, world_size, tokenizer.get_vocab(), contents)
-    return RunInputs(draft, models, tokenizer, prompts, facts, find_checkpoint(config, facts))
+    return RunInputs(draft, notes, models, tokenizer, prompts, facts, find_checkpoint(config, facts))
 
 
-def read_prompts(config: RunConfig, actor: ModelSpec) -> tuple[Any, PromptSet]:
-    """The run's tokenizer and its prompts as tokens. Raises InputError naming file, line or key."""
-    tokenizer = load_tokenizer(resolve_checkpoint(config.actor.tokenizer, "actor.tokenizer"), actor)
+def run_tokenizer(config: RunConfig, actor: ModelSpec) -> Any:
+    """The tokenizer of prompts and responses. Raises InputError."""
+    return load_tokenizer(resolve_checkpoint(config.actor.tokenizer, "actor.tokenizer"), actor)
+
+
+def read_prompts(config: RunConfig, tokenizer: Any) -> PromptSet:
+    """The run's prompts as tokens. Raises InputError naming file, line or key."""
     data = config.data
-    prompts = load_prompts(
+    return load_prompts(
         data.train_files,
         data.prompt_key,
         encoder(tokenizer, config),
@@ -78,7 +89,6 @@ def read_prompts(config: RunConfig, actor: ModelSpec) -> tuple[Any, PromptSet]:
         data.filter_long_prompts,
         dialogues_as_turns=data.apply_chat_template,
     )
-    return tokenizer, prompts
 
 
 def own_tokenizer(config: RunConfig) -> Path | None:

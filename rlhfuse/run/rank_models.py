@@ -7,7 +7,7 @@ reference, reward                               a copy per inference replica, of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.decisions.layouts import least_vocab
 from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.inference import FrozenModel
 from rlhfuse.fusion.intra.p2p import Channels
@@ -42,6 +43,10 @@ class ModelFolders:
 
     paths: dict[Role, Path]
     specs: dict[Role, ModelSpec]
+
+    def in_use(self, role: Role) -> ModelSpec:
+        """The shape with those ids alone that all models of the run have: what draws tokens and scores them."""
+        return replace(self.specs[role], vocab=least_vocab(self.specs))
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ def build_models(config: RunConfig, folders: ModelFolders, ranks: FusedRanks, ra
         for stage, module in optimizer.modules.items():
             part = PipelineStage(module, first=stage == 0, last=stage == grid.stages - 1, scalar_head=head)
             stages[stage] = TrainingStage(part)
-        return TrainedModel(role, specs[role], grid, head, stages, optimizer, groups.tp, dtype)
+        return TrainedModel(role, folders.in_use(role), grid, head, stages, optimizer, groups.tp, dtype)
 
     def whole(task: str, role: Role, load: bool) -> tuple[torch.nn.Module, dist.ProcessGroup, ModelGrid]:
         grid = plain_grid(ParallelLayout.parse(getattr(config.parallel, task)))
@@ -139,8 +144,18 @@ def engine_options(config: RunConfig, instances: int) -> EngineOptions:
 
 
 def sampling_params(config: RunConfig) -> SamplingParams:
-    rollout, seed = config.rollout, config.trainer.seed
-    return SamplingParams(rollout.temperature, rollout.top_k, rollout.top_p, rollout.max_response_tokens, seed=seed)
+    rollout = config.rollout
+    return SamplingParams(
+        rollout.temperature,
+        rollout.top_k,
+        rollout.top_p,
+        rollout.max_response_tokens,
+        rollout.min_tokens,
+        rollout.stop_token_ids,
+        rollout.stop,
+        config.trainer.seed,
+        rollout.ignore_eos,
+    )
 
 
 def inference_layout(config: RunConfig) -> ParallelLayout:

@@ -75,7 +75,7 @@ class Trainer:
         self.engine = self._build_engine()
         self.scorer = Scorer(
             *(self.models.frozen.get(role) for role in SCORING_ORDER),
-            vocab=inputs.models.specs[Role.ACTOR].vocab,
+            vocab=inputs.models.in_use(Role.ACTOR).vocab,
             temperature=config.rollout.temperature,
             device=device.torch_device,
         )
@@ -124,12 +124,13 @@ class Trainer:
 
     def _build_engine(self) -> Engine:
         engine = Engine(
-            self.inputs.models.specs[Role.ACTOR],
+            self.inputs.models.in_use(Role.ACTOR),
             dict(self.models.generation.named_parameters()),
             engine_options(self.config, self.plan.report.batch.instances),
             device=self.device.torch_device,
             dtype=next(self.models.generation.parameters()).dtype,
             tp_group=self.models.generation_tp if dist.get_world_size(self.models.generation_tp) > 1 else None,
+            detokenize=partial(self.inputs.tokenizer.decode, skip_special_tokens=False),
         )
         engine.pause()
         return engine
@@ -326,7 +327,8 @@ class Trainer:
             with self.checkpoints.joint_failure():
                 if self.rank == 0:
                     path, out = self.inputs.models.paths[role], self.run_dir / "export" / role
-                    weights, head, own = dict(copy.named_parameters()), trained.scalar_head, own_tokenizer(self.config)
-                    export_checkpoint(weights, trained.spec, head, path, out, own, self.watchdog.progress)
+                    spec, head = self.inputs.models.specs[role], trained.scalar_head
+                    weights, own = dict(copy.named_parameters()), own_tokenizer(self.config)
+                    export_checkpoint(weights, spec, head, path, out, own, self.watchdog.progress)
                 else:
                     self.watchdog.progress(Waiting(f"waiting for the export of the {role}"))

@@ -28,6 +28,9 @@ WRONG = {  # what a leaf of a kind refuses, as it stands in a file
 CASES = [
     (key, WRONG[type(value)][number % len(WRONG[type(value)])]) for number, (key, value) in enumerate(LEAVES.items())
 ]
+IDS = ("2", "[a]", "[-1]", "[true]", "[1.5]", "[[1]]", "{a: 1}", "null")  # no list of ids
+CASES = [case for case in CASES if case[0] != "rollout.stop_token_ids"]
+CASES += [("rollout.stop_token_ids", wrong) for wrong in IDS]
 CASES += [("data.train_files", wrong) for wrong in WRONG[tuple]] + [("trainer.export", wrong) for wrong in WRONG[bool]]
 
 
@@ -116,6 +119,7 @@ ROLLOUT = dict(
     prompts_per_iteration=bits(PROMPT_BITS),
     samples_per_prompt=bits(COPY_BITS),
     max_response_tokens=AT_LEAST_1,
+    min_tokens=AT_LEAST_0,
     temperature=((0.001, 1000.0), (0.0009999, 1000.1)),
     top_k=AT_LEAST_0,
     top_p=((TINY, 1.0), (0.0, 1.0000001)),

@@ -139,8 +139,6 @@ def test_layouts_hold_without_intra_stage_fusion_too():
 @pytest.mark.parametrize(
     "role, changes, message",
     [
-        ("reward", {"vocab": 600}, "reward.path: vocab(600) != vocab(512) of the actor"),
-        ("critic", {"vocab": 511}, "critic.path: vocab(511) != vocab(512) of the actor"),
         ("reference", {"context": 256}, "= 384 > context(256) of reference"),
         ("critic", {"context": 256, "sliding_window": True}, "= 384 > sliding_window(256) of critic"),
         ("critic", {"layers": 1}, "parallel.critic_train=d2t1p2: pp(2) > layers(1)"),
@@ -150,3 +148,49 @@ def test_models_must_fit_together(role, changes, message):
     specs = {**SPECS, role: replace(TINY, **changes)}
     with pytest.raises(InputError, match=re.escape(message)):
         check_layouts(config(), specs, 4)
+
+
+FOUR = {name: "d1t4p1" for name in ("generation", "reference_inference", "reward_inference", "critic_inference")}
+ALONE = {"algorithm__name": "rloo", "reference__path": "none", "algorithm__kl_coef": 0.0}
+THREE = {f"parallel__{name}": "d1t3p1" for name in (*FOUR, "actor_train", "critic_train")}
+
+
+@pytest.mark.parametrize(
+    "vocabs, keys, message",
+    [
+        ({"actor": 97, "reference": 97, "reward": 100, "critic": 100}, {}, None),
+        (
+            dict.fromkeys(("actor", "reward"), 65),
+            ALONE,
+            "parallel.actor_train=d1t4p1: the last of tp(4) ranks has rows 96",
+        ),
+        (
+            dict.fromkeys(SPECS, 65),
+            {},
+            "parallel.reference_inference=d1t4p1: the last of tp(4) ranks has rows 96 to 127",
+        ),
+        (dict.fromkeys(SPECS, 100), THREE, "parallel.generation=d1t3p1: padded vocab(128) % tp(3) = 2, must be 0"),
+        (
+            dict.fromkeys(SPECS, 512) | {"reward": 384},
+            {},
+            "has rows 384 to 511 of the padded vocabulary, none of vocab(384",
+        ),
+    ],
+)
+def test_tensor_ranks_need_rows_of_the_vocabulary(vocabs, keys, message):
+    """Of those ids that all models have, where log-probabilities come out."""
+    specs = {role: replace(TINY, heads=12, kv_heads=12, vocab=vocab) for role, vocab in vocabs.items()}
+    layouts = {f"parallel__{name}": layout for name, layout in FOUR.items()}
+    layouts |= {"parallel__actor_train": "d1t4p1", "parallel__critic_train": "d1t4p1", **keys}
+    if message is None:
+        assert check_layouts(config(**layouts), specs, 4)
+        return
+    with pytest.raises(InputError, match=re.escape(message)):
+        check_layouts(config(**layouts), specs, 3 if "parallel__generation" in keys else 4)
+
+
+def test_stop_tokens_are_ids_that_every_model_has():
+    specs = {**SPECS, "reward": replace(TINY, vocab=400)}
+    assert check_layouts(config(rollout__stop_token_ids=(399,)), specs, 4)
+    with pytest.raises(InputError, match=re.escape("rollout.stop_token_ids=[3, 400]: 400 is not an id in [0, 400)")):
+        check_layouts(config(rollout__stop_token_ids=(3, 400)), specs, 4)

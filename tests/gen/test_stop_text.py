@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.gen.stop_text import completes_stop_text
+from rlhfuse.gen.stop_text import completes_stop_text, text_before_stop
 
 PIECES = [b"", b"a", b"b", b" ", b"ab", b"aab", "é".encode(), "é".encode()[:1], "é".encode()[1:], "漢".encode()[:1]]
 PIECES += ["漢".encode()[1:2], "漢".encode()[2:], "漢b a".encode()]
@@ -54,6 +54,45 @@ def test_examples(pieces, stop, ends):
 def test_the_window_finds_what_the_whole_text_holds(tokens, stops):
     ends = [n for n in range(1, len(tokens) + 1) if completes_stop_text(tokens[:n], tuple(stops), spell)]
     assert ends == first_stop(tokens, tuple(stops))
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(
+    st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=30),
+    st.lists(st.text("ab é漢", min_size=1, max_size=5), min_size=1, max_size=3),
+)
+def test_text_is_cut_before_the_stop_text_that_ended_it(tokens, stops):
+    cut, whole = (
+        text_before_stop(tokens, tuple(stops), lambda tokens, skip_special_tokens: spell(tokens)),
+        spell(tokens),
+    )
+    if len(tokens) not in first_stop(tokens, tuple(stops)):
+        assert cut == whole
+        return
+    before = spell(tokens[:-1])
+    same = next((i for i, (a, b) in enumerate(zip(before, whole)) if a != b), min(len(before), len(whole)))
+    new = [i for stop in stops for i in range(len(whole)) if whole.startswith(stop, i) and i + len(stop) > same]
+    assert cut == whole[: min(new)]
+
+
+@pytest.mark.parametrize(
+    "tokens, stops, text",
+    [
+        ([3, 0, 4, 5], ("cd",), "ab"),  # begins in the token before the last: <s> is no text
+        ([3, 0, 4, 1], ("</s>",), "abc"),
+        ([3, 0, 4, 5], ("b<s>c",), "ab<s>cd"),  # complete before the last token
+        ([3, 0, 4], ("b<s>c",), "a"),
+        ([3, 1], (), "ab"),
+        ([3, 4, 1], ("d",), "abc"),
+    ],
+)
+def test_special_tokens_are_no_text_but_may_be_in_a_stop_text(tokens, stops, text):
+    names = {0: "<s>", 1: "</s>", 3: "ab", 4: "c", 5: "d"}
+
+    def decode(tokens, skip_special_tokens):
+        return "".join(names[token] for token in tokens if token > 2 or not skip_special_tokens)
+
+    assert text_before_stop(tokens, stops, decode) == text.replace("<s>", "")
 
 
 @pytest.fixture

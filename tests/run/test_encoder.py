@@ -11,7 +11,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import DataConfig, RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.data.prompts import load_prompts
-from rlhfuse.models.hf import load_tokenizer
+from rlhfuse.models.tokenizer import load_tokenizer
 from rlhfuse.run.preflight import encoder
 
 TEMPLATE = (

@@ -106,6 +106,27 @@ def test_a_model_folder_without_tokenizer(folder):
     assert "actor.tokenizer" in refused(folder)
 
 
+def test_a_reward_model_without_tokenizer_is_refused_by_a_run_and_named_by_a_dry_one(folder, capsys):
+    (folder / "reward" / "tokenizer.json").unlink()
+    assert "reward has no tokenizer files to hold against the actor's; copy them there" in refused(folder)
+    settings = ["fusion.intra_stage=false", "trainer.device=cpu"]  # nothing is searched
+    assert dry_run(load_config(folder / "run.yaml", settings), 2) == 0
+    said = capsys.readouterr().out
+    assert said.count("are compared by the size of their vocabularies alone, 200 each; a run needs the files\n") == 1
+    assert "a response ends at token 2, after 24 tokens" in said
+
+
+def test_end_tokens_of_the_tokenizer_are_in_force_where_the_models_files_name_none(folder, capsys):
+    config = json.loads((folder / "actor" / "config.json").read_text())
+    (folder / "actor" / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    inputs = check_inputs(load_config(folder / "run.yaml"), 2)
+    assert inputs.models.specs["actor"].eos_token_ids == (2,) == inputs.draft.specs["actor"].eos_token_ids
+    tokenizer = json.loads((folder / "actor" / "tokenizer_config.json").read_text())
+    (folder / "actor" / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"eos_token": None}))
+    assert "names an end token: set rollout.stop_token_ids" in refused(folder)
+    assert check_inputs(load_config(folder / "run.yaml", ["rollout.ignore_eos=true"]), 2)
+
+
 @pytest.mark.parametrize(
     "override,words",
     [
@@ -114,6 +135,9 @@ def test_a_model_folder_without_tokenizer(folder):
         ("parallel.generation=d2t1p1@0-1", ""),
         ("parallel.actor_train=d1p2", "d1t2p4"),
         ("rollout.max_response_tokens=1000", "context(256)"),
+        ("rollout.min_tokens=25", "rollout.min_tokens=25 > rollout.max_response_tokens=24; lower it"),
+        ("rollout.stop_token_ids=[4,200]", "rollout.stop_token_ids=[4, 200]: 200 is not an id in [0, 200)"),
+        ("rollout.stop=[a,'']", "rollout.stop holds an empty text, which would end every response; remove it"),
         ("algorithm.minibatches=3", "16 % 3 = 1"),
         ("algorithm.minibatches=16", "micro-batches"),
         ("fusion.threshold=17", "17 > 16"),

@@ -29,6 +29,19 @@ def test_text_and_json(run_yaml):
     assert json.loads(raw.stdout)["batch"]["samples"] == 128
 
 
+def test_models_of_config_json_alone_are_compared_by_size_in_one_line(run_yaml, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text((tmp_path / "model/config.json").read_text())
+    done = program("--config", run_yaml, f"reward.path={other}", "fusion.intra_stage=false")
+    assert done.returncode == 0 and "ends at the tokenizer's end token, as the model's files name none" in done.stdout
+    line = "without tokenizer files actor and reward are compared by the size of their vocabularies alone, 512 each; "
+    assert done.stderr.count(line + "a run needs the files\n") == 1
+    (other / "config.json").write_text((tmp_path / "model/config.json").read_text().replace("512", "448", 1))
+    done = program("--config", run_yaml, f"reward.path={other}")
+    assert done.returncode == 2 and "vocab(448) != vocab(512) of the actor" in done.stderr
+
+
 @pytest.mark.parametrize(
     "args, env, message",
     [

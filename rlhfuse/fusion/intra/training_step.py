@@ -39,7 +39,7 @@ class TrainedModel:
     """One model that trains on this rank: with a scalar head on values, else on log-probabilities."""
 
     role: str  # its name in programs: actor, critic, ...
-    spec: ModelSpec
+    spec: ModelSpec  # of its vocabulary the ids that take part
     grid: ModelGrid
     scalar_head: bool
     stages: Mapping[int, TrainingStage]  # by real pipeline stage

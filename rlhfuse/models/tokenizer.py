@@ -1,0 +1,132 @@
+"""Tokenizers of the run's models: whether they name the same tokens by the same ids, and which tokens end a text.
+
+Models fit together when their tokenizers do, whatever the number of their embedding rows. All read ids, never text, so
+what counts is which token an id is; the actor's tokens must be those of every other model, which may have more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.config.role import Role
+from rlhfuse.config.settings import RolloutConfig, RunConfig
+from rlhfuse.config.spec import ModelSpec
+
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+SPECIAL = ("bos_token", "eos_token", "unk_token")  # padding is never fed
+
+
+def has_tokenizer(path: Path) -> bool:
+    return any((path / name).exists() for name in FILES)
+
+
+def load_tokenizer(path: Path, spec: ModelSpec) -> Any:
+    """The folder's tokenizer. Raises InputError when it is missing or has ids outside the model's vocabulary."""
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    if not has_tokenizer(path):
+        raise InputError(f"{path} has no tokenizer files; set actor.tokenizer to a folder that has them")
+    logging.set_verbosity_error()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # transformers raises many kinds for a broken file
+        raise InputError(f"tokenizer of {path} cannot be read: {str(error).splitlines()[0]}") from None
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= spec.vocab:
+        raise InputError(
+            f"tokenizer {path} has ids up to {largest}, the model's vocabulary is {spec.vocab}; use the model's own"
+        )
+    return tokenizer
+
+
+def settle_tokens(
+    config: RunConfig,
+    paths: Mapping[Role, Path],
+    specs: Mapping[Role, ModelSpec],
+    tokenizer: Any | None,
+    required: bool,
+) -> tuple[dict[Role, ModelSpec], tuple[str, ...]]:
+    """`specs` with the actor's end tokens as `with_end_tokens` and what people should know; models must fit together.
+
+    `tokenizer`: of the actor; None where it has no files. Raises InputError as the two functions below.
+    """
+    notes, actor = check_tokenizers(tokenizer, paths, specs, required), specs[Role.ACTOR]
+    if tokenizer is not None:
+        actor, warnings = with_end_tokens(actor, tokenizer, config.rollout)
+        notes += warnings
+    return {**specs, Role.ACTOR: actor}, notes
+
+
+def check_tokenizers(
+    actor: Any | None, paths: Mapping[Role, Path], specs: Mapping[Role, ModelSpec], required: bool
+) -> tuple[str, ...]:
+    """Hold the models' tokenizers against the `actor`'s (None: it has no files). Returns what people should know.
+
+    Without tokenizer files the sizes of the vocabularies must be equal. Raises InputError for a model that does not
+    fit, and with `required` for one without tokenizer files.
+    """
+    checked, unread = {paths[Role.ACTOR]}, []
+    for role in sorted(paths, key=lambda role: len(role.path_defaults)):  # what others default to first
+        path, spec = paths[role], specs[role]
+        if path in checked:
+            continue
+        checked.add(path)
+        if actor is not None and has_tokenizer(path):
+            if difference := first_difference(actor, load_tokenizer(path, spec)):
+                raise InputError(f"{role}.path={path} has another tokenizer than the actor: {difference}; {_FIX}")
+            continue
+        if required:
+            raise InputError(f"{role}.path={path} has no tokenizer files to hold against the actor's; copy them there")
+        if spec.vocab != (vocab := specs[Role.ACTOR].vocab):
+            why = "their tokenizers, which would say whether they fit, are not there"
+            raise InputError(
+                f"{role}.path={path}: vocab({spec.vocab}) != vocab({vocab}) of the actor, and {why}; {_FIX}"
+            )
+        unread.append(str(role))
+    if not unread:
+        return ()
+    told = f"without tokenizer files actor and {', '.join(unread)} are compared by the size of their vocabularies alone"
+    return (f"{told}, {specs[Role.ACTOR].vocab} each; a run needs the files",)
+
+
+_FIX = "all models read the same tokens, so take one with the actor's tokenizer"
+
+
+def first_difference(actor: Any, other: Any) -> str:
+    """The first token of the `actor`'s tokenizer, by id, that is another one in `other`; '' where there is none."""
+    theirs = other.get_vocab()
+    named = {number: token for token, number in theirs.items()}
+    for token, number in sorted(actor.get_vocab().items(), key=itemgetter(1)):
+        if theirs.get(token) != number:
+            there = repr(named[number]) if number in named else "none"
+            return f"token {number} is {token!r} in the actor's and {there} in its"
+    for name in SPECIAL:
+        mine, its = getattr(actor, name), getattr(other, name)
+        if mine is not None and its is not None and mine != its:
+            return f"{name} is {mine!r} in the actor's and {its!r} in its"
+    return ""
+
+
+def with_end_tokens(actor: ModelSpec, tokenizer: Any, rollout: RolloutConfig) -> tuple[ModelSpec, tuple[str, ...]]:
+    """`actor` with the tokenizer's end token where its own files name none, and what people should know.
+
+    Raises InputError where nothing but its length would end a response, unless that is asked for.
+    """
+    own = tokenizer.eos_token_id
+    ends = actor.eos_token_ids or (() if own is None else (own,))
+    settled = replace(actor, eos_token_ids=ends)
+    if rollout.ignore_eos:
+        return settled, ()
+    if not (ends or rollout.stop_token_ids or rollout.stop):
+        why = "neither generation_config.json nor config.json of actor.path nor its tokenizer names an end token"
+        raise InputError(f"{why}: set rollout.stop_token_ids or rollout.stop, or rollout.ignore_eos=true")
+    if own is None or own in (*ends, *rollout.stop_token_ids):
+        return settled, ()
+    told = f"the tokenizer's end token {tokenizer.eos_token!r} ({own}) ends no response, the model's files name"
+    return settled, (f"warning: {told} {', '.join(map(str, ends))}: set rollout.stop_token_ids=[{own}] if it should",)

@@ -1,0 +1,136 @@
+"""Which tokens end a text, and models that fit together: by their tokenizers' contents, not by rows of embeddings."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from tiny import write_checkpoint, write_tokenizer
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.config.role import Role
+from rlhfuse.config.settings import RolloutConfig
+from rlhfuse.config.spec import ModelSpec
+from rlhfuse.models.tokenizer import check_tokenizers, load_tokenizer, with_end_tokens
+
+
+def edit(file, **changes):
+    file.write_text(json.dumps({**(json.loads(file.read_text()) if file.exists() else {}), **changes}))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_tokenizer(write_checkpoint(tmp_path / "actor"))
+
+
+@pytest.mark.parametrize(
+    "generation, config, ends",
+    [
+        ({"eos_token_id": [2, 7]}, {"eos_token_id": 2}, (2, 7)),
+        ({"eos_token_id": 7}, {"eos_token_id": None}, (7,)),
+        ({"eos_token_id": None}, {"eos_token_id": [3, 4]}, (3, 4)),
+        ({}, {"eos_token_id": 5}, (5,)),
+        (None, {"eos_token_id": 5}, (5,)),
+        (None, {"eos_token_id": None}, ()),
+    ],
+)
+def test_end_tokens_are_those_of_generation_config_then_of_config(folder, generation, config, ends):
+    edit(folder / "config.json", **config)
+    if generation is not None:
+        edit(folder / "generation_config.json", **generation)
+    assert ModelSpec.from_config(folder).eos_token_ids == ends
+
+
+@pytest.mark.parametrize("wrong", [[2, 200], "2", [True], -1, 2.0])
+def test_an_end_token_that_is_no_id_is_refused(folder, wrong):
+    edit(folder / "generation_config.json", eos_token_id=wrong)
+    with pytest.raises(InputError, match=r"generation_config.json: eos_token_id .* is not an id in \[0, 200\)"):
+        ModelSpec.from_config(folder)
+
+
+def settled(folder, **rollout):
+    spec = ModelSpec.from_config(folder)
+    actor, notes = with_end_tokens(spec, load_tokenizer(folder, spec), RolloutConfig(**rollout))
+    return actor.eos_token_ids, notes
+
+
+def test_the_tokenizers_end_token_is_taken_last_and_warned_of_where_it_is_another(folder):
+    assert settled(folder) == ((2,), ())
+    edit(folder / "config.json", eos_token_id=[7, 9])
+    ends, (warning,) = settled(folder)
+    assert ends == (7, 9) and warning == (
+        "warning: the tokenizer's end token '</s>' (2) ends no response, the model's files name 7, 9: "
+        "set rollout.stop_token_ids=[2] if it should"
+    )
+    assert settled(folder, stop_token_ids=[2]) == settled(folder, ignore_eos=True) == ((7, 9), ())
+    edit(folder / "config.json", eos_token_id=None)
+    assert settled(folder) == ((2,), ())
+
+
+def test_no_end_token_at_all_is_refused_unless_it_is_asked_for(folder):
+    edit(folder / "config.json", eos_token_id=None)
+    edit(folder / "tokenizer_config.json", eos_token=None)
+    with pytest.raises(InputError, match="names an end token: set rollout.stop_token_ids or rollout.stop, or"):
+        settled(folder)
+    for asked in ({"ignore_eos": True}, {"stop_token_ids": [5]}, {"stop": ["w5"]}):
+        assert settled(folder, **asked) == ((), ())
+
+
+# models together ------------------------------------------------------------------------------------------------
+
+
+def pair(tmp_path, actor_rows=320, reward_rows=288, reward_words=257):
+    """Folders and shapes of an actor over a tokenizer of 260 tokens, and of a reward model."""
+    actor = write_tokenizer(write_checkpoint(tmp_path / "a", vocab_size=actor_rows), words=257)
+    reward = write_checkpoint(tmp_path / "r", scalar_head=True, vocab_size=reward_rows)
+    if reward_words:
+        write_tokenizer(reward, words=reward_words)
+    paths = {Role.ACTOR: actor, Role.REFERENCE: actor, Role.CRITIC: reward, Role.REWARD: reward}
+    return paths, {role: ModelSpec.from_config(path) for role, path in paths.items()}
+
+
+def check(paths, specs, required=True, tokenizer=True):
+    actor = load_tokenizer(paths[Role.ACTOR], specs[Role.ACTOR]) if tokenizer else None
+    return check_tokenizers(actor, paths, specs, required)
+
+
+@pytest.mark.parametrize("words", [257, 270])
+def test_models_with_the_same_tokens_fit_whatever_their_rows(tmp_path, words):
+    assert check(*pair(tmp_path, reward_words=words)) == ()
+
+
+def test_models_of_equal_size_with_other_tokens_do_not(tmp_path):
+    paths, specs = pair(tmp_path, 320, 320)
+    file = paths[Role.REWARD] / "tokenizer.json"
+    raw = json.loads(file.read_text())
+    vocab = raw["model"]["vocab"]
+    vocab["w40"], vocab["w41"] = vocab["w41"], vocab["w40"]
+    file.write_text(json.dumps(raw))
+    found = re.escape("has another tokenizer than the actor: token 43 is 'w40' in the actor's and 'w41' in its; all")
+    with pytest.raises(InputError, match=f"reward.path=.*/r {found}"):
+        check(paths, specs)
+    write_tokenizer(paths[Role.REWARD], words=200)
+    with pytest.raises(InputError, match="token 203 is 'w200' in the actor's and none in its"):
+        check(paths, specs)
+
+
+def test_special_tokens_are_compared_but_not_padding(tmp_path):
+    paths, specs = pair(tmp_path)
+    edit(paths[Role.REWARD] / "tokenizer_config.json", pad_token="w9")
+    assert check(paths, specs) == ()
+    edit(paths[Role.REWARD] / "tokenizer_config.json", eos_token="w9")
+    with pytest.raises(InputError, match="eos_token is '</s>' in the actor's and 'w9' in its"):
+        check(paths, specs)
+
+
+def test_without_tokenizer_files_sizes_are_compared_but_a_run_refuses(tmp_path):
+    paths, specs = pair(tmp_path, 320, 320, reward_words=0)
+    line = "without tokenizer files actor and reward are compared by the size of their vocabularies alone, 320 each; "
+    assert check(paths, specs, required=False) == (line + "a run needs the files",)
+    assert check(paths, specs, required=False, tokenizer=False) == (line + "a run needs the files",)
+    with pytest.raises(InputError, match="reward.path=.*/r has no tokenizer files to hold against the actor's"):
+        check(paths, specs)
+    paths, specs = pair(tmp_path / "other", 320, 288, reward_words=0)
+    with pytest.raises(InputError, match=re.escape("vocab(288) != vocab(320) of the actor, and their tokenizers")):
+        check(paths, specs, required=False)
