@@ -164,7 +164,6 @@ GUESS = {
     "load": [(0.0,)],
     "meeting": [(0.0,)],
     "release": [(0.0,)],
-    "reward": [],
 }
 
 
@@ -173,8 +172,8 @@ def fit_costs(runs: Sequence[Run], free_moves: bool = False) -> MeasuredCost:
     rows: dict[str, list[Any]] = {kind: [] for kind in GUESS}
     for run in runs:
         for kind, seen in run.ranks[0]["observations"].items():
-            rows[kind] += seen
-    rows = {kind: seen or list(GUESS[kind]) for kind, seen in rows.items()}
+            rows.setdefault(kind, []).extend(seen)
+    rows = {kind: seen or list(GUESS.get(kind, ())) for kind, seen in rows.items()}
     if free_moves:
         rows |= {"migration": [(1, 0.0)], "load": [(0.0,)]}
     return MeasuredCost.fit(
