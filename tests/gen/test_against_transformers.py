@@ -24,7 +24,7 @@ CASES = {
     "linear-rope": ("LlamaConfig", dict(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})),
     "biased-llama": ("LlamaConfig", dict(attention_bias=True)),
     "biased-qwen3": ("Qwen3Config", dict(attention_bias=True, head_dim=16)),
-    "phi3": ("Phi3Config", dict(pad_token_id=0)),
+    "phi3": ("Phi3Config", dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)),
     "qwen2": ("Qwen2Config", dict(tie_word_embeddings=True)),
     "qwen3": ("Qwen3Config", dict(head_dim=64)),
 }
