@@ -170,7 +170,7 @@ def check_reshard(model: Path, device: Device) -> dict:
     return require(not different, {"weights": len(source), "different": different[:3]})
 
 
-def check_parked(device: Device) -> dict:
+def check_offloaded(device: Device) -> dict:
     """Weights leave the device and come back with the same bits, several times; device memory is given back."""
     module = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(8))).to(device.torch_device)
     wanted = [p.detach().cpu().clone() for p in module.parameters()]
@@ -275,7 +275,7 @@ def all_checks(device: Device, folder: Path) -> list[tuple[str, Callable[[], Any
         checks.append((f"graphs_{name}", lambda dtype=dtype: generation.check_graphs(tiny, where, dtype)))
         checks.append((f"training_{name}", lambda dtype=dtype: check_training(tiny, device, dtype)))
     checks.append(("reshard", lambda: check_reshard(tiny, device)))
-    checks.append(("parked_weights", lambda: check_parked(device)))
+    checks.append(("offloaded_weights", lambda: check_offloaded(device)))
     checks.append(("ppo_one_rank", lambda: check_ppo(folder, where)))
     for size, block in (("1b", 16), ("1b", 256), ("8b", 256)):
         shape, batches = (speed.SHAPES[size], speed.BATCHES) if device.is_cuda else (TINY, (1, 4))

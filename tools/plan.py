@@ -20,7 +20,7 @@ from rlhfuse.config.load import load_config
 from rlhfuse.config.role import Role
 from rlhfuse.config.rules import idle_settings
 from rlhfuse.decisions.layouts import planned_world_size
-from rlhfuse.models.tokenizer import has_tokenizer, load_tokenizer, settle_tokens
+from rlhfuse.models.tokenizer import has_tokenizer, load_tokenizer, resolve_tokens
 from rlhfuse.planning.draft import draft_plan, read_specs
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.simulator.lengths import load_lengths
@@ -47,7 +47,7 @@ def main() -> int:
     paths = {role: Path(getattr(config, role).path) for role in config.roles()}
     specs, folder = read_specs(config), Path(config.actor.tokenizer)
     tokenizer = load_tokenizer(folder, specs[Role.ACTOR]) if has_tokenizer(folder) else None
-    specs, notes = settle_tokens(config, paths, specs, tokenizer, required=False)
+    specs, notes = resolve_tokens(config, paths, specs, tokenizer, required=False)
     plan = make_plan(draft_plan(config, specs, world_size, lengths))
     if args.problem:
         write_json(args.problem, plan.schedule.problem.to_dict())

@@ -25,7 +25,7 @@ from rlhfuse.config.load import load_config
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.decisions.layouts import check_layouts
-from rlhfuse.parallel.first_error import speaks_first
+from rlhfuse.parallel.first_error import prints_error
 from rlhfuse.planning.draft import read_specs
 from rlhfuse.run.profiling.points import check_world
 
@@ -91,4 +91,4 @@ def measure(config: RunConfig, out: Path, limit_seconds: float) -> int:
 
 
 if __name__ == "__main__":
-    run_program(main, tear_down=False, speaks=speaks_first)
+    run_program(main, tear_down=False, prints=prints_error)

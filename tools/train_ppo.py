@@ -19,7 +19,7 @@ warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecat
 
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.config.load import load_config
-from rlhfuse.parallel.first_error import speaks_first
+from rlhfuse.parallel.first_error import prints_error
 
 
 def main() -> int:
@@ -45,7 +45,7 @@ def main() -> int:
 
 def run() -> None:
     """The installed program."""
-    run_program(main, tear_down=False, speaks=speaks_first)
+    run_program(main, tear_down=False, prints=prints_error)
 
 
 if __name__ == "__main__":

@@ -82,12 +82,12 @@ def _print_error(text: str) -> None:
 
 
 def run_program(
-    main: Callable[[], int | None], tear_down: bool = True, speaks: Callable[[str], bool] | None = None
+    main: Callable[[], int | None], tear_down: bool = True, prints: Callable[[str], bool] | None = None
 ) -> None:
     """Run `main` and leave the process with its exit code; without `tear_down`, by `leave`.
 
     An InputError prints `error: ...` on stderr and exits with 2. Where torchrun set RANK: from rank 0 if that meets it,
-    else from one rank that does, which says so; `speaks(message)` tells whether this rank is the one. A RewardError is
+    else from one rank that does, which says so; `prints(message)` tells whether this rank is the one. A RewardError is
     the same line from whichever rank met it, exit code 1. Ctrl-C exits with 130. Any other exception propagates with
     its traceback.
     """
@@ -96,7 +96,7 @@ def run_program(
     except InputError as error:
         rank, message = os.environ.get("RANK"), _one_line(error)
         first, alike = rank in (None, "0"), rank is None or isinstance(error, JointError)
-        mine = first if alike or speaks is None else speaks(message)
+        mine = first if alike or prints is None else prints(message)
         if mine:
             _print_error(message if first else f"rank {rank}: {message}")
         else:

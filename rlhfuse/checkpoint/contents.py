@@ -20,9 +20,9 @@ PIECES, PIECE_BYTES = 64, 4096  # of a file of weights, spread over it: gigabyte
 def contents_of(config: RunConfig, models: Mapping[Role, Path], tokenizer: Path) -> dict[str, str]:
     """Setting -> digest of what it names; `models`: folder of each role. Raises InputError for an unreadable file."""
     try:
-        found = {"data.train_files": _together(file_digest(Path(file)) for file in config.data.train_files)}
+        found = {"data.train_files": _joint_digest(file_digest(Path(file)) for file in config.data.train_files)}
         words = [tokenizer / name for name in TOKENIZER_FILES]
-        found["actor.tokenizer"] = _together(f"{file.name} {file_digest(file)}" for file in words if file.exists())
+        found["actor.tokenizer"] = _joint_digest(f"{file.name} {file_digest(file)}" for file in words if file.exists())
         found |= {f"{role}.path": _model_digest(folder) for role, folder in models.items()}
         if config.reward.function:
             found["reward.function"] = _function_digest(config.reward.function)
@@ -36,7 +36,7 @@ def _model_digest(folder: Path) -> str:
     listed = [folder / name for name in ("config.json", "generation_config.json", "model.safetensors.index.json")]
     weights = sorted({entry.file for entry in checkpoint_index(folder).values()})
     parts = [f"{file.name} {file_digest(file)}" for file in listed if file.exists()]
-    return _together([*parts, *(f"{file.name} {_sketch(file)}" for file in weights)])
+    return _joint_digest([*parts, *(f"{file.name} {_sketch(file)}" for file in weights)])
 
 
 def _sketch(file: Path) -> str:
@@ -57,10 +57,10 @@ def _function_digest(name: str) -> str:
     if not source.endswith(".py"):
         spec = importlib.util.find_spec(source)
         if spec is None or not spec.has_location or spec.origin is None:
-            return _together([name])
+            return _joint_digest([name])
         source = spec.origin
-    return _together([file_digest(Path(source)), attribute])
+    return _joint_digest([file_digest(Path(source)), attribute])
 
 
-def _together(parts: Iterable[str]) -> str:
+def _joint_digest(parts: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -185,7 +185,7 @@ class CheckpointWriter:
             try:
                 _remove(old)
             except OSError as error:
-                told = f"cannot remove {_doomed(old)}: {error.strerror or error}; the next save tries again"
+                told = f"cannot remove {_removal_name(old)}: {error.strerror or error}; the next save tries again"
                 print(f"warning: {told}", flush=True)
 
 
@@ -217,13 +217,13 @@ def _note(partial: Path, rank: int) -> Path:
     return partial / f"rank-{rank}.json"
 
 
-def _doomed(folder: Path) -> Path:
+def _removal_name(folder: Path) -> Path:
     """The name under which a checkpoint is removed: half removed, it must not look like one."""
     return folder.with_name(f"{folder.name.removesuffix('.partial')}.partial")
 
 
 def _remove(folder: Path) -> None:
-    if (doomed := _doomed(folder)) != folder:
-        shutil.rmtree(doomed, ignore_errors=True)
-        os.replace(folder, doomed)
-    shutil.rmtree(doomed)
+    if (renamed := _removal_name(folder)) != folder:
+        shutil.rmtree(renamed, ignore_errors=True)
+        os.replace(folder, renamed)
+    shutil.rmtree(renamed)

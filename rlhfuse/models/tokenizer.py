@@ -19,6 +19,7 @@ from rlhfuse.config.spec import ModelSpec
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 SPECIAL = ("bos_token", "eos_token", "unk_token")  # padding is never fed
+_FIX = "all models read the same tokens, so take one with the actor's tokenizer"
 
 
 def has_tokenizer(path: Path) -> bool:
@@ -45,7 +46,7 @@ def load_tokenizer(path: Path, spec: ModelSpec) -> Any:
     return tokenizer
 
 
-def settle_tokens(
+def resolve_tokens(
     config: RunConfig,
     paths: Mapping[Role, Path],
     specs: Mapping[Role, ModelSpec],
@@ -93,9 +94,6 @@ def check_tokenizers(
         return ()
     told = f"without tokenizer files actor and {', '.join(unread)} are compared by the size of their vocabularies alone"
     return (f"{told}, {specs[Role.ACTOR].vocab} each; a run needs the files",)
-
-
-_FIX = "all models read the same tokens, so take one with the actor's tokenizer"
 
 
 def first_difference(actor: Any, other: Any) -> str:

@@ -14,7 +14,7 @@ from rlhfuse.base.errors import RANK_0_FIRST_SECONDS
 STORE_PATIENCE = datetime.timedelta(seconds=10)
 
 
-def speaks_first(message: str) -> bool:
+def prints_error(message: str) -> bool:
     """Whether this rank, under torchrun, is to print `message`: rank 0 if it meets it, else whoever asks first.
 
     Other ranks wait RANK_0_FIRST_SECONDS for rank 0. True where there is no store to ask.

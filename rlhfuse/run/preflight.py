@@ -23,7 +23,7 @@ from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.data.prompts import PromptSet, load_prompts
 from rlhfuse.data.reward_function import RewardFunction
 from rlhfuse.models.hf import check_checkpoint, resolve_checkpoint
-from rlhfuse.models.tokenizer import load_tokenizer, settle_tokens
+from rlhfuse.models.tokenizer import load_tokenizer, resolve_tokens
 from rlhfuse.planning.draft import PlanDraft, draft_plan
 from rlhfuse.run.rank_models import ModelFolders
 
@@ -59,7 +59,7 @@ def check_inputs(config: RunConfig, world_size: int, dry: bool = False) -> RunIn
         raise InputError("trainer.wandb needs the wandb package: pip install 'rlhfuse[wandb]', or trainer.wandb=off")
     models = find_models(config)
     tokenizer = run_tokenizer(config, models.specs[Role.ACTOR])
-    specs, notes = settle_tokens(config, models.paths, models.specs, tokenizer, required=not dry)
+    specs, notes = resolve_tokens(config, models.paths, models.specs, tokenizer, required=not dry)
     models = replace(models, specs=specs)
     _check_inference_layouts(config)
     draft = draft_plan(config, specs, world_size)

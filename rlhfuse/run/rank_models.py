@@ -146,15 +146,15 @@ def engine_options(config: RunConfig, instances: int) -> EngineOptions:
 def sampling_params(config: RunConfig) -> SamplingParams:
     rollout = config.rollout
     return SamplingParams(
-        rollout.temperature,
-        rollout.top_k,
-        rollout.top_p,
-        rollout.max_response_tokens,
-        rollout.min_tokens,
-        rollout.stop_token_ids,
-        rollout.stop,
-        config.trainer.seed,
-        rollout.ignore_eos,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        max_tokens=rollout.max_response_tokens,
+        min_tokens=rollout.min_tokens,
+        stop_token_ids=rollout.stop_token_ids,
+        stop=rollout.stop,
+        seed=config.trainer.seed,
+        ignore_eos=rollout.ignore_eos,
     )
 
 

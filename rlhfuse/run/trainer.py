@@ -218,7 +218,7 @@ class Trainer:
         with timer.phase("train", span=False):  # its actions have their own spans
             minibatches = self._train(iteration, batch, algorithm)
         timer.add_actions(minibatches)
-        self.watchdog.progress(f"iteration {iteration}: books")
+        self.watchdog.progress(f"iteration {iteration}: recording metrics")
         if batch.ref_logprobs is not None and iteration >= self.config.held_iterations:
             self.kl = self.kl.after(float(sample_kl(batch).mean()), len(batch))
         peaks = {"base": self.memory.base_bytes, **self.memory.take()}

@@ -13,13 +13,13 @@ PROGRAM = """
 import os, time
 import rlhfuse.base.errors as errors
 errors.RANK_0_FIRST_SECONDS = 2.0
-from rlhfuse.parallel.first_error import speaks_first
+from rlhfuse.parallel.first_error import prints_error
 
 def main():
     if os.environ["RANK"] in os.environ["MEET_IT"]:
         raise errors.InputError("this rank\\n has no GPU")
 
-errors.run_program(main, tear_down=False, speaks=speaks_first)
+errors.run_program(main, tear_down=False, prints=prints_error)
 """
 
 

@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
+import os
 import pickle
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gloo import host_store
 from tiny import write_checkpoint
 
 from rlhfuse.base.errors import RewardError
@@ -243,3 +247,32 @@ def iterate(rank: int, folders: dict[str, Path], case: Case, number: int, distur
         "block_bytes": engine.spec.kv_bytes_per_token(4) * BLOCK_TOKENS,
         "submitted": rewarder.calls if rewarder else 0,
     }
+
+
+def run_ranks(
+    work: Callable[..., None], world: int, folder: Path, *arguments: Any
+) -> tuple[list[int | None], list[str]]:
+    """`work(rank, port, models, *arguments)` in processes of their own: exit codes, and what each wrote to stderr."""
+    models, store = write_models(folder / "models"), host_store()
+    context = multiprocessing.get_context("forkserver")  # loads torch and Megatron once, not once per rank
+    context.set_forkserver_preload(["rlhfuse.fusion.inter.inter_stage", "rlhfuse.run.rank_models"])
+    shared = store.port, models, *arguments
+    ranks = [context.Process(target=_work, args=(work, folder, rank, *shared)) for rank in range(world)]
+    deadline = time.monotonic() + 540
+    try:
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    return codes, [(folder / f"stderr{rank}").read_text() for rank in range(world)]
+
+
+def _work(work: Callable[..., None], folder: Path, rank: int, *arguments: Any) -> None:
+    os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    work(rank, *arguments)

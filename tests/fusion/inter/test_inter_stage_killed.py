@@ -5,14 +5,11 @@ Two real processes under the watchdog. The fault is set off by the test's own pr
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import sys
-import time
 
-from gloo import host_store, join
-from inter_stage_case import Case, MeanTokenReward, inter_stage, write_models
+from gloo import join
+from inter_stage_case import Case, MeanTokenReward, inter_stage, run_ranks
 
 from rlhfuse.monitor.heartbeat import Limits
 
@@ -20,9 +17,7 @@ WORLD = 2
 CASE = Case((3, 40, 30, 5, 50, 2, 60, 45), 6, layout="d2t1p1", inference="d2t1p1", step_seconds=())
 
 
-def work(rank: int, port: int, folder, models: dict, fault: str) -> None:
-    os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    sys.stderr = os.fdopen(2, "w", buffering=1)
+def work(rank: int, port: int, models: dict, folder, fault: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -62,27 +57,11 @@ def work(rank: int, port: int, folder, models: dict, fault: str) -> None:
         dist.barrier()
 
 
-def outcome(folder, fault: str) -> tuple[list[int], list[str]]:
+def outcome(folder, fault: str) -> tuple[list[int | None], list[str]]:
     """Exit codes, and what each rank wrote."""
-    models = write_models(folder / "models")
-    store = host_store()
-    context = multiprocessing.get_context("forkserver")  # loads torch and Megatron once, not once per rank
-    context.set_forkserver_preload(["rlhfuse.fusion.inter.inter_stage", "rlhfuse.run.rank_models"])
-    ranks = [context.Process(target=work, args=(rank, store.port, folder, models, fault)) for rank in range(WORLD)]
-    try:
-        for process in ranks:
-            process.start()
-        deadline = time.monotonic() + 540
-        while any(process.is_alive() for process in ranks):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
-    texts = [(folder / f"stderr{rank}").read_text() for rank in range(WORLD)]
+    codes, texts = run_ranks(work, WORLD, folder, folder, fault)
     assert (folder / "struck").exists(), texts
-    return [process.exitcode for process in ranks], texts
+    return codes, texts
 
 
 def test_a_rank_killed_in_the_migration_is_named_at_once(tmp_path):

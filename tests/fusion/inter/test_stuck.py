@@ -5,14 +5,12 @@ Two real processes under the watchdog; the test's own progress function holds on
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import sys
 import time
 
 import pytest
-from gloo import host_store, join
-from inter_stage_case import Case, inter_stage, write_models
+from gloo import join
+from inter_stage_case import Case, inter_stage, run_ranks
 
 from rlhfuse.monitor.heartbeat import Limits
 
@@ -26,9 +24,7 @@ PLACES = {  # R_t, and at which words a rank is stuck
 }
 
 
-def work(rank: int, port: int, folder, models: dict, place: str) -> None:
-    os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    sys.stderr = os.fdopen(2, "w", buffering=1)
+def work(rank: int, port: int, models: dict, folder, place: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -58,22 +54,8 @@ def work(rank: int, port: int, folder, models: dict, place: str) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_stuck_rank_beside_an_idle_one_is_named(tmp_path, place):
-    models = write_models(tmp_path / "models")
-    store = host_store()
-    context = multiprocessing.get_context("forkserver")  # loads torch and Megatron once, not once per rank
-    context.set_forkserver_preload(["rlhfuse.fusion.inter.inter_stage", "rlhfuse.run.rank_models"])
-    ranks = [context.Process(target=work, args=(rank, store.port, tmp_path, models, place)) for rank in range(WORLD)]
-    try:
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(120)
-        texts = [(tmp_path / f"stderr{rank}").read_text() for rank in range(WORLD)]
-        assert [process.exitcode for process in ranks] == [1, 1], texts
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
+    codes, texts = run_ranks(work, WORLD, tmp_path, tmp_path, place)
+    assert codes == [1, 1], texts
     said = [line for text in texts for line in text.splitlines() if line.startswith("watchdog: no rank made progress")]
     assert len(said) == WORLD, texts
     for line in (tmp_path / "stuck").read_text().splitlines():
