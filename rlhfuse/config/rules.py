@@ -146,6 +146,17 @@ def _optim(role: Role, key: str, value: str) -> Callable[[RunConfig], bool]:
     return lambda config: getattr(getattr(config, role).optim, key) == value
 
 
+def _kl_weighs_nothing(config: RunConfig) -> bool:
+    """Not even in the metrics: there the place of the KL chooses the estimator."""
+    algorithm = config.algorithm
+    return not algorithm.kl_coef and algorithm.estimator == algorithm.with_(kl_in="auto", kl_estimator="auto").estimator
+
+
+def _nothing_ends(config: RunConfig) -> bool:
+    rollout = config.rollout
+    return rollout.ignore_eos and not rollout.stop_token_ids and not rollout.stop
+
+
 # (beginnings of keys, when they have no effect, why); the first row that fits a key gives its reason
 CRITICS = ("critic.", "algorithm.value_", "parallel.critic_")
 FUNCTIONS = ("reward.signature", "reward.timeout_seconds", "reward.workers")
@@ -154,7 +165,11 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
     (CRITICS, _has_no(Role.CRITIC), "there is no critic"),
     (("algorithm.lam",), _has_no(Role.CRITIC), "belongs to ppo"),
     (("algorithm.kl_horizon",), lambda config: not config.algorithm.kl_target, "algorithm.kl_target=0"),
+    (("algorithm.kl_in", "algorithm.kl_estimator"), _has_no(Role.REFERENCE), "reference.path=none"),
+    (("algorithm.kl_in",), _kl_weighs_nothing, "algorithm.kl_coef=0"),
     (("parallel.reference_inference",), _has_no(Role.REFERENCE), "reference.path=none"),
+    (("rollout.min_tokens",), _nothing_ends, "nothing ends a response but rollout.max_response_tokens"),
+    (("rollout.cuda_graphs",), lambda config: config.trainer.device == "cpu", "trainer.device=cpu"),
     (("parallel.reward_inference",), _has_no(Role.REWARD), "there is no reward model"),
     (FUNCTIONS, lambda config: not config.reward.function, "reward.function is not set"),
     (("fusion.schedule",), lambda config: not config.fusion.intra_stage, "fusion.intra_stage=false"),
@@ -174,12 +189,17 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
 def idle_settings(config: RunConfig) -> str:
     """One line that names every key that was set, to another value than its default, and has no effect; or ''.
 
-    `config` has its defaults filled: a layout of inference that equals parallel.inference counts as filled.
+    `config` has its defaults filled: what a key that was not set would hold counts as its default.
     """
+    algorithm, inference = config.algorithm, config.parallel.inference
+    tasks = ("reference_inference", "reward_inference", "critic_inference")
+    fills: dict[str, object] = {f"parallel.{task}": inference for task in tasks}
+    fills["algorithm.kl_in"] = algorithm.with_(kl_in="auto").kl_place
+    fills["algorithm.kl_estimator"] = algorithm.with_(kl_estimator="auto").estimator
     defaults, told = {key: value for key, value, _ in RunConfig().leaves()}, []
     rows = [(prefixes, why) for prefixes, idle, why in IDLE if idle(config)]
     for key, value, _ in config.leaves():
-        filled = (defaults[key], config.parallel.inference if key.endswith("_inference") else defaults[key])
-        if value not in filled and (why := next((why for prefixes, why in rows if key.startswith(prefixes)), "")):
+        is_set = value not in (defaults[key], fills.get(key, defaults[key]))
+        if is_set and (why := next((why for prefixes, why in rows if key.startswith(prefixes)), "")):
             told.append(f"{key}={value} ({why})")
     return f"warning: without effect here: {', '.join(told)}" if told else ""
