@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,32 @@ def is_cached(kernel: Any) -> bool:
     return any(Path(kernel.stats.cache_path).glob(f"*.{kernel.__name__}-*.nbi"))
 
 
-def compile_apart(kernel: Any, module: str, *arguments: str) -> None:
+def compile_apart(kernel: Any, module: str, *arguments: str, progress: Callable[[str], None] = lambda _: None) -> None:
     """Run `python -m module arguments` unless `kernel`, the last that it compiles, is cached; a line says so.
 
-    Raises CalledProcessError where that fails, after it has said why.
+    `progress` is told each line that the module prints: see `tell_what_is_compiled`. Raises CalledProcessError where it
+    fails, after it has said why.
     """
     if not is_cached(kernel):
         print(f"compiling the kernels of {module}, once on this machine: up to a minute", file=sys.stderr, flush=True)
-        subprocess.run([sys.executable, "-m", module, *arguments], check=True)
+        words = [sys.executable, "-m", module, *arguments]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                progress(f"compiling kernels: {line.strip()}")
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, words)
+
+
+def tell_what_is_compiled() -> None:
+    """Print the name of each kernel that this process begins to compile."""
+    from numba.core import event
+
+    class Teller(event.Listener):
+        def on_start(self, event: Any) -> None:
+            print(event.data["dispatcher"].py_func.__name__, flush=True)
+
+        def on_end(self, event: Any) -> None:
+            pass
+
+    event.register("numba:compile", Teller())

@@ -7,11 +7,12 @@ its own (`python -m rlhfuse.gen.compile_kernels float32`), so that the compiler'
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from rlhfuse.base.kernel_cache import compile_apart
+from rlhfuse.base.kernel_cache import compile_apart, tell_what_is_compiled
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.cpu.sampling import draw_rows
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
@@ -36,10 +37,11 @@ def compile_kernels(dtype: torch.dtype = torch.float32) -> None:
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, top_k=2, top_p=0.9, ignore_eos=True))
 
 
-def compile_kernels_apart(dtype: torch.dtype = torch.float32) -> None:
+def compile_kernels_apart(dtype: torch.dtype = torch.float32, progress: Callable[[str], None] = lambda _: None) -> None:
     """The same in another process, unless they are cached; that of the sampler is the last that a step calls."""
-    compile_apart(draw_rows, "rlhfuse.gen.compile_kernels", str(dtype).removeprefix("torch."))
+    compile_apart(draw_rows, "rlhfuse.gen.compile_kernels", str(dtype).removeprefix("torch."), progress=progress)
 
 
 if __name__ == "__main__":
+    tell_what_is_compiled()
     compile_kernels(getattr(torch, sys.argv[1]))

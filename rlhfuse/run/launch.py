@@ -36,6 +36,7 @@ from rlhfuse.run.preflight import RunInputs, check_inputs
 from rlhfuse.run.run_directory import run_directory
 from rlhfuse.run.trainer import Trainer
 from rlhfuse.schedule.io import save_schedule
+from rlhfuse.schedule.search.worker import compile_kernels_apart as compile_search_kernels
 
 
 def dry_run(config: RunConfig, world_size: int | None) -> int:
@@ -92,9 +93,11 @@ def run_job(inputs: RunInputs, name: str, rank: int, device: Device) -> Path:
             watchdog.progress("compiling the engine's kernels")
             if local_rank() == 0:  # one for its host, where they are not cached; then all can load them
                 dtype = getattr(torch, config.trainer.dtype)
-                compile_kernels_apart(dtype)
+                compile_kernels_apart(dtype, watchdog.progress)
                 compile_kernels(dtype)
             dist.barrier()
+        if rank == 0 and not inputs.draft.given:
+            compile_search_kernels(watchdog.progress)
         with run_directory(inputs, name, rank) as directory:
             plan = agree_on_plan(inputs, directory.path, rank, device)
             Trainer(inputs, plan, rank, device, store, watchdog, directory).fit()

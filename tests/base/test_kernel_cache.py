@@ -1,6 +1,7 @@
 """Kernels are compiled by another process, once."""
 
 import importlib
+import os
 import subprocess
 import sys
 
@@ -24,6 +25,9 @@ def double(number):
 if __name__ == "__main__":
     with open(sys.argv[1], "a") as said:
         said.write(f"{os.getppid()}\\n")
+    from rlhfuse.base.kernel_cache import tell_what_is_compiled
+
+    tell_what_is_compiled()
     import kernel_of_a_test
 
     kernel_of_a_test.double(1.0)
@@ -35,18 +39,18 @@ def kernel(tmp_path, monkeypatch):
     """The kernel in a module of its own, its cache beside it."""
     (tmp_path / "kernel_of_a_test.py").write_text(KERNEL)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     yield importlib.import_module("kernel_of_a_test").double
     del sys.modules["kernel_of_a_test"]
 
 
 def test_what_another_process_compiled_is_loaded(kernel, tmp_path):
-    said = tmp_path / "said"
+    said, progress = tmp_path / "said", []
     assert not is_cached(kernel)
     for _ in range(2):  # the second finds it
-        compile_apart(kernel, "kernel_of_a_test", str(said))
+        compile_apart(kernel, "kernel_of_a_test", str(said), progress=progress.append)
         assert is_cached(kernel)
-    assert len(said.read_text().split()) == 1
+    assert len(said.read_text().split()) == 1 and progress == ["compiling kernels: double"]
     assert kernel(3.0) == 6.0
     assert sum(kernel.stats.cache_hits.values()) == 1 and not sum(kernel.stats.cache_misses.values())
 

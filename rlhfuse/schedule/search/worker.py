@@ -9,8 +9,9 @@ of the next level, since not every one has a middle that can be repeated.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-from rlhfuse.base.kernel_cache import compile_apart
+from rlhfuse.base.kernel_cache import compile_apart, tell_what_is_compiled
 from rlhfuse.schedule.ir.evaluate import over_cap, reaches
 from rlhfuse.schedule.ir.graph import OperationGraph, build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
@@ -175,10 +176,11 @@ def load_kernels() -> None:
         extender.extend(worker.levels[number].best, worker.levels[number + 1].better)
 
 
-def compile_kernels_apart() -> None:
+def compile_kernels_apart(progress: Callable[[str], None] = lambda _: None) -> None:
     """Compile them in another process, unless they are cached; `order_by_aim` is the last that it calls."""
-    compile_apart(order_by_aim, "rlhfuse.schedule.search.worker")
+    compile_apart(order_by_aim, "rlhfuse.schedule.search.worker", progress=progress)
 
 
 if __name__ == "__main__":
+    tell_what_is_compiled()
     load_kernels()
