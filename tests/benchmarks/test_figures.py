@@ -2,13 +2,11 @@
 
 import numpy as np
 import pytest
-import torch
-from endurance import CPU, Look, Slope, begin_and_end, cpu_of, slopes_of
-from gae import padded_loop
+from endurance import CPU, Look, Slope, cpu_of, slopes_of, windows
 from inter_stage import Point, Run, fit_costs
 from intra_stage import MODELS, Schedules, problem_of, side_programs
+from kills import lost
 
-from rlhfuse.ppo.advantage import generalized_advantages
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.iteration import simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
@@ -84,15 +82,29 @@ def test_slopes_are_free_of_tokens():
 
 def test_lives_of_ranks():
     looks = [Look(i, 1, 1000 + 2 * i, 7 + (i % 3 == 0), 3, 0.0) for i in range(10, 60)]
-    assert begin_and_end(looks, "resident_bytes") == (1024, 1114) and begin_and_end(looks, "files") == (7, 7)
+    memory = windows(looks, "resident_bytes")
+    assert (memory[0], memory[-1], len(memory)) == (1024, 1114, 10) and set(windows(looks, "files")) == {7}
     spent = {(0, 0): 5.0, (0, 1): 6.0, (1, 0): 7.0, (1, 1): 9.0, (2, 0): 8.0, (3, 0): 9.0, (3, 1): 12.0}
     assert cpu_of([Look(i, rank, 0, 0, 0, seconds) for (i, rank), seconds in spent.items()]) == {1: 5.0}
     rows = [{"iteration": i, "timing_s/step": 2.0 + i, "lengths/output": [3, 5]} for i in range(5, 15)]
     assert slopes_of(rows, {i: 4.0 for i in range(15)})[CPU].percent == pytest.approx(0, abs=1e-6)
 
 
-def test_the_loop_of_gae_agrees_with_the_product():
-    rewards, values = torch.randn(2, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    lengths = torch.tensor([3, 4])
-    product = generalized_advantages(rewards, values, lengths, 0.99, 0.95)
-    assert padded_loop(rewards, values, lengths).tolist() == pytest.approx(product.tolist())
+def test_what_a_killed_run_has_lost(tmp_path):
+    """Iterations above the newest checkpoint may be missing or half there; nothing may be other than it was."""
+
+    def write(name, metrics, samples="", saved=2):
+        folder = tmp_path / name
+        (folder / "checkpoints" / f"iteration-{saved}").mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text("".join(f'{{"iteration": {i}, "a": {a}}}\n' for i, a in metrics))
+        (folder / "samples.jsonl").write_text("".join(f'{{"iteration": {i}, "text": "é"}}\n' for i in samples))
+        return folder
+
+    whole = write("whole", [(0, 0.5), (1, 0.25), (2, 0.125)], (0, 1, 1, 2), saved=3)
+    fine = write("fine", [(0, 0.5), (1, 0.25)], (0, 1, 1, 2))
+    with (fine / "samples.jsonl").open("ab") as file:
+        file.write(b'{"itera')
+    assert not lost(whole, fine, 2) and lost(whole, fine, 3) == ["iterations 2 to 3", "iteration 2"]
+    assert lost(whole, write("other", [(0, 0.5), (1, 0.5)], (0, 1, 1)), 2) == ["iteration 1 a"]
+    assert lost(whole, write("few", [(0, 0.5), (1, 0.25)], (0, 1)), 2) == ["samples"]
+    assert lost(whole, write("twice", [(0, 0.5), (1, 0.25)], (0, 0, 1, 1)), 2) == ["samples"]

@@ -35,8 +35,6 @@ def slow(*values):
 @pytest.mark.parametrize(
     "program, arguments, figures",
     [
-        ("gae.py", "", "3x40.loop_over_product 3x40.product_peak"),
-        ("simulator_speed.py", "", "serial fused iteration sweep"),
         ("schedule_search.py", "table --ranks 1", "at_bound memory_below_published"),
         ("schedule_search.py", "growth --ranks 1", "4x4.accepted_move 8x6.rss"),
         ("schedule_search.py", "seeds --ranks 1 --rows 4", "row4.at_bound"),
@@ -46,7 +44,8 @@ def slow(*values):
         slow("intra_stage.py", "--sizes 2.5:1 --microbatches 2", "2_5to1_m2.speedup 2_5to1_m2.instruction"),
         slow("iteration_prediction.py", "--iterations 4", "mean_error train.error"),
         slow("iteration_prediction.py", "--iterations 4 --reward 50", "step.error reward.waited"),
-        slow("endurance.py", "--iterations 7", "memory_growth files_more cpu_slope"),
+        slow("kills.py", "", "lost processes_left kills"),
+        slow("endurance.py", "--iterations 7", "memory_growth files_changed cpu_slope"),
     ],
 )
 def test_quick_run(program, arguments, figures, tmp_path, trace):
@@ -94,7 +93,7 @@ def test_a_search_on_two_ranks(tmp_path):
         ("inter_stage.py", "--rounds 0", "0 is not at least 1"),
         ("intra_stage.py", "--microbatches 2,1", "'1' is not a number of at least 2"),
         ("learning.py", "--model nowhere", "holds no model; give --model"),
-        ("endurance.py", "--iterations 12", "--iterations 12: 10 are left out, give 14 or more"),
+        ("endurance.py", "--iterations 12", "--iterations 12: 20 are left out, give 24 or more"),
         ("iteration_prediction.py", "--iterations 2", "--iterations 2: the first 2 are left out; give some more"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Runs killed at twenty moments, and runs continued in other layouts, end like a run that was left alone."""
+"""Runs killed at named moments, and runs continued in other layouts, end like a run that was left alone."""
 
 from __future__ import annotations
 
@@ -16,20 +16,16 @@ from rlhfuse.run.report.compare import compare_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
-# RANK WHO COUNT REGEX of tests/run/killed_training.py; a checkpoint begins after every iteration
-TWENTY_KILLS = (
+# RANK WHO COUNT REGEX of tests/run/killed_training.py; a checkpoint begins after every iteration. Random moments of all
+# ranks are for benchmarks/kills.py
+KILLS = (
     "0 one 1 building models",
-    "1 all 1 start.0, .*: moving weights",
     "0 one 2 start.0, .*: generation: step",
     "1 one 5 start.1, .*: generation: step",
-    "0 all 1 start.1, .*: inter-stage: barrier",
     "1 one 1 inter-stage: migration",
-    "0 all 1 inter-stage: migration",
     "1 one 1 start.1, .*: inference: ",
     "0 one 1 start.0, .*: inference: ",
-    "1 all 1 start.1, .*: inter-stage: gathering",
     "1 one 1 start.0, .*: training mini-batch 0",
-    "0 all 1 start.1, .*: training mini-batch 1",
     "1 one 3 start.1, .*: actor:",
     "0 one 1 file begins",
     "1 one 2 file begins",
@@ -39,7 +35,7 @@ TWENTY_KILLS = (
     "0 all 2 commit ends",
     "1 one 1 exporting models",
 )
-ITERATIONS = 16
+ITERATIONS = 12
 PHASES = {  # of what a run was killed in
     "generation": "generation: ",
     "migration": "inter-stage: migration",
@@ -65,12 +61,12 @@ def whole(tmp_path_factory):
     return config, base / "whole"
 
 
-def test_twenty_kills(whole, tmp_path):
+def test_kills_of_one_rank_and_within_a_save(whole, tmp_path):
     config, run_dir = whole
     broken = tmp_path / "killed"
     settings = [f"trainer.output_dir={broken}", "trainer.resume=auto"]
     ends = Counter()
-    for number, moment in enumerate(TWENTY_KILLS, start=1):
+    for number, moment in enumerate(KILLS, start=1):
         where = killed_forked(config, moment, tmp_path / f"{number}.log", *settings)
         print(f"{number}: {moment.split()[1]} killed in {where}", flush=True)
         ends[phase_of(where), moment.split()[1]] += 1

@@ -1,0 +1,190 @@
+"""kill -9 at random moments of a run that saves every iteration: what is lost, beside the run that was left alone.
+
+    python benchmarks/kills.py [--kills 20] [key=value ...]
+
+Each kill waits for a kind of work, in turn, in an iteration drawn from all, and a moment longer. All ranks die with
+what they started, in half of the kills torchrun too. Iterations may be repeated; metrics, samples and weights that are
+not those of the run left alone, bit for bit, are lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import Popen
+
+import psutil
+from harness import Figure, Measurement, counting, options
+from processes import END_SECONDS, ROOT, run, torchrun
+
+from rlhfuse.base.errors import run_program
+from rlhfuse.checkpoint.checkpoint import checkpoints_in
+from rlhfuse.monitor.metrics import read_metrics
+from rlhfuse.run.report.compare import EXPORTS, compare_exports, compare_metrics
+
+DOING = "RLHFUSE_KILLS_DOING"  # in the environment of all processes of a run: the file that holds what rank 0 does
+WIDTH, ITERATIONS, EXPORT = 200, 10, 1 << 30  # bytes of it; of the run; the iteration that exporting counts as
+KINDS = {  # of work, by what rank 0 tells its watchdog, and the seconds that a kill may come later
+    "start-up": ("", 10.0),
+    "evaluation": ("evaluat", 0.5),
+    "generation": ("generation|moving weights", 0.2),
+    "inference": ("inference: [^w]|inter-stage", 0.1),
+    "reward": ("reward function", 0.3),
+    "training": ("training|actor:|critic:", 0.3),
+    "saving": ("", 0.02),
+    "export": ("exporting", 0.02),
+}
+REWARD = (
+    "import time\ndef slow(completion_ids):\n    time.sleep(0.05)\n    return [float(len(set(completion_ids[0])))]\n"
+)
+SETTINGS = (  # other than examples/quickstart.yaml's
+    *("rollout.prompts_per_iteration=4", "rollout.max_response_tokens=48", "rollout.max_sequences_per_instance=3"),
+    *("algorithm.minibatches=2", "fusion.actor_microbatches=2", "fusion.search_seconds=0.3"),
+    *("fusion.least_threshold=4", "fusion.bs_max=4", "parallel.actor_train=d1t1p2", "parallel.critic_train=d2t1p1"),
+    *("parallel.generation=d2t1p1", "parallel.inference=d2t1p1"),
+    *("reward.signature=trl", "trainer.save_every=1", "trainer.resume=auto"),
+)
+
+
+@dataclass
+class Kill:
+    """Waits for a kind of work in an iteration, or for a later one, and `seconds` more; then it kills the run."""
+
+    folder: Path
+    kind: str
+    iteration: int
+    seconds: float
+    torchrun: bool  # dies too
+    found: tuple[str, str] = ("", "")  # the kind of work that was killed, and what rank 0 said of it
+
+    def __call__(self, launcher: Popen) -> None:
+        iteration, kind, _ = self._look()
+        here = kind == self.kind and (iteration == self.iteration or kind == "start-up")
+        if not self.found[0] and (here or iteration > self.iteration):
+            time.sleep(self.seconds)
+            if launcher.poll() is None:
+                self.found = self._look()[1:]
+                parent = psutil.Process(launcher.pid)
+                for one in [parent, *parent.children(recursive=True)][not self.torchrun :]:
+                    with suppress(psutil.NoSuchProcess):
+                        one.kill()
+
+    def _look(self) -> tuple[int, str, str]:
+        words = self.folder.with_suffix(".doing").read_text(errors="replace").strip()
+        began = re.match(r"iteration (-?\d+): ", words)
+        kinds = (kind for kind, (regex, _) in KINDS.items() if regex and re.search(regex, words))
+        kind = next(kinds, "between" if began else "start-up")
+        saves = began and kind != "export" and any((self.folder / "checkpoints").glob("*.partial"))
+        number = EXPORT if kind == "export" else int(began[1]) if began else -1
+        return number, "saving" if saves else kind, words
+
+
+def attempt(folder: Path, changes: list[str], kill: Kill | None = None) -> int:
+    """Start the run, which ends by itself or by `kill`; how many of its processes are left some time later."""
+    doing = folder.with_suffix(".doing")
+    doing.write_bytes(b"loading modules".ljust(WIDTH))
+    words = [*torchrun(2), __file__, "--config", ROOT / "examples" / "quickstart.yaml", f"trainer.output_dir={folder}"]
+    try:
+        run([*words, *changes], timeout=900, watch=kill or (lambda _: None), more={DOING: str(doing)})
+    except RuntimeError:
+        if not (kill and kill.found[0]):
+            raise
+
+    def lives(one: psutil.Process) -> bool:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            return one.status() != psutil.STATUS_ZOMBIE and one.environ().get(DOING) == str(doing)
+        return False
+
+    until = time.monotonic() + END_SECONDS
+    while (left := sum(map(lives, psutil.process_iter()))) and time.monotonic() < until:
+        time.sleep(0.1)
+    return left
+
+
+def saved(folder: Path) -> int:
+    return max((int(one.name.partition("-")[2]) for one in checkpoints_in(folder)), default=0)
+
+
+def lost(whole: Path, run_dir: Path, needed: int) -> list[str]:
+    """What is not as in the `whole` run, or is missing though it is of the first `needed` iterations."""
+    found = [f"iterations {saved(run_dir)} to {needed}"] if saved(run_dir) < needed else []
+    if needed or (run_dir / "metrics.jsonl").exists():
+        differences = compare_metrics(whole / "metrics.jsonl", run_dir / "metrics.jsonl").differences
+        found += [d.where for d in differences if d.b != "missing" or int(d.where.split()[1]) < needed]
+    lines = (whole / "samples.jsonl").read_bytes().splitlines(keepends=True)
+    must = b"".join(line for line in lines if json.loads(line)["iteration"] < needed)
+    written = (run_dir / "samples.jsonl").read_bytes() if (run_dir / "samples.jsonl").exists() else b""
+    if not (written.startswith(must) and b"".join(lines).startswith(written[: written.rfind(b"\n") + 1])):
+        found.append("samples")
+    exports = [name for name in EXPORTS if (run_dir / "export" / name).exists() or (run_dir / "finished.json").exists()]
+    pairs = (compare_exports(*(folder / "export" / name for folder in (whole, run_dir))) for name in exports)
+    return found + [f"{pair.what} {one.where}" for pair in pairs for one in pair.differences]
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--kills", type=counting, default=20)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the program's")
+    arguments = parser.parse_intermixed_args()
+    count, iterations = (2, 2) if arguments.quick else (arguments.kills, ITERATIONS)
+    measurement, dice = Measurement("kills", arguments, timed=False), random.Random(arguments.seed)
+    rows, gone, left, repeated, kills = [], [], 0, 0, []
+    with tempfile.TemporaryDirectory() as folder:
+        whole, broken, reward = (Path(folder) / name for name in ("whole", "killed", "reward.py"))
+        reward.write_text(REWARD)
+        own = [f"reward.function={reward}:slow", f"trainer.iterations={iterations}"]
+        changes = [*SETTINGS, *own, *arguments.overrides]
+        attempt(whole, changes)
+        kinds = dice.sample(list(KINDS), len(KINDS))
+        for number in range(count):
+            kind, both = kinds[number % len(kinds)], number // len(kinds) % 2 == 0
+            iteration = EXPORT if kind == "export" else dice.randrange(iterations)
+            kills.append(Kill(broken, kind, iteration, dice.uniform(0, KINDS[kind][1]), both))
+        for kill in sorted(kills, key=lambda kill: kill.iteration):
+            before = saved(broken)
+            left += attempt(broken, changes, kill)
+            gone += (now := lost(whole, broken, max(before, saved(broken))))
+            metrics = read_metrics(broken / "metrics.jsonl") if (broken / "metrics.jsonl").exists() else []
+            repeated += (done := metrics[-1]["iteration"] + 1 if metrics else 0) - saved(broken)
+            who, told = "ranks, torchrun" if kill.torchrun else "ranks", "; ".join(now) or "nothing"
+            rows.append([*kill.found, who, str(done), str(saved(broken)), told])
+            measurement.say(" | ".join(rows[-1]))
+        attempt(broken, changes)
+        gone += lost(whole, broken, iterations)
+    head = ("in", "rank 0 was in", "killed", "iterations done", "saved", "lost")
+    measurement.table("kills", "Runs killed by SIGKILL", head, rows)
+    measurement.figure("lost", Figure(len(gone)).at_most(0))
+    measurement.figure("processes_left", Figure(left).at_most(0))
+    measurement.figure("kills", sum(row[0] != "" for row in rows))
+    measurement.figure("repeated", repeated, "iterations")
+    measurement.finish()
+
+
+def rank() -> None:
+    """One rank of the run: tools/train_ppo.py, where rank 0 writes what it does into a file."""
+    from rlhfuse.monitor.watchdog import Watchdog
+    from tools import train_ppo
+
+    progress, file, began = Watchdog.progress, os.open(os.environ[DOING], os.O_WRONLY), ""
+
+    def told(self: Watchdog, doing: str) -> None:
+        nonlocal began
+        found = re.match(r"iteration -?\d+: ", doing)
+        began = found[0] if found else began
+        os.pwrite(file, (began + doing.removeprefix(began)).encode()[:WIDTH].ljust(WIDTH), 0)
+        progress(self, doing)
+
+    if os.environ["RANK"] == "0":
+        Watchdog.progress = told
+    train_ppo.run()
+
+
+if __name__ == "__main__":
+    rank() if DOING in os.environ else run_program(main)
