@@ -31,7 +31,8 @@ from rlhfuse.run.report.compare import EXPORTS, compare_exports, compare_metrics
 
 DOING = "RLHFUSE_KILLS_DOING"  # in the environment of all processes of a run: the file that holds what rank 0 does
 WIDTH, ITERATIONS, EXPORT = 200, 10, 1 << 30  # bytes of it; of the run; the iteration that exporting counts as
-KINDS = {  # of work, by what rank 0 tells its watchdog, and the seconds that a kill may come later
+BEGINS = r"(?:evaluation after )?iteration (-?\d+): "  # of what rank 0 tells its watchdog
+KINDS = {  # of work, by the words of it, and the seconds that a kill may come later
     "start-up": ("", 10.0),
     "evaluation": ("evaluat", 0.5),
     "generation": ("generation|moving weights", 0.2),
@@ -78,7 +79,7 @@ class Kill:
 
     def _look(self) -> tuple[int, str, str]:
         words = self.folder.with_suffix(".doing").read_text(errors="replace").strip()
-        began = re.match(r"iteration (-?\d+): ", words)
+        began = re.match(BEGINS, words)
         kinds = (kind for kind, (regex, _) in KINDS.items() if regex and re.search(regex, words))
         kind = next(kinds, "between" if began else "start-up")
         saves = began and kind != "export" and any((self.folder / "checkpoints").glob("*.partial"))
@@ -176,7 +177,7 @@ def rank() -> None:
 
     def told(self: Watchdog, doing: str) -> None:
         nonlocal began
-        found = re.match(r"iteration -?\d+: ", doing)
+        found = re.match(BEGINS, doing)
         began = found[0] if found else began
         os.pwrite(file, (began + doing.removeprefix(began)).encode()[:WIDTH].ljust(WIDTH), 0)
         progress(self, doing)
