@@ -79,13 +79,17 @@ class Measured:
     seconds: float
 
 
-def train_tokenizer(texts: list[str], folder: Path) -> None:
+def train_tokenizer(
+    texts: list[str], folder: Path, vocab: int = VOCAB, context: int = CONTEXT, single_digits: bool = False
+) -> None:
     """Byte-level BPE with <s> in front of every text; writes tokenizer.json and tokenizer_config.json."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    cut = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, cut]) if single_digits else cut
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -102,7 +106,7 @@ def train_tokenizer(texts: list[str], folder: Path) -> None:
             "bos_token": "<s>",
             "eos_token": "</s>",
             "pad_token": "<pad>",
-            "model_max_length": CONTEXT,
+            "model_max_length": context,
             "clean_up_tokenization_spaces": False,
         },
     )
@@ -153,7 +157,9 @@ def train_reward_model(recipe: Recipe, actor: Path, out: Path, pairs_file: Path)
     say(str(run_job(RewardJob(actor, pairs_file, out, RewardSettings(seed=recipe.seed)))))
 
 
-def sample(actor: Path, prompts: list[str], seed: int, batch: int = 128) -> list[tuple[list[int], list[int]]]:
+def sample(
+    actor: Path, prompts: list[str], seed: int, max_new_tokens: int = MAX_RESPONSE_TOKENS, batch: int = 128
+) -> list[tuple[list[int], list[int]]]:
     """One response per prompt at temperature 1, as (prompt ids, response ids with end of text)."""
     tokenizer = AutoTokenizer.from_pretrained(actor, padding_side="left")
     model: Any = AutoModelForCausalLM.from_pretrained(actor, dtype=torch.float32).eval()
@@ -169,7 +175,7 @@ def sample(actor: Path, prompts: list[str], seed: int, batch: int = 128) -> list
             temperature=1.0,
             top_k=0,
             top_p=1.0,
-            max_new_tokens=MAX_RESPONSE_TOKENS,
+            max_new_tokens=max_new_tokens,
         )
         for row, mask in zip(output.tolist(), encoded["attention_mask"].tolist()):
             response = row[width:]

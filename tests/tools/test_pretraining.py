@@ -28,6 +28,11 @@ def test_packing_keeps_every_text_and_its_own_positions(texts, window):
     assert learnt == sum(len(text) - 1 for text in cut)
 
 
+def test_what_is_given_is_not_learnt():
+    (window,) = pack([[1, 5, 6, 7, 2], [1, 9, 8, 2]], 12, given=[3, 1])
+    assert window.targets.tolist() == [-100, -100, 7, 2, -100, 9, 8, 2, -100, -100, -100, -100]
+
+
 def test_packed_loss_is_the_loss_of_the_texts_alone():
     """Guards the separation of texts: with a cache switched on, a text would attend to its neighbours."""
     torch.manual_seed(0)

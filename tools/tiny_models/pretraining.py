@@ -21,10 +21,11 @@ class Window(NamedTuple):
     targets: torch.Tensor
 
 
-def pack(texts: Sequence[Sequence[int]], window_tokens: int) -> list[Window]:
+def pack(texts: Sequence[Sequence[int]], window_tokens: int, given: Sequence[int] = ()) -> list[Window]:
     """Join whole texts, in the order given, into windows; a text that is longer is cut at the end.
 
-    The rest of a window is filled with a text of its own that nothing is learnt from.
+    The first `given` tokens of each text (of all of them 1 if empty) are not learnt, only what follows them. The rest
+    of a window is filled with a text of its own that nothing is learnt from.
     """
     windows: list[Window] = []
     tokens: list[int] = []
@@ -38,13 +39,14 @@ def pack(texts: Sequence[Sequence[int]], window_tokens: int) -> list[Window]:
         for row in (tokens, positions, targets):
             row.clear()
 
-    for text in texts:
+    for text, first in zip(texts, given or [1] * len(texts), strict=True):
         text = list(text[:window_tokens])
         if len(tokens) + len(text) > window_tokens:
             close()
         tokens += text
         positions += range(len(text))
-        targets += text[1:] + [-100]  # the last token of a text predicts nothing
+        learnt = [token if place >= first else -100 for place, token in enumerate(text)]
+        targets += learnt[1:] + [-100]  # the last token of a text predicts nothing
     if tokens:
         close()
     return windows
