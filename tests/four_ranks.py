@@ -17,7 +17,11 @@ def config(**keys) -> RunConfig:
     layouts = dict(actor_train="d1t1p4", critic_train="d2t1p2", generation="d4t1p1")
     inference = dict.fromkeys(("inference", "reference_inference", "reward_inference", "critic_inference"), "d4t1p1")
     settings = {f"parallel__{name}": layout for name, layout in {**layouts, **inference}.items()}
-    groups: dict[str, dict] = {"data": {"max_prompt_tokens": 128}}
+    groups: dict[str, dict] = {
+        "data": {"max_prompt_tokens": 128},
+        "algorithm": {"minibatches": 4},
+        "fusion": {"actor_microbatches": 4},
+    }
     for key, value in {**settings, **keys}.items():
         group, _, name = key.partition("__")
         groups.setdefault(group, {})[name] = value

@@ -15,14 +15,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from pathlib import Path
+
+warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_json
 from rlhfuse.base.json_values import to_json
 from rlhfuse.config.load import load_config
 from rlhfuse.config.role import Role
-from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.settings import AUTO, RunConfig
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.costs.analytic import CostModel
 from rlhfuse.costs.hardware import hardware_by_name
@@ -38,6 +41,10 @@ def main() -> int:
     config = load_config(args.config, args.overrides)
     instances = args.instances if args.instances is not None else ParallelLayout.parse(config.parallel.generation).dp
     _check(args, config, instances)
+    if config.data.max_prompt_tokens == AUTO:
+        from rlhfuse.run.preflight import resolve_lengths  # torch loads only to read prompts
+
+        config = resolve_lengths(config, read_specs(config))
     costs = _costs(config, args, instances)
     if args.trial is None:
         seen, source = _read_lengths(config, args)

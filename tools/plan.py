@@ -12,13 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from pathlib import Path
+
+warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 
 from rlhfuse.base.errors import run_program
 from rlhfuse.base.files import write_json
 from rlhfuse.config.load import load_config
 from rlhfuse.config.role import Role
 from rlhfuse.config.rules import idle_settings
+from rlhfuse.config.settings import AUTO
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.models.tokenizer import has_tokenizer, load_tokenizer, resolve_tokens
 from rlhfuse.planning.draft import draft_plan, read_specs
@@ -38,7 +42,6 @@ def main() -> int:
     parser.add_argument("--problem", metavar="FILE", help="also write the problem of one mini-batch's schedule here")
     args = parser.parse_intermixed_args()
     config = load_config(args.config, args.overrides)
-    lengths = load_lengths(args.lengths, default_prompt=config.data.max_prompt_tokens).lengths if args.lengths else None
     world_size = planned_world_size(config, args.world_size)
     if NVIDIA_DRIVER.exists():
         from rlhfuse.run.launch import with_device  # torch, which takes seconds, is asked only where there may be a GPU
@@ -48,7 +51,13 @@ def main() -> int:
     specs, folder = read_specs(config), Path(config.actor.tokenizer)
     tokenizer = load_tokenizer(folder, specs[Role.ACTOR]) if has_tokenizer(folder) else None
     specs, notes = resolve_tokens(config, paths, specs, tokenizer, required=False)
-    plan = make_plan(draft_plan(config, specs, world_size, lengths))
+    asked = config
+    if asked.data.max_prompt_tokens == AUTO:
+        from rlhfuse.run.preflight import resolve_lengths  # torch, once more
+
+        config = resolve_lengths(config, specs)
+    lengths = load_lengths(args.lengths, default_prompt=config.data.max_prompt_tokens).lengths if args.lengths else None
+    plan = make_plan(draft_plan(config, specs, world_size, lengths, asked))
     if args.problem:
         write_json(args.problem, plan.schedule.problem.to_dict())
     for note in filter(None, (*notes, idle_settings(config))):

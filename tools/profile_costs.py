@@ -24,6 +24,7 @@ from rlhfuse.base.files import write_json
 from rlhfuse.config.load import load_config
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import check_layouts
 from rlhfuse.parallel.first_error import prints_error
 from rlhfuse.planning.draft import read_specs
@@ -50,8 +51,11 @@ def main() -> int:
 
 def measure(config: RunConfig, out: Path, limit_seconds: float) -> int:
     """One rank of the measurement; rank 0 writes."""
+    from rlhfuse.run.preflight import resolve_lengths
+
     specs = read_specs(config)
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    config = resolve_batch(resolve_lengths(config, specs))
     check_layouts(config, specs, ParallelLayout.parse(config.parallel.actor_train).size)
     check_world(config, world)
 

@@ -1,6 +1,7 @@
 """Train with PPO, generation fused with inference and actor training fused with critic training.
 
     torchrun --nproc-per-node 4 tools/train_ppo.py --config examples/quickstart.yaml [key=value ...]
+    python tools/train_ppo.py --config my_run.yaml                              one rank needs no torchrun
     python tools/train_ppo.py --config examples/quickstart.yaml --dry-run       check and print the plan, launch nothing
 
 The same program runs on CPUs (gloo) and GPUs (NCCL, flash-attn where installed). Everything is checked before a
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
+import sys
 import warnings
 from pathlib import Path
 
@@ -19,11 +22,12 @@ warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecat
 
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.config.load import load_config
+from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.parallel.first_error import prints_error
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Train with PPO and both fusions, under torchrun.")
+    parser = argparse.ArgumentParser(description="Train with PPO and both fusions; several ranks under torchrun.")
     parser.add_argument("--config", required=True, help="YAML file of the run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, launch nothing")
@@ -35,11 +39,9 @@ def main() -> int:
 
     if args.dry_run:
         return dry_run(config, args.world_size)
-    if "RANK" not in os.environ:
-        raise InputError(
-            "this program runs under torchrun: torchrun --nproc-per-node N tools/train_ppo.py --config ...; "
-            "use --dry-run to check and plan without it"
-        )
+    if "RANK" not in os.environ and (ranks := planned_world_size(config, None)) > 1:
+        command = shlex.join(("torchrun", "--nproc-per-node", str(ranks), *sys.argv))
+        raise InputError(f"this is a run of {ranks} ranks (parallel.actor_train), which torchrun starts: {command}")
     return train(config, Path(args.config).stem)
 
 

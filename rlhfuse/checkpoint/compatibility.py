@@ -23,6 +23,10 @@ from rlhfuse.decisions.layouts import Task
 FREE_GROUPS = ("fusion", "trainer", "parallel")  # layouts are compared as layouts, with their defaults filled
 FREE_KEYS = ("reward.timeout_seconds", "reward.workers")  # of the other groups, yet change no number
 FIXED_KEYS = ("trainer.seed", "trainer.dtype")  # of the free groups, yet change numbers
+WITH_KEYS = {  # change a number only where the other key is set
+    "reward.signature": "reward.function",
+    "data.max_prompt_tokens": "data.filter_long_prompts",  # else it refuses prompts, and one file has the same
+}
 ORDER_KEYS = ("fusion.actor_microbatches", "parallel.sequence_parallel")  # change the order of sums, like a layout
 
 
@@ -81,7 +85,8 @@ class RunCompatibility:
             raise InputError(f"{where} was saved with another vocabulary; set actor.tokenizer to the tokenizer it had")
         defaults = RunConfig().leaves()  # of keys that a checkpoint is older than
         defaults = json.loads(json.dumps({key: value for key, value, _ in defaults}))
-        for key in sorted(self.settings.keys() | other.settings.keys()):
+        idle = {key for key, needed in WITH_KEYS.items() if not self.settings.get(needed)}
+        for key in sorted((self.settings.keys() | other.settings.keys()) - idle):
             mine, found = self.settings.get(key), other.settings.get(key, defaults.get(key))
             if key in self.contents and key in other.contents:
                 if self.contents[key] != other.contents[key]:

@@ -20,7 +20,7 @@ from yaml import YAMLError
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.role import Role
 from rlhfuse.config.rules import check_config
-from rlhfuse.config.settings import LARGEST, LARGEST_REAL, RunConfig, Settings
+from rlhfuse.config.settings import AUTO, LARGEST, LARGEST_REAL, RunConfig, Settings
 
 BOUNDS = ("gt", "ge", "lt", "le")
 UNKNOWN = ("extra_forbidden", "invalid_key")
@@ -143,6 +143,7 @@ def _refusal(fault: Mapping[str, Any], where: str) -> tuple[str, bool]:
     inside = fault["loc"][len(key.split(".")) :]  # of a list
     kind = get_origin(field.annotation) or field.annotation
     expected = LISTS[_element(field)][bool(inside)] if kind is tuple else KINDS[kind]
+    expected = f"auto or {expected}" if kind is int and field.default == AUTO else expected
     return f"{where}: {key}{''.join(f'[{i}]' for i in inside)}={value!r} must be {expected}", "${" in str(value)
 
 

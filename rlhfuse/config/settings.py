@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+)
 from pydantic.fields import FieldInfo
 
 from rlhfuse.config.role import SCORING_ORDER, Role
@@ -17,6 +27,7 @@ from rlhfuse.config.spec import ParallelLayout
 
 LARGEST = 2**31 - 1  # of whole numbers without a limit of their own: torch and Megatron count in int32 in places
 LARGEST_REAL = 3e38  # what is larger is infinite in float32
+AUTO = "auto"
 LONGEST_SECONDS = 1e7  # of a wait, 115 days: libraries count it in milliseconds
 Model = TypeVar("Model", bound="Settings")
 
@@ -54,6 +65,10 @@ def _check_layout(text: str) -> str:
     return text
 
 
+def _auto_or(value: Any, number: ValidatorFunctionWrapHandler) -> Any:
+    return value if value == AUTO else number(value)
+
+
 def _truth_as_text(value: Any) -> Any:
     return str(value).lower() if isinstance(value, (bool, str)) else value
 
@@ -63,6 +78,14 @@ Truth = Annotated[bool, _refuse(int, float)]
 Whole = Annotated[int, _WHOLE]
 Count = Annotated[int, Field(ge=0, le=LARGEST), _WHOLE]
 Positive = Annotated[int, Field(ge=1, le=LARGEST), _WHOLE]
+PositiveOrAuto = Annotated[  # AUTO until layouts and prompts are known: run/preflight.py puts a number in its place
+    int,
+    Field(ge=1, le=LARGEST),
+    _WHOLE,
+    WrapValidator(_auto_or),
+    PlainSerializer(lambda value: value, return_type=Any),
+    WithJsonSchema({"anyOf": [{"const": AUTO}, {"type": "integer", "minimum": 1, "maximum": LARGEST}]}),
+]
 Processes = Annotated[int, Field(ge=1, le=1024), _WHOLE]
 Float = Annotated[float, _REAL]
 Real = Annotated[float, Field(ge=-LARGEST_REAL, le=LARGEST_REAL), _REAL]
@@ -148,7 +171,9 @@ class ReferenceConfig(Settings):
 class RewardConfig(Settings):
     path: Text = key("", "reward model, a scalar head: Hugging Face folder or hub name; empty = only the function")
     function: Text = key("", "module:function or FILE.py:function; empty = only the model")
-    signature: Literal["verl", "trl"] = key("verl", "how the function is called: verl or trl")
+    signature: Literal["auto", "verl", "trl"] = key(
+        "auto", "how the function is called: verl, trl, or auto: as the names of its parameters say"
+    )
     timeout_seconds: Wait = key(60.0, "a call of the function that takes longer ends the job")
     workers: Processes = key(1, "processes per generation instance that call the function")
     model_weight: Real = key(1.0, "score = model_weight * model + function_weight * function")
@@ -160,7 +185,11 @@ class DataConfig(Settings):
         (), "jsonl, json, csv or parquet files of prompts (see docs/reference/algorithms.md)"
     )
     prompt_key: Text = key("prompt", "the row's key that holds the prompt")
-    max_prompt_tokens: Positive = key(512, "a longer prompt is refused (or dropped, see filter_long_prompts)")
+    max_prompt_tokens: PositiveOrAuto = key(
+        AUTO,
+        "a longer prompt is refused (or dropped, see filter_long_prompts); auto: the longest prompt, as far as every "
+        "model's context holds it and a response",
+    )
     filter_long_prompts: Truth = key(False, "drop long prompts instead of refusing the file; the count is printed")
     add_bos: AutoOrTruth = key("auto", "auto (as the tokenizer does), true, false")
     apply_chat_template: Truth = key(False, "wrap text prompts as one user turn of the tokenizer's template")
@@ -217,7 +246,9 @@ class AlgorithmConfig(Settings):
     value_clip_eps: NonNegative = key(0.2, "values are clipped to the old value +- this; 0 = no clip")
     value_loss_coef: NonNegative = key(1.0, "weight of the value loss, which has a factor 0.5 of its own")
     entropy_coef: Real = key(0.0, "weight of the entropy bonus")
-    minibatches: Positive = key(4, "optimizer steps per epoch")
+    minibatches: PositiveOrAuto = key(
+        AUTO, "optimizer steps per epoch; auto: 4, or the most below that cut the samples evenly, 4 or more to each"
+    )
     epochs: Positive = key(1, "passes over the batch of an iteration, each in an order of its own")
     score_scale: Real = key(1.0, "scores are multiplied by this; not 0")
     scale_scores: Truth = key(
@@ -269,7 +300,9 @@ class FusionConfig(Settings):
     bs_max: Count = key(0, "largest batch that decodes about as fast as batch 1; 0 = from the cost model")
     schedule: Text = key("", "schedule.json made by tools/search_schedule.py; empty = search at start")
     search_seconds: Wait = key(5.0, "time of the search at start")
-    actor_microbatches: Positive = key(4, "per actor pipeline and mini-batch (M1)")
+    actor_microbatches: PositiveOrAuto = key(
+        AUTO, "per actor pipeline and mini-batch (M1); auto: 4, or what layouts and samples allow"
+    )
     bucket_mib: Positive = key(
         64, "most memory of a rank, beside caches, that weights, keys and values on their way take, in MiB"
     )

@@ -49,6 +49,11 @@ class PromptSet:
     def __getitem__(self, index: int) -> Prompt:
         return self.prompts[index]
 
+    @property
+    def longest(self) -> Prompt:
+        """The first of those with the most tokens."""
+        return max(self.prompts, key=lambda prompt: len(prompt.tokens))
+
     def __str__(self) -> str:
         lengths = sorted(len(prompt.tokens) for prompt in self.prompts)
         median, longest = lengths[len(lengths) // 2], lengths[-1]

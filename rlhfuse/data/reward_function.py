@@ -21,6 +21,10 @@ from typing import Any
 
 from rlhfuse.base.errors import InputError, RewardError
 
+# Parameters by which a function's signature is known; others may be names of a trl row's columns.
+OWN_PARAMETERS = {"verl": {"solution_str"}, "trl": {"prompts", "completions", "completion_ids"}}
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
 
 @dataclass(frozen=True)
 class RewardCall:
@@ -44,7 +48,7 @@ class RewardFunction:
 
     @staticmethod
     def load(name: str, signature: str) -> RewardFunction:
-        """Import it. Raises InputError naming what is missing, or what its module raised."""
+        """Import it; `signature` may be auto. Raises InputError naming what is missing, or what its module raised."""
         source, colon, attribute = name.rpartition(":")
         if not colon or not source or not attribute:
             raise InputError(f"reward.function={name} is not of the form module:function or FILE.py:function")
@@ -57,7 +61,7 @@ class RewardFunction:
         function = getattr(module, attribute, None)
         if not callable(function):
             raise InputError(f"reward.function={name}: {source} has no function {attribute}")
-        return RewardFunction(name, signature, function)
+        return RewardFunction(name, _signature_of(function, name) if signature == "auto" else signature, function)
 
     @property
     def is_async(self) -> bool:
@@ -136,6 +140,21 @@ def about_sample(name: str, call: RewardCall) -> str:
     """Beginning of a message about the function `name` and one of its samples."""
     row = f" of {call.where}" if call.where else ""
     return f"reward function {name}, sample {call.sample_id}{row}:"
+
+
+def _signature_of(function: Callable[..., Any], name: str) -> str:
+    """verl or trl, by the parameters that are the one's alone. Raises InputError where they don't tell."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of a builtin
+        parameters = ()
+    named = {parameter.name for parameter in parameters if parameter.kind in NAMED}
+    found = [signature for signature, own in OWN_PARAMETERS.items() if named & own]
+    if len(found) == 1:
+        return found[0]
+    told = " and ".join(f"{', '.join(sorted(own))} ({signature})" for signature, own in OWN_PARAMETERS.items())
+    takes = f"takes {'both of' if found else 'none of'} {told}"
+    raise InputError(f"reward.function={name} {takes}: set reward.signature=verl or reward.signature=trl")
 
 
 def _from_file(file: Path) -> ModuleType:

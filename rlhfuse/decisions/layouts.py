@@ -5,6 +5,7 @@ Rules are equations; the InputError that refuses a table prints the one that fai
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -258,10 +259,12 @@ def _check_batch(config: RunConfig, fused: FusedShape) -> None:
     k1, m1 = fused.shares[0].pipelines, config.fusion.actor_microbatches
     needed = fused.replicas * k1 * m1
     if samples // minibatches < needed:
+        least = fused.shares[-1].pipelines // math.gcd(k1, fused.shares[-1].pipelines)
+        fixes = (("fewer micro-batches", m1 > least), ("fewer mini-batches", minibatches > 1), ("more prompts", True))
         raise InputError(
             f"fusion.actor_microbatches={m1}: a mini-batch has {samples} / {minibatches} = {samples // minibatches} "
-            f"samples, fewer than replicas({fused.replicas}) * K1({k1}) * M1({m1}) = {needed} micro-batches; use fewer "
-            "micro-batches, fewer mini-batches or more prompts"
+            f"samples, fewer than replicas({fused.replicas}) * K1({k1}) * M1({m1}) = {needed} micro-batches; use "
+            f"{' or '.join(fix for fix, helps in fixes if helps)}"
         )
     blocks, block = config.rollout.kv_blocks_per_instance, config.rollout.block_tokens
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens

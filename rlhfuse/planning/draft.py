@@ -17,6 +17,7 @@ from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost, CostModel, JobCost, largest_flat_batch
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.profiled import ProfiledCost, load_run_costs
+from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import (
     TASK_ROLES,
     BatchArithmetic,
@@ -44,10 +45,12 @@ TICK_SECONDS = 1e-6  # schedules are searched in whole microseconds, so that tie
 class PlanDraft:
     """A run that can be planned and fits its ranks. `costs` price generation and inference until it has measured them.
 
+    `config` has a number wherever `asked`, the configuration as it was given, leaves one open.
     `lengths`: of past samples, or None; `planned_lengths`: these cut to the run's, else all as long as they can become.
     `given`: the training schedule with where it is from, unless it is to be searched.
     """
 
+    asked: RunConfig
     config: RunConfig
     specs: Mapping[Role, ModelSpec]
     world_size: int
@@ -72,9 +75,17 @@ class PlanDraft:
 
 
 def draft_plan(
-    config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int, lengths: SampleLengths | None = None
+    config: RunConfig,
+    specs: Mapping[Role, ModelSpec],
+    world_size: int,
+    lengths: SampleLengths | None = None,
+    asked: RunConfig | None = None,
 ) -> PlanDraft:
-    """Check and price a run; searches nothing. Raises InputError: an equation, a file, a phase that does not fit."""
+    """Check and price a run; searches nothing. Raises InputError: an equation, a file, a phase that does not fit.
+
+    `config`: data.max_prompt_tokens is a number; `asked`: as it was before that, for the plan's reasons.
+    """
+    asked, config = asked or config, resolve_batch(config)
     tasks = check_layouts(config, specs, world_size)
     batch = batch_arithmetic(config, tasks)
     try:
@@ -98,6 +109,7 @@ def draft_plan(
     memory.check(evaluate(given[0]).peak_memory if given else least, least, given[1] if given else "")
     problem = replace(problem, memory_cap=memory.limit, static_memory=memory.training_bytes)
     return PlanDraft(
+        asked,
         config,
         specs,
         world_size,

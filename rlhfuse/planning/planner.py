@@ -85,6 +85,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
         files=reasons.output_files(config, draft.specs, element_bytes(config)),
         threshold_reasons=(why, *hints, reasons.of_limits(config, limits)),
         reasons=(
+            *reasons.of_choices(draft.asked, config, draft.specs, batch),
             reasons.of_ends(config, draft.specs[Role.ACTOR]),
             reasons.of_lengths(config, draft.lengths, DRAWS),
             reasons.of_costs(config, draft.hardware, draft.costs, draft.costs_name),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from operator import itemgetter
 
 from rlhfuse.config.role import Role
-from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.settings import AUTO, RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs.analytic import CostModel
 from rlhfuse.costs.profiled import ProfiledCost
+from rlhfuse.decisions.layouts import BatchArithmetic
 from rlhfuse.planning.memory import MemoryBudget, readable_bytes
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
@@ -29,6 +31,27 @@ def of_lengths(config: RunConfig, lengths: SampleLengths | None, draws: int) -> 
         f"times are means of {draws} batches drawn from {len(lengths)} past samples: output p50 {marks['p50']}, p99.9 "
         f"{marks['p999']}, max {marks['max']}; {cut} of them are cut to this run's {limit}"
     )
+
+
+def of_choices(
+    asked: RunConfig, config: RunConfig, specs: Mapping[Role, ModelSpec], batch: BatchArithmetic
+) -> Iterator[str]:
+    """A line for every value of `config` that `asked` left to be chosen: what it is, and from what."""
+    if asked.data.max_prompt_tokens == AUTO:
+        role, context = min(((role, spec.context) for role, spec in specs.items()), key=itemgetter(1))
+        response = config.rollout.max_response_tokens
+        room = f"context({context}) of {role} - rollout.max_response_tokens({response}) = {context - response}"
+        yield f"data.max_prompt_tokens = {config.data.max_prompt_tokens}: the longest prompt; at most {room}"
+    if asked.algorithm.minibatches == AUTO:
+        cut = f"{batch.samples} samples evenly, into {batch.samples_per_minibatch} each"
+        yield f"algorithm.minibatches = {batch.minibatches} (4 where possible): they cut {cut}"
+    if asked.fusion.actor_microbatches == AUTO:
+        pipelines = f"{batch.actor_pipelines} actor pipelines"
+        pipelines += f" and {batch.critic_pipelines} critic pipelines" if batch.critic_pipelines else ""
+        filled = f"{batch.samples_per_minibatch} samples fill them on {pipelines}"
+        yield f"fusion.actor_microbatches = {batch.actor_microbatches} (4 where possible): {filled}"
+    if asked.reward.signature == AUTO != config.reward.signature:
+        yield f"reward.signature = {config.reward.signature}: by the names of the function's parameters"
 
 
 def of_ends(config: RunConfig, actor: ModelSpec) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,20 +55,20 @@ def dry_run(config: RunConfig, world_size: int | None) -> int:
 
 
 def train(config: RunConfig, name: str) -> int:
-    """One rank of a job under torchrun. Returns the exit code."""
-    rank, config = int(os.environ["RANK"]), with_device(config)
+    """One rank of a job under torchrun, or without it the job of one rank. Returns the exit code."""
+    rank, config = int(os.environ.get("RANK", "0")), with_device(config)
     if is_finished(config):
         if rank == 0:
             print(finished_line(config), flush=True)
         return 0
-    inputs = check_inputs(config, int(os.environ["WORLD_SIZE"]))
+    inputs = check_inputs(config, int(os.environ.get("WORLD_SIZE", "1")))
     device = choose_device(config.trainer.device, local_rank(), config.trainer.threads_per_rank)
     if not device.is_cuda:
         check_arithmetic(inputs.draft)
     torch.manual_seed(config.trainer.seed)
     allow_many_files()
     backend = "cpu:gloo,cuda:nccl" if device.is_cuda else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=config.trainer.hang_seconds))
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=config.trainer.hang_seconds), **_place())
     world = dist.group.WORLD
     assert world is not None, "a process group has just been made"
     connect([world], device.torch_device)
@@ -76,6 +77,14 @@ def train(config: RunConfig, name: str) -> int:
         print(f"done: {run_dir}", flush=True)
     dist.destroy_process_group()
     return 0
+
+
+def _place() -> dict[str, Any]:
+    """Store, rank and world size of a process that was started alone; torchrun's stand in the environment."""
+    if "RANK" in os.environ:
+        return {}
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # public, but not in torch's list
+    return {"store": store, "rank": 0, "world_size": 1}
 
 
 def run_job(inputs: RunInputs, name: str, rank: int, device: Device) -> Path:

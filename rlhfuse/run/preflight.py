@@ -7,7 +7,7 @@ All ranks make the same checks from the same files before anything is launched, 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,10 +18,12 @@ from rlhfuse.checkpoint.checkpoint import METRICS, Checkpoint, checkpoints_in, f
 from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.checkpoint.contents import contents_of
 from rlhfuse.config.role import Role
-from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.settings import AUTO, LARGEST, RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.data.prompts import PromptSet, load_prompts
 from rlhfuse.data.reward_function import RewardFunction
+from rlhfuse.decisions.batch_cut import resolve_batch
+from rlhfuse.decisions.layouts import check_layouts
 from rlhfuse.models.hf import check_checkpoint, resolve_checkpoint
 from rlhfuse.models.tokenizer import load_tokenizer, resolve_tokens
 from rlhfuse.planning.draft import PlanDraft, draft_plan
@@ -62,14 +64,16 @@ def check_inputs(config: RunConfig, world_size: int, dry: bool = False) -> RunIn
     specs, notes = resolve_tokens(config, models.paths, models.specs, tokenizer, required=not dry)
     models = replace(models, specs=specs)
     _check_inference_layouts(config)
-    draft = draft_plan(config, specs, world_size)
+    _check_before_prompts(config, specs, world_size)
+    asked = config
+    config, prompts = resolve_prompts(config, specs, tokenizer)
+    if config.reward.function:
+        config = check_reward_function(config, prompts)
+    draft = draft_plan(config, specs, world_size, asked=asked)
     for role in config.roles():
         check_checkpoint(models.paths[role], specs[role], role.scalar_head, role.fresh_head)
-    prompts = read_prompts(config, tokenizer)
-    if config.reward.function:
-        check_reward_function(config, prompts)
     contents = contents_of(config, models.paths, Path(tokenizer.name_or_path))
-    facts = RunCompatibility.of(config, specs, draft.tasks, world_size, tokenizer.get_vocab(), contents)
+    facts = RunCompatibility.of(draft.config, specs, draft.tasks, world_size, tokenizer.get_vocab(), contents)
     return RunInputs(draft, notes, models, tokenizer, prompts, facts, find_checkpoint(config, facts))
 
 
@@ -91,17 +95,60 @@ def read_prompts(config: RunConfig, tokenizer: Any) -> PromptSet:
     )
 
 
+def resolve_prompts(config: RunConfig, specs: Mapping[Role, ModelSpec], tokenizer: Any) -> tuple[RunConfig, PromptSet]:
+    """The run's prompts, and `config` with a number for data.max_prompt_tokens=auto: the longest one's tokens.
+
+    Then what leaves a response no room in some model's context is refused, or dropped with data.filter_long_prompts.
+    Raises InputError as `read_prompts`, or naming file and line of the prompt and what would do.
+    """
+    if config.data.max_prompt_tokens != AUTO:
+        return config, read_prompts(config, tokenizer)
+    every = read_prompts(config.with_(data={"max_prompt_tokens": LARGEST}), tokenizer)
+    prompts = _cut_to_context(config, specs, every)
+    return config.with_(data={"max_prompt_tokens": len(prompts.longest.tokens)}), prompts
+
+
+def resolve_lengths(config: RunConfig, specs: Mapping[Role, ModelSpec]) -> RunConfig:
+    """`config` with a number for data.max_prompt_tokens, for programs that need no prompts but for that."""
+    if config.data.max_prompt_tokens != AUTO:
+        return config
+    try:
+        return resolve_prompts(config, specs, run_tokenizer(config, specs[Role.ACTOR]))[0]
+    except InputError as error:
+        raise InputError(f"data.max_prompt_tokens=auto is read off the prompts: {error}; or give a number") from None
+
+
+def _cut_to_context(config: RunConfig, specs: Mapping[Role, ModelSpec], prompts: PromptSet) -> PromptSet:
+    role, spec = min(specs.items(), key=lambda item: item[1].context)
+    response, longest = config.rollout.max_response_tokens, prompts.longest
+    kept = tuple(prompt for prompt in prompts.prompts if len(prompt.tokens) + response <= spec.context)
+    dropped = len(prompts) - len(kept)
+    if kept and (config.data.filter_long_prompts or not dropped):
+        return PromptSet(kept, dropped)
+    tokens, limit = len(longest.tokens), "sliding_window" if spec.sliding_window else "context"
+    room = f"rollout.max_response_tokens={spec.context - tokens}" if tokens < spec.context else "shorter prompts"
+    drop = ", or data.filter_long_prompts=true to drop such rows" if kept else ""
+    raise InputError(
+        f"{longest.where}: the longest prompt has {tokens} tokens, and with rollout.max_response_tokens({response}) "
+        f"{tokens + response} > {limit}({spec.context}) of {role}; use {room}{drop}"
+    )
+
+
 def own_tokenizer(config: RunConfig) -> Path | None:
     """The folder of actor.tokenizer, unless it is the actor's own: what the run trains reads its tokens."""
     name = config.actor.tokenizer
     return None if name == config.actor.path else resolve_checkpoint(name, "actor.tokenizer")
 
 
-def check_reward_function(config: RunConfig, prompts: PromptSet) -> None:
-    """Import the function and hold it against every row. Raises InputError naming function, file and line."""
+def check_reward_function(config: RunConfig, prompts: PromptSet) -> RunConfig:
+    """Import the function and hold it against every row; `config` with its signature.
+
+    Raises InputError naming function, file and line.
+    """
     loaded = RewardFunction.load(config.reward.function, config.reward.signature)
     for prompt in prompts.prompts:
         loaded.check(prompt.row, prompt.text, prompt.where)
+    return config.with_(reward={"signature": loaded.signature})
 
 
 def find_models(config: RunConfig) -> ModelFolders:
@@ -140,6 +187,12 @@ def _check_inference_layouts(config: RunConfig) -> None:
     if len({str(ParallelLayout.parse(text)) for text in rows.values()}) > 1:
         told = ", ".join(f"parallel.{name}={text}" for name, text in rows.items())
         raise InputError(f"{told}: different layouts of these are not yet runnable; set parallel.inference alone")
+
+
+def _check_before_prompts(config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int) -> None:
+    """What holds for samples of any length, before prompts are read, which takes a while."""
+    shortest = config.with_(data={"max_prompt_tokens": 1}, rollout={"max_response_tokens": 1})
+    check_layouts(resolve_batch(shortest), specs, world_size)
 
 
 def check_output(config: RunConfig) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from tiny import write_checkpoint, write_run
 
 from rlhfuse.base.errors import InputError
@@ -76,3 +78,29 @@ def test_a_checkpoint_that_knows_no_contents_compares_names(whole, moved):
     whole[1].check(before, "c")
     with pytest.raises(InputError, match="c was saved with actor.path="):
         facts_of(moved).check(before, "c")
+
+
+def test_a_run_that_leaves_its_choices_open_goes_on_from_one_that_gave_them(whole, tmp_path):
+    """What was chosen is compared, and only what changes a number here: former defaults were 512, verl and 4."""
+    folder = tmp_path / "open"
+    shutil.copytree(whole[0], folder)
+    text = (folder / "run.yaml").read_text().replace(str(whole[0]), str(folder))
+    raw = yaml.safe_load(text) | {"algorithm": {}, "fusion": {"search_seconds": 0.2}}
+    del raw["data"]["max_prompt_tokens"], raw["reward"]["signature"]
+    (folder / "run.yaml").write_text(yaml.safe_dump(raw))
+    now = facts_of(folder)
+    numbers = {"reward.signature": "trl", "data.max_prompt_tokens": 6, "algorithm.minibatches": 4}
+    assert {key: now.settings[key] for key in numbers} == numbers
+    assert now.layouts["fusion.actor_microbatches"] == "4"
+    was = now.settings | {"data.max_prompt_tokens": 512}
+    now.check(replace(now, settings=was), "c")
+    with pytest.raises(InputError, match="c was saved with reward.signature=verl, this run has trl"):
+        now.check(replace(now, settings=was | {"reward.signature": "verl"}), "c")
+    with pytest.raises(InputError, match="c was saved with algorithm.minibatches=2, this run has 4"):
+        now.check(replace(now, settings=was | {"algorithm.minibatches": 2}), "c")
+    kept = replace(now, settings=now.settings | {"data.filter_long_prompts": True})  # then it says which prompts
+    with pytest.raises(InputError, match="c was saved with data.max_prompt_tokens=512, this run has 6"):
+        kept.check(replace(kept, settings=kept.settings | {"data.max_prompt_tokens": 512}), "c")
+    alone = check_inputs(load_config(folder / "run.yaml"), 2).facts  # without a function
+    assert alone.settings["reward.signature"] == "auto"
+    alone.check(replace(alone, settings=alone.settings | {"reward.signature": "verl"}), "c")

@@ -151,7 +151,7 @@ def test_a_run_has_the_models_that_it_needs(tmp_path, overrides, roles, scorers)
         (["reward.path=''"], "reward.path is not set, nor is reward.function"),
         (["reward.function_weight=2"], "weighs a function, but reward.function is not set"),
         (["reward.function=m:f", "reward.model_weight=0"], "discards what reward.path gives; drop reward.path"),
-        (["reward.signature=other"], "reward.signature='other' must be one of verl, trl"),
+        (["reward.signature=other"], "reward.signature='other' must be one of auto, verl, trl"),
         (["reward.timeout_seconds=0"], r"reward.timeout_seconds=0.0 must be in \(0, 1e\+07\]"),
         (["algorithm.score_scale=0"], "discards every score"),
         (

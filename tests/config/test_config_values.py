@@ -12,11 +12,12 @@ import pytest
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import dump_config, load_config, validate
-from rlhfuse.config.settings import LARGEST, LARGEST_REAL, RunConfig
+from rlhfuse.config.settings import AUTO, LARGEST, LARGEST_REAL, RunConfig
 from rlhfuse.data.sampler import COPY_BITS, ITERATION_BITS, PROMPT_BITS
 
 MINIMAL = "actor: {path: models/a}\nreward: {path: models/r}\ndata: {train_files: [p.jsonl]}\n"
-LEAVES = {key: value for key, value, _ in RunConfig().leaves()}
+OR_AUTO = {key: 1 for key, value, field in RunConfig().leaves() if value == AUTO and field.annotation is int}
+LEAVES = {key: value for key, value, _ in RunConfig().leaves()} | OR_AUTO
 NUMBERS = {key: value for key, value in LEAVES.items() if type(value) in (int, float)}
 WRONG = {  # what a leaf of a kind refuses, as it stands in a file
     bool: ("2", "0", "perhaps", "null", "[true]", "{a: true}", "1.5", "???"),
@@ -175,6 +176,19 @@ def test_a_number_at_its_limits_is_taken_and_beyond_them_refused(key):
         validate(nested(key, value), "a file")
     for value in beyond:
         assert refused(key, value).startswith(f"{key}={value} must be "), value
+
+
+def test_a_number_may_be_left_to_be_chosen(tmp_path):
+    assert OR_AUTO.keys() == {"data.max_prompt_tokens", "algorithm.minibatches", "fusion.actor_microbatches"}
+    for key in OR_AUTO:
+        config = validate(nested(key, 7), "a file")
+        assert validate(nested(key, AUTO), "a file") == RunConfig() != config
+        assert refused(key, "many") == f"a file: {key}='many' must be auto or a whole number"
+        (tmp_path / "dumped.yaml").write_text(MINIMAL)
+        (tmp_path / "dumped.yaml").write_text(dump_config(load_config(tmp_path / "dumped.yaml", [f"{key}=7"])))
+        assert load_config(tmp_path / "dumped.yaml", [f"{key}=auto"]) == load_config(tmp_path / "dumped.yaml").with_(
+            **nested(key, AUTO)
+        )
 
 
 def test_limits_hold_in_a_file_and_in_an_argument(tmp_path):

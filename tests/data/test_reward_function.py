@@ -177,6 +177,38 @@ def test_rows_and_signatures_are_checked_without_a_call(file, function, signatur
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "parameters, signature",
+    [
+        ("data_source, solution_str, ground_truth, extra_info=None", "verl"),
+        ("solution_str, **others", "verl"),
+        ("prompts, completions, **columns", "trl"),
+        ("completions, ground_truth, data_source", "trl"),  # columns of the row, as it happens
+        ("*, completion_ids", "trl"),
+        ("**columns", "none of"),
+        ("data_source, ground_truth, **columns", "none of"),
+        ("solution_str, /, ground_truth", "none of"),  # called by names
+        ("completions=None, solution_str=None, **others", "both of"),
+    ],
+)
+def test_auto_finds_the_signature_by_the_parameters_names_or_asks(tmp_path, parameters, signature):
+    (tmp_path / "mine.py").write_text(
+        f"def score({parameters}):\n    pass\nclass Score:\n    def __call__(self, {parameters}):\n        pass\n"
+        "instance = Score()\n"
+    )
+    for name in (f"{tmp_path}/mine.py:score", f"{tmp_path}/mine.py:instance"):
+        if signature in ("verl", "trl"):
+            assert RewardFunction.load(name, "auto").signature == signature
+            continue
+        with pytest.raises(InputError) as caught:
+            RewardFunction.load(name, "auto")
+        own = "solution_str (verl) and completion_ids, completions, prompts (trl)"
+        asked = f"{own}: set reward.signature=verl or reward.signature=trl"
+        assert str(caught.value) == f"reward.function={name} takes {signature} {asked}"
+        assert RewardFunction.load(name, "trl").signature == "trl"
+    del sys.modules["reward_function_mine"]
+
+
 def test_chat_prompts_make_chat_completions(file):
     turns = [{"role": "user", "content": "hi"}]
     arguments = RewardFunction.load(f"{file}:words", "trl").arguments(call(0, "yes", prompt=turns))

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny import write_tokenizer
 
 from rlhfuse.schedule.ir.problem import load_problem
 
@@ -42,6 +43,16 @@ def test_models_of_config_json_alone_are_compared_by_size_in_one_line(run_yaml, 
     assert done.returncode == 2 and "vocab(448) != vocab(512) of the actor" in done.stderr
 
 
+def test_the_length_of_prompts_is_read_off_them(run_yaml, tmp_path):
+    write_tokenizer(tmp_path / "model")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w1 w2"}\n{"prompt": "w1 w2 w3 w4"}\n')
+    here = f"data.train_files=[{tmp_path}/prompts.jsonl]"
+    done = program("--config", run_yaml, "--json", here, "data.max_prompt_tokens=auto", "fusion.intra_stage=false")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["limits"]["max_prompt_tokens"] == 5 and "the longest prompt" in plan["reasons"][0]
+
+
 @pytest.mark.parametrize(
     "args, env, message",
     [
@@ -52,6 +63,8 @@ def test_models_of_config_json_alone_are_compared_by_size_in_one_line(run_yaml, 
         (("actor.path=/none",), {}, "/none/config.json is missing"),
         (("trainer.hardware=b200",), {}, "hardware 'b200' is not known"),
         (("--lengths", "none.csv"), {}, "none.csv does not exist"),
+        (("data.max_prompt_tokens=auto",), {}, "has no tokenizer files; set actor.tokenizer to a folder that has them"),
+        (("data.max_prompt_tokens=auto",), {}, "=auto is read off the prompts: "),
     ],
 )
 def test_bad_input_exits_2_with_one_line(run_yaml, args, env, message):
