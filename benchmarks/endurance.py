@@ -51,13 +51,11 @@ class Look:
     cpu_seconds: float  # since the rank began, in user and system mode
 
 
-def windows(looks: Sequence[Look], name: str) -> list[float]:
-    """Of one rank after the warm-up, window by window: medians of memory; of files and threads the least, for a
-    checkpoint that is being written is one of each more."""
-    width, value = max(min(WINDOW, len(looks) // 2), 1), statistics.median if name == "resident_bytes" else min
-    return [
-        value(getattr(look, name) for look in looks[i : i + width]) for i in range(0, len(looks) - width + 1, width)
-    ]
+def windows(looks: Sequence[Look], name: str) -> list[int]:
+    """Of one rank, medians by window of memory; of files and threads, which come and go with an iteration, by half."""
+    width = max(min(WINDOW if name == "resident_bytes" else len(looks), len(looks) // 2), 1)
+    starts = range(0, len(looks) - width + 1, width)
+    return [statistics.median_low(getattr(look, name) for look in looks[start : start + width]) for start in starts]
 
 
 @dataclass(frozen=True)
@@ -168,7 +166,7 @@ def report_ranks(measurement: Measurement, looks: Mapping[int, Sequence[Look]]) 
         for name, each in changes.items():
             seen = windows(own, name)
             each.append(max(seen) - min(seen))
-            cells.append(f"{min(seen)} - {max(seen)}")
+            cells.append(f"{seen[0]} -> {seen[-1]}")
         rows.append(cells)
     measurement.figure("memory_growth", Figure(max(growth), "x", min(growth), max(growth)).at_most(MEMORY_GOAL))
     for name, each in changes.items():

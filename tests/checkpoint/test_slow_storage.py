@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -25,6 +26,31 @@ def alone():
     dist.destroy_process_group()
 
 
+def start_one(folder, progress=lambda _: None):
+    """A writer that is about to write iteration-1."""
+    facts = RunCompatibility(1, {}, {}, "", {})
+    writer = CheckpointWriter(folder, 0, 1, facts, 2, 60, progress)
+    fragment = Fragment("w", Place((4,), 0, ((0, 4),), 0, 4), 1, {"main": torch.arange(4.0)})
+    writer.start(1, RunState({}, {}, {"metrics_bytes": 0}), {"actor": [fragment]})
+    return writer
+
+
+def test_a_checkpoint_is_on_disk_before_it_is_the_latest(alone, tmp_path, monkeypatch):
+    """Contents before the name, the name and its folder's before `latest`."""
+    calls, fsync, replace = [], os.fsync, os.replace
+
+    def note(path):
+        calls.append(os.path.relpath(path, tmp_path))
+
+    monkeypatch.setattr(os, "fsync", lambda number: (note(os.readlink(f"/proc/self/fd/{number}")), fsync(number)))
+    monkeypatch.setattr(os, "replace", lambda source, to: (note(to), replace(source, to)))
+    start_one(tmp_path).finish()
+    named, folder = calls.index("checkpoints/iteration-1"), "checkpoints/iteration-1.partial"
+    assert f"{folder}/{file_name(0)}" in calls[:named]
+    assert calls[named - 2 : named + 3] == [f"{folder}/manifest.json", folder, calls[named], "checkpoints", "."]
+    assert calls.index("checkpoints/latest") > named + 2
+
+
 def test_a_file_that_grows_is_told_of_while_it_is_waited_for(alone, tmp_path, monkeypatch):
     """The storage takes the next piece once somebody has seen the one before."""
     heard, missed, write = threading.Event(), [], checkpoint_writer.write_rank_file
@@ -38,11 +64,8 @@ def test_a_file_that_grows_is_told_of_while_it_is_waited_for(alone, tmp_path, mo
         return write(folder, rank, state)
 
     monkeypatch.setattr(checkpoint_writer, "write_rank_file", slow)
-    facts, told = RunCompatibility(1, {}, {}, "", {}), []
-    writer = CheckpointWriter(tmp_path, 0, 1, facts, 2, 60, lambda text: (told.append(text), heard.set()))
-    fragment = Fragment("w", Place((4,), 0, ((0, 4),), 0, 4), 1, {"main": torch.arange(4.0)})
-    writer.start(1, RunState({}, {}, {"metrics_bytes": 0}), {"actor": [fragment]})
-    writer.finish()
+    told = []
+    start_one(tmp_path, lambda text: (told.append(text), heard.set())).finish()
     assert missed == [False] * 3 and told[0].startswith("saving a checkpoint: ")
     assert [folder.name for folder in checkpoints_in(tmp_path)] == ["iteration-1"]
 

@@ -52,8 +52,10 @@ def test_a_good_run_is_accepted(good):
 def test_the_dry_run_prints_the_plan_that_the_planner_makes(good, capsys):
     settings = ["fusion.intra_stage=false", "trainer.device=cpu"]  # nothing is searched, so nothing depends on time
     assert dry_run(load_config(good, settings), 2) == 0
-    config = load_config(good, settings)
-    assert capsys.readouterr().out.endswith(make_plan(draft_plan(config, read_specs(config), 2)).report.render() + "\n")
+    config, out = load_config(good, settings), capsys.readouterr().out
+    assert out.endswith(make_plan(draft_plan(config, read_specs(config), 2)).report.render() + "\n")
+    told = "warning: without effect here: fusion.search_seconds=0.2 (fusion.intra_stage=false)"
+    assert out.splitlines().count(told) == 1
 
 
 def test_a_missing_checkpoint(folder):

@@ -74,13 +74,14 @@ def config(tmp_path_factory):
 def fused(config):
     """A fused run with R_t = the whole batch: every iteration meets while samples are unfinished."""
     run = config.parent / "fused"
-    out = train(config, f"trainer.output_dir={run}", "fusion.threshold=16")
+    out = train(config, f"trainer.output_dir={run}", "fusion.threshold=16", "trainer.keep_checkpoints=3")
     return run, out
 
 
 def test_a_run_leaves_what_it_promises(fused):
     run, out = fused
     assert "done: " in out and "R_t = 16: fusion.threshold says so" in out
+    assert out.count("warning: without effect here: trainer.keep_checkpoints=3") == 1
     for name in ("config.yaml", "plan.json", "schedule.json", "metrics.jsonl", "trace.json", "costs.json"):
         assert (run / name).stat().st_size > 0
     metrics = rows(run)
