@@ -248,6 +248,20 @@ def test_key_of_the_file_is_named_with_the_file(tmp_path):
         (["rollout.ignore_eos=true", "rollout.min_tokens=3", "rollout.stop=[x]"], ""),
         (["trainer.device=cpu", "rollout.cuda_graphs=false"], "rollout.cuda_graphs=False (trainer.device=cpu)"),
         (["actor.optim.name=sgd", "actor.optim.beta1=0.5"], "actor.optim.beta1=0.5 (sgd has none)"),
+        (["fusion.schedule=s", "fusion.search_seconds=3"], "fusion.search_seconds=3.0 (fusion.schedule is given)"),
+        (["trainer.wandb_project=mine"], "trainer.wandb_project=mine (trainer.wandb=off)"),
+        (
+            ["reference.path=none", "algorithm.kl_coef=0", "parallel.reference_inference=d1t2p1"],
+            "parallel.reference_inference=d1t2p1 (reference.path=none)",
+        ),
+        (
+            ["reward.path=''", "reward.function=m:f", "parallel.reward_inference=d1t2p1"],
+            "parallel.reward_inference=d1t2p1 (there is no reward model)",
+        ),
+        (
+            ["critic.optim.name=sgd", "critic.optim.eps=0.5", "actor.optim.min_lr_ratio=0.1"],
+            "actor.optim.min_lr_ratio=0.1 (the rate is constant), critic.optim.eps=0.5 (sgd has none)",
+        ),
         (["critic.optim.min_lr_ratio=0.1"], "critic.optim.min_lr_ratio=0.1 (the rate is constant)"),
         (["trainer.keep_checkpoints=3"], "trainer.keep_checkpoints=3 (trainer.save_every=0)"),
     ],
