@@ -112,6 +112,16 @@ def test_a_second_run_in_the_same_folder_leaves_with_2(config, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_that_has_lost_its_folder_writes_no_more(config, tmp_path):
+    """Another run takes it over while the first iteration is under way."""
+    lock, function = tmp_path / "run" / RUN_LOCK, tmp_path / "takes.py"
+    function.write_text(f"def take(completions):\n    open({str(lock)!r}, 'w').close()\n    return [0.0]\n")
+    settings = f"trainer.output_dir={lock.parent}", f"reward.function={function}:take", "reward.signature=trl"
+    process = start(config, *settings, "trainer.iterations=2")
+    assert f"{lock} is no longer of this run" in ended(process) and process.returncode
+    assert (lock.parent / "metrics.jsonl").read_bytes() == b""
+
+
 def test_runs_of_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda _: "20260101-120000")
