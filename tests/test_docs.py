@@ -37,7 +37,7 @@ def test_the_schema_for_editors_knows_ranges_and_names():
     schema = json.loads((DOCS / "reference/configuration.schema.json").read_text())
     trainer, optim, algorithm = (schema["$defs"][f"{name}Config"] for name in ("Trainer", "Optimizer", "Algorithm"))
     iterations, beta = trainer["properties"]["iterations"], optim["properties"]["beta1"]
-    assert (iterations["minimum"], iterations["maximum"], iterations["type"]) == (1, 2**24, "integer")
+    assert (iterations["minimum"], iterations["maximum"], iterations["type"]) == (0, 2**24, "integer")
     assert (beta["minimum"], beta["exclusiveMaximum"]) == (0, 1) and not trainer["additionalProperties"]
     assert True in algorithm["properties"]["whiten_advantages"]["enum"]
     for example in (ROOT / "examples").glob("*.yaml"):

@@ -133,10 +133,10 @@ def checkpoints_in(run_dir: Path) -> list[Path]:
 
 
 def finished_iterations(run_dir: Path) -> int:
-    """Iterations of the run that was finished in this folder, or 0. Raises InputError for a broken file."""
+    """Iterations of the run that was finished in this folder, -1 if none was. Raises InputError for a broken file."""
     file = run_dir / "finished.json"
     if not file.exists():
-        return 0
+        return -1
     try:
         return int(json.loads(file.read_text())["iterations"])
     except (ValueError, KeyError, TypeError) as error:
@@ -157,7 +157,7 @@ def _open_newest(config: RunConfig) -> Checkpoint | None:
     run_dir = Path(config.trainer.output_dir)
     folders = checkpoints_in(run_dir)
     if not folders:
-        if done := finished_iterations(run_dir):  # a fresh start would write over it
+        if (done := finished_iterations(run_dir)) > 0:  # a fresh start would write over it
             raise InputError(
                 f"{run_dir} holds a finished run of {done} iterations without checkpoints: it cannot be continued to "
                 f"trainer.iterations={config.trainer.iterations}; choose another output_dir"

@@ -3,7 +3,7 @@
 models, vocabulary, settings that change a number    must be equal: anything else would be another run
 files that these settings name                       may move, but not change
 world size, layouts, number of micro-batches         may differ: they change the order of sums, so about 1e-5
-where, how long, how watched, when things happen     are not looked at: they change nothing
+where, how long, how watched, evaluated, and when    are not looked at: they change nothing
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.layouts import Task
 
-FREE_GROUPS = ("fusion", "trainer", "parallel")  # layouts are compared as layouts, with their defaults filled
-FREE_KEYS = ("reward.timeout_seconds", "reward.workers")  # of the other groups, yet change no number
+FREE_GROUPS = ("fusion", "trainer", "parallel", "eval")  # layouts are compared as layouts, with their defaults filled
+FREE_KEYS = ("reward.timeout_seconds", "reward.workers", "data.val_files")  # of the other groups, yet change no number
 FIXED_KEYS = ("trainer.seed", "trainer.dtype")  # of the free groups, yet change numbers
 WITH_KEYS = {  # change a number only where the other key is set
     "reward.signature": "reward.function",

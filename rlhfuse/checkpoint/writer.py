@@ -53,8 +53,13 @@ class CheckpointWriter:
         self._abandoned = threading.Event()  # a file of another rank will never come
         self._problem = ""
 
-    def start(self, iteration: int, state: RunState, roles: Mapping[str, Sequence[Fragment]]) -> None:
-        """Begin to write checkpoints/iteration-N, after `finish`; `roles` may change when this returns."""
+    def start(
+        self, iteration: int, state: RunState, roles: Mapping[str, Sequence[Fragment]], best: int | None = None
+    ) -> None:
+        """Begin to write checkpoints/iteration-N, after `finish`; `roles` may change when this returns.
+
+        The checkpoint of iteration `best` stays, however old it is.
+        """
         self.finish()
         begin = time.time()
         copies = {role: [one.to_host() for one in fragments] for role, fragments in roles.items()}
@@ -62,7 +67,7 @@ class CheckpointWriter:
         self._all_written.clear()
         copied = time.time() - begin
         self._thread = threading.Thread(
-            target=self._run, args=(iteration, state, copies, begin, copied), name="checkpoint", daemon=True
+            target=self._run, args=(iteration, state, copies, begin, copied, best), name="checkpoint", daemon=True
         )
         self._thread.start()
 
@@ -116,7 +121,13 @@ class CheckpointWriter:
     # the thread -----------------------------------------------------------------------------------------------
 
     def _run(
-        self, iteration: int, state: RunState, copies: Mapping[str, Sequence[Fragment]], begin: float, copied: float
+        self,
+        iteration: int,
+        state: RunState,
+        copies: Mapping[str, Sequence[Fragment]],
+        begin: float,
+        copied: float,
+        best: int | None,
     ) -> None:
         done = folder_of(self._run_dir) / f"iteration-{iteration}"
         partial = done.with_name(f"{done.name}.partial")
@@ -134,7 +145,7 @@ class CheckpointWriter:
                     size = self._commit(partial, done, Manifest(iteration, self._facts, state, files))
                 told = f"{size / 1e6:.1f} MB in {time.time() - begin:.2f} s, {copied:.2f} s of it in the step"
                 print(f"saved checkpoints/{done.name}: {told}", flush=True)
-                self._prune()
+                self._prune(best)
         except InputError as error:
             self._problem = f"rank {self._rank}: {error}"
         except BaseException as error:  # a thread's error is seen by nobody: the job has to end by it
@@ -178,10 +189,12 @@ class CheckpointWriter:
         write_text(done.parent / "latest", done.name + "\n", durable=True)
         return sum(file.size_bytes for file in manifest.files)
 
-    def _prune(self) -> None:
-        """Drop old checkpoints, and what is left of those that could not be removed before."""
+    def _prune(self, best: int | None) -> None:
+        """Drop old checkpoints but for the best, and what is left of those that could not be removed before."""
         folder = folder_of(self._run_dir)
         for old in [*checkpoints_in(self._run_dir)[: -self._keep], *folder.glob("iteration-*.partial")]:
+            if old.name == f"iteration-{best}":
+                continue
             try:
                 _remove(old)
             except OSError as error:

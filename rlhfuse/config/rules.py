@@ -15,7 +15,7 @@ from rlhfuse.config.settings import RunConfig
 
 def check_config(config: RunConfig) -> None:
     """Raise InputError for the first rule that `config`, its defaults filled, does not keep."""
-    for broken in (_algorithm, _learning_rates, _models, _ends, _threshold, _waits, _trainer):
+    for broken in (_algorithm, _learning_rates, _models, _ends, _threshold, _waits, _trainer, _evaluation):
         for message in broken(config):
             raise InputError(message)
 
@@ -131,15 +131,36 @@ def _trainer(config: RunConfig) -> Iterator[str]:
         yield f"data.add_bos={data.add_bos} is for plain text: {why}; use auto"
     for role in config.trained():
         optim = getattr(config, role).optim
-        if optim.name == "sgd" and (trainer.save_every or trainer.resume not in ("auto", "never")):
-            fix = "set trainer.save_every=0 and trainer.resume=never"
+        saves = trainer.save_every or trainer.keep_best
+        if optim.name == "sgd" and (saves or trainer.resume not in ("auto", "never")):
+            fix = "set trainer.save_every=0, trainer.keep_best=false and trainer.resume=never"
             yield f"{role}.optim.name=sgd has no checkpoints; {fix}, or {role}.optim.name=adam"
-    if not data.train_files:
+    if not data.train_files and trainer.iterations:
         yield "data.train_files is empty; give at least one prompt file"
+
+
+def _evaluation(config: RunConfig) -> Iterator[str]:
+    trainer, held_out = config.trainer, config.eval
+    when = {"eval_every": trainer.eval_every, "eval_before_train": trainer.eval_before_train}
+    wanted = next((f"trainer.{key}={str(value).lower()}" for key, value in when.items() if value), "")
+    if not config.data.val_files and (wanted or not trainer.iterations):
+        why = wanted or "trainer.iterations=0 trains nothing"
+        yield f"{why}: data.val_files is empty; give a file of held-out prompts to evaluate"
+    if trainer.keep_best and not trainer.eval_every:
+        yield "trainer.keep_best=true goes by the held-out score; set trainer.eval_every and data.val_files"
+    if 0 < held_out.temperature < 1e-3:
+        yield f"eval.temperature={held_out.temperature} must be 0 (greedy) or at least 0.001"
+    if held_out.samples_per_prompt > 1 and not held_out.temperature:
+        copies = f"eval.samples_per_prompt={held_out.samples_per_prompt}"
+        yield f"{copies}: eval.temperature=0 gives equal responses; raise it, or use 1 sample per prompt"
 
 
 def _has_no(role: Role) -> Callable[[RunConfig], bool]:
     return lambda config: role not in config.roles()
+
+
+def _never_evaluates(config: RunConfig) -> bool:
+    return not config.trainer.eval_every and not config.evaluates_first
 
 
 def _optim(role: Role, key: str, value: str) -> Callable[[RunConfig], bool]:
@@ -178,6 +199,8 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
     (TRIGGERS, lambda config: not config.fusion.inter_stage, "fusion.inter_stage=false"),
     (("fusion.threshold_file",), lambda config: config.threshold() is not None, "fusion.threshold is given"),
     (("trainer.keep_checkpoints",), lambda config: not config.trainer.save_every, "trainer.save_every=0"),
+    (("eval.",), lambda config: not config.data.val_files, "data.val_files is empty"),
+    (("data.val_files", "eval."), _never_evaluates, "trainer.eval_every=0"),
     (("trainer.wandb_project",), lambda config: config.trainer.wandb == "off", "trainer.wandb=off"),
     (("actor.optim.beta", "actor.optim.eps"), _optim(Role.ACTOR, "name", "sgd"), "sgd has none"),
     (("critic.optim.beta", "critic.optim.eps"), _optim(Role.CRITIC, "name", "sgd"), "sgd has none"),

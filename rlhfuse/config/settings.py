@@ -184,6 +184,7 @@ class DataConfig(Settings):
     train_files: tuple[Name, ...] = key(
         (), "jsonl, json, csv or parquet files of prompts (see docs/reference/algorithms.md)"
     )
+    val_files: tuple[Name, ...] = key((), "files of held-out prompts, of the same form: see trainer.eval_every")
     prompt_key: Text = key("prompt", "the row's key that holds the prompt")
     max_prompt_tokens: PositiveOrAuto = key(
         AUTO,
@@ -217,6 +218,17 @@ class RolloutConfig(Settings):
     max_sequences_per_instance: Positive = key(256, "decoded at the same time")
     max_batched_tokens: Positive = key(2048, "tokens in one engine step, prefill included")
     cuda_graphs: Truth = key(True, "replay decode steps as CUDA graphs (see docs/howto/gpus.md); without effect on CPU")
+
+
+class EvalConfig(Settings):
+    """Generation of the held-out prompts; what is not said here is as in training."""
+
+    samples_per_prompt: Whole = key(
+        1, "responses to each held-out prompt; k > 1 of them also give mean@k and best@k", ge=1, le=2**16
+    )
+    temperature: Float = key(1.0, "as rollout.temperature; 0 = greedy", ge=0, le=1e3)
+    top_p: Float = key(1.0, "as rollout.top_p", gt=0, le=1)
+    max_response_tokens: Count = key(0, "0 = rollout.max_response_tokens")
 
 
 class AlgorithmConfig(Settings):
@@ -330,12 +342,22 @@ class ParallelConfig(Settings):
 
 
 class TrainerConfig(Settings):
-    iterations: Whole = key(10, "PPO iterations of the run", ge=1, le=2**24)
+    iterations: Whole = key(10, "PPO iterations of the run; 0 = evaluate data.val_files alone", ge=0, le=2**24)
     output_dir: Text = key("", "the run directory; empty = runs/<config name>-<time>")
     save_every: Count = key(
         0, "iterations between checkpoints (docs/howto/checkpoints.md); 0 = only the export at the end"
     )
     keep_checkpoints: Positive = key(2, "the last so many are kept in output_dir/checkpoints")
+    eval_every: Count = key(
+        0,
+        "iterations between evaluations of data.val_files by the run's reward, and one after the last; 0 = none. "
+        "The scores stand in the row of the iteration before",
+    )
+    eval_before_train: Truth = key(False, "evaluate before the first iteration too: a row of iteration -1")
+    keep_best: Truth = key(
+        False,
+        "save where the held-out score is the best so far; that checkpoint is kept, and exported to export/best",
+    )
     resume: Text = key("never", "auto, never, or the path of a checkpoint")
     seed: Whole = key(1, "every random draw derives from it; 0 to 2^63 - 1", ge=0, le=2**63 - 1)
     dtype: Literal["float32", "bfloat16"] = key("float32", "float32 or bfloat16")
@@ -384,6 +406,7 @@ class RunConfig(Settings):
     reward: RewardConfig = RewardConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
+    eval: EvalConfig = EvalConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     fusion: FusionConfig = FusionConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -393,6 +416,25 @@ class RunConfig(Settings):
     def held_iterations(self) -> int:
         """Iterations at the beginning in which the actor does not learn."""
         return self.critic.warmup_iterations if self.algorithm.has_critic else 0
+
+    @property
+    def evaluates_first(self) -> bool:
+        """Whether a run that begins evaluates before it trains; one without iterations does nothing else."""
+        return bool(self.data.val_files) and (self.trainer.eval_before_train or not self.trainer.iterations)
+
+    def evaluates_after(self, done: int) -> bool:
+        """Whether an evaluation follows when so many iterations are done: every `eval_every`, and after the last."""
+        every = self.trainer.eval_every if self.data.val_files else 0
+        return every > 0 and (done % every == 0 or done == self.trainer.iterations)
+
+    @property
+    def eval_response_tokens(self) -> int:
+        return self.eval.max_response_tokens or self.rollout.max_response_tokens
+
+    @property
+    def longest_response_tokens(self) -> int:
+        """Of any sample: in training, or of a held-out prompt."""
+        return max(self.rollout.max_response_tokens, self.eval_response_tokens if self.data.val_files else 0)
 
     @property
     def samples_per_iteration(self) -> int:

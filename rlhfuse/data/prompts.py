@@ -102,7 +102,7 @@ def load_prompts(
         raise InputError(
             f"all {dropped} prompts are longer than data.max_prompt_tokens={max_prompt_tokens}; raise it"
             if dropped
-            else "data.train_files is empty; give at least one prompt file"
+            else "no prompt file was given; name at least one"
         )
     return PromptSet(tuple(prompts), dropped)
 
@@ -110,10 +110,10 @@ def load_prompts(
 def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Rows of one file with their line (jsonl, csv: from 1) or row number (json, parquet: from 1)."""
     if file.is_dir():
-        raise InputError(f"prompt file {file} is a folder; name the files in it in data.train_files")
+        raise InputError(f"prompt file {file} is a folder; name the files in it instead")
     if not os.access(file, os.R_OK):
         fault = "cannot be read" if file.exists() else "does not exist"
-        raise InputError(f"prompt file {file} {fault}; check data.train_files")
+        raise InputError(f"prompt file {file} {fault}; check data.train_files and data.val_files")
     if file.name.endswith((".jsonl", ".jsonl.gz")):
         return _jsonl_rows(file)
     readers = {".json": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}

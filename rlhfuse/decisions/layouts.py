@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Annotated
 
 from pydantic import PlainSerializer, PlainValidator
@@ -234,12 +235,15 @@ def _check_training(config: RunConfig, tasks: tuple[Task, ...]) -> FusedShape:
 
 
 def _check_models(config: RunConfig, specs: Mapping[Role, ModelSpec]) -> None:
-    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    for role, spec in specs.items():
+    prompt, responses = config.data.max_prompt_tokens, {"rollout": config.rollout.max_response_tokens}
+    if config.data.val_files:
+        responses["eval"] = config.eval_response_tokens
+    for role, (group, response) in product(specs, responses.items()):
+        spec = specs[role]
         if prompt + response > spec.context:
             limit = "sliding_window" if spec.sliding_window else "context"
             raise InputError(
-                f"data.max_prompt_tokens({prompt}) + rollout.max_response_tokens({response}) = {prompt + response} > "
+                f"data.max_prompt_tokens({prompt}) + {group}.max_response_tokens({response}) = {prompt + response} > "
                 f"{limit}({spec.context}) of {role}; lower one of them"
             )
 
@@ -267,7 +271,7 @@ def _check_batch(config: RunConfig, fused: FusedShape) -> None:
             f"{' or '.join(fix for fix, helps in fixes if helps)}"
         )
     blocks, block = config.rollout.kv_blocks_per_instance, config.rollout.block_tokens
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = config.data.max_prompt_tokens + config.longest_response_tokens
     if blocks and blocks * block < longest:
         raise InputError(
             f"rollout.kv_blocks_per_instance={blocks}: {blocks} * {block} = {blocks * block} tokens < {longest} of one "

@@ -59,10 +59,11 @@ class ProgressPrinter:
 
 def progress_parts(metrics: Metrics, iterations: int) -> list[tuple[str, str]]:
     """(text, style) of each piece of the line."""
-    width = len(str(iterations))
-    parts = [(f"iteration {int(metrics['iteration']):{width}d}/{iterations}", "bold")]
+    number, width = int(metrics["iteration"]), len(str(iterations))
+    parts = [("before training" if number < 0 else f"iteration {number:{width}d}/{iterations}", "bold")]
     for name, text, style in (
         ("critic/score/mean", "score {:+.3f}", "green"),
+        ("val/score/mean", "held-out {:+.3f}", "green"),
         ("actor/ref_kl", "kl {:.4f}", "yellow"),
         ("response_length/mean", "length {:.1f}", ""),
         ("response_length/clip_ratio", "({:.0%} cut)", "dim"),
@@ -81,7 +82,10 @@ def _shares(metrics: Metrics) -> str:
     times = {
         name.removeprefix("timing_s/"): value / whole
         for name, value in metrics.items()
-        if name.startswith("timing_s/") and name != "timing_s/step" and value is not None and value >= 0.01 * whole
+        if name.startswith("timing_s/")
+        and name not in ("timing_s/step", "timing_s/eval")
+        and value is not None
+        and value >= 0.01 * whole
     }
     ordered = sorted(times.items(), key=lambda item: (-item[1], item[0]))
     return ": " + ", ".join(f"{name} {share:.0%}" for name, share in ordered) if ordered else ""
@@ -107,7 +111,8 @@ class TensorBoardLogger:
                 self._writer.add_scalar(name, number, int(metrics["iteration"]))
             for number, sample in enumerate(samples):
                 shown = f"{sample.score:+.3f}  **{sample.prompt}** {sample.response}"
-                self._writer.add_text(f"samples/{number}", shown, sample.iteration)
+                name = "samples" if sample.split == "train" else f"{sample.split}_samples"
+                self._writer.add_text(f"{name}/{number}", shown, sample.iteration)
             self._writer.flush()
 
     def close(self) -> None:
@@ -133,12 +138,13 @@ class WandbLogger:
         self._run = wandb.init(**where, mode=mode, resume="allow", config=config, settings=settings)
 
     def log(self, metrics: Metrics, samples: Iterable[SampleText] = ()) -> None:
-        """Every finite number under its own name, and the samples as a table."""
+        """Every finite number under its own name, and the samples as a table; steps are counted from 0, not from -1."""
         row: dict[str, Any] = {"iteration": metrics["iteration"], **dict(_numbers(metrics))}
-        table = [[sample.iteration, sample.prompt, sample.response, sample.score] for sample in samples]
+        columns = ["iteration", "split", "prompt", "response", "score"]
+        table = [[getattr(sample, column) for column in columns] for sample in samples]
         if table:
-            row["samples"] = self._wandb.Table(columns=["iteration", "prompt", "response", "score"], data=table)
-        self._run.log(row, step=int(metrics["iteration"]))
+            row["samples"] = self._wandb.Table(columns=columns, data=table)
+        self._run.log(row, step=int(metrics["iteration"]) + 1)
 
     def close(self) -> None:
         self._run.finish()

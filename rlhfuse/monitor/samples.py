@@ -16,7 +16,8 @@ from rlhfuse.base.files import AppendFile, write_text
 
 @dataclass(frozen=True)
 class SampleText:
-    """One sample. `tokens`: length of the response; `finish_reason`: stop or length."""
+    """One sample. `tokens`: length of the response; `finish_reason`: stop or length; `split`: train, or val for one of
+    the evaluation that follows the iteration (-1: that comes before the first)."""
 
     iteration: int
     sample_id: int
@@ -25,6 +26,7 @@ class SampleText:
     score: float
     tokens: int
     finish_reason: str
+    split: str = "train"
 
 
 class SampleWriter(AppendFile):

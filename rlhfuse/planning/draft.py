@@ -150,10 +150,17 @@ def generation_cost(
 
 
 def kv_blocks(config: RunConfig, instances: int) -> int:
-    """KV blocks of one instance: as configured, else room for every sample of the instance at full length."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    """KV blocks of one instance: as configured, else room for every sample of the instance at full length.
+
+    Held-out samples wait for room where they are more, but one of them must find it.
+    """
+    prompt, block = config.data.max_prompt_tokens, config.rollout.block_tokens
+    blocks, most = (
+        -(-(prompt + response) // block)
+        for response in (config.rollout.max_response_tokens, config.longest_response_tokens)
+    )
     samples = -(-config.samples_per_iteration // instances)
-    return config.rollout.kv_blocks_per_instance or samples * -(-longest // config.rollout.block_tokens)
+    return config.rollout.kv_blocks_per_instance or max(samples * blocks, most)
 
 
 def instance_limits(

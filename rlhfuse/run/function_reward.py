@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from rlhfuse.data.prompts import Prompt
 from rlhfuse.data.reward_function import RewardCall
 from rlhfuse.data.reward_workers import RewardWorkers
-from rlhfuse.data.sampler import PromptSampler, sample_origin
+from rlhfuse.data.sampler import sample_origin
 from rlhfuse.gen.stop_text import text_before_stop
 from rlhfuse.ppo.rollout import Rollout
 from rlhfuse.run.preflight import RunInputs
@@ -18,15 +19,17 @@ from rlhfuse.run.preflight import RunInputs
 class FunctionRewarder:
     """A `Rewarder` that calls the function of the configuration, in processes of its own."""
 
-    def __init__(self, inputs: RunInputs, sampler: PromptSampler, progress: Callable[[str], None]) -> None:
-        config, reward = inputs.config, inputs.config.reward
-        self._prompts, self._tokenizer, self._sampler = inputs.prompts, inputs.tokenizer, sampler
-        self._stops = config.rollout.stop
-        self._count = config.rollout.prompts_per_iteration
-        self._drawn: tuple[int, list[int]] = (-1, [])  # the iteration asked for last, and its prompts
+    def __init__(self, inputs: RunInputs, progress: Callable[[str], None]) -> None:
+        reward = inputs.config.reward
+        self._tokenizer, self._stops = inputs.tokenizer, inputs.config.rollout.stop
+        self._prompts: Sequence[Prompt] = ()
         self._workers = RewardWorkers(
             reward.function, reward.signature, reward.workers, reward.timeout_seconds, progress
         )
+
+    def begin(self, prompts: Sequence[Prompt]) -> None:
+        """From now on samples are of these prompts: of each the one at its place in the draw."""
+        self._prompts = prompts
 
     def submit(self, rollouts: Sequence[Rollout]) -> None:
         """Queue finished samples; returns at once. Raises RewardError when an earlier one failed."""
@@ -45,9 +48,7 @@ class FunctionRewarder:
         self._workers.close()
 
     def _call(self, rollout: Rollout) -> RewardCall:
-        iteration, place, _ = sample_origin(rollout.sample_id)
-        if self._drawn[0] != iteration:
-            self._drawn = iteration, self._sampler.prompts_of(iteration, self._count)
-        prompt = self._prompts[self._drawn[1][place]]
+        _, place, _ = sample_origin(rollout.sample_id)
+        prompt = self._prompts[place]
         text = text_before_stop(list(rollout.response_tokens), self._stops, self._tokenizer.decode)
         return RewardCall(rollout.sample_id, prompt.row, prompt.text, text, rollout.response_tokens, prompt.where)

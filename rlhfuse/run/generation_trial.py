@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.measured import DecodeObservation, TokensObservation
@@ -44,6 +45,8 @@ def run_trial(config: RunConfig, prompts: int, progress: Callable[[str], None]) 
     tokenizer = run_tokenizer(config, spec)
     ends = with_end_tokens(spec, tokenizer, config.rollout)[0].eos_token_ids
     data = read_prompts(config, tokenizer)
+    if not len(data):
+        raise InputError("data.train_files is empty; give at least one prompt file")
     device = choose_device(config.trainer.device, 0, config.trainer.threads_per_rank)
     dtype = DTYPES[config.trainer.dtype]
     engine = Engine.from_pretrained(folder, engine_options(config, 1), device=device.torch_device, dtype=dtype)

@@ -20,7 +20,7 @@ from rlhfuse.monitor.samples import SampleText
 from rlhfuse.monitor.trace import Span
 from rlhfuse.parallel.collectives import all_gather_objects
 from rlhfuse.planning.run_plan import PlanReport
-from rlhfuse.ppo.rollout import RolloutBatch, given
+from rlhfuse.ppo.rollout import Rollout, RolloutBatch, given
 from rlhfuse.run.iteration_metrics import (
     IterationStats,
     PhaseTimer,
@@ -59,6 +59,10 @@ class IterationRecord(NamedTuple):
     spans: list[Span]  # of every rank
     samples: list[SampleText]
 
+    def beside(self, metrics: dict[str, Any], samples: list[SampleText]) -> IterationRecord:
+        """With what an evaluation after it found."""
+        return IterationRecord(self.metrics | metrics, self.spans, self.samples + samples)
+
 
 class IterationRecorder:
     """Of one rank; all ranks finish an iteration together."""
@@ -84,6 +88,11 @@ class IterationRecorder:
         self._logging = begin - (self._closed or begin)
         return begin
 
+    def skip(self, seconds: float) -> None:
+        """So long after the last iteration something ran that is none of its books."""
+        if self._closed is not None:
+            self._closed += seconds
+
     def finish(self, done: IterationResult) -> IterationRecord:
         """Exchange what the ranks measured; a collective."""
         ranks = all_gather_objects(IterationStats.of(done.minibatches, done.timer, done.peak_bytes))
@@ -96,7 +105,8 @@ class IterationRecorder:
         if message and self._rank == 0:
             print(message, flush=True)
         spans = [span for stats in ranks for span in stats.spans]
-        samples = self._sample_texts(done)
+        first = done.report.rollouts[: self._config.trainer.sample_texts]
+        samples = sample_texts(self._inputs.tokenizer, done.number, first, given(done.batch.scores).tolist())
         self._closed = time.time()
         metrics["timing_s/books"] = self._logging + self._closed - ended
         return IterationRecord(metrics, spans, samples)
@@ -116,13 +126,15 @@ class IterationRecorder:
         roles = config.trained(), config.scorers()
         return IterationFlops.of(specs, *roles, lengths.prompt, lengths.output, config.algorithm.epochs)
 
-    def _sample_texts(self, done: IterationResult) -> list[SampleText]:
-        """The first samples of the batch, for people to read."""
-        decode = partial(self._inputs.tokenizer.decode, skip_special_tokens=True)
-        first = zip(done.report.rollouts[: self._config.trainer.sample_texts], given(done.batch.scores).tolist())
-        samples = []
-        for rollout, score in first:
-            prompt, response = decode(rollout.prompt_tokens), decode(rollout.response_tokens)
-            length, reason = len(rollout.response_tokens), rollout.finish_reason
-            samples.append(SampleText(done.number, rollout.sample_id, prompt, response, score, length, reason))
-        return samples
+
+def sample_texts(
+    tokenizer: Any, iteration: int, rollouts: Sequence[Rollout], scores: Sequence[float], split: str = "train"
+) -> list[SampleText]:
+    """Samples of one iteration for people to read; of `scores` the first are theirs."""
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    samples = []
+    for rollout, score in zip(rollouts, scores):
+        prompt, response = decode(rollout.prompt_tokens), decode(rollout.response_tokens)
+        length, reason = len(rollout.response_tokens), rollout.finish_reason
+        samples.append(SampleText(iteration, rollout.sample_id, prompt, response, score, length, reason, split))
+    return samples

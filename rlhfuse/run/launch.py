@@ -155,9 +155,12 @@ def start_line(inputs: RunInputs) -> str:
 def prompts_line(inputs: RunInputs) -> str:
     """Prompts that were read, for people, with a warning where an iteration draws some twice."""
     wanted = inputs.config.rollout.prompts_per_iteration
-    if len(inputs.prompts) >= wanted:
-        return str(inputs.prompts)
-    return f"{inputs.prompts}; an iteration draws {wanted}: some more than once"
+    shown = [str(inputs.prompts)] if len(inputs.prompts) else []
+    if 0 < len(inputs.prompts) < wanted:
+        shown.append(f"an iteration draws {wanted}: some more than once")
+    if len(inputs.val_prompts):
+        shown.append(f"held out for evaluation: {inputs.val_prompts}")
+    return "; ".join(shown)
 
 
 def agree_on_plan(inputs: RunInputs, run_dir: Path, rank: int, device: Device) -> RunPlan:

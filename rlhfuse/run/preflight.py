@@ -7,7 +7,7 @@ All ranks make the same checks from the same files before anything is launched, 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +20,7 @@ from rlhfuse.checkpoint.contents import contents_of
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import AUTO, LARGEST, RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
-from rlhfuse.data.prompts import PromptSet, load_prompts
+from rlhfuse.data.prompts import Prompt, PromptSet, load_prompts
 from rlhfuse.data.reward_function import RewardFunction
 from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import check_layouts
@@ -39,6 +39,7 @@ class RunInputs:
     models: ModelFolders
     tokenizer: Any
     prompts: PromptSet
+    val_prompts: PromptSet  # held out; may be empty
     facts: RunCompatibility
     resume: Checkpoint | None  # None: a fresh start
 
@@ -66,15 +67,17 @@ def check_inputs(config: RunConfig, world_size: int, dry: bool = False) -> RunIn
     _check_inference_layouts(config)
     _check_before_prompts(config, specs, world_size)
     asked = config
-    config, prompts = resolve_prompts(config, specs, tokenizer)
+    config, prompts, val_prompts = resolve_prompts(config, specs, tokenizer)
     if config.reward.function:
-        config = check_reward_function(config, prompts)
+        config = check_reward_function(config, (*prompts.prompts, *val_prompts.prompts))
     draft = draft_plan(config, specs, world_size, asked=asked)
     for role in config.roles():
         check_checkpoint(models.paths[role], specs[role], role.scalar_head, role.fresh_head)
-    contents = contents_of(config, models.paths, Path(tokenizer.name_or_path))
-    facts = RunCompatibility.of(draft.config, specs, draft.tasks, world_size, tokenizer.get_vocab(), contents)
-    return RunInputs(draft, notes, models, tokenizer, prompts, facts, find_checkpoint(config, facts))
+    contents, compared = contents_of(config, models.paths, Path(tokenizer.name_or_path)), draft.config
+    if asked.data.max_prompt_tokens == AUTO and len(prompts):  # held-out prompts may change from start to start
+        compared = compared.with_(data={"max_prompt_tokens": len(prompts.longest.tokens)})
+    facts = RunCompatibility.of(compared, specs, draft.tasks, world_size, tokenizer.get_vocab(), contents)
+    return RunInputs(draft, notes, models, tokenizer, prompts, val_prompts, facts, find_checkpoint(config, facts))
 
 
 def run_tokenizer(config: RunConfig, actor: ModelSpec) -> Any:
@@ -82,11 +85,13 @@ def run_tokenizer(config: RunConfig, actor: ModelSpec) -> Any:
     return load_tokenizer(resolve_checkpoint(config.actor.tokenizer, "actor.tokenizer"), actor)
 
 
-def read_prompts(config: RunConfig, tokenizer: Any) -> PromptSet:
-    """The run's prompts as tokens. Raises InputError naming file, line or key."""
+def read_prompts(config: RunConfig, tokenizer: Any, key: str = "train_files") -> PromptSet:
+    """The prompts of the files of `data.KEY` as tokens; none where no file is named. Raises InputError."""
     data = config.data
+    if not (files := getattr(data, key)):
+        return PromptSet(())
     return load_prompts(
-        data.train_files,
+        files,
         data.prompt_key,
         encoder(tokenizer, config),
         data.max_prompt_tokens,
@@ -95,17 +100,23 @@ def read_prompts(config: RunConfig, tokenizer: Any) -> PromptSet:
     )
 
 
-def resolve_prompts(config: RunConfig, specs: Mapping[Role, ModelSpec], tokenizer: Any) -> tuple[RunConfig, PromptSet]:
-    """The run's prompts, and `config` with a number for data.max_prompt_tokens=auto: the longest one's tokens.
+def resolve_prompts(
+    config: RunConfig, specs: Mapping[Role, ModelSpec], tokenizer: Any
+) -> tuple[RunConfig, PromptSet, PromptSet]:
+    """Prompts to train on and held-out ones; `config` with the longest's tokens for data.max_prompt_tokens=auto.
 
     Then what leaves a response no room in some model's context is refused, or dropped with data.filter_long_prompts.
     Raises InputError as `read_prompts`, or naming file and line of the prompt and what would do.
     """
     if config.data.max_prompt_tokens != AUTO:
-        return config, read_prompts(config, tokenizer)
-    every = read_prompts(config.with_(data={"max_prompt_tokens": LARGEST}), tokenizer)
-    prompts = _cut_to_context(config, specs, every)
-    return config.with_(data={"max_prompt_tokens": len(prompts.longest.tokens)}), prompts
+        train, val = (read_prompts(config, tokenizer, key) for key in ("train_files", "val_files"))
+        return config, train, val
+    unlimited = config.with_(data={"max_prompt_tokens": LARGEST})
+    train, val = (read_prompts(unlimited, tokenizer, key) for key in ("train_files", "val_files"))
+    train = _cut_to_context(config, specs, train, "rollout", config.rollout.max_response_tokens)
+    val = _cut_to_context(config, specs, val, "eval", config.eval_response_tokens)
+    longest = max(len(prompts.longest.tokens) for prompts in (train, val) if len(prompts))
+    return config.with_(data={"max_prompt_tokens": longest}), train, val
 
 
 def resolve_lengths(config: RunConfig, specs: Mapping[Role, ModelSpec]) -> RunConfig:
@@ -118,18 +129,22 @@ def resolve_lengths(config: RunConfig, specs: Mapping[Role, ModelSpec]) -> RunCo
         raise InputError(f"data.max_prompt_tokens=auto is read off the prompts: {error}; or give a number") from None
 
 
-def _cut_to_context(config: RunConfig, specs: Mapping[Role, ModelSpec], prompts: PromptSet) -> PromptSet:
-    role, spec = min(specs.items(), key=lambda item: item[1].context)
-    response, longest = config.rollout.max_response_tokens, prompts.longest
+def _cut_to_context(
+    config: RunConfig, specs: Mapping[Role, ModelSpec], prompts: PromptSet, group: str, response: int
+) -> PromptSet:
+    """Without what leaves no room for `response` tokens, GROUP.max_response_tokens, in some model's context."""
+    if not len(prompts):
+        return prompts
+    (role, spec), longest = min(specs.items(), key=lambda item: item[1].context), prompts.longest
     kept = tuple(prompt for prompt in prompts.prompts if len(prompt.tokens) + response <= spec.context)
     dropped = len(prompts) - len(kept)
     if kept and (config.data.filter_long_prompts or not dropped):
         return PromptSet(kept, dropped)
     tokens, limit = len(longest.tokens), "sliding_window" if spec.sliding_window else "context"
-    room = f"rollout.max_response_tokens={spec.context - tokens}" if tokens < spec.context else "shorter prompts"
+    room = f"{group}.max_response_tokens={spec.context - tokens}" if tokens < spec.context else "shorter prompts"
     drop = ", or data.filter_long_prompts=true to drop such rows" if kept else ""
     raise InputError(
-        f"{longest.where}: the longest prompt has {tokens} tokens, and with rollout.max_response_tokens({response}) "
+        f"{longest.where}: the longest prompt has {tokens} tokens, and with {group}.max_response_tokens({response}) "
         f"{tokens + response} > {limit}({spec.context}) of {role}; use {room}{drop}"
     )
 
@@ -140,13 +155,13 @@ def own_tokenizer(config: RunConfig) -> Path | None:
     return None if name == config.actor.path else resolve_checkpoint(name, "actor.tokenizer")
 
 
-def check_reward_function(config: RunConfig, prompts: PromptSet) -> RunConfig:
+def check_reward_function(config: RunConfig, prompts: Iterable[Prompt]) -> RunConfig:
     """Import the function and hold it against every row; `config` with its signature.
 
     Raises InputError naming function, file and line.
     """
     loaded = RewardFunction.load(config.reward.function, config.reward.signature)
-    for prompt in prompts.prompts:
+    for prompt in prompts:
         loaded.check(prompt.row, prompt.text, prompt.where)
     return config.with_(reward={"signature": loaded.signature})
 

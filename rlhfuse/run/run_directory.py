@@ -80,7 +80,7 @@ def make_folder(trainer: TrainerConfig, name: str) -> Path:
 def prepare(folder: Path, inputs: RunInputs) -> None:
     """Clear away what killed writers left, and keep what an attempt left that this run does not go on from."""
     check_output(inputs.config)  # once more: a run that has just ended may have written since
-    for place in (folder, folder / "checkpoints", folder / "export"):
+    for place in (folder, folder / "checkpoints", folder / "export", folder / "export" / "best"):
         remove_leftovers(place)
     if metrics_kept(inputs.resume, folder) == 0 and (kept := keep_attempt(folder)):
         print(f"{folder} has no checkpoint of the attempt before: what it wrote is kept in {kept}", flush=True)

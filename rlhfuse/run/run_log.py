@@ -38,12 +38,14 @@ class RunLog:
         self._traces = TimeBudget(TRACE_SHARE)
 
     def write(self, record: IterationRecord) -> None:
-        """One iteration. Raises InputError naming the file that cannot be written."""
+        """One iteration, or the evaluation before the first. Raises InputError naming a file that cannot be written."""
         metrics, spans, samples = record
         self._metrics.write(metrics)
         self._samples.write(samples)
         for logger in self._loggers:
             logger.log(metrics, samples)
+        if metrics["iteration"] < 0:
+            return
         self._rows.append({name: value for name, value in metrics.items() if not isinstance(value, list)})
         self._traced = [*self._traced, spans][-self._trace_iterations :]
         if self._traces.due():

@@ -2,22 +2,26 @@
 
 actor and critic into their generation and inference layouts -> generate and score (inter-stage fusion, paper
 section 4) -> rewards and advantages over the whole batch -> mini-batches through the fused pipeline (section 5)
--> lengths give the next R_t -> metrics
+-> lengths give the next R_t -> held-out prompts, where it is their turn -> metrics
 """
 
 from __future__ import annotations
 
 import gc
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from rlhfuse.checkpoint.checkpoint import RunState, metrics_kept
+from rlhfuse.checkpoint.checkpoint import Checkpoint, RunState, folder_of, metrics_kept
 from rlhfuse.checkpoint.writer import CheckpointWriter, mark_finished, rewind
 from rlhfuse.config.role import SCORING_ORDER, Role
 from rlhfuse.config.settings import AlgorithmConfig
+from rlhfuse.data.prompts import Prompt
 from rlhfuse.data.sampler import PromptSampler, prompt_groups, sample_id
 from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.fusion.inter.inference import Scorer
@@ -27,6 +31,7 @@ from rlhfuse.gen.engine import Engine
 from rlhfuse.models.hf_folder import export_checkpoint
 from rlhfuse.monitor.heartbeat import Waiting
 from rlhfuse.monitor.watchdog import Watchdog
+from rlhfuse.parallel.collectives import from_rank_0
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.learning_rate import learning_rate
 from rlhfuse.parallel.memory import PhaseMeter
@@ -39,6 +44,7 @@ from rlhfuse.ppo.advantage import add_advantages
 from rlhfuse.ppo.balance import cut_minibatches
 from rlhfuse.ppo.rollout import RolloutBatch, given
 from rlhfuse.ppo.token_rewards import add_token_rewards, combine_rewards, sample_kl
+from rlhfuse.run.evaluation import BestScore, Evaluation, Evaluator
 from rlhfuse.run.function_reward import FunctionRewarder
 from rlhfuse.run.iteration_metrics import PhaseTimer
 from rlhfuse.run.iteration_recorder import IterationRecord, IterationRecorder, IterationResult
@@ -121,6 +127,8 @@ class Trainer:
             bucket_bytes=config.fusion.bucket_mib << 20,
             generation_done=self._release_generation,
         )
+        self.evaluator = Evaluator(inputs, self.inter_stage, self.models, self.rewarder)
+        self.best: BestScore | None = None  # whose checkpoint is kept
 
     def _build_engine(self) -> Engine:
         engine = Engine(
@@ -147,7 +155,7 @@ class Trainer:
         is_leader = placement.instances[placement.instance_of(self.rank)][0] == self.rank
         if not (self.config.reward.function and is_leader):
             return None
-        return FunctionRewarder(self.inputs, self.sampler, self.watchdog.progress)
+        return FunctionRewarder(self.inputs, self.watchdog.progress)
 
     # the loop -------------------------------------------------------------------------------------------------
 
@@ -165,12 +173,21 @@ class Trainer:
     def _fit(self, first: int) -> None:
         with self.checkpoints.joint_failure():
             log = self._start_log(first) if self.rank == 0 else None
+        if self.config.evaluates_first and not self.inputs.resume:
+            found = self.evaluate(-1)
+            with self.checkpoints.joint_failure():
+                if log:
+                    log.write(IterationRecord({"iteration": -1, **found.metrics}, [], found.samples))
         for iteration in range(first, self.config.trainer.iterations):
             try:
-                record = self.iterate(iteration)
+                record, best = self.iterate(iteration), False
+                if self.config.evaluates_after(iteration + 1):
+                    found = self.evaluate(iteration)
+                    record = record.beside(found.metrics, found.samples)
+                    best = self._is_best(iteration + 1, found)
             except FloatingPointError as error:
                 raise FloatingPointError(f"iteration {iteration}: {error}; {self.checkpoints.last_good()}") from error
-            due, position = self._save_due(iteration + 1), 0
+            due, position = best or self._save_due(iteration + 1), 0
             with self.checkpoints.joint_failure():
                 if log:
                     self.directory.check()
@@ -179,9 +196,7 @@ class Trainer:
                     position = log.position() if due else 0
             if due:
                 self.save(iteration + 1, position)
-        if self.config.trainer.export:
-            self.export()
-        self.checkpoints.finish()
+        self._export()
         with self.checkpoints.joint_failure():
             for opened in (log, self.rewarder):
                 if opened:
@@ -207,7 +222,11 @@ class Trainer:
         with timer.phase("reshard"):
             self._reshard()
         threshold = self.threshold.threshold
-        report = self.inter_stage.run(iteration, self._requests(iteration), threshold, self.threshold.limits)
+        prompts = self._draw(iteration)
+        if self.rewarder:
+            self.rewarder.begin(prompts)
+        requests = self._requests(iteration, prompts)
+        report = self.inter_stage.run(iteration, requests, threshold, self.threshold.limits)
         timer.add_generation(report)
         with timer.phase("adv"):
             batch = RolloutBatch.from_rollouts(report.rollouts)
@@ -226,15 +245,36 @@ class Trainer:
             IterationResult(iteration, begin, threshold, report, batch, algorithm, minibatches, timer, peaks)
         )
 
-    def _requests(self, iteration: int) -> list[Request]:
+    def evaluate(self, iteration: int) -> Evaluation:
+        """Held-out prompts, by the actor as it is after `iteration`; -1: before the first. A collective."""
+        begin = time.time()
+        self.watchdog.progress(f"evaluation after iteration {iteration}: moving weights")
+        self._reshard(for_training=False)
+        found = self.evaluator.run(iteration, self.threshold.threshold, self.threshold.limits)
+        self.memory.take()  # the peaks that are shown are training's
+        seconds = time.time() - begin
+        self.recorder.skip(seconds)
+        return replace(found, metrics=found.metrics | {"timing_s/eval": seconds})
+
+    def _is_best(self, done: int, found: Evaluation) -> bool:
+        """Whether the checkpoint of now is to be kept instead of the best so far."""
+        if not self.config.trainer.keep_best or self.best and found.score <= self.best.score:
+            return False
+        self.best = BestScore(done, found.score, self.evaluator.digest)
+        return True
+
+    def _draw(self, iteration: int) -> list[Prompt]:
+        """The prompts of an iteration, in the order of their places."""
+        drawn = self.sampler.prompts_of(iteration, self.config.rollout.prompts_per_iteration)
+        return [self.inputs.prompts[index] for index in drawn]
+
+    def _requests(self, iteration: int, prompts: Sequence[Prompt]) -> list[Request]:
         """The whole batch's samples, the same on every rank."""
-        rollout, prompts = self.config.rollout, self.inputs.prompts
         params = sampling_params(self.config)
-        drawn = self.sampler.prompts_of(iteration, rollout.prompts_per_iteration)
         return [
-            Request(sample_id(iteration, slot, copy), tuple(prompts[index].tokens), params)
-            for slot, index in enumerate(drawn)
-            for copy in range(rollout.samples_per_prompt)
+            Request(sample_id(iteration, place, copy), tuple(prompt.tokens), params)
+            for place, prompt in enumerate(prompts)
+            for copy in range(self.config.rollout.samples_per_prompt)
         ]
 
     def _effective_config(self, batch: RolloutBatch) -> AlgorithmConfig:
@@ -245,14 +285,14 @@ class Trainer:
         self.scores = self.scores.after(given(batch.scores))
         return algorithm.model_copy(update={"score_scale": algorithm.score_scale / self.scores.std})
 
-    def _reshard(self) -> None:
-        """Actor into the generation layout; a critic into the inference layout and on to host memory."""
+    def _reshard(self, for_training: bool = True) -> None:
+        """Actor into the generation layout; for training a critic into the inference layout and on to host memory."""
         for model in self.models.trained.values():
             model.optimizer.release_gradients()
         self.memory.switch("moves")
         self.generation_memory.allocate()
         self.resharder.reshard(self.models.actor.optimizer.modules.values(), self.models.generation)
-        if critic := self.models.trained.get(Role.CRITIC):
+        if for_training and (critic := self.models.trained.get(Role.CRITIC)):
             offloaded = self.models.frozen[Role.CRITIC].offloaded
             offloaded.allocate()
             self.resharder.reshard(critic.optimizer.modules.values(), offloaded.module)
@@ -292,11 +332,12 @@ class Trainer:
             "metrics_bytes": metrics_bytes,
             "prompts_drawn": done * self.config.rollout.prompts_per_iteration,
             "learning_rate": {role: self._lr(role, done - 1) or 0.0 for role in self.models.trained},
+            "best": asdict(self.best) if self.best else None,
         }
         carried = {"kl_coef": self.kl.coef, "scores": asdict(self.scores)}
         state = RunState(self.threshold.state(), carried, position)
         owned = {role: export_state(model.optimizer) for role, model in self.models.trained.items()}
-        self.checkpoints.start(done, state, owned)
+        self.checkpoints.start(done, state, owned, self.best.done if self.best else None)
 
     def _restore(self) -> int:
         """Take the checkpoint to resume from in, if any; returns the first iteration to run."""
@@ -305,20 +346,44 @@ class Trainer:
                 check_exportable(model.optimizer)
         if not (resume := self.inputs.resume):
             return 0
-        self.watchdog.progress(f"loading {resume.folder}")
-        reader = resume.open_reader()  # no longer than this: it holds the files' space
-        for role, model in self.models.trained.items():
-            import_state(model.optimizer, partial(reader.read, role), partial(reader.step, role))
+        self._load(resume)
         state, moved = resume.manifest.state, self.inputs.facts.layout_diff(resume.manifest.facts)
         if self.kl.target:
             self.kl = replace(self.kl, coef=state.algorithm["kl_coef"])
         if self.config.algorithm.scale_scores:
             self.scores = RunningMoments(**state.algorithm["scores"])
         self.threshold.restore(dict(state.threshold), str(resume.folder), lengths_alone=bool(moved))
+        self.best = self._best_of(state)
         return resume.iteration
 
-    def export(self) -> None:
-        """Write the trained models in Hugging Face layout; a collective."""
+    def _load(self, checkpoint: Checkpoint) -> None:
+        """Weights and optimizer states of the models that train."""
+        self.watchdog.progress(f"loading {checkpoint.folder}")
+        reader = checkpoint.open_reader()  # no longer than this: it holds the files' space
+        for role, model in self.models.trained.items():
+            import_state(model.optimizer, partial(reader.read, role), partial(reader.step, role))
+
+    def _best_of(self, state: RunState) -> BestScore | None:
+        """The best so far, if its checkpoint is still there and scores mean what they meant; a collective."""
+        best = BestScore(**kept) if (kept := state.position.get("best")) else None
+        there = best and best.digest == self.evaluator.digest and self._best_folder(best).is_dir()
+        return best if from_rank_0(bool(there)) and self.config.trainer.keep_best else None
+
+    def _best_folder(self, best: BestScore) -> Path:
+        return folder_of(self.run_dir) / f"iteration-{best.done}"
+
+    def _export(self) -> None:
+        """What the run leaves at its end; a collective. The best is read back from its checkpoint."""
+        wanted = self.config.trainer.export and self.config.trainer.iterations > 0
+        if wanted:
+            self.export(self.run_dir / "export")
+        self.checkpoints.finish()
+        if wanted and self.best:
+            self._load(Checkpoint.open(self._best_folder(self.best)))
+            self.export(self.run_dir / "export" / "best")
+
+    def export(self, folder: Path) -> None:
+        """Write the trained models in Hugging Face layout, each in a folder of its own; a collective."""
         self.watchdog.progress("exporting models")
         for role in self.config.trained():
             trained = self.models.trained[role]
@@ -326,7 +391,7 @@ class Trainer:
             self.resharder.reshard(trained.optimizer.modules.values(), copy)
             with self.checkpoints.joint_failure():
                 if self.rank == 0:
-                    path, out = self.inputs.models.paths[role], self.run_dir / "export" / role
+                    path, out = self.inputs.models.paths[role], folder / role
                     spec, head = self.inputs.models.specs[role], trained.scalar_head
                     weights, own = dict(copy.named_parameters()), own_tokenizer(self.config)
                     export_checkpoint(weights, spec, head, path, out, own, self.watchdog.progress)

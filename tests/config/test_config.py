@@ -34,6 +34,9 @@ def test_overrides_win_over_the_file(tmp_path):
     assert config.threshold() == 5
 
 
+VAL = ["data.val_files=[held_out.jsonl]"]
+
+
 @pytest.mark.parametrize(
     "overrides, place, estimator",
     [
@@ -74,7 +77,17 @@ def test_resolved_config_reads_back_equal(tmp_path):
         (["actor.optim.learning_rate=3"], "unknown key actor.optim.learning_rate"),
         (["trainer.iterations"], "not of the form key=value"),
         (["trainer.iterations=many"], "trainer.iterations"),
-        (["trainer.iterations=0"], r"trainer.iterations=0 must be in \[1, 16777216\]"),
+        (["trainer.iterations=-1"], r"trainer.iterations=-1 must be in \[0, 16777216\]"),
+        (["trainer.iterations=0"], "trainer.iterations=0 trains nothing: data.val_files is empty; give a file"),
+        (["trainer.eval_every=2"], "trainer.eval_every=2: data.val_files is empty"),
+        (["trainer.eval_before_train=true"], "trainer.eval_before_train=true: data.val_files is empty"),
+        ([*VAL, "trainer.keep_best=true"], "trainer.keep_best=true goes by the held-out score; set trainer.eval_every"),
+        ([*VAL, "eval.temperature=0.0001"], "eval.temperature=0.0001 must be 0 .greedy. or at least 0.001"),
+        ([*VAL, "eval.temperature=0", "eval.samples_per_prompt=2"], "gives equal responses"),
+        (
+            [*VAL, "actor.optim.name=sgd", "trainer.keep_best=true", "trainer.eval_every=1"],
+            "actor.optim.name=sgd has no checkpoints",
+        ),
         (["rollout.temperature=0"], r"rollout.temperature=0.0 must be in \[0.001, 1000\]"),
         (["rollout.top_p=1.5"], r"must be in \(0, 1\]"),
         (["algorithm.gamma=2"], r"algorithm.gamma=2.0 must be in \[0, 1\]"),

@@ -129,6 +129,12 @@ ROLLOUT = dict(
     max_sequences_per_instance=AT_LEAST_1,
     max_batched_tokens=AT_LEAST_1,
 )
+EVAL = dict(
+    samples_per_prompt=bits(COPY_BITS),
+    temperature=((0.0, 1000.0), (-TINY, 1000.1)),
+    top_p=((TINY, 1.0), (0.0, 1.0000001)),
+    max_response_tokens=AT_LEAST_0,
+)
 FUSION = dict(
     least_threshold=AT_LEAST_0,
     bs_max=AT_LEAST_0,
@@ -137,7 +143,8 @@ FUSION = dict(
     bucket_mib=AT_LEAST_1,
 )
 TRAINER = dict(
-    iterations=bits(ITERATION_BITS),
+    iterations=((0, 2**ITERATION_BITS), (-1, 2**ITERATION_BITS + 1)),
+    eval_every=AT_LEAST_0,
     save_every=AT_LEAST_0,
     keep_checkpoints=AT_LEAST_1,
     seed=((0, 2**63 - 1), (-1, 2**63)),
@@ -156,6 +163,7 @@ GROUPS = {
     "critic": dict(warmup_iterations=AT_LEAST_0),
     "algorithm": ALGORITHM,
     "rollout": ROLLOUT,
+    "eval": EVAL,
     "fusion": FUSION,
     "trainer": TRAINER,
     "reward": REWARD,

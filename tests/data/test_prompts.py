@@ -167,7 +167,7 @@ def test_what_encoding_refuses_is_named_by_its_line(tmp_path):
 def test_missing_file_and_no_file(tmp_path):
     with pytest.raises(InputError, match="does not exist"):
         load(tmp_path / "none.jsonl")
-    with pytest.raises(InputError, match="data.train_files is empty"):
+    with pytest.raises(InputError, match="no prompt file was given"):
         load()
 
 

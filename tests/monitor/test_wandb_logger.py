@@ -51,7 +51,7 @@ def test_offline_run_holds_every_number_and_resumes_under_its_id(tmp_path):
     again.close()
     rows, ids = logged(tmp_path)
     assert [float(row["critic/score/mean"]) for row in rows] == [0.5, 0.75, 1.0]
-    assert [int(row["_step"]) for row in rows] == [0, 1, 2]
+    assert [int(row["_step"]) for row in rows] == [1, 2, 3]  # the evaluation before training has step 0
     assert not any("digest" in row or "actor/lr" in row for row in rows)
     assert len(ids) == 1, "one run, whatever the number of starts"
     assert any(name.startswith("samples") for name in rows[1])

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny import SHAPE, write_tokenizer
 
-from rlhfuse.config.settings import RewardConfig, RolloutConfig, RunConfig
-from rlhfuse.data.prompts import Prompt, PromptSet
+from rlhfuse.config.settings import RewardConfig, RunConfig
+from rlhfuse.data.prompts import Prompt
 from rlhfuse.data.sampler import PromptSampler, sample_id
 from rlhfuse.ppo.rollout import Rollout
 from rlhfuse.run.function_reward import FunctionRewarder
@@ -37,19 +37,19 @@ def rewarder(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(str(write_tokenizer(tmp_path, SHAPE["vocab_size"] - 3)))
     rows = [Prompt((1, 3), {"number": n}, f"p.jsonl:{n + 1}", f"prompt {n}") for n in range(5)]
     reward = RewardConfig(function=f"{tmp_path}/mine.py:told", signature="trl", timeout_seconds=240)
-    config = RunConfig(reward=reward, rollout=RolloutConfig(prompts_per_iteration=3))
-    prepared = SimpleNamespace(config=config, prompts=PromptSet(tuple(rows)), tokenizer=OnlyDecodes(tokenizer))
-    made = FunctionRewarder(prepared, PromptSampler(5, seed=1), lambda _: None)
-    yield made, tokenizer
+    prepared = SimpleNamespace(config=RunConfig(reward=reward), tokenizer=OnlyDecodes(tokenizer))
+    made = FunctionRewarder(prepared, lambda _: None)
+    yield made, tokenizer, rows
     made.close()
 
 
 def test_sampled_ids_are_never_tokenised_again(rewarder):
-    made, tokenizer = rewarder
+    made, tokenizer, rows = rewarder
     text = tokenizer.decode(SAMPLED, skip_special_tokens=True)
     assert text == "w5 w5" and tuple(tokenizer(text)["input_ids"]) != SAMPLED
     for iteration in (0, 1):
         drawn = PromptSampler(5, seed=1).prompts_of(iteration, 3)
+        made.begin([rows[index] for index in drawn])
         samples = {sample_id(iteration, place, copy): drawn[place] for place in range(3) for copy in range(2)}
         made.submit([Rollout(one, (1, 3), SAMPLED, torch.zeros(5), "length") for one in reversed(samples)])
         ids = sum(i * 1000**n for n, i in enumerate(SAMPLED))

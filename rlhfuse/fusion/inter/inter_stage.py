@@ -51,8 +51,10 @@ class InterStage:
     # called on every rank when its engine is paused, before what scores comes in: give back the actor's weights
     generation_done: Callable[[], None] = lambda: None
 
-    def run(self, iteration: int, requests: Sequence[Request], threshold: int, limits: FusionLimits) -> GenInferReport:
-        """Generate and score `requests`, the whole batch, the same on every rank.
+    def run(
+        self, iteration: int | str, requests: Sequence[Request], threshold: int, limits: FusionLimits
+    ) -> GenInferReport:
+        """Generate and score `requests`, the whole batch, the same on every rank; `iteration` is a name no other has.
 
         `threshold` (R_t): how many samples remain when instances are freed; 0 is serial, and so is a single instance.
         The engine must hold the actor's weights and a KV cache, which it drops; the scorer's weights stay offloaded.
@@ -72,7 +74,12 @@ class GenInferIteration:
     """
 
     def __init__(
-        self, stage: InterStage, iteration: int, requests: Sequence[Request], threshold: int, limits: FusionLimits
+        self,
+        stage: InterStage,
+        iteration: int | str,
+        requests: Sequence[Request],
+        threshold: int,
+        limits: FusionLimits,
     ) -> None:
         placement = stage.placement
         self._stage, self._placement, self._engine = stage, placement, stage.engine

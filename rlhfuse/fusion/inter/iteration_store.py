@@ -26,7 +26,7 @@ class IterationStore:
     scoring       workers that load or score; waiting: workers for which there is no work yet
     """
 
-    def __init__(self, store: Store, iteration: int, timeout_seconds: float) -> None:
+    def __init__(self, store: Store, iteration: int | str, timeout_seconds: float) -> None:
         self._store = store
         self._iteration = iteration
         self._prefix = f"iteration/{iteration}/"

@@ -45,7 +45,7 @@ def phase_bars(rows: Rows) -> str:
     steps, below = [row["iteration"] for row in rows], [0.0] * len(rows)
     parts = {label: [_number(row.get(name)) or 0.0 for row in rows] for name, label in PHASES.items()}
     known = [sum(values) for values in zip(*parts.values())]
-    whole = [(_number(row.get("timing_s/step")) or 0.0) + (_number(row.get("timing_s/books")) or 0.0) for row in rows]
+    whole = [sum(_number(row.get(f"timing_s/{part}")) or 0.0 for part in ("step", "books", "eval")) for row in rows]
     parts["other"] = [max(seconds - had, 0.0) for seconds, had in zip(whole, known)]
     for label, values in parts.items():
         axes.bar(steps, values, bottom=below, width=0.9, label=label)

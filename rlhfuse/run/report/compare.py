@@ -8,7 +8,7 @@ no number (paper section 4 and 5: synchronous PPO with the same samples and grad
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.monitor.metrics import read_metrics
 
 IGNORED = ("timing_s/", "forecast_s/", "forecast_blind_s/", "perf/", "fusion/", "global_seqlen/", "actor/mfu")
-EXPORTS = ("actor", "critic")
+EXPORTS = ("actor", "critic", "best/actor", "best/critic")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def compare_runs(a: str | Path, b: str | Path) -> list[Comparison]:
     for name in EXPORTS:
         folders = first / "export" / name, second / "export" / name
         if any(folder.is_dir() for folder in folders):
-            found.append(compare_exports(*folders))
+            found.append(replace(compare_exports(*folders), what=f"export/{name}"))
     return found
 
 

@@ -15,6 +15,7 @@ PHASES = {  # metric -> what people call it
     "timing_s/train": "training",
     "timing_s/reshard": "weights moved",
     "timing_s/adv": "rewards and advantages",
+    "timing_s/eval": "evaluation",
     "timing_s/books": "books and logs",
 }
 UTILISATION = {
@@ -41,8 +42,8 @@ def after_warm_up(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, An
 
 
 def whole_seconds(row: Mapping[str, Any]) -> float:
-    """From the start of an iteration to the start of the next: the step, then forecasts, R_t, logs and checkpoints."""
-    return row["timing_s/step"] + row.get("timing_s/books", 0.0)
+    """From the start of an iteration to the start of the next: the step, evaluation, R_t, logs and checkpoints."""
+    return row["timing_s/step"] + row.get("timing_s/books", 0.0) + row.get("timing_s/eval", 0.0)
 
 
 def phase_times(rows: Sequence[Mapping[str, Any]]) -> list[PhaseTime]:
@@ -63,8 +64,8 @@ def samples_per_second(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], metric: str) -> float:
-    values = [row[metric] for row in rows if row.get(metric) is not None]
-    return sum(values) / len(values) if values else 0.0
+    """Over all rows: what a row lacks (no evaluation followed it) took no time."""
+    return sum(row.get(metric) or 0.0 for row in rows) / len(rows)
 
 
 def render_phase_times(rows: Sequence[Mapping[str, Any]]) -> str:

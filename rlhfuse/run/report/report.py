@@ -60,32 +60,40 @@ def render_report(run: RunFiles) -> str:
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    rows = run.rows
+    rows, held_out = run.rows, run.evaluations
+    ends = [*held_out[:1], *held_out[1:][-1:]]
     timeline, reason = _timeline(run)
-    curves = [charts.curve(rows, metrics, title) for title, metrics in CURVES]
+    curves = [held_out_curve(held_out), *(charts.curve(rows, metrics, title) for title, metrics in CURVES)]
     return environment.get_template("report.html").render(
         run=run,
         name=run.folder.resolve().name,
         iterations=len(rows),
         speed=samples_per_second(rows),
-        score=(rows[0].get("critic/score/mean"), rows[-1].get("critic/score/mean")),
+        score=tuple(row.get("critic/score/mean") for row in (*rows[:1], *rows[-1:])),
+        held_out=[(row["val/score/mean"], row.get("val/score/std_error")) for row in ends],
         plan=run.plan,
         curves=[svg for svg in curves if svg],
         phases=phase_times(rows),
-        phase_bars=charts.phase_bars(rows),
+        phase_bars=charts.phase_bars(rows) if rows else "",
         timeline=timeline,
         unpredicted=reason,
         schedule=charts.inline(draw_schedule(run.schedule, "svg").decode()) if run.schedule else "",
-        threshold=charts.threshold_history(rows),
+        threshold=charts.threshold_history(rows) if rows else "",
         comparisons=compare_plan(run),
         memory=MemoryTable.of(run.plan, rows),
         samples=_chosen(run.samples),
     )
 
 
+def held_out_curve(evaluations: Sequence[dict[str, Any]]) -> str:
+    """Mean score of the held-out prompts, and where there were several samples of each, of the best of them."""
+    names = {name for row in evaluations for name in row if name.startswith("val/score/best@")}
+    return charts.curve(evaluations, ("val/score/mean", *sorted(names)), "held-out score")
+
+
 def compare_plan(run: RunFiles) -> list[PlannedSeconds]:
     """What plan.json predicted before the run beside the mean of the iterations after warm-up."""
-    if run.plan is None:
+    if run.plan is None or not run.rows:
         return []
     seconds, kept = run.plan["seconds"], after_warm_up(run.rows)
 

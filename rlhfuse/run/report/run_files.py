@@ -21,11 +21,16 @@ from rlhfuse.schedule.ir.schedule import Schedule
 
 @dataclass(frozen=True)
 class RunFiles:
-    """`plan` is plan.json as it is written; `rows` one object per iteration; `spans` those of trace.json."""
+    """`plan` is plan.json as it is written; `rows` one object per iteration; `spans` those of trace.json.
+
+    `evaluations`: lines of metrics.jsonl with held-out scores; the first may be of iteration -1, which is none of
+    `rows`. One of the two has an entry.
+    """
 
     folder: Path
     config: str
     rows: tuple[dict[str, Any], ...]
+    evaluations: tuple[dict[str, Any], ...]
     plan: dict[str, Any] | None
     schedule: Schedule | None
     spans: tuple[Span, ...]
@@ -48,7 +53,8 @@ class RunFiles:
         return RunFiles(
             folder=run,
             config=config,
-            rows=tuple(rows),
+            rows=tuple(row for row in rows if row["iteration"] >= 0),
+            evaluations=tuple(row for row in rows if "val/score/mean" in row),
             plan=_json(run / "plan.json"),
             schedule=load_schedule(run / "schedule.json") if (run / "schedule.json").exists() else None,
             spans=tuple(load_trace(run / "trace.json")) if (run / "trace.json").exists() else (),
