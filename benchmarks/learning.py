@@ -1,15 +1,17 @@
-"""Does it learn? GRPO and PPO on a little story model with a sentiment reward, on several seeds, under torchrun.
+"""Does it learn? A story model with a sentiment reward, and little sums in words, on several seeds, under torchrun.
 
-    python benchmarks/learning.py [--model FOLDER] [--algorithms grpo --seeds 1]
+    python benchmarks/learning.py [--model FOLDER] [--tasks grpo,ppo,sums] [--seeds 1]
 
-Each run is examples/stories_grpo.yaml or examples/stories_ppo.yaml as it stands, with stories260K (260,032 parameters,
-no part of this repository). The reward is VADER's compound of the continuation; the goal is a mean of 0.9 within 10
-iterations on every seed. It counts glad words: the last samples, which are kept, show what the policy makes of that.
+grpo and ppo are the examples stories_*.yaml as they stand, with stories260K (260,032 parameters, no part of this
+repository) and VADER's compound of the continuation as reward; the goal is a mean of 0.9 within 10 iterations on every
+seed. sums is examples/sums_grpo.yaml; the goal is that the share of held-out sums that are right rises on every seed
+by three standard errors of the difference, first and last evaluation taken as independent (they share their prompts).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,14 +24,14 @@ from processes import ROOT, train
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.run.report.phase_times import whole_seconds
 
-ALGORITHMS = ("grpo", "ppo")
-REWARD_GOAL, ITERATIONS = 0.9, 10
+TASKS = ("grpo", "ppo", "sums")
+REWARD_GOAL, ITERATIONS, RISE_GOAL = 0.9, 10, 3.0
 KEPT_SAMPLES = 2
 
 
 @dataclass(frozen=True)
 class Learnt:
-    """One run, by iteration."""
+    """One run on stories, by iteration."""
 
     algorithm: str
     seed: int
@@ -51,32 +53,62 @@ class Learnt:
         return [self.algorithm, str(self.seed), *(f"{reward:+.2f}" for reward in self.rewards), *ends]
 
 
+@dataclass(frozen=True)
+class Rise:
+    """One run on sums, by evaluation: the mean held-out score, and its standard error."""
+
+    seed: int
+    iterations: list[int]  # that each evaluation follows; -1 = before training
+    scores: list[float]
+    errors: list[float]
+
+    @property
+    def standard_errors(self) -> float:
+        return (self.scores[-1] - self.scores[0]) / math.hypot(self.errors[0], self.errors[-1])
+
+    def row(self) -> list[str]:
+        return [str(self.seed), *(f"{score:.3f}" for score in self.scores), f"{self.standard_errors:.1f}"]
+
+
 def main() -> None:
     parser = options(__doc__, seed=False)
-    parser.add_argument("--algorithms", default=",".join(ALGORITHMS), help="such as grpo,ppo")
-    parser.add_argument("--seeds", default="1,2,3", help="such as 1,2,3")
+    parser.add_argument("--tasks", default=",".join(TASKS), help="[%(default)s]")
+    parser.add_argument("--seeds", default="1,2,3", help="[%(default)s]")
     parser.add_argument("--model", metavar="FOLDER", help="stories260K in Hugging Face layout")
     arguments = parser.parse_args()
-    algorithms = named("--algorithms", arguments.algorithms, {name: name for name in ALGORITHMS})
+    tasks = named("--tasks", arguments.tasks, {name: name for name in TASKS})
     if not all(word.isdigit() for word in arguments.seeds.split(",")):
         raise InputError(f"--seeds {arguments.seeds} is no list of numbers; give some like 1,2,3")
-    model, count = story_model(arguments.model), 2 if arguments.quick else ITERATIONS
+    seeds = [int(word) for word in arguments.seeds.split(",")]
+    stories = [task for task in tasks if task != "sums"]
+    model = story_model(arguments.model) if stories else None
     measurement = Measurement("learning", arguments)
-    runs: list[Learnt] = []
-    for algorithm in algorithms:
-        for seed in map(int, arguments.seeds.split(",")):
-            runs.append(learn(algorithm, seed, model, count))
-            measurement.say("  ".join(runs[-1].row()))
-    columns = ["", "seed", *map(str, range(1, count + 1)), "0.9 at", "KL", "entropy", "s / iteration"]
+    if model:
+        count = 2 if arguments.quick else ITERATIONS
+        report_stories(measurement, [learn(task, seed, model, count) for task in stories for seed in seeds])
+    if "sums" in tasks:
+        report_sums(measurement, [do_sums(seed, arguments.quick) for seed in seeds])
+    measurement.finish()
+
+
+def report_stories(measurement: Measurement, runs: list[Learnt]) -> None:
+    columns = ["", "seed", *map(str, range(1, len(runs[0].rewards) + 1)), "0.9 at", "KL", "entropy", "s / iteration"]
     title = "Mean reward of each iteration; KL per token and entropy of the last"
     measurement.table("rewards", title, columns, [one.row() for one in runs])
-    for algorithm in algorithms:
+    for algorithm in dict.fromkeys(one.algorithm for one in runs):
         reached = [one.reached or float("inf") for one in runs if one.algorithm == algorithm]
         if max(reached) < float("inf"):
             measurement.figure(f"{algorithm}.iterations", Figure.of(reached, "iterations").at_most(ITERATIONS))
     measurement.figure("reached", Figure(sum(one.reached is not None for one in runs), "runs").at_least(len(runs)))
     measurement.facts(runs=[asdict(one) for one in runs])
-    measurement.finish()
+
+
+def report_sums(measurement: Measurement, runs: list[Rise]) -> None:
+    columns = ["seed", *("before" if i < 0 else str(i + 1) for i in runs[0].iterations), "standard errors"]
+    measurement.table("sums", "Held-out sums right after so many iterations", columns, [one.row() for one in runs])
+    least = Figure(min(one.standard_errors for one in runs), "standard errors", rounds=len(runs))
+    measurement.figure("sums.least_rise", least.at_least(RISE_GOAL))
+    measurement.facts(sums=[asdict(one) for one in runs])
 
 
 def learn(algorithm: str, seed: int, model: Path, iterations: int) -> Learnt:
@@ -94,6 +126,14 @@ def learn(algorithm: str, seed: int, model: Path, iterations: int) -> Learnt:
         seconds=[whole_seconds(row) for row in rows],
         samples=[{key: sample[key] for key in ("prompt", "response", "score")} for sample in samples],
     )
+
+
+def do_sums(seed: int, quick: bool) -> Rise:
+    settings = [f"trainer.seed={seed}", "trainer.export=false", *(["trainer.iterations=2"] if quick else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = train(ROOT / "examples" / "sums_grpo.yaml", Path(folder) / "run", settings)
+    columns = ("iteration", "val/score/mean", "val/score/std_error")
+    return Rise(seed, *([row[column] for row in rows if columns[1] in row] for column in columns))
 
 
 def story_model(given: str | None) -> Path:

@@ -6,6 +6,7 @@ from endurance import CPU, Look, Slope, cpu_of, slopes_of, windows
 from inter_stage import Point, Run, fit_costs
 from intra_stage import MODELS, Schedules, problem_of, side_programs
 from kills import lost
+from learning import Rise
 
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.iteration import simulate_gen_infer
@@ -66,6 +67,11 @@ def test_sides_of_training_run_the_same_instructions():
     assert words["serial_step"] == words["fused_step"] and len(programs["serial"]) == 2
     steps = {f"{m}:{s}{k}" for m in MODELS for s in (0, 1) for k in ("RG", "ST")}
     assert set(words["fused_step"]) - set(words["fused"]) == steps
+
+
+def test_the_rise_of_held_out_scores():
+    rise = Rise(1, [-1, 1], [0.25, 0.5], [0.03, 0.04])
+    assert rise.standard_errors == pytest.approx(5) and rise.row() == ["1", "0.250", "0.500", "5.0"]
 
 
 def test_slopes_are_free_of_tokens():

@@ -45,6 +45,7 @@ def slow(*values):
         slow("iteration_prediction.py", "--iterations 4", "mean_error train.error"),
         slow("iteration_prediction.py", "--iterations 4 --reward 50", "step.error reward.waited"),
         slow("kills.py", "", "lost processes_left kills"),
+        slow("learning.py", "--tasks sums --seeds 1", "sums.least_rise"),
         slow("endurance.py", "--iterations 7", "memory_growth files_changed cpu_slope"),
     ],
 )
@@ -63,7 +64,7 @@ def test_quick_run(program, arguments, figures, tmp_path, trace):
 @pytest.mark.parametrize("program", ["learning.py", "end_to_end.py"])
 def test_quick_run_on_the_story_model(program, tmp_path):
     pytest.importorskip("vaderSentiment", reason="the sentiment reward needs the vaderSentiment package")
-    words = ["--seeds", "1"]
+    words = ["--seeds", "1", "--tasks", "grpo,ppo"]
     if program == "end_to_end.py":
         if not TRL_PYTHON:
             pytest.skip("RLHFUSE_TRL_PYTHON names no Python of an environment with TRL")
