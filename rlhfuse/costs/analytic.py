@@ -181,6 +181,7 @@ class AnalyticCost:
         Kept whole on every tensor rank, but cut under sequence parallelism: of both norms the input in float32, the
         normed input and the output. Always cut by tp: query, key and value joined, query and key once more after the
         rotation, the attention's output of each sequence and of all, and gate, its activation, up and their product.
+        The CPU's kernel keeps less of attention: query, key, value and output once each.
         """
         spec, norms = self.spec, 2 * self._whole_hidden
         cut = (4 * spec.heads + 3 * spec.kv_heads) * spec.head_dim + 4 * spec.mlp

@@ -1,4 +1,4 @@
-"""Compiles the engine's CPU kernels, or loads them from numba's cache, before anything waits for a step.
+"""Compiles the CPU kernels of engine and models, or loads them from numba's cache, before anything waits for a step.
 
 The first start on a machine compiles for many seconds; of several ranks on a host one does it for all, in a process of
 its own (`python -m rlhfuse.gen.compile_kernels float32`), so that the compiler's memory is no rank's.
@@ -16,10 +16,14 @@ from rlhfuse.base.kernel_cache import compile_apart, tell_what_is_compiled
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.cpu.sampling import draw_rows
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+from rlhfuse.models.cpu.packed_attention import packed_attention
 
 
 def compile_kernels(dtype: torch.dtype = torch.float32) -> None:
     """Generate with a model of a few numbers, so that every kernel exists for this dtype afterwards."""
+    one = torch.ones(1, 1, 2, requires_grad=True)
+    tables = torch.ones(1, 1), torch.ones(1, 1)
+    packed_attention(one, one, one, tables, torch.tensor([0, 1])).sum().backward()
     sizes: dict[str, Any] = dict(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, mlp=8, vocab=16, context=16)
     spec = ModelSpec(architecture="llama", **sizes, eos_token_ids=(), tied_embeddings=True)
     shapes = {

@@ -16,6 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlhfuse.models.cpu.packed_attention import packed_attention
+from rlhfuse.models.rotary import rotate_packed
+
 FLASH_BLOCK = 256  # flash-attn reads a paged cache only in blocks of a multiple of this
 
 
@@ -29,11 +32,20 @@ def flash_attention() -> Any | None:
     return flash_attn
 
 
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor, max_seqlen: int
+) -> Tensor:
     """Causal attention within each packed sequence. q [T, H, D], k and v [T, G, D]; returns [T, H, D].
 
+    rotary: cos and sin, each [`max_seqlen` or more, D / 2] float32, which turn q and k by their positions.
     cu_seqlens [S + 1] int32: sequence s is rows cu_seqlens[s]:cu_seqlens[s + 1]. Differentiable in q, k, v.
     """
+    if not q.is_cuda and q.dtype == torch.float32:
+        return packed_attention(q, k, v, rotary, cu_seqlens)
+    tokens = len(q)
+    starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=tokens)
+    positions = torch.arange(tokens, device=q.device) - starts
+    q, k = (rotate_packed(x, rotary, positions) for x in (q, k))
     flash = flash_attention() if q.is_cuda and q.dtype != torch.float32 else None
     if flash is not None:
         return flash.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=True)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -31,7 +30,7 @@ from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.models.attention import varlen_attention
 from rlhfuse.models.heads import ScalarHead
 from rlhfuse.models.operations import Operations, operations_for
-from rlhfuse.models.rotary import rotary_frequencies
+from rlhfuse.models.rotary import RotaryTables
 from rlhfuse.parallel.device import Device, fake_cuda
 from rlhfuse.parallel.groups import ModelGrid
 
@@ -64,17 +63,20 @@ class RMSNorm(torch.nn.Module):
 
 
 class PackedCoreAttention(torch.nn.Module):
-    """Megatron's core-attention slot for packed sequences: q [T, heads, D], k and v [T, kv_heads, D]."""
+    """Megatron's core-attention slot for packed sequences, rotary embedding included, which Megatron's own block would
+    slice sequence by sequence: q [T, heads, D], k and v [T, kv_heads, D]."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, **__: Any) -> None:
+    def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, rotary: RotaryTables, **__: Any) -> None:
         super().__init__()
+        self._rotary = rotary
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, packed_seq_params: Any, **_: Any
     ) -> Tensor:
         """[T, heads * D]. Causal within each sequence; there is no mask to pass."""
         longest = int(packed_seq_params.max_seqlen_q)
-        return varlen_attention(query, key, value, packed_seq_params.cu_seqlens_q, longest).flatten(1)
+        rotary = self._rotary.up_to(longest)
+        return varlen_attention(query, key, value, rotary, packed_seq_params.cu_seqlens_q, longest).flatten(1)
 
 
 class BiasedProjection(tensor_parallel.RowParallelLinear):
@@ -93,14 +95,6 @@ class RecomputedLayer(TransformerLayer):
             return super().forward(hidden_states, **inputs)
         # Megatron's own saves random-number states of CUDA; nothing here is random
         return checkpoint(super().forward, hidden_states, use_reentrant=False, preserve_rng_state=False, **inputs)
-
-
-class _Rotary(RotaryEmbedding):
-    """Megatron's rotary module, its frequencies on the device of the model and not always on CUDA."""
-
-    def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        freqs = self.get_freqs_non_repeated(max_seq_len, offset)
-        return torch.cat((freqs, freqs), dim=-1)[:, None, None, :]
 
 
 def transformer_config(
@@ -142,7 +136,7 @@ def transformer_config(
     )
 
 
-def layer_spec(spec: ModelSpec, norm: ModuleSpec, recompute: bool = False) -> ModuleSpec:
+def layer_spec(spec: ModelSpec, norm: ModuleSpec, rotary: RotaryTables, recompute: bool = False) -> ModuleSpec:
     """One decoder layer, with `norm` in its norm slots."""
     head_norm = norm if spec.qk_norm else IdentityOp
     return ModuleSpec(
@@ -154,7 +148,7 @@ def layer_spec(spec: ModelSpec, norm: ModuleSpec, recompute: bool = False) -> Mo
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=tensor_parallel.ColumnParallelLinear,
-                    core_attention=PackedCoreAttention,
+                    core_attention=ModuleSpec(module=PackedCoreAttention, params={"rotary": rotary}),
                     linear_proj=BiasedProjection if spec.proj_bias else tensor_parallel.RowParallelLinear,
                     q_layernorm=head_norm,
                     k_layernorm=head_norm,
@@ -194,7 +188,7 @@ def build_model(
     shards = activations.sequence_parallel and grid.tp > 1
     config = transformer_config(spec, grid.tp, grid.pp, dtype, device.torch_device, shards)
     norm = ModuleSpec(module=RMSNorm, params={"operations": operations_for(device.torch_device)})
-    layer = layer_spec(spec, norm, activations.recompute)
+    layer = layer_spec(spec, norm, RotaryTables(spec, device.torch_device), activations.recompute)
     if shards:
         _prepare_sequence_parallel()
     with fake_cuda(device):
@@ -209,19 +203,15 @@ def build_model(
             post_process=stage == grid.stages - 1,
             parallel_output=True,
             share_embeddings_and_output_weights=spec.tied_embeddings and not scalar_head,
-            position_embedding_type="rope",
-            rotary_base=int(spec.rope_theta),
+            position_embedding_type="none",  # PackedCoreAttention has it
             pg_collection=groups,
         )
     _mark_tensor_parallel(model)
     for offset, decoder_layer in enumerate(model.decoder.layers):
         decoder_layer.layer_number = layers[stage][offset] + 1  # the resharder names layers by this
-    model.rotary_pos_emb.__class__ = _Rotary
-    model.rotary_pos_emb.inv_freq = rotary_frequencies(spec)
     if scalar_head and stage == grid.stages - 1:
         model.output_layer = ScalarHead(spec.hidden, dtype, device.torch_device, groups.tp if shards else None)
     model.to(device.torch_device)
-    model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq.to(device.torch_device)
     return model
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from rlhfuse.config.spec import ModelSpec, RopeScaling
 
+SHORTEST = 256  # rows of a table
+
 
 def rotary_frequencies(spec: ModelSpec) -> Tensor:
     """Radians per position of each pair of head dimensions: float32 [head_dim / 2], on the CPU."""
@@ -34,13 +36,39 @@ def _scaled(frequencies: Tensor, scaling: RopeScaling | None) -> Tensor:
 
 def rotary_tables(spec: ModelSpec, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin, each [context, head_dim / 2] float32."""
-    angles = torch.outer(torch.arange(spec.context).float(), rotary_frequencies(spec))
+    return _tables(spec.context, rotary_frequencies(spec), device)
+
+
+class RotaryTables:
+    """cos and sin of a model's angles, as far as its sequences have been long; its layers share them."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
+        self._frequencies, self._device = rotary_frequencies(spec), device
+        self._tables = torch.empty(0, 0), torch.empty(0, 0)
+
+    def up_to(self, length: int) -> tuple[Tensor, Tensor]:
+        """Each [`length` or more, head_dim / 2] float32."""
+        if length > len(self._tables[0]):
+            rows = 1 << max(length - 1, SHORTEST - 1).bit_length()
+            self._tables = _tables(rows, self._frequencies, self._device)
+        return self._tables
+
+
+def _tables(rows: int, frequencies: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    angles = torch.outer(torch.arange(rows).float(), frequencies)
     return angles.cos().to(device), angles.sin().to(device)
 
 
 def signed_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin for `rotate`, each [context, D]: both halves side by side, the first half of sin negative."""
     return torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)
+
+
+def rotate_packed(x: Tensor, tables: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
+    """x [T, heads, D] turned by the positions [T] of its tokens, in its own dtype; differentiable."""
+    cos, sin = (torch.cat((part, part), dim=1)[:, None].to(x.dtype) for part in (t[positions] for t in tables))
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from numba.core import event
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.gen.compile_kernels import compile_kernels
+from rlhfuse.models.attention import varlen_attention
 from gen_models import random_weights, tiny_spec
 
 compile_kernels(torch.{dtype})
@@ -22,6 +23,9 @@ with event.install_recorder("numba:compile") as compiled:
         engine = Engine(spec, weights, EngineOptions(num_blocks=50), dtype=torch.{dtype})
         engine.generate([[9, 10], list(range(40))], SamplingParams(max_tokens=4, top_k=5))
         engine.generate([[9, 10]], SamplingParams(max_tokens=4, temperature=0))
+    q, k, v = (torch.ones(9, 1, 8, dtype=torch.{dtype}, requires_grad=True) for _ in range(3))
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+    varlen_attention(q, k, v, (torch.ones(5, 4), torch.ones(5, 4)), bounds, 5).sum().backward()
 assert not compiled.buffer, [data.data["dispatcher"] for _, data in compiled.buffer]
 """
 

@@ -160,7 +160,7 @@ def kept_bytes(rank: int, folder, layout: str, sequence_parallel: bool, recomput
 def test_a_layer_keeps_what_the_planner_counts(workers, references, layout, sequence_parallel):
     """With recomputation its input alone, to the byte; without, what torch's norms and products keep.
 
-    Rotary tables, which all layers share, and the norms' factors are not counted: a fifth of a layer as small as these.
+    The CPU's attention keeps less than torch's, which is what is counted: a quarter of a layer as small as these.
     """
     _, folder, _, _ = references["llama"]
     plain, again = (max(workers.run(kept_bytes, folder, layout, sequence_parallel, on)) for on in (False, True))
@@ -173,5 +173,5 @@ def test_a_layer_keeps_what_the_planner_counts(workers, references, layout, sequ
         return cost.kept_layer_bytes(256)
 
     assert again == planned(True)
-    assert planned(False) <= plain <= 1.25 * planned(False)
+    assert 0.7 * planned(False) <= plain <= planned(False)
     assert again < plain / 8

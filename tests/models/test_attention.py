@@ -107,43 +107,69 @@ def test_prefill_and_decode_give_the_same_bits():
         assert np.array_equal(case.cpu()[0], whole[n - 1])
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_varlen_attention_and_its_gradients(groups):
+def angles(dim: int, length: int = 400) -> tuple[torch.Tensor, torch.Tensor]:
+    turned = torch.outer(torch.arange(length).double(), 0.1 ** torch.arange(dim // 2))
+    return turned.cos().float(), turned.sin().float()
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """One sequence [T, heads, D], each pair (x[d], x[d + D / 2]) as a complex number times that of its angle."""
+    a, b = x.double().chunk(2, dim=-1)
+    product = torch.complex(a, b) * torch.complex(cos.double(), sin.double())[: len(x), None]
+    return torch.cat((product.real, product.imag), dim=-1)
+
+
+@pytest.mark.parametrize("groups, dim", [(1, 16), (2, 6), (2, 80), (4, 16)])
+def test_varlen_attention_and_its_gradients(groups, dim):
     generator = torch.Generator().manual_seed(0)
-    lengths = [5, 1, 17, 40]
-    q = torch.randn(sum(lengths), 4, 16, generator=generator, requires_grad=True)
-    k, v = (torch.randn(sum(lengths), groups, 16, generator=generator, requires_grad=True) for _ in range(2))
+    lengths, rotary = [5, 1, 17, 40, 100], angles(dim)
+    q = torch.randn(sum(lengths), 4, dim, generator=generator, requires_grad=True)
+    k, v = (torch.randn(sum(lengths), groups, dim, generator=generator, requires_grad=True) for _ in range(2))
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    out = varlen_attention(q, k, v, bounds, max(lengths))
-    expected = torch.cat([plain(*(x[a:b] for x in (q, k, v))) for a, b in zip(bounds, bounds[1:])])
+    out = varlen_attention(q, k, v, rotary, bounds, max(lengths))
+    parts = [(turned(q[a:b], *rotary), turned(k[a:b], *rotary), v[a:b]) for a, b in zip(bounds, bounds[1:])]
+    expected = torch.cat([plain(*part) for part in parts])
     assert (out - expected).abs().max() < 2e-6
     weights = torch.randn(out.shape, generator=generator)
     ours = torch.autograd.grad((out * weights).sum(), (q, k, v))
     theirs = torch.autograd.grad((expected * weights).sum(), (q, k, v))
     assert all((a - b).abs().max() < 1e-5 for a, b in zip(ours, theirs))
     for a, b in zip(bounds, bounds[1:]):  # packing changes nothing
-        one = varlen_attention(q[a:b], k[a:b], v[a:b], torch.tensor([0, b - a]).int(), int(b - a))
+        one = varlen_attention(q[a:b], k[a:b], v[a:b], rotary, torch.tensor([0, b - a]).int(), int(b - a))
         assert torch.equal(one, out[a:b])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads, groups, dim", [(8, 4, 8), (4, 4, 16), (8, 2, 64)])
 @pytest.mark.parametrize("lengths", [(5, 5, 5, 1, 1, 5), (85,) * 8, (300, 300, 7, 7)])
-def test_neighbours_of_one_length_change_no_bit(heads, groups, dim, lengths):
-    """They are one batch for torch; each by itself, the same output and gradients."""
+def test_neighbours_change_no_bit(heads, groups, dim, lengths, dtype):
+    """Those of one length may be one batch; each by itself, the same output and gradients."""
     torch.manual_seed(len(lengths))
-    tokens = sum(lengths)
-    whole = [torch.randn(tokens, count, dim, requires_grad=True) for count in (heads, groups, groups)]
+    tokens, rotary = sum(lengths), angles(dim)
+    whole = [torch.randn(tokens, count, dim, dtype=dtype, requires_grad=True) for count in (heads, groups, groups)]
     bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    out = varlen_attention(*whole, bounds, max(lengths))
+    out = varlen_attention(*whole, rotary, bounds, max(lengths))
     gradient = torch.randn_like(out)
     together = [out, *torch.autograd.grad(out, whole, gradient)]
     alone = []
     for start, end in zip(bounds.tolist(), bounds[1:].tolist()):
         one = [x[start:end].detach().requires_grad_() for x in whole]
-        out = varlen_attention(*one, torch.tensor([0, end - start], dtype=torch.int32), end - start)
+        out = varlen_attention(*one, rotary, torch.tensor([0, end - start], dtype=torch.int32), end - start)
         alone.append([out, *torch.autograd.grad(out, one, gradient[start:end])])
     for found, parts in zip(together, zip(*alone)):
         assert torch.equal(found, torch.cat(parts))
+
+
+def test_packed_attention_is_the_same_with_three_threads_and_with_one():
+    rotary, bounds = angles(8), torch.tensor([0, 7, 90, 91, 200], dtype=torch.int32)
+    found = []
+    for threads in (1, 3):
+        torch.manual_seed(0)
+        torch.set_num_threads(threads)
+        q, k, v = (torch.randn(200, count, 8, requires_grad=True) for count in (4, 2, 2))
+        out = varlen_attention(q, k, v, rotary, bounds, 109)
+        found.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    assert all(torch.equal(one, three) for one, three in zip(*found))
 
 
 def test_elementary_functions():
