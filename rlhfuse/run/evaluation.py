@@ -95,7 +95,8 @@ class Evaluator:
         batch = combine_rewards(RolloutBatch.from_rollouts(report.rollouts), report.function_scores, config.reward)
         first, scores = report.rollouts[: config.trainer.sample_texts], given(batch.scores).tolist()
         samples = sample_texts(self._inputs.tokenizer, iteration, first, scores, split="val")
-        return Evaluation(evaluation_metrics(batch, config.eval.samples_per_prompt), samples)
+        metrics = evaluation_metrics(batch, config.eval.samples_per_prompt)
+        return Evaluation(metrics | {"fusion/val_migrated_samples": report.migrated_samples}, samples)
 
 
 def noise_seed(seed: int) -> int:

@@ -124,9 +124,13 @@ def test_evaluations_of_one_actor_are_equal(workers, config):
     still = (*GRPO, function, *EVAL, held_out(config), "actor.optim.lr=0", "trainer.export=false")
     workers.run(job, config, config.parent / "fused", (*still, "fusion.threshold=8"))
     workers.run(job, config, config.parent / "serial", (*still, "fusion.inter_stage=false"))
+    found = []
     for name in ("fused", "serial"):
-        first, *others = map(values_of, filter(values_of, read_metrics(config.parent / name / "metrics.jsonl")))
-        assert len(others) == 2 and all(other == first for other in others)
+        rows = list(filter(values_of, read_metrics(config.parent / name / "metrics.jsonl")))
+        assert [bool(row["fusion/val_migrated_samples"]) for row in rows] == [name == "fused"] * 3
+        found += map(values_of, rows)
+    first, *others = found
+    assert all(other == first for other in others)
     assert first["val/score/best@3"] > first["val/score/mean"]
 
 
