@@ -1,4 +1,4 @@
-"""kill -9 at random moments of a run that saves every iteration: what is lost, beside the run that was left alone.
+"""kill -9 at random moments of a run that saves and evaluates: what is lost, beside the run that was left alone.
 
     python benchmarks/kills.py [--kills 20] [key=value ...]
 
@@ -51,6 +51,7 @@ SETTINGS = (  # other than examples/quickstart.yaml's
     *("fusion.least_threshold=4", "fusion.bs_max=4", "parallel.actor_train=d1t1p2", "parallel.critic_train=d2t1p1"),
     *("parallel.generation=d2t1p1", "parallel.inference=d2t1p1"),
     *("reward.signature=trl", "trainer.save_every=1", "trainer.resume=auto"),
+    *("trainer.eval_every=2", "trainer.eval_before_train=true", "trainer.keep_best=true"),
 )
 
 
@@ -138,9 +139,11 @@ def main() -> None:
     measurement, dice = Measurement("kills", arguments, timed=False), random.Random(arguments.seed)
     rows, gone, left, repeated, kills = [], [], 0, 0, []
     with tempfile.TemporaryDirectory() as folder:
-        whole, broken, reward = (Path(folder) / name for name in ("whole", "killed", "reward.py"))
+        names = "whole", "killed", "reward.py", "held_out.jsonl"
+        whole, broken, reward, held_out = (Path(folder) / name for name in names)
         reward.write_text(REWARD)
-        own = [f"reward.function={reward}:slow", f"trainer.iterations={iterations}"]
+        held_out.write_text("".join((ROOT / "examples/prompts/quickstart.jsonl").open().readlines()[:6]))
+        own = [f"reward.function={reward}:slow", f"data.val_files=[{held_out}]", f"trainer.iterations={iterations}"]
         changes = [*SETTINGS, *own, *arguments.overrides]
         attempt(whole, changes)
         kinds = dice.sample(list(KINDS), len(KINDS))
