@@ -34,13 +34,13 @@ WIDTH, ITERATIONS, EXPORT = 200, 10, 1 << 30  # bytes of it; of the run; the ite
 BEGINS = r"(?:evaluation after )?iteration (-?\d+): "  # of what rank 0 tells its watchdog
 KINDS = {  # of work, by the words of it, and the seconds that a kill may come later
     "start-up": ("", 10.0),
+    "export": ("exporting", 0.02),
     "evaluation": ("evaluat", 0.5),
     "generation": ("generation|moving weights", 0.2),
     "inference": ("inference: [^w]|inter-stage", 0.1),
     "reward": ("reward function", 0.3),
     "training": ("training|actor:|critic:", 0.3),
     "saving": ("", 0.02),
-    "export": ("exporting", 0.02),
 }
 REWARD = (
     "import time\ndef slow(completion_ids):\n    time.sleep(0.05)\n    return [float(len(set(completion_ids[0])))]\n"
@@ -149,7 +149,9 @@ def main() -> None:
         kinds = dice.sample(list(KINDS), len(KINDS))
         for number in range(count):
             kind, both = kinds[number % len(kinds)], number // len(kinds) % 2 == 0
-            iteration = EXPORT if kind == "export" else dice.randrange(iterations)
+            iteration = (
+                EXPORT if kind == "export" else dice.randrange(iterations) | (kind == "evaluation")
+            )  # every second
             kills.append(Kill(broken, kind, iteration, dice.uniform(0, KINDS[kind][1]), both))
         for kill in sorted(kills, key=lambda kill: kill.iteration):
             before = saved(broken)
