@@ -82,3 +82,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # gloo's threads may abort a process that ends in the ordinary way, or keep it from ending

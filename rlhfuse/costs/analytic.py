@@ -176,14 +176,18 @@ class AnalyticCost:
         return self.layer_activation_bytes(tokens)
 
     def layer_activation_bytes(self, tokens: float) -> float:
-        """What the backward of one layer needs on one rank, as torch keeps it.
+        """What the backward of one layer needs on one rank.
 
         Kept whole on every tensor rank, but cut under sequence parallelism: of both norms the input in float32, the
         normed input and the output. Always cut by tp: query, key and value joined, query and key once more after the
         rotation, the attention's output of each sequence and of all, and gate, its activation, up and their product.
-        The CPU's kernel keeps less of attention: query, key, value and output once each.
+        The CPU's kernels for float32 keep less: of a norm the input, the output and one number, of attention query,
+        key, value and output once each, and one number a head; not the activation.
         """
         spec, norms = self.spec, 2 * self._whole_hidden
+        if self.hardware.name == "cpu" and self.element_bytes == 4:
+            cut = 2 * (spec.heads + spec.kv_heads) * spec.head_dim + spec.heads + 3 * spec.mlp
+            return tokens * 4 * (2 * norms + norms / spec.hidden + cut / self.layout.tp)
         cut = (4 * spec.heads + 3 * spec.kv_heads) * spec.head_dim + 4 * spec.mlp
         return tokens * (norms * (4 + 2 * self.element_bytes) + cut / self.layout.tp * self.element_bytes)
 

@@ -17,6 +17,8 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.cpu.sampling import draw_rows
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.models.cpu.packed_attention import packed_attention
+from rlhfuse.models.cpu.row_norm import row_norm
+from rlhfuse.models.cpu.swiglu import swiglu
 
 
 def compile_kernels(dtype: torch.dtype = torch.float32) -> None:
@@ -24,6 +26,8 @@ def compile_kernels(dtype: torch.dtype = torch.float32) -> None:
     one = torch.ones(1, 1, 2, requires_grad=True)
     tables = torch.ones(1, 1), torch.ones(1, 1)
     packed_attention(one, one, one, tables, torch.tensor([0, 1])).sum().backward()
+    swiglu(one).sum().backward()
+    row_norm(one, torch.ones(2, requires_grad=True), 1e-6).sum().backward()
     sizes: dict[str, Any] = dict(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, mlp=8, vocab=16, context=16)
     spec = ModelSpec(architecture="llama", **sizes, eos_token_ids=(), tied_embeddings=True)
     shapes = {

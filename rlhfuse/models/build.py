@@ -79,6 +79,16 @@ class PackedCoreAttention(torch.nn.Module):
         return varlen_attention(query, key, value, rotary, packed_seq_params.cu_seqlens_q, longest).flatten(1)
 
 
+class SwiGLU(torch.nn.Module):
+    """For the slot in Megatron's MLP of an activation that takes gate and up together."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, gate_and_up: Tensor) -> Tensor:
+        return operations_for(gate_and_up.device).swiglu(gate_and_up)
+
+
 class BiasedProjection(tensor_parallel.RowParallelLinear):
     """Attention's output projection with a bias, which Megatron gives to all linear layers or none."""
 
@@ -124,7 +134,8 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=spec.norm_eps,
         gated_linear_unit=True,
-        activation_func=operations_for(device).silu,
+        activation_func=torch.nn.functional.silu,  # of which SwiGLU is made, in the slot that this switch opens:
+        use_te_activation_func=True,
         add_bias_linear=False,
         add_qkv_bias=spec.qkv_bias,
         qk_layernorm=spec.qk_norm,
@@ -159,7 +170,9 @@ def layer_spec(spec: ModelSpec, norm: ModuleSpec, rotary: RotaryTables, recomput
             mlp=ModuleSpec(
                 module=MLP,
                 submodules=MLPSubmodules(
-                    linear_fc1=tensor_parallel.ColumnParallelLinear, linear_fc2=tensor_parallel.RowParallelLinear
+                    linear_fc1=tensor_parallel.ColumnParallelLinear,
+                    linear_fc2=tensor_parallel.RowParallelLinear,
+                    activation_func=SwiGLU,
                 ),
             ),
             mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]

@@ -18,13 +18,18 @@ from rlhfuse.models.cpu import invariance
 @dataclass(frozen=True)
 class Operations:
     linear: Callable[[Tensor, Tensor], Tensor]  # x [..., K], weight [N, K] -> [..., N]
-    silu: Callable[[Tensor], Tensor]
+    swiglu: Callable[[Tensor], Tensor]  # [..., 2 W], gate and up side by side -> [..., W]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]  # x [..., H], weight [H], eps
     least_rows: int  # tokens that a packed batch is filled up to, on each tensor rank
 
 
-TORCH = Operations(F.linear, F.silu, lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps), 1)
-BATCH_INVARIANT = Operations(invariance.linear, invariance.silu, invariance.rms_norm, invariance.SAFE_ROWS)
+def _swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+TORCH = Operations(F.linear, _swiglu, lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps), 1)
+BATCH_INVARIANT = Operations(invariance.linear, invariance.swiglu, invariance.rms_norm, invariance.SAFE_ROWS)
 
 
 def operations_for(device: torch.device) -> Operations:

@@ -15,7 +15,7 @@ from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.hardware import hardware_by_name
 
-TOLERANCE = 1e-6
+TOLERANCE = 2e-6
 MODELS = {
     "llama": dict(model_type="llama", num_hidden_layers=5, num_key_value_heads=4),
     "tied qwen2": dict(model_type="qwen2", num_hidden_layers=5, tie_word_embeddings=True),
@@ -158,10 +158,7 @@ def kept_bytes(rank: int, folder, layout: str, sequence_parallel: bool, recomput
 
 @pytest.mark.parametrize("layout, sequence_parallel", [("d1t1p4", False), ("d1t2p2v2", True)])
 def test_a_layer_keeps_what_the_planner_counts(workers, references, layout, sequence_parallel):
-    """With recomputation its input alone, to the byte; without, what torch's norms and products keep.
-
-    The CPU's attention keeps less than torch's, which is what is counted: a quarter of a layer as small as these.
-    """
+    """With recomputation its input alone, to the byte; without, what norms, attention and products keep."""
     _, folder, _, _ = references["llama"]
     plain, again = (max(workers.run(kept_bytes, folder, layout, sequence_parallel, on)) for on in (False, True))
     spec, hardware = ModelSpec.from_config(folder), hardware_by_name("cpu")
@@ -173,5 +170,5 @@ def test_a_layer_keeps_what_the_planner_counts(workers, references, layout, sequ
         return cost.kept_layer_bytes(256)
 
     assert again == planned(True)
-    assert 0.7 * planned(False) <= plain <= planned(False)
+    assert planned(False) == plain
     assert again < plain / 8

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rlhfuse.models import stage
+from rlhfuse.models.cpu.row_norm import row_norm
 from rlhfuse.models.operations import BATCH_INVARIANT, TORCH, operations_for
 from rlhfuse.models.stage import PackedTokens
 
@@ -22,7 +23,7 @@ def test_both_give_the_same_up_to_rounding(dtype):
     norm, bound = 1 + 0.1 * torch.randn(20, generator=generator), 1e-5 if dtype == torch.float32 else 5e-2
     calls = (
         lambda kind, x: kind.linear(x, weight.to(dtype)),
-        lambda kind, x: kind.silu(x),
+        lambda kind, x: kind.swiglu(x),
         lambda kind, x: kind.rms_norm(x, norm.to(dtype), 1e-5),
     )
     for call in calls:
@@ -43,3 +44,44 @@ def test_only_the_cpu_fills_short_batches_up(monkeypatch):
     monkeypatch.setattr(stage, "operations_for", lambda device: TORCH)
     assert PackedTokens.pack([[1, 2], [3]], cpu).padding == 0
     assert PackedTokens.pack([[1, 2], [3]], cpu, shards=2).padding == 1  # equal parts of two tensor ranks
+
+
+@pytest.mark.parametrize("shape", [(7, 1, 64), (3, 5, 20), (1, 16), (2, 3)])
+def test_row_norm_is_its_formula_in_float64(shape):
+    generator = torch.Generator().manual_seed(0)
+    x, upstream = (torch.randn(*shape, generator=generator) for _ in range(2))
+    weight = 1 + 0.1 * torch.randn(shape[-1], generator=generator)
+    outcomes = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [leaf.detach().to(dtype).requires_grad_(True) for leaf in (x, weight)]
+        normed = (row_norm if dtype == torch.float32 else TORCH.rms_norm)(*leaves, 1e-5)
+        normed.backward(upstream.to(dtype))
+        outcomes.append([normed.detach(), *(leaf.grad for leaf in leaves)])
+    for ours, exact in zip(*outcomes):
+        assert ours.shape == exact.shape and (ours - exact).abs().max() <= 2e-6 * exact.abs().max()
+
+
+def test_row_norm_in_threads_and_of_parts_of_a_tensor():
+    """A row's bits depend on that row alone, however many threads there are and wherever it lies."""
+    x = torch.randn(11, 4, 24, generator=torch.Generator().manual_seed(1))
+    weight, threads = torch.linspace(0.5, 1.5, 24), torch.get_num_threads()
+    alone = torch.stack([row_norm(row, weight, 1e-6) for row in x[:, 1].contiguous()])
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(row_norm(x[:, 1], weight, 1e-6), alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("shape", [(7, 1, 64), (3, 5, 26), (1, 2), (2, 344)])
+def test_swiglu_is_its_formula_in_float64(shape):
+    x = 6 * torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    x.view(-1)[0] = -200.0  # where a sigmoid without care overflows
+    outcomes = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = x.clone().to(dtype).requires_grad_(True)
+        y = (BATCH_INVARIANT if dtype == torch.float32 else TORCH).swiglu(leaf)
+        y.backward(torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape).to(dtype))
+        outcomes.append((y.detach(), leaf.grad))
+    for ours, exact in zip(*outcomes):
+        assert ours.shape == exact.shape and (ours - exact).abs().max() <= 1e-30 + 1e-6 * exact.abs().max()

@@ -109,7 +109,8 @@ def test_memory_by_hand():
     assert inference.weights == trained + 4 * whole + 2 * critic_copy  # reference, reward, critic; no generation copy
     longest = 4 * 384  # tokens of a micro-batch
     spec = SPECS["actor"]
-    layer_kept = 4 * (6 * spec.hidden + (4 * spec.heads + 3 * spec.kv_heads) * spec.head_dim + 4 * spec.mlp)
+    attention = 2 * (spec.heads + spec.kv_heads) * spec.head_dim + spec.heads  # its output's log-sums last
+    layer_kept = 4 * (2 * (2 * spec.hidden + 1) + attention + 3 * spec.mlp)
     passing = longest * (layer_kept + 2 * 512 * 4)  # one layer's gradients; logits and theirs
     assert inference.kv == 0 and training.activations == plan.schedule.peak_activation_bytes + passing
     assert training.device == trained * 2 + training.optimizer + training.activations

@@ -29,7 +29,8 @@ def check_varlen(device: torch.device, dtype: torch.dtype) -> dict:
     plain = [torch.randn(sum(lengths), h, dim, generator=generator).to(dtype) for h in (heads, kv_heads, kv_heads)]
     weight = torch.randn(sum(lengths), heads, dim, generator=generator)
     q, k, v = there = [x.to(device).detach().clone().requires_grad_(True) for x in plain]
-    out = varlen_attention(q, k, v, borders.to(device), max(lengths))
+    still = torch.ones(max(lengths), dim // 2, device=device), torch.zeros(max(lengths), dim // 2, device=device)
+    out = varlen_attention(q, k, v, still, borders.to(device), max(lengths))
     (out.float() * weight.to(device)).sum().backward()
     here = [x.detach().double().clone().requires_grad_(True) for x in plain]
     ends = borders.tolist()

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.models.cpu.row_norm import row_norm
+from rlhfuse.models.cpu.swiglu import swiglu as gate_and_up
 
 SAFE_ROWS = 16  # the GEMM library sums in another order for fewer
 SAFE_OUTPUTS = 8  # a single output is a matrix-vector product, whose order depends on the row count
@@ -41,8 +43,18 @@ def silu(x: Tensor) -> Tensor:
     return F.silu(x.contiguous())
 
 
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * up, [..., W], of x [..., 2 W], gate and up side by side."""
+    if x.dtype == torch.float32:
+        return gate_and_up(x)
+    gate, up = x.chunk(2, dim=-1)
+    return silu(gate) * up
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension, computed in float32, as Hugging Face Llama does."""
+    if x.dtype == weight.dtype == torch.float32:
+        return row_norm(x, weight, eps)
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)
@@ -76,7 +88,7 @@ def self_test(*, hidden: int, mlp: int, vocab: int) -> None:
         for name, width, out in (*layers, ("output", hidden, vocab), ("value head", hidden, 1)):
             weight = draw(out, width)
             check_rows(f"linear {name} [{width} -> {out}]", lambda x: linear(x, weight), draw(rows, width))
-        check_rows(f"silu [{mlp}]", silu, draw(rows, mlp))
+        check_rows(f"swiglu [{mlp}]", swiglu, draw(rows, 2 * mlp))
         weight = draw(hidden)
         check_rows(f"rms_norm [{hidden}]", lambda x: rms_norm(x, weight, 1e-6), draw(rows, hidden))
         check_rows(f"log_softmax [{vocab}]", lambda x: x.float().log_softmax(-1), draw(rows, vocab))
