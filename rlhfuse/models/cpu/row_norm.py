@@ -33,7 +33,7 @@ def _dot(a, b, lanes):
     return lanes[0]
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, parallel=True, error_model="numpy")
 def normalize(x, weight, eps, threads, scales, out):
     """out [R, H] = x * scale * weight with scale [R] = 1 / rms(x)."""
     rows, width = x.shape
@@ -46,7 +46,7 @@ def normalize(x, weight, eps, threads, scales, out):
                 out[r, f] = x[r, f] * scale * weight[f]
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, parallel=True, error_model="numpy")
 def normalize_backward(x, weight, scales, gradient, threads, dx, dweight):
     """Gradients of x [R, H] and, in a part for each thread, of weight: dweight [threads, H] float64."""
     rows, width = x.shape

@@ -1,4 +1,7 @@
-"""SwiGLU of rows on CPU in float32, forward and backward, as numba kernels: a row's bits depend on that row alone."""
+"""SwiGLU of rows on CPU in float32, forward and backward, as numba kernels: a row's bits depend on that row alone.
+
+numba's own model of errors would look at every divisor, and the loops would not be vectorised: several times slower.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +15,35 @@ from rlhfuse.models.cpu.elementwise import F32, exp32
 from rlhfuse.models.cpu.tiles import share_threads
 
 
-@njit(forceinline=True)
+@njit(forceinline=True, error_model="numpy")
 def _sigmoid(x):
     return F32(1.0) / (F32(1.0) + exp32(min(-x, F32(88.0))))
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, parallel=True, error_model="numpy")
 def gate_rows(x, threads, out):
     """out [R, W] = silu(x[:, :W]) * x[:, W:]."""
     rows, width = out.shape
     for part in prange(threads):
         for r in range(rows * part // threads, rows * (part + 1) // threads):
+            gate, up, row = x[r, :width], x[r, width:], out[r]
             for f in range(width):
-                out[r, f] = x[r, f] * _sigmoid(x[r, f]) * x[r, width + f]
+                row[f] = gate[f] * _sigmoid(gate[f]) * up[f]
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True, parallel=True, error_model="numpy")
 def gate_rows_backward(x, gradient, threads, dx):
     """dx [R, 2 W] of the `gradient` [R, W] of what `gate_rows` gave."""
     rows, width = gradient.shape
     for part in prange(threads):
         for r in range(rows * part // threads, rows * (part + 1) // threads):
+            gate, up, row = x[r, :width], x[r, width:], gradient[r]
+            dgate, dup = dx[r, :width], dx[r, width:]
             for f in range(width):
-                gate, sigmoid = x[r, f], _sigmoid(x[r, f])
-                slope = sigmoid * (F32(1.0) + gate * (F32(1.0) - sigmoid))
-                dx[r, f] = gradient[r, f] * x[r, width + f] * slope
-                dx[r, width + f] = gradient[r, f] * gate * sigmoid
+                sigmoid = _sigmoid(gate[f])
+                activation = gate[f] * sigmoid
+                dup[f] = row[f] * activation
+                dgate[f] = row[f] * up[f] * (sigmoid + activation * (F32(1.0) - sigmoid))
 
 
 class _SwiGLU(torch.autograd.Function):
