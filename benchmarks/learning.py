@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from harness import DATA, Figure, Measurement, named, options
 from processes import ROOT, train
@@ -70,6 +70,9 @@ class Rise:
         return [str(self.seed), *(f"{score:.3f}" for score in self.scores), f"{self.standard_errors:.1f}"]
 
 
+Run = TypeVar("Run", Learnt, Rise)
+
+
 def main() -> None:
     parser = options(__doc__, seed=False)
     parser.add_argument("--tasks", default=",".join(TASKS), help="[%(default)s]")
@@ -85,10 +88,20 @@ def main() -> None:
     measurement = Measurement("learning", arguments)
     if model:
         count = 2 if arguments.quick else ITERATIONS
-        report_stories(measurement, [learn(task, seed, model, count) for task in stories for seed in seeds])
+        runs = (learn(task, seed, model, count) for task in stories for seed in seeds)
+        report_stories(measurement, told(measurement, runs))
     if "sums" in tasks:
-        report_sums(measurement, [do_sums(seed, arguments.quick) for seed in seeds])
+        report_sums(measurement, told(measurement, (do_sums(seed, arguments.quick) for seed in seeds)))
     measurement.finish()
+
+
+def told(measurement: Measurement, runs: Iterable[Run]) -> list[Run]:
+    """All of them, with a line as each ends."""
+    done = []
+    for one in runs:
+        done.append(one)
+        measurement.say("  ".join(one.row()))
+    return done
 
 
 def report_stories(measurement: Measurement, runs: list[Learnt]) -> None:

@@ -124,6 +124,14 @@ def of_memory(memory: MemoryBudget, activations: float) -> str:
     )
 
 
+def _held_out(config: RunConfig) -> str:
+    """When held-out scores are among the metrics."""
+    last, first = config.trainer.iterations, config.evaluates_first
+    every = [f"every {config.trainer.eval_every}"] if last and config.evaluates_after(last) else []
+    when = [*(["before the first"] if first else []), *every]
+    return f"; held-out scores {' and '.join(when)}" if when else ""
+
+
 def output_files(config: RunConfig, specs: Mapping[Role, ModelSpec], element_bytes: int) -> tuple[tuple[str, str], ...]:
     """Names within the run directory, which comes first, each with what it is."""
     trainer, trained = config.trainer, config.trained()
@@ -134,22 +142,25 @@ def output_files(config: RunConfig, specs: Mapping[Role, ModelSpec], element_byt
         (trainer.output_dir or "runs/<config name>-<time>", "the run directory; it holds"),
         ("config.yaml", "this configuration, defaults filled in"),
         ("plan.json, schedule.json", "this plan, and the training schedule"),
-        ("metrics.jsonl", f"one line for each of {trainer.iterations} iterations"),
+        ("metrics.jsonl", f"one line for each of {trainer.iterations} iterations{_held_out(config)}"),
         *((name, "the same metrics") for name in loggers),
-        ("trace.json", f"time line of the last {traced} iterations, predicted and measured"),
+        ("trace.json", f"time line of the last {traced} iterations"),
         ("samples.jsonl", f"{trainer.sample_texts} samples of each iteration as text"),
         ("costs.json", "what work cost in this run, for fusion.profile of a later one"),
     ]
-    if trainer.save_every:
+    when = [f"every {trainer.save_every} iterations"] if trainer.save_every else []
+    when += ["where the held-out score is the best so far"] if trainer.keep_best else []
+    if when:
         size = readable_bytes(CHECKPOINT_BYTES * sum(counts.values()))
-        often = f"every {trainer.save_every} iterations, {size} each; the last {trainer.keep_checkpoints} are kept"
-        rows.append(("checkpoints/iteration-N/", often))
+        kept = f"the last {trainer.keep_checkpoints}{' and the best' if trainer.keep_best else ''} are kept"
+        rows.append(("checkpoints/iteration-N/", f"{' and '.join(when)}, {size} each; {kept}"))
     else:
         remedy = "a run that dies begins again; trainer.save_every=N saves one every N iterations"
         rows.append(("(no checkpoints)", remedy))
-    if trainer.export:
+    if trainer.export and trainer.iterations:
         rows += [
-            (f"export/{role}/", f"{readable_bytes(count * element_bytes)}, in Hugging Face layout, at the end")
+            (f"export/{best}{role}/", f"{readable_bytes(count * element_bytes)}, in Hugging Face layout, at the end")
+            for best in ("", *(("best/",) if trainer.keep_best else ()))
             for role, count in counts.items()
         ]
     return (*rows, ("finished.json", "when all iterations are done"))

@@ -248,7 +248,8 @@ class Trainer:
     def evaluate(self, iteration: int) -> Evaluation:
         """Held-out prompts, by the actor as it is after `iteration`; -1: before the first. A collective."""
         begin = time.time()
-        self.watchdog.progress(f"evaluation after iteration {iteration}: moving weights")
+        when = f"after iteration {iteration}" if iteration >= 0 else "before training"
+        self.watchdog.progress(f"evaluation {when}: moving weights")
         self._reshard(for_training=False)
         found = self.evaluator.run(iteration, self.threshold.threshold, self.threshold.limits)
         self.memory.take()  # the peaks that are shown are training's

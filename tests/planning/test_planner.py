@@ -18,6 +18,7 @@ from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
 from rlhfuse.planning.draft import TICK_SECONDS, draft_plan
 from rlhfuse.planning.memory import machine_bytes, memory_limit, readable_bytes
 from rlhfuse.planning.planner import make_plan, parse_plan
+from rlhfuse.planning.reasons import output_files
 from rlhfuse.planning.run_plan import PlanReport, RunPlan
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.action import Kind
@@ -324,3 +325,19 @@ def test_bad_plans_are_refused():
     ):
         with pytest.raises(InputError, match=message):
             PlanReport.from_dict(raw, "run")
+
+
+def test_the_files_of_a_run_are_those_that_it_will_write():
+    def files(**trainer):
+        config = run()
+        return dict(output_files(config.with_(data={"val_files": ("held_out.jsonl",)}, trainer=trainer), SPECS, 4))
+
+    plain = files(save_every=0, iterations=5)
+    assert "(no checkpoints)" in plain and "held-out" not in plain["metrics.jsonl"] and "export/actor/" in plain
+    best = files(save_every=0, iterations=5, eval_every=2, eval_before_train=True, keep_best=True)
+    assert best["metrics.jsonl"].endswith("; held-out scores before the first and every 2")
+    assert best["checkpoints/iteration-N/"].startswith("where the held-out score is the best so far, ")
+    assert {"export/actor/", "export/best/actor/"} <= best.keys() and "(no checkpoints)" not in best
+    alone = files(iterations=0)
+    assert alone["metrics.jsonl"].endswith("; held-out scores before the first")
+    assert not any(name.startswith("export/") for name in alone)
