@@ -18,12 +18,13 @@ LAYERS = {
     **dict.fromkeys(("ppo", "data", "monitor", "gen", "checkpoint"), 7),
     "fusion": 8,
     "run": 9,
+    "rehearsal": 10,
 }
 # Within a room: what a subpackage may import of it beside itself. Modules beside subpackages import them all.
 WITHIN = {
     "fusion": {"intra": (), "inter": ()},
     "gen": {"core": (), "cpu": ("core",), "gpu": ("core",), "migration": ("core", "engine")},
-    "models": {"cpu": ()},
+    "models": {"cpu": (), "gpu": ()},
     "run": {"report": (), "profiling": ("rank_models",)},
     "schedule": {
         "ir": (),
@@ -38,6 +39,9 @@ RESTRICTED = {
     "mpi4py": ("rlhfuse/schedule/search/mpi.py",),
     "transformers": ("rlhfuse/models/tokenizer.py", "tools/"),
     "flash_attn": ("rlhfuse/models/attention.py",),
+    "flashinfer": ("rlhfuse/models/gpu/flashinfer_attention.py",),
+    "transformer_engine": ("rlhfuse/models/transformer_engine.py",),
+    "triton": ("rlhfuse/models/gpu/", "rlhfuse/gen/gpu/", "tools/gpu_checks/"),
     "wandb": ("rlhfuse/monitor/loggers.py",),
     "megatron": ("rlhfuse/parallel/", "rlhfuse/models/"),
 }

@@ -1,0 +1,1 @@
+"""Kernels of our own for GPUs, in Triton, and those of libraries."""
