@@ -1,0 +1,108 @@
+"""Compile Triton kernels for a GPU that is not there, with the arguments that the code under test gives them.
+
+The interpreter in which other tests run kernels accepts much that the compiler refuses. `compiled_launches` runs a
+function in a process without the interpreter, where every launch compiles (ptxas included) and nothing runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parent
+SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}  # bytes that one block of threads can have
+
+
+@dataclass(frozen=True)
+class Launch:
+    kernel: str
+    arch: int  # 80: A100, 90: H100 and H200
+    grid: tuple[int, ...]
+    warps: int
+    registers: int  # of a thread
+    stack: int  # bytes of a thread in device memory, where spilled registers go
+    shared: int  # bytes of a block of threads
+
+
+def compiled_launches(file: str, function: str, arch: int = 90) -> list[Launch]:
+    """What `function()` of a test file launches, in order, each compiled. It works on CPU tensors, full of anything.
+
+    `file`: the caller's __file__. Fails with the compiler's words, or where a kernel wants more than a GPU has.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, file, function, str(arch)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-4000:]
+    launches = [Launch(**line | {"grid": tuple(line["grid"])}) for line in json.loads(done.stdout.splitlines()[-1])]
+    greedy = [launch for launch in launches if launch.shared > SHARED_MEMORY[arch]]
+    assert not greedy, f"more than {SHARED_MEMORY[arch]} bytes of shared memory: {greedy}"
+    return launches
+
+
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes of the one kernel in a binary."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found, said
+    return int(found[1]), int(found[2])
+
+
+def _compile(file: str, function: str, arch: int) -> list[Launch]:
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    class Absent:
+        """As much of a driver as compiling asks for."""
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", arch, 32)
+
+    driver.set_active(Absent())
+    launches: list[Launch] = []
+    run = JITFunction.run
+    usages: dict[str, tuple[int, int]] = {}
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        compiled = run(kernel, *args, grid=grid, warmup=True, **options)
+        if compiled.hash not in usages:
+            usages[compiled.hash] = _usage(compiled.asm["cubin"])
+        metadata = compiled.metadata
+        size = grid(dict(zip(kernel.arg_names, args), **options)) if callable(grid) else tuple(grid)
+        usage = usages[compiled.hash]
+        launches.append(Launch(metadata.name, arch, size, metadata.num_warps, *usage, metadata.shared))
+        return compiled
+
+    JITFunction.run = record
+    sys.path[:0] = [str(TESTS), str(Path(file).parent)]
+    spec = importlib.util.spec_from_file_location("compiled_test", file)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["compiled_test"] = module
+    spec.loader.exec_module(module)
+    getattr(module, function)()
+    return launches
+
+
+if __name__ == "__main__":
+    print(json.dumps([asdict(launch) for launch in _compile(sys.argv[1], sys.argv[2], int(sys.argv[3]))]))
