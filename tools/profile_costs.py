@@ -71,12 +71,11 @@ def measure(config: RunConfig, out: Path, limit_seconds: float) -> int:
     device = choose_device(config.trainer.device, local_rank(), config.trainer.threads_per_rank)
     allow_many_files()
     timeout = datetime.timedelta(seconds=config.trainer.hang_seconds)
-    backend = "cpu:gloo,cuda:nccl" if device.is_cuda else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(device.process_group, timeout=timeout)
     else:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # public, but not in torch's list
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(device.process_group, store=store, rank=0, world_size=1, timeout=timeout)
     assert dist.group.WORLD is not None
     connect([dist.group.WORLD], device.torch_device)
     began = time.monotonic()

@@ -135,6 +135,8 @@ def _trainer(config: RunConfig) -> Iterator[str]:
         if optim.name == "sgd" and (saves or trainer.resume not in ("auto", "never")):
             fix = "set trainer.save_every=0, trainer.keep_best=false and trainer.resume=never"
             yield f"{role}.optim.name=sgd has no checkpoints; {fix}, or {role}.optim.name=adam"
+    if trainer.share_gpu and trainer.device == "cpu":
+        yield "trainer.share_gpu=true needs a GPU to share, and trainer.device=cpu; use trainer.share_gpu=false"
     if not data.train_files and trainer.iterations:
         yield "data.train_files is empty; give at least one prompt file"
 

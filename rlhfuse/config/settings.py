@@ -365,10 +365,16 @@ class TrainerConfig(Settings):
         "none", "none, or full: training keeps each layer's input alone and runs the layer again; same bits"
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto, cpu or cuda")
+    share_gpu: Truth = key(
+        False,
+        "all ranks of a node on one GPU, what they exchange passing through the host: for tests, and for people with "
+        "one GPU. Results are those of a GPU each, times mean nothing",
+    )
     hardware: Text = key("auto", "auto, cpu, a100, h100, h800, h200: used by the planner")
     memory_limit_gb: NonNegative = key(
         0.0,
-        "most memory of one rank, in 10^9 bytes; 0 = the GPU's, or on CPU its equal part of the machine. "
+        "most memory of one rank, in 10^9 bytes; 0 = the GPU's, or its equal part of a shared one or, on CPU, of the "
+        "machine. "
         "A run whose plan needs more is refused",
     )
     peak_tflops: NonNegative = key(

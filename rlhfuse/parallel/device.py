@@ -17,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.parallel.shared_gpu import SHARED_GPU
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -26,30 +27,43 @@ class Device:
     """Where tensors live and how ranks talk."""
 
     torch_device: torch.device
-    backend: str  # "nccl" or "gloo"
+    backend: str  # "nccl", "gloo", or SHARED_GPU
 
     @property
     def is_cuda(self) -> bool:
         return self.torch_device.type == "cuda"
+
+    @property
+    def process_group(self) -> str:
+        """What `init_process_group` is to make: with NCCL, CPU tensors travel over gloo."""
+        return "cpu:gloo,cuda:nccl" if self.backend == "nccl" else self.backend
 
     def synchronize(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize(self.torch_device)
 
 
-def choose_device(wanted: str, local_rank: int, threads: int) -> Device:
-    """CUDA device `local_rank` with NCCL if wanted ("auto" takes it when present), else CPU with gloo."""
+def choose_device(wanted: str, local_rank: int, threads: int, share_gpu: bool = False) -> Device:
+    """CUDA device `local_rank` with NCCL if wanted ("auto" takes it when present), else CPU with gloo.
+
+    With `share_gpu` all ranks get the one CUDA device there is, and a process group that `shared_gpu.register` names.
+    """
     if wanted == "cuda" and not torch.cuda.is_available():
         raise InputError("trainer.device=cuda, but this machine has no CUDA device; use trainer.device=auto")
     if wanted != "cpu" and torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        if share_gpu and count > 1:
+            one = "set CUDA_VISIBLE_DEVICES to one of them, or trainer.share_gpu=false"
+            raise InputError(f"trainer.share_gpu=true is for one GPU, and {count} are visible; {one}")
+        index = 0 if share_gpu else local_rank
+        if index >= count:
+            share = "use trainer.share_gpu=true or" if count == 1 else "start one process per GPU or use"
             raise InputError(
-                f"local rank {local_rank} has no GPU of its own ({torch.cuda.device_count()} here); "
-                "start one process per GPU or use trainer.device=cpu"
+                f"local rank {local_rank} has no GPU of its own ({count} here); {share} trainer.device=cpu"
             )
         give_streams_queues()
-        torch.cuda.set_device(local_rank)
-        return Device(torch.device("cuda", local_rank), "nccl")
+        torch.cuda.set_device(index)
+        return Device(torch.device("cuda", index), SHARED_GPU if share_gpu else "nccl")
     torch.set_num_threads(threads)
     return Device(torch.device("cpu"), "gloo")
 

@@ -140,13 +140,14 @@ def memory_budget(
 
 
 def memory_limit(config: RunConfig, hardware: HardwareSpec, world_size: int) -> tuple[float, str]:
-    """Bytes that one rank may use, and where the number is from. The ranks of a CPU node share the machine's."""
+    """Bytes that one rank may use, and where the number is from. The ranks of a CPU node, or of a GPU, share them."""
     if config.trainer.memory_limit_gb:
         return config.trainer.memory_limit_gb * 1e9, "trainer.memory_limit_gb"
-    if hardware.name != "cpu":
+    if hardware.name != "cpu" and not config.trainer.share_gpu:
         return hardware.memory_bytes, f"of one {hardware.name}"
-    ranks, machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), machine_bytes()
-    return machine / ranks, f"this machine's {readable_bytes(machine)} / {ranks} ranks"
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    whole, owner = (machine_bytes(), "machine") if hardware.name == "cpu" else (hardware.memory_bytes, hardware.name)
+    return whole / ranks, f"this {owner}'s {readable_bytes(whole)} / {ranks} ranks"
 
 
 def machine_bytes() -> int:

@@ -18,8 +18,9 @@ from rlhfuse.base.files import write_json, write_text
 from rlhfuse.checkpoint.checkpoint import is_finished
 from rlhfuse.config.load import dump_config
 from rlhfuse.config.role import Role
-from rlhfuse.config.rules import idle_settings
+from rlhfuse.config.rules import check_config, idle_settings
 from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.costs.hardware import GPU_NAMES
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.gen.compile_kernels import compile_kernels, compile_kernels_apart
@@ -27,6 +28,7 @@ from rlhfuse.models.cpu import invariance
 from rlhfuse.models.hf import has_scalar_head
 from rlhfuse.monitor.heartbeat import Limits
 from rlhfuse.monitor.watchdog import Watchdog
+from rlhfuse.parallel import shared_gpu
 from rlhfuse.parallel.collectives import from_rank_0, raise_on_all_ranks
 from rlhfuse.parallel.device import Device, allow_many_files, choose_device, local_rank
 from rlhfuse.parallel.groups import connect, wait_for_workers
@@ -50,6 +52,7 @@ def dry_run(config: RunConfig, world_size: int | None) -> int:
     print("\n".join((start_line(inputs), prompts_line(inputs), *inputs.notes)))
     if idle := idle_settings(config):
         print(idle)
+    print(sharing_line(config), end="")
     print(make_plan(inputs.draft).report.render())
     return 0
 
@@ -62,13 +65,16 @@ def train(config: RunConfig, name: str) -> int:
             print(finished_line(config), flush=True)
         return 0
     inputs = check_inputs(config, int(os.environ.get("WORLD_SIZE", "1")))
-    device = choose_device(config.trainer.device, local_rank(), config.trainer.threads_per_rank)
+    trainer = config.trainer
+    device = choose_device(trainer.device, local_rank(), trainer.threads_per_rank, trainer.share_gpu)
     if not device.is_cuda:
         check_arithmetic(inputs.draft)
-    torch.manual_seed(config.trainer.seed)
+    torch.manual_seed(trainer.seed)
     allow_many_files()
-    backend = "cpu:gloo,cuda:nccl" if device.is_cuda else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=config.trainer.hang_seconds), **_place())
+    if device.backend == shared_gpu.SHARED_GPU:
+        shared_gpu.register()
+    timeout = datetime.timedelta(seconds=trainer.hang_seconds)
+    dist.init_process_group(device.process_group, timeout=timeout, **_place())
     world = dist.group.WORLD
     assert world is not None, "a process group has just been made"
     connect([world], device.torch_device)
@@ -117,14 +123,19 @@ def run_job(inputs: RunInputs, name: str, rank: int, device: Device) -> Path:
 def with_device(config: RunConfig) -> RunConfig:
     """With this machine's device for trainer.device=auto, and its GPU, where known, for trainer.hardware=auto.
 
-    Plan and run must be about the same device.
+    Plan and run must be about the same device. Ranks that share a GPU under tensor parallelism capture no graphs: what
+    they add up passes through the host.
     """
     trainer, gpu = config.trainer, torch.cuda.is_available()
     if trainer.device == "auto":
         trainer = trainer.with_(device="cuda" if gpu else "cpu")
     if trainer.hardware == "auto" and trainer.device == "cuda" and gpu:
         trainer = trainer.with_(hardware=GPU_NAMES.get(torch.cuda.get_device_name()) or "auto")
-    return config.with_(trainer=trainer)
+    config = config.with_(trainer=trainer)
+    check_config(config)
+    if trainer.share_gpu and ParallelLayout.parse(config.parallel.generation).tp > 1:
+        config = config.with_(rollout={"cuda_graphs": False})
+    return config
 
 
 def check_arithmetic(draft: PlanDraft) -> None:
@@ -163,6 +174,15 @@ def prompts_line(inputs: RunInputs) -> str:
     return "; ".join(shown)
 
 
+def sharing_line(config: RunConfig) -> str:
+    """What holds where ranks share a GPU, for people: a line, or nothing."""
+    if not config.trainer.share_gpu:
+        return ""
+    tp = ParallelLayout.parse(config.parallel.generation).tp
+    graphs = f"; rollout.cuda_graphs=false: t{tp} adds up over the host, which no graph holds" if tp > 1 else ""
+    return f"trainer.share_gpu: the ranks of a node take turns on one GPU, so no time or rate means anything{graphs}\n"
+
+
 def agree_on_plan(inputs: RunInputs, run_dir: Path, rank: int, device: Device) -> RunPlan:
     """The plan, the same on every rank; a collective. Rank 0 makes it, and writes and prints the run's beginning."""
     plan, text = None, None
@@ -175,6 +195,7 @@ def agree_on_plan(inputs: RunInputs, run_dir: Path, rank: int, device: Device) -
                 print(idle)
             print(f"run directory: {run_dir}")
             print(f"device: {device.torch_device} ({device.backend}), {prompts_line(inputs)}")
+            print(sharing_line(inputs.config), end="")
             print("".join(f"{note}\n" for note in inputs.notes), end="")
             print(f"{plan.report.render()}\n{plan.schedule.text()}", flush=True)
             text = plan.to_text()
