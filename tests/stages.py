@@ -113,9 +113,9 @@ class Built:
 def build(rank: int, maker, ranks: FusedRanks, model: str, folder: Path, activations, optimizer="sgd") -> Built:
     """The parts of `model` on this rank, loaded; a collective. Critics have a scalar head."""
     from rlhfuse.parallel.device import choose_device
-    from rlhfuse.parallel.groups import ModelGrid
+    from rlhfuse.parallel.groups import trained_grid
 
-    grid = ModelGrid(ranks.pipelines(model), ranks.shape.share(model).layout.chunks)
+    grid = trained_grid(ranks, model)
     groups = maker.for_model(model, grid, rank)
     config = OptimizerConfig(name=optimizer, lr=0.0, clip_grad=0.0)
     return load(rank, grid, groups, folder, model == "critic", activations, config, choose_device("cpu", 0, 1))

@@ -331,6 +331,11 @@ class ParallelConfig(Settings):
     critic_train: Layout = key(
         "d1t1p1", "layout of critic training; the same number of ranks; without effect where there is no critic"
     )
+    stage_layers: Literal["auto", "even"] = key(
+        "auto",
+        "layers of each stage of a training pipeline: auto: as the costs make the slowest stage fastest, embedding, "
+        "output layer and loss counted; even; a layout may also list them: actor_train=d1t1p4:9,9,8,6",
+    )
     sequence_parallel: Truth = key(
         False, "training cuts tokens, not only weights, over the tensor ranks; needs t2 or more"
     )

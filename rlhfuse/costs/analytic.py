@@ -12,6 +12,7 @@ from typing import Protocol
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
+from rlhfuse.costs.stage_cut import StageSeconds
 from rlhfuse.schedule.ir.problem import StageCosts
 
 BACKWARD_OVER_FORWARD = 2  # gradients of inputs and of weights are one forward's products each
@@ -157,17 +158,21 @@ class AnalyticCost:
 
     def stage_costs(self, tokens: float, sequences: float = 1, tick_seconds: float = 1e-6) -> StageCosts:
         """One micro-batch on every pipeline stage: whole ticks of `tick_seconds`, at least one, and bytes per rank."""
-        forward, backward, activation = [], [], []
-        for stage, layers in enumerate(self.layout.stage_layers(self.spec.layers)):
+        cut = tuple(map(len, self.layout.stage_layers(self.spec.layers)))
+        activation = []
+        for stage, layers in enumerate(cut):
             last = stage == self.layout.stages - 1
-            body = len(layers) * self.layer_seconds(tokens, sequences)
-            ticks = max(1, round((body + (self.head_seconds(tokens) if last else 0.0)) / tick_seconds))
-            forward.append(ticks)
-            again = max(1, round(body / tick_seconds)) if self.recompute else 0
-            backward.append(BACKWARD_OVER_FORWARD * ticks + again)
             logits = tokens * self.spec.vocab * 4 / self.layout.tp if last and not self.scalar_head else 0
-            activation.append(int(len(layers) * self.kept_layer_bytes(tokens) + logits))
-        return StageCosts(tuple(forward), tuple(backward), tuple(activation))
+            activation.append(int(layers * self.kept_layer_bytes(tokens) + logits))
+        forward, backward = self.stage_seconds(tokens, sequences).ticks(cut, tick_seconds)
+        return StageCosts(forward, backward, tuple(activation))
+
+    def stage_seconds(self, tokens: float, sequences: float = 1) -> StageSeconds:
+        """One micro-batch, of a layer and of the ends."""
+        layer, head = self.layer_seconds(tokens, sequences), self.head_seconds(tokens)
+        backward = BACKWARD_OVER_FORWARD * layer + (layer if self.recompute else 0.0)
+        inner = ((0.0, 0.0),) * (self.layout.stages - 1)
+        return StageSeconds((layer, backward), (*inner, (head, BACKWARD_OVER_FORWARD * head)))
 
     def kept_layer_bytes(self, tokens: float) -> float:
         """What one layer keeps from its forward to its backward on one rank: its input alone where it is run again."""
@@ -213,18 +218,19 @@ class AnalyticCost:
 
     def rank_parameters(self) -> int:
         """Parameters on the fullest rank; of an interleaved pipeline a rank holds several stages."""
-        spec, pp, last_stage = self.spec, self.layout.pp, self.layout.stages - 1
-        places = [0] * pp
+        spec, places = self.spec, [0] * self.layout.pp
         for stage, layers in enumerate(self.layout.stage_layers(spec.layers)):
-            count = len(layers) * spec.layer_parameters
-            first, last = stage == 0, stage == last_stage
-            count += spec.embedding_parameters if first else 0
-            if last:
-                count += spec.hidden
-                tied_here = spec.tied_embeddings and first
-                count += spec.hidden if self.scalar_head else (0 if tied_here else spec.embedding_parameters)
-            places[stage % pp] += count
+            places[stage % self.layout.pp] += len(layers) * spec.layer_parameters + self.end_parameters()[stage]
         return -(-max(places) // self.layout.tp)
+
+    def end_parameters(self) -> tuple[int, ...]:
+        """Parameters of each stage beside its layers: embedding; final norm and output layer, unless tied here."""
+        spec, ends = self.spec, [0] * self.layout.stages
+        ends[0] += spec.embedding_parameters
+        tied_here = spec.tied_embeddings and len(ends) == 1
+        ends[-1] += spec.hidden
+        ends[-1] += spec.hidden if self.scalar_head else (0 if tied_here else spec.embedding_parameters)
+        return tuple(ends)
 
     def weights_bytes(self) -> int:
         return self.rank_parameters() * self.element_bytes

@@ -19,6 +19,7 @@ from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost, CostModel, RewardCost
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.measured import MeasuredCost
+from rlhfuse.costs.stage_cut import StageSeconds
 from rlhfuse.schedule.ir.problem import StageCosts
 
 VERSION = 2
@@ -34,12 +35,11 @@ class TrainingGrids:
     ends_forward: Grid
     ends_backward: Grid
 
-    def stage_seconds(self, layers: int, last: bool, tokens: float) -> tuple[float, float]:
-        """Forward and backward of a stage of so many layers."""
-        forward, backward = layers * self.layer_forward(tokens), layers * self.layer_backward(tokens)
-        if last:
-            forward, backward = forward + self.ends_forward(tokens), backward + self.ends_backward(tokens)
-        return forward, backward
+    def stage_seconds(self, stages: int, tokens: float) -> StageSeconds:
+        """Of a pipeline of so many stages; both ends count for the last, whose output layer is most of them."""
+        layer = self.layer_forward(tokens), self.layer_backward(tokens)
+        ends = self.ends_forward(tokens), self.ends_backward(tokens)
+        return StageSeconds(layer, (*((0.0, 0.0),) * (stages - 1), ends))
 
 
 @dataclass(frozen=True)
@@ -86,18 +86,16 @@ class ProfiledCost(CostModel):
         self, role: str, analytic: AnalyticCost, tokens: float, sequences: float, tick_seconds: float
     ) -> StageCosts:
         """`analytic.stage_costs` with measured times. Raises InputError where the tensor degree is another one."""
-        known, tp = self.training.get(role), analytic.layout.tp
-        if known is None or known.tp != tp:
-            raise InputError(f"the profile has no training of {role} with tp({tp}); profile this config again")
-        stages = analytic.layout.stage_layers(analytic.spec.layers)
-        seconds = [
-            known.stage_seconds(len(layers), stage == len(stages) - 1, tokens) for stage, layers in enumerate(stages)
-        ]
-        return replace(
-            analytic.stage_costs(tokens, sequences, tick_seconds),
-            forward=tuple(max(1, round(forward / tick_seconds)) for forward, _ in seconds),
-            backward=tuple(max(1, round(backward / tick_seconds)) for _, backward in seconds),
-        )
+        cut = tuple(map(len, analytic.layout.stage_layers(analytic.spec.layers)))
+        forward, backward = self.stage_seconds(role, analytic.layout, tokens).ticks(cut, tick_seconds)
+        return replace(analytic.stage_costs(tokens, sequences, tick_seconds), forward=forward, backward=backward)
+
+    def stage_seconds(self, role: str, layout: ParallelLayout, tokens: float) -> StageSeconds:
+        """One micro-batch, of a layer and of the ends. Raises InputError where the tensor degree is another one."""
+        known = self.training.get(role)
+        if known is None or known.tp != layout.tp:
+            raise InputError(f"the profile has no training of {role} with tp({layout.tp}); profile this config again")
+        return known.stage_seconds(layout.stages, tokens)
 
     def check(self, made_for: Mapping[str, Any], where: str) -> None:
         """Raise InputError naming `where` and the first fact that differs from `made_for`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -264,5 +264,6 @@ def layout_moves(
                 held[shard.rank] += shard.bytes
             seconds += max(held.values()) / hardware.host_bandwidth
         traffic = Traffic.of(transfers, minimum_across(has, wants, node), node)
-        moves.append(LayoutMove(model, f"{model}_train {layout}", f"{target.name} {target.layout}", traffic, seconds))
+        source = f"{model}_train {replace(layout, cut=None)}"
+        moves.append(LayoutMove(model, source, f"{target.name} {target.layout}", traffic, seconds))
     return tuple(moves)

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.attention import varlen_attention
 from rlhfuse.models.heads import ScalarHead
 from rlhfuse.models.operations import Operations, operations_for
@@ -230,7 +230,7 @@ def build_model(
 
 def stage_layers(spec: ModelSpec, grid: ModelGrid) -> tuple[range, ...]:
     """Global layer numbers of each stage of `grid`, chunks included."""
-    return ParallelLayout(grid.dp, grid.tp, grid.pp, chunks=grid.chunks).stage_layers(spec.layers)
+    return grid.layout.stage_layers(spec.layers)
 
 
 def _stage_on(grid: ModelGrid, rank: int, stage: int | None) -> int:

@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from rlhfuse.config.settings import LONGEST_SECONDS
 from rlhfuse.config.spec import ParallelLayout
-from rlhfuse.schedule.ir.ranks import plain_cells
+from rlhfuse.schedule.ir.ranks import FusedRanks, plain_cells
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,12 @@ class ModelGrid:
     """`cells[pipeline][place]` = ranks of one tensor-parallel group, in tensor order; stage s is at place s % pp.
 
     Without `chunks` a place is a stage; with v of them a pipeline has pp * v stages, of which a rank holds v.
+    `cut`: layers of each stage, None where they are cut evenly.
     """
 
     cells: tuple[tuple[tuple[int, ...], ...], ...]
     chunks: int = 1
+    cut: tuple[int, ...] | None = None
 
     @property
     def tp(self) -> int:
@@ -45,6 +47,10 @@ class ModelGrid:
     @property
     def dp(self) -> int:
         return len(self.cells)
+
+    @property
+    def layout(self) -> ParallelLayout:
+        return ParallelLayout(self.dp, self.tp, self.pp, chunks=self.chunks, cut=self.cut)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -67,6 +73,12 @@ class ModelGrid:
 def plain_grid(layout: ParallelLayout) -> ModelGrid:
     """Megatron's order: tensor ranks are neighbours, then data, then pipeline."""
     return ModelGrid(plain_cells(layout))
+
+
+def trained_grid(ranks: FusedRanks, model: str) -> ModelGrid:
+    """The grid of a model that trains, on the ranks of its pipelines."""
+    layout = ranks.shape.share(model).layout
+    return ModelGrid(ranks.pipelines(model), layout.chunks, layout.cut)
 
 
 class GroupMaker:

@@ -27,6 +27,7 @@ from rlhfuse.decisions.layouts import (
     training_layouts,
 )
 from rlhfuse.planning.memory import SCORERS, TRAINED, MemoryBudget, memory_budget
+from rlhfuse.planning.stage_cuts import StageBalance, stage_balances, with_cuts
 from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, fused_problem
@@ -60,6 +61,7 @@ class PlanDraft:
     batch: BatchArithmetic
     ranks: FusedRanks
     hardware: HardwareSpec
+    stages: tuple[StageBalance, ...]
     costs: CostModel
     costs_name: str
     limits: InstanceLimits
@@ -92,11 +94,13 @@ def draft_plan(
         hardware = hardware_by_name(config.trainer.hardware, config.trainer.device)
     except InputError as error:
         raise InputError(f"trainer.hardware: {error}") from None
-    analytic = _task_costs(config, specs, tasks, hardware)
+    analytic, longest = _task_costs(config, specs, tasks, hardware), longest_microbatch_tokens(config, batch)
     if config.fusion.profile:
         costs, costs_name = load_run_costs(config, specs), f"costs of fusion.profile={config.fusion.profile}"
     else:
         costs, costs_name = _job_cost(analytic, world_size), "analytic costs"
+    tasks = with_cuts(config, tasks, analytic, costs, longest, batch.samples_per_microbatch)
+    analytic = _task_costs(config, specs, tasks, hardware)
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     samples = config.samples_per_iteration  # without lengths an upper bound
     planned = lengths.clip(prompt, response) if lengths else SampleLengths((prompt,) * samples, (response,) * samples)
@@ -119,6 +123,7 @@ def draft_plan(
         batch,
         rank_map(training_layouts(tasks)),
         hardware,
+        stage_balances(tasks, analytic, costs, longest, batch.samples_per_microbatch),
         costs,
         costs_name,
         limits,
@@ -127,6 +132,11 @@ def draft_plan(
         (Schedule(problem, given[0].orders), given[1]) if given else None,
         _threshold_file(config, batch),
     )
+
+
+def longest_microbatch_tokens(config: RunConfig, batch: BatchArithmetic) -> float:
+    """Tokens of a micro-batch of samples that are as long as they can become."""
+    return batch.samples_per_microbatch * (config.data.max_prompt_tokens + config.rollout.max_response_tokens)
 
 
 def read_specs(config: RunConfig) -> dict[Role, ModelSpec]:

@@ -92,6 +92,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
             *reasons.of_reward(config, draft.costs),
             reasons.of_memory(draft.memory, summary.peak_activation_bytes),
         ),
+        stages=draft.stages,
     )
 
 

@@ -17,6 +17,7 @@ from rlhfuse.decisions.layouts import BatchArithmetic, Task
 from rlhfuse.decisions.migration import SampleMoveCost
 from rlhfuse.decisions.weight_moves import LayoutMove
 from rlhfuse.planning.memory import DEVICE_PARTS, PhaseMemory, readable_bytes
+from rlhfuse.planning.stage_cuts import StageBalance
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.program import Programs
@@ -89,6 +90,7 @@ class PlanReport:
     files: tuple[tuple[str, str], ...]
     threshold_reasons: tuple[str, ...]
     reasons: tuple[str, ...]
+    stages: tuple[StageBalance, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return to_json(self, VERSION)
@@ -107,6 +109,7 @@ class PlanReport:
             ("memory per rank, at most: when all samples are as long as they can become", self._memory_lines()),
             ("weight moves per iteration, all ranks together", self._move_lines()),
             ("predicted seconds per iteration", self._seconds_lines()),
+            *((("layers of each training stage", tuple(map(str, self.stages))),) if self.stages else ()),
             ("training schedule of a mini-batch", self.schedule.lines()),
             ("R_t, the unfinished samples at which instances are freed to score", self.threshold_reasons),
             ("files", tuple(f"{path:28s} {what}" for path, what in self.files)),

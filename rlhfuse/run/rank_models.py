@@ -28,7 +28,7 @@ from rlhfuse.models.build import Activations, build_model, fill, stage_layers
 from rlhfuse.models.hf import load_weights
 from rlhfuse.models.stage import PipelineStage, TrainingStage
 from rlhfuse.parallel.device import Device
-from rlhfuse.parallel.groups import GroupMaker, ModelGrid, connect, plain_grid
+from rlhfuse.parallel.groups import GroupMaker, ModelGrid, connect, plain_grid, trained_grid
 from rlhfuse.parallel.offload import OffloadedWeights
 from rlhfuse.parallel.optimizer import ModelOptimizer
 from rlhfuse.planning.draft import kv_blocks
@@ -86,7 +86,7 @@ def build_models(config: RunConfig, folders: ModelFolders, ranks: FusedRanks, ra
         return build_model(specs[role], grid, groups, rank, scalar_head=head, dtype=dtype, device=device, **part)
 
     def trained(role: Role) -> TrainedModel:
-        grid = ModelGrid(ranks.pipelines(role), ranks.shape.share(role).layout.chunks)
+        grid = trained_grid(ranks, role)
         groups = maker.for_model(role, grid, rank)
         head = role.scalar_head
         chunks = {}

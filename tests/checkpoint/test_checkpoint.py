@@ -237,6 +237,10 @@ def test_another_layout_or_world_is_taken_and_told(copy):
     inputs = check_inputs(load_config(config, settings + [f"{k}={v}" for k, v in layouts.items()]), 2)
     line = start_line(inputs)
     assert "actor_train d1t1p2 -> d2t1p1, " in line and "not bit for bit" in line
+    cut = [*settings, "parallel.actor_train=d1t1p2:1,3"]  # of the same pipeline, where the saved run cut evenly
+    assert "actor_train d1t1p2 -> d1t1p2:1,3: equal to about 1e-5" in start_line(
+        check_inputs(load_config(config, cut), 2)
+    )
     facts = inputs.resume.manifest.facts
     assert replace(facts, world_size=4).layout_diff(facts) == "2 -> 4 ranks"
     assert facts.layout_diff(facts) == ""

@@ -153,6 +153,7 @@ def folders(tmp_path_factory):
     "saved, dtype, elsewhere",
     [
         (("d4t1p1", "d2t1p2"), "float32", ("d1t1p4", "d2t2p1")),
+        (("d2t1p2", "d2t1p2:1,3"), "float32", ("d2t1p2:3,1", "d2t1p2")),
         (("d1t2p2", "d2t1p2"), "bfloat16", ("d2t2p1", "d1t1p4")),
     ],
 )

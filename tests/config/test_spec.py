@@ -74,6 +74,30 @@ def test_stage_layers_cover_the_model_evenly(layers, pp):
     assert len(sizes) == pp and max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
 
 
+def test_a_cut_is_part_of_the_layout():
+    layout = ParallelLayout.parse("d1t2p4@0-7:9,9,8,6")
+    assert str(layout) == "d1t2p4@0-7:9,9,8,6" and layout.cut == (9, 9, 8, 6)
+    assert [len(stage) for stage in layout.stage_layers(32)] == [9, 9, 8, 6] and layout.stage_layers(32)[3][-1] == 31
+    assert layout.with_cut((8, 8, 8, 8)).cut is None and str(layout.with_cut((2, 2, 2, 1))) == "d1t2p4@0-7"
+    assert ParallelLayout.parse("d1t1p2v2:1,2,1,1").stage_layers(5)[1] == range(1, 3)
+    assert str(layout.halved()) == "d2t2p2@0-7"
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("d1t1p4:9,9", r"layers of 2 stages, but it has 4; give one each"),
+        ("d1t1p2v2:9,9", r"layers of 2 stages, but it has 4; give one each"),
+        ("d1t1p2:5,0", r"a stage without layers"),
+        ("d1t1p2:", r"is not of the form d1t2p4, .* or d1t2p4:9,9,8,6"),
+        ("d1t1p2:3,1", r"actor_train=d1t1p2:3,1: 4 layers in all stages != layers\(5\)"),
+    ],
+)
+def test_a_cut_that_does_not_fit_is_refused(tmp_path, text, message):
+    with pytest.raises(InputError, match=message):
+        ParallelLayout.parse(text).check_model(spec_of(tmp_path), "actor_train")
+
+
 def test_model_spec_counts_the_parameters_of_stories260k(tmp_path):
     """260,032 is what the published checkpoint holds."""
     spec = spec_of(tmp_path)

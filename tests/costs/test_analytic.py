@@ -73,7 +73,7 @@ def test_stage_costs_split_the_forward():
     made = cost("d1t8p4").stage_costs(2048, 4)
     whole = cost("d1t8p1").forward_seconds(2048, 4)
     assert sum(made.forward) == pytest.approx(whole * 1e6, abs=4)
-    assert made.backward == tuple(2 * ticks for ticks in made.forward)
+    assert made.backward == pytest.approx([2 * ticks for ticks in made.forward], abs=1)
     assert made.forward[0] == made.forward[1] < made.forward[3]
     scalar = cost("d1t8p4", scalar=True).stage_costs(2048, 4)
     assert scalar.forward[3] == scalar.forward[0] and scalar.activation[3] == scalar.activation[0]
@@ -123,7 +123,8 @@ def test_recomputation_and_sequence_parallelism_keep_less_and_the_backward_pays_
     assert made().passing_bytes(1000) == 8 * hidden + cut / 8 + 2 * logits
     plain, again = made().stage_costs(1000), both.stage_costs(1000)
     assert again.forward == plain.forward and again.activation[0] == 10 * hidden / 8
-    assert plain.backward[0] == 2 * plain.forward[0] and again.backward[0] == 3 * plain.forward[0]
+    assert plain.backward[0] == pytest.approx(2 * plain.forward[0], abs=1)
+    assert again.backward[0] == pytest.approx(3 * plain.forward[0], abs=1.5)
     assert 2 * plain.forward[-1] < again.backward[-1] < 3 * plain.forward[-1]  # the output layer does not run again
 
 

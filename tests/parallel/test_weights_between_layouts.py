@@ -89,6 +89,8 @@ def there_and_back(rank: int, role: str, folder, layout: str, generation: str, s
     [
         ("actor", "d2t1p2", "d2t2p1", False),
         ("actor", "d1t1p4", "d4t1p1", False),
+        ("actor", "d1t1p4:1,1,1,2", "d2t2p1", False),
+        ("tied", "d2t1p2v2:1,1,2,1", "d2t2p1", False),
         pytest.param("tied", "d1t1p4", "d2t2p1", False, marks=pytest.mark.slow),
         ("tied", "d1t2p2v2", "d4t1p1", True),
         ("actor", "d2t1p2v2", "d2t2p1", False),

@@ -48,6 +48,14 @@ def test_tied_embeddings_and_stages_of_unequal_depth(workers, models, references
     references.check(run_case(workers, pair(models, actor, critic, a="tied", c="five")))
 
 
+@pytest.mark.parametrize("actor,critic", [("d1t1p4:1,1,2,1", "d2t1p2:4,1"), ("d2t1p2v2:1,2,1,1", "d1t2p2:1,4")])
+def test_any_cut_of_the_layers_trains_as_whole_models(workers, models, references, actor, critic):
+    case = pair(models, actor, critic, a="tied", c="five", recipe=ADAM)
+    fused, serial = (run_case(workers, case.but(schedule=name)) for name in ("fused", "serial"))
+    assert fused.digests == serial.digests
+    references.check(fused)
+
+
 @pytest.mark.parametrize(
     "actor,critic", [("d2t2p1", "d1t2p2"), pytest.param("d1t2p2", "d1t2p2", marks=pytest.mark.slow)]
 )

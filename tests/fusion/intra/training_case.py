@@ -202,7 +202,7 @@ def build_models(rank: int, case: Case, device: Any) -> tuple[dict[str, Any], An
     from rlhfuse.fusion.intra.p2p import Channels
     from rlhfuse.fusion.intra.training_step import TrainedModel
     from rlhfuse.models.build import Activations
-    from rlhfuse.parallel.groups import GroupMaker, ModelGrid, connect
+    from rlhfuse.parallel.groups import GroupMaker, connect, trained_grid
     from rlhfuse.run.rank_models import neighbour_pairs
 
     maker, models, pairs, recipe = GroupMaker(600), {}, [], case.recipe
@@ -217,7 +217,7 @@ def build_models(rank: int, case: Case, device: Any) -> tuple[dict[str, Any], An
     )
     activations = Activations(case.sequence_parallel, case.recompute)
     for name, folder in case.folders.items():
-        grid = ModelGrid(case.ranks.pipelines(name), case.parsed[name].chunks)
+        grid = trained_grid(case.ranks, name)
         groups = maker.for_model(name, grid, rank)
         built = load(rank, grid, groups, folder, scalar_head(name), activations, config, device)
         models[name] = TrainedModel(

@@ -1,0 +1,69 @@
+"""Whole layers per pipeline stage: the cut whose slowest rank is fastest.
+
+All layers of a model weigh the same; embedding, output layer and loss come on top of the first and the last stage. So
+layers are dealt one by one to the least loaded rank, which is exact and needs no search and no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+EXACT_SECONDS = 1e-9  # seconds are compared in whole numbers of these: ties are ties on every rank
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds (forward, backward) of one micro-batch: of a layer, and of what each stage has beside its layers."""
+
+    layer: tuple[float, float]
+    ends: tuple[tuple[float, float], ...]  # by stage
+
+    def of(self, cut: Sequence[int]) -> tuple[tuple[float, float], ...]:
+        """Of each stage, where they have so many layers."""
+        forward, backward = self.layer
+        return tuple((count * forward + end[0], count * backward + end[1]) for count, end in zip(cut, self.ends))
+
+    def ticks(self, cut: Sequence[int], tick_seconds: float) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Forward and backward of each stage in whole ticks, at least one."""
+        rounded = [[max(1, round(seconds / tick_seconds)) for seconds in stage] for stage in self.of(cut)]
+        return tuple(stage[0] for stage in rounded), tuple(stage[1] for stage in rounded)
+
+    def of_ranks(self, cut: Sequence[int], places: int) -> tuple[float, ...]:
+        """Forward and backward together of all that each rank of a pipeline has: stages place, place + places, ..."""
+        stages = [sum(stage) for stage in self.of(cut)]
+        return tuple(sum(stages[place::places]) for place in range(places))
+
+
+def fastest_cut(
+    layers: int, places: int, seconds: StageSeconds, layer_parameters: int, end_parameters: Sequence[int]
+) -> tuple[int, ...]:
+    """Layers of each stage, one at least, of a pipeline over `places` ranks; `end_parameters`: by stage.
+
+    No cut has a faster slowest rank; of those that tie none has a leaner fullest rank, and the rest is shared evenly.
+    The stages of one rank share its layers so that the slowest of them is fastest.
+    """
+    stages = len(seconds.ends)
+    chunks = stages // places
+    layer_ticks, *end_ticks = (round(sum(part) / EXACT_SECONDS) for part in (seconds.layer, *seconds.ends))
+    least, most = [chunks] * places, [layers] * places
+    for unit, ends in ((layer_ticks, end_ticks), (layer_parameters, end_parameters)):
+        fixed = [sum(ends[place::places]) for place in range(places)]
+        dealt = _deal(layers, unit, fixed, least, most)
+        largest = max(count * unit + end for count, end in zip(dealt, fixed))
+        most = [min(limit, (largest - end) // unit) if unit else limit for limit, end in zip(most, fixed)]
+    cut = [0] * stages
+    for place, count in enumerate(_deal(layers, 1, [0] * places, least, most)):
+        cut[place::places] = _deal(count, layer_ticks, end_ticks[place::places], [1] * chunks, [count] * chunks)
+    return tuple(cut)
+
+
+def _deal(layers: int, unit: int, fixed: Sequence[int], least: Sequence[int], most: Sequence[int]) -> list[int]:
+    """`least` layers to each, the others to whoever is then least loaded, up to `most`; ties to the first with the
+    fewest layers."""
+    counts = list(least)
+    for _ in range(layers - sum(least)):
+        free = [place for place, count in enumerate(counts) if count < most[place]]
+        chosen = min(free, key=lambda place: ((counts[place] + 1) * unit + fixed[place], counts[place], place))
+        counts[chosen] += 1
+    return counts

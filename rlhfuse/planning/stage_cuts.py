@@ -1,0 +1,83 @@
+"""How the models that train are cut into pipeline stages: as the layout says, evenly, or as the cost model finds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.costs.analytic import AnalyticCost, CostModel
+from rlhfuse.costs.profiled import ProfiledCost
+from rlhfuse.costs.stage_cut import StageSeconds, fastest_cut
+from rlhfuse.decisions.layouts import Task
+
+
+@dataclass(frozen=True)
+class StageBalance:
+    """A model's layers on each stage, and forward and backward of a micro-batch of the longest samples on its ranks:
+    of the slowest, and the mean."""
+
+    model: str
+    layers: tuple[int, ...]
+    slowest_seconds: float
+    mean_seconds: float
+
+    def __str__(self) -> str:
+        gap = f"slowest stage {self.slowest_seconds / self.mean_seconds - 1:.1%} above the mean"
+        seconds = f"{self.slowest_seconds:.3g} s of {self.mean_seconds:.3g} s"
+        return f"{self.model:10s} {', '.join(map(str, self.layers))}: {gap} ({seconds} a micro-batch)"
+
+
+def stage_balances(
+    tasks: tuple[Task, ...], analytic: Mapping[str, AnalyticCost], costs: CostModel, tokens: float, sequences: float
+) -> tuple[StageBalance, ...]:
+    """Of each model that trains in a pipeline; micro-batches as in `with_cuts`."""
+    found = []
+    for task in tasks:
+        if task.training and task.layout.stages > 1:
+            cost = analytic[task.name]
+            cut = tuple(map(len, cost.layout.stage_layers(cost.spec.layers)))
+            ranks = stage_seconds(task, cost, costs, tokens, sequences).of_ranks(cut, cost.layout.pp)
+            found.append(StageBalance(task.role, cut, max(ranks), sum(ranks) / len(ranks)))
+    return tuple(found)
+
+
+def with_cuts(
+    config: RunConfig,
+    tasks: tuple[Task, ...],
+    analytic: Mapping[str, AnalyticCost],
+    costs: CostModel,
+    tokens: float,
+    sequences: float,
+) -> tuple[Task, ...]:
+    """`tasks` with the layers of each stage, the same on every rank.
+
+    Micro-batches have `tokens` tokens of `sequences` samples: the longest, which need no known lengths.
+    """
+    cut = []
+    for task in tasks:
+        cost = analytic[task.name]
+        if task.training and task.layout.cut is None and config.parallel.stage_layers == "auto":
+            layout = _fastest(cost, stage_seconds(task, cost, costs, tokens, sequences))
+        else:
+            layout = task.layout.with_cut(task.layout.cut) if task.layout.cut else task.layout
+        cut.append(replace(task, layout=layout))
+    return tuple(cut)
+
+
+def stage_seconds(task: Task, cost: AnalyticCost, costs: CostModel, tokens: float, sequences: float) -> StageSeconds:
+    """Of one micro-batch: measured where `costs` is a profile, else analytic."""
+    if isinstance(costs, ProfiledCost):
+        return costs.stage_seconds(task.role, cost.layout, tokens)
+    return cost.stage_seconds(tokens, sequences)
+
+
+def _fastest(cost: AnalyticCost, seconds: StageSeconds) -> ParallelLayout:
+    """On CPU the even cut unless another is faster: bytes are the machine's, whichever rank has them."""
+    layout, spec = cost.layout, cost.spec
+    found = fastest_cut(spec.layers, layout.pp, seconds, spec.layer_parameters, cost.end_parameters())
+    if cost.hardware.name == "cpu":
+        even, best = (max(seconds.of_ranks(cut, layout.pp)) for cut in (layout.even_cut(spec.layers), found))
+        return layout if even <= best * (1 + 1e-6) else layout.with_cut(found)
+    return layout.with_cut(found)
