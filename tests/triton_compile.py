@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class Launch:
     registers: int  # of a thread
     stack: int  # bytes of a thread in device memory, where spilled registers go
     shared: int  # bytes of a block of threads
+    ptx: str = field(repr=False, compare=False)
 
 
 def compiled_launches(file: str, function: str, arch: int = 90) -> list[Launch]:
@@ -90,7 +91,9 @@ def _compile(file: str, function: str, arch: int) -> list[Launch]:
         metadata = compiled.metadata
         size = grid(dict(zip(kernel.arg_names, args), **options)) if callable(grid) else tuple(grid)
         usage = usages[compiled.hash]
-        launches.append(Launch(metadata.name, arch, size, metadata.num_warps, *usage, metadata.shared))
+        launches.append(
+            Launch(metadata.name, arch, size, metadata.num_warps, *usage, metadata.shared, compiled.asm["ptx"])
+        )
         return compiled
 
     JITFunction.run = record
