@@ -41,7 +41,7 @@ RESTRICTED = {
     "flash_attn": ("rlhfuse/models/attention.py",),
     "flashinfer": ("rlhfuse/models/gpu/flashinfer_attention.py",),
     "transformer_engine": ("rlhfuse/models/transformer_engine.py",),
-    "triton": ("rlhfuse/models/gpu/", "rlhfuse/gen/gpu/", "tools/gpu_checks/"),
+    "triton": ("rlhfuse/models/gpu/", "rlhfuse/gen/gpu/", "rlhfuse/rehearsal/launches.py", "tools/gpu_checks/"),
     "wandb": ("rlhfuse/monitor/loggers.py",),
     "megatron": ("rlhfuse/parallel/", "rlhfuse/models/"),
 }

@@ -245,17 +245,26 @@ class LayoutMove:
     seconds: float
 
 
+def shards_of_move(
+    tasks: tuple[Task, ...], specs: Mapping[Role, ModelSpec], element_bytes: int, model: Role
+) -> tuple[list[Shard], list[Shard]]:
+    """What all ranks hold of a model that trains, and what its inference or generation wants, rank by rank."""
+    layouts = {task.name: task.layout for task in tasks}
+    training, target = layouts[f"{model}_train"], layouts[DESTINATIONS[model]]
+    cells = rank_map(training_layouts(tasks)).pipelines(model)
+    has = model_shards(specs[model], training, cells, element_bytes, model.scalar_head)
+    return has, model_shards(specs[model], target, plain_cells(target), element_bytes, model.scalar_head)
+
+
 def layout_moves(
     tasks: tuple[Task, ...], specs: Mapping[Role, ModelSpec], element_bytes: int, hardware: HardwareSpec
 ) -> tuple[LayoutMove, ...]:
     """The moves of the models that train, with `hardware.devices_per_node` ranks on a node."""
-    rows = {task.name: task for task in tasks}
-    ranks, node = rank_map(training_layouts(tasks)), hardware.devices_per_node
+    rows, node = {task.name: task for task in tasks}, hardware.devices_per_node
     moves = []
     for model, layout in ((task.role, task.layout) for task in tasks if task.training):
-        target, head, spec = rows[DESTINATIONS[model]], model.scalar_head, specs[model]
-        has = model_shards(spec, layout, ranks.pipelines(model), element_bytes, head)
-        wants = model_shards(spec, target.layout, plain_cells(target.layout), element_bytes, head)
+        target = rows[DESTINATIONS[model]]
+        has, wants = shards_of_move(tasks, specs, element_bytes, model)
         transfers = plan_moves(has, wants, node)
         seconds = move_seconds(transfers, hardware, node)
         if target.name != "generation":

@@ -9,7 +9,7 @@ on CPU, NCCL on CUDA.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from rlhfuse.parallel.collectives import all_gather_objects
 from rlhfuse.parallel.device import Device, ranks_per_node
 
 BUCKET_BYTES = 64 << 20
+Shards = list[list[Shard]]  # one rank's: what it has of a model, and what it wants
 
 
 class _GlooTransport(GlooCopyService):
@@ -65,11 +66,17 @@ class LocatedShard(NamedTuple):
 class Resharder:
     """Moves a model's weights between two built modules. Every rank of both layouts must call `reshard`."""
 
-    def __init__(self, device: Device, devices_per_node: int | None = None, bucket_bytes: int = BUCKET_BYTES) -> None:
-        """`devices_per_node`: where a node ends; by default as the launcher says."""
+    def __init__(
+        self,
+        device: Device,
+        devices_per_node: int | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        gather: Callable[[Shards], list[Shards]] = all_gather_objects,
+    ) -> None:
+        """`devices_per_node`: where a node ends; by default as the launcher says. `gather`: every rank's shards."""
         self._service = _NcclTransport() if device.is_cuda else _GlooTransport()
         self._devices_per_node = devices_per_node or ranks_per_node(dist.get_world_size())
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes, self._gather = bucket_bytes, gather
         # of each destination, the transfers that this rank takes part in, by bucket
         self._plans: weakref.WeakKeyDictionary[torch.nn.Module, list[list[Transfer]]] = weakref.WeakKeyDictionary()
 
@@ -88,7 +95,7 @@ class Resharder:
 
     def _plan(self, sources: Mapping[str, LocatedShard], targets: Mapping[str, LocatedShard]) -> list[list[Transfer]]:
         rank, mine = dist.get_rank(), [[located.shard for located in side.values()] for side in (sources, targets)]
-        has, wants = ([shard for part in side for shard in part] for side in zip(*all_gather_objects(mine)))
+        has, wants = ([shard for part in side for shard in part] for side in zip(*self._gather(mine)))
         buckets = in_buckets(plan_moves(has, wants, self._devices_per_node), self._bucket_bytes)
         return [[transfer for transfer in bucket if rank in (transfer.source, transfer.target)] for bucket in buckets]
 

@@ -39,7 +39,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class ModelFolders:
-    """Local Hugging Face folder and shape of each role of the run."""
+    """Local Hugging Face folder and shape of each role of the run; the weights of one without a folder stay unset."""
 
     paths: dict[Role, Path]
     specs: dict[Role, ModelSpec]
@@ -92,7 +92,7 @@ def build_models(config: RunConfig, folders: ModelFolders, ranks: FusedRanks, ra
         chunks = {}
         for stage in grid.stages_of(rank):
             chunks[stage] = build(role, grid, groups, stage=stage, activations=activations)
-            load_part(chunks[stage], paths[role], specs[role], grid, rank, head, stage, role.fresh_head)
+            load_part(chunks[stage], paths.get(role), specs[role], grid, rank, head, stage, role.fresh_head)
         optimizer = ModelOptimizer(chunks, getattr(config, role).optim, groups, device)
         stages = {}
         for stage, module in optimizer.modules.items():
@@ -105,7 +105,7 @@ def build_models(config: RunConfig, folders: ModelFolders, ranks: FusedRanks, ra
         groups = maker.for_model(task, grid, rank)
         model = build(role, grid, groups).requires_grad_(False)
         if load:
-            load_part(model, paths[role], specs[role], grid, rank, role.scalar_head)
+            load_part(model, paths.get(role), specs[role], grid, rank, role.scalar_head)
         return model, groups.tp, grid
 
     def frozen(role: Role) -> FrozenModel:
@@ -177,7 +177,7 @@ def whole_copy(config: RunConfig, folders: ModelFolders, role: Role, rank: int, 
 
 def load_part(
     model: torch.nn.Module,
-    path: Path,
+    path: Path | None,
     spec: ModelSpec,
     grid: ModelGrid,
     rank: int,
@@ -185,7 +185,9 @@ def load_part(
     stage: int | None = None,
     fresh_head: bool = False,
 ) -> None:
-    """Fill this rank's part, or its `stage`, from a Hugging Face folder; `fresh_head`: zero where there is no head."""
+    """Fill this rank's part, or its `stage`, from a Hugging Face folder, if any; `fresh_head`: zero without a head."""
+    if path is None:
+        return
     _, lowest, tp_rank = grid.position(rank)
     stage = lowest if stage is None else stage
     weights = load_weights(

@@ -1,0 +1,171 @@
+"""One rank of a run, phase by phase: the run's own trainer, whose weights, prompts and samples are made up.
+
+The samples are as long as they can become. Of generation the first steps at that length run, of inference two packs,
+of training two mini-batches: what follows in a real iteration does the same again.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from rlhfuse.checkpoint.compatibility import RunCompatibility
+from rlhfuse.config.role import Role
+from rlhfuse.data.prompts import Prompt, PromptSet
+from rlhfuse.decisions.weight_moves import shards_of_move
+from rlhfuse.gen.core.sequence import SamplingParams
+from rlhfuse.parallel.device import Device
+from rlhfuse.parallel.optimizer_state import export_state, import_state
+from rlhfuse.parallel.reshard import Resharder, Shards
+from rlhfuse.planning.draft import PlanDraft, element_bytes
+from rlhfuse.planning.run_plan import RunPlan
+from rlhfuse.ppo.rollout import Rollout, RolloutBatch
+from rlhfuse.rehearsal.device import install
+from rlhfuse.rehearsal.memory import Meter
+from rlhfuse.rehearsal.phases import PhaseLog, RankRehearsal
+from rlhfuse.rehearsal.stages import PHASES
+from rlhfuse.rehearsal.tensors import CUDA, FakeCuda
+from rlhfuse.run.preflight import RunInputs
+from rlhfuse.run.rank_models import ModelFolders, sampling_params
+from rlhfuse.run.run_directory import RunDirectory
+from rlhfuse.run.trainer import Trainer
+
+ITERATIONS = 2  # the first has no moments, and keeps nothing of one before it
+PACKS = MINIBATCHES = 2
+RESPONSE_STEPS = 3  # decoded of each sample, the last of its tokens
+DIFFERENT_TOKENS = 8
+
+
+class Rehearsal:
+    """Runs phases on `rank`. The process is given to it: torch is patched and has one rank's process groups."""
+
+    def __init__(self, draft: PlanDraft, plan: RunPlan, rank: int, progress: Callable[[str], None]) -> None:
+        self._draft, self._plan, self._config = draft, plan, draft.config
+        self._rank = rank
+        self._mode = FakeCuda(Meter())
+        self._phases = PhaseLog(self._mode, progress)
+        install(self._mode)
+        node = min(draft.world_size, draft.hardware.devices_per_node)
+        os.environ |= {"LOCAL_WORLD_SIZE": str(node), "LOCAL_RANK": str(rank % node)}
+        self._device = Device(CUDA, "nccl")
+
+    def run(self, wanted: Sequence[str] = PHASES) -> RankRehearsal:
+        """Build, then ITERATIONS of the wanted phases, as far as they can be left out."""
+        world = self._draft.world_size
+        dist.init_process_group("fake", rank=self._rank, world_size=world, store=FakeStore())
+        with tempfile.TemporaryDirectory() as folder, self._mode:
+            self._phases.switch("start")
+            trainer = self._build(Path(folder))
+            gc.collect()
+            meter: Any = self._phases
+            trainer.memory = meter  # the trainer says itself where a phase begins
+            for iteration in range(ITERATIONS):
+                self._phases.iteration = iteration
+                if {"moves", "generation"} & set(wanted):
+                    trainer._reshard()
+                    self._generate(trainer)
+                if "inference" in wanted:
+                    self._phases.switch("inference")
+                    self._score(trainer)
+                if "training" in wanted:
+                    self._train(trainer)
+                if "checkpoint" in wanted:
+                    self._phases.switch("checkpoint")
+                    self._save_and_load(trainer)
+            self._phases.switch(None)
+        return self._phases.outcome(self._rank)
+
+    # the phases -----------------------------------------------------------------------------------------------
+
+    def _build(self, folder: Path) -> Trainer:
+        """The run's own trainer."""
+        draft, config = self._draft, self._config
+        facts = RunCompatibility.of(config, draft.specs, draft.tasks, draft.world_size, {}, {})
+        prompt = Prompt(self._tokens(0, config.data.max_prompt_tokens), {})
+        words = SimpleNamespace(decode=lambda tokens, **_: "")
+        folders = ModelFolders({}, dict(draft.specs))  # without paths: weights stay unset
+        inputs = RunInputs(draft, (), folders, words, PromptSet((prompt,)), PromptSet(()), facts, None)
+        watchdog: Any = SimpleNamespace(progress=lambda text: None)
+        store: Any = FakeStore()
+        trainer = Trainer(inputs, self._plan, self._rank, self._device, store, watchdog, RunDirectory(folder))
+        trainer.resharder = Resharder(
+            self._device, bucket_bytes=config.fusion.bucket_mib << 20, gather=self._everyones_shards
+        )
+        return trainer
+
+    def _everyones_shards(self, mine: Shards) -> list[Shards]:
+        """What all ranks would say of their shards, from the layouts; this rank's must be what it says itself."""
+        draft = self._draft
+        for model in (task.role for task in draft.tasks if task.training):
+            sides = shards_of_move(draft.tasks, draft.specs, element_bytes(self._config), model)
+            rows: list[Shards] = [[[], []] for _ in range(draft.world_size)]
+            for side, shards in enumerate(sides):
+                for shard in shards:
+                    rows[shard.rank][side].append(shard)
+            if [sorted(side) for side in rows[self._rank]] == [sorted(side) for side in mine]:
+                return rows
+        raise RuntimeError(f"rank {self._rank} holds other shards than its layouts say")
+
+    def _generate(self, trainer: Trainer) -> None:
+        """All samples of the instance but for their last tokens, decoded to the end; then the engine's memory goes."""
+        engine, params = trainer.engine, self._sampling()
+        length = self._longest - RESPONSE_STEPS
+        different = max(1, 2 * self._config.rollout.max_batched_tokens // length)  # the others find their blocks
+        count = min(self._plan.report.batch.samples_per_instance, self._config.rollout.max_sequences_per_instance)
+        for sample in range(count):
+            engine.add(sample, self._tokens(sample % different, length), params)
+        while engine.has_unfinished():
+            engine.step()
+        engine.pause()
+        trainer._release_generation()
+
+    def _score(self, trainer: Trainer) -> None:
+        samples = max(1, self._draft.limits.score_tokens // self._longest)
+        for pack in range(PACKS):
+            trainer.scorer.score([self._rollout(pack * samples + number) for number in range(samples)])
+        trainer.scorer.release()
+
+    def _train(self, trainer: Trainer) -> None:
+        count = MINIBATCHES * self._plan.report.batch.samples_per_minibatch
+        batch = RolloutBatch.from_rollouts([self._rollout(number) for number in range(count)])
+        zeros = torch.zeros(batch.response_tokens)
+        algorithm = self._config.algorithm.model_copy(update={"minibatches": MINIBATCHES, "epochs": 1})
+        trainer._train(self._config.held_iterations, batch.with_fields(advantages=zeros, returns=zeros), algorithm)
+
+    def _save_and_load(self, trainer: Trainer) -> None:
+        """Each model's optimizer to host memory, and back; nothing is written."""
+        for model in trainer.models.trained.values():
+            copies = [fragment.to_host() for fragment in export_state(model.optimizer)]
+            del copies
+            import_state(model.optimizer, lambda _, __, place: torch.zeros(place.stop - place.start), lambda _: 1)
+
+    # made-up inputs -------------------------------------------------------------------------------------------
+
+    @property
+    def _longest(self) -> int:
+        return self._config.data.max_prompt_tokens + self._config.rollout.max_response_tokens
+
+    def _sampling(self) -> SamplingParams:
+        return replace(sampling_params(self._config), max_tokens=RESPONSE_STEPS, min_tokens=0, ignore_eos=True, stop=())
+
+    def _tokens(self, sample: int, count: int) -> tuple[int, ...]:
+        """Prompts that differ from their first block on."""
+        vocab = self._draft.specs[Role.ACTOR].vocab
+        cycle = [(sample * DIFFERENT_TOKENS + place) % vocab for place in range(DIFFERENT_TOKENS)]
+        return tuple((cycle * (count // DIFFERENT_TOKENS + 1))[:count])
+
+    def _rollout(self, sample: int) -> Rollout:
+        prompt, response = self._config.data.max_prompt_tokens, self._config.rollout.max_response_tokens
+        zeros = torch.zeros(response)
+        tokens = self._tokens(sample, prompt), self._tokens(sample, response)
+        return Rollout(sample, *tokens, zeros, "length", zeros, zeros, 0.5)

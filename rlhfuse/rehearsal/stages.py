@@ -1,0 +1,63 @@
+"""Which ranks stand for all, and their rehearsals, one process after another."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.config.settings import AUTO, RunConfig
+from rlhfuse.planning.draft import PlanDraft, draft_plan, read_specs
+from rlhfuse.planning.run_plan import RunPlan
+
+PHASES = ("moves", "generation", "inference", "training", "checkpoint")  # after the start
+
+
+def rehearsal_draft(config: RunConfig, world_size: int) -> PlanDraft:
+    """The draft of a run on GPUs, from the models' config.json alone. Raises InputError."""
+    if config.trainer.device == "cpu":
+        raise InputError("trainer.device=cpu: a run on CPUs needs no rehearsal; set trainer.device=cuda")
+    if config.data.max_prompt_tokens == AUTO:
+        raise InputError("data.max_prompt_tokens=auto is known from the prompts; give a number to rehearse with")
+    return draft_plan(config.with_(trainer=config.trainer.with_(device="cuda")), read_specs(config), world_size)
+
+
+def distinct_ranks(draft: PlanDraft) -> tuple[int, ...]:
+    """The first rank of each combination of stages of the models that train."""
+    ranks, models = draft.ranks, draft.ranks.shape.layouts
+    first: dict[tuple[int, ...], int] = {}
+    for rank in range(draft.world_size):
+        first.setdefault(tuple(ranks.locate(model, rank)[1] for model in models), rank)
+    return tuple(first.values())
+
+
+def rehearse(
+    config: Path,
+    overrides: Sequence[str],
+    plan: RunPlan,
+    rank: int,
+    phases: Sequence[str],
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """A RankRehearsal as a dict, from a process of its own. Raises CalledProcessError after that has said why."""
+    world_size = plan.report.world_size
+    job = dict(config=str(config), overrides=list(overrides), world_size=world_size, rank=rank, phases=list(phases))
+    with tempfile.TemporaryDirectory() as folder:
+        asked, out = Path(folder) / "job.json", Path(folder) / "out.json"
+        asked.write_text(json.dumps(job | {"plan": plan.to_text()}))
+        words = [sys.executable, "-m", "rlhfuse.rehearsal.process", str(asked), str(out)]
+        # kernels are to be launched, not interpreted
+        environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                progress(line.rstrip())
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, words)
+        return json.loads(out.read_text())

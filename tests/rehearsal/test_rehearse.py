@@ -1,0 +1,99 @@
+"""tools/rehearse.py: a slice of Llama-3-8B at its true widths, one rank of 16, all phases; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhfuse.config.load import load_config
+from rlhfuse.planning.planner import make_plan
+from rlhfuse.rehearsal.report import RankReport
+from rlhfuse.rehearsal.stages import PHASES, distinct_ranks, rehearsal_draft, rehearse
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the shim is compiled by g++")
+LLAMA_8B = dict(
+    model_type="llama",
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
+    max_position_embeddings=8192,
+    rope_theta=500000.0,
+    num_hidden_layers=8,
+)
+RUN = """
+actor: {{path: {folder}}}
+reward: {{path: {folder}}}
+data: {{train_files: [none.jsonl], max_prompt_tokens: 512}}
+rollout: {{prompts_per_iteration: 32, samples_per_prompt: 4, max_response_tokens: 1024}}
+algorithm: {{minibatches: 2}}
+fusion: {{actor_microbatches: 4, intra_stage: false}}
+parallel: {{actor_train: d2t2p4, critic_train: d2t2p4, generation: d8t2p1}}
+trainer: {{dtype: bfloat16, device: cuda, hardware: h100}}
+"""
+
+
+@pytest.fixture(scope="module")
+def run_yaml(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slice")
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    (folder / "run.yaml").write_text(RUN.format(folder=folder))
+    return folder / "run.yaml"
+
+
+@pytest.fixture(scope="module")
+def report(run_yaml):
+    """Rank 6: the actor's last stage and the critic's first."""
+    plan = make_plan(rehearsal_draft(load_config(run_yaml, []), 16))
+    found = rehearse(run_yaml, [], plan, 6, PHASES, print)
+    return RankReport(found, {phase.phase: phase.device for phase in plan.report.memory}, plan.report.memory_limit)
+
+
+@needs_compiler
+def test_every_phase_runs_twice_as_on_cuda(report):
+    names = [phase["phase"] for phase in report.found["phases"]]
+    assert names == ["start", *PHASES, *PHASES]
+    assert report.found["problems"] == {}
+    assert report.too_full == () and "rank 6 at its peak, training" in report.table()
+    assert "training" in report.text() and "over the limit" not in report.text()
+
+
+def test_one_rank_stands_for_each_combination_of_stages(run_yaml):
+    assert distinct_ranks(rehearsal_draft(load_config(run_yaml, []), 16)) == (0, 2, 4, 6)
+    layouts = ["parallel.critic_train=d4t2p2", "parallel.actor_train=d2t2p4"]
+    assert len(distinct_ranks(rehearsal_draft(load_config(run_yaml, layouts), 16))) == 4
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (["--world-size", "16", "--rank", "16"], "--rank 16 is none of 16 ranks"),
+        (["--world-size", "16", "trainer.device=cpu"], "set trainer.device=cuda"),
+        (["--world-size", "16", "data.max_prompt_tokens=auto"], "give a number to rehearse with"),
+        (["--world-size", "12"], "12"),
+    ],
+)
+@needs_compiler
+def test_bad_input_is_one_line(run_yaml, arguments, complaint):
+    done = call(run_yaml, *arguments)
+    assert done.returncode == 2 and complaint in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_without_a_compiler_one_line_says_so(run_yaml, tmp_path):
+    done = call(run_yaml, "--world-size", "16", PATH=str(tmp_path), NUMBA_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 2 and "needs g++" in done.stderr and done.stderr.count("\n") == 1
+
+
+def call(run_yaml: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(ROOT / "tools/rehearse.py"), "--config", str(run_yaml), *arguments]
+    return subprocess.run(
+        words, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    )
