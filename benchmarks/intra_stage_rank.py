@@ -25,7 +25,7 @@ from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.fusion.intra.executor import PipelineParts, PipelineWork, ProgramExecutor
 from rlhfuse.fusion.intra.p2p import Channels
 from rlhfuse.fusion.intra.step_report import StepReport
-from rlhfuse.models.heads import token_logprobs
+from rlhfuse.models.heads import LanguageOutput
 from rlhfuse.models.stage import LossFunction, PackedTokens, PipelineStage, TrainingStage
 from rlhfuse.parallel.device import choose_device
 from rlhfuse.parallel.groups import GroupMaker, ModelGrid
@@ -75,7 +75,7 @@ class TrainingRank:
     def load(self, microbatches: int, programs: Mapping[str, tuple[tuple[str, ...], ...]]) -> None:
         """Take a case: `programs[side][phase][rank]` is the text of what a rank runs, phases parted by a barrier."""
         batches = draw_batch(self.sizes, microbatches, self.seed)
-        actor_loss = policy_loss(self.sizes.vocab, self.parts["actor"].groups, batches)
+        actor_loss = policy_loss(self.sizes.vocab, batches)
         losses = {"actor": actor_loss, "critic": value_loss(batches)}
         self.work = {model: PipelineWork(batches, losses[model], lr=0.0) for model in MODELS}
         self.sides = {
@@ -183,13 +183,13 @@ def draw_batch(sizes: Sizes, microbatches: int, seed: int) -> tuple[PackedTokens
     return tuple(PackedTokens.pack(cut, torch.device("cpu")) for cut in rows)
 
 
-def policy_loss(vocab: int, groups: ProcessGroupCollection, batches: Sequence[PackedTokens]) -> LossFunction:
+def policy_loss(vocab: int, batches: Sequence[PackedTokens]) -> LossFunction:
     """Of the token that follows, over all tokens of the mini-batch: the arithmetic of a policy's loss."""
     total = sum(len(batch) for batch in batches)
 
-    def loss(logits_TV: Tensor, microbatch: int) -> Tensor:
+    def loss(output: LanguageOutput, microbatch: int) -> Tensor:
         targets = batches[microbatch].tokens.roll(-1)
-        return -token_logprobs(logits_TV, targets, vocab, 1.0, groups.tp)[0].sum() / total
+        return -output.logprobs(slice(None), targets, vocab, 1.0)[0].sum() / total
 
     return loss
 

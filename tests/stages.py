@@ -33,18 +33,17 @@ def random_rows(lengths, seed: int) -> list[list[list[int]]]:
     return [[torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in row] for row in lengths]
 
 
-def loss_of(batches, kept: dict[int, float], tp_group):
+def loss_of(batches, kept: dict[int, float]):
     """The loss function of a pipeline's last stage; `kept` receives its values."""
-    from rlhfuse.models.heads import token_logprobs
 
     def loss(out, microbatch: int):
         batch = batches[microbatch]
         total = 0.0
         for a, b in real_borders(batch):
-            if out.dim() == 1:
+            if torch.is_tensor(out):
                 total = total + (out[a:b] - batch.tokens[a:b] / VOCAB).square().sum()
             else:
-                logprobs, _ = token_logprobs(out[a : b - 1], batch.tokens[a + 1 : b], VOCAB, 1.0, tp_group)
+                logprobs, _ = out.logprobs(slice(a, b - 1), batch.tokens[a + 1 : b], VOCAB, 1.0)
                 total = total - logprobs.sum()
         value = total * (0.3 + microbatch)
         kept[microbatch] = float(value.detach())
@@ -186,7 +185,7 @@ def one_step(rank: int, maker, ranks: FusedRanks, models: Mapping[str, Built], r
         pipeline, _, _ = built.grid.position(rank)
         batches = packed_for(built, rows[model][pipeline])
         parts[name] = PipelineParts(built.stages, built.optimizer, torch.float32)
-        work[name] = PipelineWork(batches, loss_of(batches, kept, built.groups.tp), 0.0)
+        work[name] = PipelineWork(batches, loss_of(batches, kept), 0.0)
     ProgramExecutor(program, parts, channels, lambda _: None).run(work)
     return losses
 

@@ -37,7 +37,7 @@ from rlhfuse.base.errors import run_program
 from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.models.build import build_model, fill
-from rlhfuse.models.heads import token_logprobs
+from rlhfuse.models.heads import LanguageOutput
 from rlhfuse.models.hf import load_weights
 from rlhfuse.models.hf_names import expected_tensors
 from rlhfuse.models.stage import PackedTokens, PipelineStage, TrainingStage
@@ -121,8 +121,8 @@ def train_once(model: Path, where: Device, dtype: torch.dtype) -> dict[str, Any]
     targets = packed.tokens.roll(-1)[: sum(map(len, rows))]
     losses = []
 
-    def loss(logits: torch.Tensor, _: int) -> torch.Tensor:
-        logprobs = token_logprobs(logits[: len(targets)], targets, spec.vocab, 1.0, groups.tp)[0]
+    def loss(output: LanguageOutput, _: int) -> torch.Tensor:
+        logprobs = output.logprobs(slice(len(targets)), targets, spec.vocab, 1.0)[0]
         losses.append(-logprobs.mean())
         return losses[-1]
 

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.attention import varlen_attention
-from rlhfuse.models.heads import ScalarHead
+from rlhfuse.models.heads import ScalarHead, VocabularyHead
 from rlhfuse.models.operations import Operations, operations_for
 from rlhfuse.models.rotary import RotaryTables
 from rlhfuse.parallel.device import Device, fake_cuda
@@ -222,8 +222,10 @@ def build_model(
     _mark_tensor_parallel(model)
     for offset, decoder_layer in enumerate(model.decoder.layers):
         decoder_layer.layer_number = layers[stage][offset] + 1  # the resharder names layers by this
-    if scalar_head and stage == grid.stages - 1:
+    if stage == grid.stages - 1 and scalar_head:
         model.output_layer = ScalarHead(spec.hidden, dtype, device.torch_device, groups.tp if shards else None)
+    elif stage == grid.stages - 1:
+        model.output_layer = VocabularyHead(model.output_layer.weight, groups.tp, shards)
     model.to(device.torch_device)
     return model
 

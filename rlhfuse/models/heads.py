@@ -1,9 +1,11 @@
-"""The two outputs of a model: a scalar per token, or log-probabilities from vocabulary-parallel logits.
+"""The two outputs of a model: a scalar per token, or log-probabilities over a vocabulary cut over tensor ranks.
 
 Shapes: T packed tokens, V vocabulary rows of this tensor rank, R selected positions.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from rlhfuse.models.linear_logprobs import VocabularyShard, linear_logprobs
 from rlhfuse.models.operations import operations_for
 
 
@@ -39,8 +42,64 @@ class ScalarHead(torch.nn.Module):
         return self._linear(x_T1H.float(), self.weight.float()), None
 
 
+class VocabularyHead(torch.nn.Module):
+    """Megatron's output layer slot, which only lets the hidden state through: its product is `LanguageOutput`'s.
+
+    `weight` [V, H] is this tensor rank's part, None where it is the embedding's. Under sequence parallelism the rows
+    of the tensor ranks are gathered.
+    """
+
+    def __init__(self, weight: torch.nn.Parameter | None, tp_group: dist.ProcessGroup, gathers: bool) -> None:
+        super().__init__()
+        self.weight, self.tp_group, self.gathers = weight, tp_group, gathers
+
+    def forward(
+        self, x_T1H: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """[T, 1, H] -> ([T, 1, H], None); the signature is that of Megatron's output layer."""
+        if self.gathers:
+            x_T1H = gather_from_sequence_parallel_region(x_T1H, tensor_parallel_output_grad=True, group=self.tp_group)
+        return x_T1H, None
+
+
+@dataclass(frozen=True)
+class LanguageOutput:
+    """What a language model's last stage gives out: the final hidden state, to be multiplied where it is asked for."""
+
+    hidden_TH: Tensor
+    weight_VH: Tensor
+    head: VocabularyHead
+
+    def logprobs(
+        self, rows: Tensor | slice, targets_R: Tensor, vocab: int, temperature: float, entropy_graph: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability of each target at `rows` and the entropy there, [R] float32 each, after temperature.
+
+        Ids from `vocab` on are padding and take no part. The entropy is differentiable only with `entropy_graph`.
+        """
+        x_RH = self.hidden_TH[rows] if isinstance(rows, slice) else self.hidden_TH.index_select(0, rows)
+        group = self.head.tp_group
+        if not self.head.gathers:  # whose backward sums over tensor ranks
+            x_RH = copy_to_tensor_model_parallel_region(x_RH, group)
+        if by_tiles(x_RH.device):
+            shard = VocabularyShard.of(self.weight_VH, vocab, group)
+            return linear_logprobs(x_RH, self.weight_VH, targets_R, shard, temperature, entropy_graph)
+        logits_RV = operations_for(x_RH.device).linear(x_RH, self.weight_VH)
+        return token_logprobs(logits_RV, targets_R, vocab, temperature, group, entropy_graph)
+
+
+def by_tiles(device: torch.device) -> bool:
+    """Whether logits exist only as tiles; on CPU whole, by products whose bits are the engine's."""
+    return device.type != "cpu"
+
+
 def token_logprobs(
-    logits_RV: Tensor, targets_R: Tensor, vocab: int, temperature: float, tp_group: dist.ProcessGroup
+    logits_RV: Tensor,
+    targets_R: Tensor,
+    vocab: int,
+    temperature: float,
+    tp_group: dist.ProcessGroup,
+    entropy_graph: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and the entropy, [R] float32 each, after temperature; padding takes no part."""
     rank, size, part = dist.get_rank(tp_group), dist.get_world_size(tp_group), logits_RV.shape[1]
@@ -52,7 +111,8 @@ def token_logprobs(
     inside = (local >= 0) & (local < logits.shape[1])
     if size == 1:
         log_probs = torch.log_softmax(logits, dim=-1)
-        entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_graph):
+            entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
         return log_probs.gather(1, targets_R[:, None])[:, 0], entropy
     with torch.no_grad():
         largest = logits.max(dim=-1).values if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
@@ -61,8 +121,9 @@ def token_logprobs(
     log_total = total.log() + largest
     picked = logits.gather(1, local.clamp(0, max(logits.shape[1] - 1, 0))[:, None])[:, 0] * inside
     target_logits = reduce_from_tensor_model_parallel_region(picked, tp_group)
-    # The normaliser enters every rank's own terms, so its gradient is the sum over ranks.
-    shared = copy_to_tensor_model_parallel_region(log_total, tp_group)
-    centred = logits - shared[:, None]
-    entropy = -reduce_from_tensor_model_parallel_region((centred.exp() * centred).sum(dim=-1), tp_group)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_graph):
+        # The normaliser enters every rank's own terms, so its gradient is the sum over ranks.
+        shared = copy_to_tensor_model_parallel_region(log_total, tp_group)
+        centred = logits - shared[:, None]
+        entropy = -reduce_from_tensor_model_parallel_region((centred.exp() * centred).sum(dim=-1), tp_group)
     return target_logits - log_total, entropy

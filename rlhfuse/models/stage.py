@@ -1,7 +1,7 @@
 """One pipeline stage: packed tokens or a hidden state in, a hidden state or the model's output out.
 
     first stage:  tokens [T]          -> hidden [T, 1, H]
-    last stage:   hidden [T, 1, H]    -> logits [T, V of this tensor rank], or values [T] with a scalar head
+    last stage:   hidden [T, 1, H]    -> a LanguageOutput, or values [T] with a scalar head
 
 Under sequence parallelism each of tp tensor ranks holds T/tp rows of a hidden state; tokens and outputs stay whole.
 """
@@ -17,10 +17,11 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from rlhfuse.models.heads import LanguageOutput
 from rlhfuse.models.operations import operations_for
 from rlhfuse.parallel.device import current_device_is_cpu
 
-LossFunction = Callable[[Tensor, int], Tensor]  # (last stage's output, micro-batch) -> scalar loss
+LossFunction = Callable[[Any, int], Tensor]  # (last stage's output, micro-batch) -> scalar loss
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,13 @@ class PipelineStage:
         """To be open while this stage runs, forward or backward."""
         return current_device_is_cpu() if self._asks_for_cuda else contextlib.nullcontext()
 
-    def forward(self, batch: PackedTokens, hidden_T1H: Tensor | None) -> Tensor:
+    def forward(self, batch: PackedTokens, hidden_T1H: Tensor | None) -> Any:
         """Run this stage. `hidden_T1H` is the stage before's output, None on the first stage."""
         self._core.set_input_tensor(hidden_T1H)
         with self.running():
             return self.compute(batch)
 
-    def compute(self, batch: PackedTokens) -> Tensor:
+    def compute(self, batch: PackedTokens) -> Any:
         """The same with the input already set, as Megatron's own schedules do it."""
         packed = PackedSeqParams(
             qkv_format="thd",
@@ -93,8 +94,13 @@ class PipelineStage:
         out = self.model(input_ids=tokens, position_ids=None, attention_mask=None, packed_seq_params=packed)
         if not self.last:
             return out
-        out = out[0]  # Megatron returns [1, T, V]
-        return out[:, 0] if self.scalar_head else out
+        out = out[0]  # Megatron returns [1, T, 1 or H]
+        if self.scalar_head:
+            return out[:, 0]
+        core = self._core
+        tied = core.share_embeddings_and_output_weights
+        weight = core.shared_embedding_or_output_weight() if tied else core.output_layer.weight
+        return LanguageOutput(out, weight, core.output_layer)
 
 
 class TrainingStage:

@@ -51,7 +51,6 @@ def sample_and_score(
     from rlhfuse.config.spec import ParallelLayout
     from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
     from rlhfuse.models.build import build_model
-    from rlhfuse.models.heads import token_logprobs
     from rlhfuse.models.stage import PackedTokens, PipelineStage
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.parallel.groups import GroupMaker, plain_grid
@@ -73,14 +72,14 @@ def sample_and_score(
     for start in range(0, len(results), 5):
         pack = [[*r.prompt_tokens, *r.tokens] for r in results[start : start + 5]]
         batch = PackedTokens.pack(pack, device.torch_device)
-        logits = stage.forward(batch, None)
+        output = stage.forward(batch, None)
         wanted, targets, drawn, at = [], [], [], 0
         for result, text in zip(results[start:], pack):
             wanted += range(at + len(result.prompt_tokens) - 1, at + len(text) - 1)
             targets += result.tokens
             drawn += result.logprobs
             at += len(text)
-        trained, _ = token_logprobs(logits[wanted], torch.tensor(targets), spec.vocab, temperature, groups.tp)
+        trained, _ = output.logprobs(torch.tensor(wanted), torch.tensor(targets), spec.vocab, temperature)
         differences.append((trained.detach().double() - torch.tensor(drawn).double()).abs())
     maker.close()
     return torch.cat(differences)

@@ -72,6 +72,16 @@ def step(rank: int, role: str, folder, gradients, layout: str, sequence_parallel
     return {"losses": losses, "errors": errors, "gradients": found, "peak": peak}
 
 
+def step_by_tiles(*arguments) -> dict:
+    """The same with the loss of other devices than the CPU, which adds to the weight's gradient by itself."""
+    from unittest.mock import patch
+
+    from rlhfuse.models import heads
+
+    with patch.object(heads, "by_tiles", lambda device: True):
+        return step(*arguments)
+
+
 def check(results: list[dict], losses: dict[int, float]) -> None:
     for result in results:
         for name, error in result["errors"].items():
@@ -103,6 +113,19 @@ def check(results: list[dict], losses: dict[int, float]) -> None:
 def test_gradients_are_those_of_the_whole_model(workers, references, name, layout, sequence_parallel):
     role, folder, gradients, losses = references[name]
     check(workers.run(step, role, folder, gradients, layout, sequence_parallel, False), losses)
+
+
+@pytest.mark.parametrize(
+    "name, layout, sequence_parallel",
+    [
+        ("llama", "d1t4p1", False),
+        ("tied qwen2", "d1t2p2", True),
+        ("tied qwen2", "d2t2p1", False),  # one weight with two gradients: the embedding's, and the output's
+    ],
+)
+def test_gradients_with_the_loss_by_tiles(workers, references, name, layout, sequence_parallel):
+    role, folder, gradients, losses = references[name]
+    check(workers.run(step_by_tiles, role, folder, gradients, layout, sequence_parallel, False), losses)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,11 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from rlhfuse.models.heads import token_logprobs
 from rlhfuse.models.stage import PackedTokens, PipelineStage
 from rlhfuse.parallel.offload import OffloadedWeights
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
@@ -110,8 +109,8 @@ class Scorer:
         scores: Sequence[float | None] = [None] * len(ordered)
         if self.reference is not None:
             targets = batch.tokens[batch.response_index].to(self.device)
-            logits = self._outputs(self.reference, packed)[predictions]
-            logprobs, _ = token_logprobs(logits, targets, self.vocab, self.temperature, self.reference.tp_group)
+            output = self._outputs(self.reference, packed)
+            logprobs, _ = output.logprobs(predictions, targets, self.vocab, self.temperature)
             ref = logprobs.cpu().split(responses)
         if self.critic is not None:
             values = self._outputs(self.critic, packed)[predictions].float().cpu().split(responses)
@@ -121,7 +120,7 @@ class Scorer:
         scored = [r.with_scores(*given) for r, given in zip(ordered, zip(ref, values, scores))]
         return scored, PackWork(len(batch.tokens), len(ordered), time.perf_counter() - start - self._waited)
 
-    def _outputs(self, model: FrozenModel, packed: PackedTokens) -> torch.Tensor:
+    def _outputs(self, model: FrozenModel, packed: PackedTokens) -> Any:
         self._wait(model)
         return model.stage.forward(packed, None)
 

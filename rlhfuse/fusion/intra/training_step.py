@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.fusion.intra.executor import PipelineParts, PipelineWork, ProgramExecutor
 from rlhfuse.fusion.intra.p2p import Channels
 from rlhfuse.fusion.intra.step_report import StepReport
-from rlhfuse.models.heads import token_logprobs
+from rlhfuse.models.heads import LanguageOutput
 from rlhfuse.models.stage import LossFunction, PackedTokens, TrainingStage
 from rlhfuse.parallel.collectives import all_gather_objects
 from rlhfuse.parallel.groups import ModelGrid
@@ -184,7 +185,7 @@ class Losses:
     def of(self, model: TrainedModel, cuts: list[Microbatch], counts: bool) -> LossFunction:
         """The loss of a model's last stage, by micro-batch; `counts`: this tensor rank's statistics are kept."""
 
-        def loss(output: Tensor, microbatch: int) -> Tensor:
+        def loss(output: Any, microbatch: int) -> Tensor:
             compute = self._value_loss if model.scalar_head else self._policy_loss
             total, sums = compute(model, cuts[microbatch], output)
             if counts:
@@ -193,11 +194,11 @@ class Losses:
 
         return loss
 
-    def _policy_loss(self, model: TrainedModel, cut: Microbatch, logits_TV: Tensor) -> tuple[Tensor, Stats]:
+    def _policy_loss(self, model: TrainedModel, cut: Microbatch, output: LanguageOutput) -> tuple[Tensor, Stats]:
         algorithm, samples = self._algorithm, cut.samples
         assert samples.advantages is not None, "advantages come before training"
-        logprobs, entropy = token_logprobs(
-            logits_TV[cut.predictions], cut.targets, model.spec.vocab, self._temperature, model.tp_group
+        logprobs, entropy = output.logprobs(
+            cut.predictions, cut.targets, model.spec.vocab, self._temperature, algorithm.entropy_coef != 0
         )
         total, sums = policy_loss_sum(
             logprobs,

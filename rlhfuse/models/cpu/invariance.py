@@ -32,7 +32,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     if rows >= SAFE_ROWS:
         return F.linear(x, weight)
     padded = F.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, SAFE_ROWS - rows))
-    return F.linear(padded, weight)[:rows].reshape(*x.shape[:-1], -1)
+    return F.linear(padded, weight)[:rows].reshape(*x.shape[:-1], len(weight))
 
 
 def silu(x: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.gen.engine import Engine, SamplingParams
 from rlhfuse.models.build import WHOLE, Activations, build_model
-from rlhfuse.models.heads import token_logprobs
 from rlhfuse.models.stage import PackedTokens, PipelineStage
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.groups import GroupMaker, plain_grid
@@ -129,7 +128,7 @@ class ScoreWork:
     """One frozen model, its weights offloaded or in use."""
 
     def __init__(self, config: RunConfig, role: Role, spec: ModelSpec, builder: Builder, tp: int) -> None:
-        model, self._group = builder.build(f"{role}_inference", role, spec, tp)
+        model, _ = builder.build(f"{role}_inference", role, spec, tp)
         model.requires_grad_(False)
         self.offloaded = OffloadedWeights(model, builder.device)
         self._stage = PipelineStage(model, first=True, last=True, scalar_head=role.scalar_head)
@@ -143,7 +142,7 @@ class ScoreWork:
         start = time.perf_counter()
         out = self._stage.forward(packed, None)
         if not self._stage.scalar_head:
-            token_logprobs(out[:tokens], packed.tokens[:tokens], self._vocab, self._temperature, self._group)
+            out.logprobs(slice(tokens), packed.tokens[:tokens], self._vocab, self._temperature)
         self._device.synchronize()
         return time.perf_counter() - start
 
@@ -165,7 +164,7 @@ class TrainingWork:
     def __init__(self, config: RunConfig, role: Role, spec: ModelSpec, layers: int, builder: Builder, tp: int) -> None:
         activations = Activations(config.parallel.sequence_parallel, config.trainer.recompute == "full")
         spec = replace(spec, layers=layers)
-        model, self._group = builder.build(f"{role}_train", role, spec, tp, activations)
+        model, _ = builder.build(f"{role}_train", role, spec, tp, activations)
         self._stage = PipelineStage(model, first=True, last=True, scalar_head=role.scalar_head)
         self._vocab, self._temperature, self._device = spec.vocab, config.rollout.temperature, builder.device
 
@@ -179,7 +178,7 @@ class TrainingWork:
             loss = out[:tokens].float().square().mean()
         else:
             labels = packed.tokens[:tokens]
-            logprobs, _ = token_logprobs(out[:tokens], labels, self._vocab, self._temperature, self._group)
+            logprobs, _ = out.logprobs(slice(tokens), labels, self._vocab, self._temperature)
             loss = -logprobs.mean()
         self._device.synchronize()
         middle = time.perf_counter()

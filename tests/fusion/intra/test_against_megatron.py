@@ -37,7 +37,7 @@ def both_ways(rank: int, folders: dict, layout: str, lengths, sequence_parallel:
         built.optimizer.zero_grad()
         batches = packed_for(built, rows[role][built.grid.position(rank)[0]])
         (stage,) = built.stages.values()
-        loss = loss_of(batches, losses.setdefault(role, {}), built.groups.tp)
+        loss = loss_of(batches, losses.setdefault(role, {}))
         returned = megatron_1f1b(stage.stage, batches, loss, built.groups, choose_device("cpu", 0, 1))
         assert [float(value) for value in returned] == list(losses[role].values())
         built.optimizer.finish_gradients()
