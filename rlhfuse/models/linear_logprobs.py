@@ -65,10 +65,12 @@ def linear_logprobs(
     Differentiable once in x and the weight, of the entropy only with `entropy_graph`. The gradient of x is this
     rank's part of a sum over tensor ranks. A weight that has a `main_grad` gets its gradient there and no other.
     """
-    main = getattr(weight_VH, "main_grad", None) is not None and torch.is_grad_enabled()
-    weight = weight_VH.detach() if main else weight_VH
-    settings = _Settings(shard, temperature, entropy_graph, limits or TileLimits(), tile_functions(x_RH.device))
-    return _LinearLogprobs.apply(x_RH, weight, targets_R, settings, weight_VH if main else None)  # pyright: ignore[reportReturnType]
+    # Not an input of the function, or autograd would tell Megatron's hooks of a gradient that is not there.
+    owner = weight_VH if hasattr(weight_VH, "main_grad") else None
+    weight = weight_VH if owner is None else weight_VH.detach()
+    tiles = tile_functions(x_RH.device)
+    settings = _Settings(shard, temperature, entropy_graph, limits or TileLimits(), tiles, owner)
+    return _LinearLogprobs.apply(x_RH, weight, targets_R, settings)  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class _Settings:
     entropy_graph: bool
     limits: TileLimits
     tiles: TileFunctions
+    owner: Any  # of the weight's main_grad, looked up when there is a gradient: its memory comes and goes
 
     def chunks(self, x: Tensor) -> Iterator[slice]:
         step = self.limits.chunk_rows(*x.shape)
@@ -91,7 +94,7 @@ class _Settings:
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, settings: _Settings, owner: Any) -> Any:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, settings: _Settings) -> Any:
         shard, tiles = settings.shard, settings.tiles
         local = targets - shard.start
         sums = tiles.empty(len(x), x.device)
@@ -102,7 +105,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 tiles.add(logits, local[rows] - columns.start, settings.temperature, sums[:, rows])
         log_total, entropy, picked = _over_ranks(sums, shard.group)
         ctx.save_for_backward(x, weight, local, log_total, entropy)
-        ctx.settings, ctx.owner = settings, owner
+        ctx.settings = settings
         if not settings.entropy_graph:
             ctx.mark_non_differentiable(entropy)
         return picked - log_total, entropy
@@ -112,8 +115,8 @@ class _LinearLogprobs(torch.autograd.Function):
         x, weight, local, log_total, entropy = (saved.detach() for saved in ctx.saved_tensors)
         settings: _Settings = ctx.settings
         dweight = None
-        if ctx.owner is not None:
-            dweight = ctx.owner.main_grad
+        if settings.owner is not None:
+            dweight = settings.owner.main_grad
         elif ctx.needs_input_grad[1]:
             dweight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         dx = torch.zeros_like(x)
@@ -135,7 +138,7 @@ class _LinearLogprobs(torch.autograd.Function):
                     dweight[columns] += product(gradient.t(), part)
                 del gradient  # before the next tile
             dx[rows] = total
-        return dx, dweight.to(weight.dtype) if ctx.owner is None and dweight is not None else None, None, None, None
+        return dx, dweight.to(weight.dtype) if settings.owner is None and dweight is not None else None, None, None
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
