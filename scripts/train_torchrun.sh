@@ -11,4 +11,9 @@ ranks=$1 config=$2
 shift 2
 here="$(cd "$(dirname "$0")/.." && pwd)"
 python "$here/tools/train_ppo.py" --config "$config" --dry-run --world-size "$ranks" "$@"
+# read when CUDA and torch start; a value that is set already stays
+export CUDA_MODULE_LOADING="${CUDA_MODULE_LOADING-EAGER}" CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS-32}"
+if [ -z "${PYTORCH_ALLOC_CONF+set}${PYTORCH_CUDA_ALLOC_CONF+set}" ]; then
+    export PYTORCH_ALLOC_CONF=expandable_segments:True
+fi
 exec torchrun --nproc-per-node "$ranks" "$here/tools/train_ppo.py" --config "$config" "$@"

@@ -19,6 +19,10 @@ from pathlib import Path
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated", module="torch.distributed")
 
+from rlhfuse.base.cuda_environment import set_cuda_environment
+
+set_cuda_environment(os.environ)  # before any of the following imports torch
+
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_json
 from rlhfuse.config.load import load_config

@@ -1,9 +1,9 @@
-"""Values from rank to rank: the small agreements of a run. CPU tensors, so always over gloo."""
+"""Values from rank to rank: the small agreements of a run, CPU tensors and so always over gloo; single transfers."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -45,6 +45,18 @@ def receive_bytes(source: int, group: dist.ProcessGroup | None = None) -> bytes:
     if data.numel():
         dist.recv(data, source, group=group)
     return data.numpy().tobytes()
+
+
+def start_transfer(
+    kind: Callable[..., Any], tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None = None
+) -> dist.Work:
+    """Start dist.isend or dist.irecv between global ranks on the communicator that `group` (default: all) has.
+
+    Unbatched, NCCL would make one for each pair of ranks at their first transfer. All transfers of a rank are in one
+    queue so: whoever has several under way starts them in an order that is the same for all ranks.
+    """
+    (work,) = dist.batch_isend_irecv([dist.P2POp(kind, tensor, peer, group)])
+    return work
 
 
 def transfer_seconds(size: int, last: int, trips: int, device: Device) -> list[float]:

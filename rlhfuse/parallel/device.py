@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from rlhfuse.base.cuda_environment import QUEUES, set_cuda_environment
 from rlhfuse.base.errors import InputError
 from rlhfuse.parallel.shared_gpu import SHARED_GPU
-
-QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ class Device:
     def synchronize(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize(self.torch_device)
+
+    def empty_cache(self) -> None:
+        """Give freed memory back to the driver: NCCL, CUDA graphs and cuBLAS take theirs beside torch's allocator."""
+        if self.is_cuda:
+            torch.cuda.empty_cache()
 
 
 def choose_device(wanted: str, local_rank: int, threads: int, share_gpu: bool = False) -> Device:
@@ -69,12 +74,18 @@ def choose_device(wanted: str, local_rank: int, threads: int, share_gpu: bool = 
 
 
 def give_streams_queues() -> None:
-    """Let every CUDA stream have a hardware queue of its own; must precede the first CUDA tensor.
+    """Let every CUDA stream have a hardware queue of its own, and kernels be there before they are launched.
 
-    A receive posted ahead waits in its stream. Were it to share a queue with the stream that computes what its
+    A receive that was posted waits in its stream. Were it to share a queue with the stream that computes what its
     sender waits for, neither would ever run.
     """
-    queues = os.environ.setdefault(QUEUES, "32")
+    if late := set_cuda_environment(os.environ):
+        warnings.warn(
+            f"{', '.join(late)} set after torch was imported, too late if CUDA has started: "
+            "start with tools/train_ppo.py or export them (scripts/train_torchrun.sh does)",
+            stacklevel=2,
+        )
+    queues = os.environ[QUEUES]
     if not queues.isdigit() or int(queues) < 8:
         raise InputError(f"{QUEUES}={queues} can deadlock pipelines that run in opposite directions; unset it")
 

@@ -8,12 +8,16 @@ callers pass on; there is no global parallel state.
 from __future__ import annotations
 
 import datetime
+import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import LONGEST_SECONDS
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.schedule.ir.ranks import FusedRanks, plain_cells
@@ -81,6 +85,24 @@ def trained_grid(ranks: FusedRanks, model: str) -> ModelGrid:
     return ModelGrid(ranks.pipelines(model), layout.chunks, layout.cut)
 
 
+def new_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
+    """The group of `ranks` in that order; a collective. Raises InputError where this torch cannot keep the order."""
+    if list(ranks) != sorted(ranks):  # new_group sorts ranks unless told not to, and old ones cannot be told
+        if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+            raise InputError(
+                f"torch {torch.__version__} sorts a process group's ranks, but {list(ranks)} must keep this order; "
+                "install torch 2.12 or later"
+            )
+        options["sort_ranks"] = False
+    made = dist.new_group(list(ranks), **options)
+    return made  # pyright: ignore[reportReturnType]  # who is no member gets a placeholder
+
+
+def numbers_only(rank: int, size: int) -> dist.ProcessGroup:
+    """A group that knows this rank's place in it and communicates with nobody."""
+    return dist.ProcessGroup(rank, size)  # pyright: ignore[reportCallIssue]  # torch's stubs know one with a store
+
+
 class GroupMaker:
     """Makes process groups in one order on every rank; equal (purpose, ranks) give the same group.
 
@@ -91,13 +113,11 @@ class GroupMaker:
         self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
 
-    def group(self, purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The group of `ranks` in that order. Every rank must ask for it, members or not."""
+    def group(self, purpose: str, ranks: tuple[int, ...], **options: Any) -> dist.ProcessGroup:
+        """The group of `ranks` in that order. Every rank must ask for it, members or not; `options` are new_group's."""
         key = ("single" if len(ranks) == 1 else purpose, ranks)
         if key not in self._made:
-            # new_group sorts ranks unless told not to: a reversed pipeline would silently become a forward one
-            made = dist.new_group(list(ranks), timeout=self._timeout, sort_ranks=False, group_desc=f"{purpose}:{ranks}")
-            self._made[key] = made  # pyright: ignore[reportArgumentType]  # who is no member gets a placeholder
+            self._made[key] = new_group(ranks, timeout=self._timeout, group_desc=f"{purpose}:{ranks}", **options)
         return self._made[key]
 
     def close(self) -> None:
@@ -119,22 +139,33 @@ class GroupMaker:
 
         cells = grid.cells
         tp = mine("tp", [cell for stages in cells for cell in stages])
-        pp = mine("pp", [tuple(cell[t] for cell in stages) for stages in cells for t in range(grid.tp)])
-        mp = mine("mp", [tuple(r for cell in stages for r in cell) for stages in cells])
+        mp = mine("mp", [tuple(sorted(r for cell in stages for r in cell)) for stages in cells])
         dp = mine("dp", [tuple(s[p][t] for s in cells) for p in range(grid.pp) for t in range(grid.tp)])
-        embd = mine("embd", [(s[0][t], s[-1][t]) for s in cells for t in range(grid.tp)]) if grid.pp > 1 else None
-        tp_dp = mine("tp_dp", [tuple(r for s in cells for r in s[p]) for p in range(grid.pp)])
-        alone = mine("single", [(r,) for r in grid.ranks])
+        ends = [tuple(sorted((s[0][t], s[-1][t]))) for s in cells for t in range(grid.tp)] if grid.pp > 1 else []
+        embd = mine("embd", ends)
         everyone = self.group(f"{purpose}.all", grid.ranks)
+        # of these Megatron asks the rank and the size alone
+        pp = tp_dp = alone = None
+        if rank in grid.ranks:
+            pipeline, place, tp_rank = grid.position(rank)
+            pp, alone = numbers_only(place, grid.pp), numbers_only(0, 1)
+            tp_dp = numbers_only(pipeline * grid.tp + tp_rank, grid.dp * grid.tp)
         # without context and expert parallelism the groups that these cut are whole
         same = dict.fromkeys(("tp", "tp_cp", "tp_ep", "expt_tp"), tp)
         same |= dict.fromkeys(("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp"), dp)
         same |= dict.fromkeys(("mp", "tp_ep_pp"), mp) | dict.fromkeys(("cp", "ep"), alone)
         return ProcessGroupCollection(pp=pp, embd=embd, pos_embd=None, tp_dp_cp=tp_dp, intra_dist_opt=everyone, **same)
 
-    def channels(self, purpose: str, pairs: list[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:
-        """One two-rank group for each directed (sender, receiver) pair, made in sorted order."""
-        return {pair: self.group(f"{purpose}.channel.{pair[0]}to{pair[1]}", pair) for pair in sorted(set(pairs))}
+    def channels(
+        self, purpose: str, pairs: list[tuple[int, int]], **options: Any
+    ) -> dict[tuple[int, int], dist.ProcessGroup]:
+        """One two-rank group for each directed (sender, receiver) pair, in sorted order; `options` are new_group's."""
+        return {
+            (sender, receiver): self.group(
+                f"{purpose}.channel.{sender}to{receiver}", (min(sender, receiver), max(sender, receiver)), **options
+            )
+            for sender, receiver in sorted(set(pairs))
+        }
 
 
 def wait_for_workers(group: dist.ProcessGroup) -> None:

@@ -20,6 +20,8 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -139,12 +141,11 @@ class ModelOptimizer:
         """Start summing a stage's gradients over data-parallel ranks, once its last backward is done.
 
         Weights that tensor ranks hold whole but use in part are summed over these first, which blocks. With
-        `finite` (a boolean) false, the gradient is made NaN, so that no rank of the model can step.
+        `finite` (a boolean) false, one element is made NaN, and with it the norm: no rank of the model can step.
         """
         module = self.modules[stage]
         if finite is not None and (finite.is_cuda or not finite):  # asking a CUDA tensor would stop the queue
-            for buffer in module.buffers:
-                buffer.grad_data.masked_fill_(~finite, math.nan)
+            self._counted_weight(stage).main_grad.view(-1)[:1].masked_fill_(~finite, math.nan)
         _allreduce_non_tensor_model_parallel_grads([module], module.config, self._groups.tp)
         module.start_grad_sync()
 
@@ -182,6 +183,13 @@ class ModelOptimizer:
                     clip_grad_by_total_norm_fp32(part.get_parameters(), self._config.clip_grad, norm)
             self.optimizer.step_with_ready_grads()
         return StepResult(norm, True, lr)
+
+    def _counted_weight(self, stage: int) -> Any:
+        """A weight of a stage whose gradient on this rank is in the norm: of copies the norm counts one."""
+        for weight in self.modules[stage].parameters():
+            if param_is_not_shared(weight) and param_is_not_tensor_parallel_duplicate(weight, self._groups.tp):
+                return weight
+        raise RuntimeError(f"stage {stage}: no gradient of this rank is in the norm; a stage has at least one layer")
 
     def _buffers(self) -> list:
         """Megatron's gradient buffers; weights' gradients are views of them and stay so when memory goes and comes."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService, RecvOp
 from megatron.core.resharding.copy_services.nccl_copy_service import NCCLCopyService
 from megatron.core.resharding.utils import ParameterMetadata, _build_layer_module_prefix_map, extract_param_metadata
@@ -126,10 +127,11 @@ def located_shards(chunks: Iterable[torch.nn.Module]) -> dict[str, LocatedShard]
     """This rank's shards of a model, by the weights' names over the whole model. Reads no values."""
     rank, found = dist.get_rank(), {}
     for chunk in chunks:
-        module = getattr(chunk, "module", chunk)
+        module: Any = getattr(chunk, "module", chunk)
         layers = _build_layer_module_prefix_map(module)
+        groups = ProcessGroupCollection(tp=module.pg_collection.tp, dp=module.pg_collection.dp)
         for name, weight in module.named_parameters():
-            facts = extract_param_metadata(weight, name, rank, module.pg_collection, layer_module_prefix_map=layers)
+            facts = extract_param_metadata(weight, name, rank, groups, layer_module_prefix_map=layers)
             found[facts.resolved_name] = _locate(facts, weight, rank)
     return found
 

@@ -305,6 +305,7 @@ class Trainer:
 
     def _train(self, iteration: int, batch: RolloutBatch, algorithm: AlgorithmConfig) -> list[MinibatchResult]:
         self.memory.switch("training")
+        self.device.empty_cache()
         lr = {str(role): self._lr(role, iteration) for role in self.models.trained}
         results, microbatches = [], self.plan.report.batch.microbatches_of
         seed, count = self.config.trainer.seed, algorithm.minibatches

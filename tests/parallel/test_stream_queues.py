@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 import pytest
 
+from rlhfuse.base.cuda_environment import set_cuda_environment
 from rlhfuse.base.errors import InputError
 from rlhfuse.parallel.device import QUEUES, give_streams_queues
 
 
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """What a program sets before torch is imported; restored afterwards."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    set_cuda_environment(os.environ)
+
+
 def test_every_stream_gets_a_queue_unless_told_otherwise(monkeypatch):
-    monkeypatch.setenv(QUEUES, "")  # so that the variable is restored afterwards
     monkeypatch.delenv(QUEUES)
-    give_streams_queues()
+    with pytest.warns(UserWarning, match=f"{QUEUES}.* set after torch was imported, too late if CUDA has started"):
+        give_streams_queues()
     assert os.environ[QUEUES] == "32"
     monkeypatch.setenv(QUEUES, "8")
-    give_streams_queues()
+    with warnings.catch_warnings(action="error"):  # what was set in time is not spoken of
+        give_streams_queues()
     assert os.environ[QUEUES] == "8"
 
 

@@ -19,7 +19,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.gen.engine import Engine
 from rlhfuse.gen.migration.import_transaction import ImportTransaction
 from rlhfuse.gen.migration.kv_transfer import BUCKET_BYTES, BlockShape, KVTransfer, TransferManifest, buckets
-from rlhfuse.parallel.collectives import receive_bytes, send_bytes
+from rlhfuse.parallel.collectives import receive_bytes, send_bytes, start_transfer
 
 REFUSED, DONE = b"refused", b"done"
 
@@ -105,7 +105,7 @@ def send_sequences(
         if len(under_way) == 2:
             under_way.popleft()[0].wait()
         kv = transfer.read(numbers, heads)
-        under_way.append((dist.isend(kv, move.destination, group=group), kv))  # kv lives until the send is done
+        under_way.append((start_transfer(dist.isend, kv, move.destination, group), kv))  # kv lives until it is sent
         sent += kv.numel() * kv.element_size()
         del kv
     for work, _ in under_way:
@@ -178,7 +178,7 @@ def _receive_blocks(
         if len(under_way) == 2:
             finish_first()
         kv = transaction.empty(shape.tensor_shape(len(numbers), move.last - move.first))
-        under_way.append((dist.irecv(kv, move.source, group=group), numbers, kv, heads))
+        under_way.append((start_transfer(dist.irecv, kv, move.source, group), numbers, kv, heads))
         del kv
     while under_way:
         finish_first()

@@ -13,6 +13,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.gen.migration.kv_transfer import KVTransfer
 from rlhfuse.gen.migration.peer_transfer import HeadPlan, receive_sequences, send_sequences
+from rlhfuse.parallel.groups import new_group
 
 SPEC = tiny_spec(kv_heads=4, qk_norm=True, head_dim=16)
 PROMPTS = [list(range(20, 59))] * 4 + [[9, 10, 11], [12], [300, 299] * 9]
@@ -62,7 +63,7 @@ def kv_of(engine: Engine) -> dict[int, torch.Tensor]:
 
 def hand_over(rank: int, sources, destinations, dtype: str, bucket_bytes: int, refuse: bool, already: int) -> dict:
     """One hand-over on this rank: keys and values before or after, what was sent, and the samples that end here."""
-    groups = [dist.new_group(list(ranks), sort_ranks=False) for ranks in (sources, destinations)]
+    groups = [new_group(ranks) for ranks in (sources, destinations)]
     side = 0 if rank in sources else 1 if rank in destinations else None
     plan = HeadPlan.between(sources, destinations, SPEC.kv_heads)
     told = {"rank": rank, "sent": 0, "error": None, "largest": 0, "order": []}

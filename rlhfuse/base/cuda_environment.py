@@ -1,0 +1,27 @@
+"""What CUDA and torch's allocator read from the environment when they start: set before anything imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+LOADING = "CUDA_MODULE_LOADING"
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the name of now and the one before
+
+# A transfer that waits for another rank occupies its stream. Streams that share a hardware queue could then wait for
+# each other; a kernel loaded at its first launch waits for the whole device; so does the allocator when it gives
+# memory back because no free piece is large enough, which pieces that grow in place make rare.
+WANTED = {QUEUES: "32", LOADING: "EAGER", ALLOCATOR[0]: "expandable_segments:True"}
+
+
+def missing(environ: MutableMapping[str, str]) -> list[str]:
+    """Names that are wanted and not set; a value that a user has set is the user's."""
+    chosen = any(name in environ for name in ALLOCATOR)
+    return [name for name in WANTED if name not in environ and not (chosen and name in ALLOCATOR)]
+
+
+def set_cuda_environment(environ: MutableMapping[str, str]) -> list[str]:
+    """Set what is missing; returns the names. Without effect on a process that has started CUDA already."""
+    names = missing(environ)
+    environ.update({name: WANTED[name] for name in names})
+    return names

@@ -1,0 +1,77 @@
+"""What CUDA and torch read when they start is set before torch is imported, and never instead of a user's value."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhfuse.base.cuda_environment import WANTED, set_cuda_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_what_is_missing_is_set_and_what_is_there_stays():
+    environ = {"CUDA_MODULE_LOADING": "LAZY"}
+    assert set_cuda_environment(environ) == ["CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF"]
+    assert environ == {
+        "CUDA_MODULE_LOADING": "LAZY",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    }
+    assert set_cuda_environment(environ) == []
+
+
+def test_an_allocator_chosen_by_its_old_name_stays():
+    environ = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    set_cuda_environment(environ)
+    assert environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64" and "PYTORCH_ALLOC_CONF" not in environ
+
+
+@pytest.mark.parametrize("program", ["train_ppo", "profile_costs"])
+def test_programs_set_it_before_torch_is_imported(program):
+    """At the first import of torch, by whatever module, every name is there."""
+    code = f"""
+import os, sys
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print([os.environ.get(key) for key in {list(WANTED)!r}])
+            sys.exit(0)
+sys.meta_path.insert(0, Watch())
+sys.path.insert(0, "tools")
+import {program}
+import torch
+"""
+    clean = {name: value for name, value in os.environ.items() if name not in WANTED and "ALLOC_CONF" not in name}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=clean, capture_output=True, text=True)
+    assert done.stdout.strip() == str(list(WANTED.values())), done.stderr
+
+
+@pytest.mark.parametrize("script", ["scripts/train_torchrun.sh", "scripts/slurm/train.sbatch"])
+@pytest.mark.parametrize(
+    "given, kept",
+    [
+        ({}, {}),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "16", "PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_ALLOC_CONF": ""}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF": None}),
+    ],
+)
+def test_launch_scripts_export_it(script, given, kept):
+    """The script's own lines, run by bash: what a child of it sees."""
+    text = (ROOT / script).read_text()
+    (lines,) = re.findall(r"^export CUDA_MODULE_LOADING.*?^fi$", text, re.M | re.S)
+    assert text.index(lines) < re.search(r"^exec ", text, re.M).start()
+    clean = {name: value for name, value in os.environ.items() if name not in WANTED and "ALLOC_CONF" not in name}
+    code = f"import os; print([os.environ.get(n) for n in {list(WANTED)!r}])".replace("'", '"')
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", f"{lines}\n{sys.executable} -c '{code}'"],
+        env=clean | given,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == str([{**WANTED, **given, **kept}[name] for name in WANTED]), done.stderr

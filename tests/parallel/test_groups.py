@@ -1,0 +1,86 @@
+"""Process groups: their order of ranks, on a torch that sorts too; which of them only carry sizes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch.distributed as dist
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.parallel.groups import GroupMaker, ModelGrid, new_group, plain_grid
+from rlhfuse.run.rank_models import neighbour_pairs
+from rlhfuse.schedule.ir.ranks import rank_map
+
+L = ParallelLayout.parse
+PAIRS = [
+    ("d1t1p4", "d2t1p2"),
+    ("d1t1p4", "d1t1p4"),
+    ("d2t2p2", "d2t1p4"),
+    ("d1t2p2v2", "d1t2p2"),
+    ("d2t1p6", "d3t1p4"),
+    ("d4t2p1", "d4t2p1"),
+]
+
+
+@pytest.fixture
+def old_torch(monkeypatch):
+    """torch before it could keep an order; the lists of ranks that it was asked for."""
+    asked = []
+
+    def sorting(ranks=None, timeout=None, backend=None, pg_options=None, group_desc=None):
+        asked.append(list(ranks))
+        return f"group {ranks}"
+
+    monkeypatch.setattr(dist, "new_group", sorting)
+    return asked
+
+
+def test_an_order_that_this_torch_cannot_keep_is_refused(old_torch):
+    assert new_group((0, 2, 5)) == "group [0, 2, 5]" and old_torch == [[0, 2, 5]]
+    with pytest.raises(InputError, match=r"^torch \S+ sorts .* \[3, 1\] must keep this order; install torch 2.12"):
+        new_group((3, 1))
+    assert old_torch == [[0, 2, 5]]
+
+
+@pytest.mark.parametrize("actor, critic", PAIRS)
+def test_a_run_needs_no_order_but_the_sorted_one(old_torch, actor, critic):
+    ranks = rank_map({"actor": L(actor), "critic": L(critic)})
+    first = None
+    for rank in range(ranks.size):
+        maker, pairs = GroupMaker(), []
+        for model, layout in (("actor", L(actor)), ("critic", L(critic))):
+            grid = ModelGrid(ranks.pipelines(model), layout.chunks)
+            maker.for_model(model, grid, rank)
+            pairs += neighbour_pairs(grid)
+        maker.for_model("generation", plain_grid(L(f"d{ranks.size}t1p1")), rank)
+        made = maker.channels("pipeline", pairs)
+        assert set(made) == set(pairs)
+        lists = old_torch[:]
+        assert all(list(asked) == sorted(asked) for asked in lists)
+        old_torch.clear()
+        first = first or lists
+        assert lists == first, "all ranks make the same groups in the same order"
+
+
+@pytest.mark.parametrize("actor, critic", PAIRS)
+def test_pipelines_have_a_direction_though_their_groups_carry_nothing(old_torch, actor, critic):
+    ranks = rank_map({"actor": L(actor), "critic": L(critic)})
+    for model, layout in (("actor", L(actor)), ("critic", L(critic))):
+        for rank in range(ranks.size):
+            groups = GroupMaker().for_model(model, ModelGrid(ranks.pipelines(model), layout.chunks), rank)
+            pipeline, place, tp_rank = ranks.locate(model, rank)
+            assert (groups.pp.rank(), groups.pp.size()) == (place, layout.pp)
+            assert (groups.tp_dp_cp.rank(), groups.tp_dp_cp.size()) == (
+                pipeline * layout.tp + tp_rank,
+                layout.dp * layout.tp,
+            )
+            assert [(group.rank(), group.size()) for group in (groups.cp, groups.ep)] == [(0, 1), (0, 1)]
+            assert groups.tp == f"group {list(ranks.pipelines(model)[pipeline][place])}"
+
+
+def test_both_directions_of_a_channel_have_their_own_group(old_torch):
+    pairs = list(itertools.permutations(range(3), 2))
+    GroupMaker().channels("pipeline", pairs)
+    assert old_torch == [sorted(pair) for pair in pairs]
