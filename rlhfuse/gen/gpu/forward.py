@@ -3,7 +3,7 @@
     decode   one token of each sequence: padded to a DecodeShape, in CUDA graphs or launched kernel after kernel
     mixed    chunks of prompts among decoding sequences: packed without padding, launched kernel after kernel
 
-Letters: T tokens, H query heads, G key/value heads of this rank, D head_dim.
+Neither waits: a token may be named by its place among the draws before. T tokens, H and G heads of this rank.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.gen.core.draws import DrawBatch
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.core.model_shard import LayerWeights, ModelWeights, TensorParallel
 from rlhfuse.gen.gpu.decode_graphs import DecodeGraphs, DecodeInputs, DecodeShape, Recorder, Staging, padded_arrays
+from rlhfuse.gen.gpu.draws import DrawInputs, DrawKernels, DrawOutputs, StepInFlight, draw_array
 from rlhfuse.models.attention import PagedQueries, decode_attention, flash_attention, flash_obstacle, paged_attention
 from rlhfuse.models.rotary import rotary_tables, rotate, signed_tables
 
@@ -38,14 +40,16 @@ class DeviceForward:
         device: torch.device,
         max_sequences: int,
         recorder: Recorder | None,
+        kernels: DrawKernels,
     ) -> None:
-        """`recorder` None: no graphs. `bind` must be called before `forward`."""
+        """`recorder` None: no graphs. `bind` must be called before `launch`."""
         self.spec, self.parallel, self.device = spec, parallel, device
         self.heads, self.kv_heads = spec.heads // parallel.size, spec.kv_heads // parallel.size
         self.max_sequences = max_sequences
         self.cos, self.sin = signed_tables(*rotary_tables(spec, device))
         self._staging = Staging(device)
-        self._graphs = DecodeGraphs(recorder, device, max_sequences, spec.vocab) if recorder else None
+        self._graphs = DecodeGraphs(recorder, device) if recorder else None
+        self._kernels, self._outputs = kernels, DrawOutputs(device, max_sequences)
         self._weights: ModelWeights | None = None
         self._weight_addresses: tuple[int, ...] = ()
         self._warned: set[str] = set()
@@ -69,19 +73,21 @@ class DeviceForward:
             self._graphs.release()
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """As `ModelRunner.forward`. The logits are valid until the next call."""
+    def launch(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> StepInFlight:
+        """As `ModelRunner.launch`. A token ~i is what the step launched before drew at its place i."""
         self._explain_slow_attention(cache)
         assert cache.keys.shape[1] * cache.block_tokens < 2**31, "slots are sent as int32"
         if len(batch.tokens) == len(batch.contexts):
-            logits = self._decode_step(batch, cache)
-            if len(batch.draw_rows) == len(batch.tokens):
-                return logits
-            return logits[torch.from_numpy(batch.draw_rows).to(self.device)]
-        return self._mixed_step(batch, cache)
+            self._decode_step(batch, draws, cache)
+            return self._outputs.send(batch.draw_rows)
+        logits, inputs = self.mixed(batch, draws, cache)
+        if inputs.rows:
+            self._kernels.draw(logits, inputs, self._outputs.newest)
+        return self._outputs.send(np.arange(inputs.rows))
 
     def decode(self, inputs: DecodeInputs, cache: KVCache) -> Tensor:
-        """Logits [rows, at least vocab] in the weights' dtype: of fixed shapes, never waiting; may be run twice."""
+        """Logits [rows, vocab] in the weights' dtype: of fixed shapes, never waiting; may be run twice."""
+        self._kernels.feed(inputs.tokens, self._outputs.newest[0])
         tokens, positions, slots = inputs.indices()
         tables, contexts = inputs.tables, inputs.contexts
 
@@ -90,22 +96,29 @@ class DeviceForward:
 
         return self._logits(self._layers(tokens, positions, slots, cache, attend))
 
-    def _decode_step(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        most_blocks = -(-self.spec.context // cache.block_tokens)
+    def _decode_step(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> None:
+        most_blocks, banned = -(-self.spec.context // cache.block_tokens), draws.banned.shape[1]
         shape = DecodeShape.holding(
-            len(batch.contexts), batch.tables.shape[1], self.max_sequences, most_blocks, cache.block_tokens
+            len(batch.contexts), batch.tables.shape[1], self.max_sequences, most_blocks, cache.block_tokens, banned
         )
-        arrays = padded_arrays(batch, shape, cache.keys.shape[1] - 1, cache.block_tokens)
-        if self._graphs is not None:
-            self._graphs.keep_for((*self._weight_addresses, cache.keys.data_ptr(), cache.values.data_ptr()))
-            return self._graphs.run(shape, arrays, self._staging, lambda inputs: self.decode(inputs, cache))
-        inputs = DecodeInputs(shape, self._staging.send(arrays))
-        return self.decode(inputs, cache)[:, : self.spec.vocab].float()
+        arrays = padded_arrays(batch, draws, shape, cache.keys.shape[1] - 1, cache.block_tokens)
 
-    def _mixed_step(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        key_starts = np.concatenate(([0], np.cumsum(batch.contexts)))
+        def work(inputs: DecodeInputs) -> None:
+            self._kernels.draw(self.decode(inputs, cache), inputs.draws, self._outputs.newest)
+
+        if self._graphs is None:
+            work(DecodeInputs(shape, self._staging.send(arrays)))
+        else:
+            self._graphs.keep_for((*self._weight_addresses, cache.keys.data_ptr(), cache.values.data_ptr()))
+            self._graphs.run(shape, arrays, self._staging, work)
+
+    def mixed(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> tuple[Tensor, DrawInputs]:
+        """Logits [drawing rows, vocab] in the weights' dtype, and what their draws need."""
+        key_starts, rows = np.concatenate(([0], np.cumsum(batch.contexts))), len(batch.draw_rows)
         arrays = [batch.tokens, batch.positions, batch.slots, batch.draw_rows, batch.query_starts, key_starts]
-        sent = self._staging.send([*arrays, batch.tables]).split([a.size for a in (*arrays, batch.tables)])
+        arrays += [batch.tables, draw_array(draws, np.arange(rows), rows)]
+        sent = self._staging.send(arrays).split([array.size for array in arrays])
+        self._kernels.feed(sent[0], self._outputs.newest[0])
         tokens, positions, slots, draw_rows = (x.long() for x in sent[:4])
         queries = PagedQueries(
             sent[6].view(batch.tables.shape), sent[4], sent[5], batch.query_starts.tolist(), batch.contexts.tolist()
@@ -115,9 +128,8 @@ class DeviceForward:
             return paged_attention(q, keys, values, queries)
 
         x = self._layers(tokens, positions, slots, cache, attend)
-        if not len(draw_rows):
-            return torch.empty(0, self.spec.vocab, device=self.device)
-        return self._logits(x[draw_rows])[:, : self.spec.vocab].float()
+        logits = self._logits(x[draw_rows]) if rows else x.new_empty(0, self.spec.vocab)
+        return logits, DrawInputs(rows, sent[7])
 
     def _layers(self, tokens: Tensor, positions: Tensor, slots: Tensor, cache: KVCache, attend: Attend) -> Tensor:
         """Hidden states [T, hidden] behind the last layer. tokens, positions, slots [T] int64."""
@@ -159,7 +171,8 @@ class DeviceForward:
 
     def _logits(self, x: Tensor) -> Tensor:
         assert self._weights is not None, "bind() comes first"
-        return self.parallel.gather(F.linear(self._norm(x, self._weights.final_norm), self._weights.output))
+        logits = self.parallel.gather(F.linear(self._norm(x, self._weights.final_norm), self._weights.output))
+        return logits[:, : self.spec.vocab]
 
     def _explain_slow_attention(self, cache: KVCache) -> None:
         """Say once why flash-attn, though installed, is not used."""
