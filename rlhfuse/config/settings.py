@@ -217,6 +217,9 @@ class RolloutConfig(Settings):
     kv_blocks_per_instance: Count = key(0, "0 = room for every sample of the instance at full length")
     max_sequences_per_instance: Positive = key(256, "decoded at the same time")
     max_batched_tokens: Positive = key(2048, "tokens in one engine step, prefill included")
+    attention: Literal["auto", "flashinfer", "triton", "flash_attn", "torch"] = key(
+        "auto", "whose kernels read the KV cache on GPUs; auto = the first of these that can, told at start"
+    )
     cuda_graphs: Truth = key(True, "replay decode steps as CUDA graphs (see docs/howto/gpus.md); without effect on CPU")
 
 

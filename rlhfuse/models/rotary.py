@@ -59,19 +59,8 @@ def _tables(rows: int, frequencies: Tensor, device: torch.device) -> tuple[Tenso
     return angles.cos().to(device), angles.sin().to(device)
 
 
-def signed_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin for `rotate`, each [context, D]: both halves side by side, the first half of sin negative."""
-    return torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)
-
-
 def rotate_packed(x: Tensor, tables: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
     """x [T, heads, D] turned by the positions [T] of its tokens, in its own dtype; differentiable."""
     cos, sin = (torch.cat((part, part), dim=1)[:, None].to(x.dtype) for part in (t[positions] for t in tables))
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [..., D] turned by rows of `signed_tables` that broadcast to it; float32, in three kernels."""
-    swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-    return torch.addcmul(x * cos, swapped, sin)

@@ -140,6 +140,7 @@ def engine_options(config: RunConfig, instances: int) -> EngineOptions:
         max_sequences=rollout.max_sequences_per_instance,
         max_batched_tokens=rollout.max_batched_tokens,
         cuda_graphs=rollout.cuda_graphs,
+        attention=rollout.attention,
     )
 
 

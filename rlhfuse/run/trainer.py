@@ -211,7 +211,8 @@ class Trainer:
             print(f"removed from {self.run_dir / 'checkpoints'}: {', '.join(stale)}", flush=True)
         kept = metrics_kept(self.inputs.resume, self.run_dir)
         log = RunLog(self.run_dir, self.config, self.plan.report, first, kept)
-        print(peak_line(self.peak_flops, self.device), flush=True)
+        lines = peak_line(self.peak_flops, self.device), self.engine.runner.attention_line
+        print("\n".join(line for line in lines if line), flush=True)
         return log
 
     def iterate(self, iteration: int) -> IterationRecord:

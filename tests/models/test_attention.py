@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfuse.models.attention import PagedQueries, paged_attention, varlen_attention
+from rlhfuse.models.attention import varlen_attention
 from rlhfuse.models.cpu import paged_attention as paged_cpu
 from rlhfuse.models.cpu.elementwise import exp32, log32, neg_log_one_minus
 from rlhfuse.models.cpu.tiles import LANES, lanes_up, share_threads
+from rlhfuse.models.paged_attention import CacheShape, PagedQueries, TorchAttention
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +73,9 @@ class Case:
         keys, values = torch.from_numpy(self.rows)
         tables = torch.from_numpy(self.tables)
         queries = PagedQueries.of(tables, self.starts.tolist(), list(self.contexts))
-        return paged_attention(torch.from_numpy(self.q), keys, values, queries)
+        q = torch.from_numpy(self.q)
+        sizes = q.shape[1], keys.shape[2], q.shape[2], keys.shape[1], len(self.contexts)
+        return TorchAttention(CacheShape(q.dtype, q.device, *sizes)).mixed(queries)(q, keys, values)
 
     def expected(self) -> torch.Tensor:
         parts = []

@@ -9,7 +9,8 @@ import torch
 from gpu_checks.result import TOLERANCE, relative, require
 
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.models.attention import PagedQueries, decode_attention, paged_attention, varlen_attention
+from rlhfuse.models.attention import varlen_attention
+from rlhfuse.models.paged_attention import CacheShape, ChosenAttention, PagedQueries, choose_attention
 
 
 def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset: int) -> torch.Tensor:
@@ -42,6 +43,12 @@ def check_varlen(device: torch.device, dtype: torch.dtype) -> dict:
     return require(max(errors.values()) < TOLERANCE[dtype], errors)
 
 
+def attention_for(q: torch.Tensor, keys: torch.Tensor, device: torch.device) -> ChosenAttention:
+    """What an engine with such queries and such a cache would take."""
+    sizes = q.shape[1], keys.shape[2], q.shape[2], keys.shape[1], len(q)
+    return choose_attention(CacheShape(q.dtype, device, *sizes))
+
+
 def check_paged(device: torch.device, dtype: torch.dtype, block_tokens: int) -> dict:
     """Attention over cache blocks in any order against the formula: decode, prefill, and a chunk after a prefix."""
     generator = torch.Generator().manual_seed(3)
@@ -57,13 +64,14 @@ def check_paged(device: torch.device, dtype: torch.dtype, block_tokens: int) -> 
         used += count
     starts = [0, *torch.tensor(queries).cumsum(0).tolist()]
     paged = PagedQueries.of(tables.to(device), starts, contexts)
-    output = paged_attention(q.to(device), keys.to(device), values.to(device), paged)
+    chosen = attention_for(q, keys, device)
+    output = chosen.kernels.mixed(paged)(q.to(device), keys.to(device), values.to(device))
     wanted = []
     for s, context in enumerate(contexts):
         k, v = (x[tables[s].long()].flatten(0, 1)[:context] for x in (keys, values))
         wanted.append(reference_attention(q[starts[s] : starts[s + 1]], k, v, context - queries[s]))
     error = relative(output, torch.cat(wanted))
-    return require(error < TOLERANCE[dtype], {"block_tokens": block_tokens, "relative_error": error})
+    return require(error < TOLERANCE[dtype], {"attention": chosen.line(), "relative_error": error})
 
 
 def check_decode_attention(device: torch.device, dtype: torch.dtype, block_tokens: int) -> dict:
@@ -79,13 +87,14 @@ def check_decode_attention(device: torch.device, dtype: torch.dtype, block_token
     tables = torch.full((rows, width), spare, dtype=torch.int32)
     tables[: len(contexts)] = torch.randperm(spare, generator=generator).view(len(contexts), width)
     padded = torch.tensor(contexts + [1] * (rows - len(contexts)), dtype=torch.int32)
-    output = decode_attention(*(x.to(device) for x in (q, keys, values, tables, padded)))
+    chosen = attention_for(q, keys, device)
+    output = chosen.kernels.decode(tables.to(device), padded.to(device))(*(x.to(device) for x in (q, keys, values)))
     wanted = []
     for s, context in enumerate(contexts):
         k, v = (x[tables[s].long()].flatten(0, 1)[:context] for x in (keys, values))
         wanted.append(reference_attention(q[s : s + 1], k, v, context - 1))
     error = relative(output[: len(contexts)], torch.cat(wanted))
-    return require(error < TOLERANCE[dtype], {"block_tokens": block_tokens, "relative_error": error})
+    return require(error < TOLERANCE[dtype], {"attention": chosen.line(), "relative_error": error})
 
 
 def check_engine(model: Path, device: torch.device, dtype: torch.dtype, block_tokens: int) -> dict:

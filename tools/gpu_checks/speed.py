@@ -17,7 +17,6 @@ import torch
 
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.models.attention import flash_obstacle
 
 LLAMA = dict(
     architectures=["LlamaForCausalLM"],
@@ -192,7 +191,6 @@ def prefill_seconds(engine: Engine, prompts: int, length: int) -> float:
         for sample, prompt in enumerate(random_prompts(engine.spec, prompts, length, 1000 + seed)):
             engine.add(sample, prompt, SamplingParams(max_tokens=1, ignore_eos=True))
         engine.step()
-        engine.settle()
         assert not engine.has_unfinished(), "the prompts were to fit into one step"
         seconds.append(engine.last_step.seconds)
     return min(seconds[1:])
@@ -209,14 +207,11 @@ def measure(shape: dict, folder: Path, device: torch.device, block_tokens: int, 
             return {"skipped": f"{needed >> 20} MiB of device memory are needed, {free >> 20} MiB are free"}
     bandwidth, sheet, rate = copy_bandwidth(device), data_sheet_bandwidth(device), gemm_rate(device)
     weights = random_weights(spec, device, torch.bfloat16)
-    obstacle = flash_obstacle(torch.bfloat16, device, spec.head_dim, block_tokens)
     length = min(512, spec.context // 2)
     prompts = 16 if device.type == "cuda" else 2
-    attention = f"torch: {obstacle}" if obstacle else "flash-attn"
     result: dict = {
         "parameters": spec.parameters(),
         "block_tokens": block_tokens,
-        "attention": attention,
         "copy_bytes_per_second": bandwidth,
         "data_sheet_bytes_per_second": sheet,
         "gemm_operations_per_second": rate,
@@ -245,6 +240,7 @@ def measure(shape: dict, folder: Path, device: torch.device, block_tokens: int, 
                 "data_sheet_fraction": None if sheet is None else round(needed / sheet, 4),
             }
         seconds = prefill_seconds(engine, prompts, length)
+        result["attention"] = engine.runner.attention_line
         result[name] = {
             "decode": rows,
             "capture_seconds": engine.runner.recording_seconds,

@@ -1,32 +1,25 @@
-"""The forward pass for generation in torch and flash-attn: what CUDA runs (on CPU it runs too, slowly).
+"""The forward pass for generation as CUDA runs it: GEMMs and nine launches a layer (on CPU it runs too, slowly).
 
     decode   one token of each sequence: padded to a DecodeShape, in CUDA graphs or launched kernel after kernel
     mixed    chunks of prompts among decoding sequences: packed without padding, launched kernel after kernel
 
-Neither waits: a token may be named by its place among the draws before. T tokens, H and G heads of this rank.
+Letters: T tokens, H query heads, G key/value heads of this rank, D head_dim.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.gen.core.draws import DrawBatch
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.core.kv_cache import KVCache
-from rlhfuse.gen.core.model_shard import LayerWeights, ModelWeights, TensorParallel
+from rlhfuse.gen.core.model_shard import ModelWeights, TensorParallel
 from rlhfuse.gen.gpu.decode_graphs import DecodeGraphs, DecodeInputs, DecodeShape, Recorder, Staging, padded_arrays
-from rlhfuse.gen.gpu.draws import DrawInputs, DrawKernels, DrawOutputs, StepInFlight, draw_array
-from rlhfuse.models.attention import PagedQueries, decode_attention, flash_attention, flash_obstacle, paged_attention
-from rlhfuse.models.rotary import rotary_tables, rotate, signed_tables
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (q [T, H, D], one layer's keys, its values) -> [T, H, D]
+from rlhfuse.gen.gpu.layer_kernels import LayerKernels
+from rlhfuse.models.paged_attention import Attend, PagedAttention, PagedQueries
+from rlhfuse.models.rotary import rotary_tables
 
 
 class DeviceForward:
@@ -40,19 +33,18 @@ class DeviceForward:
         device: torch.device,
         max_sequences: int,
         recorder: Recorder | None,
-        kernels: DrawKernels,
+        attention: PagedAttention,
+        layer_kernels: LayerKernels,
     ) -> None:
-        """`recorder` None: no graphs. `bind` must be called before `launch`."""
+        """`recorder` None: no graphs. `bind` must be called before `forward`."""
         self.spec, self.parallel, self.device = spec, parallel, device
-        self.heads, self.kv_heads = spec.heads // parallel.size, spec.kv_heads // parallel.size
         self.max_sequences = max_sequences
-        self.cos, self.sin = signed_tables(*rotary_tables(spec, device))
+        self._attention, self._layer_kernels = attention, layer_kernels
+        self._rotary = rotary_tables(spec, device)
         self._staging = Staging(device)
-        self._graphs = DecodeGraphs(recorder, device) if recorder else None
-        self._kernels, self._outputs = kernels, DrawOutputs(device, max_sequences)
+        self._graphs = DecodeGraphs(recorder, device, max_sequences, spec.vocab) if recorder else None
         self._weights: ModelWeights | None = None
         self._weight_addresses: tuple[int, ...] = ()
-        self._warned: set[str] = set()
 
     @property
     def recording_seconds(self) -> float:
@@ -73,110 +65,72 @@ class DeviceForward:
             self._graphs.release()
 
     @torch.inference_mode()
-    def launch(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> StepInFlight:
-        """As `ModelRunner.launch`. A token ~i is what the step launched before drew at its place i."""
-        self._explain_slow_attention(cache)
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """As `ModelRunner.forward`. The logits are valid until the next call."""
         assert cache.keys.shape[1] * cache.block_tokens < 2**31, "slots are sent as int32"
         if len(batch.tokens) == len(batch.contexts):
-            self._decode_step(batch, draws, cache)
-            return self._outputs.send(batch.draw_rows)
-        logits, inputs = self.mixed(batch, draws, cache)
-        if inputs.rows:
-            self._kernels.draw(logits, inputs, self._outputs.newest)
-        return self._outputs.send(np.arange(inputs.rows))
+            logits = self._decode_step(batch, cache)
+            if len(batch.draw_rows) == len(batch.tokens):
+                return logits
+            return logits[torch.from_numpy(batch.draw_rows).to(self.device)]
+        return self._mixed_step(batch, cache)
 
     def decode(self, inputs: DecodeInputs, cache: KVCache) -> Tensor:
-        """Logits [rows, vocab] in the weights' dtype: of fixed shapes, never waiting; may be run twice."""
-        self._kernels.feed(inputs.tokens, self._outputs.newest[0])
+        """Logits [rows, at least vocab] float32: of fixed shapes, never waiting; may be run twice."""
         tokens, positions, slots = inputs.indices()
-        tables, contexts = inputs.tables, inputs.contexts
+        attend = self._attention.decode(inputs.tables, inputs.contexts)
+        return self._logits(*self._layers(tokens, positions, slots, cache, attend))
 
-        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            return decode_attention(q, keys, values, tables, contexts)
-
-        return self._logits(self._layers(tokens, positions, slots, cache, attend))
-
-    def _decode_step(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> None:
-        most_blocks, banned = -(-self.spec.context // cache.block_tokens), draws.banned.shape[1]
+    def _decode_step(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        most_blocks = -(-self.spec.context // cache.block_tokens)
         shape = DecodeShape.holding(
-            len(batch.contexts), batch.tables.shape[1], self.max_sequences, most_blocks, cache.block_tokens, banned
+            len(batch.contexts), batch.tables.shape[1], self.max_sequences, most_blocks, cache.block_tokens
         )
-        arrays = padded_arrays(batch, draws, shape, cache.keys.shape[1] - 1, cache.block_tokens)
-
-        def work(inputs: DecodeInputs) -> None:
-            self._kernels.draw(self.decode(inputs, cache), inputs.draws, self._outputs.newest)
-
-        if self._graphs is None:
-            work(DecodeInputs(shape, self._staging.send(arrays)))
-        else:
+        arrays = padded_arrays(batch, shape, cache.keys.shape[1] - 1, cache.block_tokens)
+        if self._graphs is not None:
             self._graphs.keep_for((*self._weight_addresses, cache.keys.data_ptr(), cache.values.data_ptr()))
-            self._graphs.run(shape, arrays, self._staging, work)
+            return self._graphs.run(shape, arrays, self._staging, lambda inputs: self.decode(inputs, cache))
+        inputs = DecodeInputs(shape, self._staging.send(arrays))
+        return self.decode(inputs, cache)[:, : self.spec.vocab]
 
-    def mixed(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> tuple[Tensor, DrawInputs]:
-        """Logits [drawing rows, vocab] in the weights' dtype, and what their draws need."""
-        key_starts, rows = np.concatenate(([0], np.cumsum(batch.contexts))), len(batch.draw_rows)
-        arrays = [batch.tokens, batch.positions, batch.slots, batch.draw_rows, batch.query_starts, key_starts]
-        arrays += [batch.tables, draw_array(draws, np.arange(rows), rows)]
-        sent = self._staging.send(arrays).split([array.size for array in arrays])
-        self._kernels.feed(sent[0], self._outputs.newest[0])
+    def _mixed_step(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        arrays = [batch.tokens, batch.positions, batch.slots, batch.draw_rows, batch.query_starts, batch.contexts]
+        sent = self._staging.send([*arrays, batch.tables]).split([a.size for a in (*arrays, batch.tables)])
         tokens, positions, slots, draw_rows = (x.long() for x in sent[:4])
-        queries = PagedQueries(
-            sent[6].view(batch.tables.shape), sent[4], sent[5], batch.query_starts.tolist(), batch.contexts.tolist()
-        )
+        tables, here = sent[6].view(batch.tables.shape), torch.from_numpy(batch.tables)
+        runs = batch.query_starts.tolist(), batch.contexts.tolist()
+        attend = self._attention.mixed(PagedQueries(tables, sent[4], sent[5], *runs, here))
+        x, delta = self._layers(tokens, positions, slots, cache, attend)
+        if not len(draw_rows):
+            return torch.empty(0, self.spec.vocab, device=self.device)
+        return self._logits(x[draw_rows], delta[draw_rows])[:, : self.spec.vocab]
 
-        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            return paged_attention(q, keys, values, queries)
+    def _layers(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, cache: KVCache, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """Two parts of the hidden states [T, hidden] behind the last layer. tokens, positions, slots [T] int64.
 
-        x = self._layers(tokens, positions, slots, cache, attend)
-        logits = self._logits(x[draw_rows]) if rows else x.new_empty(0, self.spec.vocab)
-        return logits, DrawInputs(rows, sent[7])
-
-    def _layers(self, tokens: Tensor, positions: Tensor, slots: Tensor, cache: KVCache, attend: Attend) -> Tensor:
-        """Hidden states [T, hidden] behind the last layer. tokens, positions, slots [T] int64."""
+        The sums are rounded as the training side rounds them: each product, then the residual.
+        """
         assert self._weights is not None, "bind() comes first"
-        cos, sin = self.cos[positions][:, None, None], self.sin[positions][:, None, None]
-        x = self.parallel.embed(tokens, self._weights.embedding)
+        add_norm, place_heads, swiglu = self._layer_kernels
+        total, eps = self.parallel.sum, self.spec.norm_eps
+        x, delta = self.parallel.embed(tokens, self._weights.embedding), None
         for number, layer in enumerate(self._weights.layers):
             keys, values = cache.keys[number], cache.values[number]
-            q, k, v = self._qkv(layer, self._norm(x, layer.input_norm), cos, sin)
-            keys.flatten(0, 1).index_copy_(0, slots, k)
-            values.flatten(0, 1).index_copy_(0, slots, v)
-            x = self._add_product(x, attend(q, keys, values).flatten(1), layer.proj)
-            if layer.proj_bias is not None:
-                x.add_(layer.proj_bias)
-            gate, up = F.linear(self._norm(x, layer.mlp_norm), layer.fc1).chunk(2, dim=-1)
-            x = self._add_product(x, F.silu(gate).mul_(up), layer.fc2)
-        return x
+            qkv = F.linear(add_norm(x, delta, None, layer.input_norm, eps), layer.qkv, layer.qkv_bias)
+            norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+            q = place_heads(qkv, norms, eps, self._rotary, positions, slots, keys, values)
+            delta = total(F.linear(attend(q, keys, values).flatten(1), layer.proj))
+            mlp = swiglu(F.linear(add_norm(x, delta, layer.proj_bias, layer.mlp_norm, eps), layer.fc1))
+            delta = total(F.linear(mlp, layer.fc2))
+        assert delta is not None, "a model has layers"
+        return x, delta
 
-    def _qkv(self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [T, H, D], keys and values [T, G, D], normed and turned. cos, sin [T, 1, 1, D]."""
-        per_group = self.heads // self.kv_heads
-        grouped = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), self.kv_heads, per_group + 2, self.spec.head_dim)
-        turning, v = grouped[:, :, : per_group + 1], grouped[:, :, per_group + 1]  # a group's queries, then its key
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = turning.split((per_group, 1), dim=2)
-            turning = torch.cat((self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)), dim=2)
-        turned = rotate(turning, cos, sin)
-        q, k = turned[:, :, :per_group].to(x.dtype), turned[:, :, per_group].to(x.dtype)
-        return q.reshape(len(x), self.heads, self.spec.head_dim), k, v
-
-    def _add_product(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        """x + y @ weight^T, summed over the ranks; may be written over x."""
-        if self.parallel.size == 1:
-            return x.addmm_(y, weight.t())
-        return self.parallel.sum(F.linear(y, weight)).add_(x)
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.spec.norm_eps)
-
-    def _logits(self, x: Tensor) -> Tensor:
+    def _logits(self, x: Tensor, delta: Tensor) -> Tensor:
+        """[rows, at least vocab] float32: the products' own sums, not rounded between."""
         assert self._weights is not None, "bind() comes first"
-        logits = self.parallel.gather(F.linear(self._norm(x, self._weights.final_norm), self._weights.output))
-        return logits[:, : self.spec.vocab]
-
-    def _explain_slow_attention(self, cache: KVCache) -> None:
-        """Say once why flash-attn, though installed, is not used."""
-        obstacle = flash_obstacle(cache.keys.dtype, self.device, self.spec.head_dim, cache.block_tokens)
-        if obstacle and flash_attention() is not None and self.device.type == "cuda" and obstacle not in self._warned:
-            self._warned.add(obstacle)
-            warnings.warn(f"generation uses torch's attention, which is slow: {obstacle}", stacklevel=2)
+        x = self._layer_kernels.add_norm(x, delta, None, self._weights.final_norm, self.spec.norm_eps)
+        weight = self._weights.output.t()
+        logits = torch.mm(x, weight, out_dtype=torch.float32) if x.is_cuda else x.float() @ weight.float()
+        return self.parallel.gather(logits)

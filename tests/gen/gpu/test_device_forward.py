@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -10,18 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import triton_interpreter  # noqa: F401
 from gen_models import random_weights, tiny_spec
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhfuse.base.errors import InputError, leave
-from rlhfuse.gen.core.draws import DrawBatch
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.gen.gpu import forward as device_forward
 from rlhfuse.gen.gpu.decode_graphs import DecodeGraphs, DecodeInputs, DecodeShape, Staging, padded_arrays
-from rlhfuse.gen.gpu.draws import DrawKernels
 from rlhfuse.gen.model_runner import ModelRunner
-from rlhfuse.models import attention
 
 CPU = torch.device("cpu")
 WIDE = dict(context=1024, qk_norm=True, qkv_bias=True, proj_bias=True)
@@ -53,36 +50,28 @@ def torch_engine(spec, repeater: Repeater | None = None, dtype=torch.float32, we
     engine = Engine(spec, weights, EngineOptions(**({"num_blocks": 200, "kernels": "torch"} | options)), dtype=dtype)
     if repeater is not None:
         forward = engine.runner._forward
-        forward._graphs = DecodeGraphs(repeater, CPU)
+        forward._graphs = DecodeGraphs(repeater, CPU, forward.max_sequences, spec.vocab)
     return engine
 
 
 def filled(engine: Engine, prompts: list[list[int]], steps: int = 3) -> ForwardBatch:
     """Run an engine until all its sequences decode; returns its last batch, which may be run again."""
     seen: list[ForwardBatch] = []
-    launch = engine.runner.launch
-    engine.runner.launch = lambda batch, draws, cache: seen.append(batch) or launch(batch, draws, cache)
+    forward = engine.runner.forward
+    engine.runner.forward = lambda batch, cache: seen.append(batch) or forward(batch, cache)
     for i, prompt in enumerate(prompts):
         engine.add(i, prompt, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
     for _ in range(steps):
         engine.step()
-        engine.settle()
-    engine.runner.launch = launch
+    engine.runner.forward = forward
     assert len(seen[-1].tokens) == len(prompts) == len(seen[-1].contexts)
     return seen[-1]
-
-
-def greedy(rows: int) -> DrawBatch:
-    none = np.zeros(rows, np.int64)
-    return DrawBatch(
-        np.zeros((rows, 2), np.uint32), none.astype(np.float32), none, none + 1.0, np.empty((rows, 0), int)
-    )
 
 
 def decoded(engine: Engine, batch: ForwardBatch, shape: DecodeShape) -> torch.Tensor:
     """Logits of the real rows of a batch, padded to `shape`."""
     cache = engine._cache
-    arrays = padded_arrays(batch, greedy(len(batch.tokens)), shape, cache.keys.shape[1] - 1, cache.block_tokens)
+    arrays = padded_arrays(batch, shape, cache.keys.shape[1] - 1, cache.block_tokens)
     with torch.inference_mode():
         inputs = DecodeInputs(shape, Staging(CPU).send(arrays))
         return engine.runner._forward.decode(inputs, cache)[: len(batch.tokens)].float()
@@ -148,9 +137,9 @@ def test_a_step_that_does_not_draw_every_row(prompts):
     engine = torch_engine(tiny_spec(**WIDE))
     batch = filled(engine, prompts)
     forward, cache = engine.runner._forward, engine._cache
-    tokens, logprobs = forward.launch(batch, greedy(8), cache).read()
+    everything = forward.forward(batch, cache).clone()
     some = ForwardBatch(**{**vars(batch), "draw_rows": np.array([1, 4])})
-    assert forward.launch(some, greedy(2), cache).read() == ([tokens[1], tokens[4]], [logprobs[1], logprobs[4]])
+    assert torch.equal(forward.forward(some, cache), everything[[1, 4]])
 
 
 def test_recording_follows_shapes_cache_and_weights(prompts):
@@ -175,14 +164,14 @@ def test_recording_follows_shapes_cache_and_weights(prompts):
 
     released = repeater.released
     engine.pause()
-    assert tuple(graphs._recorded) == () and repeater.released == released + 1
+    assert tuple(graphs._recorded) == () and graphs._logits is None and repeater.released == released + 1
     engine.resume()
     engine.generate(prompts, params)
     assert repeater.recorded == 4
 
 
-def test_draws_of_one_shape_do_not_reach_into_another(prompts):
-    """All shapes share one buffer of draws: a row past the batch may be stale, a row of it never."""
+def test_logits_of_one_shape_do_not_reach_into_another(prompts):
+    """All shapes share one buffer of logits: a row past the batch may be stale, a row of it never."""
     spec = tiny_spec(**WIDE)
     engine, plain = torch_engine(spec, Repeater()), torch_engine(spec)
     for count in (8, 3, 1, 5):
@@ -198,9 +187,8 @@ def test_seconds_of_a_step_leave_recording_out(monkeypatch, prompts):
 
     engine = torch_engine(tiny_spec(**WIDE), Slow())
     engine.add(0, prompts[1], SamplingParams(max_tokens=9, ignore_eos=True))
-    for _ in range(2):  # the first decode step records
-        engine.step()
-        engine.settle()
+    engine.step()
+    engine.step()  # the first decode step records
     assert 0 < engine.last_step.seconds < engine.runner.recording_seconds
 
 
@@ -234,7 +222,7 @@ def run_rank(rank: int, folder: str) -> None:
         tp_group=dist.group.WORLD,
     )
     forward = engine.runner._forward
-    forward._graphs = DecodeGraphs(repeater, CPU)
+    forward._graphs = DecodeGraphs(repeater, CPU, forward.max_sequences, spec.vocab)
     results = engine.generate([[9, 10, 11], [12], list(range(20, 60))], SamplingParams(max_tokens=12, ignore_eos=True))
     torch.save((results, repeater.recorded, tuple(forward._graphs._recorded)), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
@@ -274,79 +262,115 @@ def test_graphs_give_what_eager_gives(prompts, dtype):
         graphs.resume()
 
 
-class FlashDouble:
-    """flash-attn's two functions as far as shapes and types go; nothing is computed."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def flash_attn_with_kvcache(self, q, k_cache, v_cache, *, cache_seqlens, block_table, causal):
-        self._check(q, k_cache, v_cache, cache_seqlens, block_table)
-        assert q.shape[0] == block_table.shape[0] == cache_seqlens.shape[0] and q.shape[1] == 1 and causal
-        self.calls.append("decode")
-        return torch.empty_like(q)
-
-    def flash_attn_varlen_func(self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, *, causal, block_table):
-        self._check(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
-        assert cu_seqlens_q.shape == cu_seqlens_k.shape == (block_table.shape[0] + 1,) and causal
-        assert (max_q, max_k) == (3, 300)
-        self.calls.append("mixed")
-        return torch.empty_like(q)
-
-    def _check(self, q, keys, values, *integers) -> None:
-        assert q.dtype == keys.dtype == values.dtype == torch.bfloat16 and q.is_contiguous()
-        assert keys.shape == values.shape and keys.shape[1] % 256 == 0 and keys.shape[-1] == q.shape[-1]
-        assert all(x.dtype == torch.int32 and x.is_meta and x.stride(-1) == 1 for x in integers)
-
-
-@pytest.mark.parametrize("flash", [True, False])
-def test_tensors_without_numbers_pass_through_so_nothing_is_read_back(monkeypatch, flash):
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_tensors_without_numbers_pass_through_so_nothing_is_read_back(monkeypatch, kernels):
     """On the meta device there are only shapes and types: reading a number back, or mixing devices, would raise."""
-    double, meta, spec = FlashDouble(), torch.device("meta"), tiny_spec(**WIDE)
-    monkeypatch.setattr(attention, "flash_attention", lambda: double)
-    monkeypatch.setattr(attention, "flash_obstacle", lambda *_: None if flash else "it is to be so")
+    meta, spec, launched = torch.device("meta"), tiny_spec(**WIDE), launches(monkeypatch)
     weights = {name: w.to(meta, torch.bfloat16) for name, w in random_weights(spec).items()}
-    runner = ModelRunner(spec, weights, EngineOptions(max_sequences=8), device=meta, dtype=torch.bfloat16)
-    runner._forward._kernels = DrawKernels(lambda tokens, newest: None, lambda logits, inputs, outputs: None)
+    options = EngineOptions(max_sequences=8, kernels=kernels, attention=kernels)
+    runner = ModelRunner(spec, weights, options, device=meta, dtype=torch.bfloat16)
     cache = KVCache(spec.layers, 9, 256, spec.kv_heads, spec.head_dim, dtype=torch.bfloat16, device=meta)
     with torch.inference_mode():
         logits = runner._forward.decode(DecodeInputs.empty(DecodeShape(4, 8), meta), cache)
-    assert logits.shape == (4, spec.vocab) and logits.dtype == torch.bfloat16 and logits.is_meta
+    assert logits.shape == (4, 304) and logits.dtype == torch.float32 and logits.is_meta
     three = np.arange(3)
     batch = ForwardBatch(three, three, three, np.array([0, 3]), np.array([300]), np.zeros((1, 2), np.int32), three[2:])
-    with torch.inference_mode():
-        logits, inputs = runner._forward.mixed(batch, greedy(1), cache)
-    assert logits.shape == (1, spec.vocab) and logits.dtype == torch.bfloat16 and logits.is_meta and inputs.rows == 1
-    assert double.calls == (["decode"] * spec.layers + ["mixed"] * spec.layers if flash else [])
+    logits = runner.forward(batch, cache)
+    assert logits.shape == (1, spec.vocab) and logits.dtype == torch.float32 and logits.is_meta
+    assert len(launched) == (11 * spec.layers + 2 if kernels == "triton" else 0)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "device", "head_dim", "block_tokens", "installed", "reason"),
-    [
-        (torch.bfloat16, "cuda", 64, 256, True, None),
-        (torch.bfloat16, "cuda", 128, 512, True, None),
-        (torch.bfloat16, "cpu", 64, 256, True, "CUDA alone"),
-        (torch.bfloat16, "cuda", 64, 256, False, "not installed"),
-        (torch.float32, "cuda", 64, 256, True, "float32"),
-        (torch.bfloat16, "cuda", 64, 16, True, "multiple of 256 tokens, not 16"),
-        (torch.bfloat16, "cuda", 68, 256, True, "not 68"),
-        (torch.bfloat16, "cuda", 512, 256, True, "not 512"),
-    ],
-)
-def test_why_flash_attention_is_not_used(monkeypatch, dtype, device, head_dim, block_tokens, installed, reason):
-    monkeypatch.setattr(attention, "flash_attention", lambda: FlashDouble() if installed else None)
-    found = attention.flash_obstacle(dtype, torch.device(device), head_dim, block_tokens)
-    assert found is None if reason is None else reason in found
+def launches(monkeypatch) -> list[str]:
+    """Names of Triton kernels, in the order in which they would be launched from now on; nothing runs."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    found: list[str] = []
+    monkeypatch.setattr(InterpretedFunction, "run", lambda self, *_, **__: found.append(self.fn.__name__))
+    return found
 
 
-def test_slow_attention_is_explained_once(monkeypatch):
-    engine = torch_engine(tiny_spec(**WIDE))
-    forward = engine.runner._forward
-    monkeypatch.setattr(attention, "flash_attention", FlashDouble)
-    monkeypatch.setattr(device_forward, "flash_attention", FlashDouble)
-    monkeypatch.setattr(forward, "device", torch.device("cuda"))
-    with pytest.warns(UserWarning, match="flash-attn computes in 16 bits"):
-        forward._explain_slow_attention(engine._cache)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        forward._explain_slow_attention(engine._cache)
+class Operators(TorchDispatchMode):
+    """Counts what torch launches: every operator but those that only look at memory or take it."""
+
+    LOOKS = {
+        "flatten",
+        "chunk",
+        "view",
+        "_unsafe_view",
+        "t",
+        "transpose",
+        "select",
+        "slice",
+        "split",
+        "unsqueeze",
+        "detach",
+        "reshape",
+    }
+    TAKES = {"empty", "empty_like", "new_empty"}
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name not in self.LOOKS | self.TAKES:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("changes", [dict(), WIDE])
+def test_a_decode_layer_is_nine_launches(monkeypatch, changes):
+    """On CUDA the same functions are called; a product is one launch."""
+    names, meta = launches(monkeypatch), torch.device("meta")
+
+    def step(layers: int) -> list[str]:
+        spec = tiny_spec(layers=layers, **changes)
+        weights = {name: w.to(meta, torch.bfloat16) for name, w in random_weights(spec).items()}
+        options = EngineOptions(max_sequences=8, kernels="triton", attention="triton")
+        runner = ModelRunner(spec, weights, options, device=meta, dtype=torch.bfloat16)
+        cache = KVCache(layers, 9, 16, spec.kv_heads, spec.head_dim, dtype=torch.bfloat16, device=meta)
+        inputs = DecodeInputs.empty(DecodeShape(4, 16), meta)
+        names.clear()
+        with torch.inference_mode(), Operators(names):
+            runner._forward.decode(inputs, cache)
+        return list(names)
+
+    one, three = step(1), step(3)
+    product = one[one.index("_add_norm_kernel") + 1]
+    layer = ["_add_norm_kernel", product, "_place_heads_kernel", "_decode_kernel", product]
+    layer += ["_add_norm_kernel", product, "_swiglu_kernel", product]
+    first = one.index("_add_norm_kernel")
+    assert product in ("linear", "mm", "addmm") and [*map(plain, one[first : first + 9])] == [*map(plain, layer)]
+    assert [*map(plain, three)] == [*map(plain, one[:first] + 3 * layer + one[first + 9 :])] and len(layer) == 9
+
+
+def plain(name: str) -> str:
+    return "product" if name in ("linear", "mm", "addmm") else name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("changes", [WIDE, dict(tied_embeddings=True, kv_heads=4)])
+def test_triton_computes_what_torch_computes(changes, dtype):
+    """Both kinds of steps in the interpreter: a prefill with a chunk among decoding sequences, and decodes."""
+    spec = tiny_spec(**changes)
+    weights = {name: (w * 0.6 if w.ndim == 2 else w).to(dtype) for name, w in random_weights(spec).items()}
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    prompts = [[9, 10, 11], [12], list(range(20, 60))]
+    torchs, tritons = (
+        torch_engine(spec, dtype=dtype, weights=weights, num_blocks=30, max_batched_tokens=24, **chosen)
+        for chosen in (dict(kernels="torch"), dict(kernels="triton", attention="triton"))
+    )
+    assert tritons.runner.attention_line == "attention of generation: triton"
+    expected, found = torchs.generate(prompts, params), tritons.generate(prompts, params)
+    if dtype == torch.float32:
+        assert [a.tokens for a in expected] == [b.tokens for b in found]
+    limit = 1e-5 if dtype == torch.float32 else 0.1
+    for a, b in zip(expected, found):
+        same = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens)) if x != y), len(a.tokens))
+        assert same and max(abs(x - y) for x, y in zip(a.logprobs[:same], b.logprobs[:same])) < limit
+
+
+def test_an_unknown_attention_is_refused():
+    with pytest.raises(InputError, match="attention='flash' is unknown; use one of auto, flashinfer, triton"):
+        EngineOptions(attention="flash")

@@ -1,0 +1,289 @@
+"""The choice of attention over cache blocks by name, and what libraries get, over doubles that compute."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.models import attention
+from rlhfuse.models import paged_attention as paged
+from rlhfuse.models.gpu import flashinfer_attention
+from rlhfuse.models.paged_attention import CacheShape, PagedQueries, choose_attention
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+SHAPE = CacheShape(torch.bfloat16, CUDA, 8, 2, 64, 16, 32)
+
+
+def formula(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """q [T, H, D] are the last tokens of a sequence with these keys and values [N, G, D]."""
+    heads, dim = q.shape[1:]
+    k, v = (x.double().repeat_interleave(heads // x.shape[1], dim=1) for x in (keys, values))
+    scores = torch.einsum("thd,shd->hts", q.double(), k) / dim**0.5
+    visible = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+    return torch.einsum("hts,shd->thd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v).to(q.dtype)
+
+
+class FlashInferDouble(types.ModuleType):
+    """flashinfer 0.6.4 as far as it is called: its arguments by name, its results by the formula."""
+
+    def __init__(self) -> None:
+        super().__init__("flashinfer")
+        double = self
+        self.decode = types.SimpleNamespace(xqa_batch_decode_with_kv_cache=self.xqa)
+        self.plans = self.runs = 0
+
+        class BatchPrefillWithPagedKVCacheWrapper:
+            def __init__(self, float_workspace_buffer: Tensor, kv_layout: str) -> None:
+                assert float_workspace_buffer.dtype == torch.uint8 and kv_layout == "NHD"
+
+            def plan(
+                self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads,
+                num_kv_heads, head_dim_qk, page_size, *, causal, sm_scale, q_data_type,
+            ):  # fmt: skip
+                double.plans += 1
+                on_host = (qo_indptr, paged_kv_indptr, paged_kv_last_page_len)
+                assert all(x.dtype == torch.int32 and not x.is_cuda for x in (*on_host, paged_kv_indices))
+                assert (
+                    causal and sm_scale == head_dim_qk**-0.5 and ((1 <= on_host[2]) & (on_host[2] <= page_size)).all()
+                )
+                self.facts = *(x.tolist() for x in on_host), paged_kv_indices, num_qo_heads, num_kv_heads, q_data_type
+
+            def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor:
+                double.runs += 1
+                queries, blocks, last, indices, heads, kv_heads, dtype = self.facts
+                keys, values = paged_kv_cache
+                assert q.shape[1] == heads and keys.shape[2] == kv_heads and q.dtype == keys.dtype == dtype
+                out = []
+                for s, ends in enumerate(last):
+                    places = indices[blocks[s] : blocks[s + 1]].long()
+                    length = (len(places) - 1) * keys.shape[1] + ends
+                    k, v = (x[places].flatten(0, 1)[:length] for x in (keys, values))
+                    out.append(formula(q[queries[s] : queries[s + 1]], k, v))
+                return torch.cat(out)
+
+        self.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper
+
+    def xqa(
+        self, *, query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale,
+        kv_layout,
+    ):  # fmt: skip
+        keys, values = kv_cache
+        assert workspace_buffer.dtype == torch.uint8 and not workspace_buffer[: 8 << 20].any()
+        assert seq_lens.dtype == torch.uint32 and block_tables.dtype == torch.int32 and kv_layout == "NHD"
+        assert bmm1_scale == query.shape[-1] ** -0.5 and bmm2_scale == 1.0
+        assert max_seq_len == block_tables.shape[1] * keys.shape[1]
+        out = []
+        for row, (table, length) in enumerate(zip(block_tables.long(), seq_lens.tolist())):
+            out.append(formula(query[row : row + 1], *(x[table].flatten(0, 1)[:length] for x in (keys, values))))
+        return torch.cat(out)
+
+
+@pytest.fixture
+def flashinfer(monkeypatch) -> FlashInferDouble:
+    """An installed flashinfer and a Hopper that is not there."""
+    double = FlashInferDouble()
+    find = flashinfer_attention.importlib.import_module
+    monkeypatch.setattr(
+        flashinfer_attention.importlib, "import_module", lambda name: double if name == "flashinfer" else find(name)
+    )
+    monkeypatch.setattr(flashinfer_attention, "WORKSPACE", 9 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    return double
+
+
+def cache(shape: CacheShape, contexts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values, and tables of blocks in any order, over a cache of NaN elsewhere."""
+    generator = torch.Generator().manual_seed(0)
+    counts = [-(-n // shape.block_tokens) for n in contexts]
+    order = torch.randperm(sum(counts), generator=generator).int().split(counts)
+    sizes = sum(counts), shape.block_tokens, shape.kv_heads, shape.head_dim
+    keys, values = torch.randn(2, *sizes, generator=generator).to(shape.dtype)
+    tables = torch.zeros(len(contexts), max(counts) + 1, dtype=torch.int32)
+    for s, (blocks, n) in enumerate(zip(order, contexts)):
+        tables[s, : len(blocks)] = blocks
+        if n % shape.block_tokens:
+            for memory in (keys, values):
+                memory[blocks[-1], n % shape.block_tokens :] = torch.nan
+    return keys, values, tables
+
+
+def test_flashinfer_gets_what_its_formula_needs(flashinfer):
+    shape = replace(SHAPE, device=CPU, dtype=torch.float16)
+    contexts, starts = [1, 16, 33, 40, 50], [0, 1, 17, 18, 23, 25]
+    keys, values, tables = cache(shape, contexts)
+    sizes = shape.heads, shape.kv_heads, shape.head_dim, shape.block_tokens
+    kernels = flashinfer_attention.FlashInferAttention(shape.dtype, shape.device, *sizes)
+    compiled = flashinfer.plans, flashinfer.runs
+    assert compiled == (1, 1), "both kernels are built before the first step"
+
+    q = torch.randn(25, 8, 64).half()
+    attend = kernels.mixed(tables, starts, contexts)
+    expected = paged.TorchAttention(shape).mixed(PagedQueries.of(tables, starts, contexts))(
+        *(x.float() for x in (q, keys, values))
+    )
+    for _ in range(3):  # layers
+        assert (attend(q, keys, values) - expected).abs().max() < 2e-3
+    assert (flashinfer.plans, flashinfer.runs) == (2, 4), "planned once for all layers"
+
+    lengths = torch.tensor(contexts, dtype=torch.int32)
+    expected = paged.TorchAttention(shape).decode(tables, lengths)(*(x.float() for x in (q[:5], keys, values)))
+    assert (kernels.decode(tables, lengths)(q[:5], keys, values) - expected).abs().max() < 2e-3
+
+
+def test_calls_fit_the_installed_flashinfer():
+    library, here = pytest.importorskip("flashinfer"), FlashInferDouble()
+    wrapper, double = library.BatchPrefillWithPagedKVCacheWrapper, here.BatchPrefillWithPagedKVCacheWrapper
+    pairs = [(library.decode.xqa_batch_decode_with_kv_cache, here.xqa)]
+    pairs += [(getattr(wrapper, name), getattr(double, name)) for name in ("__init__", "plan", "run")]
+    for theirs, ours in pairs:
+        known = inspect.signature(theirs).parameters
+        named = [name for name in inspect.signature(ours).parameters if name != "self"]
+        assert set(named) <= set(known), f"{theirs} has no {set(named) - set(known)}"
+        plain = [name for name in known if name != "self"]
+        positional = [p.name for p in inspect.signature(ours).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
+        positional = [name for name in positional if name != "self"]
+        assert plain[: len(positional)] == positional, "those without a name stand in this order"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (dict(), None),
+        (dict(dtype=torch.float16, head_dim=256, block_tokens=128), None),
+        (dict(device=CPU), "CUDA alone"),
+        (dict(dtype=torch.float32), "not in float32"),
+        (dict(head_dim=72), "not 72"),
+        (dict(block_tokens=256), "not 256"),
+        (dict(heads=66), "not 33"),
+    ],
+)
+def test_why_flashinfer_is_not_used(flashinfer, changes, reason):
+    found = paged.obstacle("flashinfer", replace(SHAPE, **changes))
+    assert found is None if reason is None else reason in found
+
+
+def test_a_gpu_too_old_for_flashinfer_is_named(flashinfer, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "not 8.0" in paged.obstacle("flashinfer", SHAPE)
+
+
+def test_a_library_that_is_there_but_broken_is_told(flashinfer, monkeypatch):
+    def broken(name: str) -> None:
+        raise ImportError("libcudart.so.12: cannot open shared object file")
+
+    monkeypatch.setattr(flashinfer_attention.importlib, "import_module", broken)
+    assert "cannot be imported: libcudart.so.12" in paged.obstacle("flashinfer", SHAPE)
+
+    def absent(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'flashinfer'", name="flashinfer")
+
+    monkeypatch.setattr(flashinfer_attention.importlib, "import_module", absent)
+    assert paged.obstacle("flashinfer", SHAPE) == "flashinfer is not installed"
+
+
+class FlashDouble:
+    """flash-attn's two functions as far as shapes and types go; nothing is computed."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def flash_attn_with_kvcache(self, q, k_cache, v_cache, *, cache_seqlens, block_table, causal):
+        self._check(q, k_cache, v_cache, cache_seqlens, block_table)
+        assert q.shape[0] == block_table.shape[0] == cache_seqlens.shape[0] and q.shape[1] == 1 and causal
+        self.calls.append("decode")
+        return torch.empty_like(q)
+
+    def flash_attn_varlen_func(self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, *, causal, block_table):
+        self._check(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
+        assert cu_seqlens_q.shape == cu_seqlens_k.shape == (block_table.shape[0] + 1,) and causal
+        assert (max_q, max_k) == (4, 300) and cu_seqlens_k.tolist() == [0, 300, 310]
+        self.calls.append("mixed")
+        return torch.empty_like(q)
+
+    def _check(self, q, keys, values, *integers) -> None:
+        assert q.dtype == keys.dtype == values.dtype == torch.bfloat16 and q.is_contiguous()
+        assert keys.shape == values.shape and keys.shape[1] % 256 == 0 and keys.shape[-1] == q.shape[-1]
+        assert all(x.dtype == torch.int32 and x.stride(-1) == 1 for x in integers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "installed", "reason"),
+    [
+        (dict(block_tokens=256), True, None),
+        (dict(head_dim=128, block_tokens=512), True, None),
+        (dict(device=CPU), True, "CUDA alone"),
+        (dict(block_tokens=256), False, "cannot be imported: undefined symbol"),
+        (dict(block_tokens=256, dtype=torch.float32), True, "float32"),
+        (dict(), True, "multiple of 256 tokens, not 16"),
+        (dict(block_tokens=256, head_dim=68), True, "not 68"),
+        (dict(block_tokens=256, head_dim=512), True, "not 512"),
+    ],
+)
+def test_why_flash_attention_is_not_used(monkeypatch, changes, installed, reason):
+    found = (FlashDouble(), None) if installed else (None, "flash-attn cannot be imported: undefined symbol")
+    monkeypatch.setattr(paged, "import_flash_attention", lambda: found)
+    told = paged.obstacle("flash_attn", replace(SHAPE, **changes))
+    assert told is None if reason is None else reason in told
+
+
+def test_flash_attention_that_cannot_be_imported_is_told_from_one_that_is_absent(monkeypatch, tmp_path):
+    attention.import_flash_attention.cache_clear()
+    assert attention.import_flash_attention() == (None, "flash-attn is not installed")
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    monkeypatch.syspath_prepend(tmp_path)
+    attention.import_flash_attention.cache_clear()
+    assert attention.import_flash_attention() == (None, "flash-attn cannot be imported: undefined symbol: _ZN3c10")
+    attention.import_flash_attention.cache_clear()
+
+
+def test_flash_attention_gets_what_it_takes(monkeypatch):
+    double, shape = FlashDouble(), replace(SHAPE, device=CPU, block_tokens=256)
+    monkeypatch.setattr(paged, "import_flash_attention", lambda: (double, None))
+    kernels = paged.FlashAttention(shape)
+    keys, tables = torch.zeros(3, 256, 2, 64, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.int32)
+    q = torch.zeros(5, 8, 64, dtype=torch.bfloat16)
+    assert kernels.mixed(PagedQueries.of(tables, [0, 4, 5], [300, 10]))(q, keys, keys).shape == q.shape
+    assert kernels.decode(tables, torch.ones(2, dtype=torch.int32))(q[:2], keys, keys).shape == q[:2].shape
+    assert double.calls == ["mixed", "decode"]
+
+
+def test_the_first_that_can_is_chosen_and_told(monkeypatch):
+    made: list[str] = []
+    obstacles = {"flashinfer": "flashinfer is not installed", "triton": None, "flash_attn": None, "torch": None}
+    monkeypatch.setattr(paged, "obstacle", lambda name, shape: obstacles[name])
+    monkeypatch.setattr(
+        paged, "KERNELS", {name: lambda shape, name=name: made.append(name) or name for name in obstacles}
+    )
+    chosen = choose_attention(SHAPE)
+    assert chosen.name == chosen.kernels == "triton" and made == ["triton"]
+    assert chosen.line() == "attention of generation: triton; flashinfer is not installed"
+    assert choose_attention(replace(SHAPE, device=CPU)).line() == "attention of generation: torch"
+    assert choose_attention(SHAPE, "torch").line() == "attention of generation: torch"
+    with pytest.raises(InputError, match="rollout.attention=flashinfer cannot serve: flashinfer is not installed"):
+        choose_attention(SHAPE, "flashinfer")
+
+
+def test_kernels_that_do_not_compile_are_passed_over_and_told(monkeypatch):
+    def fails(shape: CacheShape) -> None:
+        raise RuntimeError("Ninja build failed.\nnvcc fatal: Unsupported gpu architecture\n")
+
+    monkeypatch.setattr(paged, "obstacle", lambda name, shape: None)
+    monkeypatch.setitem(paged.KERNELS, "flashinfer", fails)
+    monkeypatch.setitem(paged.KERNELS, "triton", paged.TorchAttention)
+    chosen = choose_attention(SHAPE)
+    assert chosen.name == "triton" and chosen.passed_over == ("flashinfer cannot be made ready: Ninja build failed.",)
+
+
+def test_triton_on_cpu_needs_its_interpreter(monkeypatch):
+    shape = replace(SHAPE, device=CPU)
+    assert paged.obstacle("triton", shape) is None
+    assert "not 257" in paged.obstacle("triton", replace(shape, head_dim=257))
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert "TRITON_INTERPRET=1" in paged.obstacle("triton", shape)
