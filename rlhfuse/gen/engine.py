@@ -62,7 +62,7 @@ class Engine:
     def __init__(
         self,
         spec: ModelSpec,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor] | None,
         options: EngineOptions = EngineOptions(),
         *,
         device: str | torch.device = "cpu",
@@ -72,6 +72,7 @@ class Engine:
     ) -> None:
         """`weights` under Megatron-core names, this rank's shares; they are read in place.
 
+        None: the engine begins paused, without weights and without a cache; `load_weights` and `resume` come first.
         Raises InputError for a missing or ill-shaped weight, or a dtype that is neither float32 nor bfloat16.
         """
         if dtype not in (torch.float32, torch.bfloat16):
@@ -82,7 +83,7 @@ class Engine:
         self.scheduler = Scheduler(
             BlockManager(options.num_blocks, options.block_tokens), options.max_sequences, options.max_batched_tokens
         )
-        self._cache: KVCache | None = self.runner.new_cache()
+        self._cache: KVCache | None = self.runner.new_cache() if weights is not None else None
         self._sequences: dict[int, Sequence] = {}  # unfinished, by sample id
         self._block_shape = BlockShape(
             spec.layers, options.block_tokens, spec.kv_heads, spec.head_dim, str(dtype).removeprefix("torch.")

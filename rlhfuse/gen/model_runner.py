@@ -70,7 +70,7 @@ class ModelRunner:
     def __init__(
         self,
         spec: ModelSpec,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor] | None,
         options: EngineOptions,
         *,
         device: torch.device,
@@ -104,7 +104,8 @@ class ModelRunner:
                 spec, parallel, device, options.max_sequences, recorder, chosen.kernels, layer
             )
         self.weights: ModelWeights | None = None
-        self.bind(weights)
+        if weights is not None:
+            self.bind(weights)
 
     @property
     def recording_seconds(self) -> float:

@@ -7,6 +7,7 @@ used, except that Megatron keeps the gather buffer of sequence parallelism there
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,20 +192,25 @@ def build_model(
     device: Device,
     stage: int | None = None,
     activations: Activations = WHOLE,
+    on_host: bool = False,
 ) -> GPTModel:
-    """One pipeline stage of the model that `rank` holds in `grid`, on the device, with unset weights.
+    """One pipeline stage of the model that `rank` holds in `grid`, for the device, with unset weights.
 
-    `stage` may be left out where a rank holds one. Ranks build their stages in order: tied ends meet in a collective.
+    `stage` may be left out where a rank holds one. `on_host`: the weights are in host memory, which the system gives
+    when they are written: for who fills them there, or takes the device's memory for them later.
     """
     stage = _stage_on(grid, rank, stage)
     layers = stage_layers(spec, grid)
     shards = activations.sequence_parallel and grid.tp > 1
-    config = transformer_config(spec, grid.tp, grid.pp, dtype, device.torch_device, shards)
+    place = Device(torch.device("cpu"), device.backend) if on_host else device
+    config = transformer_config(spec, grid.tp, grid.pp, dtype, place.torch_device, shards)
     norm = ModuleSpec(module=RMSNorm, params={"operations": operations_for(device.torch_device)})
     layer = layer_spec(spec, norm, RotaryTables(spec, device.torch_device), activations.recompute)
     if shards:
         _prepare_sequence_parallel()
-    with fake_cuda(device):
+    unset: Any = copy(groups)
+    unset.embd = None  # tied ends would be made equal in a collective; each is loaded
+    with fake_cuda(place):
         model: Any = GPTModel(
             config=config,
             transformer_layer_spec=TransformerBlockSubmodules(  # pyright: ignore[reportArgumentType]
@@ -217,7 +223,7 @@ def build_model(
             parallel_output=True,
             share_embeddings_and_output_weights=spec.tied_embeddings and not scalar_head,
             position_embedding_type="none",  # PackedCoreAttention has it
-            pg_collection=groups,
+            pg_collection=unset,
         )
     _mark_tensor_parallel(model)
     for offset, decoder_layer in enumerate(model.decoder.layers):
@@ -226,7 +232,7 @@ def build_model(
         model.output_layer = ScalarHead(spec.hidden, dtype, device.torch_device, groups.tp if shards else None)
     elif stage == grid.stages - 1:
         model.output_layer = VocabularyHead(model.output_layer.weight, groups.tp, shards)
-    model.to(device.torch_device)
+    model.to(place.torch_device)
     return model
 
 
@@ -270,10 +276,10 @@ def _mark_tensor_parallel(model: Any) -> None:
 
 @torch.no_grad()
 def fill(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
-    """Copy `weights` (names of models/hf.py) into the model; both must hold exactly the same names."""
+    """Move `weights` (names of models/hf.py) into the model, one by one; both must hold exactly the same names."""
     parameters = dict(model.named_parameters())
     if parameters.keys() != weights.keys():
         difference = sorted(parameters.keys() ^ weights.keys())
         raise KeyError(f"weights and model differ in {len(difference)} names, the first is {difference[0]}")
     for name, parameter in parameters.items():
-        parameter.copy_(weights[name].to(parameter.dtype))
+        parameter.copy_(weights.pop(name))

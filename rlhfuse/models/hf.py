@@ -139,6 +139,13 @@ class _Reader:
         cut = slice(first, first + size)
         return (view[:, cut] if dim else view[cut]).to(self.dtype).contiguous()
 
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Rows [first, last) of what is stored by itself."""
+        entry = self.index[name]
+        if first == last:  # which the format cannot say
+            return torch.empty(0, *entry.shape[1:], dtype=self.dtype)
+        return self.files[entry.file].get_slice(entry.name)[first:last].to(self.dtype)
+
 
 def load_weights(
     path: str | Path,
@@ -180,10 +187,10 @@ def load_weights(
 
 
 def _vocab_part(read: _Reader, spec: ModelSpec, module: str, tp_rank: int, tp_size: int) -> Tensor:
-    whole = read.part(f"{module}.weight")
-    padded = torch.zeros(spec.padded_vocab, spec.hidden, dtype=whole.dtype)
-    padded[: spec.vocab] = whole
-    return padded.chunk(tp_size)[tp_rank].clone()
+    size = spec.padded_vocab // tp_size
+    first, last = (min(rank * size, spec.vocab) for rank in (tp_rank, tp_rank + 1))
+    stored = read.rows(f"{module}.weight", first, last)
+    return torch.nn.functional.pad(stored, (0, 0, 0, size - len(stored)))
 
 
 def _layer_weights(read: _Reader, spec: ModelSpec, hf: str, ours: str, tp_rank: int, tp_size: int) -> dict[str, Tensor]:

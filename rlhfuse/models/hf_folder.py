@@ -19,8 +19,6 @@ from torch import Tensor
 
 from rlhfuse.base.errors import writing
 from rlhfuse.base.files import output_folder
-from rlhfuse.config.spec import ModelSpec
-from rlhfuse.models.hf import hf_tensors
 
 EXPORT_BYTES = 5 << 30  # of one weight file
 TOKENIZER_FILES = (
@@ -36,24 +34,33 @@ TOKENIZER_FILES = (
 
 
 def export_checkpoint(
-    weights: Mapping[str, Tensor],
-    spec: ModelSpec,
+    tensors: Iterable[tuple[str, Tensor]],
     scalar_head: bool,
     like: Path,
     out: Path,
     tokenizer: Path | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Write a Hugging Face folder: whole-model `weights`, config of `like`, tokenizer of `tokenizer` or `like`.
+    """Write a Hugging Face folder: (name, tensor), config of `like`, tokenizer of `tokenizer` or `like`.
 
     It replaces an older `out` when complete; `progress` is told of each weight file, of EXPORT_BYTES at most. Raises
-    InputError where it cannot be written: then an older one stays.
+    InputError where it cannot be written: then an older one stays. `tensors` are taken to their end in any case, as
+    other ranks may take part in making them.
     """
-    with output_folder(out, force=True) as folder:
-        tensors = hf_tensors(weights, spec, scalar_head)
-        write_folder(
-            folder, tensors, like, EXPORT_BYTES, scalar_head=scalar_head, tokenizer=tokenizer, progress=progress
-        )
+    left = iter(tensors)
+    try:
+        with output_folder(out, force=True) as folder:
+            write_folder(
+                folder, left, like, EXPORT_BYTES, scalar_head=scalar_head, tokenizer=tokenizer, progress=progress
+            )
+    finally:
+        exhaust(left)
+
+
+def exhaust(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Take all that is left, and keep none of it."""
+    for _ in tensors:
+        pass
 
 
 def write_folder(

@@ -79,7 +79,9 @@ class PipelineStage:
         """Run this stage. `hidden_T1H` is the stage before's output, None on the first stage."""
         self._core.set_input_tensor(hidden_T1H)
         with self.running():
-            return self.compute(batch)
+            out = self.compute(batch)
+        self._core.set_input_tensor(None)  # Megatron would hold it until the next forward, phases later
+        return out
 
     def compute(self, batch: PackedTokens) -> Any:
         """The same with the input already set, as Megatron's own schedules do it."""

@@ -1,23 +1,62 @@
 """Host copies of a model's weights, and their way back to the device while something else computes.
 
-Offloaded weights own two allocations: the host copy (pinned on CUDA) and, while loaded, the device copy. On a CPU both
+Offloaded weights own one stretch of host memory (page-locked on CUDA) and, while loaded, device memory. On a CPU both
 are ordinary memory, moved by the same calls.
 """
 
 from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhfuse.parallel.device import Device
 
+PAGE = 4096  # bytes; two stretches that are page-locked share no page
+ALIGNMENT = 256  # bytes at which a tensor begins, as in CUDA's own allocations
+
+Kind = tuple[torch.Size, torch.dtype]
+
+
+class HostBlock:
+    """One stretch of host memory for named tensors, page-locked on CUDA so that copies run behind other work.
+
+    torch's own page-locked memory is rounded up to a power of two, tensor by tensor or all at once: up to twice what
+    is needed, of which a node has none to spare. Ordinary memory that is registered with the driver has its own size.
+    """
+
+    def __init__(self, kinds: Mapping[str, Kind], device: Device) -> None:
+        starts, end = {}, 0
+        for name, (shape, dtype) in kinds.items():
+            starts[name] = end
+            end += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        self.nbytes = -(-end // PAGE) * PAGE
+        whole = torch.empty(self.nbytes + PAGE, dtype=torch.uint8)
+        memory = whole[-whole.data_ptr() % PAGE :][: self.nbytes]
+        self.tensors: dict[str, Tensor] = {}
+        for name, (shape, dtype) in kinds.items():
+            size = math.prod(shape) * dtype.itemsize
+            self.tensors[name] = memory[starts[name] : starts[name] + size].view(dtype).view(shape)
+        if device.is_cuda and self.nbytes:
+            runtime: Any = torch.cuda.cudart()
+            torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), self.nbytes, 0)))
+            # nothing to undo at the end of the process, when the driver may be gone before
+            weakref.finalize(self, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
+
 
 class WeightMemory:
-    """The device memory of one module's weights, which is given back and taken again; values do not survive that."""
+    """The device memory of one module's weights, which is given back and taken again; values do not survive that.
+
+    A module that was built in host memory has none on the device until `allocate`, once it was released.
+    """
 
     def __init__(self, module: torch.nn.Module, device: Device) -> None:
         self.module, self._device = module, device
-        self._kinds = {name: (weight.shape, weight.dtype) for name, weight in module.named_parameters()}
+        self._kinds: dict[str, Kind] = {name: (w.shape, w.dtype) for name, w in module.named_parameters()}
         self.loaded = True
 
     def allocate(self) -> None:
@@ -29,7 +68,7 @@ class WeightMemory:
         self.loaded = True
 
     def release(self) -> None:
-        """Give the device memory back."""
+        """Give the memory back."""
         for weight in self.module.parameters():
             weight.data = torch.empty(0, dtype=weight.dtype, device=self._device.torch_device)
         self.loaded = False
@@ -40,33 +79,45 @@ class OffloadedWeights(WeightMemory):
 
     def __init__(self, module: torch.nn.Module, device: Device) -> None:
         super().__init__(module, device)
-        self._host: dict[str, Tensor] = {}
+        self._host: HostBlock | None = None
 
     @property
     def host_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self._host.values())
+        return self._host.nbytes if self._host else 0
+
+    @property
+    def _copies(self) -> Mapping[str, Tensor]:
+        if self._host is None:
+            self._host = HostBlock(self._kinds, self._device)
+        return self._host.tensors
+
+    def expose(self) -> None:
+        """Make the copies in host memory the module's weights, for who fills them there; `release` ends that."""
+        for name, weight in self.module.named_parameters():
+            weight.data = self._copies[name]
 
     @torch.no_grad()
     def offload(self) -> None:
         """Copy the module's weights to the host and release the device memory."""
-        for name, parameter in self.module.named_parameters():
-            if name not in self._host:
-                self._host[name] = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=self._device.is_cuda)
-            self._host[name].copy_(parameter.data)
-        self._device.synchronize()
+        for name, weight in self.module.named_parameters():
+            self._copies[name].copy_(weight.data, non_blocking=True)
+        self._finish_copies()
         self.release()
 
-    @torch.no_grad()
     def load(self) -> None:
         """Bring the weights to the device, in the current stream, and wait until they are there."""
-        if self.loaded:
-            return
-        device = self._device.torch_device
-        for name, parameter in self.module.named_parameters():
-            copy = torch.empty_like(self._host[name], device=device, pin_memory=False)
-            parameter.data = copy.copy_(self._host[name], non_blocking=True)
-            if self._device.is_cuda:  # they are read by another stream than the one that they are allocated in
-                copy.record_stream(torch.cuda.default_stream(device))
+        if not self.loaded:
+            self.allocate()
+            self.copy_in()
+
+    @torch.no_grad()
+    def copy_in(self) -> None:
+        """Fill the memory that was allocated, in the current stream, and wait until the weights are there."""
+        for name, weight in self.module.named_parameters():
+            weight.data.copy_(self._copies[name], non_blocking=True)
+        self._finish_copies()
+
+    def _finish_copies(self) -> None:
+        """The host waits for the current stream alone: other streams go on."""
         if self._device.is_cuda:
-            torch.cuda.current_stream(device).synchronize()  # not the device's: other streams go on
-        self.loaded = True
+            torch.cuda.current_stream(self._device.torch_device).synchronize()

@@ -54,10 +54,16 @@ class ModelOptimizer:
         groups: ProcessGroupCollection,
         device: Device,
     ) -> None:
-        """`chunks`: pipeline stage -> its part, for each stage that this rank holds, ascending."""
+        """`chunks`: pipeline stage -> its part, for each stage that this rank holds, ascending.
+
+        Parts in host memory go to the device. Gradients have no memory until the first `zero_grad`.
+        """
         self._config, self._groups, self._device = config, groups, device
         self._zero = config.name == "adam"
         dtype = next(next(iter(chunks.values())).parameters()).dtype
+        if not self._zero:  # else Megatron takes the values over into a buffer on the device
+            for chunk in chunks.values():
+                chunk.to(device.torch_device)
         with fake_cuda(device):
             # Any: Megatron's annotations know neither `buffers` nor what a chained optimizer has
             self.modules: dict[int, Any] = {
@@ -71,6 +77,7 @@ class ModelOptimizer:
                 )
                 for stage, model in chunks.items()
             }
+            self.release_gradients()
             self.optimizer: Any = get_megatron_optimizer(
                 MegatronOptimizerConfig(
                     optimizer=config.name,

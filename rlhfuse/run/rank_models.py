@@ -29,7 +29,7 @@ from rlhfuse.models.hf import load_weights
 from rlhfuse.models.stage import PipelineStage, TrainingStage
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.groups import GroupMaker, ModelGrid, connect, plain_grid, trained_grid
-from rlhfuse.parallel.offload import OffloadedWeights
+from rlhfuse.parallel.offload import OffloadedWeights, WeightMemory
 from rlhfuse.parallel.optimizer import ModelOptimizer
 from rlhfuse.planning.draft import kv_blocks
 from rlhfuse.schedule.ir.ranks import FusedRanks
@@ -51,10 +51,13 @@ class ModelFolders:
 
 @dataclass(frozen=True)
 class RankModels:
-    """This rank's models. The generation copy's parameters are what the engine computes with."""
+    """This rank's models. The generation copy's parameters are what the engine computes with.
+
+    At first only what trains has device memory: that of the copies is taken when they are first filled.
+    """
 
     trained: dict[str, TrainedModel]  # actor, critic
-    generation: torch.nn.Module
+    generation: WeightMemory
     generation_tp: dist.ProcessGroup
     frozen: dict[str, FrozenModel]  # what scores: reference, critic, reward
     worker_tp: dist.ProcessGroup  # the ranks of one inference replica
@@ -68,14 +71,17 @@ class RankModels:
 
     def held_bytes(self, with_host: bool) -> int:
         """What models and optimizers hold on the device now, and with `with_host` in host memory."""
-        held = sum(weight.nbytes for weight in self.generation.parameters())
+        held = sum(weight.nbytes for weight in self.generation.module.parameters())
         held += sum(model.optimizer.held_bytes for model in self.trained.values())
         offloaded = sum(model.offloaded.host_bytes for model in self.frozen.values())
         return held + (offloaded if with_host else 0)
 
 
 def build_models(config: RunConfig, folders: ModelFolders, ranks: FusedRanks, rank: int, device: Device) -> RankModels:
-    """Build the run's models on `rank` and load their weights, which move by resharding from then on; a collective."""
+    """Build the run's models on `rank` and load their weights, which move by resharding from then on; a collective.
+
+    All are built and filled in host memory. The device gets the parts that train, one model after the other.
+    """
     maker = GroupMaker()
     dtype = DTYPES[config.trainer.dtype]
     specs, paths = folders.specs, folders.paths
@@ -83,7 +89,8 @@ def build_models(config: RunConfig, folders: ModelFolders, ranks: FusedRanks, ra
 
     def build(role: Role, grid: ModelGrid, groups: Any, **part: Any) -> torch.nn.Module:
         head = role.scalar_head
-        return build_model(specs[role], grid, groups, rank, scalar_head=head, dtype=dtype, device=device, **part)
+        kind: dict[str, Any] = {"scalar_head": head, "dtype": dtype, "device": device, "on_host": True}
+        return build_model(specs[role], grid, groups, rank, **kind, **part)
 
     def trained(role: Role) -> TrainedModel:
         grid = trained_grid(ranks, role)
@@ -100,25 +107,25 @@ def build_models(config: RunConfig, folders: ModelFolders, ranks: FusedRanks, ra
             stages[stage] = TrainingStage(part)
         return TrainedModel(role, folders.in_use(role), grid, head, stages, optimizer, groups.tp, dtype)
 
-    def whole(task: str, role: Role, load: bool) -> tuple[torch.nn.Module, dist.ProcessGroup, ModelGrid]:
+    def whole(task: str, role: Role) -> tuple[torch.nn.Module, dist.ProcessGroup, ModelGrid]:
         grid = plain_grid(ParallelLayout.parse(getattr(config.parallel, task)))
         groups = maker.for_model(task, grid, rank)
-        model = build(role, grid, groups).requires_grad_(False)
-        if load:
-            load_part(model, paths.get(role), specs[role], grid, rank, role.scalar_head)
-        return model, groups.tp, grid
+        return build(role, grid, groups).requires_grad_(False), groups.tp, grid
 
     def frozen(role: Role) -> FrozenModel:
-        load = role not in models  # what also trains is moved here before it scores
-        model, tp_group, _ = whole(f"{role}_inference", role, load)
+        model, tp_group, grid = whole(f"{role}_inference", role)
         offloaded = OffloadedWeights(model, device)
-        if load:
-            offloaded.offload()
+        if role not in models:  # what also trains is moved here before it scores
+            offloaded.expose()
+            load_part(model, paths.get(role), specs[role], grid, rank, role.scalar_head)
+        offloaded.release()
         stage = PipelineStage(model, first=True, last=True, scalar_head=role.scalar_head)
         return FrozenModel(stage, offloaded, tp_group)
 
     models: dict[str, TrainedModel] = {role: trained(role) for role in config.trained()}
-    generation, generation_tp, generation_grid = whole("generation", Role.ACTOR, load=False)
+    copy, generation_tp, generation_grid = whole("generation", Role.ACTOR)
+    generation = WeightMemory(copy, device)
+    generation.release()
     scorers: dict[str, FrozenModel] = {role: frozen(role) for role in config.scorers()}
     inference_grid = plain_grid(inference_layout(config))
     worker_tp = maker.for_model("inference", inference_grid, rank).tp
@@ -166,16 +173,6 @@ def inference_layout(config: RunConfig) -> ParallelLayout:
     return ParallelLayout.parse(getattr(config.parallel, task))
 
 
-def whole_copy(config: RunConfig, folders: ModelFolders, role: Role, rank: int, device: Device) -> torch.nn.Module:
-    """An unset copy of the whole model on rank 0, for export, and a module without weights elsewhere; a collective."""
-    grid = plain_grid(ParallelLayout(1, 1, 1))
-    groups = GroupMaker().for_model("export", grid, rank)
-    if rank not in grid.ranks:
-        return torch.nn.Module()
-    spec, dtype = folders.specs[role], DTYPES[config.trainer.dtype]
-    return build_model(spec, grid, groups, rank, scalar_head=role.scalar_head, dtype=dtype, device=device)
-
-
 def load_part(
     model: torch.nn.Module,
     path: Path | None,
@@ -201,6 +198,7 @@ def load_part(
         last=stage == grid.stages - 1,
         scalar_head=head,
         fresh_head=fresh_head,
+        dtype=next(model.parameters()).dtype,
     )
     fill(model, weights)
 

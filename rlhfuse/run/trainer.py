@@ -28,16 +28,17 @@ from rlhfuse.fusion.inter.inference import Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.fusion.intra.training_step import MinibatchResult, TrainingStep
 from rlhfuse.gen.engine import Engine
-from rlhfuse.models.hf_folder import export_checkpoint
+from rlhfuse.models.hf import hf_tensors
+from rlhfuse.models.hf_folder import exhaust, export_checkpoint
 from rlhfuse.monitor.heartbeat import Waiting
 from rlhfuse.monitor.watchdog import Watchdog
 from rlhfuse.parallel.collectives import from_rank_0
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.learning_rate import learning_rate
 from rlhfuse.parallel.memory import PhaseMeter
-from rlhfuse.parallel.offload import WeightMemory
 from rlhfuse.parallel.optimizer_state import check_exportable, export_state, import_state
 from rlhfuse.parallel.reshard import Resharder
+from rlhfuse.parallel.whole_weights import WholeWeights
 from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.ppo.adaptive import KLController, RunningMoments
 from rlhfuse.ppo.advantage import add_advantages
@@ -50,7 +51,7 @@ from rlhfuse.run.iteration_metrics import PhaseTimer
 from rlhfuse.run.iteration_recorder import IterationRecord, IterationRecorder, IterationResult
 from rlhfuse.run.peak_rate import peak_flops, peak_line
 from rlhfuse.run.preflight import RunInputs, own_tokenizer
-from rlhfuse.run.rank_models import DTYPES, build_models, engine_options, sampling_params, whole_copy
+from rlhfuse.run.rank_models import DTYPES, build_models, engine_options, sampling_params
 from rlhfuse.run.run_directory import RunDirectory
 from rlhfuse.run.run_log import RunLog
 from rlhfuse.run.threshold_controller import ThresholdController
@@ -77,7 +78,6 @@ class Trainer:
         self.memory = PhaseMeter(device, config.trainer.return_memory)
         self.models = build_models(config, inputs.models, plan.ranks, rank, device)
         self.resharder = Resharder(device, bucket_bytes=config.fusion.bucket_mib << 20)
-        self.generation_memory = WeightMemory(self.models.generation, device)
         self.engine = self._build_engine()
         self.scorer = Scorer(
             *(self.models.frozen.get(role) for role in SCORING_ORDER),
@@ -131,22 +131,20 @@ class Trainer:
         self.best: BestScore | None = None  # whose checkpoint is kept
 
     def _build_engine(self) -> Engine:
-        engine = Engine(
+        return Engine(
             self.inputs.models.in_use(Role.ACTOR),
-            dict(self.models.generation.named_parameters()),
+            None,  # they come with the first move
             engine_options(self.config, self.plan.report.batch.instances),
             device=self.device.torch_device,
-            dtype=next(self.models.generation.parameters()).dtype,
+            dtype=DTYPES[self.config.trainer.dtype],
             tp_group=self.models.generation_tp if dist.get_world_size(self.models.generation_tp) > 1 else None,
             detokenize=partial(self.inputs.tokenizer.decode, skip_special_tokens=False),
         )
-        engine.pause()
-        return engine
 
     def _release_generation(self) -> None:
         """This rank decodes no more in this iteration: the actor's copy for generation goes, before others come in."""
         self.engine.release_weights()
-        self.generation_memory.release()
+        self.models.generation.release()
         self.memory.switch("inference")
 
     def _start_rewarder(self) -> FunctionRewarder | None:
@@ -292,14 +290,15 @@ class Trainer:
         for model in self.models.trained.values():
             model.optimizer.release_gradients()
         self.memory.switch("moves")
-        self.generation_memory.allocate()
-        self.resharder.reshard(self.models.actor.optimizer.modules.values(), self.models.generation)
+        generation = self.models.generation
+        generation.allocate()
+        self.resharder.reshard(self.models.actor.optimizer.modules.values(), generation.module)
         if for_training and (critic := self.models.trained.get(Role.CRITIC)):
             offloaded = self.models.frozen[Role.CRITIC].offloaded
             offloaded.allocate()
             self.resharder.reshard(critic.optimizer.modules.values(), offloaded.module)
             offloaded.offload()
-        self.engine.load_weights(dict(self.models.generation.named_parameters()))
+        self.engine.load_weights(dict(generation.module.named_parameters()))
         self.memory.switch("generation")
         self.memory.note_base(self.models.held_bytes(with_host=not self.device.is_cuda))
         self.engine.resume()
@@ -389,14 +388,17 @@ class Trainer:
         """Write the trained models in Hugging Face layout, each in a folder of its own; a collective."""
         self.watchdog.progress("exporting models")
         for role in self.config.trained():
-            trained = self.models.trained[role]
-            copy = whole_copy(self.config, self.inputs.models, role, self.rank, self.device)
-            self.resharder.reshard(trained.optimizer.modules.values(), copy)
+            path, spec, trained = (
+                self.inputs.models.paths[role],
+                self.inputs.models.specs[role],
+                self.models.trained[role],
+            )
+            weights, head = WholeWeights(trained.optimizer.modules.values()), trained.scalar_head
+            tensors = hf_tensors(weights, spec, head)  # all ranks make them, rank 0 alone with values
             with self.checkpoints.joint_failure():
                 if self.rank == 0:
-                    path, out = self.inputs.models.paths[role], folder / role
-                    spec, head = self.inputs.models.specs[role], trained.scalar_head
-                    weights, own = dict(copy.named_parameters()), own_tokenizer(self.config)
-                    export_checkpoint(weights, spec, head, path, out, own, self.watchdog.progress)
+                    own = own_tokenizer(self.config)
+                    export_checkpoint(tensors, head, path, folder / role, own, self.watchdog.progress)
                 else:
                     self.watchdog.progress(Waiting(f"waiting for the export of the {role}"))
+                    exhaust(tensors)

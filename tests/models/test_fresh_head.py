@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.models.hf import check_checkpoint, has_scalar_head, load_weights
+from rlhfuse.models.hf import check_checkpoint, has_scalar_head, hf_tensors, load_weights
 from rlhfuse.models.hf_folder import export_checkpoint
 
 HEAD = "output_layer.weight"
@@ -51,7 +51,7 @@ def test_its_export_is_a_model_that_scores(folder, tmp_path):
     spec = ModelSpec.from_config(folder)
     weights = load_weights(folder, spec, scalar_head=True, fresh_head=True)
     weights[HEAD] = torch.arange(spec.hidden, dtype=torch.float32)[None] / spec.hidden
-    export_checkpoint(weights, spec, True, folder, tmp_path / "critic")
+    export_checkpoint(hf_tensors(weights, spec, True), True, folder, tmp_path / "critic")
     assert json.loads((tmp_path / "critic/config.json").read_text())["architectures"] == [
         "LlamaForSequenceClassification"
     ]

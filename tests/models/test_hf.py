@@ -9,7 +9,7 @@ from tiny import write_checkpoint
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.models.hf import check_checkpoint, load_weights
+from rlhfuse.models.hf import check_checkpoint, hf_tensors, load_weights
 from rlhfuse.models.hf_folder import export_checkpoint
 
 
@@ -20,7 +20,8 @@ from rlhfuse.models.hf_folder import export_checkpoint
 def test_out_as_it_came_in(tmp_path, kind, changes, scalar_head):
     folder = write_checkpoint(tmp_path / "in", model_type=kind, scalar_head=scalar_head, **changes)
     spec = ModelSpec.from_config(folder)
-    export_checkpoint(load_weights(folder, spec, scalar_head=scalar_head), spec, scalar_head, folder, tmp_path / "out")
+    weights = load_weights(folder, spec, scalar_head=scalar_head)
+    export_checkpoint(hf_tensors(weights, spec, scalar_head), scalar_head, folder, tmp_path / "out")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("in", "out"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 

@@ -16,7 +16,7 @@ from tiny import write_checkpoint, write_run
 from rlhfuse.base.errors import InputError, writing
 from rlhfuse.checkpoint.checkpoint import Checkpoint, checkpoints_in
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.models.hf import load_weights
+from rlhfuse.models.hf import hf_tensors, load_weights
 from rlhfuse.models.hf_folder import export_checkpoint
 from rlhfuse.monitor.loggers import TensorBoardLogger
 from rlhfuse.monitor.metrics import MetricsWriter, read_metrics
@@ -115,9 +115,11 @@ def test_an_export_that_finds_no_room_leaves_the_one_before(narrow, model):
     out = folder / "actor"
     out.mkdir()
     (out / "config.json").write_text("{}")
+    tensors = hf_tensors(weights, spec, False)
     with limit, pytest.raises(InputError, match=rf"cannot write .*actor.*safetensors: {reason}; free space there"):
-        export_checkpoint(weights, spec, False, like, out)
+        export_checkpoint(tensors, False, like, out)
     assert files_in(folder) == ["actor"] and files_in(out) == ["config.json"]
+    assert next(tensors, None) is None, "ranks that send tensors are left waiting"
 
 
 @pytest.mark.parametrize("number, fix", [(errno.ENOSPC, "free space there"), (errno.EACCES, "make it writable")])

@@ -131,10 +131,17 @@ class Scorer:
 
 
 class WeightLoader:
-    """Loads offloaded models once, in order, in a thread: overlapped with compute on those that are there."""
+    """Loads offloaded models once, in order, in a thread: overlapped with compute on those that are there.
+
+    On CUDA they are copied by a stream of the thread's own, into memory of the stream that computes: what that gave
+    back can serve them, and it gets their memory again.
+    """
 
     def __init__(self, models: Sequence[OffloadedWeights], device: torch.device) -> None:
         self._models, self._device = models, device
+        for model in models:
+            model.allocate()
+        self._allocated = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         self._loaded = [threading.Event() for _ in models]
         self._failure: BaseException | None = None
         self.seconds = 0.0  # that the models loaded so far took, without gaps
@@ -154,14 +161,16 @@ class WeightLoader:
             raise self._failure
 
     def _run(self) -> None:
-        on_gpu = self._device.type == "cuda"
+        stream = None
         try:
-            if on_gpu:
+            if self._allocated is not None:
                 torch.cuda.set_device(self._device)  # a new thread begins on GPU 0
-            with torch.cuda.stream(torch.cuda.Stream(self._device) if on_gpu else None):
+                stream = torch.cuda.Stream(self._device)
+                stream.wait_event(self._allocated)  # whoever had the memory before is done with it then
+            with torch.cuda.stream(stream):
                 for model, loaded in zip(self._models, self._loaded):
                     start = time.perf_counter()
-                    model.load()
+                    model.copy_in()
                     self.seconds += time.perf_counter() - start
                     loaded.set()
         except BaseException as failure:  # raised by the thread that waits
