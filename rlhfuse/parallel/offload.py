@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,29 +23,34 @@ Kind = tuple[torch.Size, torch.dtype]
 
 
 class HostBlock:
-    """One stretch of host memory for named tensors, page-locked on CUDA so that copies run behind other work.
-
-    torch's own page-locked memory is rounded up to a power of two, tensor by tensor or all at once: up to twice what
-    is needed, of which a node has none to spare. Ordinary memory that is registered with the driver has its own size.
-    """
+    """One stretch of host memory for named tensors, page-locked on CUDA so that copies run behind other work."""
 
     def __init__(self, kinds: Mapping[str, Kind], device: Device) -> None:
         starts, end = {}, 0
         for name, (shape, dtype) in kinds.items():
             starts[name] = end
             end += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        self.nbytes = -(-end // PAGE) * PAGE
-        whole = torch.empty(self.nbytes + PAGE, dtype=torch.uint8)
-        memory = whole[-whole.data_ptr() % PAGE :][: self.nbytes]
+        self.nbytes = end
+        self._memory = page_locked(end) if device.is_cuda and end else torch.empty(end, dtype=torch.uint8)
         self.tensors: dict[str, Tensor] = {}
         for name, (shape, dtype) in kinds.items():
             size = math.prod(shape) * dtype.itemsize
-            self.tensors[name] = memory[starts[name] : starts[name] + size].view(dtype).view(shape)
-        if device.is_cuda and self.nbytes:
-            runtime: Any = torch.cuda.cudart()
-            torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), self.nbytes, 0)))
-            # nothing to undo at the end of the process, when the driver may be gone before
-            weakref.finalize(self, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
+            self.tensors[name] = self._memory[starts[name] : starts[name] + size].view(dtype).view(shape)
+
+
+def page_locked(size: int) -> Tensor:
+    """`size` bytes of host memory that a GPU reads and writes by itself, as long as the tensor lives.
+
+    torch's own page-locked memory is rounded up to a power of two, each tensor or one for all: up to twice what is
+    needed. Ordinary memory that is registered with the driver has its own size, to whole pages.
+    """
+    whole = torch.empty((-(-size // PAGE) + 1) * PAGE, dtype=torch.uint8)
+    first = -whole.data_ptr() % PAGE
+    memory, runtime = whole[first : first + size], cast(Any, torch.cuda.cudart())
+    torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), -(-size // PAGE) * PAGE, 0)))
+    # at the end of the process there is nothing to undo, and the driver may be gone
+    weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
+    return memory
 
 
 class WeightMemory:

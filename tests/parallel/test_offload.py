@@ -1,0 +1,144 @@
+"""Weights in host memory: one stretch for all of them, there and back bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import write_checkpoint
+
+from rlhfuse.fusion.inter.inference import WeightLoader
+from rlhfuse.parallel.device import choose_device
+from rlhfuse.parallel.offload import ALIGNMENT, HostBlock, OffloadedWeights, WeightMemory
+
+CPU = choose_device("cpu", 0, 1)
+
+
+def network(dtype=torch.float32) -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(33, 17), torch.nn.Linear(17, 5)).to(dtype).requires_grad_(False)
+
+
+def test_a_stretch_is_as_large_as_its_tensors():
+    """Not rounded up to a power of two, which takes 16 MiB for these 9 MiB."""
+    kinds = {"a": (torch.Size([3, 1 << 20]), torch.bfloat16), "b": (torch.Size([7]), torch.float32)}
+    kinds["c"] = (torch.Size([3 << 18]), torch.float32)
+    block = HostBlock(kinds, CPU)
+    needed = sum(shape.numel() * dtype.itemsize for shape, dtype in kinds.values())
+    assert needed <= block.nbytes < needed + len(kinds) * ALIGNMENT
+    ends = 0
+    for name, (shape, dtype) in kinds.items():
+        tensor = block.tensors[name]
+        assert (tensor.shape, tensor.dtype) == (shape, dtype) and tensor.is_contiguous()
+        start = tensor.data_ptr() - block.tensors["a"].data_ptr()
+        assert start % ALIGNMENT == 0 and start >= ends
+        ends = start + tensor.nbytes
+        assert tensor.untyped_storage().data_ptr() == block.tensors["a"].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_there_and_back(dtype):
+    module = network(dtype)
+    wanted = [weight.clone() for weight in module.parameters()]
+    offloaded = OffloadedWeights(module, CPU)
+    offloaded.offload()
+    assert offloaded.host_bytes >= sum(weight.nbytes for weight in wanted)
+    for _ in range(2):
+        assert not offloaded.loaded and sum(weight.nbytes for weight in module.parameters()) == 0
+        offloaded.load()
+        assert all(map(torch.equal, module.parameters(), wanted))
+        addresses = [weight.data_ptr() for weight in module.parameters()]
+        offloaded.load()  # there is nothing to do
+        assert addresses == [weight.data_ptr() for weight in module.parameters()]
+        offloaded.release()
+
+
+def test_weights_that_are_filled_in_host_memory():
+    module, wanted = network(), network()
+    for weight in module.parameters():
+        weight.fill_(torch.nan)
+    offloaded = OffloadedWeights(module, CPU)
+    offloaded.expose()
+    module.load_state_dict(wanted.state_dict())
+    offloaded.release()
+    offloaded.load()
+    assert all(map(torch.equal, module.parameters(), wanted.parameters()))
+
+
+def test_memory_is_there_before_the_copies_begin():
+    """It is taken by the stream that computes; the loader's thread only fills it."""
+    modules = [network() for _ in range(3)]
+    offloaded = [OffloadedWeights(module, CPU) for module in modules]
+    for one in offloaded:
+        one.offload()
+    loader = WeightLoader(offloaded, torch.device("cpu"))
+    addresses = [weight.data_ptr() for module in modules for weight in module.parameters()]
+    assert 0 not in addresses
+    loader.close()
+    assert addresses == [weight.data_ptr() for module in modules for weight in module.parameters()]
+    assert all(torch.equal(*pair) for module in modules for pair in zip(module.parameters(), network().parameters()))
+
+
+def test_a_module_has_no_memory_before_it_is_wanted():
+    memory = WeightMemory(network(), CPU)
+    memory.release()
+    assert sum(weight.nbytes for weight in memory.module.parameters()) == 0
+    memory.allocate()
+    assert [weight.shape for weight in memory.module.parameters()] == [w.shape for w in network().parameters()]
+
+
+# what a rank holds when its models are built --------------------------------------------------------------------
+
+WIDE = dict(
+    hidden_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=64,
+    intermediate_size=1024,
+    vocab_size=3000,
+)
+
+
+def start(rank: int, folders: dict) -> dict[str, int]:
+    """Build the models of one rank; bytes by part."""
+    from rlhfuse.config.settings import ParallelConfig, RunConfig
+    from rlhfuse.config.spec import ModelSpec, ParallelLayout
+    from rlhfuse.run.rank_models import ModelFolders, build_models
+    from rlhfuse.schedule.ir.ranks import rank_map
+
+    layouts = dict.fromkeys(("generation", "inference", "reference_inference", "reward_inference"), "d2t1p1")
+    layouts |= {"critic_inference": "d2t1p1", "actor_train": "d1t1p2", "critic_train": "d2t1p1"}
+    config = RunConfig(parallel=ParallelConfig(**layouts))
+    ranks = rank_map({role: ParallelLayout.parse(layouts[f"{role}_train"]) for role in ("actor", "critic")})
+    specs = {role: ModelSpec.from_config(path) for role, path in folders.items()}
+    models = build_models(config, ModelFolders(folders, specs), ranks, rank, CPU)
+    optimizers = [model.optimizer for model in models.trained.values()]
+    gradients = [buffer.grad_data for optimizer in optimizers for buffer in optimizer._buffers()]
+    result = {
+        "gradients": sum(gradient.nbytes for gradient in gradients),
+        "gradients_held": sum(gradient.untyped_storage().nbytes() for gradient in gradients),
+        "copies": sum(w.nbytes for w in models.generation.module.parameters()),
+        "scorers": sum(w.nbytes for model in models.frozen.values() for w in model.stage.model.parameters()),
+        "host": sum(model.offloaded.host_bytes for model in models.frozen.values()),
+    }
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    result["gradients_taken"] = sum(gradient.untyped_storage().nbytes() for gradient in gradients)
+    models.groups.close()
+    return result
+
+
+def test_a_start_takes_what_trains_and_nothing_of_the_copies(tmp_path):
+    from gloo import Workers
+
+    actor = write_checkpoint(tmp_path / "actor", seed=1, **WIDE)
+    critic = write_checkpoint(tmp_path / "critic", seed=2, scalar_head=True, **WIDE)
+    pool = Workers(2)
+    try:
+        results = pool.run(start, {"actor": actor, "reference": actor, "critic": critic, "reward": critic})
+    finally:
+        pool.close()
+    for result in results:
+        assert result["copies"] == result["scorers"] == result["gradients_held"] == 0
+        assert result["gradients_taken"] == result["gradients"] > 5e6
+        assert result["host"] > 20e6  # reference and reward; the critic's copy is made with its first move
