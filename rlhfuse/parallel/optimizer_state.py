@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,21 +24,22 @@ from rlhfuse.parallel.optimizer import ModelOptimizer
 from rlhfuse.parallel.reshard import located_shards
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+FUSED = "FusedAdam"  # of Apex and Transformer Engine: a group of parameters has the step, not each parameter
 Lookup = Callable[[str, str, Place], Tensor]  # (parameter, kind, place) -> flat values in host memory
 StepOf = Callable[[str], int]  # parameter -> step of Adam
 
 
 def check_exportable(optimizer: ModelOptimizer) -> None:
-    """Raise InputError where the optimizer is not torch's Adam: fused Adams keep their step elsewhere."""
+    """Raise InputError where the optimizer is no Adam of torch, Apex or Transformer Engine."""
     adam = _zero(optimizer).optimizer
     if "SGD" in type(adam).__name__:
         raise InputError(
             "optim.name=sgd has no checkpoints; set trainer.save_every=0 and trainer.resume=never, or use adam"
         )
-    if not isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+    if not isinstance(adam, torch.optim.Adam | torch.optim.AdamW) and type(adam).__name__ != FUSED:
         raise InputError(
-            f"the state of {type(adam).__module__}.{type(adam).__name__} cannot be saved or resumed; remove Apex and "
-            "Transformer Engine from the environment, or set trainer.save_every=0 and trainer.resume=never"
+            f"the state of {type(adam).__module__}.{type(adam).__name__} cannot be saved or resumed; set "
+            "trainer.save_every=0 and trainer.resume=never"
         )
 
 
@@ -48,10 +50,10 @@ def export_state(optimizer: ModelOptimizer) -> list[Fragment]:
     for name, parameter, part, owned in _parameters(optimizer):
         if not owned or (shard := _shard(optimizer, parameter, part)) is None:
             continue
-        main, place = shard
+        main, place, group = shard
         state = adam.state[main]
         moments = {kind: state[kind].detach().flatten() for kind in MOMENTS if state}
-        step = int(state["step"]) if state else 0
+        step = int(state["step"] if "step" in state else group["step"]) if state else 0
         found.append(Fragment(name, place, step, {"main": main.detach().flatten(), **moments}))
     return found
 
@@ -65,14 +67,20 @@ def import_state(optimizer: ModelOptimizer, lookup: Lookup, step_of: StepOf) -> 
         parameter.copy_(weights.view(parameter.shape))
         if (shard := _shard(optimizer, parameter, part)) is None:
             continue
-        main, place = shard
+        main, place, group = shard
         main.copy_(weights[place.start : place.stop])
         state = adam.state[main]
         state.clear()
         if step := step_of(name):
-            state["step"] = torch.tensor(float(step), dtype=torch.float32)  # Adam wants it in host memory
+            if type(adam).__name__ == FUSED:
+                group["step"] = step  # equal for all parameters: none is left out of a step
+            else:
+                place_of_step = main.device if group.get("fused") else "cpu"  # where torch's Adam wants it
+                state["step"] = torch.tensor(float(step), dtype=torch.float32, device=place_of_step)
             for kind in MOMENTS:
                 state[kind] = lookup(name, kind, place).to(main.device, copy=True)
+        else:
+            group.pop("step", None)
 
 
 def _zero(optimizer: ModelOptimizer) -> DistributedOptimizer:
@@ -98,11 +106,17 @@ def _parameters(optimizer: ModelOptimizer) -> Iterator[tuple[str, torch.nn.Param
             yield name, parameter, part, cut or dist.get_rank(group) == 0
 
 
-def _shard(optimizer: ModelOptimizer, parameter: torch.nn.Parameter, part: Place) -> tuple[Tensor, Place] | None:
-    """Flat main weights of this rank's ZeRO-1 shard and where they lie; None where it has nothing of the parameter."""
+def _shard(
+    optimizer: ModelOptimizer, parameter: torch.nn.Parameter, part: Place
+) -> tuple[Tensor, Place, dict[str, Any]] | None:
+    """Flat main weights of this rank's ZeRO-1 shard, where they lie, and the optimizer's group that they are in.
+
+    None where it has nothing of the parameter.
+    """
     zero = _zero(optimizer)
     if parameter not in zero.model_param_group_index_map:
         return None
     group, place = zero.model_param_group_index_map[parameter]
     inside = zero._get_model_param_range_map(parameter)["param"]
-    return zero.optimizer.param_groups[group]["params"][place], replace(part, start=inside.start, stop=inside.end)
+    rows = zero.optimizer.param_groups[group]
+    return rows["params"][place], replace(part, start=inside.start, stop=inside.end), rows

@@ -168,6 +168,69 @@ def test_state_comes_back_bit_for_bit_and_in_other_layouts(workers, folders, tmp
     assert workers.run(load_elsewhere, folders, tmp_path, *elsewhere, dtype) == [[]] * 4
 
 
+class FusedAdam(torch.optim.Optimizer):
+    """With the layout of Apex's and Transformer Engine's: a group counts the steps. The arithmetic is torch's."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            for weight in weights:
+                for kind in ("exp_avg", "exp_avg_sq"):
+                    self.state[weight].setdefault(kind, torch.zeros_like(weight))
+            torch.optim.adamw.adamw(
+                weights,
+                [weight.grad for weight in weights],
+                *([self.state[weight][kind] for weight in weights] for kind in ("exp_avg", "exp_avg_sq")),
+                [],
+                [torch.tensor(float(group["step"]) - 1) for _ in weights],
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                **{key: group[key] for key in ("lr", "weight_decay", "eps")},
+                maximize=False,
+            )
+
+
+def fuse(models: dict) -> dict:
+    """The models with the other Adam, which has no state yet."""
+    for model in models.values():
+        (zero,) = model.optimizer.chained_optimizers
+        zero.optimizer = FusedAdam(zero.optimizer.param_groups, zero.optimizer.defaults)
+    return models
+
+
+def from_one_adam_to_the_other(rank: int, folders: dict, out: Path, layout: str, dtype: str) -> list[str]:
+    """Steps under torch's Adam and under a fused one, each loaded by the other; returns what differs."""
+    from rlhfuse.parallel.optimizer_state import check_exportable
+
+    found, fused, plain = [], *(build(rank, folders, layout, layout, dtype) for _ in range(2))
+    fuse(fused)
+    for models in (fused, plain):
+        for model in models.values():
+            check_exportable(model)
+        for seed in range(2):
+            one_step(rank, models, seed)
+    wanted = state_of(plain)
+    found += [f"stepped {line}" for line in differing(wanted, state_of(fused))]
+    for number, (models, other) in enumerate(((fused, plain), (plain, fused)), 1):
+        save(rank, out, number, models)
+        torch.distributed.barrier()
+        load(out, number, other)
+        found += [f"loaded {line}" for line in differing(wanted, state_of(other))]
+        one_step(rank, other, 99)  # as `save` did
+        found += [f"continued {line}" for line in differing(state_of(models), state_of(other))]
+        for one in (models, other):
+            load(out, number, one)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_fused_adam_saves_and_loads_what_torchs_does(workers, folders, tmp_path, dtype):
+    assert workers.run(from_one_adam_to_the_other, folders, tmp_path, "d2t1p2", dtype) == [[]] * 4
+
+
 def write_with_a_full_disk(rank: int, out: Path) -> str:
     """Checkpoint 1 is written; of 2 rank 2 may write 50 kB only, then the system refuses. Returns what is raised."""
     place = Place((400_000,), 0, ((0, 400_000),), 100_000 * rank, 100_000 * (rank + 1))
