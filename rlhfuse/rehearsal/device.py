@@ -17,9 +17,11 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from rlhfuse.parallel import offload
 from rlhfuse.rehearsal.attention import attend_as_flash
 from rlhfuse.rehearsal.memory import DEVICE
 from rlhfuse.rehearsal.tensors import CUDA, FakeCuda
+from rlhfuse.run import rank_models
 
 CARD = SimpleNamespace(name="rehearsal", major=9, minor=0, multi_processor_count=132, warp_size=32)
 LOADERS = ("weight-loader",)  # threads that launch work on the device: they run when they are started
@@ -107,6 +109,7 @@ def install(mode: FakeCuda) -> None:
     _let_fakes_pass(mode)
     _count_resizing(mode)
     _run_loaders_at_once(mode)
+    _hold_weights_in_host_memory(mode)
     torch.distributed.broadcast_object_list = lambda *_, **__: None  # rank 0 would say what this rank says
     torch.nn.functional.scaled_dot_product_attention = attend_as_flash(mode)
     if "triton" in sys.modules or _has_triton():
@@ -220,6 +223,21 @@ def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
         if buffer is not None:
             self._buffers[key] = fn(buffer)
     return self
+
+
+def _hold_weights_in_host_memory(mode: FakeCuda) -> None:
+    """Models are built on the host, and some stay there: none of their weights is real, however small."""
+    build = rank_models.build_model
+
+    def build_model(*args: Any, **kwargs: Any) -> Any:
+        least, mode.large_bytes = mode.large_bytes, 0
+        try:
+            return build(*args, **kwargs)
+        finally:
+            mode.large_bytes = least
+
+    rank_models.build_model = build_model
+    offload.page_locked = mode.page_locked
 
 
 def _count_resizing(mode: FakeCuda) -> None:

@@ -51,6 +51,7 @@ class FakeCuda(TorchDispatchMode):
         self.collectives: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()  # of Triton kernels
         self.operations = 0
+        self.large_bytes = LARGE_BYTES
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,10 +91,17 @@ class FakeCuda(TorchDispatchMode):
         self.meter.track(made, what, DEVICE)
         return made
 
+    def page_locked(self, size: int) -> Tensor:
+        """Host memory that is registered with the driver: it has the size that is asked for."""
+        with self._fake:
+            made = torch.empty(size, dtype=torch.uint8)
+        self.meter.track(made, "page_locked", HOST)
+        return made
+
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         pinned = kwargs.get("pin_memory")
         kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
-        if tensors or not _is_large(func, args, kwargs):
+        if tensors or not _is_large(func, args, kwargs, self.large_bytes):
             return func(*args, **kwargs)
         with self._fake:
             made = func(*args, **kwargs | {"device": torch.device("cpu")})
@@ -228,12 +236,12 @@ def _is_known(tensor: Tensor) -> bool:
     return not floats or not isinstance(tensor, FakeTensor) and tensor.numel() < SCALARS
 
 
-def _is_large(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether this makes a float tensor on the CPU that is as large as a weight."""
+def _is_large(func: Any, args: Any, kwargs: dict[str, Any], least: int) -> bool:
+    """Whether this makes a float tensor on the CPU of `least` bytes or more."""
     if not args or not isinstance(args[0], list | tuple) or _name(func).split(".")[0] not in MAKERS:
         return False
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
-    return dtype.is_floating_point and _elements(args[0]) * dtype.itemsize >= LARGE_BYTES
+    return dtype.is_floating_point and _elements(args[0]) * dtype.itemsize >= least
 
 
 def _elements(size: Any) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import resource
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from tiny import write_checkpoint
+from torch.optim.adamw import adamw
 
 from rlhfuse.base.errors import InputError, JointError
 from rlhfuse.checkpoint import writer as checkpoint_writer
@@ -168,18 +170,21 @@ def test_state_comes_back_bit_for_bit_and_in_other_layouts(workers, folders, tmp
     assert workers.run(load_elsewhere, folders, tmp_path, *elsewhere, dtype) == [[]] * 4
 
 
-class FusedAdam(torch.optim.Optimizer):
+class FusedAdam:
     """With the layout of Apex's and Transformer Engine's: a group counts the steps. The arithmetic is torch's."""
 
+    def __init__(self, param_groups):
+        self.param_groups, self.state = param_groups, defaultdict(dict)
+
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self):
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             weights = [weight for weight in group["params"] if weight.grad is not None]
             for weight in weights:
                 for kind in ("exp_avg", "exp_avg_sq"):
                     self.state[weight].setdefault(kind, torch.zeros_like(weight))
-            torch.optim.adamw.adamw(
+            adamw(
                 weights,
                 [weight.grad for weight in weights],
                 *([self.state[weight][kind] for weight in weights] for kind in ("exp_avg", "exp_avg_sq")),
@@ -197,7 +202,7 @@ def fuse(models: dict) -> dict:
     """The models with the other Adam, which has no state yet."""
     for model in models.values():
         (zero,) = model.optimizer.chained_optimizers
-        zero.optimizer = FusedAdam(zero.optimizer.param_groups, zero.optimizer.defaults)
+        zero.optimizer = FusedAdam(zero.optimizer.param_groups)
     return models
 
 
