@@ -229,7 +229,8 @@ def build_model(
     for offset, decoder_layer in enumerate(model.decoder.layers):
         decoder_layer.layer_number = layers[stage][offset] + 1  # the resharder names layers by this
     if stage == grid.stages - 1 and scalar_head:
-        model.output_layer = ScalarHead(spec.hidden, dtype, device.torch_device, groups.tp if shards else None)
+        gathered = groups.tp if shards else None
+        model.output_layer = ScalarHead(spec.hidden, dtype, device.torch_device, gathered, on_host=on_host)
     elif stage == grid.stages - 1:
         model.output_layer = VocabularyHead(model.output_layer.weight, groups.tp, shards)
     model.to(place.torch_device)

@@ -27,11 +27,18 @@ class ScalarHead(torch.nn.Module):
     """
 
     def __init__(
-        self, hidden: int, dtype: torch.dtype, device: torch.device, shards: dist.ProcessGroup | None = None
+        self,
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        shards: dist.ProcessGroup | None = None,
+        *,
+        on_host: bool = False,
     ) -> None:
         super().__init__()
         self._shards, self._linear = shards, operations_for(device).linear
-        self.weight = torch.nn.Parameter(torch.empty(1, hidden, dtype=dtype, device=device))
+        place = torch.device("cpu") if on_host else device  # of the weight, for now
+        self.weight = torch.nn.Parameter(torch.empty(1, hidden, dtype=dtype, device=place))
 
     def forward(
         self, x_T1H: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
