@@ -12,6 +12,7 @@ from typing import Protocol
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
+from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.stage_cut import StageSeconds
 from rlhfuse.schedule.ir.problem import StageCosts
 
@@ -90,7 +91,8 @@ class AnalyticCost:
         max(FLOPs / rate, bytes moved / bandwidth, floor) + two ring all-reduces of T x hidden elements,
 
     with FLOPs = 2 x parameters x T + 4 x heads x head_dim x (query, key) pairs, and bytes = weights + keys and values.
-    A decode step is the same with T = batch, but what its short kernels need to start and end is added.
+    A decode step is the same with T = batch, but what its short kernels need to start and end is added. With `kernels`
+    so is what other kernels move: between the products, of the logits, and in training of weight gradients.
     """
 
     spec: ModelSpec
@@ -100,6 +102,7 @@ class AnalyticCost:
     scalar_head: bool = False
     sequence_parallel: bool = False  # in training
     recompute: bool = False  # in training: each layer runs again before its backward
+    kernels: Kernels | None = None  # None: of other software, or a CPU, where rates hold for all of a layer
 
     # ---- seconds
 
@@ -120,18 +123,42 @@ class AnalyticCost:
         """One token for each of `batch` sequences with `context_tokens` of context in all."""
         if batch <= 0:
             return 0.0
-        return self.spec.layers * self.decode_layer_seconds(batch, context_tokens) + self.head_seconds(batch)
+        step = self.spec.layers * self.decode_layer_seconds(batch, context_tokens) + self.head_seconds(batch)
+        return step + self.sampler_seconds(batch)
+
+    def sampler_seconds(self, batch: float) -> float:
+        """Logits on their way to the sampler; a layer's activations of a step stay in the device's cache."""
+        return self._logit_seconds(batch, self.kernels.sampler_bytes) if self.kernels else 0.0
 
     def layer_seconds(self, tokens: float, sequences: float) -> float:
         """One layer's forward over `tokens` tokens of `sequences` equal sequences."""
         causal_pairs = tokens * (tokens / max(sequences, 1) + 1) / 2
         roofline = self._roofline_seconds(tokens, causal_pairs, tokens)
-        return max(roofline, self.hardware.launch_seconds) + 2 * self._all_reduce_seconds(tokens)
+        moved = self._moved_seconds(tokens)
+        return max(roofline, self.hardware.launch_seconds) + moved + 2 * self._all_reduce_seconds(tokens)
 
     def decode_layer_seconds(self, batch: float, context_tokens: float) -> float:
         """One layer of a decode step: every new token attends to its own context."""
         roofline = self._roofline_seconds(batch, context_tokens, context_tokens)
-        return self.hardware.decode_layer_seconds + roofline + 2 * self._all_reduce_seconds(batch)
+        return self.hardware.decode_layer_seconds + roofline + self.decode_all_reduce_seconds(batch)
+
+    def decode_all_reduce_seconds(self, batch: float) -> float:
+        """Of one layer of a decode step: two, whose messages are short."""
+        least = self.kernels.all_reduce_seconds if self.kernels and self.layout.tp > 1 else 0.0
+        return 2 * max(least, self._all_reduce_seconds(batch))
+
+    def _moved_seconds(self, tokens: float) -> float:
+        """What the kernels of a layer's forward move beside its products."""
+        if not self.kernels:
+            return 0.0
+        per_token = self.kernels.forward_bytes(self.spec, self._whole_hidden, self.layout.tp, self.element_bytes)
+        return tokens * per_token / self.hardware.memory_bandwidth
+
+    def _logit_seconds(self, tokens: float, logit_bytes: float) -> float:
+        """Moving `logit_bytes` for every logit of `tokens` tokens."""
+        if self.scalar_head:
+            return 0.0
+        return tokens * self.spec.vocab / self.layout.tp * logit_bytes / self.hardware.memory_bandwidth
 
     def _roofline_seconds(self, tokens: float, pairs: float, kv_tokens: float) -> float:
         """One layer over `tokens` tokens: `pairs` (query, key) pairs, keys and values of `kv_tokens` tokens read."""
@@ -170,9 +197,29 @@ class AnalyticCost:
     def stage_seconds(self, tokens: float, sequences: float = 1) -> StageSeconds:
         """One micro-batch, of a layer and of the ends."""
         layer, head = self.layer_seconds(tokens, sequences), self.head_seconds(tokens)
-        backward = BACKWARD_OVER_FORWARD * layer + (layer if self.recompute else 0.0)
+        again = layer if self.recompute else 0.0
+        backward, head_backward = BACKWARD_OVER_FORWARD * layer + again, BACKWARD_OVER_FORWARD * head
+        if kernels := self.kernels:
+            width, tp, bandwidth = self._whole_hidden, self.layout.tp, self.hardware.memory_bandwidth
+            backward -= BACKWARD_OVER_FORWARD * self._moved_seconds(tokens)
+            backward += tokens * kernels.backward_bytes(self.spec, width, tp, self.element_bytes) / bandwidth
+            backward += self.spec.layer_parameters / tp * kernels.gradient_sum_bytes / bandwidth
+            head_backward += head + self._logit_seconds(tokens, kernels.tile_backward_bytes)  # logits once more
+            chunks = max(1.0, tokens * self.spec.hidden * 4 / kernels.head_chunk_bytes)
+            head_backward += chunks * self._logit_seconds(self.spec.hidden, kernels.head_gradient_sum_bytes)
+            head += self._logit_seconds(tokens, kernels.tile_forward_bytes)
         inner = ((0.0, 0.0),) * (self.layout.stages - 1)
-        return StageSeconds((layer, backward), (*inner, (head, BACKWARD_OVER_FORWARD * head)))
+        return StageSeconds((layer, backward), (*inner, (head, head_backward)))
+
+    def optimizer_step_seconds(self) -> float:
+        """After the last micro-batch of a mini-batch: gradients summed over dp, Adam, weights gathered (ZeRO-1)."""
+        if not self.kernels:
+            return 0.0
+        layout, machine = self.layout, self.hardware
+        whole = self.gradient_bytes() + self.weights_bytes()
+        exchanged = ring_gather_seconds(whole, layout.dp, link_bandwidth(machine, layout.size))
+        per_parameter = self.kernels.zero_bytes + self.kernels.adam_bytes / layout.dp
+        return self.rank_parameters() * per_parameter / machine.memory_bandwidth + exchanged
 
     def kept_layer_bytes(self, tokens: float) -> float:
         """What one layer keeps from its forward to its backward on one rank: its input alone where it is run again."""

@@ -16,6 +16,7 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost, CostModel, JobCost, largest_flat_batch
 from rlhfuse.costs.hardware import hardware_by_name
+from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.profiled import ProfiledCost, load_run_costs
 from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import (
@@ -61,6 +62,7 @@ class PlanDraft:
     batch: BatchArithmetic
     ranks: FusedRanks
     hardware: HardwareSpec
+    analytic: Mapping[str, AnalyticCost]  # by task
     stages: tuple[StageBalance, ...]
     costs: CostModel
     costs_name: str
@@ -123,6 +125,7 @@ def draft_plan(
         batch,
         rank_map(training_layouts(tasks)),
         hardware,
+        analytic,
         stage_balances(tasks, analytic, costs, longest, batch.samples_per_microbatch),
         costs,
         costs_name,
@@ -207,6 +210,7 @@ def _task_costs(
             task.role.scalar_head,
             sequence_parallel=task.training and config.parallel.sequence_parallel,
             recompute=task.training and config.trainer.recompute == "full",
+            kernels=None if hardware.name == "cpu" else Kernels(),
         )
         for task in tasks
     }

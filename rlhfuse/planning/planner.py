@@ -12,6 +12,7 @@ from rlhfuse.config.role import Role
 from rlhfuse.decisions.weight_moves import layout_moves
 from rlhfuse.planning import reasons
 from rlhfuse.planning.draft import TICK_SECONDS, PlanDraft, element_bytes
+from rlhfuse.planning.efficiency import efficiency, optimizer_step_seconds
 from rlhfuse.planning.run_plan import PlanReport, RunPlan, ScheduleSummary
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import evaluate
@@ -63,6 +64,10 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
     threshold_samples, threshold, why = _choose_threshold(draft, batches)
     hints = reasons.threshold_hints(config, threshold_samples, draft.lengths)
     moves = layout_moves(draft.tasks, draft.specs, element_bytes(config), draft.hardware)
+    steps = optimizer_step_seconds(draft.analytic)
+    predicted = _predict(
+        draft, batches, summary, threshold_samples, threshold, sum(move.seconds for move in moves), steps
+    )
     return PlanReport(
         world_size=draft.world_size,
         hardware=draft.hardware.name,
@@ -76,7 +81,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
         process_bytes=draft.hardware.process_bytes,
         ranks_per_node=min(draft.world_size, draft.hardware.devices_per_node),
         weight_moves=moves,
-        seconds=_predict(draft, batches, summary, threshold_samples, threshold, sum(move.seconds for move in moves)),
+        seconds=predicted,
         schedule=summary,
         threshold_samples=threshold_samples,
         threshold=threshold,
@@ -93,6 +98,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
             reasons.of_memory(draft.memory, summary.peak_activation_bytes),
         ),
         stages=draft.stages,
+        efficiency=efficiency(draft, schedule.problem, predicted.training_fused),
     )
 
 
@@ -133,9 +139,11 @@ def _predict(
     threshold_samples: int | None,
     threshold: Threshold | None,
     moves: float,
+    steps: float,
 ) -> IterationSeconds:
-    """Means over the batches; `moves`: seconds of the weights' moves."""
-    minibatch, count = (summary.serial_makespan_seconds, summary.makespan_seconds), draft.batch.optimizer_steps
+    """Means over the batches; `moves`: seconds of the weights' moves, `steps`: of a mini-batch's optimizer steps."""
+    makespans, count = (summary.serial_makespan_seconds, summary.makespan_seconds), draft.batch.optimizer_steps
+    minibatch = makespans[0] + steps, makespans[1] + steps
     if threshold is not None and draft.lengths is None:  # read from a file: its curve is all there is
         generation = {point.threshold: point.generation_seconds for point in threshold.sweep}
         training = (seconds * count for seconds in minibatch)

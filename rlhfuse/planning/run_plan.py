@@ -16,6 +16,7 @@ from rlhfuse.costs.analytic import CostModel
 from rlhfuse.decisions.layouts import BatchArithmetic, Task
 from rlhfuse.decisions.migration import SampleMoveCost
 from rlhfuse.decisions.weight_moves import LayoutMove
+from rlhfuse.planning.efficiency import Efficiency
 from rlhfuse.planning.memory import DEVICE_PARTS, PhaseMemory, readable_bytes
 from rlhfuse.planning.stage_cuts import StageBalance
 from rlhfuse.schedule.ir.ranks import FusedRanks
@@ -91,6 +92,7 @@ class PlanReport:
     threshold_reasons: tuple[str, ...]
     reasons: tuple[str, ...]
     stages: tuple[StageBalance, ...] = ()
+    efficiency: Efficiency | None = None  # of a GPU
 
     def to_dict(self) -> dict[str, Any]:
         return to_json(self, VERSION)
@@ -111,6 +113,7 @@ class PlanReport:
             ("predicted seconds per iteration", self._seconds_lines()),
             *((("layers of each training stage", tuple(map(str, self.stages))),) if self.stages else ()),
             ("training schedule of a mini-batch", self.schedule.lines()),
+            *((("predicted use of the hardware", self.efficiency.lines()),) if self.efficiency else ()),
             ("R_t, the unfinished samples at which instances are freed to score", self.threshold_reasons),
             ("files", tuple(f"{path:28s} {what}" for path, what in self.files)),
             ("why", self.reasons),

@@ -18,7 +18,7 @@ from rlhfuse.schedule.ir.evaluate import reaches
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Number
 from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.schedule.rules.builders import check_caps, greedy, one_at_a_time
+from rlhfuse.schedule.rules.builders import check_caps, greedy, one_at_a_time, serial_1f1b
 from rlhfuse.schedule.search.mpi import Exchange, RoundMessage, in_turn
 from rlhfuse.schedule.search.solution import Incumbent, Key, Objective, Round, schedule_of
 from rlhfuse.schedule.search.worker import SearchWorker, compile_kernels_apart, load_kernels
@@ -146,6 +146,7 @@ def _starts(problem: FusionProblem, start: Schedule | None) -> Iterator[Incumben
     yield first
     if not first.fits():
         yield Incumbent.of(one_at_a_time(problem))
+        yield Incumbent.of(serial_1f1b(problem))  # where it fits, far faster, and near enough to be improved on
 
 
 def _message(done: Round, share: float, signal: int) -> RoundMessage:

@@ -1,0 +1,44 @@
+"""What the CUDA kernels of this project move and launch beside matrix products and attention.
+
+Bytes of one layer and token on one rank: H hidden (on each tensor rank whole, or its part under sequence parallelism),
+A and K the width of queries and of keys, M the MLP's, E bytes of an element; A, K and M are cut by tp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhfuse.config.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Counts of reads and writes; each kernel reads and writes its operands once.
+
+                 forward                                      backward
+    two norms    4 H: input, output each                      6 H: gradient, input, gradient of it each
+    two sums     6 H: residual, branch, sum each              6 H: the residual's gradient is summed alike
+    rotation     2 (A + K): in and out                        2 (A + K)
+    attention    2 A + 2 K: q, k, v, output                   4 A + 4 K: these four and their gradients
+    SwiGLU       3 M: gate, up, product                       5 M: gradient, gate, up, and gradients of both
+
+    The weight gradients of each micro-batch are written, read, and added to the float32 sum.
+    """
+
+    gradient_sum_bytes: int = 12  # per parameter and micro-batch: bfloat16 written and read, float32 read and written
+    adam_bytes: int = 34  # per parameter of its ZeRO-1 share: gradient's norm 4, step 7 x 4, bfloat16 weight 2
+    zero_bytes: int = 4  # per parameter: gradients set to zero
+    tile_forward_bytes: int = 8  # per logit: a tile in float32, written and read
+    tile_backward_bytes: int = 18  # per logit: the same, its gradient written and read by two products
+    head_gradient_sum_bytes: int = 16  # per weight of the output layer and chunk: float32 product and sum, both ways
+    head_chunk_bytes: int = 128 << 20  # of a chunk's hidden states in float32
+    sampler_bytes: int = 8  # per logit: float32, written by the output layer, read by the sampler
+    all_reduce_seconds: float = 10e-6  # assumed: least of an all-reduce of a decode step, whose messages are short
+
+    def forward_bytes(self, spec: ModelSpec, hidden: float, tp: int, element_bytes: int) -> float:
+        queries, keys = spec.heads * spec.head_dim / tp, spec.kv_heads * spec.head_dim / tp
+        return element_bytes * (10 * hidden + 4 * queries + 4 * keys + 3 * spec.mlp / tp)
+
+    def backward_bytes(self, spec: ModelSpec, hidden: float, tp: int, element_bytes: int) -> float:
+        queries, keys = spec.heads * spec.head_dim / tp, spec.kv_heads * spec.head_dim / tp
+        return element_bytes * (12 * hidden + 6 * queries + 6 * keys + 5 * spec.mlp / tp)

@@ -1,0 +1,197 @@
+"""What part of a GPU's data sheet a plan reaches: training of its arithmetic, decoding of its memory's bandwidth.
+
+Where the rest goes is told by terms of the cost model, so that a reader can check each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from rlhfuse.config.spec import HardwareSpec
+from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.flops import IterationFlops
+from rlhfuse.costs.hardware import MEASURED_RATES, data_sheets
+from rlhfuse.planning.draft import TICK_SECONDS, PlanDraft
+from rlhfuse.planning.memory import TRAINED
+from rlhfuse.schedule.ir.problem import FusionProblem
+from rlhfuse.schedule.ir.ranks import FusedRanks
+
+WORSE = 0.8  # of every rate
+RATES = ("flops", "memory_bandwidth", "node_link_bandwidth", "cross_link_bandwidth", "host_bandwidth")
+
+
+@dataclass(frozen=True)
+class TrainingUse:
+    """Seconds of one rank's training per iteration, mean over ranks; they add up.
+
+    `useful`: the models' FLOPs at the data sheet's rate; `products`: what the same products take longer at the rate
+    reached; `other`: other kernels, all-reduces, layers and logits run again; `idle`: bubbles and unequal stages;
+    `steps`: optimizer steps, gradients and weights on their way over dp.
+    """
+
+    useful: float
+    products: float
+    other: float
+    idle: float
+    steps: float
+
+    @property
+    def seconds(self) -> float:
+        return self.useful + self.products + self.other + self.idle + self.steps
+
+    @property
+    def mfu(self) -> float:
+        return self.useful / self.seconds
+
+    def __str__(self) -> str:
+        parts = {
+            "useful": self.useful,
+            "products below the data sheet's rate": self.products,
+            "other kernels, all-reduces, what runs again": self.other,
+            "bubbles and unequal stages": self.idle,
+            "optimizer steps": self.steps,
+        }
+        return ", ".join(f"{seconds / self.seconds:.1%} {what}" for what, seconds in parts.items())
+
+
+@dataclass(frozen=True)
+class DecodeUse:
+    """One decode step of one rank in the middle of generation: bytes that it must read, and its seconds by term."""
+
+    bytes: float  # weights of layers and output layer, keys and values
+    seconds: float
+    launches: float  # seconds of these
+    all_reduces: float
+    logits: float  # written, and read by the sampler
+
+    def __str__(self) -> str:
+        parts = {"launches": self.launches, "all-reduces": self.all_reduces, "logits to the sampler": self.logits}
+        rest = self.seconds - sum(parts.values())
+        told = ", ".join(f"{seconds * 1e3:.2g} ms {what}" for what, seconds in parts.items())
+        return f"{rest * 1e3:.2f} ms weights, keys and values, {told}"
+
+
+@dataclass(frozen=True)
+class RatedUse:
+    """At one set of rates."""
+
+    rates: str
+    training: TrainingUse
+    decode: DecodeUse
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Of a plan for GPUs with a data sheet; the first of `uses` is what the plan's seconds are made of."""
+
+    ranks: int
+    peak_flops: float  # of one rank, as printed
+    bandwidth: float  # of its memory, as printed: bytes/s
+    training_flops: float  # of an iteration, all ranks together
+    decode_sequences: int  # of an instance
+    decode_context_tokens: float  # of each
+    uses: tuple[RatedUse, ...]
+
+    def lines(self) -> tuple[str, ...]:
+        """For people."""
+        train, decode = self.uses[0].training, self.uses[0].decode
+        step = f"{self.decode_sequences} sequences at {self.decode_context_tokens:.0f} tokens each"
+        return (
+            *(
+                f"training {use.training.mfu:.1%} MFU, decode {self.hbm_share(use):.2f} of HBM: {use.rates}"
+                for use in self.uses
+            ),
+            f"MFU = {self.training_flops:.4g} FLOPs / ({self.ranks} ranks x {self.peak_flops:.4g} FLOP/s x "
+            f"{train.seconds:.4g} s): {train}",
+            f"of HBM = {decode.bytes:.4g} bytes / ({self.bandwidth:.4g} bytes/s x {decode.seconds * 1e3:.4g} ms), "
+            f"a step of {step}: {decode}",
+        )
+
+    def hbm_share(self, use: RatedUse) -> float:
+        """Bytes that a step must read, as a part of what the data sheet's bandwidth would in its seconds."""
+        return use.decode.bytes / (self.bandwidth * use.decode.seconds)
+
+
+def optimizer_step_seconds(analytic: Mapping[str, AnalyticCost]) -> float:
+    """Of a mini-batch: all models that train, one after the other."""
+    return sum(analytic[task].optimizer_step_seconds() for task in TRAINED if task in analytic)
+
+
+def efficiency(draft: PlanDraft, problem: FusionProblem, training_seconds: float) -> Efficiency | None:
+    """Of a plan whose training takes `training_seconds` an iteration; None where the hardware has no data sheet.
+
+    At other rates than the plan's, bubbles are as long a part of the work as they are there.
+    """
+    sheet, hardware = data_sheets().get(draft.hardware.name), draft.hardware
+    if sheet is None:
+        return None
+    config, lengths, count = draft.config, draft.planned_lengths, draft.batch.optimizer_steps
+    models = draft.specs, config.trained(), config.scorers(), lengths.prompt, lengths.output, config.algorithm.epochs
+    flops = sum(IterationFlops.of(*models).training.values()) * draft.batch.samples / len(lengths)
+    useful = flops / (draft.world_size * sheet.flops)
+    busy = count * _busy_seconds(problem, draft.ranks)
+    idle = (training_seconds - count * optimizer_step_seconds(draft.analytic)) / busy - 1
+    uses = []
+    for name, rated in rated_hardware(hardware):
+        analytic = {task: replace(cost, hardware=rated) for task, cost in draft.analytic.items()}
+        work = busy * _stage_seconds(draft, analytic) / _stage_seconds(draft, draft.analytic)
+        reached = useful * sheet.flops / rated.flops
+        steps = count * optimizer_step_seconds(analytic)
+        training = TrainingUse(useful, reached - useful, work - reached, idle * work, steps)
+        uses.append(RatedUse(name, training, _decode_use(draft, analytic["generation"])))
+    sequences, context = _decoding(draft)
+    return Efficiency(draft.world_size, sheet.flops, sheet.memory_bandwidth, flops, sequences, context, tuple(uses))
+
+
+def rated_hardware(hardware: HardwareSpec) -> Iterator[tuple[str, HardwareSpec]]:
+    """The rates of the plan, those that were measured alone where they are known, and each of them WORSE."""
+    sheet = data_sheets()[hardware.name]
+    sets = {"as planned": hardware}
+    if measured := MEASURED_RATES.get(hardware.name):
+        sets["as measured alone"] = replace(hardware, flops=measured[0], memory_bandwidth=measured[1])
+    for name, rated in sets.items():
+        shares = rated.flops / sheet.flops, rated.memory_bandwidth / sheet.memory_bandwidth
+        yield f"rates {name}, products {shares[0]:.2f} and memory {shares[1]:.2f} of the data sheet's", rated
+        worse = {key: WORSE * getattr(rated, key) for key in RATES}
+        yield f"these and links {1 - WORSE:.0%} worse", replace(rated, **worse)
+
+
+def _busy_seconds(problem: FusionProblem, ranks: FusedRanks) -> float:
+    """Of one mini-batch, mean over ranks; a rank of a merged stage is busy with its own alone."""
+    ticks = 0.0
+    for pipeline in problem.pipelines:
+        each = (sum(pipeline.forward) + sum(pipeline.backward)) / ranks.merge(pipeline.name)
+        ticks += pipeline.microbatches * each
+    return ticks * TICK_SECONDS / problem.nodes
+
+
+def _stage_seconds(draft: PlanDraft, analytic: Mapping[str, AnalyticCost]) -> float:
+    """All models' forward and backward of a token of the longest samples, over all stages and tensor ranks."""
+    total, sequences = 0.0, draft.batch.samples_per_microbatch
+    for task in TRAINED:
+        if task in analytic:
+            cost = analytic[task]
+            cut = tuple(map(len, cost.layout.stage_layers(cost.spec.layers)))
+            ranks = cost.stage_seconds(draft.memory.microbatch_tokens, sequences).of_ranks(cut, cost.layout.pp)
+            total += sum(ranks) * cost.layout.tp
+    return total
+
+
+def _decoding(draft: PlanDraft) -> tuple[int, float]:
+    """Sequences that an instance decodes at the same time, and tokens of each when half of its response is there."""
+    lengths = draft.planned_lengths
+    sequences = min(draft.batch.samples_per_instance, draft.config.rollout.max_sequences_per_instance)
+    return sequences, (sum(lengths.prompt) + sum(lengths.output) / 2) / len(lengths)
+
+
+def _decode_use(draft: PlanDraft, cost: AnalyticCost) -> DecodeUse:
+    spec, (sequences, context) = cost.spec, _decoding(draft)
+    weights = spec.layers * spec.layer_parameters + spec.embedding_parameters
+    return DecodeUse(
+        weights * cost.element_bytes / cost.layout.tp + sequences * context * cost.kv_bytes_per_token(),
+        cost.decode_step_seconds(sequences, sequences * context),
+        spec.layers * cost.hardware.decode_layer_seconds,
+        spec.layers * cost.decode_all_reduce_seconds(sequences),
+        cost.sampler_seconds(sequences),
+    )

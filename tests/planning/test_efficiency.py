@@ -1,0 +1,145 @@
+"""The example runs on GPUs fit the machines they name, and what the plan says of MFU and HBM follows from its inputs."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from four_ranks import planned, run
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.config.load import load_config
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.flops import TRAINING_FORWARDS, forward_flops
+from rlhfuse.costs.hardware import MEASURED_RATES, data_sheets, hardware_by_name
+from rlhfuse.costs.kernels import Kernels
+from rlhfuse.decisions.layouts import planned_world_size
+from rlhfuse.planning.draft import TICK_SECONDS, PlanDraft, draft_plan, read_specs
+from rlhfuse.planning.efficiency import WORSE, Efficiency, efficiency, optimizer_step_seconds
+from rlhfuse.planning.planner import make_plan
+from rlhfuse.schedule.bounds.bounds import latency_bound
+
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA3 = {
+    "8B": dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=14336),
+    "70B": dict(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, intermediate_size=28672),
+}
+SHARED = dict(
+    model_type="llama", num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192, eos_token_id=128001
+)
+
+
+@pytest.fixture(scope="module")
+def sizes(tmp_path_factory) -> dict[str, Path]:
+    """Folders with a config.json and nothing else."""
+    base = tmp_path_factory.mktemp("llama3")
+    for name, shape in LLAMA3.items():
+        (base / name).mkdir()
+        (base / name / "config.json").write_text(json.dumps({**SHARED, **shape}))
+    return {name: base / name for name in LLAMA3}
+
+
+def example(name: str, sizes: dict[str, Path], *overrides: str) -> PlanDraft:
+    """The draft of examples/NAME, its models found by the size that their names say."""
+    given = load_config(ROOT / "examples" / name)
+    paths = {role: getattr(given, role).path for role in given.roles()}
+    found = {f"{role}.path={sizes[re.search(r'(70B|8B)', path).group()]}" for role, path in paths.items()}
+    config = load_config(ROOT / "examples" / name, [*found, *overrides])
+    return draft_plan(config, read_specs(config), planned_world_size(config, None))
+
+
+def at_the_bound(draft: PlanDraft) -> Efficiency:
+    """Where the schedule is 1% longer than its lower bound."""
+    makespan = 1.01 * float(latency_bound(replace(draft.problem, memory_cap=None))) * TICK_SECONDS
+    steps = optimizer_step_seconds(draft.analytic)
+    return efficiency(draft, draft.problem, draft.batch.optimizer_steps * (makespan + steps))
+
+
+def test_the_run_that_the_readme_names_fits_eight_h100(sizes):
+    text = (ROOT / "README.md").read_text()
+    (name,) = re.findall(r"train_torchrun.sh 8 examples/(\S+)", text)
+    assert f"tools/plan.py --config examples/{name}" in text and "8B models on eight H100" in text
+    draft = example(name, sizes, "fusion.search_seconds=2")
+    plan = make_plan(draft).report
+    assert (plan.world_size, plan.hardware, plan.memory_limit) == (8, "h100", 80e9)
+    assert all(plan.needed_bytes(phase) <= plan.memory_limit for phase in plan.memory)
+    planned_rates, worse, measured, measured_worse = plan.efficiency.uses
+    assert planned_rates.training.mfu == pytest.approx(0.38, abs=0.03)
+    assert measured.training.mfu > 0.5 and measured_worse.training.mfu > 0.4
+    assert plan.efficiency.hbm_share(planned_rates) >= 0.7
+    assert worse.training.mfu == pytest.approx(WORSE * planned_rates.training.mfu, rel=1e-2)
+    assert planned_rates.training.seconds == pytest.approx(plan.seconds.training_fused)
+    lines = plan.render()
+    assert f"training {planned_rates.training.mfu:.1%} MFU" in lines and "20% worse" in lines
+    assert "above the mean" in lines
+
+
+def test_70b_on_64_h100_fits_and_tells_what_stands_in_the_way(sizes):
+    draft = example("llama3_70b_64gpus.yaml", sizes)  # raises where it does not fit
+    assert draft.world_size == 64 and {str(task.layout)[:6] for task in draft.tasks if task.training} == {"d2t4p8"}
+    assert max(one.slowest_seconds / one.mean_seconds - 1 for one in draft.stages) < 0.10
+    use = at_the_bound(draft)
+    planned_rates, _, measured, measured_worse = use.uses
+    assert planned_rates.training.mfu == pytest.approx(0.32, abs=0.03)
+    assert measured.training.mfu > 0.4 > measured_worse.training.mfu > 0.33
+    assert planned_rates.training.other > 0.6 * planned_rates.training.useful  # tensor ranks' all-reduces
+    assert 0.55 < use.hbm_share(planned_rates) < use.hbm_share(measured) < 0.7
+    decode = planned_rates.decode
+    assert decode.all_reduces > decode.launches > 1e-3
+
+
+def test_a_run_that_does_not_fit_is_refused(sizes):
+    with pytest.raises(InputError, match=r"memory: .* of this h100 has 74.5 GiB"):
+        example("llama3_8b_8gpus.yaml", sizes, "parallel.generation=d8t1p1", "parallel.inference=d8t1p1")
+
+
+def test_the_figures_are_what_a_reader_works_out(sizes):
+    draft = example("llama3_8b_8gpus.yaml", sizes)
+    use, sheet = at_the_bound(draft), data_sheets()["h100"]
+    spec = draft.specs["actor"]
+    samples = [2048] * 768
+    flops = TRAINING_FORWARDS * sum(forward_flops(spec, samples, sum(samples), head) for head in (False, True))
+    assert use.training_flops == pytest.approx(flops)
+    for one in use.uses:
+        assert one.training.mfu == pytest.approx(flops / (8 * sheet.flops * one.training.seconds))
+        assert min(vars(one.training).values()) > 0
+    weights = 32 * spec.layer_parameters + spec.embedding_parameters
+    read = (weights * 2 + 192 * (1024 + 512) * spec.kv_bytes_per_token(2)) / 2  # of two tensor ranks
+    decode = use.uses[0].decode
+    assert decode.bytes == pytest.approx(read)
+    step = read / (0.8 * sheet.memory_bandwidth) + 32 * (10 * 1.5e-6 + 2 * 10e-6) + 192 * 128256 / 2 * 8 / 2.68e12
+    assert decode.seconds == pytest.approx(step, rel=1e-3)
+    assert use.hbm_share(use.uses[0]) == pytest.approx(read / (sheet.memory_bandwidth * step), rel=1e-3)
+    assert use.uses[2].rates.startswith("rates as measured alone, products 0.81 and memory 0.90")
+    assert MEASURED_RATES["h100"][0] < sheet.flops
+
+
+def test_seconds_of_training_are_products_bytes_and_all_reduces():
+    """Llama-3-8B on one rank, 4096 tokens: every term by hand."""
+    spec = ModelSpec("llama", 32, 4096, 32, 8, 128, 14336, 128256, 8192)
+    machine, tokens = hardware_by_name("h100"), 4096
+    made = AnalyticCost(spec, ParallelLayout.parse("d2t1p4"), machine, 2, kernels=Kernels())
+    flops = 2 * spec.layer_parameters * tokens + 4 * 4096 * tokens * (tokens + 1) / 2
+    products, rate = flops / machine.flops, machine.memory_bandwidth
+    seconds = made.stage_seconds(tokens, 1)
+    forward = tokens * 2 * (10 * 4096 + 4 * 4096 + 4 * 1024 + 3 * 14336) / rate
+    backward = tokens * 2 * (12 * 4096 + 6 * 4096 + 6 * 1024 + 5 * 14336) / rate
+    assert seconds.layer[0] == pytest.approx(products + forward)
+    assert seconds.layer[1] == pytest.approx(2 * products + backward + 12 * spec.layer_parameters / rate)
+    head = 2 * 4096 * 128256 * tokens / machine.flops
+    assert seconds.ends[-1][0] == pytest.approx(head + 8 * tokens * 128256 / rate)
+    again = 3 * head + 18 * tokens * 128256 / rate + 16 * 4096 * 128256 / rate
+    assert seconds.ends[-1][1] == pytest.approx(again)
+    recomputed = replace(made, recompute=True).stage_seconds(tokens, 1)
+    assert recomputed.layer[1] - seconds.layer[1] == pytest.approx(seconds.layer[0])
+    own = made.rank_parameters()
+    exchanged = (4 + 2) * own / 2 / machine.node_link_bandwidth
+    assert made.optimizer_step_seconds() == pytest.approx(own * (4 + 34 / 2) / rate + exchanged)
+
+
+def test_a_cpu_has_no_data_sheet():
+    assert planned(run()).report.efficiency is None
