@@ -1,4 +1,4 @@
-"""The example runs on GPUs fit the machines they name, and what the plan says of MFU and HBM follows from its inputs."""
+"""The example runs on GPUs fit the machines they name; what the plan says of MFU and HBM follows from its inputs."""
 
 from __future__ import annotations
 
