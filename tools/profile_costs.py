@@ -66,8 +66,8 @@ def measure(config: RunConfig, out: Path, limit_seconds: float) -> int:
     import torch  # loads only for a config that can be profiled
     import torch.distributed as dist
 
+    from rlhfuse.parallel.connect import GroupUse, connect
     from rlhfuse.parallel.device import allow_many_files, choose_device, local_rank
-    from rlhfuse.parallel.groups import connect
     from rlhfuse.run.profiling.profiler import Profiler
 
     if config.trainer.device == "auto":
@@ -81,7 +81,7 @@ def measure(config: RunConfig, out: Path, limit_seconds: float) -> int:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # public, but not in torch's list
         dist.init_process_group(device.process_group, store=store, rank=0, world_size=1, timeout=timeout)
     assert dist.group.WORLD is not None
-    connect([dist.group.WORLD], device.torch_device)
+    connect([GroupUse(dist.group.WORLD, "all_reduce")], device.torch_device)
     began = time.monotonic()
 
     def say(line: str) -> None:

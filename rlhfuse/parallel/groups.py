@@ -20,6 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import LONGEST_SECONDS
 from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.parallel.device import Device
 from rlhfuse.schedule.ir.ranks import FusedRanks, plain_cells
 
 
@@ -116,6 +117,7 @@ class GroupMaker:
     def group(self, purpose: str, ranks: tuple[int, ...], **options: Any) -> dist.ProcessGroup:
         """The group of `ranks` in that order. Every rank must ask for it, members or not; `options` are new_group's."""
         key = ("single" if len(ranks) == 1 else purpose, ranks)
+        options = {} if len(ranks) == 1 else options
         if key not in self._made:
             self._made[key] = new_group(ranks, timeout=self._timeout, group_desc=f"{purpose}:{ranks}", **options)
         return self._made[key]
@@ -156,28 +158,37 @@ class GroupMaker:
         same |= dict.fromkeys(("mp", "tp_ep_pp"), mp) | dict.fromkeys(("cp", "ep"), alone)
         return ProcessGroupCollection(pp=pp, embd=embd, pos_embd=None, tp_dp_cp=tp_dp, intra_dist_opt=everyone, **same)
 
+    def for_values(
+        self, purpose: str, cells: Sequence[tuple[int, ...]], rank: int, device: Device
+    ) -> dist.ProcessGroup:
+        """The group of `rank` among `cells`, which share out all ranks; for small values in host memory: no NCCL."""
+        options = {"backend": "gloo"} if device.backend == "nccl" else {}
+        groups = {ranks: self.group(purpose, ranks, **options) for ranks in cells}
+        return next(group for ranks, group in groups.items() if rank in ranks)
+
     def channels(
-        self, purpose: str, pairs: list[tuple[int, int]], **options: Any
+        self, purpose: str, pairs: list[tuple[int, int]], device: Device | None = None
     ) -> dict[tuple[int, int], dist.ProcessGroup]:
-        """One two-rank group for each directed (sender, receiver) pair, in sorted order; `options` are new_group's."""
-        return {
-            (sender, receiver): self.group(
-                f"{purpose}.channel.{sender}to{receiver}", (min(sender, receiver), max(sender, receiver)), **options
-            )
-            for sender, receiver in sorted(set(pairs))
-        }
+        """One two-rank group for each directed (sender, receiver) pair, made in sorted order."""
+        made = {}
+        for sender, receiver in sorted(set(pairs)):
+            ends = (min(sender, receiver), max(sender, receiver))
+            options = channel_options(device) if device else {}
+            made[sender, receiver] = self.group(f"{purpose}.channel.{sender}to{receiver}", ends, **options)
+        return made
+
+
+def channel_options(device: Device) -> dict[str, Any]:
+    """new_group's options for a channel: over NCCL few thread blocks, for a waiting receive keeps them from computing,
+    in a stream that goes first; and no gloo beside it, whose sockets nobody would use.
+    """
+    if device.backend != "nccl":
+        return {}
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.min_ctas, options.config.max_ctas = 1, 4
+    return {"backend": "nccl", "pg_options": options}
 
 
 def wait_for_workers(group: dist.ProcessGroup) -> None:
     """Let `group`'s collectives wait as long as another rank works: who hangs is for the watchdog alone to say."""
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=LONGEST_SECONDS), group)
-
-
-def connect(groups: list[dist.ProcessGroup], device: torch.device) -> None:
-    """Make this rank's `groups` communicate once, in the order given; the ranks of each must all be here in time.
-
-    NCCL builds a communicator at its first use and blocks until all its ranks are there. Built in the middle of
-    a pipeline that is a deadlock (each end of a pair waits in another communicator), so it is done beforehand.
-    """
-    for group in groups:
-        dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -8,6 +8,7 @@ DistributedOptimizer takes no other base than Adam. A step whose gradient norm i
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -26,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rlhfuse.config.settings import OptimizerConfig
+from rlhfuse.parallel.connect import GroupUse
 from rlhfuse.parallel.device import Device, fake_cuda
 
 
@@ -131,12 +133,7 @@ class ModelOptimizer:
 
     def sum_tied_gradients(self) -> None:
         """Sum gradients of tied embeddings over first and last stage; a collective of the ranks that hold them."""
-        cores = [module.module for module in self.modules.values()]
-        held = [
-            core.shared_embedding_or_output_weight()
-            for core in cores
-            if core.share_embeddings_and_output_weights and (core.pre_process or core.post_process)
-        ]
+        held = self._tied_weights()
         if len(held) == 2:  # both ends of the pipeline are on this rank
             total = held[0].main_grad + held[1].main_grad
             for weight in held:
@@ -173,6 +170,37 @@ class ModelOptimizer:
         for stage in self.modules:
             self.finish_reduction(stage)
 
+    def group_uses(self) -> list[GroupUse]:
+        """What the model's groups but that of its tensor ranks are for."""
+        buckets = [(b.grad_data, b.param_data) for buffer in self._buffers() for b in buffer.buckets]
+        gradients, weights = max(buckets, key=lambda pair: pair[0].numel())
+        if self._zero:
+            uses = [
+                GroupUse(self._groups.dp, "reduce_scatter", gradients.numel(), gradients.dtype),
+                GroupUse(self._groups.dp, "all_gather", weights.numel(), weights.dtype),
+            ]
+        else:
+            uses = [GroupUse(self._groups.dp, "all_reduce", gradients.numel(), gradients.dtype)]
+        tied = self._tied_weights()
+        if len(tied) == 1 and self._groups.embd is not None:
+            uses.append(GroupUse(self._groups.embd, "all_reduce", tied[0].numel()))
+        norm = self._groups.intra_dist_opt if self._zero else self._groups.mp
+        return [*uses, GroupUse(norm, "all_reduce")]
+
+    def dry_step(self) -> None:
+        """Reduce gradients of zero and go through a step that changes no bit: every kernel and group has run then.
+
+        A collective of all ranks of the model, after `zero_grad`.
+        """
+        self.finish_gradients()
+        self.step(None)
+        with fake_cuda(self._device):
+            for part in self._parts():
+                _step_a_spare_weight(part.optimizer)
+            if self._zero:
+                for module in self.modules.values():
+                    module.start_param_sync(force_sync=True)
+
     def step(self, lr: float | None) -> StepResult:
         """One optimizer step at learning rate `lr`, of reduced gradients; a collective of all ranks of the model.
 
@@ -191,6 +219,15 @@ class ModelOptimizer:
             self.optimizer.step_with_ready_grads()
         return StepResult(norm, True, lr)
 
+    def _tied_weights(self) -> list:
+        """Embedding and output layer of this rank where both are one matrix."""
+        cores = [module.module for module in self.modules.values()]
+        return [
+            core.shared_embedding_or_output_weight()
+            for core in cores
+            if core.share_embeddings_and_output_weights and (core.pre_process or core.post_process)
+        ]
+
     def _counted_weight(self, stage: int) -> Any:
         """A weight of a stage whose gradient on this rank is in the norm: of copies the norm counts one."""
         for weight in self.modules[stage].parameters():
@@ -205,3 +242,16 @@ class ModelOptimizer:
     def _parts(self) -> list:
         """Megatron's optimizers that hold weights here; a rank whose shard is empty has a stub."""
         return [part for part in self.optimizer.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
+
+
+def _step_a_spare_weight(optimizer: Any) -> None:
+    """One step of torch's optimizer on a weight of its own: the same kernels, and nothing of the model is touched."""
+    groups, state = optimizer.param_groups, optimizer.state
+    settings = next(group for group in groups if group["params"])
+    spare = torch.nn.Parameter(torch.zeros_like(settings["params"][0].detach().view(-1)[:1]))
+    spare.grad = torch.zeros_like(spare)
+    optimizer.param_groups, optimizer.state = [{**settings, "params": [spare]}], defaultdict(dict)
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups, optimizer.state = groups, state

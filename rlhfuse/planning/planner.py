@@ -13,7 +13,7 @@ from rlhfuse.decisions.weight_moves import layout_moves
 from rlhfuse.planning import reasons
 from rlhfuse.planning.draft import TICK_SECONDS, PlanDraft, element_bytes
 from rlhfuse.planning.efficiency import efficiency, optimizer_step_seconds
-from rlhfuse.planning.run_plan import PlanReport, RunPlan, ScheduleSummary
+from rlhfuse.planning.run_plan import PlanReport, RunPlan, ScheduleSummary, reduction_on
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.schedule import Schedule
@@ -41,8 +41,9 @@ def parse_plan(draft: PlanDraft, text: str) -> RunPlan:
 
 
 def _run_plan(draft: PlanDraft, schedule: Schedule, report: PlanReport) -> RunPlan:
-    programs = lower(schedule, draft.ranks, tied=draft.tied)
-    verify(programs, schedule, draft.ranks, tied=draft.tied)
+    reduce = reduction_on(draft.hardware.name)
+    programs = lower(schedule, draft.ranks, tied=draft.tied, reduce=reduce)
+    verify(programs, schedule, draft.ranks, tied=draft.tied, one_queue=reduce == "joint")
     return RunPlan(report, schedule, draft.ranks, programs, draft.costs, draft.costs_name)
 
 

@@ -30,6 +30,15 @@ VERSION = 2
 WORTH_SEARCHING = 0.01  # gap of a schedule above which people should know how to search on
 
 
+def reduction_on(hardware: str) -> str:
+    """How programs for this machine reduce gradients, see `lower`.
+
+    On a GPU what waits for another rank occupies the device, whichever communicator it is in, and may hold up whatever
+    comes after it: programs must run with one queue per rank.
+    """
+    return "early" if hardware == "cpu" else "joint"
+
+
 @dataclass(frozen=True)
 class ScheduleSummary:
     """One mini-batch's training schedule; seconds are predictions, activations are bytes on the fullest rank."""

@@ -57,7 +57,7 @@ class Rehearsal:
         install(self._mode)
         node = min(draft.world_size, draft.hardware.devices_per_node)
         os.environ |= {"LOCAL_WORLD_SIZE": str(node), "LOCAL_RANK": str(rank % node)}
-        self._device = Device(CUDA, "nccl")
+        self._device = Device(CUDA, "fake")
 
     def run(self, wanted: Sequence[str] = PHASES) -> RankRehearsal:
         """Build, then ITERATIONS of the wanted phases, as far as they can be left out."""

@@ -30,8 +30,9 @@ from rlhfuse.monitor.heartbeat import Limits
 from rlhfuse.monitor.watchdog import Watchdog
 from rlhfuse.parallel import shared_gpu
 from rlhfuse.parallel.collectives import from_rank_0, raise_on_all_ranks
+from rlhfuse.parallel.connect import GroupUse, connect
 from rlhfuse.parallel.device import Device, allow_many_files, choose_device, local_rank
-from rlhfuse.parallel.groups import connect, wait_for_workers
+from rlhfuse.parallel.groups import wait_for_workers
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.planner import make_plan, parse_plan
 from rlhfuse.planning.run_plan import RunPlan
@@ -77,7 +78,7 @@ def train(config: RunConfig, name: str) -> int:
     dist.init_process_group(device.process_group, timeout=timeout, **_place())
     world = dist.group.WORLD
     assert world is not None, "a process group has just been made"
-    connect([world], device.torch_device)
+    connect([GroupUse(world, "all_reduce")], device.torch_device)
     run_dir = run_job(inputs, name, rank, device)
     if rank == 0:
         print(f"done: {run_dir}", flush=True)

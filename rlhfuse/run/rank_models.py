@@ -27,8 +27,9 @@ from rlhfuse.gen.engine import EngineOptions
 from rlhfuse.models.build import Activations, build_model, fill, stage_layers
 from rlhfuse.models.hf import load_weights
 from rlhfuse.models.stage import PipelineStage, TrainingStage
+from rlhfuse.parallel.connect import MOST_BYTES, connect, tensor_parallel_uses
 from rlhfuse.parallel.device import Device
-from rlhfuse.parallel.groups import GroupMaker, ModelGrid, connect, plain_grid, trained_grid
+from rlhfuse.parallel.groups import GroupMaker, ModelGrid, plain_grid, trained_grid
 from rlhfuse.parallel.offload import OffloadedWeights, WeightMemory
 from rlhfuse.parallel.optimizer import ModelOptimizer
 from rlhfuse.planning.draft import kv_blocks
@@ -128,13 +129,18 @@ def build_models(config: RunConfig, folders: ModelFolders, ranks: FusedRanks, ra
     generation.release()
     scorers: dict[str, FrozenModel] = {role: frozen(role) for role in config.scorers()}
     inference_grid = plain_grid(inference_layout(config))
-    worker_tp = maker.for_model("inference", inference_grid, rank).tp
+    worker_tp = maker.for_values("inference.tp", [cell for (cell,) in inference_grid.cells], rank, device)
     instances, workers = (tuple(stages[0] for stages in grid.cells) for grid in (generation_grid, inference_grid))
     placement = Placement(instances, workers)
     pairs = [pair for model in models.values() for pair in neighbour_pairs(model.grid)]
-    channels = Channels(rank, maker.channels("pipeline", pairs), device.torch_device)
-    connect([*(model.tp_group for model in models.values()), generation_tp], device.torch_device)
-    channels.connect()
+    channels = Channels(rank, maker.channels("pipeline", pairs, device), device.torch_device)
+    uses = [use for model in models.values() for use in model.optimizer.group_uses()]
+    by_role = [(role, model.tp_group) for held in (models, scorers) for role, model in held.items()]
+    for role, group in [*by_role, (Role.ACTOR, generation_tp)]:
+        uses += tensor_parallel_uses(group, specs[Role(role)].hidden, specs[Role(role)].context, dtype)
+    connect(uses, device.torch_device)
+    longest = max(model.spec.hidden * model.spec.context for model in models.values()) * dtype.itemsize
+    channels.connect(min(longest, MOST_BYTES[device.torch_device.type]))
     return RankModels(models, generation, generation_tp, scorers, worker_tp, placement, channels, maker)
 
 

@@ -23,7 +23,9 @@ from rlhfuse.planning.run_plan import PlanReport, RunPlan
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.action import Kind
 from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.times import makespan, program_times
+from rlhfuse.schedule.program.verify import verify
 from rlhfuse.schedule.rules.builders import greedy, min_memory, serial_1f1b
 
 
@@ -341,3 +343,11 @@ def test_the_files_of_a_run_are_those_that_it_will_write():
     alone = files(iterations=0)
     assert alone["metrics.jsonl"].endswith("; held-out scores before the first")
     assert not any(name.startswith("export/") for name in alone)
+
+
+@pytest.mark.parametrize("hardware, reduce", [("cpu", "early"), ("h100", "joint")])
+def test_programs_for_a_gpu_run_with_one_queue_per_rank(hardware, reduce):
+    plan = planned(run(trainer__hardware=hardware))
+    assert plan.programs == lower(plan.schedule, plan.ranks, reduce=reduce)
+    assert parse_plan(draft_plan(run(trainer__hardware=hardware), SPECS, 4), plan.to_text()).programs == plan.programs
+    assert verify(plan.programs, plan.schedule, plan.ranks).one_queue or reduce == "early"

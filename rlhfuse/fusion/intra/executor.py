@@ -7,6 +7,7 @@ forwards and backwards in micro-batch order, so gradients accumulate in one orde
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ from rlhfuse.monitor.heartbeat import Waiting
 from rlhfuse.parallel.optimizer import ModelOptimizer, StepResult
 from rlhfuse.schedule.ir.action import RECEIVES, SENDS, Action, Kind
 from rlhfuse.schedule.program.program import Instruction, Program
+from rlhfuse.schedule.program.receive_slots import receive_slots
 
-RECEIVES_AHEAD = 3  # per channel; enough to hide the posting, few enough to bound the buffers
 Key = tuple[str, Kind, int, int]  # (pipeline, F or B, stage that computes, micro-batch)
 
 
@@ -62,6 +63,8 @@ class PreparedInstruction:
     source: Key  # under this the adjacent stage's output waits, where it is on this rank
     target: Key  # under this the stage's own output waits, or its input arrives
     receive: Instruction | None  # what an F or B has its input from
+    slot: int  # buffer in the channel's ring that a receive goes into, where there are rings
+    frees: tuple[tuple[int, int], ...]  # (sender, buffer) in rings that nobody reads after this instruction
     text: str
     waiting_text: str
     profiler_label: str
@@ -86,12 +89,15 @@ class ProgramExecutor:
         self.channels = channels
         self.progress = progress
         by_action = {instruction.action: instruction for instruction in program.instructions}
+        self._slots = None if channels.ahead else receive_slots(program)
         self.steps = [self._prepare(n, instruction, by_action) for n, instruction in enumerate(program.instructions)]
         self.sends = [step for step in self.steps if step.action.kind in SENDS]
         self.receives: dict[int, list[PreparedInstruction]] = {}
         for step in self.steps:
             if step.action.kind in RECEIVES:
                 self.receives.setdefault(step.peer, []).append(step)
+        if self._slots:
+            channels.add_rings(self._slots.counts)
 
     def run(self, work: Mapping[str, PipelineWork]) -> StepReport:
         """Run the whole program; returns when everything is computed and sent, and the models have stepped.
@@ -124,7 +130,7 @@ class ProgramExecutor:
         receive = by_action.get(Action(pipeline, number, Kind.RB if backward else Kind.RF, action.microbatch))
         text = f"training instruction {index}: {instruction}"
         return PreparedInstruction(
-            run=_RUN[kind],
+            run=(_RUN_IN_RINGS if self._slots else _RUN)[kind],
             action=action,
             peer=-1 if instruction.peer is None else instruction.peer,
             parts=parts,
@@ -133,6 +139,8 @@ class ProgramExecutor:
             source=(pipeline, computed, number + (1 if backward else -1), microbatch),
             target=(pipeline, computed, number, microbatch),
             receive=receive,
+            slot=self._slots.of.get(action, -1) if self._slots else -1,
+            frees=self._slots.freed.get(action, ()) if self._slots else (),
             text=text,
             waiting_text=Waiting(f"{text} waits for {receive or f'the gradient reduction of {pipeline}'}"),
             profiler_label=f"fused:{instruction}",
@@ -144,7 +152,8 @@ class ProgramRun:
 
     F B       compute on a stage, waiting for the input only here
     SF SB     start a send; its buffer belongs to the transfer until the end of the step
-    RF RB     hand on a receive that was posted up to RECEIVES_AHEAD receives ago, and post the next one
+    RF RB     hand on a receive that was posted up to `Channels.ahead` receives ago, and post the next one; where none
+              is posted ahead, post it here, into a ring
     TE RG ST  sum tied embeddings; start a stage's gradient reduction; wait for a model's reductions and step
 
     Nothing of one model waits for another: a reduction is started and left alone until the same model's step.
@@ -170,8 +179,11 @@ class ProgramRun:
     def execute(self) -> StepReport:
         """All instructions, then the sends that nobody has received yet."""
         begin = clock()
-        for peer in self._unposted:
-            self._post_ahead(peer)
+        if self._channels.ahead:
+            for peer in self._unposted:
+                self._post_ahead(peer)
+        else:
+            self._fit_rings()
         self._loop()
         sends = self._executor.sends
         self._channels.drain(
@@ -239,7 +251,7 @@ class ProgramRun:
         start = clock()
         if not work.is_completed():  # gloo never says so before the wait; its transfers are always waited for by name
             self._progress(step.waiting_text)
-        self._channels.finish(work, buffer)
+        work.wait()
         self._progress(step.text)
         self._times[step.action.kind].waiting_seconds += clock() - start
         return buffer
@@ -268,10 +280,28 @@ class ProgramRun:
 
     def _post_ahead(self, peer: int) -> None:
         unposted, posted = self._unposted[peer], self._posted[peer]
-        while unposted and len(posted) < RECEIVES_AHEAD:
+        while unposted and len(posted) < self._channels.ahead:
             step = unposted.popleft()
-            batch = self._work[step.action.pipeline].batches[step.microbatch]
-            posted.append(self._channels.post_receive(step.stage.stage.hidden_shape(batch), step.parts.dtype, peer))
+            posted.append(self._channels.post_receive(self._shape(step), step.parts.dtype, peer))
+
+    def _shape(self, step: PreparedInstruction) -> tuple[int, int, int]:
+        """Of what a receive brings."""
+        return step.stage.stage.hidden_shape(self._work[step.action.pipeline].batches[step.microbatch])
+
+    def _fit_rings(self) -> None:
+        for peer, steps in self._executor.receives.items():
+            self._channels.rings[peer].fit(max(math.prod(self._shape(s)) * s.parts.dtype.itemsize for s in steps))
+
+    def receive_in_ring(self, step: PreparedInstruction) -> None:
+        start = clock()
+        posted = self._channels.post_in_ring(self._shape(step), step.parts.dtype, step.peer, step.slot)
+        self._inputs[step.target] = posted
+        self._times[step.action.kind].transport_seconds += clock() - start
+
+    def backward_in_ring(self, step: PreparedInstruction) -> None:
+        self.backward(step)
+        for sender, slot in step.frees:
+            self._channels.rings[sender].free(slot)
 
     def sum_tied(self, step: PreparedInstruction) -> None:
         start, mark = clock(), self._stopwatch.mark()
@@ -323,4 +353,9 @@ _RUN = {
     Kind.TE: ProgramRun.sum_tied,
     Kind.RG: ProgramRun.reduce,
     Kind.ST: ProgramRun.optimize,
+}
+_RUN_IN_RINGS = _RUN | {
+    Kind.B: ProgramRun.backward_in_ring,
+    Kind.RF: ProgramRun.receive_in_ring,
+    Kind.RB: ProgramRun.receive_in_ring,
 }

@@ -18,6 +18,7 @@ from torch import Tensor
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.fusion.intra.dry_run import dry_run
 from rlhfuse.fusion.intra.executor import PipelineParts, PipelineWork, ProgramExecutor
 from rlhfuse.fusion.intra.p2p import Channels
 from rlhfuse.fusion.intra.step_report import StepReport
@@ -114,6 +115,8 @@ class TrainingStep:
             for pipeline, role in self._roles.items()
         }
         self._executor = ProgramExecutor(programs[rank], parts, channels, progress)
+        self._progress = progress
+        self.dry_run_first = self._device.type == "cuda"  # nothing on a CPU is made at first use that others wait for
 
     def run(
         self,
@@ -145,6 +148,11 @@ class TrainingStep:
             work[name] = PipelineWork(tuple(cut.packed for cut in cuts), loss, lr[role])
         for model in self._models.values():
             model.optimizer.zero_grad()
+        if self.dry_run_first:
+            self._progress("training: a dry run of every stage")
+            dry_run([(self._executor.pipelines[name], one) for name, one in work.items()], self._device)
+            losses.stats.clear()
+            self.dry_run_first = False
         report = self._executor.run(work)
         if not report.finite:
             self._raise_fault(report)

@@ -19,8 +19,9 @@ from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
 from rlhfuse.gen.compile_kernels import compile_kernels
 from rlhfuse.parallel.collectives import from_rank_0, transfer_seconds
+from rlhfuse.parallel.connect import GroupUse, connect
 from rlhfuse.parallel.device import Device, local_rank
-from rlhfuse.parallel.groups import GroupMaker, connect, plain_grid
+from rlhfuse.parallel.groups import GroupMaker, plain_grid
 from rlhfuse.run.profiling.points import BYTES, Points, points_of, tensor_degrees
 from rlhfuse.run.profiling.work import Builder, GenerationWork, ScoreWork, TrainingWork, load_seconds
 
@@ -72,7 +73,7 @@ class Profiler:
         }
         replicas = ParallelLayout(self._instances, self._tp["generation"], 1)
         self._tp_group = builder.groups.for_model("profile", plain_grid(replicas), rank).tp
-        connect([self._tp_group], device.torch_device)
+        connect([GroupUse(self._tp_group, "all_reduce")], device.torch_device)
         self._measures = 2 + len(self._score) + len(self._training)  # that are still to come
         self._deadline = time.monotonic() + limit_seconds  # without building and compiling, which happen once
 

@@ -21,7 +21,7 @@ from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import load_measured_cost
 from rlhfuse.decisions.layouts import training_layouts
 from rlhfuse.monitor.trace import Span
-from rlhfuse.planning.run_plan import PlanReport
+from rlhfuse.planning.run_plan import PlanReport, reduction_on
 from rlhfuse.run.report.run_files import RunFiles
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.ranks import rank_map
@@ -131,7 +131,8 @@ class Forecaster:
         tied = frozenset(span.kind.split()[0] for span in seen if span.kind.endswith(" TE"))
         ranks = rank_map(training_layouts(self._plan.tasks))
         assert self._schedule is not None
-        times = program_times(lower(self._schedule, ranks, tied=tied), ranks, lambda action: scale * seconds(action))
+        programs = lower(self._schedule, ranks, tied=tied, reduce=reduction_on(self._plan.hardware))
+        times = program_times(programs, ranks, lambda action: scale * seconds(action))
         spans, length, end = [], makespan(times), begin
         starts = _minibatch_starts(self._traced[number])
         for start in starts:  # as far apart as measured, where the prediction leaves room: each above the measured one

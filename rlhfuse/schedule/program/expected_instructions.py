@@ -27,7 +27,8 @@ class Event(NamedTuple):
 class Expected(NamedTuple):
     """An instruction that a rank must have: its peer, what must stand before it, and its events.
 
-    `needs` are awaited, `meets` blocks until all ranks of the event stand there, `issues` is put into a queue.
+    `needs` are awaited, `meets` blocks until all ranks of the event stand there, `issues` is put into a queue, in a
+    receive as its second end.
     """
 
     peer: int | None = None
@@ -35,6 +36,7 @@ class Expected(NamedTuple):
     needs: tuple[Event, ...] = ()
     meets: Event | None = None
     issues: Event | None = None
+    receives: bool = False
 
 
 def expected_instructions(
@@ -77,7 +79,7 @@ def _compute(action: Action, path: tuple[int, ...], cell: tuple[int, ...]) -> It
         receive = Action(name, stage, Kind.RF if forward else Kind.RB, microbatch)
         event = _transfer(path[before], rank, source)
         after, needs = after + (receive,), (event,)
-        yield receive, Expected(path[before], issues=event)
+        yield receive, Expected(path[before], issues=event, receives=True)
     yield action, Expected(after=after, needs=needs, meets=_tensor(cell, action))
     if 0 <= behind < len(path) and path[behind] != rank:
         send = Action(name, stage, Kind.SF if forward else Kind.SB, microbatch)

@@ -33,8 +33,9 @@ def lower(
     """One program for every rank of every replica.
 
     `tied` names the models whose embedding and output layer share weights. "early" reductions need one queue per
-    communicator, "joint" ones run with one queue per rank too. Raises ScheduleError when the schedule's placement is
-    not that of `ranks`, or when it deadlocks, InputError on unknown models and reductions.
+    communicator, as gloo has; "joint" ones run with one queue per rank too, which is what a GPU may come to. Raises
+    ScheduleError when the schedule's placement is not that of `ranks`, or when it deadlocks, InputError on unknown
+    models and reductions.
     """
     if reduce not in REDUCE:
         raise InputError(f"reduce={reduce!r} is unknown; use {' or '.join(REDUCE)}")

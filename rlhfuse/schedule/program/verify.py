@@ -1,8 +1,9 @@
 """Refuses programs that could hang, starve or compute the wrong thing, before the first byte is sent.
 
 First each rank by itself: exactly its expected instructions, after what they depend on, in the order of its node and
-under the memory cap. Then all ranks together, run symbolically in two models (docs/schedules.md): *per communicator*,
-which must hold, and the stricter *one queue* per rank. Shares no code with lowering.py but the instruction type.
+under the memory cap. Then all ranks together, run symbolically in models of a machine (docs/schedules.md): *per
+communicator*, which must hold; *blocking receives*; and the strictest, *one queue* per rank. Shares no code with
+lowering.py but the instruction type.
 """
 
 from __future__ import annotations
@@ -29,25 +30,33 @@ NONE = -1
 
 @dataclass(frozen=True)
 class Verified:
-    """What programs do, and whether they run with one queue per rank too. A collective counts once for its group.
+    """What programs do, and whether they run on stricter machines too. A collective counts once for its group.
 
-    `hang` says, where `one_queue` is False, how the programs would hang if every rank had one queue.
+    `blocking_receives`: a rank may stand at each receive until its sender has begun to send; whatever the sender needs
+    of this rank it had done before. `hang` says, where `one_queue` is False, how the programs would hang if every rank
+    had one queue.
     """
 
     transfers: int
     collectives: int
     one_queue: bool
     hang: str = ""
+    blocking_receives: bool = True
 
 
 def verify(
-    programs: Programs, schedule: Schedule, ranks: FusedRanks, *, tied: frozenset[str] = frozenset()
+    programs: Programs,
+    schedule: Schedule,
+    ranks: FusedRanks,
+    *,
+    tied: frozenset[str] = frozenset(),
+    one_queue: bool = False,
 ) -> Verified:
-    """Check `programs` against their schedule and run them symbolically in both models.
+    """Check `programs` against their schedule and run them symbolically in all models.
 
     `tied` names the models with tied embeddings. Raises ScheduleError naming rank, position and instruction, with the
     grid, unless they are for this schedule and these ranks, every rank has its expected instructions, and the model of
-    one queue per communicator holds.
+    one queue per communicator holds, or with `one_queue` that of one queue per rank.
     """
     programs.refuse_unless_for(schedule, ranks)
     with _collector_paused():
@@ -58,13 +67,12 @@ def verify(
             there = programs[second.rank].instructions[second.position]
             where = f"meets {there} at position {second.position} of rank {second.rank}"
             raise _error(programs, first.rank, first.position, where)
-        halts = _run(steps.channels, steps.sizes)
-        if halts:
+        halts, blocked, stricter = (_run(m, steps.sizes) for m in (steps.channels, steps.blocking, steps.one_queue))
+        if halts := halts or (stricter if one_queue else []):
             hang = _error(programs, halts[0].rank, halts[0].position, _never(programs, halts))
             raise ScheduleError(f"deadlock: {hang}", hang.grid)
-        stricter = _run(steps.one_queue, steps.sizes)
     transfers = sum(i.action.kind in SENDS for program in programs.values() for i in program.instructions)
-    return Verified(transfers, steps.collectives, not stricter, _never(programs, stricter))
+    return Verified(transfers, steps.collectives, not stricter, _never(programs, stricter), not blocked)
 
 
 @contextmanager
@@ -208,23 +216,25 @@ class Halt:
 
 
 class _Steps:
-    """Numbers the events and holds every rank's steps in both models.
+    """Numbers the events and holds every rank's steps in all models.
 
-    Per communicator, sends, receives and reductions are issued, and a rank waits where it needs the value; with one
-    queue every transfer and reduction is met: strictly one instruction after the other.
+    Per communicator, sends, receives and reductions are issued, and a rank waits where it needs the value. With
+    blocking receives it waits at the receive. With one queue every transfer and reduction is met: strictly one
+    instruction after the other.
     """
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.issues: list[Issue] = []
         self.channels: dict[int, list[Step]] = {}
+        self.blocking: dict[int, list[Step]] = {}
         self.one_queue: dict[int, list[Step]] = {}
         self.collectives = 0
         self._numbers: dict[Hashable, int] = {}
 
     def add(self, rank: int, instructions: Sequence[Expected]) -> None:
         """One step in each model for every instruction, in program order."""
-        channels, one_queue = [], []
+        channels, blocking, one_queue = [], [], []
         for position, instruction in enumerate(instructions):
             meets = () if instruction.meets is None else (self._number(instruction.meets),)
             issues = NONE
@@ -233,7 +243,8 @@ class _Steps:
                 self.issues.append(Issue(instruction.issues.queue, issues, rank, position))
             channels.append(Step(tuple(map(self._number, instruction.needs)), meets, issues))
             one_queue.append(Step(meets=meets if issues == NONE else (*meets, issues)))
-        self.channels[rank], self.one_queue[rank] = channels, one_queue
+            blocking.append(one_queue[-1] if instruction.receives else channels[-1])
+        self.channels[rank], self.blocking[rank], self.one_queue[rank] = channels, blocking, one_queue
 
     def _number(self, event: Event) -> int:
         number = self._numbers.setdefault(event.name, len(self.sizes))

@@ -202,7 +202,7 @@ def build_models(rank: int, case: Case, device: Any) -> tuple[dict[str, Any], An
     from rlhfuse.fusion.intra.p2p import Channels
     from rlhfuse.fusion.intra.training_step import TrainedModel
     from rlhfuse.models.build import Activations
-    from rlhfuse.parallel.groups import GroupMaker, connect, trained_grid
+    from rlhfuse.parallel.groups import GroupMaker, trained_grid
     from rlhfuse.run.rank_models import neighbour_pairs
 
     maker, models, pairs, recipe = GroupMaker(600), {}, [], case.recipe
@@ -225,7 +225,6 @@ def build_models(rank: int, case: Case, device: Any) -> tuple[dict[str, Any], An
         )
         pairs += neighbour_pairs(grid)
     channels = Channels(rank, maker.channels("pipeline", pairs), device.torch_device)
-    connect([model.tp_group for model in models.values()], device.torch_device)
     channels.connect()
     return models, channels, maker
 

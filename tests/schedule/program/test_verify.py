@@ -55,10 +55,14 @@ def check_random(seeds):
         joint = lower(schedule, ranks, tied=tied, reduce="joint")
         assert Programs.parse(early.text()) == early
         one, two = verify(early, schedule, ranks, tied=tied), verify(joint, schedule, ranks, tied=tied)
-        assert two.one_queue
+        assert two.one_queue and one.blocking_receives and two.blocking_receives
+        assert verify(joint, schedule, ranks, tied=tied, one_queue=True) == two
         assert (one.transfers, one.collectives) == (two.transfers, two.collectives)
         assert bool(one.hang) is not one.one_queue
         queues[one.one_queue] += 1
+        if not one.one_queue:
+            with pytest.raises(ScheduleError, match="deadlock: rank .* never happens"):
+                verify(early, schedule, ranks, tied=tied, one_queue=True)
     assert queues[True] and queues[False]  # early programs satisfy the stricter model by luck only
 
 

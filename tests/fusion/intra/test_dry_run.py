@@ -1,0 +1,63 @@
+"""A dry run of every stage before the first program leaves no bit changed, and every later step has the same bits."""
+
+from __future__ import annotations
+
+import pytest
+from training_pair import build_pair
+
+
+def stepped(rank: int, folders: dict, layouts, options: dict) -> dict:
+    """Digests of a pair that trains, and of one that is dry-run first and again between its steps."""
+    plain = build_pair(rank, folders, *layouts, **options)
+    expected = [(plain.train(seed), plain.digest())[1] for seed in range(2)]
+    losses = plain.train(2)
+    plain.close()
+    pair = build_pair(rank, folders, *layouts, **options)
+    before, seen, calls = pair.digest(), [], []
+    for model in pair.models.values():
+        model.optimizer.dry_step = counted(model.optimizer.dry_step, calls, model.role)
+    executor_run = pair.step._executor.run
+
+    def run(work):
+        seen.append(pair.digest())
+        for model in pair.models.values():
+            for buffer in model.optimizer._buffers():
+                assert not buffer.grad_data.any(), "gradients of the dry run are gone"
+        return executor_run(work)
+
+    pair.step._executor.run = run
+    after = []
+    for seed in range(2):
+        pair.step.dry_run_first = True
+        pair.train(seed)
+        after.append(pair.digest())
+    again = pair.train(2)
+    pair.close()
+    return {
+        "dry": seen[:2] == [before, after[0]],
+        "steps": after == expected,
+        "stats": again.stats == losses.stats,
+        "calls": calls,
+    }
+
+
+def counted(dry_step, calls: list, role: str):
+    def run():
+        calls.append(role)
+        dry_step()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "layouts, options",
+    [
+        (("d1t1p4", "d2t1p2"), {}),
+        (("d2t1p2v2", "d2t1p2v2"), {"dtype": "bfloat16"}),
+        (("d1t2p2", "d2t2p1"), {"sequence_parallel": True, "recompute": "full"}),
+        (("d2t1p2", "d4t1p1"), {"optimizer": "sgd"}),
+    ],
+)
+def test_no_bit_is_changed(workers, folders, layouts, options):
+    for seen in workers.run(stepped, folders, layouts, options):
+        assert seen == {"dry": True, "steps": True, "stats": True, "calls": ["actor", "critic"] * 2}

@@ -1,0 +1,135 @@
+"""Receives in their places and into rings, as on CUDA, give the bits of those posted ahead into new memory."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from program_cases import random_schedule
+from training_pair import build_pair, make_schedule
+
+from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.schedule.program.lowering import lower
+from rlhfuse.schedule.program.receive_slots import receive_slots
+
+SAMPLES = (24, 16, 28)  # of each step, so that micro-batches grow and shrink
+
+
+def programs_for(actor: str, critic: str, seed: int):
+    """A random legal schedule, and its programs with reductions of either kind."""
+    layouts = {"actor": ParallelLayout.parse(actor), "critic": ParallelLayout.parse(critic)}
+    schedule = random_schedule(make_schedule(layouts, "serial").problem, random.Random(seed))
+    return schedule, ("early", "joint")[seed % 2]
+
+
+def train(rank: int, folders: dict, actor: str, critic: str, seeds, how: str, options: dict) -> list[str]:
+    """A digest of the pair after each step; every step runs another random program. With `how`:
+
+    ahead     receives posted ahead, as on CPU
+    rings     posted in their places, into rings; a buffer is spoiled as soon as it is free
+    blocking  the same, and the rank stands at each receive until it is satisfied
+    """
+    from rlhfuse.fusion.intra.p2p import Channels
+    from rlhfuse.fusion.intra.training_step import TrainingStep
+
+    class Blocking(Channels):
+        def post_in_ring(self, *arguments):
+            work, buffer = super().post_in_ring(*arguments)
+            work.wait()
+            return Done(), buffer
+
+    class Done:
+        def is_completed(self):
+            return True
+
+        def wait(self):
+            pass
+
+    pair, digests = build_pair(rank, folders, actor, critic, **options), []
+    groups = pair.roles.channels._groups
+    kind = Blocking if how == "blocking" else Channels
+    channels = kind(rank, groups, torch.device("cpu"), ahead=3 if how == "ahead" else 0)
+    if how == "ahead":
+        assert pair.roles.channels.ahead == 3
+    for seed, samples in zip(seeds, SAMPLES):
+        schedule, reduce = programs_for(actor, critic, seed)
+        programs = lower(schedule, pair.ranks, reduce=reduce)
+        pair.step = TrainingStep(
+            rank, pair.ranks, schedule, programs, pair.models, channels, 1.0, progress=lambda _: None
+        )
+        for ring in channels.rings.values():
+            spoil(ring)
+        pair.train(seed, samples)
+        digests.append(pair.digest())
+        if how != "ahead":
+            counts = receive_slots(programs[rank]).counts
+            assert all(channels.rings[sender].slots >= count for sender, count in counts.items())
+    assert bool(channels.rings) is (how != "ahead")
+    pair.close()
+    return digests
+
+
+def spoil(ring) -> None:
+    """Fill what is free with bytes that are NaN in every type, so that a use after that changes bits."""
+
+    def free(slot: int) -> None:
+        ring._buffers[slot].fill_(255)
+
+    ring.free = free
+
+
+@pytest.mark.parametrize(
+    "actor, critic, options",
+    [
+        ("d1t1p4", "d2t1p2", {}),
+        ("d2t1p2v2", "d2t1p2v2", {}),
+        ("d1t2p2", "d1t1p4", {"sequence_parallel": True}),
+        ("d1t1p4", "d1t1p4", {"dtype": "bfloat16", "recompute": "full"}),
+    ],
+)
+def test_random_programs_have_the_same_bits(workers, folders, actor, critic, options):
+    seeds = range(len(SAMPLES))
+    ahead = workers.run(train, folders, actor, critic, seeds, "ahead", options)
+    assert workers.run(train, folders, actor, critic, seeds, "rings", options) == ahead
+    assert workers.run(train, folders, actor, critic, seeds, "blocking", options) == ahead
+
+
+def lifetimes(rank: int, folders: dict) -> dict:
+    """Addresses of the rings' buffers over steps of equal micro-batches, and whether a gradient is in one of them."""
+    from rlhfuse.fusion.intra.p2p import Channels
+    from rlhfuse.fusion.intra.training_step import TrainingStep
+
+    pair = build_pair(rank, folders, "d1t1p4", "d2t1p2")
+    channels = Channels(rank, pair.roles.channels._groups, torch.device("cpu"), ahead=0)
+    pair.step = TrainingStep(
+        rank, pair.ranks, pair.schedule, pair.programs, pair.models, channels, 1.0, progress=lambda _: None
+    )
+    inside = []
+    for model in pair.models.values():
+        for stage in model.stages.values():
+            stage.backward = watched(stage.backward, channels, inside)
+    addresses = []
+    for seed in (0, 0, 0):
+        pair.train(seed)
+        addresses.append([b.data_ptr() for ring in channels.rings.values() for b in ring._buffers])
+    held = sum(ring.held_bytes for ring in channels.rings.values())
+    pair.close()
+    return {"addresses": addresses, "inside": inside, "held": held}
+
+
+def watched(backward, channels, inside):
+    def run(microbatch, gradient):
+        out = backward(microbatch, gradient)
+        buffers = {b.untyped_storage().data_ptr() for ring in channels.rings.values() for b in ring._buffers}
+        if out is not None:
+            inside.append(out.untyped_storage().data_ptr() in buffers)
+        return out
+
+    return run
+
+
+def test_buffers_live_as_long_as_the_run_and_hold_nothing_that_is_sent(workers, folders):
+    for seen in workers.run(lifetimes, folders):
+        assert seen["addresses"][0] == seen["addresses"][1] == seen["addresses"][2] and seen["held"]
+        assert seen["inside"] and not any(seen["inside"])

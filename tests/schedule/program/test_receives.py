@@ -1,0 +1,76 @@
+"""Receives in their places: whoever stands there waits for nobody in vain, and few buffers are enough."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+import pytest
+from program_cases import GROUPS, random_case
+
+from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.schedule.ir.action import RECEIVES, Kind
+from rlhfuse.schedule.ir.problem import StageCosts, fused_problem
+from rlhfuse.schedule.ir.ranks import rank_map
+from rlhfuse.schedule.program.lowering import lower
+from rlhfuse.schedule.program.program import Program
+from rlhfuse.schedule.program.receive_slots import receive_slots
+from rlhfuse.schedule.program.verify import verify
+from rlhfuse.schedule.rules.builders import greedy
+
+
+def posted_ahead(program: Program, ahead: int) -> Program:
+    """Every receive where its channel's receive `ahead` before it stands, the first ones at the beginning."""
+    instructions, places = [], {}
+    for instruction in program.instructions:
+        if instruction.action.kind in RECEIVES:
+            places.setdefault(instruction.peer, deque()).append(instruction)
+    waiting = {peer: deque(receives) for peer, receives in places.items()}
+    for receives in waiting.values():
+        instructions += [receives.popleft() for _ in range(min(ahead, len(receives)))]
+    for instruction in program.instructions:
+        if instruction.action.kind not in RECEIVES:
+            instructions.append(instruction)
+        elif waiting[instruction.peer]:
+            instructions.append(waiting[instruction.peer].popleft())
+    return Program(program.rank, tuple(instructions))
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize("reduce", ["early", "joint"])
+def test_receives_posted_ahead_may_wait_for_what_their_own_rank_has_not_begun(ahead, reduce):
+    """Harmless where a posted receive costs nothing; where it may hold up its rank, the first step hangs."""
+    layouts = {"actor": ParallelLayout.parse("d1t1p4"), "critic": ParallelLayout.parse("d2t1p2")}
+    costs = {m: StageCosts((1,) * x.stages, (2,) * x.stages, (1,) * x.stages) for m, x in layouts.items()}
+    schedule, ranks = greedy(fused_problem(layouts, 4, costs)), rank_map(layouts)
+    programs = lower(schedule, ranks, reduce=reduce)
+    assert verify(programs, schedule, ranks).blocking_receives
+    early = replace(programs, by_rank={r: posted_ahead(p, ahead) for r, p in programs.items()})
+    assert sorted(map(str, early[0].instructions)) == sorted(map(str, programs[0].instructions))
+    assert not verify(early, schedule, ranks).blocking_receives
+
+
+@pytest.mark.parametrize("seed", range(4 * len(GROUPS)))
+def test_every_receive_has_a_buffer_of_its_own_until_its_last_use_and_no_buffer_is_too_many(seed):
+    schedule, ranks, tied = random_case(seed, most=6)
+    programs = lower(schedule, ranks, tied=tied, reduce=("early", "joint")[seed % 2])
+    for program in programs.values():
+        slots = receive_slots(program)
+        live: dict[int, dict[int, tuple]] = {peer: {} for peer in slots.counts}
+        most = dict.fromkeys(live, 0)
+        actions = [i.action for i in program.instructions]
+        for place, instruction in enumerate(program.instructions):
+            action, peer = instruction.action, instruction.peer
+            if action.kind in RECEIVES:
+                assert slots.of[action] not in live[peer], "received into a buffer that is still used"
+                live[peer][slots.of[action]] = (action.pipeline, action.stage, action.microbatch)
+                most[peer] = max(most[peer], len(live[peer]))
+            for sender, slot in slots.freed.get(action, ()):
+                used_by = live[sender].pop(slot)
+                assert used_by == (action.pipeline, action.stage, action.microbatch)
+                assert action.kind in (Kind.B, Kind.W)
+                later = [a for a in actions[place + 1 :] if a.kind in (Kind.F, Kind.B, Kind.W)]
+                assert used_by not in [(a.pipeline, a.stage, a.microbatch) for a in later]
+        assert not any(live.values()), "all buffers are free at the end of a step"
+        assert most == slots.counts
+        assert slots.of.keys() == {action for action in actions if action.kind in RECEIVES}
