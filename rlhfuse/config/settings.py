@@ -214,7 +214,9 @@ class RolloutConfig(Settings):
     top_k: Count = key(0, "0 = off")
     top_p: Float = key(1.0, "least probability mass that sampling keeps; 1 = off", gt=0, le=1)
     block_tokens: Positive = key(16, "tokens in one KV block")
-    kv_blocks_per_instance: Count = key(0, "0 = room for every sample of the instance at full length")
+    kv_blocks_per_instance: Count = key(
+        0, "0 = room for every sample of the instance at full length, as far as memory holds it"
+    )
     max_sequences_per_instance: Positive = key(256, "decoded at the same time")
     max_batched_tokens: Positive = key(2048, "tokens in one engine step, prefill included")
     attention: Literal["auto", "flashinfer", "triton", "flash_attn", "torch"] = key(

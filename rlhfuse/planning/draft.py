@@ -40,6 +40,7 @@ from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import Threshold, load_threshold
 
+SPARE_BLOCKS = 1  # of a cache on a GPU, for rows of padding
 TICK_SECONDS = 1e-6  # schedules are searched in whole microseconds, so that ties are exact
 
 
@@ -108,6 +109,10 @@ def draft_plan(
     planned = lengths.clip(prompt, response) if lengths else SampleLengths((prompt,) * samples, (response,) * samples)
     limits = instance_limits(config, specs[Role.ACTOR], batch.instances, costs, planned.median_context)
     memory = memory_budget(config, analytic, world_size, limits.kv_capacity_bytes, batch.samples_per_microbatch)
+    if (fewer := fitting_blocks(config, memory, batch.instances)) is not None:
+        config = config.with_(rollout={"kv_blocks_per_instance": fewer})
+        limits = instance_limits(config, specs[Role.ACTOR], batch.instances, costs, planned.median_context)
+        memory = memory_budget(config, analytic, world_size, limits.kv_capacity_bytes, batch.samples_per_microbatch)
     mean_tokens = (sum(planned.prompt) + sum(planned.output)) / len(planned)
     problem = _training_problem(analytic, batch, mean_tokens, prompt + response, costs)
     given = _given_schedule(config, problem)
@@ -167,13 +172,29 @@ def kv_blocks(config: RunConfig, instances: int) -> int:
 
     Held-out samples wait for room where they are more, but one of them must find it.
     """
-    prompt, block = config.data.max_prompt_tokens, config.rollout.block_tokens
-    blocks, most = (
-        -(-(prompt + response) // block)
-        for response in (config.rollout.max_response_tokens, config.longest_response_tokens)
-    )
-    samples = -(-config.samples_per_iteration // instances)
-    return config.rollout.kv_blocks_per_instance or max(samples * blocks, most)
+    samples, response = -(-config.samples_per_iteration // instances), config.rollout.max_response_tokens
+    wanted = max(samples * _blocks_of(config, response), _blocks_of(config, config.longest_response_tokens))
+    return config.rollout.kv_blocks_per_instance or wanted
+
+
+def fitting_blocks(config: RunConfig, memory: MemoryBudget, instances: int) -> int | None:
+    """KV blocks of one instance that memory leaves in generation, where it has no room for all of `kv_blocks`.
+
+    None where it has, where the configuration says how many, and where not even the longest sample would find room.
+    Samples beyond the blocks wait, or are preempted and run again.
+    """
+    generation = next(phase for phase in memory.static if phase.phase == "generation")
+    missing = memory.needed(generation) - memory.limit
+    if config.rollout.kv_blocks_per_instance or missing <= 0:
+        return None
+    block_bytes = generation.kv / kv_blocks(config, instances)  # on one rank
+    left = int((generation.kv - missing) // block_bytes) - SPARE_BLOCKS
+    return left if left >= _blocks_of(config, config.longest_response_tokens) else None
+
+
+def _blocks_of(config: RunConfig, response_tokens: int) -> int:
+    """KV blocks of one sample of that length."""
+    return -(-(config.data.max_prompt_tokens + response_tokens) // config.rollout.block_tokens)
 
 
 def instance_limits(

@@ -50,6 +50,9 @@ def of_choices(
         pipelines += f" and {batch.critic_pipelines} critic pipelines" if batch.critic_pipelines else ""
         filled = f"{batch.samples_per_minibatch} samples fill them on {pipelines}"
         yield f"fusion.actor_microbatches = {batch.actor_microbatches} (4 where possible): {filled}"
+    if not asked.rollout.kv_blocks_per_instance and (blocks := config.rollout.kv_blocks_per_instance):
+        cause = "what memory leaves in generation; not every sample of an instance finds room at full length"
+        yield f"rollout.kv_blocks_per_instance = {blocks}: {cause}"
     if asked.reward.signature == AUTO != config.reward.signature:
         yield f"reward.signature = {config.reward.signature}: by the names of the function's parameters"
 

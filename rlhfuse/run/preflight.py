@@ -76,6 +76,8 @@ def check_inputs(config: RunConfig, world_size: int, dry: bool = False) -> RunIn
     contents, compared = contents_of(config, models.paths, Path(tokenizer.name_or_path)), draft.config
     if asked.data.max_prompt_tokens == AUTO and len(prompts):  # held-out prompts may change from start to start
         compared = compared.with_(data={"max_prompt_tokens": len(prompts.longest.tokens)})
+    blocks = asked.rollout.kv_blocks_per_instance  # what memory leaves may change from start to start, too
+    compared = compared.with_(rollout={"kv_blocks_per_instance": blocks})
     facts = RunCompatibility.of(compared, specs, draft.tasks, world_size, tokenizer.get_vocab(), contents)
     return RunInputs(draft, notes, models, tokenizer, prompts, val_prompts, facts, find_checkpoint(config, facts))
 

@@ -15,7 +15,7 @@ from rlhfuse.base.json_values import to_json
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
-from rlhfuse.planning.draft import TICK_SECONDS, draft_plan
+from rlhfuse.planning.draft import TICK_SECONDS, draft_plan, fitting_blocks, kv_blocks
 from rlhfuse.planning.memory import machine_bytes, memory_limit, readable_bytes
 from rlhfuse.planning.planner import make_plan, parse_plan
 from rlhfuse.planning.reasons import output_files
@@ -130,6 +130,42 @@ def test_phases_that_do_not_fit_are_refused():
     huge = {role: replace(spec, mlp=2_000_000) for role, spec in SPECS.items()}
     with pytest.raises(InputError, match=r"memory: \w+ needs .* per rank \(weights .*, host copies .*, the process"):
         draft_plan(run(), huge, 4)
+
+
+@pytest.mark.parametrize("layout", ["d4t1p1", "d2t2p1"])
+def test_the_cache_gets_what_memory_leaves(layout):
+    """Room for all samples as long as there is any; then what generation leaves; less than a sample is for no run."""
+    keys = {"trainer__hardware": "a100", "rollout__prompts_per_iteration": 256, "algorithm__minibatches": 64}
+    keys |= {f"parallel__{row}": layout for row in ROWS}
+    draft = draft_plan(run(**keys), SPECS, 4)
+    longest, generation = -(-(128 + 256) // 16), draft.memory.static[1]
+    wanted = draft.batch.samples // draft.batch.instances * longest
+    assert draft.config.rollout.kv_blocks_per_instance == 0
+    assert draft.limits.kv_capacity_bytes == wanted * 16 * draft.limits.kv_bytes_per_token
+    block_bytes, beside = generation.kv / wanted, generation.device - generation.kv
+
+    def limit(blocks):
+        return beside + (blocks + 0.5) * block_bytes
+
+    for blocks in (wanted - 1, wanted // 2, longest + 1):
+        fitting = fitting_blocks(draft.config, replace(draft.memory, limit=limit(blocks)), draft.batch.instances)
+        assert fitting == blocks - 1  # a GPU's cache has a block for padding
+    for blocks in (wanted, longest):
+        memory = replace(draft.memory, limit=limit(blocks))
+        assert fitting_blocks(draft.config, memory, draft.batch.instances) is None
+    tight = draft_plan(run(**keys, trainer__memory_limit_gb=limit(wanted // 2) / 1e9), SPECS, 4)
+    kept = tight.config.rollout.kv_blocks_per_instance
+    assert kept == wanted // 2 - 1 and engine_blocks(tight) == kept
+    assert tight.limits.kv_capacity_bytes == kept * 16 * draft.limits.kv_bytes_per_token
+    assert tight.memory.needed(tight.memory.static[1]) <= tight.memory.limit
+    assert f"rollout.kv_blocks_per_instance = {kept}: what memory leaves" in make_plan(tight).report.render()
+    given = {**keys, "rollout__kv_blocks_per_instance": wanted, "trainer__memory_limit_gb": limit(wanted // 2) / 1e9}
+    with pytest.raises(InputError, match="memory: generation needs .* lower rollout.kv_blocks_per_instance"):
+        draft_plan(run(**given), SPECS, 4)
+
+
+def engine_blocks(draft):
+    return kv_blocks(draft.config, draft.batch.instances)
 
 
 ON_GPU = dict(trainer__hardware="a100", rollout__kv_blocks_per_instance=24, rollout__max_batched_tokens=64)
