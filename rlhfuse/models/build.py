@@ -75,9 +75,8 @@ class PackedCoreAttention(torch.nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, packed_seq_params: Any, **_: Any
     ) -> Tensor:
         """[T, heads * D]. Causal within each sequence; there is no mask to pass."""
-        longest = int(packed_seq_params.max_seqlen_q)
-        rotary = self._rotary.up_to(longest)
-        return varlen_attention(query, key, value, rotary, packed_seq_params.cu_seqlens_q, longest).flatten(1)
+        sequences = packed_seq_params.sequences
+        return varlen_attention(query, key, value, self._rotary.up_to(sequences.longest), sequences).flatten(1)
 
 
 class SwiGLU(torch.nn.Module):

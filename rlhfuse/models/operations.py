@@ -1,6 +1,7 @@
 """The tensor functions of a model that differ by device, chosen in one place.
 
-On CPU those of cpu/invariance.py, by which a row's bits do not depend on the other rows; elsewhere torch's own.
+On CPU those of cpu/invariance.py, by which a row's bits do not depend on the other rows; elsewhere torch's own,
+and Triton's where torch has no fused kernel.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ class Operations:
 
 
 def _swiglu(x: Tensor) -> Tensor:
+    if x.is_cuda:
+        from rlhfuse.models.gpu.swiglu import swiglu
+
+        return swiglu(x)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 

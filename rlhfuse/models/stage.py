@@ -17,6 +17,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from rlhfuse.models.attention import SequenceBorders
 from rlhfuse.models.heads import LanguageOutput
 from rlhfuse.models.operations import operations_for
 from rlhfuse.parallel.device import current_device_is_cpu
@@ -29,8 +30,7 @@ class PackedTokens:
     """Sequences laid end to end."""
 
     tokens: Tensor  # [T] int64
-    cu_seqlens: Tensor  # [N+1] int32: the borders
-    max_seqlen: int
+    sequences: SequenceBorders
     padding: int = 0  # so many last tokens belong to a dummy sequence whose outputs nobody reads
 
     @staticmethod
@@ -42,15 +42,57 @@ class PackedTokens:
     @staticmethod
     def of(tokens: Tensor, cu_seqlens: Tensor, device: torch.device, shards: int = 1) -> PackedTokens:
         """The same of packed tokens [T] int64 and their borders [N+1] int32 in host memory."""
+        return PackedTokens.beside((), tokens, cu_seqlens, device, shards)[0]
+
+    @staticmethod
+    def beside(
+        others: Sequence[Tensor], tokens: Tensor, cu_seqlens: Tensor, device: torch.device, shards: int = 1
+    ) -> tuple[PackedTokens, list[Tensor]]:
+        """The same, and what `others` in host memory are on the device, sent together."""
         part = max(-(-len(tokens) // shards), operations_for(device).least_rows)
         padding = part * shards - len(tokens)
         if padding:
             tokens = torch.nn.functional.pad(tokens, (0, padding))
             cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + padding])
-        return PackedTokens(tokens.to(device), cu_seqlens.to(device), int(cu_seqlens.diff().max()), padding)
+        lengths = cu_seqlens.diff()
+        positions = torch.arange(len(tokens)) - torch.repeat_interleave(cu_seqlens[:-1], lengths)
+        tokens, positions, there, *rest = together([tokens, positions, cu_seqlens, *others], device)
+        sequences = SequenceBorders(there, positions, tuple(cu_seqlens.tolist()), int(lengths.max()))
+        return PackedTokens(tokens, sequences, padding), rest
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """[N+1] int32: the borders."""
+        return self.sequences.cu_seqlens
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+
+def together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors in host memory as they are on the device: those of one dtype by one copy, for which nobody waits."""
+    if device.type == "cpu":
+        return list(tensors)
+    pinned = device.type == "cuda"
+    return by_dtype(tensors, lambda flat: (flat.pin_memory() if pinned else flat).to(device, non_blocking=True))
+
+
+def by_dtype(tensors: Sequence[Tensor], send: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """What `send` makes of the tensors, called once for all of one dtype, laid end to end."""
+    sent: dict[int, Tensor] = {}
+    for dtype in {tensor.dtype: None for tensor in tensors}:
+        places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        flat = torch.cat([tensors[place].flatten() for place in places])
+        parts = send(flat).split([tensors[place].numel() for place in places])
+        sent |= {place: part.view(tensors[place].shape) for place, part in zip(places, parts)}
+    return [sent[place] for place in range(len(tensors))]
+
+
+@dataclass
+class PackedRows(PackedSeqParams):
+    """What Megatron hands to the core attention, which reads `sequences` alone."""
+
+    sequences: SequenceBorders | None = None
 
 
 class PipelineStage:
@@ -85,13 +127,9 @@ class PipelineStage:
 
     def compute(self, batch: PackedTokens) -> Any:
         """The same with the input already set, as Megatron's own schedules do it."""
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=batch.cu_seqlens,
-            cu_seqlens_kv=batch.cu_seqlens,
-            max_seqlen_q=batch.max_seqlen,
-            max_seqlen_kv=batch.max_seqlen,
-        )
+        borders, longest = batch.cu_seqlens, batch.sequences.longest
+        packed = PackedRows("thd", borders, borders, max_seqlen_q=longest, max_seqlen_kv=longest)
+        packed.sequences = batch.sequences
         tokens = batch.tokens[None]
         out = self.model(input_ids=tokens, position_ids=None, attention_mask=None, packed_seq_params=packed)
         if not self.last:

@@ -13,7 +13,7 @@ import torch
 from numba.core import event
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.gen.compile_kernels import compile_kernels
-from rlhfuse.models.attention import varlen_attention
+from rlhfuse.models.attention import SequenceBorders, varlen_attention
 from gen_models import random_weights, tiny_spec
 
 compile_kernels(torch.{dtype})
@@ -24,8 +24,8 @@ with event.install_recorder("numba:compile") as compiled:
         engine.generate([[9, 10], list(range(40))], SamplingParams(max_tokens=4, top_k=5))
         engine.generate([[9, 10]], SamplingParams(max_tokens=4, temperature=0))
     q, k, v = (torch.ones(9, 1, 8, dtype=torch.{dtype}, requires_grad=True) for _ in range(3))
-    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
-    varlen_attention(q, k, v, (torch.ones(5, 4), torch.ones(5, 4)), bounds, 5).sum().backward()
+    bounds = SequenceBorders.of([4, 5], torch.device("cpu"))
+    varlen_attention(q, k, v, (torch.ones(5, 4), torch.ones(5, 4)), bounds).sum().backward()
 assert not compiled.buffer, [data.data["dispatcher"] for _, data in compiled.buffer]
 """
 

@@ -10,11 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfuse.models.attention import varlen_attention
+from rlhfuse.models import attention
+from rlhfuse.models.attention import SequenceBorders, varlen_attention
 from rlhfuse.models.cpu import paged_attention as paged_cpu
 from rlhfuse.models.cpu.elementwise import exp32, log32, neg_log_one_minus
 from rlhfuse.models.cpu.tiles import LANES, lanes_up, share_threads
 from rlhfuse.models.paged_attention import CacheShape, PagedQueries, TorchAttention
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +132,7 @@ def test_varlen_attention_and_its_gradients(groups, dim):
     q = torch.randn(sum(lengths), 4, dim, generator=generator, requires_grad=True)
     k, v = (torch.randn(sum(lengths), groups, dim, generator=generator, requires_grad=True) for _ in range(2))
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    out = varlen_attention(q, k, v, rotary, bounds, max(lengths))
+    out = varlen_attention(q, k, v, rotary, SequenceBorders.of(lengths, CPU))
     parts = [(turned(q[a:b], *rotary), turned(k[a:b], *rotary), v[a:b]) for a, b in zip(bounds, bounds[1:])]
     expected = torch.cat([plain(*part) for part in parts])
     assert (out - expected).abs().max() < 2e-6
@@ -138,7 +141,7 @@ def test_varlen_attention_and_its_gradients(groups, dim):
     theirs = torch.autograd.grad((expected * weights).sum(), (q, k, v))
     assert all((a - b).abs().max() < 1e-5 for a, b in zip(ours, theirs))
     for a, b in zip(bounds, bounds[1:]):  # packing changes nothing
-        one = varlen_attention(q[a:b], k[a:b], v[a:b], rotary, torch.tensor([0, b - a]).int(), int(b - a))
+        one = varlen_attention(q[a:b], k[a:b], v[a:b], rotary, SequenceBorders.of([int(b - a)], CPU))
         assert torch.equal(one, out[a:b])
 
 
@@ -151,26 +154,104 @@ def test_neighbours_change_no_bit(heads, groups, dim, lengths, dtype):
     tokens, rotary = sum(lengths), angles(dim)
     whole = [torch.randn(tokens, count, dim, dtype=dtype, requires_grad=True) for count in (heads, groups, groups)]
     bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    out = varlen_attention(*whole, rotary, bounds, max(lengths))
+    out = varlen_attention(*whole, rotary, SequenceBorders.of(lengths, CPU))
     gradient = torch.randn_like(out)
     together = [out, *torch.autograd.grad(out, whole, gradient)]
     alone = []
     for start, end in zip(bounds.tolist(), bounds[1:].tolist()):
         one = [x[start:end].detach().requires_grad_() for x in whole]
-        out = varlen_attention(*one, rotary, torch.tensor([0, end - start], dtype=torch.int32), end - start)
+        out = varlen_attention(*one, rotary, SequenceBorders.of([end - start], CPU))
         alone.append([out, *torch.autograd.grad(out, one, gradient[start:end])])
     for found, parts in zip(together, zip(*alone)):
         assert torch.equal(found, torch.cat(parts))
 
 
+def attend_2_11(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+    """The arguments of torch 2.11's varlen_attn; several query heads to a key head need no word."""
+    assert window_size == (-1, 0), "not causal"
+    return by_sequence(q, k, v, cu_seq_q, max_q)
+
+
+def attend_2_12(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1), enable_gqa=False, seqused_k=None):
+    assert window_size == (-1, 0) and enable_gqa
+    return by_sequence(q, k, v, cu_seq_q, max_q)
+
+
+def by_sequence(q, k, v, borders, longest):
+    assert borders.dtype == torch.int32 and borders.diff().max() == longest
+    pairs = list(zip(borders.tolist(), borders.tolist()[1:]))
+    return torch.cat([plain(q[a:b], k[a:b], v[a:b]) for a, b in pairs]).to(q.dtype)
+
+
+@pytest.fixture
+def fresh_choice():
+    caches = attention._torch_varlen_settings, attention.varlen_kernel
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.parametrize("kernel", [attend_2_11, attend_2_12, None])
+def test_varlen_kernels_of_both_versions_and_dense_attention_are_the_formula(monkeypatch, fresh_choice, kernel):
+    """In bfloat16, through the same rotation, with gradients; and no kernel asks for a number on the device."""
+    if kernel is not None:
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+        monkeypatch.setattr(attention, "varlen_kernel", lambda *_: attention.torch_varlen)
+    generator, lengths, rotary = torch.Generator().manual_seed(0), [5, 1, 17, 17, 40], angles(16)
+    made = [torch.randn(sum(lengths), n, 16, generator=generator).bfloat16().requires_grad_() for n in (4, 2, 2)]
+    sequences = SequenceBorders.of(lengths, CPU)
+    with monkeypatch.context() as reads:
+        if kernel is None:  # the two above read borders for the formula
+            for name in ("tolist", "item", "__int__", "__bool__", "__index__", "nonzero"):
+                reads.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"{name} waits for the device"))
+        out = varlen_attention(*made, rotary, sequences)
+    exact = [x.detach().double().requires_grad_() for x in made]
+    ends = sequences.borders
+    parts = [
+        plain(turned(exact[0][a:b], *rotary), turned(exact[1][a:b], *rotary), exact[2][a:b])
+        for a, b in zip(ends, ends[1:])
+    ]
+    wanted = torch.cat(parts)
+    upstream = torch.randn(out.shape, generator=generator).bfloat16()
+    out.backward(upstream)
+    wanted.backward(upstream.double())
+    assert out.dtype == torch.bfloat16 and (out - wanted).abs().max() < 0.02
+    for ours, theirs in zip(made, exact):
+        assert (ours.grad - theirs.grad).abs().max() <= 0.02 * theirs.grad.abs().max()
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, dim, chosen, words",
+    [
+        ((9, 0), torch.bfloat16, 64, "torch_varlen", "torch's varlen attention"),
+        ((7, 5), torch.bfloat16, 64, "dense_varlen", "compute capability 8.0; flash-attn: flash-attn is not installed"),
+        ((9, 0), torch.float32, 64, "dense_varlen", "computes in 16 bits, not in float32"),
+        ((9, 0), torch.bfloat16, 288, "dense_varlen", "up to 256, not 288"),
+    ],
+)
+def test_the_kernel_is_chosen_by_name_and_told_once(
+    monkeypatch, fresh_choice, capsys, recwarn, capability, dtype, dim, chosen, words
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    if attention.flash_attention() is not None:
+        pytest.skip("flash-attn is installed here")
+    for _ in range(2):
+        kernel = attention.varlen_kernel(torch.device("cuda", 0), dtype, dim)
+    assert kernel is getattr(attention, chosen)
+    told = capsys.readouterr().out + "".join(str(warning.message) for warning in recwarn)
+    assert words in told and told.count("packed attention of training and scoring") == 1
+
+
 def test_packed_attention_is_the_same_with_three_threads_and_with_one():
-    rotary, bounds = angles(8), torch.tensor([0, 7, 90, 91, 200], dtype=torch.int32)
+    rotary, sequences = angles(8), SequenceBorders.of((7, 83, 1, 109), CPU)
     found = []
     for threads in (1, 3):
         torch.manual_seed(0)
         torch.set_num_threads(threads)
         q, k, v = (torch.randn(200, count, 8, requires_grad=True) for count in (4, 2, 2))
-        out = varlen_attention(q, k, v, rotary, bounds, 109)
+        out = varlen_attention(q, k, v, rotary, sequences)
         found.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
     assert all(torch.equal(one, three) for one, three in zip(*found))
 

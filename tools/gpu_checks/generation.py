@@ -9,7 +9,7 @@ import torch
 from gpu_checks.result import TOLERANCE, relative, require
 
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.models.attention import varlen_attention
+from rlhfuse.models.attention import SequenceBorders, varlen_attention
 from rlhfuse.models.paged_attention import CacheShape, ChosenAttention, PagedQueries, choose_attention
 
 
@@ -31,7 +31,7 @@ def check_varlen(device: torch.device, dtype: torch.dtype) -> dict:
     weight = torch.randn(sum(lengths), heads, dim, generator=generator)
     q, k, v = there = [x.to(device).detach().clone().requires_grad_(True) for x in plain]
     still = torch.ones(max(lengths), dim // 2, device=device), torch.zeros(max(lengths), dim // 2, device=device)
-    out = varlen_attention(q, k, v, still, borders.to(device), max(lengths))
+    out = varlen_attention(q, k, v, still, SequenceBorders.of(lengths, device))
     (out.float() * weight.to(device)).sum().backward()
     here = [x.detach().double().clone().requires_grad_(True) for x in plain]
     ends = borders.tolist()

@@ -101,21 +101,19 @@ class Scorer:
         start, self._waited = time.perf_counter(), 0.0
         ordered = sorted(rollouts, key=lambda r: r.sample_id)
         batch = RolloutBatch.from_rollouts(ordered)
-        packed = PackedTokens.of(batch.tokens, batch.cu_seqlens, self.device)
-        predictions = batch.prediction_index.to(self.device)
+        others = [batch.prediction_index, batch.tokens[batch.response_index], batch.cu_seqlens[1:].long() - 1]
+        packed, (predictions, targets, last) = PackedTokens.beside(others, batch.tokens, batch.cu_seqlens, self.device)
         responses = batch.response_lengths.tolist()
         ref: Sequence[torch.Tensor | None] = [None] * len(ordered)
         values: Sequence[torch.Tensor | None] = [None] * len(ordered)
         scores: Sequence[float | None] = [None] * len(ordered)
         if self.reference is not None:
-            targets = batch.tokens[batch.response_index].to(self.device)
             output = self._outputs(self.reference, packed)
             logprobs, _ = output.logprobs(predictions, targets, self.vocab, self.temperature)
             ref = logprobs.cpu().split(responses)
         if self.critic is not None:
             values = self._outputs(self.critic, packed)[predictions].float().cpu().split(responses)
         if self.reward is not None:
-            last = (batch.cu_seqlens[1:].long() - 1).to(self.device)
             scores = self._outputs(self.reward, packed)[last].float().cpu().tolist()
         scored = [r.with_scores(*given) for r, given in zip(ordered, zip(ref, values, scores))]
         return scored, PackWork(len(batch.tokens), len(ordered), time.perf_counter() - start - self._waited)

@@ -50,6 +50,9 @@ class TrainedModel:
     dtype: torch.dtype
 
 
+LOOKED_UP = ("old_logprobs", "ref_logprobs", "values", "advantages", "returns")  # by losses, per response token
+
+
 @dataclass(frozen=True)
 class Microbatch:
     """Samples on the device, N of T tokens and R response tokens, and what the losses look up in them."""
@@ -57,17 +60,17 @@ class Microbatch:
     packed: PackedTokens
     predictions: Tensor  # int64 [R]: positions whose outputs predict the response tokens
     targets: Tensor  # int64 [R]: the response tokens
-    samples: RolloutBatch
+    samples: RolloutBatch  # of which LOOKED_UP is on the device
 
     @staticmethod
     def of(batch: RolloutBatch, device: torch.device, shards: int) -> Microbatch:
         """From samples in host memory: on a GPU an index that is computed there would stop the queue."""
-        return Microbatch(
-            packed=PackedTokens.of(batch.tokens, batch.cu_seqlens, device, shards),
-            predictions=batch.prediction_index.to(device),
-            targets=batch.tokens[batch.response_index].to(device),
-            samples=batch.to(device),
+        kept = {name: array for name in LOOKED_UP if (array := getattr(batch, name)) is not None}
+        others = [batch.prediction_index, batch.tokens[batch.response_index], *kept.values()]
+        packed, (predictions, targets, *arrays) = PackedTokens.beside(
+            others, batch.tokens, batch.cu_seqlens, device, shards
         )
+        return Microbatch(packed, predictions, targets, batch.with_fields(**dict(zip(kept, arrays))))
 
 
 @dataclass(frozen=True)
