@@ -115,7 +115,7 @@ def width_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
 def torch_varlen_obstacle(device: torch.device) -> str | None:
     """Why torch's own varlen kernel cannot run on this device."""
     try:
-        import torch.nn.attention.varlen  # noqa: F401  since torch 2.10
+        from torch.nn.attention.varlen import varlen_attn  # noqa: F401  since torch 2.10
     except ImportError as error:
         return f"torch {torch.__version__} lacks it: {error}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):

@@ -101,6 +101,19 @@ class ModelOptimizer:
             )
         for group in self.optimizer.param_groups:  # Megatron leaves this to its scheduler: vectors do not decay
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
+        self._fused = False
+        if device.is_cuda:
+            self.use_fused_kernels()
+
+    def use_fused_kernels(self) -> None:
+        """Update, norm and clipping by one kernel for many weights, and one number read back: the way of CUDA.
+
+        Torch's Adam keeps its step count on the device then; another Adam (Apex's, Transformer Engine's) is fused.
+        """
+        self._fused = True
+        for group in self.optimizer.param_groups:
+            if self._zero and "fused" in group:
+                group["fused"] = True
 
     @property
     def module(self) -> torch.nn.Module:
@@ -210,12 +223,11 @@ class ModelOptimizer:
             group["lr"] = lr or 0.0
         with fake_cuda(self._device):
             self.optimizer.prepare_grads()
-            norm = float(self.optimizer.get_grad_norm() or 0.0)
+            norm = float((self._norm() if self._fused else self.optimizer.get_grad_norm()) or 0.0)
             if lr is None or not math.isfinite(norm):
                 return StepResult(norm, math.isfinite(norm), lr or 0.0)
             if self._config.clip_grad > 0:
-                for part in self._parts():
-                    clip_grad_by_total_norm_fp32(part.get_parameters(), self._config.clip_grad, norm)
+                self._clip(norm)
             self.optimizer.step_with_ready_grads()
         return StepResult(norm, True, lr)
 
@@ -234,6 +246,24 @@ class ModelOptimizer:
             if param_is_not_shared(weight) and param_is_not_tensor_parallel_duplicate(weight, self._groups.tp):
                 return weight
         raise RuntimeError(f"stage {stage}: no gradient of this rank is in the norm; a stage has at least one layer")
+
+    def _norm(self) -> Tensor:
+        """The gradient's norm over all ranks of the model, on the device; Megatron's own reads one for each weight."""
+        gradients = [gradient for part in self._parts() for gradient in part.get_main_grads_for_grad_norm()]
+        square = torch.zeros((), device=self._device.torch_device)
+        if gradients:
+            square += torch.stack(torch._foreach_norm(gradients)).square().sum()
+        dist.all_reduce(square, group=self.optimizer.get_grad_stats_parallel_group())
+        return square.sqrt()
+
+    def _clip(self, norm: float) -> None:
+        """Scale this rank's gradients so that the norm is at most the setting's."""
+        coefficient = self._config.clip_grad / (norm + 1e-6)  # Megatron's
+        for part in self._parts():
+            if not self._fused:
+                clip_grad_by_total_norm_fp32(part.get_parameters(), self._config.clip_grad, norm)
+            elif coefficient < 1:
+                torch._foreach_mul_([p.grad for p in part.get_parameters() if p.grad is not None], coefficient)
 
     def _buffers(self) -> list:
         """Megatron's gradient buffers; weights' gradients are views of them and stay so when memory goes and comes."""

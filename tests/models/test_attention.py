@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import numpy as np
 import pytest
@@ -267,3 +268,8 @@ def test_elementary_functions():
     u = np.minimum(u, np.float32(1 - 2.0**-24))
     expected = -np.log1p(-u.astype(np.float64))
     assert np.abs(np.array([neg_log_one_minus(v) for v in u]) / expected - 1).max() < 1e-6
+
+
+def test_an_old_torch_is_an_obstacle_with_its_version(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+    assert f"torch {torch.__version__} lacks it" in (attention.torch_varlen_obstacle(CPU) or "")

@@ -5,6 +5,8 @@ Letters: T tokens, D head_dim. Heads lie anywhere in a token's row: the projecti
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -51,7 +53,8 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, back: bool = Fa
     tokens, heads, dim = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
-        sizes = dict(HALF=dim // 2, HEADS=HEADS, WIDTH=triton.next_power_of_2(dim // 2))
-        sign, strides = -1.0 if back else 1.0, x.stride()[:2]
-        _turn[tokens, triton.cdiv(heads, HEADS)](x, cos, sin, positions, out, *strides, heads, sign, **sizes)
+        sizes: Any = dict(HALF=dim // 2, HEADS=HEADS, WIDTH=triton.next_power_of_2(dim // 2))
+        token_stride, head_stride, _ = x.stride()
+        strides: Any = dict(token_stride=token_stride, head_stride=head_stride, heads=heads, sign=-1.0 if back else 1.0)
+        _turn[tokens, triton.cdiv(heads, HEADS)](x, cos, sin, positions, out, **strides, **sizes)
     return out
