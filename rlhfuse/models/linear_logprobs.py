@@ -119,6 +119,7 @@ class _LinearLogprobs(torch.autograd.Function):
             dweight = settings.owner.main_grad
         elif ctx.needs_input_grad[1]:
             dweight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        by_logprob, by_entropy = by_logprob.contiguous(), by_entropy.contiguous()  # a sum's gradient is an expanded one
         dx = torch.zeros_like(x)
         for rows in settings.chunks(x):
             part, total = x[rows], torch.zeros(x[rows].shape, dtype=torch.float32, device=x.device)

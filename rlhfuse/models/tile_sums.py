@@ -30,6 +30,10 @@ class TileFunctions:
 
 def tile_functions(device: torch.device) -> TileFunctions:
     """Those of this device."""
+    if device.type == "cuda":
+        from rlhfuse.models.gpu import tile_sums as kernels
+
+        return TileFunctions(kernels.add_tile, kernels.tile_gradient)
     return TileFunctions(add_tile, tile_gradient)
 
 

@@ -252,7 +252,8 @@ class ModelOptimizer:
         gradients = [gradient for part in self._parts() for gradient in part.get_main_grads_for_grad_norm()]
         square = torch.zeros((), device=self._device.torch_device)
         if gradients:
-            square += torch.stack(torch._foreach_norm(gradients)).square().sum()
+            norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
+            square += torch.stack(norms).square().sum()
         dist.all_reduce(square, group=self.optimizer.get_grad_stats_parallel_group())
         return square.sqrt()
 
@@ -263,7 +264,8 @@ class ModelOptimizer:
             if not self._fused:
                 clip_grad_by_total_norm_fp32(part.get_parameters(), self._config.clip_grad, norm)
             elif coefficient < 1:
-                torch._foreach_mul_([p.grad for p in part.get_parameters() if p.grad is not None], coefficient)
+                gradients = [weight.grad for weight in part.get_parameters() if weight.grad is not None]
+                torch._foreach_mul_(gradients, coefficient)  # pyright: ignore[reportPrivateImportUsage]
 
     def _buffers(self) -> list:
         """Megatron's gradient buffers; weights' gradients are views of them and stay so when memory goes and comes."""

@@ -1,0 +1,94 @@
+"""A tile of logits read once for its sums, and once for its gradient; as `add_tile` and `tile_gradient` of torch.
+
+Letters: R rows, W columns. A program of the first takes a row, of the second a part of one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 2048  # columns at a time
+VARYING = ["width", "sums_stride"]  # as long as micro-batches are: no kernel is compiled for a value
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _add(logits, targets, sums, width, sums_stride, temperature, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    top, total = tl.load(sums + row), tl.load(sums + sums_stride + row)
+    moment, picked = tl.load(sums + 2 * sums_stride + row), tl.load(sums + 3 * sums_stride + row)
+    for start in range(0, width, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < width
+        z = tl.load(logits + row * width + at, mask=inside, other=-float("inf")) / temperature
+        higher = tl.maximum(top, tl.max(z, axis=0))
+        weights, shrink = tl.exp(z - higher), tl.exp(top - higher)
+        moment = (moment + (top - higher) * total) * shrink
+        moment += tl.sum(weights * tl.where(inside, z - higher, 0.0), axis=0)
+        total = total * shrink + tl.sum(weights, axis=0)
+        picked += tl.sum(tl.where(inside & (at == target), z, 0.0), axis=0)
+        top = higher
+    tl.store(sums + row, top)
+    tl.store(sums + sums_stride + row, total)
+    tl.store(sums + 2 * sums_stride + row, moment)
+    tl.store(sums + 3 * sums_stride + row, picked)
+
+
+@triton.jit(do_not_specialize=["width"])
+def _gradient(
+    logits,
+    targets,
+    log_totals,
+    entropies,
+    by_logprobs,
+    by_entropies,
+    out,
+    width,
+    temperature,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    z = tl.load(logits + row * width + at, mask=inside, other=0.0) / temperature - tl.load(log_totals + row)
+    down = tl.load(by_logprobs + row) / temperature
+    slope = tl.zeros_like(z) + down
+    if ENTROPY:
+        slope += (z + tl.load(entropies + row)) * tl.load(by_entropies + row) / temperature
+    gradient = tl.where(at == tl.load(targets + row), down, 0.0) - tl.exp(z) * slope
+    tl.store(out + row * width + at, gradient.to(out.dtype.element_ty), mask=inside)
+
+
+def add_tile(logits_RW: Tensor, targets_R: Tensor, temperature: float, sums_4R: Tensor) -> None:
+    """Add a tile, contiguous and float32, to the sums."""
+    rows, width = logits_RW.shape
+    size: Any = dict(BLOCK=BLOCK, num_warps=8)
+    if rows:
+        _add[(rows,)](logits_RW, targets_R, sums_4R, width, sums_4R.stride(0), temperature, **size)
+
+
+def tile_gradient(
+    logits_RW: Tensor,
+    targets_R: Tensor,
+    temperature: float,
+    log_total_R: Tensor,
+    entropy_R: Tensor,
+    by_logprob_R: Tensor,
+    by_entropy_R: Tensor | None,
+    *,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Gradient [R, W] of the logits in `dtype`."""
+    rows, width = logits_RW.shape
+    out = torch.empty(logits_RW.shape, dtype=dtype, device=logits_RW.device)
+    given = log_total_R, entropy_R, by_logprob_R, by_logprob_R if by_entropy_R is None else by_entropy_R
+    size: Any = dict(ENTROPY=by_entropy_R is not None, BLOCK=BLOCK, num_warps=8)
+    if rows:
+        grid = rows, triton.cdiv(width, BLOCK)
+        _gradient[grid](logits_RW, targets_R, *given, out, width, temperature, **size)
+    return out
