@@ -34,11 +34,6 @@ def import_flash_attention() -> tuple[Any | None, str | None]:
     return flash_attn, None
 
 
-def flash_attention() -> Any | None:
-    """The flash_attn module, or None where it is not installed."""
-    return import_flash_attention()[0]
-
-
 @dataclass(frozen=True)
 class SequenceBorders:
     """Packed sequences of T tokens: sequence s is rows borders[s]:borders[s + 1]."""
@@ -140,7 +135,7 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, sequences: SequenceBorders) ->
 
 
 def flash_varlen(q: Tensor, k: Tensor, v: Tensor, sequences: SequenceBorders) -> Tensor:
-    flash: Any = flash_attention()
+    flash: Any = import_flash_attention()[0]
     borders, longest = sequences.cu_seqlens, sequences.longest
     return flash.flash_attn_varlen_func(q, k, v, borders, borders, longest, longest, causal=True)
 
