@@ -20,7 +20,8 @@ from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.rehearsal.report import RankReport
 from rlhfuse.rehearsal.shim import refuse_unless_possible
-from rlhfuse.rehearsal.stages import PHASES, distinct_ranks, rehearsal_draft, rehearse
+from rlhfuse.rehearsal.stages import PHASES, distinct_ranks, places_of, rehearsal_draft, rehearse
+from rlhfuse.schedule.ir.evaluate import evaluate
 
 
 def main() -> int:
@@ -49,8 +50,8 @@ def main() -> int:
             found = rehearse(Path(args.config), args.overrides, plan, rank, args.phase or PHASES, _tell)
         except subprocess.CalledProcessError as error:
             return error.returncode
-        planned = {phase.phase: phase.device for phase in plan.report.memory}
-        planned["host"] = plan.report.memory[-1].host
+        phases = draft.memory.of(places_of(draft, rank)).phases(evaluate(plan.schedule).node_peak_memory)
+        planned = {phase.phase: phase.device for phase in phases} | {"host": phases[-1].host}
         reports.append(RankReport(found, planned, plan.report.memory_limit))
         print(reports[-1].text(), flush=True)
     fullest = max(reports, key=lambda report: report.fullest["peak"])

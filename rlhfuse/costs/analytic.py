@@ -12,6 +12,7 @@ from typing import Protocol
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
+from rlhfuse.costs import gpu_bytes
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.stage_cut import StageSeconds
 from rlhfuse.schedule.ir.problem import StageCosts
@@ -188,9 +189,7 @@ class AnalyticCost:
         cut = tuple(map(len, self.layout.stage_layers(self.spec.layers)))
         activation = []
         for stage, layers in enumerate(cut):
-            last = stage == self.layout.stages - 1
-            logits = tokens * self.spec.vocab * 4 / self.layout.tp if last and not self.scalar_head else 0
-            activation.append(int(layers * self.kept_layer_bytes(tokens) + logits))
+            activation.append(int(layers * self.kept_layer_bytes(tokens) + self._kept_end_bytes(stage, tokens)))
         forward, backward = self.stage_seconds(tokens, sequences).ticks(cut, tick_seconds)
         return StageCosts(forward, backward, tuple(activation))
 
@@ -230,13 +229,15 @@ class AnalyticCost:
     def layer_activation_bytes(self, tokens: float) -> float:
         """What the backward of one layer needs on one rank.
 
-        Kept whole on every tensor rank, but cut under sequence parallelism: of both norms the input in float32, the
-        normed input and the output. Always cut by tp: query, key and value joined, query and key once more after the
-        rotation, the attention's output of each sequence and of all, and gate, its activation, up and their product.
-        The CPU's kernels for float32 keep less: of a norm the input, the output and one number, of attention query,
-        key, value and output once each, and one number a head; not the activation.
+        On a CPU, kept whole on every tensor rank, but cut under sequence parallelism: of both norms the input in
+        float32, the normed input and the output. Always cut by tp: query, key and value joined, query and key once
+        more after the rotation, the attention's output of each sequence and of all, and gate, its activation, up and
+        their product. The CPU's kernels for float32 keep less: of a norm the input, the output and one number, of
+        attention query, key, value and output once each, and one number a head; not the activation.
         """
         spec, norms = self.spec, 2 * self._whole_hidden
+        if self._on_gpu:
+            return gpu_bytes.kept_by_layer(spec, tokens, self.layout.tp, self._whole_hidden, self.element_bytes)
         if self.hardware.name == "cpu" and self.element_bytes == 4:
             cut = 2 * (spec.heads + spec.kv_heads) * spec.head_dim + spec.heads + 3 * spec.mlp
             return tokens * 4 * (2 * norms + norms / spec.hidden + cut / self.layout.tp)
@@ -247,28 +248,63 @@ class AnalyticCost:
         """Float32 logits of `tokens` tokens on one rank; of a scalar head one value each."""
         return tokens * 4 * (1 if self.scalar_head else self.spec.vocab / self.layout.tp)
 
-    def passing_bytes(self, tokens: float) -> float:
+    def passing_bytes(self, tokens: float, place: int | None = None) -> float:
         """What passes while one micro-batch runs, beside what is kept: gradients of one layer's activations, where
-        layers are run again one of these, on the last stage logits and their gradient."""
-        return self.layer_activation_bytes(tokens) * (2 if self.recompute else 1) + 2 * self.logits_bytes(tokens)
+        layers are run again one of these, on the last stage logits and their gradient, on GPUs a tile of both."""
+        last = place in (None, self.layout.pp - 1)
+        if self._on_gpu:
+            spec, tp = self.spec, self.layout.tp
+            back = gpu_bytes.passing_in_backward(spec, tokens, tp, self._whole_hidden, self.element_bytes)
+            back += self.layer_activation_bytes(tokens) if self.recompute else 0
+            if self.layout.pp > 1:  # one hidden state is on its way here, one gradient away
+                back += 2 * tokens * self._whole_hidden * self.element_bytes
+            loss = last and not self.scalar_head
+            return max(back, gpu_bytes.passing_in_loss(spec, tokens, tp, self.element_bytes) if loss else 0)
+        return self.layer_activation_bytes(tokens) * (2 if self.recompute else 1) + 2 * last * self.logits_bytes(tokens)
 
     def forward_bytes(self, tokens: float, outputs: float) -> int:
         """What a forward without a backward holds: the widest layer's activations, then the logits of `outputs`."""
         return int(max(self.layer_activation_bytes(tokens), 2 * self.logits_bytes(outputs)))
+
+    def scoring_bytes(self, tokens: float) -> int:
+        """What a forward over a packed batch holds, with an output for every token."""
+        if not self._on_gpu or self.scalar_head:
+            return self.forward_bytes(tokens, tokens)
+        spec, rows = self.spec, tokens * self.spec.hidden * self.element_bytes
+        loss = rows + gpu_bytes.passing_in_loss(spec, tokens, self.layout.tp, self.element_bytes, backward=False)
+        return int(max(self.layer_activation_bytes(tokens), loss))
+
+    def _kept_end_bytes(self, stage: int, tokens: float) -> float:
+        """What a stage keeps beside its layers: on a CPU logits; on a GPU its output, on the last stage what goes into
+        the final norm, the head, and the loss."""
+        last = stage == self.layout.stages - 1
+        if not self._on_gpu:
+            return tokens * self.spec.vocab * 4 / self.layout.tp if last and not self.scalar_head else 0
+        hidden, whole = self._whole_hidden * self.element_bytes, self.spec.hidden * self.element_bytes
+        head = 4 * self.spec.hidden if self.scalar_head else whole  # the rows that the head multiplies
+        return tokens * (2 * hidden + head if last else hidden)
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.hardware.name != "cpu"
 
     @property
     def _whole_hidden(self) -> float:
         """Elements per token of one hidden state between the matrix products, on one rank."""
         return self.spec.hidden / (self.layout.tp if self.sequence_parallel else 1)
 
-    # ---- bytes of one rank; of the fullest stage where stages differ
+    # ---- bytes of one rank, at a place of a pipeline or on the fullest
 
     def rank_parameters(self) -> int:
-        """Parameters on the fullest rank; of an interleaved pipeline a rank holds several stages."""
+        """Parameters on the fullest rank."""
+        return max(self.place_parameters())
+
+    def place_parameters(self) -> tuple[int, ...]:
+        """Parameters of a rank at each place of a pipeline; of an interleaved one it holds several stages."""
         spec, places = self.spec, [0] * self.layout.pp
         for stage, layers in enumerate(self.layout.stage_layers(spec.layers)):
             places[stage % self.layout.pp] += len(layers) * spec.layer_parameters + self.end_parameters()[stage]
-        return -(-max(places) // self.layout.tp)
+        return tuple(-(-count // self.layout.tp) for count in places)
 
     def end_parameters(self) -> tuple[int, ...]:
         """Parameters of each stage beside its layers: embedding; final norm and output layer, unless tied here."""
@@ -279,17 +315,23 @@ class AnalyticCost:
         ends[-1] += spec.hidden if self.scalar_head else (0 if tied_here else spec.embedding_parameters)
         return tuple(ends)
 
-    def weights_bytes(self) -> int:
-        return self.rank_parameters() * self.element_bytes
+    def _parameters(self, place: int | None) -> int:
+        return self.rank_parameters() if place is None else self.place_parameters()[place]
 
-    def gradient_bytes(self) -> int:
+    def weights_bytes(self, place: int | None = None) -> int:
+        return self._parameters(place) * self.element_bytes
+
+    def gradient_bytes(self, place: int | None = None) -> int:
         """Gradients are accumulated in float32."""
-        return self.rank_parameters() * 4
+        return self._parameters(place) * 4
 
-    def optimizer_bytes(self) -> int:
-        """Adam's two moments in float32, plus a float32 copy of lower-precision weights, cut over dp (ZeRO-1)."""
-        per_parameter = 8 if self.element_bytes == 4 else 12
-        return -(-self.rank_parameters() * per_parameter // self.layout.dp)
+    def optimizer_bytes(self, place: int | None = None) -> int:
+        """Adam's two moments in float32, and the main weights, cut over dp (ZeRO-1)."""
+        return -(-self._parameters(place) * 8 // self.layout.dp) + self.main_weights_bytes(place)
+
+    def main_weights_bytes(self, place: int | None = None) -> int:
+        """A float32 copy of lower-precision weights, cut over dp."""
+        return 0 if self.element_bytes == 4 else -(-self._parameters(place) * 4 // self.layout.dp)
 
     def kv_bytes_per_token(self) -> float:
         """Keys and values of one token on one rank."""

@@ -108,16 +108,17 @@ def draft_plan(
     samples = config.samples_per_iteration  # without lengths an upper bound
     planned = lengths.clip(prompt, response) if lengths else SampleLengths((prompt,) * samples, (response,) * samples)
     limits = instance_limits(config, specs[Role.ACTOR], batch.instances, costs, planned.median_context)
-    memory = memory_budget(config, analytic, world_size, limits.kv_capacity_bytes, batch.samples_per_microbatch)
+    ranks, samples = rank_map(training_layouts(tasks)), batch.samples_per_microbatch
+    memory = memory_budget(config, analytic, ranks, limits.kv_capacity_bytes, samples)
     if (fewer := fitting_blocks(config, memory, batch.instances)) is not None:
         config = config.with_(rollout={"kv_blocks_per_instance": fewer})
         limits = instance_limits(config, specs[Role.ACTOR], batch.instances, costs, planned.median_context)
-        memory = memory_budget(config, analytic, world_size, limits.kv_capacity_bytes, batch.samples_per_microbatch)
+        memory = memory_budget(config, analytic, ranks, limits.kv_capacity_bytes, samples)
     mean_tokens = (sum(planned.prompt) + sum(planned.output)) / len(planned)
     problem = _training_problem(analytic, batch, mean_tokens, prompt + response, costs)
     given = _given_schedule(config, problem)
-    least = max(min_memory(problem))
-    memory.check(evaluate(given[0]).peak_memory if given else least, least, given[1] if given else "")
+    least = min_memory(problem)
+    memory.check(evaluate(given[0]).node_peak_memory if given else least, least, given[1] if given else "")
     problem = replace(problem, memory_cap=memory.limit, static_memory=memory.training_bytes)
     return PlanDraft(
         asked,
@@ -128,7 +129,7 @@ def draft_plan(
         planned,
         tasks,
         batch,
-        rank_map(training_layouts(tasks)),
+        ranks,
         hardware,
         analytic,
         stage_balances(tasks, analytic, costs, longest, batch.samples_per_microbatch),

@@ -9,7 +9,7 @@ activations of its schedule is the static memory of the scheduling problem, whos
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,12 +17,14 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.schedule.ir.ranks import FusedRanks
 
 SCORERS = ("reference_inference", "reward_inference", "critic_inference")
 TRAINED = ("actor_train", "critic_train")
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 DEVICE_PARTS = ("weights", "optimizer", "gradients", "activations", "kv", "buckets")
 REMEDIES = {
+    "start": "use more stages or tensor ranks for parallel.actor_train and parallel.critic_train",
     "moves": "use more tensor ranks for parallel.generation and parallel.inference",
     "generation": "lower rollout.kv_blocks_per_instance or use more tensor ranks for parallel.generation",
     "inference": "lower rollout.max_batched_tokens or use more tensor ranks for parallel.inference",
@@ -49,33 +51,65 @@ class PhaseMemory:
 
 
 @dataclass(frozen=True)
-class MemoryBudget:
-    """The phases moves, generation, inference and training, the last without its schedule's activations; bytes."""
+class RankMemory:
+    """The phases of a rank on `node` of the schedule, training without its schedule's activations; bytes.
 
+    `places`: where in a pipeline of each model it stands; ranks at the same places need the same.
+    """
+
+    places: tuple[int, ...]
+    node: int
     static: tuple[PhaseMemory, ...]
+
+    def phases(self, activations: Sequence[float]) -> tuple[PhaseMemory, ...]:
+        """With a schedule that holds up to so much on each node."""
+        *others, training = self.static
+        return (*others, replace(training, activations=training.activations + int(activations[self.node])))
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """The phases of every kind of rank, in the order of an iteration; on GPUs the start before them. Training is last.
+
+    What a schedule holds is given by node: `activations`.
+    """
+
+    ranks: tuple[RankMemory, ...]
     hardware: HardwareSpec
     limit: float  # of one rank
     limit_source: str
     microbatch_tokens: float  # of the longest samples
 
-    def phases(self, activations: float) -> tuple[PhaseMemory, ...]:
-        """With a schedule that holds up to `activations` on a rank."""
-        *others, training = self.static
-        return (*others, replace(training, activations=training.activations + int(activations)))
+    def phases(self, activations: Sequence[float]) -> tuple[PhaseMemory, ...]:
+        """Each on the rank that it fills most."""
+        every = zip(*(rank.phases(activations) for rank in self.ranks))
+        return tuple(max(phase, key=self.needed) for phase in every)
+
+    @property
+    def static(self) -> tuple[PhaseMemory, ...]:
+        """Each on the rank that it fills most, training without its schedule's activations."""
+        return tuple(max(phase, key=self.needed) for phase in zip(*(rank.static for rank in self.ranks)))
+
+    def of(self, places: tuple[int, ...]) -> RankMemory:
+        """Of the ranks that stand there."""
+        return next(rank for rank in self.ranks if rank.places == places)
 
     def needed(self, phase: PhaseMemory) -> int:
         """Part of `limit` that a phase takes; on a CPU host copies share it."""
         return phase.device + self.hardware.process_bytes + (phase.host if self.hardware.name == "cpu" else 0)
 
-    def fullest(self, activations: float) -> PhaseMemory:
+    def fullest(self, activations: Sequence[float]) -> PhaseMemory:
         return max(self.phases(activations), key=self.needed)
 
     @property
-    def training_bytes(self) -> int:
-        """Training's need beside the activations of its schedule."""
-        return self.needed(self.static[-1])
+    def training_bytes(self) -> tuple[int, ...]:
+        """Training's need beside the activations of its schedule, of each node's fullest rank."""
+        held: dict[int, int] = {}
+        for rank in self.ranks:
+            held[rank.node] = max(held.get(rank.node, 0), self.needed(rank.static[-1]))
+        return tuple(held[node] for node in sorted(held))
 
-    def check(self, activations: float, least: float, order: str) -> None:
+    def check(self, activations: Sequence[float], least: Sequence[float], order: str) -> None:
         """Raise InputError unless a schedule with `activations`, called `order`, fits; `least`: of the leanest."""
         fullest = self.fullest(activations)
         needed = self.needed(fullest)
@@ -88,8 +122,8 @@ class MemoryBudget:
             parts.append(f"the process {readable_bytes(self.hardware.process_bytes)}")
         which, remedy = "", REMEDIES[fullest.phase]
         if fullest.phase == "training":
-            smallest = self.training_bytes + int(least)
-            which = f" with {order}" if activations > least else ""
+            smallest = max(self.needed(rank.phases(least)[-1]) for rank in self.ranks)
+            which = f" with {order}" if smallest < needed else ""
             which += f"; the least of any schedule is {readable_bytes(smallest)}"
             if smallest <= self.limit:
                 remedy = f"leave fusion.intra_stage on and fusion.schedule empty to search one that fits, {remedy}"
@@ -102,41 +136,81 @@ class MemoryBudget:
 def memory_budget(
     config: RunConfig,
     costs: Mapping[str, AnalyticCost],
-    world_size: int,
+    ranks: FusedRanks,
     kv_capacity_bytes: float,
     samples_per_microbatch: float,
 ) -> MemoryBudget:
-    """The budget of a run; `costs` has one entry per task, `kv_capacity_bytes` is C of a whole instance.
+    """The budget of a run; `costs` has one entry per task, `kv_capacity_bytes` is C of a whole instance."""
+    needs = _Needs(config, costs, kv_capacity_bytes, samples_per_microbatch)
+    kinds: dict[tuple[int, ...], RankMemory] = {}
+    for rank in range(ranks.size):
+        places = tuple(ranks.locate(model, rank)[1] for model in ranks.shape.layouts)
+        if places not in kinds:
+            kinds[places] = RankMemory(places, ranks.node_of(rank), needs.phases(places))
+    hardware = costs["generation"].hardware
+    return MemoryBudget(
+        tuple(kinds.values()), hardware, *memory_limit(config, hardware, ranks.size), needs.microbatch_tokens
+    )
+
+
+class _Needs:
+    """Bytes of the phases, rank by rank.
 
     Generation and scoring keep no activations for a backward: they hold the widest layer's of a batch, and the float32
     logits where there is a head, in generation those of the sequences that draw a token.
     """
-    rollout, generation = config.rollout, costs["generation"]
-    trained = [costs[task] for task in TRAINED if task in costs]
-    scorers = [costs[task] for task in SCORERS if task in costs]
-    resident = sum(cost.weights_bytes() for cost in trained)
-    optimizer = sum(cost.optimizer_bytes() for cost in trained)
-    offloaded = sum(cost.weights_bytes() for cost in scorers)
-    critic = costs["critic_inference"].weights_bytes() if "critic_inference" in costs else 0
-    copy, batched = generation.weights_bytes(), rollout.max_batched_tokens
 
-    def phase(name: str, weights: int, **parts: float) -> PhaseMemory:
-        held = dict(gradients=0, activations=0, kv=0, buckets=0) | {key: int(value) for key, value in parts.items()}
-        return PhaseMemory(name, resident + weights, optimizer, host=offloaded, **held)
+    def __init__(
+        self, config: RunConfig, costs: Mapping[str, AnalyticCost], kv_capacity_bytes: float, samples: float
+    ) -> None:
+        rollout, generation = config.rollout, costs["generation"]
+        batched = rollout.max_batched_tokens
+        self._trained = [costs[task] for task in TRAINED if task in costs]
+        scorers = [costs[task] for task in SCORERS if task in costs]
+        self._on_gpu = generation.hardware.name != "cpu"
+        self._offloaded = sum(cost.weights_bytes() for cost in scorers)
+        self._critic = costs["critic_inference"].weights_bytes() if "critic_inference" in costs else 0
+        self._copy = generation.weights_bytes()
+        self._buckets = min(config.fusion.bucket_mib << 20, max(self._copy, self._critic))
+        self._decoding = generation.forward_bytes(batched, min(rollout.max_sequences_per_instance, batched))
+        self._kv = kv_capacity_bytes / generation.layout.tp
+        self._scoring = max((cost.scoring_bytes(batched) for cost in scorers), default=0)
+        self.microbatch_tokens = samples * (config.data.max_prompt_tokens + rollout.max_response_tokens)
 
-    buckets = min(config.fusion.bucket_mib << 20, max(copy, critic))
-    decoding = generation.forward_bytes(batched, min(rollout.max_sequences_per_instance, batched))
-    scoring = max((cost.forward_bytes(batched, batched) for cost in scorers), default=0)
-    longest = samples_per_microbatch * (config.data.max_prompt_tokens + rollout.max_response_tokens)
-    gradients = sum(cost.gradient_bytes() for cost in trained)
-    passing = max(cost.passing_bytes(longest) for cost in trained)
-    static = (
-        phase("moves", copy + critic, buckets=buckets),
-        phase("generation", copy, activations=decoding, kv=kv_capacity_bytes / generation.layout.tp),
-        phase("inference", offloaded, activations=scoring),
-        phase("training", 0, gradients=gradients, activations=passing),
-    )
-    return MemoryBudget(static, generation.hardware, *memory_limit(config, generation.hardware, world_size), longest)
+    def phases(self, places: tuple[int, ...]) -> tuple[PhaseMemory, ...]:
+        """Of a rank at these places of the pipelines of the models that train."""
+        parts = list(zip(self._trained, places))
+        resident = sum(cost.weights_bytes(place) for cost, place in parts)
+        optimizer = sum(cost.optimizer_bytes(place) for cost, place in parts)
+        gradients = sum(cost.gradient_bytes(place) for cost, place in parts)
+        passing = max(cost.passing_bytes(self.microbatch_tokens, place) for cost, place in parts)
+
+        def phase(name: str, weights: int = 0, **others: float) -> PhaseMemory:
+            held = dict(gradients=0, activations=0, kv=0, buckets=0) | {
+                key: int(value) for key, value in others.items()
+            }
+            return PhaseMemory(name, resident + weights, optimizer, host=self._offloaded, **held)
+
+        return (
+            *((self._start(parts),) if self._on_gpu else ()),
+            phase("moves", self._copy + self._critic, buckets=self._buckets),
+            phase("generation", self._copy, activations=self._decoding, kv=self._kv),
+            phase("inference", self._offloaded, activations=self._scoring),
+            phase("training", gradients=gradients, activations=passing),
+        )
+
+    def _start(self, parts: Sequence[tuple[AnalyticCost, int]]) -> PhaseMemory:
+        """Models are built one after the other: each has gradients before it has main weights, and no moments yet."""
+        weights = optimizer = 0
+        fullest = None
+        for cost, place in parts:
+            weights += cost.weights_bytes(place)
+            stages = [PhaseMemory("start", weights, optimizer, cost.gradient_bytes(place), 0, 0, 0, self._offloaded)]
+            optimizer += cost.main_weights_bytes(place)
+            stages.append(PhaseMemory("start", weights, optimizer, 0, 0, 0, 0, self._offloaded))
+            fullest = max(*stages, *([fullest] if fullest else []), key=lambda stage: stage.device)
+        assert fullest is not None, "a run trains a model"
+        return fullest
 
 
 def memory_limit(config: RunConfig, hardware: HardwareSpec, world_size: int) -> tuple[float, str]:

@@ -58,7 +58,7 @@ def _search(draft: PlanDraft) -> tuple[Schedule, str]:
 
 def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
     config, batch, limits = draft.config, draft.batch, draft.limits
-    summary = _summary(schedule, source)
+    summary, peaks = _summary(schedule, source), evaluate(schedule).node_peak_memory
     batches = (draft.planned_lengths,)
     if draft.lengths is not None:
         batches = draft.planned_lengths.draw(batch.samples, DRAWS, config.trainer.seed)
@@ -75,7 +75,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
         dtype=config.trainer.dtype,
         tasks=draft.tasks,
         batch=batch,
-        memory=draft.memory.phases(summary.peak_activation_bytes),
+        memory=draft.memory.phases(peaks),
         memory_limit=draft.memory.limit,
         memory_limit_source=draft.memory.limit_source,
         microbatch_tokens=draft.memory.microbatch_tokens,
@@ -96,7 +96,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
             reasons.of_lengths(config, draft.lengths, DRAWS),
             reasons.of_costs(config, draft.hardware, draft.costs, draft.costs_name),
             *reasons.of_reward(config, draft.costs),
-            reasons.of_memory(draft.memory, summary.peak_activation_bytes),
+            reasons.of_memory(draft.memory, peaks),
         ),
         stages=draft.stages,
         efficiency=efficiency(draft, schedule.problem, predicted.training_fused),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 
 from rlhfuse.config.role import Role
@@ -117,8 +117,8 @@ def of_limits(config: RunConfig, limits: InstanceLimits) -> str:
     )
 
 
-def of_memory(memory: MemoryBudget, activations: float) -> str:
-    """The fullest phase beside the limit of a rank; `activations`: bytes of the training schedule."""
+def of_memory(memory: MemoryBudget, activations: Sequence[float]) -> str:
+    """The fullest phase beside the limit of a rank; `activations`: of the training schedule, by node."""
     fullest = memory.fullest(activations)
     with_host = ", host copies and the process itself included," if memory.hardware.name == "cpu" else ""
     return (

@@ -17,13 +17,12 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from rlhfuse.parallel import offload
-from rlhfuse.rehearsal.attention import attend_as_flash
+from rlhfuse.rehearsal.fused import attend_as_flash, norm_as_fused
 from rlhfuse.rehearsal.memory import DEVICE
 from rlhfuse.rehearsal.tensors import CUDA, FakeCuda
-from rlhfuse.run import rank_models
 
 CARD = SimpleNamespace(name="rehearsal", major=9, minor=0, multi_processor_count=132, warp_size=32)
+CARD_BYTES = 80_000_000_000
 LOADERS = ("weight-loader",)  # threads that launch work on the device: they run when they are started
 
 
@@ -109,9 +108,10 @@ def install(mode: FakeCuda) -> None:
     _let_fakes_pass(mode)
     _count_resizing(mode)
     _run_loaders_at_once(mode)
-    _hold_weights_in_host_memory(mode)
+    torch.distributed.Work.is_completed = lambda self: True  # type: ignore[method-assign]  # a send is done at once
     torch.distributed.broadcast_object_list = lambda *_, **__: None  # rank 0 would say what this rank says
-    torch.nn.functional.scaled_dot_product_attention = attend_as_flash(mode)
+    torch.nn.functional.scaled_dot_product_attention = attend_as_flash()
+    torch.nn.functional.rms_norm = norm_as_fused
     if "triton" in sys.modules or _has_triton():
         from rlhfuse.rehearsal.launches import count_launches
 
@@ -158,6 +158,10 @@ def _answer_for_cuda(mode: FakeCuda) -> None:
         "reset_peak_memory_stats": lambda device=None: meter.reset(),
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda state, device=None: None,
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0),
+        "check_error": lambda code: None,
+        "set_sync_debug_mode": lambda mode: None,
+        "mem_get_info": lambda device=None: (CARD_BYTES - meter.now[DEVICE], CARD_BYTES),
         "manual_seed": lambda seed: None,
         "manual_seed_all": lambda seed: None,
     }
@@ -174,7 +178,17 @@ def _let_fakes_pass(mode: FakeCuda) -> None:
     for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):  # or Adam goes another way than on CUDA
         sys.modules[name]._foreach_supported_types.append(FakeTensor)
     torch._C._set_only_lift_cpu_tensors(True)
-    torch.nn.Module._apply = _apply  # type: ignore[method-assign]
+    torch.nn.Module._apply = lambda self, fn, recurse=True: _apply(self, fn, mode)  # type: ignore[method-assign]
+    register = torch.nn.Module.register_parameter
+
+    def register_parameter(self: Any, name: str, weight: Any) -> None:
+        """A weight that is built in host memory may be put on the device in place, which only a fake one survives."""
+        kept: Any = weight
+        if weight is not None and not isinstance(weight, FakeTensor) and weight.device.type == "cpu":
+            kept = _with_notes(torch.nn.Parameter(mode.on_host(weight), weight.requires_grad), weight)
+        register(self, name, kept)
+
+    torch.nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
     data = torch.Tensor.data
 
     def set_data(self: Any, value: Tensor) -> None:
@@ -183,6 +197,8 @@ def _let_fakes_pass(mode: FakeCuda) -> None:
             self._fake_device, self._shadow = value._fake_device, getattr(value, "_shadow", None)
 
     FakeTensor.data = property(lambda self: data.__get__(self), set_data)  # type: ignore[attr-defined]
+    # any number does that is its own and lies as memory does
+    FakeTensor.data_ptr = lambda self: (self.untyped_storage()._cdata << 12) + self.storage_offset() * self.itemsize
     plain_list, plain_tensor = torch.Tensor.tolist, torch.tensor
 
     def tolist(self: Tensor) -> Any:
@@ -203,7 +219,15 @@ def _read(values: Any) -> Any:
     return [_read(value) for value in values] if isinstance(values, list | tuple) else float(values)
 
 
-def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
+def _with_notes(weight: torch.nn.Parameter, former: torch.nn.Parameter) -> torch.nn.Parameter:
+    """With what was noted on the weight that it stands for."""
+    for name, noted in former.__dict__.items():
+        if name not in weight.__dict__:
+            setattr(weight, name, noted)
+    return weight
+
+
+def _apply(self: Any, fn: Any, mode: FakeCuda) -> Any:
     """As on CUDA a weight that moves keeps what was noted on it; torch would make another of a fake one."""
     for child in self.children():
         child._apply(fn)
@@ -214,30 +238,12 @@ def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
             moved = fn(weight)
         if moved is weight:
             continue
-        replaced = torch.nn.Parameter(moved, weight.requires_grad)
-        for name, noted in weight.__dict__.items():
-            if name not in replaced.__dict__:
-                setattr(replaced, name, noted)
-        self._parameters[key] = replaced
+        fake = moved if isinstance(moved, FakeTensor) else mode.on_host(moved)
+        self._parameters[key] = _with_notes(torch.nn.Parameter(fake, weight.requires_grad), weight)
     for key, buffer in self._buffers.items():
         if buffer is not None:
             self._buffers[key] = fn(buffer)
     return self
-
-
-def _hold_weights_in_host_memory(mode: FakeCuda) -> None:
-    """Models are built on the host, and some stay there: none of their weights is real, however small."""
-    build = rank_models.build_model
-
-    def build_model(*args: Any, **kwargs: Any) -> Any:
-        least, mode.large_bytes = mode.large_bytes, 0
-        try:
-            return build(*args, **kwargs)
-        finally:
-            mode.large_bytes = least
-
-    rank_models.build_model = build_model
-    offload.page_locked = mode.page_locked
 
 
 def _count_resizing(mode: FakeCuda) -> None:

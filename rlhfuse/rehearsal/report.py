@@ -40,7 +40,7 @@ class RankReport:
         """Planned and measured by phase, in 10^9 bytes; "off by" is the plan's, as at the end of a run."""
         lines = [f"{self._title:22} {'planned':>10} {'measured':>10} {'off by':>7}"]
         for name, phase in self.peaks.items():
-            planned, over = self.planned.get(name), "  over the limit" if name in self.too_full else ""
+            planned, over = self.planned.get(name, 0), "  over the limit" if name in self.too_full else ""
             error = f"{planned / phase['peak'] - 1:+7.2%}" if planned else f"{'':7}"
             shown = f"{planned / GB:7.3f} GB" if planned else f"{'not':>7}   "
             lines.append(f"{name:22} {shown} {phase['peak'] / GB:7.3f} GB {error}{over}")

@@ -28,12 +28,16 @@ def rehearsal_draft(config: RunConfig, world_size: int) -> PlanDraft:
     return draft_plan(config.with_(trainer=config.trainer.with_(device="cuda")), read_specs(config), world_size)
 
 
+def places_of(draft: PlanDraft, rank: int) -> tuple[int, ...]:
+    """Where a rank stands in a pipeline of each model that trains."""
+    return tuple(draft.ranks.locate(model, rank)[1] for model in draft.ranks.shape.layouts)
+
+
 def distinct_ranks(draft: PlanDraft) -> tuple[int, ...]:
     """The first rank of each combination of stages of the models that train."""
-    ranks, models = draft.ranks, draft.ranks.shape.layouts
     first: dict[tuple[int, ...], int] = {}
     for rank in range(draft.world_size):
-        first.setdefault(tuple(ranks.locate(model, rank)[1] for model in models), rank)
+        first.setdefault(places_of(draft, rank), rank)
     return tuple(first.values())
 
 

@@ -2,7 +2,7 @@
 
 integers    CUDA tensors carry their true values, as far as these are known, in host memory: their *shadow*
 floats      shapes alone; read back on the host they are ones
-large       floats on the CPU of a MiB or more, models on their way, are shapes too
+large       floats and bytes on the CPU of a MiB or more, models on their way, are shapes too
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from rlhfuse.rehearsal.fused import workspace_bytes
 from rlhfuse.rehearsal.memory import DEVICE, HOST, PINNED, Meter
 from rlhfuse.rehearsal.rules import refuse_bad_collective, refuse_bad_operands
 
@@ -51,7 +52,6 @@ class FakeCuda(TorchDispatchMode):
         self.collectives: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()  # of Triton kernels
         self.operations = 0
-        self.large_bytes = LARGE_BYTES
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,24 +84,17 @@ class FakeCuda(TorchDispatchMode):
         known = shadow(values)
         return torch.ones(values.shape, dtype=values.dtype) if known is None else known
 
-    def empty(self, shape: Any, dtype: torch.dtype, what: str) -> Tensor:
-        """Device memory that a kernel makes."""
+    def on_host(self, tensor: Tensor) -> Tensor:
+        """A tensor like this one in host memory, of which the shape alone is there."""
         with self._fake:
-            made = torch.empty(shape, dtype=dtype, device=CUDA)
-        self.meter.track(made, what, DEVICE)
-        return made
-
-    def page_locked(self, size: int) -> Tensor:
-        """Host memory that is registered with the driver: it has the size that is asked for."""
-        with self._fake:
-            made = torch.empty(size, dtype=torch.uint8)
-        self.meter.track(made, "page_locked", HOST)
+            made = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self.meter.track(made, "weight", HOST)
         return made
 
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         pinned = kwargs.get("pin_memory")
         kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
-        if tensors or not _is_large(func, args, kwargs, self.large_bytes):
+        if tensors or not _is_large(func, args, kwargs):
             return func(*args, **kwargs)
         with self._fake:
             made = func(*args, **kwargs | {"device": torch.device("cpu")})
@@ -134,6 +127,8 @@ class FakeCuda(TorchDispatchMode):
                     made._shadow = value  # type: ignore[attr-defined]
             elif known is None and func._schema.is_mutable and shadow(made) is not None:
                 made._shadow = None  # type: ignore[attr-defined]  # nobody knows what was written
+        if passing := workspace_bytes(name, args):
+            self.meter.pass_through(passing, f"workspace of {name}")
         return out
 
     def _on_shadows(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
@@ -236,12 +231,13 @@ def _is_known(tensor: Tensor) -> bool:
     return not floats or not isinstance(tensor, FakeTensor) and tensor.numel() < SCALARS
 
 
-def _is_large(func: Any, args: Any, kwargs: dict[str, Any], least: int) -> bool:
-    """Whether this makes a float tensor on the CPU of `least` bytes or more."""
+def _is_large(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether this makes a tensor on the CPU, of floats or of bytes for them, that is as large as a weight."""
     if not args or not isinstance(args[0], list | tuple) or _name(func).split(".")[0] not in MAKERS:
         return False
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
-    return dtype.is_floating_point and _elements(args[0]) * dtype.itemsize >= least
+    of_weights = dtype.is_floating_point or dtype == torch.uint8
+    return of_weights and _elements(args[0]) * dtype.itemsize >= LARGE_BYTES
 
 
 def _elements(size: Any) -> int:

@@ -9,8 +9,10 @@ from sim_helpers import linear_cost
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.costs import gpu_bytes
 from rlhfuse.costs.analytic import AnalyticCost, JobCost, largest_flat_batch
 from rlhfuse.costs.hardware import hardware_by_name, known_hardware
+from rlhfuse.models import linear_logprobs
 
 LLAMA_13B = ModelSpec("llama", 40, 5120, 40, 40, 128, 13824, 32000, 4096)
 H800 = hardware_by_name("h800")
@@ -76,7 +78,9 @@ def test_stage_costs_split_the_forward():
     assert made.backward == pytest.approx([2 * ticks for ticks in made.forward], abs=1)
     assert made.forward[0] == made.forward[1] < made.forward[3]
     scalar = cost("d1t8p4", scalar=True).stage_costs(2048, 4)
-    assert scalar.forward[3] == scalar.forward[0] and scalar.activation[3] == scalar.activation[0]
+    assert scalar.forward[3] == scalar.forward[0]
+    # a stage keeps its output; the last what goes into norm and head, and that once more in float32
+    assert scalar.activation[3] - scalar.activation[0] == 2048 * 5120 * (2 + 4)
 
 
 def test_bs_max_is_the_edge_of_ten_percent():
@@ -112,17 +116,22 @@ def test_recomputation_and_sequence_parallelism_keep_less_and_the_backward_pays_
     def made(**options) -> AnalyticCost:
         return AnalyticCost(LLAMA_13B, layout, H800, 2, **options)
 
-    hidden, cut = 1000 * 5120 * 2, 1000 * (7 * 40 * 128 + 4 * 13824) * 2
-    assert made().kept_layer_bytes(1000) == 8 * hidden + cut / 8
-    assert made(sequence_parallel=True).kept_layer_bytes(1000) == (8 * hidden + cut) / 8
+    hidden, rows = 1000 * 5120 * 2, 1000 * 2 * 4
+    # three of query, key and value each; gate, up and product; attention's sums of a row and head
+    cut = 1000 * (6 * 40 * 128 + 3 * 13824) * 2 + 1000 * 40 * 4
+    assert made().kept_layer_bytes(1000) == 4 * hidden + rows + cut / 8
+    assert made(sequence_parallel=True).kept_layer_bytes(1000) == (4 * hidden + rows + cut) / 8
     assert made(recompute=True).kept_layer_bytes(1000) == hidden
     both = made(sequence_parallel=True, recompute=True)
     assert both.kept_layer_bytes(1000) == hidden / 8
-    logits = 1000 * 4 * LLAMA_13B.vocab / 8
-    assert both.passing_bytes(1000) == 2 * (8 * hidden + cut) / 8 + 2 * logits
-    assert made().passing_bytes(1000) == 8 * hidden + cut / 8 + 2 * logits
+    back = 3 * hidden + 1000 * 2 * 13824 * 2 / 8  # two on their way; gradients of the layer's output, of gate and up
+    assert made().passing_bytes(1000, 0) == back
+    assert both.passing_bytes(1000, 0) == (4 * hidden + rows + cut) / 8 + 3 * hidden / 8 + 1000 * 2 * 13824 * 2 / 8
+    tile = LLAMA_13B.vocab / 8 * 1000  # of the loss all columns at once
+    loss = 10 * tile + 4 * 5120 * (1000 + tile / 1000) + 2 * hidden
+    assert made().passing_bytes(1000, 3) == made().passing_bytes(1000) == max(back, loss)
     plain, again = made().stage_costs(1000), both.stage_costs(1000)
-    assert again.forward == plain.forward and again.activation[0] == 10 * hidden / 8
+    assert again.forward == plain.forward and again.activation[0] == 11 * hidden / 8  # ten inputs, and the output
     assert plain.backward[0] == pytest.approx(2 * plain.forward[0], abs=1)
     assert again.backward[0] == pytest.approx(3 * plain.forward[0], abs=1.5)
     assert 2 * plain.forward[-1] < again.backward[-1] < 3 * plain.forward[-1]  # the output layer does not run again
@@ -131,3 +140,13 @@ def test_recomputation_and_sequence_parallelism_keep_less_and_the_backward_pays_
 def test_a_rank_of_an_interleaved_pipeline_holds_several_stages():
     whole, chunked = cost("d1t8p2"), cost("d1t8p2v2")
     assert chunked.rank_parameters() == whole.rank_parameters()
+
+
+def test_the_loss_is_planned_with_the_tiles_that_it_has():
+    assert (gpu_bytes.TILE_BYTES, gpu_bytes.LINE_BYTES, gpu_bytes.TILE_ELEMENT_BYTES) == (
+        linear_logprobs.TILE_BYTES,
+        linear_logprobs.LINE_BYTES,
+        linear_logprobs.LOGIT_BYTES,
+    )
+    for tokens in (1000, 100_000):
+        assert gpu_bytes.passing_in_loss(LLAMA_13B, tokens, 1, 2) - 4 * tokens * LLAMA_13B.hidden <= 1 << 30

@@ -95,28 +95,39 @@ def test_the_plan_round_trips(tmp_path):
 
 def test_memory_by_hand():
     """float32 on 4 ranks: the actor is cut in 4 stages, the critic in 2, generation copies whole."""
-    plan = planned(run()).report
-    moves, generation, inference, training = plan.memory
-    whole, layer = SPECS["actor"].parameters(), SPECS["actor"].layer_parameters
-    actor_stage = 2 * layer + 512 * 64 + 64  # the last: layers, output layer and norm
-    critic_stage = 4 * layer + 512 * 64  # the first: layers and embedding
-    trained = 4 * (actor_stage + critic_stage)
-    assert training.weights == trained and training.gradients == trained
-    assert training.optimizer == 8 * actor_stage + 8 * critic_stage // 2
-    critic_copy = 4 * SPECS["actor"].parameters(scalar_head=True)
+    made = planned(run())
+    moves, generation, inference, training = made.report.memory
+    spec = SPECS["actor"]
+    whole, layer, ends = spec.parameters(), spec.layer_parameters, 512 * 64
+    actor = [2 * layer + ends, 2 * layer, 2 * layer, 2 * layer + ends + 64]
+    critic = [4 * layer + ends, 4 * layer + 64 + 64]
+    places = [made.ranks.locate("critic", rank)[1] for rank in range(4)]
+    assert places == [1, 0, 1, 0]
+    fullest = 3  # of those whose phases differ by what they train: actor's last stage, critic's first
+    trained = 4 * (actor[fullest] + critic[0])
+    assert moves.optimizer == 8 * actor[fullest] + 8 * critic[0] // 2
+    critic_copy = 4 * spec.parameters(scalar_head=True)
     assert moves.weights == trained + 4 * whole + critic_copy and moves.buckets == 4 * whole  # less than 64 MiB
     assert moves.gradients == generation.gradients == inference.gradients == 0
     assert generation.weights == trained + 4 * whole
-    assert generation.kv == 16 * 384 * SPECS["actor"].kv_bytes_per_token(4)
+    assert generation.kv == 16 * 384 * spec.kv_bytes_per_token(4)
     assert generation.host == 4 * whole + 2 * critic_copy
     assert inference.weights == trained + 4 * whole + 2 * critic_copy  # reference, reward, critic; no generation copy
     longest = 4 * 384  # tokens of a micro-batch
-    spec = SPECS["actor"]
     attention = 2 * (spec.heads + spec.kv_heads) * spec.head_dim + spec.heads  # its output's log-sums last
     layer_kept = 4 * (2 * (2 * spec.hidden + 1) + attention + 3 * spec.mlp)
-    passing = longest * (layer_kept + 2 * 512 * 4)  # one layer's gradients; logits and theirs
-    assert inference.kv == 0 and training.activations == plan.schedule.peak_activation_bytes + passing
-    assert training.device == trained * 2 + training.optimizer + training.activations
+    totals = []  # of training: weights, gradients, moments; the schedule's activations; what passes
+    for rank, kept in enumerate(evaluate(made.schedule).node_peak_memory):
+        logits = 2 * 512 * 4 if rank == 3 else 0  # and their gradient
+        held = 8 * (actor[rank] + critic[places[rank]]) + 8 * actor[rank] + 8 * critic[places[rank]] // 2
+        totals.append(held + int(kept) + longest * (layer_kept + logits))
+    assert inference.kv == 0 and training.device == max(totals)
+    rank = totals.index(max(totals))
+    assert training.weights == training.gradients == 4 * (actor[rank] + critic[places[rank]])
+
+
+def generation_of(memory):
+    return next(phase for phase in memory.static if phase.phase == "generation")
 
 
 def test_the_limit_of_a_rank(monkeypatch):
@@ -138,7 +149,7 @@ def test_the_cache_gets_what_memory_leaves(layout):
     keys = {"trainer__hardware": "a100", "rollout__prompts_per_iteration": 256, "algorithm__minibatches": 64}
     keys |= {f"parallel__{row}": layout for row in ROWS}
     draft = draft_plan(run(**keys), SPECS, 4)
-    longest, generation = -(-(128 + 256) // 16), draft.memory.static[1]
+    longest, generation = -(-(128 + 256) // 16), generation_of(draft.memory)
     wanted = draft.batch.samples // draft.batch.instances * longest
     assert draft.config.rollout.kv_blocks_per_instance == 0
     assert draft.limits.kv_capacity_bytes == wanted * 16 * draft.limits.kv_bytes_per_token
@@ -157,7 +168,7 @@ def test_the_cache_gets_what_memory_leaves(layout):
     kept = tight.config.rollout.kv_blocks_per_instance
     assert kept == wanted // 2 - 1 and engine_blocks(tight) == kept
     assert tight.limits.kv_capacity_bytes == kept * 16 * draft.limits.kv_bytes_per_token
-    assert tight.memory.needed(tight.memory.static[1]) <= tight.memory.limit
+    assert tight.memory.needed(generation_of(tight.memory)) <= tight.memory.limit
     assert f"rollout.kv_blocks_per_instance = {kept}: what memory leaves" in make_plan(tight).report.render()
     given = {**keys, "rollout__kv_blocks_per_instance": wanted, "trainer__memory_limit_gb": limit(wanted // 2) / 1e9}
     with pytest.raises(InputError, match="memory: generation needs .* lower rollout.kv_blocks_per_instance"):
@@ -171,16 +182,17 @@ def engine_blocks(draft):
 ON_GPU = dict(trainer__hardware="a100", rollout__kv_blocks_per_instance=24, rollout__max_batched_tokens=64)
 
 
-def limits(peak: float, draft) -> tuple[float, float, float]:
-    """Memory limits in GB with room for `peak`, for something between it and the leanest schedule, and for none."""
-    least, beside = max(min_memory(draft.problem)), draft.memory.training_bytes
-    assert least < peak and draft.memory.fullest(least).phase == "training"
-    return tuple((beside + activations) / 1e9 for activations in (peak, (least + peak) / 2, least - 1))
+def limits(peaks, draft) -> tuple[float, float, float]:
+    """Memory limits in GB with room for `peaks`, for something between them and the leanest schedule, and for none."""
+    least, beside = min_memory(draft.problem), draft.memory.training_bytes
+    enough, leanest = (max(map(sum, zip(beside, activations))) for activations in (peaks, least))
+    assert leanest < enough and draft.memory.fullest(least).phase == "training"
+    return enough / 1e9, (leanest + enough) / 2e9, (leanest - 1) / 1e9
 
 
 def test_the_schedule_is_searched_under_the_memory_that_is_left():
     draft = draft_plan(run(**ON_GPU), SPECS, 4)
-    enough, between, below = limits(make_plan(draft).report.schedule.peak_activation_bytes, draft)
+    enough, between, below = limits(evaluate(make_plan(draft).schedule).node_peak_memory, draft)
     searched = {**ON_GPU, "fusion__search_seconds": 2.0}  # long enough to find the best also on a busy machine
     free, tight = (planned(run(**searched, trainer__memory_limit_gb=limit)) for limit in (enough, between))
     assert tight.schedule.problem.memory_cap == between * 1e9
@@ -200,7 +212,7 @@ def test_a_given_schedule_that_does_not_fit_is_refused(tmp_path, source):
         save_schedule(tmp_path / "free.json", greedy(problem_of(run(**ON_GPU))))
         keys = {"fusion__schedule": str(tmp_path / "free.json")}
     draft = draft_plan(run(**ON_GPU, **keys), SPECS, 4)
-    enough, between, _ = limits(evaluate(draft.given[0]).peak_memory, draft)
+    enough, between, _ = limits(evaluate(draft.given[0]).node_peak_memory, draft)
     draft_plan(run(**ON_GPU, **keys, trainer__memory_limit_gb=enough), SPECS, 4)
     with pytest.raises(InputError, match=f"with {source}.*leave fusion.intra_stage on and fusion.schedule empty"):
         draft_plan(run(**ON_GPU, **keys, trainer__memory_limit_gb=between), SPECS, 4)
@@ -387,3 +399,17 @@ def test_programs_for_a_gpu_run_with_one_queue_per_rank(hardware, reduce):
     assert plan.programs == lower(plan.schedule, plan.ranks, reduce=reduce)
     assert parse_plan(draft_plan(run(trainer__hardware=hardware), SPECS, 4), plan.to_text()).programs == plan.programs
     assert verify(plan.programs, plan.schedule, plan.ranks).one_queue or reduce == "early"
+
+
+def test_the_start_on_gpus_by_hand():
+    """bfloat16: weights, the first model's float32 main weights, gradients of the one built last; no moments yet."""
+    draft = draft_plan(run(**ON_GPU, trainer__dtype="bfloat16"), SPECS, 4)
+    spec = SPECS["actor"]
+    actor, critic = 2 * spec.layer_parameters + 512 * 64, 4 * spec.layer_parameters + 128  # first stage, last stage
+    rank = draft.memory.of((0, 1))
+    start = rank.static[0]
+    assert start.phase == "start" and start.gradients == 4 * critic
+    assert start.weights == 2 * (actor + critic) and start.optimizer == 4 * actor
+    assert draft_plan(run(), SPECS, 4).memory.ranks[0].static[0].phase == "moves"  # on CPUs
+    phases = draft.memory.phases([0.0] * 4)
+    assert [phase.phase for phase in phases] == ["start", "moves", "generation", "inference", "training"]

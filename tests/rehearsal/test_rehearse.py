@@ -14,7 +14,8 @@ import pytest
 from rlhfuse.config.load import load_config
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.rehearsal.report import RankReport
-from rlhfuse.rehearsal.stages import PHASES, distinct_ranks, rehearsal_draft, rehearse
+from rlhfuse.rehearsal.stages import PHASES, distinct_ranks, places_of, rehearsal_draft, rehearse
+from rlhfuse.schedule.ir.evaluate import evaluate
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the shim is compiled by g++")
@@ -52,9 +53,11 @@ def run_yaml(tmp_path_factory):
 @pytest.fixture(scope="module")
 def report(run_yaml):
     """Rank 6: the actor's last stage and the critic's first."""
-    plan = make_plan(rehearsal_draft(load_config(run_yaml, []), 16))
+    draft = rehearsal_draft(load_config(run_yaml, []), 16)
+    plan = make_plan(draft)
+    phases = draft.memory.of(places_of(draft, 6)).phases(evaluate(plan.schedule).node_peak_memory)
     found = rehearse(run_yaml, [], plan, 6, PHASES, print)
-    return RankReport(found, {phase.phase: phase.device for phase in plan.report.memory}, plan.report.memory_limit)
+    return RankReport(found, {phase.phase: phase.device for phase in phases}, plan.report.memory_limit)
 
 
 @needs_compiler

@@ -48,6 +48,8 @@ class MemoryTable:
         process = plan["process_bytes"]
         rows = [MemoryRow(PROCESS, process, process, max(map(_peak_of(PROCESS), kept)))] if process else []
         for phase in plan["memory"]:
+            if f"perf/peak_memory_gb/{phase['phase']}" not in kept[0]:
+                continue  # the start is in no iteration
             peak = _peak_of(phase["phase"])
             fullest = max(kept, key=peak)
             planned, expected = (_needed(plan, phase, share) for share in (1.0, _share(plan, phase, fullest)))
