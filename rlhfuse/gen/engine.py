@@ -3,7 +3,7 @@
     while engine.has_unfinished():
         finished += engine.step()        the scheduler chooses, the model runs, the sampler draws
 
-Token ids alone; texts only to find stop texts. On CPU in float32 a sample's bits depend on its request alone.
+On CPU a float32 sample's bits depend on its request alone. A GPU's steps are launched before the last one is read.
 """
 
 from __future__ import annotations
@@ -22,28 +22,18 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.migration import MoveMode
 from rlhfuse.gen.core.block_manager import BlockManager
-from rlhfuse.gen.core.forward_batch import ForwardBatch, ScheduledSequence
+from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.core.scheduler import Scheduler
 from rlhfuse.gen.core.sequence import GenerationResult, SamplingParams, Sequence, new_sequence
 from rlhfuse.gen.migration.import_transaction import ImportTransaction
 from rlhfuse.gen.migration.kv_transfer import BlockShape, KVTransfer, TransferManifest, prepare_transfer
 from rlhfuse.gen.model_runner import EngineOptions, ModelRunner
-from rlhfuse.gen.sampler import DrawBatch, draw_tokens
+from rlhfuse.gen.sampler import draw_batch
+from rlhfuse.gen.steps import LaunchedStep, StepStats
 from rlhfuse.gen.stop_text import completes_stop_text, read_tokenizer
 
 __all__ = ["Engine", "EngineOptions", "GenerationResult", "SamplingParams", "StepStats", "UnfinishedSequence"]
-
-
-@dataclass(frozen=True)
-class StepStats:
-    """What one step did, as the cost model wants to know it."""
-
-    batch: int  # sequences that ran
-    prefill_tokens: int  # tokens run for sequences that were not decoding
-    context_tokens: int  # tokens in the cache of all that ran, after the step
-    seconds: float  # without the capture of a CUDA graph, which happens once for a shape
-    reused_tokens: int = 0  # tokens of sequences that entered, found in known prefixes instead of being run
 
 
 @dataclass(frozen=True)
@@ -89,6 +79,10 @@ class Engine:
             spec.layers, options.block_tokens, spec.kv_heads, spec.head_dim, str(dtype).removeprefix("torch.")
         )
         self._exporting: list[int] = []  # sample ids offered to another engine
+        self._in_flight: LaunchedStep | None = None  # launched, its draws are not read
+        self._ended: list[GenerationResult] = []  # found finished outside of step()
+        self._certain_end = False  # one of its sequences ends with it, whatever is drawn
+        self._clock = self._seconds = 0.0  # when the running call began; spent in earlier ones since draws were read
         self._detokenize = detokenize
         self.last_step = StepStats(0, 0, 0, 0.0)
 
@@ -117,7 +111,7 @@ class Engine:
 
         Raises InputError, and adds nothing, if any prompt cannot be served.
         """
-        if self._sequences:
+        if self.has_unfinished():
             raise InputError(f"generate() needs an idle engine; {len(self._sequences)} samples are unfinished")
         prompts = [list(prompt) for prompt in prompts]
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -148,38 +142,53 @@ class Engine:
         if self.runner.weights is None:
             raise RuntimeError("the engine has no weights; call load_weights() first")
         self._check_not_exporting()
-        start, reused_before = time.perf_counter() - self.runner.recording_seconds, self.scheduler.reused_tokens
-        scheduled = self.scheduler.schedule()
-        if not scheduled:
-            return []
-        batch = ForwardBatch.of(scheduled, self.scheduler.table, self.options.block_tokens)
-        decoding = sum(count == 1 and draws and bool(seq.tokens) for seq, count, draws in scheduled)
+        self.last_step = StepStats(0, 0, 0, 0.0)
+        self._clock = self._now()
+        finished, self._ended = self._ended, []
         try:
-            finished = self._run(scheduled, batch)
+            if self._in_flight and (self._certain_end or self.free_blocks < len(self.scheduler.running)):
+                finished += self._read()  # who ends would need a place that it hasn't, or others lack its blocks
+            step = self._launch()
+            finished += self._read()
+            if step and self.runner.runs_ahead:
+                self._leave(step)
+            elif step:
+                finished += self._end(step)
         except BaseException:
+            self._forget_step()
             self.scheduler.preempt_all()  # blocks may be half written: run their tokens again
             raise
-        if self.device.type == "cuda" and not len(batch.draw_rows):
-            torch.cuda.synchronize(self.device)  # nothing was drawn, so nothing has waited for the forward pass
-        self.last_step = StepStats(
-            batch=len(scheduled),
-            prefill_tokens=len(batch.tokens) - decoding,
-            context_tokens=int(batch.contexts.sum()),
-            seconds=time.perf_counter() - self.runner.recording_seconds - start,
-            reused_tokens=self.scheduler.reused_tokens - reused_before,
-        )
+        self._seconds += self._now() - self._clock
+        return finished
+
+    def settle(self) -> list[GenerationResult]:
+        """Read the draws of a step that was launched ahead; returns the samples that finished."""
+        self._settle()
+        finished, self._ended = self._ended, []
         return finished
 
     def abort(self, sample_id: int) -> None:
         """Drop a sample. Raises InputError if it is not unfinished here."""
         self._check_not_exporting()
-        self._remove(self._find(sample_id))
+        self._settle()
+        ended = [result for result in self._ended if result.sample_id == sample_id]
+        if ended:
+            self._ended.remove(ended[0])
+        else:
+            self._remove(self._find(sample_id))
 
     def has_unfinished(self) -> bool:
-        return bool(self._sequences)
+        """Whether `step` has anything to do, or to return."""
+        return bool(self._sequences or self._ended)
+
+    @property
+    def samples(self) -> int:
+        """Those in the engine, also one that ended in a step not yet read."""
+        return len(self._sequences)
 
     def unfinished(self) -> list[UnfinishedSequence]:
         """All unfinished samples: running, oldest first, then waiting."""
+        self._settle()
         samples = []
         for queue in (self.scheduler.running, self.scheduler.waiting):
             for seq in queue:
@@ -202,6 +211,7 @@ class Engine:
         it the transfer is of no use. Raises InputError for an id that is not unfinished here or is given twice.
         """
         self._check_not_exporting()
+        self._settle()
         sequences = [self._find(sample_id) for sample_id in sample_ids]
         transfer = prepare_transfer(sequences, modes, self._block_shape, self._cache)
         self._exporting = [seq.sample_id for seq in sequences]
@@ -220,6 +230,7 @@ class Engine:
         sequence, or blocks of another shape.
         """
         self._check_not_exporting()
+        self._settle()
         sequences = [s.restore(self._sequence(s.sample_id, list(s.prompt), s.params)) for s in manifest.sequences]
         if manifest.num_blocks and manifest.shape != self._block_shape:
             raise InputError(f"blocks of {manifest.shape} do not fit this engine's {self._block_shape}; move as tokens")
@@ -236,6 +247,7 @@ class Engine:
     def pause(self) -> None:
         """Drop the KV cache memory. Unfinished samples keep their tokens and are run again after `resume`."""
         self._check_not_exporting()
+        self._settle()
         self.scheduler.preempt_all()
         self.runner.release()
         self._cache = None
@@ -254,6 +266,7 @@ class Engine:
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Read from these tensors, or new values in old ones; unfinished samples are run again from their tokens."""
         self._check_not_exporting()
+        self._settle()
         self.runner.bind(weights)
         self.scheduler.preempt_all()
 
@@ -263,20 +276,77 @@ class Engine:
         assert {seq.sample_id: seq for seq in queued} == self._sequences, "queues and samples disagree"
         self.scheduler.check_integrity()
 
-    def _run(self, scheduled: list[ScheduledSequence], batch: ForwardBatch) -> list[GenerationResult]:
+    def _launch(self) -> LaunchedStep | None:
+        """Launch the next step, if there is anything to run."""
         assert self._cache is not None
-        logits = self.runner.forward(batch, self._cache)
+        reused_before = self.scheduler.reused_tokens
+        scheduled = self.scheduler.schedule()
+        if not scheduled:
+            return None
+        batch = ForwardBatch.of(scheduled, self.scheduler.table, self.options.block_tokens)
+        decoding = sum(count == 1 and draws and bool(seq.tokens) for seq, count, draws in scheduled)
         drawing = [seq for seq, _, draws in scheduled if draws]
         totals = batch.positions[batch.draw_rows] + 1
-        draws = draw_tokens(logits, DrawBatch.of(drawing, totals, self.scheduler.table))
+        launched = self.runner.launch(batch, draw_batch(drawing, totals, self.scheduler.table), self._cache)
         self.scheduler.complete(scheduled)
+        return LaunchedStep(
+            drawing,
+            launched,
+            batch=len(scheduled),
+            prefill_tokens=len(batch.tokens) - decoding,
+            context_tokens=int(batch.contexts.sum()),
+            reused_tokens=self.scheduler.reused_tokens - reused_before,
+        )
+
+    def _leave(self, step: LaunchedStep) -> None:
+        """Let a step run while the next is scheduled; its draws stand as their places until they are read."""
+        self._in_flight, self._certain_end = step, False
+        for seq, place in zip(step.drawing, step.launched.places.tolist()):
+            if seq.finish_reason is None:
+                seq.tokens.append(~place)
+                self._certain_end |= seq.total_tokens >= seq.max_total_tokens
+
+    def _forget_step(self) -> None:
+        """Take the places of draws that were not read back; the same will be drawn again."""
+        step, self._in_flight = self._in_flight, None
+        for seq in step.drawing if step else ():
+            if seq.finish_reason is None:
+                seq.tokens.pop()
+
+    def _read(self) -> list[GenerationResult]:
+        """Finish the step in flight, if there is one; returns the samples that finished."""
+        step = self._in_flight
+        self._forget_step()
+        return self._end(step) if step else []
+
+    def _settle(self) -> None:
+        """`_read` outside of `step`."""
+        self._clock = self._now()
+        try:
+            self._ended += self._read()
+        except BaseException:
+            self.scheduler.preempt_all()
+            raise
+
+    def _end(self, step: LaunchedStep) -> list[GenerationResult]:
+        """Take the draws of a step in; returns the samples that finished."""
+        draws = step.launched.read()
         finished = []
-        for seq, token, logprob in zip(drawing, draws.tokens, draws.logprobs):
+        for seq, token, logprob in zip(step.drawing, draws.tokens, draws.logprobs):
+            if seq.finish_reason is not None:
+                continue  # ended in the step before, which was not read when this one was launched
             self._take(seq, token, logprob)
             if seq.finish_reason is not None:
                 self._remove(seq)
                 finished.append(seq.result())
+        now = self._now()
+        self.last_step = step.stats(self._seconds + now - self._clock)
+        self._clock, self._seconds = now, 0.0
         return finished
+
+    def _now(self) -> float:
+        """Seconds on a clock that stands still while a CUDA graph is captured."""
+        return time.perf_counter() - self.runner.recording_seconds
 
     def _take(self, seq: Sequence, token: int, logprob: float) -> None:
         if token < 0:

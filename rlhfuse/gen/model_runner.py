@@ -9,21 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, NamedTuple, get_args
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.gen.core.draws import DrawBatch, Draws
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.core.model_shard import LayerWeights, ModelWeights, TensorParallel
 from rlhfuse.gen.cpu.forward import CpuForward
 from rlhfuse.gen.gpu.decode_graphs import CudaRecorder
+from rlhfuse.gen.gpu.draws import DrawKernels, StepInFlight
 from rlhfuse.gen.gpu.forward import DeviceForward
 from rlhfuse.gen.gpu.layer_kernels import torch_layer, triton_layer
+from rlhfuse.gen.sampler import draw_into, draw_tokens, feed
 from rlhfuse.models.paged_attention import CacheShape, choose_attention
 
 Attention = Literal["auto", "flashinfer", "triton", "flash_attn", "torch"]
@@ -39,6 +43,7 @@ class EngineOptions:
     max_sequences: int = 256  # running at the same time
     max_batched_tokens: int = 2048  # tokens in one step, prefill included
     cuda_graphs: bool = True  # replay decode steps as CUDA graphs; without effect on CPU
+    run_ahead: bool = True  # launch a step before the draws of the one before are read; without effect on CPU kernels
     # On CPU: what GPUs run, with torch's kernels or Triton's in its interpreter, neither of which promises bits.
     kernels: Literal["auto", "torch", "triton"] = "auto"
     attention: Attention = "auto"  # whose kernels read the cache (models/paged_attention.py), unless CPU kernels do
@@ -52,18 +57,14 @@ class EngineOptions:
                 raise InputError(f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(known)}")
 
 
-class Forward(Protocol):
-    """Who computes: the CPU kernels or those for GPUs."""
+class DrawnStep(NamedTuple):
+    """A step that is done."""
 
-    cache_type: type[KVCache]
-    spare_blocks: int  # blocks that a cache must have besides those of sequences, at its end
+    places: np.ndarray
+    draws: Draws
 
-    @property
-    def recording_seconds(self) -> float: ...  # spent on capturing CUDA graphs since the beginning
-    def bind(self, weights: ModelWeights) -> None: ...
-    def unbind(self) -> None: ...
-    def release(self) -> None: ...
-    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor: ...
+    def read(self) -> Draws:
+        return self.draws
 
 
 class ModelRunner:
@@ -88,7 +89,7 @@ class ModelRunner:
             if value % self.tp_size:
                 raise InputError(f"{name}({value}) % tp({self.tp_size}) = {value % self.tp_size}, must be 0")
         self.heads, self.kv_heads = spec.heads // self.tp_size, spec.kv_heads // self.tp_size
-        self._forward: Forward
+        self._forward: CpuForward | DeviceForward
         self.attention_line = ""  # whose attention over the cache was chosen, and why not another's
         if device.type == "cpu" and options.kernels == "auto":
             self._forward = CpuForward(spec, parallel)
@@ -100,9 +101,9 @@ class ModelRunner:
             shape = CacheShape(dtype, device, self.heads, self.kv_heads, *sizes)
             chosen = choose_attention(shape, options.attention)
             self.attention_line = chosen.line()
-            self._forward = DeviceForward(
-                spec, parallel, device, options.max_sequences, recorder, chosen.kernels, layer
-            )
+            kernels = _draw_kernels(device), chosen.kernels, layer
+            self._forward = DeviceForward(spec, parallel, device, options.max_sequences, recorder, *kernels)
+        self.runs_ahead = options.run_ahead and isinstance(self._forward, DeviceForward)
         self.weights: ModelWeights | None = None
         if weights is not None:
             self.bind(weights)
@@ -174,6 +175,19 @@ class ModelRunner:
         self._forward.bind(self.weights)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Run one step, filling the cache. Returns float32 logits: [R drawing rows and any padding rows, vocab]."""
-        return self._forward.forward(batch, cache)
+    def launch(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> StepInFlight | DrawnStep:
+        """Run one step, filling the cache, and draw at the rows that draw.
+
+        Where the runner runs ahead a token may be ~i: what the step launched before draws at place i.
+        """
+        if isinstance(self._forward, DeviceForward):
+            return self._forward.launch(batch, draws, cache)
+        return DrawnStep(batch.draw_rows, draw_tokens(self._forward.forward(batch, cache), draws))
+
+
+def _draw_kernels(device: torch.device) -> DrawKernels:
+    if device.type != "cuda":
+        return DrawKernels(feed, draw_into)
+    from rlhfuse.gen.gpu import sampling  # Triton is there where CUDA is
+
+    return DrawKernels(sampling.feed, sampling.draw)

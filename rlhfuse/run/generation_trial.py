@@ -65,7 +65,7 @@ def run_trial(config: RunConfig, prompts: int, progress: Callable[[str], None]) 
         stats = engine.last_step
         if stats.prefill_tokens:
             prefill.append(TokensObservation(stats.prefill_tokens, stats.batch, stats.seconds))
-        else:
+        elif stats.batch:
             decode.append(DecodeObservation(stats.batch, stats.context_tokens, stats.seconds))
         results |= {positions[result.sample_id]: result for result in ended}
         if ended:

@@ -127,7 +127,7 @@ def test_failure_in_a_step_loses_no_token(make_engine, prompts, alone, monkeypat
         engine.add(i, prompts[i], PARAMS[i])
     results = [r for _ in range(5) for r in engine.step()]
     with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "forward", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patch.setattr(engine.runner, "launch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     engine.check_integrity()

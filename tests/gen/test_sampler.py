@@ -1,4 +1,4 @@
-"""Draws follow the distribution, depend on nothing else, and agree between the two implementations."""
+"""Draws follow the distribution and depend on nothing else."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import torch
+from draw_batches import draw_batch, noise_key
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,36 +15,7 @@ from rlhfuse.gen.core.forward_batch import RunningTable
 from rlhfuse.gen.core.sequence import SamplingParams, Sequence
 from rlhfuse.gen.cpu import sampling
 from rlhfuse.gen.cpu.sampling import BINS, row_cutoff
-from rlhfuse.gen.sampler import DrawBatch, draw_tokens
-
-OFF = dict(temperature=1.0, top_k=0, top_p=1.0, banned=(), seed=0)
-
-
-def noise_key(seed: int, sample_id: int, position: int) -> tuple[int, int]:
-    """What a key means: three rounds of splitmix64 over (seed, sample id, position)."""
-    state = 0
-    for word in (seed, sample_id, position):
-        state = (state ^ (word % 2**64)) + 0x9E3779B97F4A7C15
-        state %= 2**64
-        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
-        state ^= state >> 31
-    return state % 2**32, state >> 32
-
-
-def draw_batch(rows: list[dict], first_position: int = 0) -> DrawBatch:
-    """Row r: sample 3 at position first_position + r, with options over OFF."""
-    rows = [OFF | row for row in rows]
-    banned = np.full((len(rows), max(len(row["banned"]) for row in rows)), -1)
-    for number, row in enumerate(rows):
-        banned[number, : len(row["banned"])] = row["banned"]
-    return DrawBatch(
-        np.array([noise_key(row["seed"], 3, first_position + r) for r, row in enumerate(rows)], np.uint32),
-        np.array([row["temperature"] for row in rows], np.float32),
-        np.array([row["top_k"] for row in rows]),
-        np.array([row["top_p"] for row in rows], np.float64),
-        banned,
-    )
+from rlhfuse.gen.sampler import draw_tokens
 
 
 def counts(probabilities: torch.Tensor, draws: int, **options) -> np.ndarray:
@@ -89,35 +61,17 @@ def test_banned_tokens_are_out_before_top_k_and_top_p():
     assert abs(logprob - math.log(0.3)) < 1e-6  # of the policy, not of what was left
 
 
+def gumbel_noise(keys: list[tuple[int, int]], vocab: int) -> torch.Tensor:
+    hashes = [[sampling.noise_hash(np.uint32(k0), np.uint32(k1), i) for i in range(vocab)] for k0, k1 in keys]
+    return -torch.tensor([[sampling.exponential(h) for h in row] for row in hashes]).log()
+
+
 def test_noise_of_neighbouring_keys_is_uncorrelated():
-    keys = torch.tensor([noise_key(s, i, t) for s in (0, 1) for i in (0, 1) for t in range(8)])
-    noise = sampler.gumbel_noise(keys, 4096)
+    keys = [noise_key(s, i, t) for s in (0, 1) for i in (0, 1) for t in range(8)]
+    noise = gumbel_noise(keys, 4096)
     assert torch.corrcoef(noise).fill_diagonal_(0).abs().max() < 0.08  # 5 / sqrt(4096)
     assert torch.corrcoef(torch.stack((noise[0, 1:], noise[0, :-1])))[0, 1].abs() < 0.08
     assert abs(noise.mean() - 0.57722) < 0.01 and abs(noise.var() - math.pi**2 / 6) < 0.03
-
-
-def test_both_implementations_agree():
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(40, 1003, generator=generator) * 3
-    options = [
-        {},
-        {"temperature": 0.0},
-        {"temperature": 0.6},
-        {"top_k": 5},
-        {"top_p": 0.5},
-        {"banned": (1, 2)},
-        {"top_k": 9, "top_p": 0.7, "temperature": 1.5},
-        {"top_k": 2, "banned": (3,)},
-    ]
-    batch = draw_batch([options[i % 8] for i in range(40)])
-    ours, theirs = draw_tokens(logits, batch), sampler._draw_torch(logits, batch)
-    assert ours.tokens == theirs.tokens
-    assert max(abs(a - b) for a, b in zip(ours.logprobs, theirs.logprobs)) < 1e-5
-    noise = sampler.gumbel_noise(torch.from_numpy(batch.keys[:1].astype(np.int64)), 1000)[0]
-    k0, k1 = batch.keys[0]
-    hashes = [sampling.noise_hash(k0, k1, i) for i in range(1000)]
-    assert max(abs(-math.log(sampling.exponential(h)) - float(g)) for h, g in zip(hashes, noise)) < 1e-5
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
@@ -149,15 +103,14 @@ def test_logits_in_a_wider_buffer():
 
 
 def test_rows_that_are_not_finite():
-    for draw in (draw_tokens, sampler._draw_torch):
-        for bad in (math.nan, math.inf):
-            for place in (0, 66):
-                logits = torch.zeros(2, 70)
-                logits[0, place] = bad
-                draws = draw(logits, draw_batch([{}, {}]))
-                assert draws.tokens[0] == -1 and math.isnan(draws.logprobs[0])
-                assert draws.tokens[1] >= 0 and abs(draws.logprobs[1] + math.log(70)) < 1e-5
-        assert draw(torch.full((1, 70), -math.inf), draw_batch([{}])).tokens == [-1]
+    for bad in (math.nan, math.inf):
+        for place in (0, 66):
+            logits = torch.zeros(2, 70)
+            logits[0, place] = bad
+            draws = draw_tokens(logits, draw_batch([{}, {}]))
+            assert draws.tokens[0] == -1 and math.isnan(draws.logprobs[0])
+            assert draws.tokens[1] >= 0 and abs(draws.logprobs[1] + math.log(70)) < 1e-5
+    assert draw_tokens(torch.full((1, 70), -math.inf), draw_batch([{}])).tokens == [-1]
 
 
 def threshold_twin(row: np.ndarray, temperature: float, top_k: int, top_p: float) -> float:
@@ -191,9 +144,6 @@ def test_threshold_is_exact(seed, vocab, spread, ties, temperature, top_k, top_p
     found = row_cutoff(row, np.float32(temperature), top_k, top_p)
     twins = {threshold_twin(row, np.float32(temperature), top_k, p) for p in (top_p - 1e-5, top_p, top_p + 1e-5)}
     assert found in (twins if top_p < 1 else {threshold_twin(row, 1.0, top_k, 1.0)})
-    batch = draw_batch([dict(temperature=temperature, top_k=top_k, top_p=top_p)])
-    in_torch = float(sampler.cutoffs_torch(torch.from_numpy(row)[None], batch)[0])
-    assert in_torch in twins or in_torch == -math.inf  # minus infinity where both are off
 
 
 def test_threshold_of_equal_logits_and_of_one_token():
@@ -212,13 +162,13 @@ def test_keys_are_of_seed_sample_and_position():
     for seq in sequences:
         table.add(seq)
     totals = np.array([2, 2, 2, 4, 5, 100])
-    batch = DrawBatch.of(sequences, totals, table)
+    batch = sampler.draw_batch(sequences, totals, table)
     assert batch.keys.tolist() == [list(noise_key(*case, total)) for case, total in zip(cases, totals.tolist())]
     assert batch.banned.tolist() == [[4], [4], [4], [4], [-1], [-1]]
-    assert DrawBatch.of(sequences[::-1], totals[::-1], table).keys.tolist() == batch.keys[::-1].tolist()
+    assert sampler.draw_batch(sequences[::-1], totals[::-1], table).keys.tolist() == batch.keys[::-1].tolist()
 
 
 def test_largest_and_smallest_hash_give_finite_noise():
     for h in (0, 2**32 - 1):
-        u = sampler._uniform(torch.tensor([h]))
-        assert 0 < float(u) < 1 and torch.isfinite(-torch.log(-torch.log1p(-u)))
+        drawn = sampling.exponential(np.uint32(h))
+        assert 0 < drawn < 30 and math.isfinite(-math.log(drawn))

@@ -191,6 +191,7 @@ def prefill_seconds(engine: Engine, prompts: int, length: int) -> float:
         for sample, prompt in enumerate(random_prompts(engine.spec, prompts, length, 1000 + seed)):
             engine.add(sample, prompt, SamplingParams(max_tokens=1, ignore_eos=True))
         engine.step()
+        engine.settle()
         assert not engine.has_unfinished(), "the prompts were to fit into one step"
         seconds.append(engine.last_step.seconds)
     return min(seconds[1:])

@@ -69,6 +69,10 @@ class Generation:
             if reached:
                 break
         decision.close()
+        if last := self._taken(self.engine.settle()):
+            self._report_finished(len(last))
+            samples += last
+            busy_until = time.time()
         self.events.span("generate", start, busy_until)
         self.events.span("wait", busy_until, time.time())
         self.events.generation_seconds = busy_until - self._begin
@@ -79,7 +83,7 @@ class Generation:
         start = time.time()
         while self.engine.has_unfinished():
             step_start = time.perf_counter()
-            self.progress(f"generation of the long tail: {len(self.engine.unfinished())} samples left here")
+            self.progress(f"generation of the long tail: {self.engine.samples} samples left here")
             finished = self._step()
             self._report_finished(len(finished), [pickle.dumps(rollout) for rollout in finished])
             self._observe(step_start)
@@ -90,6 +94,9 @@ class Generation:
         start = time.perf_counter()
         results = self.engine.step()
         self._in_engine = time.perf_counter() - start
+        return self._taken(results)
+
+    def _taken(self, results: list[GenerationResult]) -> list[Rollout]:
         for result in results:
             if result.finish_reason == "error":
                 raise FloatingPointError(f"sample {result.sample_id}: the actor's logits are not finite")
@@ -100,6 +107,8 @@ class Generation:
 
     def _observe(self, step_start: float) -> None:
         stats = self.engine.last_step
+        if not stats.batch:  # launched and not read yet: its seconds come with the next step's
+            return
         # From boundary to boundary: small models spend a good part of their time between the engine's steps.
         seconds = stats.seconds + time.perf_counter() - step_start - self._in_engine
         if stats.prefill_tokens:

@@ -79,7 +79,7 @@ class RunningTable:
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    tokens: np.ndarray  # [T] int64
+    tokens: np.ndarray  # [T] int64; ~i: what the step launched before draws at its place i
     positions: np.ndarray  # [T] int64, within each sequence
     slots: np.ndarray  # [T] int64: block * block_tokens + offset, where key and value go
     query_starts: np.ndarray  # [S + 1] int64: rows of each sequence

@@ -110,7 +110,8 @@ class Scheduler:
         held = len(seq.block_table)
         self.blocks.grow(seq, context)
         self.table.copy_blocks(seq.row, seq.block_table, held)
-        self.blocks.publish(seq, context)
+        # A drawn token that is not read yet, and the block that it may fill, come in with the next.
+        self.blocks.publish(seq, min(context, seq.known_tokens))
 
     def _preempt(self) -> Sequence:
         """Stop the youngest running sequence; it waits in front of all younger ones."""

@@ -94,6 +94,11 @@ class Sequence:
         return len(self.prompt) + len(self.tokens)
 
     @property
+    def known_tokens(self) -> int:
+        """Without one that was drawn and not read yet: `tokens` holds its place among the draws, `logprobs` nothing."""
+        return len(self.prompt) + len(self.logprobs)
+
+    @property
     def pending_tokens(self) -> int:
         return len(self.prompt) + len(self.tokens) - self.computed_tokens
 

@@ -1,7 +1,7 @@
 """Decode steps recorded once and replayed: a CUDA graph for each shape, so that the host launches one thing per step.
 
 Shapes are rounded up so that few occur: rows to 1, 2, 4, 8, 16, 32, 48, ...; columns of the block tables to powers of
-two, from 256 tokens up. All graphs share one memory pool and one buffer of logits.
+two, from 256 tokens up. All graphs share one memory pool.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhfuse.gen.core.draws import DrawBatch
 from rlhfuse.gen.core.forward_batch import ForwardBatch
+from rlhfuse.gen.gpu.draws import DrawInputs, draw_array
 
 SHORTEST_TOKENS = 256  # narrower tables are widened to this: attention over so little costs nothing
 ROW_STEP = 16
@@ -24,18 +26,22 @@ ROW_STEP = 16
 class DecodeShape(NamedTuple):
     rows: int
     width: int  # columns of the block tables
+    draws: int = DrawInputs.columns(0)  # integers of a row's draw
 
     @property
     def integers(self) -> int:
-        return self.rows * (4 + self.width)
+        return self.rows * (4 + self.draws + self.width)
 
     @staticmethod
-    def holding(sequences: int, blocks: int, most_sequences: int, most_blocks: int, block_tokens: int) -> DecodeShape:
+    def holding(
+        sequences: int, blocks: int, most_sequences: int, most_blocks: int, block_tokens: int, banned: int = 0
+    ) -> DecodeShape:
         """The smallest shape for so many sequences of at most `blocks` blocks; beyond the `most_` only if they are."""
         short = sequences <= ROW_STEP // 2
         rows = _power_of_two(sequences) if short else -(-sequences // ROW_STEP) * ROW_STEP
         width = _power_of_two(max(blocks, -(-SHORTEST_TOKENS // block_tokens)))
-        return DecodeShape(max(sequences, min(rows, most_sequences)), max(blocks, min(width, most_blocks)))
+        rows, width = max(sequences, min(rows, most_sequences)), max(blocks, min(width, most_blocks))
+        return DecodeShape(rows, width, DrawInputs.columns(banned))
 
 
 def _power_of_two(least: int) -> int:
@@ -64,22 +70,34 @@ class DecodeInputs:
         return self.packed[3 * self.shape.rows : 4 * self.shape.rows]
 
     @property
+    def tokens(self) -> Tensor:
+        """[rows] int32; ~i until `feed` has put the i-th draw of the step before there."""
+        return self.packed[: self.shape.rows]
+
+    @property
+    def draws(self) -> DrawInputs:
+        rows = self.shape.rows
+        return DrawInputs(rows, self.packed[4 * rows : (4 + self.shape.draws) * rows])
+
+    @property
     def tables(self) -> Tensor:
         """[rows, width] int32 cache blocks; those past a context are never looked at."""
-        return self.packed[4 * self.shape.rows :].view(self.shape)
+        return self.packed[-self.shape.rows * self.shape.width :].view(self.shape.rows, self.shape.width)
 
 
-def padded_arrays(batch: ForwardBatch, shape: DecodeShape, spare_block: int, block_tokens: int) -> list[np.ndarray]:
+def padded_arrays(
+    batch: ForwardBatch, draws: DrawBatch, shape: DecodeShape, spare_block: int, block_tokens: int
+) -> list[np.ndarray]:
     """The parts of DecodeInputs.packed for a batch of one token per sequence, in order, with padding rows."""
     # Padding is token 0 at position 0 with a context of 1, in a spare block that no sequence ever gets.
     sequences = len(batch.contexts)
     assert len(batch.tokens) == sequences <= shape.rows, f"{len(batch.tokens)} tokens of {sequences} sequences"
-    tables = np.full(shape, spare_block, np.int32)
+    tables = np.full((shape.rows, shape.width), spare_block, np.int32)
     tables[:sequences, : batch.tables.shape[1]] = batch.tables
     facts = np.zeros((4, shape.rows), np.int32)
     facts[2], facts[3] = spare_block * block_tokens, 1
     facts[:, :sequences] = batch.tokens, batch.positions, batch.slots, batch.contexts
-    return [facts, tables]
+    return [facts, draw_array(draws, batch.draw_rows, shape.rows), tables]
 
 
 class Staging:
@@ -156,13 +174,11 @@ class DecodeGraphs:
     too, so all ranks must capture and replay in one order: the ranks of an engine take identical steps.
     """
 
-    def __init__(self, recorder: Recorder, device: torch.device, most_rows: int, vocab: int) -> None:
+    def __init__(self, recorder: Recorder, device: torch.device) -> None:
         self._recorder, self._device = recorder, device
-        self._logits_shape = (most_rows, vocab)
-        self._logits: Tensor | None = None
         self._recorded: dict[DecodeShape, tuple[DecodeInputs, Callable[[], None]]] = {}
         self._addresses: tuple[int, ...] = ()
-        self.recording_seconds = 0.0  # since the beginning
+        self.recording_seconds, self.recorded_shapes = 0.0, 0  # since the beginning
 
     def keep_for(self, addresses: tuple[int, ...]) -> None:
         """Drop everything unless it was recorded over memory at these addresses."""
@@ -171,29 +187,25 @@ class DecodeGraphs:
             self._addresses = addresses
 
     def run(
-        self, shape: DecodeShape, arrays: list[np.ndarray], staging: Staging, decode: Callable[[DecodeInputs], Tensor]
-    ) -> Tensor:
-        """Logits [shape.rows, vocab] float32 of one step, valid until the next; records a new shape first.
+        self, shape: DecodeShape, arrays: list[np.ndarray], staging: Staging, work: Callable[[DecodeInputs], None]
+    ) -> None:
+        """Launch one step; records a new shape first.
 
-        `decode` must allocate nothing that outlives it, read nothing back, and write only what it would write again.
+        `work` must allocate nothing that outlives it, read nothing back, and write only what it would write again.
         """
-        if self._logits is None:
-            self._logits = torch.empty(self._logits_shape, dtype=torch.float32, device=self._device)
-        logits, vocab = self._logits[: shape.rows], self._logits.shape[1]
         inputs, replay = self._recorded.get(shape) or (DecodeInputs.empty(shape, self._device), None)
         staging.send(arrays, inputs.packed)
         if replay is None:
             start = time.perf_counter()
-            replay = self._recorder.record(lambda: logits.copy_(decode(inputs)[:, :vocab]))
+            replay = self._recorder.record(lambda: work(inputs))
             self._recorded[shape] = inputs, replay
             self.recording_seconds += time.perf_counter() - start
+            self.recorded_shapes += 1
         replay()
-        return logits
 
     def release(self) -> None:
-        """Drop all graphs, their memory and the logits."""
+        """Drop all graphs and their memory."""
         if self._recorded:
             self._recorded.clear()
             self._recorder.release()
-        self._logits = None
         self._addresses = ()

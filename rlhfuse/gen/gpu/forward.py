@@ -3,20 +3,23 @@
     decode   one token of each sequence: padded to a DecodeShape, in CUDA graphs or launched kernel after kernel
     mixed    chunks of prompts among decoding sequences: packed without padding, launched kernel after kernel
 
-Letters: T tokens, H query heads, G key/value heads of this rank, D head_dim.
+Neither waits: a token may be named by its place among the draws before. T tokens, H and G heads of this rank.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.gen.core.draws import DrawBatch
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.core.model_shard import ModelWeights, TensorParallel
 from rlhfuse.gen.gpu.decode_graphs import DecodeGraphs, DecodeInputs, DecodeShape, Recorder, Staging, padded_arrays
+from rlhfuse.gen.gpu.draws import DrawInputs, DrawKernels, DrawOutputs, StepInFlight, draw_array
 from rlhfuse.gen.gpu.layer_kernels import LayerKernels
 from rlhfuse.models.paged_attention import Attend, PagedAttention, PagedQueries
 from rlhfuse.models.rotary import rotary_tables
@@ -33,16 +36,18 @@ class DeviceForward:
         device: torch.device,
         max_sequences: int,
         recorder: Recorder | None,
+        kernels: DrawKernels,
         attention: PagedAttention,
         layer_kernels: LayerKernels,
     ) -> None:
-        """`recorder` None: no graphs. `bind` must be called before `forward`."""
+        """`recorder` None: no graphs. `bind` must be called before `launch`."""
         self.spec, self.parallel, self.device = spec, parallel, device
         self.max_sequences = max_sequences
         self._attention, self._layer_kernels = attention, layer_kernels
         self._rotary = rotary_tables(spec, device)
         self._staging = Staging(device)
-        self._graphs = DecodeGraphs(recorder, device, max_sequences, spec.vocab) if recorder else None
+        self._graphs = DecodeGraphs(recorder, device) if recorder else None
+        self._kernels, self._outputs = kernels, DrawOutputs(device, max_sequences)
         self._weights: ModelWeights | None = None
         self._weight_addresses: tuple[int, ...] = ()
 
@@ -65,45 +70,54 @@ class DeviceForward:
             self._graphs.release()
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """As `ModelRunner.forward`. The logits are valid until the next call."""
+    def launch(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> StepInFlight:
+        """As `ModelRunner.launch`. A token ~i is what the step launched before drew at its place i."""
         assert cache.keys.shape[1] * cache.block_tokens < 2**31, "slots are sent as int32"
         if len(batch.tokens) == len(batch.contexts):
-            logits = self._decode_step(batch, cache)
-            if len(batch.draw_rows) == len(batch.tokens):
-                return logits
-            return logits[torch.from_numpy(batch.draw_rows).to(self.device)]
-        return self._mixed_step(batch, cache)
+            self._decode_step(batch, draws, cache)
+            return self._outputs.send(batch.draw_rows)
+        logits, inputs = self.mixed(batch, draws, cache)
+        if inputs.rows:
+            self._kernels.draw(logits, inputs, self._outputs.newest)
+        return self._outputs.send(np.arange(inputs.rows))
 
     def decode(self, inputs: DecodeInputs, cache: KVCache) -> Tensor:
-        """Logits [rows, at least vocab] float32: of fixed shapes, never waiting; may be run twice."""
+        """Logits [rows, vocab] float32: of fixed shapes, never waiting; may be run twice."""
+        self._kernels.feed(inputs.tokens, self._outputs.newest[0])
         tokens, positions, slots = inputs.indices()
         attend = self._attention.decode(inputs.tables, inputs.contexts)
         return self._logits(*self._layers(tokens, positions, slots, cache, attend))
 
-    def _decode_step(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        most_blocks = -(-self.spec.context // cache.block_tokens)
+    def _decode_step(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> None:
+        most_blocks, banned = -(-self.spec.context // cache.block_tokens), draws.banned.shape[1]
         shape = DecodeShape.holding(
-            len(batch.contexts), batch.tables.shape[1], self.max_sequences, most_blocks, cache.block_tokens
+            len(batch.contexts), batch.tables.shape[1], self.max_sequences, most_blocks, cache.block_tokens, banned
         )
-        arrays = padded_arrays(batch, shape, cache.keys.shape[1] - 1, cache.block_tokens)
-        if self._graphs is not None:
-            self._graphs.keep_for((*self._weight_addresses, cache.keys.data_ptr(), cache.values.data_ptr()))
-            return self._graphs.run(shape, arrays, self._staging, lambda inputs: self.decode(inputs, cache))
-        inputs = DecodeInputs(shape, self._staging.send(arrays))
-        return self.decode(inputs, cache)[:, : self.spec.vocab]
+        arrays = padded_arrays(batch, draws, shape, cache.keys.shape[1] - 1, cache.block_tokens)
 
-    def _mixed_step(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        def work(inputs: DecodeInputs) -> None:
+            self._kernels.draw(self.decode(inputs, cache), inputs.draws, self._outputs.newest)
+
+        if self._graphs is None:
+            work(DecodeInputs(shape, self._staging.send(arrays)))
+        else:
+            self._graphs.keep_for((*self._weight_addresses, cache.keys.data_ptr(), cache.values.data_ptr()))
+            self._graphs.run(shape, arrays, self._staging, work)
+
+    def mixed(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> tuple[Tensor, DrawInputs]:
+        """Logits [drawing rows, vocab] float32, and what their draws need."""
+        rows = len(batch.draw_rows)
         arrays = [batch.tokens, batch.positions, batch.slots, batch.draw_rows, batch.query_starts, batch.contexts]
-        sent = self._staging.send([*arrays, batch.tables]).split([a.size for a in (*arrays, batch.tables)])
+        arrays += [batch.tables, draw_array(draws, np.arange(rows), rows)]
+        sent = self._staging.send(arrays).split([array.size for array in arrays])
+        self._kernels.feed(sent[0], self._outputs.newest[0])
         tokens, positions, slots, draw_rows = (x.long() for x in sent[:4])
         tables, here = sent[6].view(batch.tables.shape), torch.from_numpy(batch.tables)
         runs = batch.query_starts.tolist(), batch.contexts.tolist()
         attend = self._attention.mixed(PagedQueries(tables, sent[4], sent[5], *runs, here))
         x, delta = self._layers(tokens, positions, slots, cache, attend)
-        if not len(draw_rows):
-            return torch.empty(0, self.spec.vocab, device=self.device)
-        return self._logits(x[draw_rows], delta[draw_rows])[:, : self.spec.vocab]
+        none = torch.empty(0, self.spec.vocab, device=self.device)
+        return self._logits(x[draw_rows], delta[draw_rows]) if rows else none, DrawInputs(rows, sent[7])
 
     def _layers(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, cache: KVCache, attend: Attend
@@ -128,9 +142,9 @@ class DeviceForward:
         return x, delta
 
     def _logits(self, x: Tensor, delta: Tensor) -> Tensor:
-        """[rows, at least vocab] float32: the products' own sums, not rounded between."""
+        """[rows, vocab] float32: the products' own sums, not rounded between."""
         assert self._weights is not None, "bind() comes first"
         x = self._layer_kernels.add_norm(x, delta, None, self._weights.final_norm, self.spec.norm_eps)
         weight = self._weights.output.t()
         logits = torch.mm(x, weight, out_dtype=torch.float32) if x.is_cuda else x.float() @ weight.float()
-        return self.parallel.gather(logits)
+        return self.parallel.gather(logits)[:, : self.spec.vocab]

@@ -93,8 +93,9 @@ class GenerationWork:
         seconds: list[float] = []
         while len(seconds) <= steps:  # the first one warms up
             self.engine.step()
-            if not self.engine.last_step.prefill_tokens:
-                seconds.append(self.engine.last_step.seconds)
+            stats = self.engine.last_step
+            if stats.batch and not stats.prefill_tokens:
+                seconds.append(stats.seconds)
             if not self.engine.has_unfinished():
                 break
         self._leave(ids)
@@ -105,6 +106,7 @@ class GenerationWork:
         lengths = [tokens // sequences + (place < tokens % sequences) for place in range(sequences)]
         ids = self._enter(lengths, 1)
         self.engine.step()
+        self.engine.settle()
         seconds = self.engine.last_step.seconds
         self._leave(ids)
         return seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from draw_batches import draw_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +50,7 @@ def test_a_shape_holds_its_batch_wastes_little_and_is_its_own_shape(sequences, c
     assert sequences <= shape.rows <= min(max(2 * sequences - 1, 1), sequences + 15, most_rows)
     assert blocks <= shape.width <= most_blocks
     assert shape.width * block_tokens <= max(2 * context, 256) + block_tokens
-    assert DecodeShape.holding(*shape, most_rows, most_blocks, block_tokens) == shape
+    assert DecodeShape.holding(shape.rows, shape.width, most_rows, most_blocks, block_tokens) == shape
 
 
 def test_there_are_few_shapes():
@@ -62,7 +63,8 @@ def test_there_are_few_shapes():
 def test_padding_lies_in_the_spare_block_alone(contexts, block_tokens, more_rows):
     batch, spare = decode_batch(contexts, block_tokens), 1000
     shape = DecodeShape(len(contexts) + more_rows, batch.tables.shape[1] + 3)
-    packed = Staging(CPU).send(padded_arrays(batch, shape, spare, block_tokens))
+    draws = draw_batch([{"top_p": 0.3, "banned": (i,)} for i in range(len(contexts))])
+    packed = Staging(CPU).send(padded_arrays(batch, draws, shape, spare, block_tokens))
     assert packed.dtype == torch.int32 and packed.numel() == shape.integers
     inputs = DecodeInputs(shape, packed)
     tokens, positions, slots = inputs.indices()
@@ -75,13 +77,17 @@ def test_padding_lies_in_the_spare_block_alone(contexts, block_tokens, more_rows
     assert (slots[real:] // block_tokens == spare).all() and (slots[:real] // block_tokens != spare).all()
     assert (inputs.tables[real:] == spare).all() and (inputs.contexts[real:] == 1).all()
     assert not tokens[real:].any() and not positions[real:].any()
+    places, found = inputs.draws.unpack()
+    assert places.tolist() == list(range(real)), "padding draws nothing"
+    for name, wanted in vars(draws).items():
+        assert np.array_equal(getattr(found, name), wanted), name
 
 
 def test_a_batch_with_a_chunk_is_no_decode_step():
     batch = decode_batch([3, 5], 4)
     chunk = ForwardBatch(**{**vars(batch), "tokens": np.arange(5)})
     with pytest.raises(AssertionError, match="5 tokens of 2 sequences"):
-        padded_arrays(chunk, DecodeShape(8, 4), 9, 4)
+        padded_arrays(chunk, draw_batch([{}] * 2), DecodeShape(8, 4), 9, 4)
 
 
 def test_staging_carries_any_arrays_into_new_or_given_memory():

@@ -14,10 +14,12 @@ from gen_models import random_weights, tiny_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhfuse.base.errors import InputError, leave
+from rlhfuse.gen.core.draws import DrawBatch
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.gen.gpu.decode_graphs import DecodeGraphs, DecodeInputs, DecodeShape, Staging, padded_arrays
+from rlhfuse.gen.gpu.draws import DrawKernels
 from rlhfuse.gen.model_runner import ModelRunner
 
 CPU = torch.device("cpu")
@@ -50,28 +52,36 @@ def torch_engine(spec, repeater: Repeater | None = None, dtype=torch.float32, we
     engine = Engine(spec, weights, EngineOptions(**({"num_blocks": 200, "kernels": "torch"} | options)), dtype=dtype)
     if repeater is not None:
         forward = engine.runner._forward
-        forward._graphs = DecodeGraphs(repeater, CPU, forward.max_sequences, spec.vocab)
+        forward._graphs = DecodeGraphs(repeater, CPU)
     return engine
 
 
 def filled(engine: Engine, prompts: list[list[int]], steps: int = 3) -> ForwardBatch:
     """Run an engine until all its sequences decode; returns its last batch, which may be run again."""
     seen: list[ForwardBatch] = []
-    forward = engine.runner.forward
-    engine.runner.forward = lambda batch, cache: seen.append(batch) or forward(batch, cache)
+    launch = engine.runner.launch
+    engine.runner.launch = lambda batch, draws, cache: seen.append(batch) or launch(batch, draws, cache)
     for i, prompt in enumerate(prompts):
         engine.add(i, prompt, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
     for _ in range(steps):
         engine.step()
-    engine.runner.forward = forward
+        engine.settle()
+    engine.runner.launch = launch
     assert len(seen[-1].tokens) == len(prompts) == len(seen[-1].contexts)
     return seen[-1]
+
+
+def greedy(rows: int) -> DrawBatch:
+    none = np.zeros(rows, np.int64)
+    return DrawBatch(
+        np.zeros((rows, 2), np.uint32), none.astype(np.float32), none, none + 1.0, np.empty((rows, 0), int)
+    )
 
 
 def decoded(engine: Engine, batch: ForwardBatch, shape: DecodeShape) -> torch.Tensor:
     """Logits of the real rows of a batch, padded to `shape`."""
     cache = engine._cache
-    arrays = padded_arrays(batch, shape, cache.keys.shape[1] - 1, cache.block_tokens)
+    arrays = padded_arrays(batch, greedy(len(batch.tokens)), shape, cache.keys.shape[1] - 1, cache.block_tokens)
     with torch.inference_mode():
         inputs = DecodeInputs(shape, Staging(CPU).send(arrays))
         return engine.runner._forward.decode(inputs, cache)[: len(batch.tokens)].float()
@@ -137,9 +147,9 @@ def test_a_step_that_does_not_draw_every_row(prompts):
     engine = torch_engine(tiny_spec(**WIDE))
     batch = filled(engine, prompts)
     forward, cache = engine.runner._forward, engine._cache
-    everything = forward.forward(batch, cache).clone()
+    tokens, logprobs = forward.launch(batch, greedy(8), cache).read()
     some = ForwardBatch(**{**vars(batch), "draw_rows": np.array([1, 4])})
-    assert torch.equal(forward.forward(some, cache), everything[[1, 4]])
+    assert forward.launch(some, greedy(2), cache).read() == ([tokens[1], tokens[4]], [logprobs[1], logprobs[4]])
 
 
 def test_recording_follows_shapes_cache_and_weights(prompts):
@@ -164,14 +174,14 @@ def test_recording_follows_shapes_cache_and_weights(prompts):
 
     released = repeater.released
     engine.pause()
-    assert tuple(graphs._recorded) == () and graphs._logits is None and repeater.released == released + 1
+    assert tuple(graphs._recorded) == () and repeater.released == released + 1
     engine.resume()
     engine.generate(prompts, params)
     assert repeater.recorded == 4
 
 
-def test_logits_of_one_shape_do_not_reach_into_another(prompts):
-    """All shapes share one buffer of logits: a row past the batch may be stale, a row of it never."""
+def test_draws_of_one_shape_do_not_reach_into_another(prompts):
+    """All shapes share one buffer of draws: a row past the batch may be stale, a row of it never."""
     spec = tiny_spec(**WIDE)
     engine, plain = torch_engine(spec, Repeater()), torch_engine(spec)
     for count in (8, 3, 1, 5):
@@ -187,8 +197,9 @@ def test_seconds_of_a_step_leave_recording_out(monkeypatch, prompts):
 
     engine = torch_engine(tiny_spec(**WIDE), Slow())
     engine.add(0, prompts[1], SamplingParams(max_tokens=9, ignore_eos=True))
-    engine.step()
-    engine.step()  # the first decode step records
+    for _ in range(2):  # the first decode step records
+        engine.step()
+        engine.settle()
     assert 0 < engine.last_step.seconds < engine.runner.recording_seconds
 
 
@@ -222,7 +233,7 @@ def run_rank(rank: int, folder: str) -> None:
         tp_group=dist.group.WORLD,
     )
     forward = engine.runner._forward
-    forward._graphs = DecodeGraphs(repeater, CPU, forward.max_sequences, spec.vocab)
+    forward._graphs = DecodeGraphs(repeater, CPU)
     results = engine.generate([[9, 10, 11], [12], list(range(20, 60))], SamplingParams(max_tokens=12, ignore_eos=True))
     torch.save((results, repeater.recorded, tuple(forward._graphs._recorded)), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
@@ -269,13 +280,16 @@ def test_tensors_without_numbers_pass_through_so_nothing_is_read_back(monkeypatc
     weights = {name: w.to(meta, torch.bfloat16) for name, w in random_weights(spec).items()}
     options = EngineOptions(max_sequences=8, kernels=kernels, attention=kernels)
     runner = ModelRunner(spec, weights, options, device=meta, dtype=torch.bfloat16)
+    runner._forward._kernels = DrawKernels(lambda tokens, newest: None, lambda logits, inputs, outputs: None)
     cache = KVCache(spec.layers, 9, 256, spec.kv_heads, spec.head_dim, dtype=torch.bfloat16, device=meta)
     with torch.inference_mode():
         logits = runner._forward.decode(DecodeInputs.empty(DecodeShape(4, 8), meta), cache)
-    assert logits.shape == (4, 304) and logits.dtype == torch.float32 and logits.is_meta
+    assert logits.shape == (4, spec.vocab) and logits.dtype == torch.float32 and logits.is_meta
     three = np.arange(3)
     batch = ForwardBatch(three, three, three, np.array([0, 3]), np.array([300]), np.zeros((1, 2), np.int32), three[2:])
-    logits = runner.forward(batch, cache)
+    with torch.inference_mode():
+        logits, inputs = runner._forward.mixed(batch, greedy(1), cache)
+    assert inputs.rows == 1
     assert logits.shape == (1, spec.vocab) and logits.dtype == torch.float32 and logits.is_meta
     assert len(launched) == (11 * spec.layers + 2 if kernels == "triton" else 0)
 
@@ -331,6 +345,7 @@ def test_a_decode_layer_is_nine_launches(monkeypatch, changes):
         runner = ModelRunner(spec, weights, options, device=meta, dtype=torch.bfloat16)
         cache = KVCache(layers, 9, 16, spec.kv_heads, spec.head_dim, dtype=torch.bfloat16, device=meta)
         inputs = DecodeInputs.empty(DecodeShape(4, 16), meta)
+        runner._forward._kernels = DrawKernels(lambda tokens, newest: None, lambda logits, inputs, outputs: None)
         names.clear()
         with torch.inference_mode(), Operators(names):
             runner._forward.decode(inputs, cache)

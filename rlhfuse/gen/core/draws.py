@@ -1,0 +1,26 @@
+"""What the draws of a step need besides its logits, and what they give, whoever makes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Draws(NamedTuple):
+    """Per row; a token is -1, its log-probability NaN, where the row holds a number that is not finite."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class DrawBatch:
+    """Of R rows."""
+
+    keys: np.ndarray  # [R, 2] uint32: of (seed, sample id, position)
+    temperatures: np.ndarray  # [R] float32, 0 = greedy
+    top_ks: np.ndarray  # [R] int64, 0 = off
+    top_ps: np.ndarray  # [R] float64, 1 = off
+    banned: np.ndarray  # [R, B] int64, unused columns -1, behind the used ones
