@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
-# Every GPU check of the project in one call; the last line printed is one JSON object. Installs nothing.
+# Every GPU check of the project in one call; the last line printed is one JSON object. Changes nothing outside of the
+# folders that are named.
 #
-#   bash scripts/gpu_check.sh [--only TEXT]          uses $PYTHON, else .venv/bin/python, else python3
+#   bash scripts/gpu_check.sh [--only TEXT] [--budget SECONDS] [--out FILE]      uses $PYTHON, else .venv, else python3
+#   bash scripts/gpu_check.sh --prepare FOLDER [--python X.Y]                    wheels and references for elsewhere
+#   bash scripts/gpu_check.sh --wheels FOLDER ...                                there, without network
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-}
@@ -12,7 +15,7 @@ if [ -z "$python" ]; then
     fi
 fi
 command -v "$python" >/dev/null || {
-    echo "error: $python was not found; set PYTHON to a python that has torch and megatron-core" >&2
+    echo "error: $python was not found; set PYTHON to a python that has torch" >&2
     exit 2
 }
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # run from a checkout as well as installed

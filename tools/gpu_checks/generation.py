@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from gpu_checks.bench import DTYPES, Bench
 from gpu_checks.result import TOLERANCE, relative, require
 
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
@@ -22,8 +24,9 @@ def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offse
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(ahead, -torch.inf).softmax(-1), v)
 
 
-def check_varlen(device: torch.device, dtype: torch.dtype) -> dict:
+def check_varlen(bench: Bench, kind: str) -> dict:
     """Packed attention and its gradients against the formula, sequence by sequence."""
+    device, dtype = bench.where, DTYPES[kind]
     generator = torch.Generator().manual_seed(2)
     lengths, heads, kv_heads, dim = (5, 1, 64, 130), 8, 2, 64
     borders = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
@@ -49,8 +52,9 @@ def attention_for(q: torch.Tensor, keys: torch.Tensor, device: torch.device) -> 
     return choose_attention(CacheShape(q.dtype, device, *sizes))
 
 
-def check_paged(device: torch.device, dtype: torch.dtype, block_tokens: int) -> dict:
+def check_paged(bench: Bench, kind: str, block_tokens: int) -> dict:
     """Attention over cache blocks in any order against the formula: decode, prefill, and a chunk after a prefix."""
+    device, dtype = bench.where, DTYPES[kind]
     generator = torch.Generator().manual_seed(3)
     heads, kv_heads, dim, blocks = 8, 2, 64, 40
     queries, contexts = [1, 12, 1, 5, 1], [1, 12, 300, 77, 64]
@@ -74,8 +78,9 @@ def check_paged(device: torch.device, dtype: torch.dtype, block_tokens: int) -> 
     return require(error < TOLERANCE[dtype], {"attention": chosen.line(), "relative_error": error})
 
 
-def check_decode_attention(device: torch.device, dtype: torch.dtype, block_tokens: int) -> dict:
+def check_decode_attention(bench: Bench, kind: str, block_tokens: int) -> dict:
     """One query per sequence in fixed shapes, with padding rows and columns, against the formula."""
+    device, dtype = bench.where, DTYPES[kind]
     generator = torch.Generator().manual_seed(6)
     heads, kv_heads, dim, contexts = 8, 2, 64, [1, 12, 300, 77, 64]
     width = -(-300 // block_tokens) + 3
@@ -97,31 +102,50 @@ def check_decode_attention(device: torch.device, dtype: torch.dtype, block_token
     return require(error < TOLERANCE[dtype], {"attention": chosen.line(), "relative_error": error})
 
 
-def check_engine(model: Path, device: torch.device, dtype: torch.dtype, block_tokens: int) -> dict:
-    """Greedy tokens on the CPU and on the device. float32: equal. bfloat16: log-probabilities close where equal."""
+def greedy_prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(3, 200, (n,), generator=generator).tolist() for n in (1, 3, 7, 17, 30, 64, 5, 5)]
+    return [torch.randint(3, 200, (n,), generator=generator).tolist() for n in (1, 3, 7, 17, 30, 64, 5, 5)]
+
+
+def greedy(model: Path, device: torch.device, dtype: torch.dtype, options: EngineOptions) -> list[dict[str, Any]]:
+    """Tokens and log-probabilities of every prompt."""
     params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
-    blocks = 1024 * 16 // block_tokens
-    options = EngineOptions(num_blocks=blocks, block_tokens=block_tokens)
-    ours, theirs = (
-        Engine.from_pretrained(model, chosen, device=where, dtype=dtype).generate(prompts, params)
-        for where, chosen in (("cpu", options), (device, replace(options, kernels="torch")))
-    )
+    results = Engine.from_pretrained(model, options, device=device, dtype=dtype).generate(greedy_prompts(), params)
+    return [{"tokens": list(result.tokens), "logprobs": list(result.logprobs)} for result in results]
+
+
+def engine_reference(bench: Bench, model: Path, kind: str) -> list[dict[str, Any]]:
+    """What the CPU's engine says, or said where the file was written."""
+    options = EngineOptions(num_blocks=1024)
+    return bench.references.get(f"engine_{kind}", lambda: greedy(model, torch.device("cpu"), DTYPES[kind], options))
+
+
+def agreement(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Tokens that are equal up to each sample's first other one; the largest difference of their log-probabilities."""
     equal, total, difference = 0, 0, 0.0
-    for a, b in zip(ours, theirs):
-        total += len(a.tokens)
-        same = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens)) if x != y), len(a.tokens))
+    for a, b in zip(ours, theirs, strict=True):
+        total += len(a["tokens"])
+        same = next((i for i, (x, y) in enumerate(zip(a["tokens"], b["tokens"])) if x != y), len(a["tokens"]))
         equal += same
-        difference = max([difference, *(abs(x - y) for x, y in zip(a.logprobs[:same], b.logprobs[:same]))])
-    detail = {"tokens": total, "equal_tokens": equal, "max_logprob_difference": difference}
-    detail["block_tokens"] = block_tokens
+        difference = max([difference, *(abs(x - y) for x, y in zip(a["logprobs"][:same], b["logprobs"][:same]))])
+    return {"tokens": total, "equal_tokens": equal, "max_logprob_difference": difference}
+
+
+def check_engine(bench: Bench, kind: str, block_tokens: int) -> dict:
+    """Greedy tokens on the CPU and on the device. float32: equal. bfloat16: log-probabilities close where equal."""
+    model, dtype = bench.tiny(), DTYPES[kind]
+    options = EngineOptions(num_blocks=1024 * 16 // block_tokens, block_tokens=block_tokens)
+    ours = engine_reference(bench, model, kind)
+    detail = agreement(ours, greedy(model, bench.where, dtype, replace(options, kernels="torch")))
+    equal, total = detail["equal_tokens"], detail["tokens"]
     enough = equal == total if dtype == torch.float32 else equal >= total // 4  # after a near tie all differ
-    return require(enough and difference < 2 * TOLERANCE[dtype], detail)
+    good = enough and detail["max_logprob_difference"] < 2 * TOLERANCE[dtype]
+    return require(good, detail | {"block_tokens": block_tokens})
 
 
-def check_graphs(model: Path, device: torch.device, dtype: torch.dtype) -> dict:
+def check_graphs(bench: Bench, kind: str) -> dict:
     """Samples with CUDA graphs against the same without, before and after the cache was given back."""
+    model, dtype = bench.tiny(), DTYPES[kind]
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(3, 200, (n,), generator=generator).tolist() for n in (1, 9, 30, 5, 64, 3, 3, 8, 2)]
     params = [SamplingParams(max_tokens=10 + 4 * i, ignore_eos=True) for i in range(len(prompts))]  # batches shrink
@@ -129,24 +153,22 @@ def check_graphs(model: Path, device: torch.device, dtype: torch.dtype) -> dict:
         Engine.from_pretrained(
             model,
             EngineOptions(num_blocks=64, block_tokens=256, kernels="torch", cuda_graphs=on),
-            device=device,
+            device=bench.where,
             dtype=dtype,
         )
         for on in (True, False)
     )
-    wanted, difference, equal = eager.generate(prompts, params), 0.0, 0
-    total = 2 * sum(len(a.tokens) for a in wanted)
+
+    def drawn(engine: Engine) -> list[dict[str, Any]]:
+        results = engine.generate(prompts, params)
+        return [{"tokens": list(result.tokens), "logprobs": list(result.logprobs)} for result in results]
+
+    wanted, again = drawn(eager), []
     for _ in range(2):
-        for a, b in zip(wanted, graphs.generate(prompts, params)):
-            same = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens)) if x != y), len(a.tokens))
-            equal += same
-            difference = max([difference, *(abs(x - y) for x, y in zip(a.logprobs[:same], b.logprobs[:same]))])
+        again += drawn(graphs)
         graphs.pause()
         graphs.resume()
-    detail = {
-        "tokens": total,
-        "equal_tokens": equal,
-        "max_logprob_difference": difference,
-        "capture_seconds": graphs.runner.recording_seconds,
-    }
-    return require(equal >= total * 0.9 and difference < TOLERANCE[dtype], detail)
+    detail = agreement(2 * wanted, again)
+    detail["capture_seconds"] = graphs.runner.recording_seconds
+    good = detail["equal_tokens"] >= detail["tokens"] * 0.9 and detail["max_logprob_difference"] < TOLERANCE[dtype]
+    return require(good, detail)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from gpu_checks.bench import TINY, Bench
 
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
@@ -71,6 +72,7 @@ DATA_SHEET = (
 ELEMENT = 2  # bytes of a bfloat16
 PROMPT, RESPONSE = 128, 32  # tokens of a sample in the decode measurement
 BATCHES = (1, 16, 64, 256)
+LONG = {2048: (1, 16, 64), 8192: (1, 16)}  # context -> batches
 
 
 def random_weights(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -168,10 +170,10 @@ def random_prompts(spec: ModelSpec, count: int, length: int, seed: int) -> list[
     return torch.randint(3, spec.vocab, (count, length), generator=generator).tolist()
 
 
-def decode_seconds(engine: Engine, batch: int) -> tuple[float, int]:
+def decode_seconds(engine: Engine, batch: int, prompt_tokens: int = PROMPT) -> tuple[float, int]:
     """Median seconds of a decode step of all `batch` sequences, and the tokens in the cache at such a step."""
     params = SamplingParams(max_tokens=RESPONSE, ignore_eos=True)
-    for sample, prompt in enumerate(random_prompts(engine.spec, batch, PROMPT, seed=batch)):
+    for sample, prompt in enumerate(random_prompts(engine.spec, batch, prompt_tokens, seed=batch)):
         engine.add(sample, prompt, params)
     seconds, contexts = [], []
     while engine.has_unfinished():
@@ -197,11 +199,42 @@ def prefill_seconds(engine: Engine, prompts: int, length: int) -> float:
     return min(seconds[1:])
 
 
-def measure(shape: dict, folder: Path, device: torch.device, block_tokens: int, batches: tuple[int, ...]) -> dict:
-    """Decode and prefill of one shape, as fractions of the limits, with CUDA graphs and without."""
+def spec_of(shape: dict, folder: Path) -> ModelSpec:
+    """The shape as the program reads it."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape))
-    spec, longest = ModelSpec.from_config(folder), PROMPT + RESPONSE
+    return ModelSpec.from_config(folder)
+
+
+def check_decode(bench: Bench, size: str, block_tokens: int) -> dict:
+    """`measure` of a shape of SHAPES, or on the CPU of the tiny one."""
+    shape, batches = (SHAPES[size], BATCHES) if bench.on_gpu else (TINY, (1, 4))
+    return measure(shape, bench.folder / size, bench.where, block_tokens, batches)
+
+
+def check_long_contexts(bench: Bench, size: str) -> dict:
+    """Decode steps of sequences of 2k and 8k tokens, beside the bandwidth of a copy."""
+    shape, contexts = (SHAPES[size], LONG) if bench.on_gpu else (TINY, {64: (1, 2)})
+    spec, block = spec_of({**shape, "max_position_embeddings": 16384}, bench.folder / size), 16
+    most = max(max(batches) * (context + RESPONSE + block) for context, batches in contexts.items())
+    needed = spec.parameters() * ELEMENT + most * spec.kv_bytes_per_token(ELEMENT) + (6 << 30)
+    if bench.on_gpu and (free := torch.cuda.mem_get_info(bench.where)[0]) < needed:
+        return {"skipped": f"{needed >> 20} MiB of device memory are needed, {free >> 20} MiB are free"}
+    bandwidth, rows = copy_bandwidth(bench.where), {}
+    options = EngineOptions(-(-most // block), block, max_sequences=64, max_batched_tokens=8192, kernels="torch")
+    weights = random_weights(spec, bench.where, torch.bfloat16)
+    engine = Engine(spec, weights, options, device=bench.where, dtype=torch.bfloat16)
+    for context, batches in contexts.items():
+        for batch in batches:
+            seconds, tokens = decode_seconds(engine, batch, context)
+            share = step_bytes(spec, tokens) / seconds / bandwidth
+            rows[f"{context}_{batch}"] = {"step_seconds": seconds, "copy_bandwidth_fraction": round(share, 4)}
+    return {"copy_bytes_per_second": bandwidth, "decode": rows, "capture_seconds": engine.runner.recording_seconds}
+
+
+def measure(shape: dict, folder: Path, device: torch.device, block_tokens: int, batches: tuple[int, ...]) -> dict:
+    """Decode and prefill of one shape, as fractions of the limits, with CUDA graphs and without."""
+    spec, longest = spec_of(shape, folder), PROMPT + RESPONSE
     if device.type == "cuda":
         needed, free = needed_bytes(spec, max(batches)), torch.cuda.mem_get_info(device)[0]
         if free < needed:

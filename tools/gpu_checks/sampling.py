@@ -1,0 +1,77 @@
+"""Draws on the device against the CPU's of the same logits, and what a draw costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_checks.bench import Bench
+from gpu_checks.references import References
+from gpu_checks.result import require
+from gpu_checks.speed import best_seconds
+
+from rlhfuse.gen.sampler import DrawBatch, draw_tokens
+
+ROWS, VOCAB = 96, 128256
+NEAR = 1e-4  # of log-probabilities
+
+
+def batch_of(rows: int, mixed: bool) -> DrawBatch:
+    """Draws of every kind, or plain ones at temperature 1."""
+    numbers = np.random.default_rng(11)
+    temperatures = numbers.choice([0.0, 0.7, 1.0, 1.5], rows) if mixed else np.ones(rows)
+    return DrawBatch(
+        keys=numbers.integers(0, 2**32, (rows, 2), dtype=np.uint32),
+        temperatures=temperatures.astype(np.float32),
+        top_ks=numbers.choice([0, 0, 1, 50, 1000], rows).astype(np.int64) if mixed else np.zeros(rows, np.int64),
+        top_ps=numbers.choice([1.0, 0.95, 0.5], rows) if mixed else np.ones(rows),
+        banned=numbers.integers(-1, 40, (rows, 3)) if mixed else np.empty((rows, 0), np.int64),
+    )
+
+
+def logits_of(rows: int, vocab: int) -> torch.Tensor:
+    """Flat, peaked and very peaked rows, float32 of bfloat16 values, so that there are ties."""
+    drawn = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(12))
+    return (drawn * torch.tensor([0.5, 3.0, 12.0]).repeat(-(-rows // 3))[:rows, None]).bfloat16().float()
+
+
+def draws_reference(references: References, rows: int = ROWS, vocab: int = VOCAB) -> dict[str, Any]:
+    """The CPU's draws, or its file's if that is of the same logits."""
+
+    def draw() -> dict[str, Any]:
+        draws = draw_tokens(logits, batch_of(rows, True))
+        return {"tokens": draws.tokens, "logprobs": draws.logprobs, "checksum": checksum}
+
+    logits = logits_of(rows, vocab)
+    checksum = float(logits.double().sum())
+    found = references.get("draws", draw)
+    return found if found["checksum"] == checksum else draw()
+
+
+def check_parity(bench: Bench) -> dict:
+    """Temperatures, greedy rows, top-k, top-p and bans: the CPU's tokens, but for rows whose two best are a tie."""
+    rows, vocab = (ROWS, VOCAB) if bench.on_gpu else (12, 3000)
+    wanted = draws_reference(bench.references, rows, vocab)
+    batch = batch_of(rows, True)
+    tokens, logprobs = draw_tokens(logits_of(rows, vocab).to(bench.where), batch)
+    other = [row for row in range(rows) if tokens[row] != wanted["tokens"][row]]
+    same = [row for row in range(rows) if row not in other]
+    apart = max((abs(logprobs[row] - wanted["logprobs"][row]) for row in same), default=0.0)
+    banned = sum(tokens[row] in batch.banned[row] for row in range(rows))
+    detail = {"rows": rows, "other_tokens": len(other), "max_logprob_difference": apart, "banned_drawn": banned}
+    return require(len(other) <= 1 and apart < NEAR and not banned, detail)
+
+
+def check_speed(bench: Bench) -> dict:
+    """Seconds of a draw at a vocabulary of 128k, and the reading of its logits at the rate of a copy beside it."""
+    from gpu_checks.speed import copy_bandwidth
+
+    bandwidth, found = copy_bandwidth(bench.where), {}
+    for rows in (1, 16, 64, 256) if bench.on_gpu else (2,):
+        logits = torch.randn(rows, VOCAB if bench.on_gpu else 1000, device=bench.where)
+        for name, mixed in (("plain", False), ("top_k_and_top_p", True)):
+            batch = batch_of(rows, mixed)
+            seconds = best_seconds(lambda: draw_tokens(logits, batch), bench.where)  # noqa: B023
+            found[f"{rows}_{name}"] = {"seconds": seconds, "reading_seconds": logits.nbytes / bandwidth}
+    return found

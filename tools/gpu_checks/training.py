@@ -1,0 +1,160 @@
+"""One rank's training on the device against the CPU: loss, gradients, step, copies of weights, numbers not finite."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_checks.bench import DTYPES, Bench
+from gpu_checks.result import TOLERANCE, relative, require
+
+from rlhfuse.config.settings import OptimizerConfig
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.models.build import build_model, fill
+from rlhfuse.models.heads import LanguageOutput
+from rlhfuse.models.hf import load_weights
+from rlhfuse.models.stage import PackedTokens, PipelineStage, TrainingStage
+from rlhfuse.parallel.device import Device, choose_device
+from rlhfuse.parallel.groups import GroupMaker, plain_grid
+from rlhfuse.parallel.offload import OffloadedWeights
+from rlhfuse.parallel.optimizer import ModelOptimizer
+from rlhfuse.parallel.reshard import Resharder
+
+LR = 1e-3
+
+
+class OneRank:
+    """A whole model with its optimizer on one rank; needs a process group."""
+
+    def __init__(self, model: Path, where: Device, dtype: torch.dtype) -> None:
+        self.spec = ModelSpec.from_config(model)
+        grid = plain_grid(ParallelLayout(1, 1, 1))
+        self.groups = GroupMaker(60.0).for_model("check", grid, 0)
+        self.model = build_model(self.spec, grid, self.groups, 0, scalar_head=False, dtype=dtype, device=where)
+        fill(self.model, load_weights(model, self.spec))
+        self.optimizer = ModelOptimizer({0: self.model}, OptimizerConfig(lr=LR), self.groups, where)
+        part = PipelineStage(self.optimizer.module, first=True, last=True, scalar_head=False)
+        self.stage, self.where = TrainingStage(part), where
+        self.optimizer.zero_grad()
+
+    def forward_backward(self) -> float:
+        """One packed micro-batch; its loss."""
+        generator = torch.Generator().manual_seed(4)
+        rows = [torch.randint(3, self.spec.vocab, (n,), generator=generator).tolist() for n in (9, 30, 17)]
+        packed = PackedTokens.pack(rows, self.where.torch_device)
+        targets, losses = packed.tokens.roll(-1)[: sum(map(len, rows))], []
+
+        def loss(output: LanguageOutput, _: int) -> torch.Tensor:
+            logprobs = output.logprobs(slice(len(targets)), targets, self.spec.vocab, 1.0)[0]
+            losses.append(-logprobs.mean())
+            return losses[-1]
+
+        self.stage.forward(0, packed, None, loss)
+        self.stage.backward(0, None)
+        return float(losses[0].detach())
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        named: list[tuple[str, Any]] = list(self.model.named_parameters())
+        return {name: parameter.main_grad.float().cpu().clone() for name, parameter in named}
+
+
+def train_once(model: Path, where: Device, dtype: torch.dtype) -> dict[str, Any]:
+    """Loss, gradient norm and gradients of one step."""
+    rank = OneRank(model, where, dtype)
+    loss, gradients = rank.forward_backward(), rank.gradients()
+    rank.optimizer.finish_gradients()
+    return {"loss": loss, "norm": rank.optimizer.step(LR).grad_norm, "gradients": gradients}
+
+
+def training_reference(bench: Bench, model: Path, dtype: str) -> dict[str, Any]:
+    """The same on the CPU, or from its file."""
+    cpu = choose_device("cpu", 0, 1)
+    return bench.references.get(f"training_{dtype}", lambda: train_once(model, cpu, DTYPES[dtype]))
+
+
+def check_training(bench: Bench, dtype: str) -> dict:
+    """Loss, gradient norm and every gradient of one step, on the device against the CPU."""
+    model, bound = bench.tiny(), TOLERANCE[DTYPES[dtype]]
+    with bench.one_rank():
+        here = training_reference(bench, model, dtype)
+        there = train_once(model, bench.device, DTYPES[dtype])
+    errors = {name: relative(there["gradients"][name], wanted) for name, wanted in here["gradients"].items()}
+    worst = max(errors, key=lambda name: errors[name])
+    detail = {
+        "loss": there["loss"],
+        "loss_on_cpu": here["loss"],
+        "grad_norm": there["norm"],
+        "grad_norm_on_cpu": here["norm"],
+        "worst_gradient": worst,
+        "relative_error": errors[worst],
+    }
+    return require(
+        abs(there["loss"] - here["loss"]) < bound * abs(here["loss"])
+        and abs(there["norm"] - here["norm"]) < 2 * bound * here["norm"]
+        and errors[worst] < 10 * bound,
+        detail,
+    )
+
+
+def check_refused_step(bench: Bench) -> dict:
+    """A NaN or an infinity in one gradient: the step says so and changes no weight, and the next one steps."""
+    with bench.one_rank():
+        rank = OneRank(bench.tiny(), bench.device, torch.bfloat16)
+        found = {}
+        for name, value in (("nan", math.nan), ("infinity", math.inf), ("finite", None)):
+            rank.optimizer.zero_grad()
+            rank.forward_backward()
+            before = [p.detach().clone() for p in rank.model.parameters()]
+            if value is not None:
+                parameter: Any = next(rank.model.parameters())
+                parameter.main_grad.view(-1)[3] = value
+            rank.optimizer.finish_gradients()
+            result = rank.optimizer.step(LR)
+            changed = sum(not torch.equal(a, b) for a, b in zip(before, rank.model.parameters()))
+            found[name] = {"finite": result.finite, "changed_weights": changed}
+    good = all(not found[name]["finite"] and not found[name]["changed_weights"] for name in ("nan", "infinity"))
+    return require(good and found["finite"]["finite"] and found["finite"]["changed_weights"] > 0, found)
+
+
+def check_reshard(bench: Bench) -> dict:
+    """Weights that an optimizer step has just written arrive bit for bit in another module."""
+    with bench.one_rank():
+        rank = OneRank(bench.tiny(), bench.device, torch.float32)
+        rank.forward_backward()
+        rank.optimizer.finish_gradients()
+        rank.optimizer.step(LR)
+        grid = plain_grid(ParallelLayout(1, 1, 1))
+        groups = GroupMaker(60.0).for_model("copy", grid, 0)
+        head, dtype = False, torch.float32
+        copy = build_model(rank.spec, grid, groups, 0, scalar_head=head, dtype=dtype, device=bench.device)
+        Resharder(bench.device).reshard([rank.model], copy)
+        source = dict(rank.model.named_parameters())
+        different = [name for name, p in copy.named_parameters() if not torch.equal(p, source[name])]
+    return require(not different, {"weights": len(source), "different": different[:3]})
+
+
+def check_offloaded(bench: Bench) -> dict:
+    """Weights leave the device and come back with the same bits, several times; device memory is given back."""
+    module = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(8))).to(bench.where)
+    wanted = [p.detach().cpu().clone() for p in module.parameters()]
+    size = sum(p.numel() * p.element_size() for p in wanted)
+
+    def allocated() -> int:
+        return torch.cuda.memory_allocated(bench.where) if bench.on_gpu else 0
+
+    offloaded, before = OffloadedWeights(module, bench.device), allocated()
+    offloaded.offload()
+    freed, seconds = before - allocated(), 0.0
+    for _ in range(3):
+        start = time.perf_counter()
+        offloaded.load()
+        bench.synchronize()
+        seconds = time.perf_counter() - start
+        same = all(torch.equal(p.cpu(), w) for p, w in zip(module.parameters(), wanted))
+        require(same, "loaded weights differ from those that were offloaded")
+        offloaded.release()
+    detail = {"bytes": size, "freed_bytes": freed, "load_bytes_per_second": size / seconds}
+    return require(freed >= size or not bench.on_gpu, detail)
