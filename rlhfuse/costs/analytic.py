@@ -256,11 +256,14 @@ class AnalyticCost:
             spec, tp = self.spec, self.layout.tp
             back = gpu_bytes.passing_in_backward(spec, tokens, tp, self._whole_hidden, self.element_bytes)
             back += self.layer_activation_bytes(tokens) if self.recompute else 0
-            if self.layout.pp > 1:  # one hidden state is on its way here, one gradient away
-                back += 2 * tokens * self._whole_hidden * self.element_bytes
             loss = last and not self.scalar_head
             return max(back, gpu_bytes.passing_in_loss(spec, tokens, tp, self.element_bytes) if loss else 0)
         return self.layer_activation_bytes(tokens) * (2 if self.recompute else 1) + 2 * last * self.logits_bytes(tokens)
+
+    def receiving_bytes(self, tokens: float, place: int) -> float:
+        """On a GPU, memory that stays: a hidden state or gradient from each neighbour of a place in the pipeline."""
+        neighbours = (place > 0) + (place < self.layout.pp - 1) if self._on_gpu else 0
+        return neighbours * tokens * self._whole_hidden * self.element_bytes
 
     def forward_bytes(self, tokens: float, outputs: float) -> int:
         """What a forward without a backward holds: the widest layer's activations, then the logits of `outputs`."""

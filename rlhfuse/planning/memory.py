@@ -42,7 +42,7 @@ class PhaseMemory:
     gradients: int
     activations: int
     kv: int
-    buckets: int  # weights, or keys and values, in transfer
+    buckets: int  # what is received into: weights, and on GPUs hidden states between stages
     host: int  # offloaded weights
 
     @property
@@ -183,17 +183,18 @@ class _Needs:
         resident = sum(cost.weights_bytes(place) for cost, place in parts)
         optimizer = sum(cost.optimizer_bytes(place) for cost, place in parts)
         gradients = sum(cost.gradient_bytes(place) for cost, place in parts)
+        receiving = int(sum(cost.receiving_bytes(self.microbatch_tokens, place) for cost, place in parts))
         passing = max(cost.passing_bytes(self.microbatch_tokens, place) for cost, place in parts)
 
         def phase(name: str, weights: int = 0, **others: float) -> PhaseMemory:
-            held = dict(gradients=0, activations=0, kv=0, buckets=0) | {
+            held = dict(gradients=0, activations=0, kv=0, buckets=receiving) | {
                 key: int(value) for key, value in others.items()
             }
             return PhaseMemory(name, resident + weights, optimizer, host=self._offloaded, **held)
 
         return (
             *((self._start(parts),) if self._on_gpu else ()),
-            phase("moves", self._copy + self._critic, buckets=self._buckets),
+            phase("moves", self._copy + self._critic, buckets=receiving + self._buckets),
             phase("generation", self._copy, activations=self._decoding, kv=self._kv),
             phase("inference", self._offloaded, activations=self._scoring),
             phase("training", gradients=gradients, activations=passing),

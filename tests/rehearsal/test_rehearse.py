@@ -69,6 +69,22 @@ def test_every_phase_runs_twice_as_on_cuda(report):
     assert "training" in report.text() and "over the limit" not in report.text()
 
 
+@needs_compiler
+def test_memory_is_what_was_planned(report):
+    """Training holds what its schedule holds at most, which not every rank does."""
+    errors = {
+        name: report.planned[name] / phase["peak"] - 1 for name, phase in report.peaks.items() if name in report.planned
+    }
+    training = errors.pop("training")
+    assert 0 <= training <= 0.03 and max(map(abs, errors.values())) <= 0.01, (errors, training)
+
+
+@needs_compiler
+def test_no_layer_waits_for_the_host(report):
+    places = [place for phase in report.found["phases"][1:] for place in phase["reads"]]
+    assert places and not [place for place in places if place.startswith("models/")]
+
+
 def test_one_rank_stands_for_each_combination_of_stages(run_yaml):
     assert distinct_ranks(rehearsal_draft(load_config(run_yaml, []), 16)) == (0, 2, 4, 6)
     layouts = ["parallel.critic_train=d4t2p2", "parallel.actor_train=d2t2p4"]
