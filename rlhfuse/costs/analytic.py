@@ -260,9 +260,12 @@ class AnalyticCost:
             return max(back, gpu_bytes.passing_in_loss(spec, tokens, tp, self.element_bytes) if loss else 0)
         return self.layer_activation_bytes(tokens) * (2 if self.recompute else 1) + 2 * last * self.logits_bytes(tokens)
 
-    def receiving_bytes(self, tokens: float, place: int) -> float:
-        """On a GPU, memory that stays: a hidden state or gradient from each neighbour of a place in the pipeline."""
-        neighbours = (place > 0) + (place < self.layout.pp - 1) if self._on_gpu else 0
+    def receiving_bytes(self, tokens: float, place: int, inputs: bool = True) -> float:
+        """On a GPU, memory that stays: a hidden state or gradient from each neighbour of a place in the pipeline.
+
+        Without `inputs` gradients alone: hidden states are among what layers keep.
+        """
+        neighbours = (inputs and place > 0) + (place < self.layout.pp - 1) if self._on_gpu else 0
         return neighbours * tokens * self._whole_hidden * self.element_bytes
 
     def forward_bytes(self, tokens: float, outputs: float) -> int:

@@ -183,7 +183,10 @@ class _Needs:
         resident = sum(cost.weights_bytes(place) for cost, place in parts)
         optimizer = sum(cost.optimizer_bytes(place) for cost, place in parts)
         gradients = sum(cost.gradient_bytes(place) for cost, place in parts)
-        receiving = int(sum(cost.receiving_bytes(self.microbatch_tokens, place) for cost, place in parts))
+        receiving, back = (
+            int(sum(cost.receiving_bytes(self.microbatch_tokens, place, inputs) for cost, place in parts))
+            for inputs in (True, False)
+        )
         passing = max(cost.passing_bytes(self.microbatch_tokens, place) for cost, place in parts)
 
         def phase(name: str, weights: int = 0, **others: float) -> PhaseMemory:
@@ -197,7 +200,7 @@ class _Needs:
             phase("moves", self._copy + self._critic, buckets=receiving + self._buckets),
             phase("generation", self._copy, activations=self._decoding, kv=self._kv),
             phase("inference", self._offloaded, activations=self._scoring),
-            phase("training", gradients=gradients, activations=passing),
+            phase("training", gradients=gradients, activations=passing, buckets=back),
         )
 
     def _start(self, parts: Sequence[tuple[AnalyticCost, int]]) -> PhaseMemory:
