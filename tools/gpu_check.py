@@ -64,6 +64,7 @@ def main() -> int:
 
 def prepare(folder: Path, python: str) -> int:
     """Fill `folder`. Raises InputError where it grew too large to carry."""
+    import gpu_checks.imports  # noqa: F401  # first: it silences what Megatron warns of
     from gpu_checks.luggage import write_references
 
     kit.download(folder, python)

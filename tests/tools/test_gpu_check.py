@@ -259,17 +259,17 @@ def test_blocks_arrive_and_their_rate_is_told(bench):
 
 def test_draws_agree_and_a_wrong_one_is_found(bench, monkeypatch):
     assert sampling.check_parity(bench)["other_tokens"] == 0
-    wanted, draw = sampling.draws_reference(bench.references, 12, 3000), sampling.draw_tokens
+    draw = sampling.device_draw
 
     def wrong(logits, batch):
-        draws = draw(logits, batch)
-        return draws._replace(tokens=[(token + 1) % 3000 for token in draws.tokens])
+        found = draw(logits, batch)()
+        found[0] = (found[0] + 1) % logits.shape[1]
+        return lambda: found
 
-    monkeypatch.setattr(sampling, "draw_tokens", wrong)
-    monkeypatch.setattr(sampling, "draws_reference", lambda *_: wanted)
+    monkeypatch.setattr(sampling, "device_draw", wrong)
     with pytest.raises(CheckFailed, match='"other_tokens": 12'):
         sampling.check_parity(bench)
-    monkeypatch.setattr(sampling, "draw_tokens", draw)
+    monkeypatch.setattr(sampling, "device_draw", draw)
     assert set(sampling.check_speed(bench)) == {"2_plain", "2_top_k_and_top_p"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ from gpu_checks.references import References
 from gpu_checks.result import require
 from gpu_checks.speed import best_seconds
 
-from rlhfuse.gen.sampler import DrawBatch, draw_tokens
+from rlhfuse.gen.core.draws import DrawBatch
+from rlhfuse.gen.gpu.draws import DrawInputs, draw_array
+from rlhfuse.gen.sampler import draw_tokens
 
 ROWS, VOCAB = 96, 128256
 NEAR = 1e-4  # of log-probabilities
@@ -49,12 +52,28 @@ def draws_reference(references: References, rows: int = ROWS, vocab: int = VOCAB
     return found if found["checksum"] == checksum else draw()
 
 
+def device_draw(logits: torch.Tensor, batch: DrawBatch) -> Callable[[], torch.Tensor]:
+    """Launches the draws of all rows by the Triton kernels; gives [2, rows] int32, as the engine reads it back."""
+    from rlhfuse.gen.gpu import sampling
+
+    rows = len(logits)
+    packed = torch.from_numpy(draw_array(batch, np.arange(rows), rows)).to(logits.device)
+    inputs, outputs = DrawInputs(rows, packed), torch.zeros((2, rows), dtype=torch.int32, device=logits.device)
+
+    def draw() -> torch.Tensor:
+        sampling.draw(logits, inputs, outputs)
+        return outputs
+
+    return draw
+
+
 def check_parity(bench: Bench) -> dict:
     """Temperatures, greedy rows, top-k, top-p and bans: the CPU's tokens, but for rows whose two best are a tie."""
     rows, vocab = (ROWS, VOCAB) if bench.on_gpu else (12, 3000)
     wanted = draws_reference(bench.references, rows, vocab)
     batch = batch_of(rows, True)
-    tokens, logprobs = draw_tokens(logits_of(rows, vocab).to(bench.where), batch)
+    found = device_draw(logits_of(rows, vocab).to(bench.where), batch)().cpu()
+    tokens, logprobs = found[0].tolist(), found[1].view(torch.float32).tolist()
     other = [row for row in range(rows) if tokens[row] != wanted["tokens"][row]]
     same = [row for row in range(rows) if row not in other]
     apart = max((abs(logprobs[row] - wanted["logprobs"][row]) for row in same), default=0.0)
@@ -69,9 +88,9 @@ def check_speed(bench: Bench) -> dict:
 
     bandwidth, found = copy_bandwidth(bench.where), {}
     for rows in (1, 16, 64, 256) if bench.on_gpu else (2,):
-        logits = torch.randn(rows, VOCAB if bench.on_gpu else 1000, device=bench.where)
+        logits = torch.randn(rows, VOCAB if bench.on_gpu else 1000, device=bench.where).bfloat16()
         for name, mixed in (("plain", False), ("top_k_and_top_p", True)):
             batch = batch_of(rows, mixed)
-            seconds = best_seconds(lambda: draw_tokens(logits, batch), bench.where)  # noqa: B023
+            seconds = best_seconds(device_draw(logits, batch), bench.where)
             found[f"{rows}_{name}"] = {"seconds": seconds, "reading_seconds": logits.nbytes / bandwidth}
     return found
