@@ -31,6 +31,7 @@ class Check:
     arguments: dict[str, Any]
     seconds: float
     limit: float
+    rehearsed: bool = True  # on a CPU too; the tests interpret what is left out there
 
 
 @dataclass(frozen=True)
