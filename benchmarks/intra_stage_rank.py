@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from intra_stage import MEGATRON, MODELS, RANKS, Sizes, rank_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron_1f1b import megatron_1f1b
+from megatron_1f1b import megatron_1f1b, with_pipeline_group
 from processes import TIMEOUT_SECONDS
 from random_models import barrier, join_ranks, random_llama
 from torch import Tensor
@@ -67,7 +67,7 @@ class TrainingRank:
         number = grid.position(self.rank)[1]
         seed = self.seed + 100 * MODELS.index(model) + number
         built = random_llama(model, self.sizes.spec(model), grid, self.maker, self.rank, self.device, head, seed)
-        groups = self.maker.for_model(model, grid, self.rank)
+        groups = with_pipeline_group(self.maker.for_model(model, grid, self.rank), self.maker, model, grid, self.rank)
         optimizer = ModelOptimizer({number: built}, OptimizerConfig(), groups, self.device)
         ends = PipelineStage(optimizer.module, first=number == 0, last=number == grid.pp - 1, scalar_head=head)
         return Part(grid, number, TrainingStage(ends), optimizer, groups)

@@ -8,6 +8,7 @@ at a fixed shape, which is Megatron's faster way; others have their shapes sent 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +21,19 @@ from torch import Tensor
 
 from rlhfuse.models.stage import LossFunction, PackedTokens, PipelineStage
 from rlhfuse.parallel.device import Device
+from rlhfuse.parallel.groups import GroupMaker, ModelGrid
+
+
+def with_pipeline_group(
+    groups: ProcessGroupCollection, maker: GroupMaker, purpose: str, grid: ModelGrid, rank: int
+) -> ProcessGroupCollection:
+    """`groups` with the pipeline's as one that communicates, which only Megatron's schedules ask for; a collective."""
+    added = copy.copy(groups)
+    for cells in grid.cells:
+        for ranks in zip(*cells):
+            made = maker.group(f"{purpose}.pp", ranks)
+            added.pp = made if rank in ranks else added.pp
+    return added
 
 
 def megatron_1f1b(
@@ -31,8 +45,8 @@ def megatron_1f1b(
 ) -> list[Tensor]:
     """One pipeline's micro-batches through forward and backward; a collective over `groups.pp`.
 
-    `groups` are what the stage's model was built with. Returns the losses in micro-batch order on the last stage, an
-    empty list elsewhere.
+    `groups` are what the stage's model was built with, and a pipeline group. Returns the losses in micro-batch order
+    on the last stage, an empty list elsewhere.
     """
     config = getattr(stage.model, "module", stage.model).config
     lengths = {len(batch) for batch in batches}

@@ -81,8 +81,7 @@ class FakeCuda(TorchDispatchMode):
     def host_waits(self, values: Tensor) -> Tensor:
         """The values of a CUDA tensor on the host, ones where nobody knows them."""
         self.reads[place()] += 1
-        known = shadow(values)
-        return torch.ones(values.shape, dtype=values.dtype) if known is None else known
+        return _values(values)
 
     def on_host(self, tensor: Tensor) -> Tensor:
         """A tensor like this one in host memory, of which the shape alone is there."""
@@ -187,11 +186,11 @@ class FakeCuda(TorchDispatchMode):
         torch.broadcast_shapes(target.shape, source.shape)
         if source.numel() > target.numel():
             raise RuntimeError(f"copy_ of {list(source.shape)} into {list(target.shape)}")
+        waits = not (len(args) > 2 and args[2] or kwargs.get("non_blocking"))
         if not isinstance(target, FakeTensor):
-            return func(target, self.host_waits(source))
+            return func(target, self.host_waits(source) if waits else _values(source))
         if target.fake_device.type == "cpu" and isinstance(source, FakeTensor) and source.fake_device.type == "cuda":
-            if not (len(args) > 2 and args[2] or kwargs.get("non_blocking")):
-                self.reads[place()] += 1
+            self.reads[place()] += waits
         before, values = shadow(target), shadow(source)
         if values is not None and values.dtype.is_floating_point and isinstance(source, FakeTensor):
             values = None
@@ -208,6 +207,12 @@ class FakeCuda(TorchDispatchMode):
 def shadow(tensor: Tensor) -> Tensor | None:
     """The values of a tensor, None where they are not known."""
     return getattr(tensor, "_shadow", None) if isinstance(tensor, FakeTensor) else tensor
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """Those of a tensor, ones where they are not known."""
+    known = shadow(tensor)
+    return torch.ones(tensor.shape, dtype=tensor.dtype) if known is None else known
 
 
 def place() -> str:

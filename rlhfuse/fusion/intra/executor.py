@@ -332,12 +332,15 @@ class ProgramRun:
 
     def _report(self, seconds: float) -> StepReport:
         at = self._stopwatch.seconds
+        # one reading each, for on a GPU every one waits for the device
+        losses = torch.stack([loss.double() for loss in self._losses.values()]).tolist() if self._losses else []
+        finite = torch.stack([finite for _, finite in self._checks]).tolist() if self._checks else []
         return StepReport(
             spans=tuple(ActionSpan(action, at(start), at(stop)) for action, start, stop in self._marks),
             times={kind: times for kind, times in self._times.items() if times.count},
-            losses={action: float(loss) for action, loss in self._losses.items()},
+            losses=dict(zip(self._losses, losses)),
             steps=self._results,
-            faults=tuple(action for action, finite in self._checks if not finite),
+            faults=tuple(action for (action, _), good in zip(self._checks, finite) if not good),
             peak_live=self._peak_live,
             seconds=seconds,
         )

@@ -12,7 +12,7 @@ SAME_LENGTH = ((24, 8), (32,), (10, 11, 11), (31, 1))
 
 def both_ways(rank: int, folders: dict, layout: str, lengths, sequence_parallel: bool) -> dict:
     """Gradients and losses of both models by our executor and by Megatron's function, on this rank."""
-    from megatron_1f1b import megatron_1f1b
+    from megatron_1f1b import megatron_1f1b, with_pipeline_group
 
     from rlhfuse.models.build import Activations
     from rlhfuse.parallel.device import choose_device
@@ -38,7 +38,8 @@ def both_ways(rank: int, folders: dict, layout: str, lengths, sequence_parallel:
         batches = packed_for(built, rows[role][built.grid.position(rank)[0]])
         (stage,) = built.stages.values()
         loss = loss_of(batches, losses.setdefault(role, {}))
-        returned = megatron_1f1b(stage.stage, batches, loss, built.groups, choose_device("cpu", 0, 1))
+        groups = with_pipeline_group(built.groups, maker, role, built.grid, rank)
+        returned = megatron_1f1b(stage.stage, batches, loss, groups, choose_device("cpu", 0, 1))
         assert [float(value) for value in returned] == list(losses[role].values())
         built.optimizer.finish_gradients()
     result = {"ours": ours, "megatron": gradients(), "losses": (ours_losses, losses)}
