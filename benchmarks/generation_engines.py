@@ -171,8 +171,8 @@ class Rlhfuse(Measured):
 
     def share(self, prompts: Prompts, steps: int, seed: int) -> dict[str, Any]:
         """Of the decode steps of all prompts: seconds of a step, and of the forward pass inside it."""
-        runner, passes = self._engine.runner, []
-        plain = runner.forward
+        model, passes = self._engine.runner._forward, []
+        plain = model.forward
 
         def timed(*arguments: Any) -> Any:
             start = time.perf_counter()
@@ -180,11 +180,11 @@ class Rlhfuse(Measured):
             passes.append(time.perf_counter() - start)
             return logits
 
-        runner.forward = timed
+        model.forward = timed
         try:
             times = self._decoding(prompts, steps, seed)
         finally:
-            runner.forward = plain
+            model.forward = plain
         return {
             "step_seconds": statistics.median(times),
             "forward_seconds": statistics.median(passes[-steps:]),
