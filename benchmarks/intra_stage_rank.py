@@ -157,6 +157,8 @@ class TrainingRank:
         found: dict[tuple[str, int, str], list[float]] = {}
         generator = torch.Generator().manual_seed(self.seed)
         shape = (len(self.work["actor"].batches[0]), 1, self.sizes.hidden)
+        for part in self.parts.values():
+            part.optimizer.zero_grad()  # gradients have memory from here on
         for cycle in range(WARM_CYCLES + cycles):
             barrier()
             for kind in (Kind.F, Kind.B):
