@@ -63,8 +63,12 @@ class ModelSpec:
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         bias = self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
         bias += self.hidden if self.proj_bias else 0
-        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
-        return attention + bias + 3 * self.hidden * self.mlp + norms
+        return attention + bias + 3 * self.hidden * self.mlp + self.norm_parameters
+
+    @property
+    def norm_parameters(self) -> int:
+        """Of a layer; every tensor rank holds them whole."""
+        return 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
 
     @property
     def embedding_parameters(self) -> int:

@@ -250,45 +250,67 @@ class AnalyticCost:
 
     def passing_bytes(self, tokens: float, place: int | None = None) -> float:
         """What passes while one micro-batch runs, beside what is kept: gradients of one layer's activations, where
-        layers are run again one of these, on the last stage logits and their gradient, on GPUs a tile of both."""
+        layers are run again one of these, on the last stage logits and their gradient, on GPUs a tile of both. On a
+        GPU's first stage the table's gradient, when its layers keep nothing any more."""
         last = place in (None, self.layout.pp - 1)
         if self._on_gpu:
-            spec, tp = self.spec, self.layout.tp
-            back = gpu_bytes.passing_in_backward(spec, tokens, tp, self._whole_hidden, self.element_bytes)
-            back += self.layer_activation_bytes(tokens) if self.recompute else 0
+            spec, shape = self.spec, (self.spec, tokens, self.layout.tp)
+            back = gpu_bytes.passing_in_backward(*shape, self._whole_hidden, self.element_bytes)
+            hidden = tokens * self._whole_hidden * self.element_bytes  # a layer's input is kept already
+            back += self.layer_activation_bytes(tokens) - hidden if self.recompute else 0
+            if place in (None, 0):
+                kept = len(self.layout.stage_layers(spec.layers)[0]) * self.kept_layer_bytes(tokens)
+                table = gpu_bytes.passing_in_embedding(*shape, self.element_bytes)
+                back = max(back, table - kept)
             loss = last and not self.scalar_head
-            return max(back, gpu_bytes.passing_in_loss(spec, tokens, tp, self.element_bytes) if loss else 0)
+            return max(back, gpu_bytes.passing_in_loss(*shape, self.element_bytes) if loss else 0)
         return self.layer_activation_bytes(tokens) * (2 if self.recompute else 1) + 2 * last * self.logits_bytes(tokens)
 
-    def receiving_bytes(self, tokens: float, place: int, inputs: bool = True) -> float:
-        """On a GPU, memory that stays: a hidden state or gradient from each neighbour of a place in the pipeline.
+    def receiving_bytes(self, tokens: float, place: int) -> float:
+        """On a GPU, memory that stays: of each stage here the gradients of its output, and as many hidden states as
+        micro-batches are under way, in training's usual order, and one that came early."""
+        if not self._on_gpu:
+            return 0.0
+        stages, last = range(place, self.layout.stages, self.layout.pp), self.layout.stages - 1
+        slots = sum((self.layout.pp - place + 1 if stage > 0 else 0) + (stage < last) for stage in stages)
+        return slots * tokens * self._whole_hidden * self.element_bytes
 
-        Without `inputs` gradients alone: hidden states are among what layers keep.
-        """
-        neighbours = (inputs and place > 0) + (place < self.layout.pp - 1) if self._on_gpu else 0
-        return neighbours * tokens * self._whole_hidden * self.element_bytes
+    def gathering_bytes(self, tokens: float) -> float:
+        """On a GPU, memory that stays: Megatron's buffer for hidden states that sequence parallelism has cut."""
+        gathers = self._on_gpu and self.sequence_parallel and self.layout.tp > 1
+        return tokens * self.spec.hidden * self.element_bytes if gathers else 0.0
 
-    def forward_bytes(self, tokens: float, outputs: float) -> int:
-        """What a forward without a backward holds: the widest layer's activations, then the logits of `outputs`."""
-        return int(max(self.layer_activation_bytes(tokens), 2 * self.logits_bytes(outputs)))
+    def rotation_bytes(self, tokens: float) -> float:
+        """On a GPU, memory that stays: cosines and sines of so many positions in float32."""
+        return tokens * self.spec.head_dim * 4 if self._on_gpu else 0.0
+
+    def prefilling_bytes(self, tokens: float, outputs: float) -> int:
+        """What a step of the engine over so many tokens holds: a layer's activations, then logits of `outputs`."""
+        layer = self.layer_activation_bytes(tokens)
+        if self._on_gpu:
+            layer = gpu_bytes.prefilling_bytes(self.spec, tokens, self.layout.tp, self.element_bytes)
+        return int(max(layer, 2 * self.logits_bytes(outputs)))
 
     def scoring_bytes(self, tokens: float) -> int:
         """What a forward over a packed batch holds, with an output for every token."""
-        if not self._on_gpu or self.scalar_head:
-            return self.forward_bytes(tokens, tokens)
+        if not self._on_gpu:
+            return int(max(self.layer_activation_bytes(tokens), 2 * self.logits_bytes(tokens)))
         spec, rows = self.spec, tokens * self.spec.hidden * self.element_bytes
+        layer = gpu_bytes.scoring_bytes(spec, tokens, self.layout.tp, self.element_bytes)
+        if self.scalar_head:
+            return int(layer)
         loss = rows + gpu_bytes.passing_in_loss(spec, tokens, self.layout.tp, self.element_bytes, backward=False)
-        return int(max(self.layer_activation_bytes(tokens), loss))
+        return int(max(layer, loss))
 
     def _kept_end_bytes(self, stage: int, tokens: float) -> float:
         """What a stage keeps beside its layers: on a CPU logits; on a GPU its output, on the last stage what goes into
-        the final norm, the head, and the loss."""
+        the final norm, the head, and the loss; less the received input, which `receiving_bytes` counts."""
         last = stage == self.layout.stages - 1
         if not self._on_gpu:
             return tokens * self.spec.vocab * 4 / self.layout.tp if last and not self.scalar_head else 0
         hidden, whole = self._whole_hidden * self.element_bytes, self.spec.hidden * self.element_bytes
         head = 4 * self.spec.hidden if self.scalar_head else whole  # the rows that the head multiplies
-        return tokens * (2 * hidden + head if last else hidden)
+        return tokens * ((2 * hidden + head if last else hidden) - (hidden if stage > 0 else 0))
 
     @property
     def _on_gpu(self) -> bool:
@@ -306,11 +328,18 @@ class AnalyticCost:
         return max(self.place_parameters())
 
     def place_parameters(self) -> tuple[int, ...]:
-        """Parameters of a rank at each place of a pipeline; of an interleaved one it holds several stages."""
-        spec, places = self.spec, [0] * self.layout.pp
+        """Parameters of a rank at each place of a pipeline; of an interleaved one it holds several stages.
+
+        Norms, and the row of a scalar head, are whole on every tensor rank.
+        """
+        spec, tp, places = self.spec, self.layout.tp, [0] * self.layout.pp
         for stage, layers in enumerate(self.layout.stage_layers(spec.layers)):
-            places[stage % self.layout.pp] += len(layers) * spec.layer_parameters + self.end_parameters()[stage]
-        return tuple(-(-count // self.layout.tp) for count in places)
+            whole = len(layers) * spec.norm_parameters
+            if stage == self.layout.stages - 1:
+                whole += spec.hidden * (2 if self.scalar_head else 1)
+            held = len(layers) * spec.layer_parameters + self.end_parameters()[stage]
+            places[stage % self.layout.pp] += -(-(held - whole) // tp) + whole
+        return tuple(places)
 
     def end_parameters(self) -> tuple[int, ...]:
         """Parameters of each stage beside its layers: embedding; final norm and output layer, unless tied here."""
@@ -334,6 +363,12 @@ class AnalyticCost:
     def optimizer_bytes(self, place: int | None = None) -> int:
         """Adam's two moments in float32, and the main weights, cut over dp (ZeRO-1)."""
         return -(-self._parameters(place) * 8 // self.layout.dp) + self.main_weights_bytes(place)
+
+    def largest_weight_bytes(self, place: int) -> int:
+        """Of the weights on a rank there that are one matrix."""
+        spec, end = self.spec, place == 0 or place == self.layout.pp - 1 and not self.scalar_head
+        elements = max(2 * spec.mlp * spec.hidden, spec.embedding_parameters if end else 0)
+        return -(-elements // self.layout.tp) * self.element_bytes
 
     def main_weights_bytes(self, place: int | None = None) -> int:
         """A float32 copy of lower-precision weights, cut over dp."""

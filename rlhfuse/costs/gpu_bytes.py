@@ -25,8 +25,33 @@ def kept_by_layer(spec: ModelSpec, tokens: float, tp: int, hidden: float, elemen
 
 
 def passing_in_backward(spec: ModelSpec, tokens: float, tp: int, hidden: float, element: int) -> float:
-    """While the MLP of a stage's last layer runs back: gradients of its output, and of gate and up."""
-    return tokens * (hidden + 2 * spec.mlp / tp) * element
+    """While the MLP of a stage's last layer runs back, beside the gradient of its output: gradients of the product
+    and the second weights; of the product, gate and up; of gate and up, the first weights and their input, which no
+    longer need gate, up and product. Gradients of what tensor ranks multiply are whole on each."""
+    width, whole = spec.mlp / tp, spec.hidden
+    second = tokens * (width + whole - hidden) + width * whole
+    inner = tokens * 2 * width
+    first = tokens * (whole - width) + 2 * width * whole
+    return (tokens * hidden + max(second, inner, first)) * element
+
+
+def prefilling_bytes(spec: ModelSpec, tokens: float, tp: int, element: int) -> float:
+    """A layer of the engine: query, key and value joined, the rotated query, gate and up, and their product; with
+    what was there before the layer and the product of that before, or with the normed input and the output."""
+    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    cut = (2 * queries + 2 * keys + 3 * spec.mlp) / tp
+    return tokens * (2 * spec.hidden + cut + max(spec.mlp / tp, spec.hidden)) * element
+
+
+def scoring_bytes(spec: ModelSpec, tokens: float, tp: int, element: int) -> float:
+    """A layer that only scores: embeddings, its input, both norms' outputs and attention's sum; with gate, up and
+    their product, or with its output before and after it is added."""
+    return tokens * (5 * spec.hidden + max(3 * spec.mlp / tp, 2 * spec.hidden)) * element
+
+
+def passing_in_embedding(spec: ModelSpec, tokens: float, tp: int, element: int) -> float:
+    """While the embedding runs back: gradients of its output, whole on each tensor rank, and of all of the table."""
+    return (tokens * spec.hidden + spec.embedding_parameters / tp) * element
 
 
 def passing_in_loss(spec: ModelSpec, tokens: float, tp: int, element: int, backward: bool = True) -> float:

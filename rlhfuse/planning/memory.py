@@ -21,6 +21,7 @@ from rlhfuse.schedule.ir.ranks import FusedRanks
 
 SCORERS = ("reference_inference", "reward_inference", "critic_inference")
 TRAINED = ("actor_train", "critic_train")
+TOKEN_BYTES, RESPONSE_BYTES = 16, 36  # of a mini-batch: ids and positions; which row, which id, and five numbers
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 DEVICE_PARTS = ("weights", "optimizer", "gradients", "activations", "kv", "buckets")
 REMEDIES = {
@@ -42,7 +43,7 @@ class PhaseMemory:
     gradients: int
     activations: int
     kv: int
-    buckets: int  # what is received into: weights, and on GPUs hidden states between stages
+    buckets: int  # for weights that move; on GPUs what stays for hidden states between ranks, and rotations
     host: int  # offloaded weights
 
     @property
@@ -172,10 +173,16 @@ class _Needs:
         self._critic = costs["critic_inference"].weights_bytes() if "critic_inference" in costs else 0
         self._copy = generation.weights_bytes()
         self._buckets = min(config.fusion.bucket_mib << 20, max(self._copy, self._critic))
-        self._decoding = generation.forward_bytes(batched, min(rollout.max_sequences_per_instance, batched))
+        self._decoding = generation.prefilling_bytes(batched, min(rollout.max_sequences_per_instance, batched))
         self._kv = kv_capacity_bytes / generation.layout.tp
         self._scoring = max((cost.scoring_bytes(batched) for cost in scorers), default=0)
-        self.microbatch_tokens = samples * (config.data.max_prompt_tokens + rollout.max_response_tokens)
+        longest = config.data.max_prompt_tokens + rollout.max_response_tokens
+        self.microbatch_tokens = samples * longest
+        samples = config.samples_per_iteration // config.algorithm.minibatches
+        self._inputs = samples * (TOKEN_BYTES * longest + RESPONSE_BYTES * rollout.max_response_tokens)
+        self._gathering = max(cost.gathering_bytes(self.microbatch_tokens) for cost in self._trained)
+        self._rotations = generation.rotation_bytes(generation.spec.context)
+        self._rotations += sum(cost.rotation_bytes(longest) for cost in (*scorers, *self._trained))
 
     def phases(self, places: tuple[int, ...]) -> tuple[PhaseMemory, ...]:
         """Of a rank at these places of the pipelines of the models that train."""
@@ -183,35 +190,37 @@ class _Needs:
         resident = sum(cost.weights_bytes(place) for cost, place in parts)
         optimizer = sum(cost.optimizer_bytes(place) for cost, place in parts)
         gradients = sum(cost.gradient_bytes(place) for cost, place in parts)
-        receiving, back = (
-            int(sum(cost.receiving_bytes(self.microbatch_tokens, place, inputs) for cost, place in parts))
-            for inputs in (True, False)
-        )
-        passing = max(cost.passing_bytes(self.microbatch_tokens, place) for cost, place in parts)
+        standing = int(self._gathering + self._rotations)
+        standing += int(sum(cost.receiving_bytes(self.microbatch_tokens, place) for cost, place in parts))
+        inputs = sum(self._inputs // cost.layout.dp for cost, _ in parts) if self._on_gpu else 0
+        passing = inputs + max(cost.passing_bytes(self.microbatch_tokens, place) for cost, place in parts)
 
         def phase(name: str, weights: int = 0, **others: float) -> PhaseMemory:
-            held = dict(gradients=0, activations=0, kv=0, buckets=receiving) | {
+            held = dict(gradients=0, activations=0, kv=0, buckets=standing) | {
                 key: int(value) for key, value in others.items()
             }
             return PhaseMemory(name, resident + weights, optimizer, host=self._offloaded, **held)
 
         return (
             *((self._start(parts),) if self._on_gpu else ()),
-            phase("moves", self._copy + self._critic, buckets=receiving + self._buckets),
+            phase("moves", self._copy + self._critic, buckets=standing + self._buckets),
             phase("generation", self._copy, activations=self._decoding, kv=self._kv),
             phase("inference", self._offloaded, activations=self._scoring),
-            phase("training", gradients=gradients, activations=passing, buckets=back),
+            phase("training", gradients=gradients, activations=passing),
         )
 
     def _start(self, parts: Sequence[tuple[AnalyticCost, int]]) -> PhaseMemory:
-        """Models are built one after the other: each has gradients before it has main weights, and no moments yet."""
+        """Models are built one after the other: each has gradients before it has main weights, and no moments yet.
+        Megatron copies every shard of a weight before it makes the main weights of it."""
         weights = optimizer = 0
         fullest = None
         for cost, place in parts:
             weights += cost.weights_bytes(place)
             stages = [PhaseMemory("start", weights, optimizer, cost.gradient_bytes(place), 0, 0, 0, self._offloaded)]
             optimizer += cost.main_weights_bytes(place)
-            stages.append(PhaseMemory("start", weights, optimizer, 0, 0, 0, 0, self._offloaded))
+            shard = cost.weights_bytes(place) // cost.layout.dp
+            copy = min(cost.largest_weight_bytes(place), shard) if cost.main_weights_bytes(place) else 0
+            stages.append(PhaseMemory("start", weights, optimizer, 0, copy, 0, 0, self._offloaded))
             fullest = max(*stages, *([fullest] if fullest else []), key=lambda stage: stage.device)
         assert fullest is not None, "a run trains a model"
         return fullest

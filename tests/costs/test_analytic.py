@@ -61,9 +61,11 @@ def test_work_never_gets_cheaper_as_it_grows(batch, context, more):
 
 
 def test_weights_over_all_ranks_are_the_model():
+    norms = 81 * 5120  # whole on each rank
     for layout, scalar in (("d1t1p1", False), ("d1t1p1", True), ("d1t2p1", False)):
         made = cost(layout, scalar)
-        assert made.rank_parameters() * made.layout.tp == LLAMA_13B.parameters(scalar)
+        tp = made.layout.tp
+        assert made.rank_parameters() * tp == LLAMA_13B.parameters(scalar) + (tp - 1) * norms
     fullest = 10 * LLAMA_13B.layer_parameters + LLAMA_13B.embedding_parameters + LLAMA_13B.hidden
     assert cost("d1t1p4").rank_parameters() == fullest  # the last stage: layers, norm and output layer
     assert cost("d1t1p4").weights_bytes() == 2 * fullest
@@ -79,8 +81,10 @@ def test_stage_costs_split_the_forward():
     assert made.forward[0] == made.forward[1] < made.forward[3]
     scalar = cost("d1t8p4", scalar=True).stage_costs(2048, 4)
     assert scalar.forward[3] == scalar.forward[0]
-    # a stage keeps its output; the last what goes into norm and head, and that once more in float32
-    assert scalar.activation[3] - scalar.activation[0] == 2048 * 5120 * (2 + 4)
+    # a stage keeps its output, but what it has received lies in a ring; the last what goes into norm and head, and that
+    # once more in float32
+    assert scalar.activation[0] - scalar.activation[1] == 2048 * 5120 * 2
+    assert scalar.activation[3] - scalar.activation[1] == 2048 * 5120 * (2 + 4)
 
 
 def test_bs_max_is_the_edge_of_ten_percent():
@@ -124,13 +128,20 @@ def test_recomputation_and_sequence_parallelism_keep_less_and_the_backward_pays_
     assert made(recompute=True).kept_layer_bytes(1000) == hidden
     both = made(sequence_parallel=True, recompute=True)
     assert both.kept_layer_bytes(1000) == hidden / 8
-    back = hidden + 1000 * 2 * 13824 * 2 / 8  # gradients of the layer's output, of gate and up
-    assert made().passing_bytes(1000, 0) == back
-    assert both.passing_bytes(1000, 0) == (4 * hidden + rows + cut) / 8 + hidden / 8 + 1000 * 2 * 13824 * 2 / 8
+    # of the layer's output, gate and up, their weights and input, whole on each rank; gate, up and product are gone
+    first = (2 * 13824 * 5120 - 13824 * 1000) * 2 / 8
+    back = hidden + first + hidden
+    assert made().passing_bytes(1000, 1) == made().passing_bytes(1000, 0) == back
+    assert both.passing_bytes(1000, 1) == (3 * hidden + rows + cut) / 8 + hidden / 8 + first + hidden
+    table = LLAMA_13B.vocab * 5120 * 2 / 8  # its gradient, when the ten layers of the first stage keep nothing
+    again = made(recompute=True)
+    assert again.passing_bytes(10, 0) == table - 9 * hidden / 100 > again.passing_bytes(10, 1)
     tile = LLAMA_13B.vocab / 8 * 1000  # of the loss all columns at once
     loss = 10 * tile + 4 * 5120 * (1000 + tile / 1000) + 2 * hidden
     assert made().passing_bytes(1000, 3) == made().passing_bytes(1000) == max(back, loss)
-    assert [made().receiving_bytes(1000, place) for place in range(4)] == [hidden, 2 * hidden, 2 * hidden, hidden]
+    # a gradient, a hidden state of each micro-batch under way, and one more
+    assert [made().receiving_bytes(1000, place) / hidden for place in range(4)] == [1, 5, 4, 2]
+    assert (made().gathering_bytes(1000), both.gathering_bytes(1000)) == (0, hidden)
     plain, again = made().stage_costs(1000), both.stage_costs(1000)
     assert again.forward == plain.forward and again.activation[0] == 11 * hidden / 8  # ten inputs, and the output
     assert plain.backward[0] == pytest.approx(2 * plain.forward[0], abs=1)
