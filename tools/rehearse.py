@@ -20,8 +20,7 @@ from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.rehearsal.report import RankReport
 from rlhfuse.rehearsal.shim import refuse_unless_possible
-from rlhfuse.rehearsal.stages import PHASES, distinct_ranks, places_of, rehearsal_draft, rehearse
-from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.rehearsal.stages import PHASES, distinct_ranks, planned_bytes, rehearsal_draft, rehearse
 
 
 def main() -> int:
@@ -50,9 +49,7 @@ def main() -> int:
             found = rehearse(Path(args.config), args.overrides, plan, rank, args.phase or PHASES, _tell)
         except subprocess.CalledProcessError as error:
             return error.returncode
-        phases = draft.memory.of(places_of(draft, rank)).phases(evaluate(plan.schedule).node_peak_memory)
-        planned = {phase.phase: phase.device for phase in phases} | {"host": phases[-1].host}
-        reports.append(RankReport(found, planned, plan.report.memory_limit))
+        reports.append(RankReport(found, planned_bytes(draft, plan, rank), plan.report.memory_limit))
         print(reports[-1].text(), flush=True)
     fullest = max(reports, key=lambda report: report.fullest["peak"])
     print(fullest.table())

@@ -73,7 +73,8 @@ class Engine:
         self.scheduler = Scheduler(
             BlockManager(options.num_blocks, options.block_tokens), options.max_sequences, options.max_batched_tokens
         )
-        self._cache: KVCache | None = self.runner.new_cache() if weights is not None else None
+        self._cache: KVCache | None = self.runner.new_cache() if weights is not None else None  # None: paused
+        self._kept: KVCache | None = None  # of a paused engine that keeps its memory
         self._sequences: dict[int, Sequence] = {}  # unfinished, by sample id
         self._block_shape = BlockShape(
             spec.layers, options.block_tokens, spec.kv_heads, spec.head_dim, str(dtype).removeprefix("torch.")
@@ -245,17 +246,26 @@ class Engine:
             raise
 
     def pause(self) -> None:
-        """Drop the KV cache memory. Unfinished samples keep their tokens and are run again after `resume`."""
+        """Drop the KV cache, or let its memory lie. Unfinished samples are run again from their tokens."""
         self._check_not_exporting()
         self._settle()
         self.scheduler.preempt_all()
-        self.runner.release()
+        if self.options.keep_memory:
+            self._kept = self._cache or self._kept
+        else:
+            self.runner.release()
         self._cache = None
 
     def resume(self) -> None:
-        """Allocate the KV cache again."""
+        """Allocate the KV cache again, unless it was kept."""
         if self._cache is None:
-            self._cache = self.runner.new_cache()
+            self._cache, self._kept = self._kept or self.runner.new_cache(), None
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the KV cache, also while the engine is paused."""
+        cache = self._cache or self._kept
+        return cache.nbytes if cache else 0
 
     def release_weights(self) -> None:
         """Let go of the weights until the next `load_weights`. Raises RuntimeError unless the engine is paused."""

@@ -44,6 +44,7 @@ class EngineOptions:
     max_batched_tokens: int = 2048  # tokens in one step, prefill included
     cuda_graphs: bool = True  # replay decode steps as CUDA graphs; without effect on CPU
     run_ahead: bool = True  # launch a step before the draws of the one before are read; without effect on CPU kernels
+    keep_memory: bool = False  # while the engine is paused its cache stays, and graphs that were recorded over it
     # On CPU: what GPUs run, with torch's kernels or Triton's in its interpreter, neither of which promises bits.
     kernels: Literal["auto", "torch", "triton"] = "auto"
     attention: Attention = "auto"  # whose kernels read the cache (models/paged_attention.py), unless CPU kernels do
@@ -112,6 +113,11 @@ class ModelRunner:
     def recording_seconds(self) -> float:
         """Seconds spent on capturing CUDA graphs since the beginning."""
         return self._forward.recording_seconds
+
+    @property
+    def recorded_shapes(self) -> int:
+        """Decode steps captured since the beginning; what was dropped and captured anew counts again."""
+        return self._forward.recorded_shapes
 
     def new_cache(self) -> KVCache:
         """An empty cache of this rank's KV heads, in the layout that its kernels read."""

@@ -22,6 +22,7 @@ from rlhfuse.schedule.ir.ranks import FusedRanks
 SCORERS = ("reference_inference", "reward_inference", "critic_inference")
 TRAINED = ("actor_train", "critic_train")
 TOKEN_BYTES, RESPONSE_BYTES = 16, 36  # of a mini-batch: ids and positions; which row, which id, and five numbers
+KEEPING_PART = 0.9  # of the limit, where generation is kept: graphs have a memory pool of their own, two fragment more
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 DEVICE_PARTS = ("weights", "optimizer", "gradients", "activations", "kv", "buckets")
 REMEDIES = {
@@ -69,6 +70,26 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
+class GenerationMemory:
+    """What generation alone needs, in bytes of every rank."""
+
+    weights: int  # its copy of the actor
+    kv: int
+    graphs: int  # what recorded decode steps reserve for their activations
+
+    @property
+    def device(self) -> int:
+        return self.weights + self.kv + self.graphs
+
+    def beside(self, phase: PhaseMemory) -> PhaseMemory:
+        """A phase with what it does not hold of it anyway; at the start there is none yet. Graphs come on top."""
+        if phase.phase in ("start", "generation"):
+            return phase
+        moved = phase.phase == "moves"  # into the copy
+        return replace(phase, weights=phase.weights + (0 if moved else self.weights), kv=phase.kv + self.kv)
+
+
+@dataclass(frozen=True)
 class MemoryBudget:
     """The phases of every kind of rank, in the order of an iteration; on GPUs the start before them. Training is last.
 
@@ -80,6 +101,21 @@ class MemoryBudget:
     limit: float  # of one rank
     limit_source: str
     microbatch_tokens: float  # of the longest samples
+    generation: GenerationMemory
+
+    def with_generation_kept(self) -> MemoryBudget:
+        """Where the actor's copy and the cache never leave the device."""
+        ranks = (replace(rank, static=tuple(map(self.generation.beside, rank.static))) for rank in self.ranks)
+        return replace(self, ranks=tuple(ranks))
+
+    def keeps_generation(self, activations: Sequence[float]) -> bool:
+        """Whether they stay: on GPUs, where every phase has room for them, and KEEPING_PART's margin beside."""
+        return self.hardware.name != "cpu" and self.keeping_bytes(activations) <= KEEPING_PART * self.limit
+
+    def keeping_bytes(self, activations: Sequence[float]) -> int:
+        """Need of the fullest phase if they stay."""
+        kept = self.with_generation_kept()
+        return kept.needed(kept.fullest(activations)) + self.generation.graphs
 
     def phases(self, activations: Sequence[float]) -> tuple[PhaseMemory, ...]:
         """Each on the rank that it fills most."""
@@ -149,9 +185,8 @@ def memory_budget(
         if places not in kinds:
             kinds[places] = RankMemory(places, ranks.node_of(rank), needs.phases(places))
     hardware = costs["generation"].hardware
-    return MemoryBudget(
-        tuple(kinds.values()), hardware, *memory_limit(config, hardware, ranks.size), needs.microbatch_tokens
-    )
+    limit = memory_limit(config, hardware, ranks.size)
+    return MemoryBudget(tuple(kinds.values()), hardware, *limit, needs.microbatch_tokens, needs.generation)
 
 
 class _Needs:
@@ -171,10 +206,11 @@ class _Needs:
         self._on_gpu = generation.hardware.name != "cpu"
         self._offloaded = sum(cost.weights_bytes() for cost in scorers)
         self._critic = costs["critic_inference"].weights_bytes() if "critic_inference" in costs else 0
-        self._copy = generation.weights_bytes()
-        self._buckets = min(config.fusion.bucket_mib << 20, max(self._copy, self._critic))
-        self._decoding = generation.prefilling_bytes(batched, min(rollout.max_sequences_per_instance, batched))
-        self._kv = kv_capacity_bytes / generation.layout.tp
+        copy, drawing = generation.weights_bytes(), min(rollout.max_sequences_per_instance, batched)
+        self._buckets = min(config.fusion.bucket_mib << 20, max(copy, self._critic))
+        self._decoding = generation.prefilling_bytes(batched, drawing)
+        graphs = generation.prefilling_bytes(drawing, drawing) if self._on_gpu and rollout.cuda_graphs else 0
+        self.generation = GenerationMemory(copy, int(kv_capacity_bytes / generation.layout.tp), graphs)
         self._scoring = max((cost.scoring_bytes(batched) for cost in scorers), default=0)
         longest = config.data.max_prompt_tokens + rollout.max_response_tokens
         self.microbatch_tokens = samples * longest
@@ -203,8 +239,8 @@ class _Needs:
 
         return (
             *((self._start(parts),) if self._on_gpu else ()),
-            phase("moves", self._copy + self._critic, buckets=standing + self._buckets),
-            phase("generation", self._copy, activations=self._decoding, kv=self._kv),
+            phase("moves", self.generation.weights + self._critic, buckets=standing + self._buckets),
+            phase("generation", self.generation.weights, activations=self._decoding, kv=self.generation.kv),
             phase("inference", self._offloaded, activations=self._scoring),
             phase("training", gradients=gradients, activations=passing),
         )

@@ -59,6 +59,8 @@ def _search(draft: PlanDraft) -> tuple[Schedule, str]:
 def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
     config, batch, limits = draft.config, draft.batch, draft.limits
     summary, peaks = _summary(schedule, source), evaluate(schedule).node_peak_memory
+    kept = draft.memory.keeps_generation(peaks)
+    memory = draft.memory.with_generation_kept() if kept else draft.memory
     batches = (draft.planned_lengths,)
     if draft.lengths is not None:
         batches = draft.planned_lengths.draw(batch.samples, DRAWS, config.trainer.seed)
@@ -75,10 +77,10 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
         dtype=config.trainer.dtype,
         tasks=draft.tasks,
         batch=batch,
-        memory=draft.memory.phases(peaks),
-        memory_limit=draft.memory.limit,
-        memory_limit_source=draft.memory.limit_source,
-        microbatch_tokens=draft.memory.microbatch_tokens,
+        memory=memory.phases(peaks),
+        memory_limit=memory.limit,
+        memory_limit_source=memory.limit_source,
+        microbatch_tokens=memory.microbatch_tokens,
         process_bytes=draft.hardware.process_bytes,
         ranks_per_node=min(draft.world_size, draft.hardware.devices_per_node),
         weight_moves=moves,
@@ -96,8 +98,10 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
             reasons.of_lengths(config, draft.lengths, DRAWS),
             reasons.of_costs(config, draft.hardware, draft.costs, draft.costs_name),
             *reasons.of_reward(config, draft.costs),
-            reasons.of_memory(draft.memory, peaks),
+            reasons.of_memory(memory, peaks),
+            *reasons.of_keeping(draft.memory, peaks),
         ),
+        keeps_generation=kept,
         stages=draft.stages,
         efficiency=efficiency(draft, schedule.problem, predicted.training_fused),
     )

@@ -11,7 +11,7 @@ from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs.analytic import CostModel
 from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.decisions.layouts import BatchArithmetic
-from rlhfuse.planning.memory import MemoryBudget, readable_bytes
+from rlhfuse.planning.memory import KEEPING_PART, MemoryBudget, readable_bytes
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 
@@ -124,6 +124,23 @@ def of_memory(memory: MemoryBudget, activations: Sequence[float]) -> str:
     return (
         f"the fullest phase, {fullest.phase}, needs {readable_bytes(memory.needed(fullest))} per rank{with_host} and "
         f"fits in {readable_bytes(memory.limit)}"
+    )
+
+
+def of_keeping(memory: MemoryBudget, activations: Sequence[float]) -> tuple[str, ...]:
+    """On GPUs, whether what generation needs stays on the device; `memory`: of a run that releases it."""
+    if memory.hardware.name == "cpu":
+        return ()
+    held, graphs = readable_bytes(memory.generation.device), memory.generation.graphs
+    if memory.keeps_generation(activations):
+        recorded = ", graphs are recorded once" if graphs else ""
+        return (f"kept: the weights and cache of generation stay on the device between iterations ({held}){recorded}",)
+    kept, needed = memory.with_generation_kept(), readable_bytes(memory.keeping_bytes(activations))
+    most = readable_bytes(KEEPING_PART * memory.limit)
+    recorded = ", graphs are recorded in each iteration" if graphs else ""
+    return (
+        f"released after generation: with its weights and cache ({held}) {kept.fullest(activations).phase} would need "
+        f"{needed} of {most}, {KEEPING_PART:.0%} of the limit{recorded}",
     )
 
 

@@ -102,6 +102,7 @@ class PlanReport:
     reasons: tuple[str, ...]
     stages: tuple[StageBalance, ...] = ()
     efficiency: Efficiency | None = None  # of a GPU
+    keeps_generation: bool = False  # its weights and KV cache stay on the device between iterations
 
     def to_dict(self) -> dict[str, Any]:
         return to_json(self, VERSION)

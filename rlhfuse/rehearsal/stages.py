@@ -15,6 +15,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import AUTO, RunConfig
 from rlhfuse.planning.draft import PlanDraft, draft_plan, read_specs
 from rlhfuse.planning.run_plan import RunPlan
+from rlhfuse.schedule.ir.evaluate import evaluate
 
 PHASES = ("moves", "generation", "inference", "training", "checkpoint")  # after the start
 
@@ -39,6 +40,13 @@ def distinct_ranks(draft: PlanDraft) -> tuple[int, ...]:
     for rank in range(draft.world_size):
         first.setdefault(places_of(draft, rank), rank)
     return tuple(first.values())
+
+
+def planned_bytes(draft: PlanDraft, plan: RunPlan, rank: int) -> dict[str, int]:
+    """What the phases of a rank hold on the device, and the rank in host memory, as planned."""
+    budget = draft.memory.with_generation_kept() if plan.report.keeps_generation else draft.memory
+    phases = budget.of(places_of(draft, rank)).phases(evaluate(plan.schedule).node_peak_memory)
+    return {phase.phase: phase.device for phase in phases} | {"host": phases[-1].host}
 
 
 def rehearse(

@@ -144,8 +144,8 @@ def build_models(config: RunConfig, folders: ModelFolders, ranks: FusedRanks, ra
     return RankModels(models, generation, generation_tp, scorers, worker_tp, placement, channels, maker)
 
 
-def engine_options(config: RunConfig, instances: int) -> EngineOptions:
-    """Sizes of the engine of one of `instances` generation instances."""
+def engine_options(config: RunConfig, instances: int, keep_memory: bool = False) -> EngineOptions:
+    """Of the engine of one of `instances` generation instances."""
     rollout = config.rollout
     return EngineOptions(
         num_blocks=kv_blocks(config, instances),
@@ -154,6 +154,7 @@ def engine_options(config: RunConfig, instances: int) -> EngineOptions:
         max_batched_tokens=rollout.max_batched_tokens,
         cuda_graphs=rollout.cuda_graphs,
         attention=rollout.attention,
+        keep_memory=keep_memory,
     )
 
 

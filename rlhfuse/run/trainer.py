@@ -134,7 +134,7 @@ class Trainer:
         return Engine(
             self.inputs.models.in_use(Role.ACTOR),
             None,  # they come with the first move
-            engine_options(self.config, self.plan.report.batch.instances),
+            engine_options(self.config, self.plan.report.batch.instances, self.plan.report.keeps_generation),
             device=self.device.torch_device,
             dtype=DTYPES[self.config.trainer.dtype],
             tp_group=self.models.generation_tp if dist.get_world_size(self.models.generation_tp) > 1 else None,
@@ -142,9 +142,10 @@ class Trainer:
         )
 
     def _release_generation(self) -> None:
-        """This rank decodes no more in this iteration: the actor's copy for generation goes, before others come in."""
-        self.engine.release_weights()
-        self.models.generation.release()
+        """This rank decodes no more in this iteration: the actor's copy goes before others come in, unless it stays."""
+        if not self.plan.report.keeps_generation:
+            self.engine.release_weights()
+            self.models.generation.release()
         self.memory.switch("inference")
 
     def _start_rewarder(self) -> FunctionRewarder | None:
@@ -300,7 +301,8 @@ class Trainer:
             offloaded.offload()
         self.engine.load_weights(dict(generation.module.named_parameters()))
         self.memory.switch("generation")
-        self.memory.note_base(self.models.held_bytes(with_host=not self.device.is_cuda))
+        held = self.models.held_bytes(with_host=not self.device.is_cuda) + self.engine.cache_bytes
+        self.memory.note_base(held)
         self.engine.resume()
 
     def _train(self, iteration: int, batch: RolloutBatch, algorithm: AlgorithmConfig) -> list[MinibatchResult]:

@@ -30,6 +30,10 @@ class KVCache:
         self.keys = torch.zeros(keys, dtype=dtype, device=device)
         self.values = torch.zeros(values, dtype=dtype, device=device)
 
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
     def read_blocks(self, blocks: Sequence[int], heads: slice = slice(None)) -> Tensor:
         """A copy of whole blocks, of these KV heads: [blocks, 2, layers, block_tokens, heads, D]."""
         chosen = torch.tensor(list(blocks), dtype=torch.int64, device=self.keys.device)

@@ -72,7 +72,7 @@ class CpuForward:
 
     cache_type: type[KVCache] = LaneKVCache
     spare_blocks = 0
-    recording_seconds = 0.0
+    recording_seconds, recorded_shapes = 0.0, 0
 
     def __init__(self, spec: ModelSpec, parallel: TensorParallel) -> None:
         self.spec, self.parallel = spec, parallel

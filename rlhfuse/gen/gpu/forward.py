@@ -55,6 +55,10 @@ class DeviceForward:
     def recording_seconds(self) -> float:
         return self._graphs.recording_seconds if self._graphs else 0.0
 
+    @property
+    def recorded_shapes(self) -> int:
+        return self._graphs.recorded_shapes if self._graphs else 0
+
     def bind(self, weights: ModelWeights) -> None:
         """Read from these tensors from now on. Graphs stay if all lie where the old ones lay."""
         self._weights, self._weight_addresses = weights, weights.addresses()

@@ -1,0 +1,108 @@
+"""Generation's weights and KV cache stay on a GPU where every phase of every rank has room for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from four_ranks import SPECS, planned, run
+
+from rlhfuse.costs.hardware import hardware_by_name
+from rlhfuse.planning import reasons
+from rlhfuse.planning.draft import draft_plan
+from rlhfuse.planning.memory import KEEPING_PART, GenerationMemory, MemoryBudget, PhaseMemory, RankMemory
+from rlhfuse.planning.planner import make_plan, parse_plan
+from rlhfuse.schedule.ir.evaluate import evaluate
+
+GB = 10**9
+GPU = dict(trainer__hardware="h100")
+
+
+def phase(name: str, **parts: int) -> PhaseMemory:
+    none = dict.fromkeys(("weights", "optimizer", "gradients", "activations", "kv", "buckets", "host"), 0)
+    return PhaseMemory(name, **none | {key: value * GB for key, value in parts.items()})
+
+
+def budget(limit: float, hardware: str = "h100", inference: int = 9, graphs: int = 1) -> MemoryBudget:
+    """Of two kinds of ranks: 4 and 2 GB of weights that train; 3 of the copy for generation, 5 of its cache."""
+    kinds = tuple(
+        RankMemory(
+            (place, 0),
+            place,
+            (
+                phase("start", weights=trained, gradients=trained),
+                phase("moves", weights=trained + 3 + 2, buckets=1),
+                phase("generation", weights=trained + 3, kv=5, activations=1),
+                phase("inference", weights=trained + inference, activations=2),
+                phase("training", weights=trained, gradients=4, activations=1),
+            ),
+        )
+        for place, trained in enumerate((4, 2))
+    )
+    generation = GenerationMemory(3 * GB, 5 * GB, graphs * GB)
+    return MemoryBudget(kinds, hardware_by_name(hardware), limit, "of a test", 100.0, generation)
+
+
+def test_what_stays_is_in_every_phase_once():
+    kept = budget(80 * GB).with_generation_kept().phases([6 * GB, 0])
+    assert [p.phase for p in kept] == ["start", "moves", "generation", "inference", "training"]
+    assert [p.device / GB for p in kept] == [8, 10 + 5, 13, 15 + 3 + 5, 4 + 4 + 7 + 3 + 5]
+    assert [p.kv / GB for p in kept] == [0, 5, 5, 5, 5] and [p.weights / GB for p in kept] == [4, 9, 7, 16, 7]
+
+
+@pytest.mark.parametrize("activations, needed", [((0, 0), 24), ((6, 0), 24), ((10, 0), 28), ((0, 13), 29)])
+def test_it_stays_where_the_fullest_phase_of_any_rank_leaves_a_margin(activations, needed):
+    held, enough = [count * GB for count in activations], needed * GB / KEEPING_PART
+    assert budget(80 * GB).keeping_bytes(held) == needed * GB
+    assert budget(enough * 1.0001).keeps_generation(held)
+    assert not budget(enough * 0.9999).keeps_generation(held)
+    assert not budget(80 * GB, "cpu").keeps_generation(held)
+
+
+def test_the_reason_says_which_and_what_it_takes():
+    (yes,), (no,), (other,) = (
+        reasons.of_keeping(made, [10 * GB, 0])
+        for made in (budget(80 * GB), budget(29 * GB), budget(29 * GB, inference=20))
+    )
+    assert yes == (
+        "kept: the weights and cache of generation stay on the device between iterations (8.38 GiB), graphs are "
+        "recorded once"
+    )
+    assert no == (
+        "released after generation: with its weights and cache (8.38 GiB) training would need 26.1 GiB of 24.3 GiB, "
+        "90% of the limit, graphs are recorded in each iteration"
+    )
+    assert "inference would need 32.6 GiB" in other
+    assert "graphs" not in reasons.of_keeping(budget(80 * GB, graphs=0), [0, 0])[0]
+    assert reasons.of_keeping(budget(80 * GB, "cpu"), [0, 0]) == ()
+
+
+def test_a_plan_keeps_a_small_model_on_gpus_and_none_on_cpus():
+    cpu, gpu = planned(run()).report, planned(run(**GPU)).report
+    assert not cpu.keeps_generation and cpu.memory[-1].kv == 0
+    assert gpu.keeps_generation and [p.kv for p in gpu.memory] == [0] + 4 * [gpu.memory[2].kv]
+    assert "kept: the weights and cache of generation" in gpu.render()
+    graphless = planned(run(**GPU, rollout__cuda_graphs=False)).report
+    assert graphless.keeps_generation and "graphs are recorded" not in graphless.render()
+
+
+def test_where_there_is_no_room_nothing_else_changes():
+    """A limit between what the phases need with generation kept and without: schedule, cap and cache are the same."""
+    roomy = draft_plan(run(**GPU), SPECS, 4)
+    plan = make_plan(roomy)
+    peaks = evaluate(plan.schedule).node_peak_memory
+    without, kept = roomy.memory.needed(roomy.memory.fullest(peaks)), roomy.memory.keeping_bytes(peaks)
+    assert without < kept
+    tight = run(**GPU, trainer__memory_limit_gb=(without + kept / KEEPING_PART) / 2 / 1e9)
+    draft = draft_plan(tight, SPECS, 4)
+    report = make_plan(draft).report
+    assert not report.keeps_generation and "released after generation: with its weights" in report.render()
+    assert draft.config.rollout.kv_blocks_per_instance == roomy.config.rollout.kv_blocks_per_instance == 0
+    assert draft.problem.static_memory == roomy.problem.static_memory  # keeping is no part of it
+    assert replace(draft.problem, memory_cap=None) == replace(roomy.problem, memory_cap=None)
+
+
+def test_every_rank_knows():
+    draft = draft_plan(run(**GPU), SPECS, 4)
+    plan = make_plan(draft)
+    assert plan.report.keeps_generation and parse_plan(draft, plan.to_text()).report == plan.report
