@@ -374,6 +374,11 @@ class TrainerConfig(Settings):
     recompute: Literal["none", "full"] = key(
         "none", "none, or full: training keeps each layer's input alone and runs the layer again; same bits"
     )
+    offload_optimizer: AutoOrTruth = key(
+        "auto",
+        "main weights and moments rest in host memory outside training: true, false, or auto: on GPUs, where a phase "
+        "would not fit beside them",
+    )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto, cpu or cuda")
     share_gpu: Truth = key(
         False,

@@ -1,6 +1,6 @@
-"""Host copies of a model's weights, and their way back to the device while something else computes.
+"""Host copies of a model's weights and of optimizer states, and their way there and back beside other work.
 
-Offloaded weights own one stretch of host memory (page-locked on CUDA) and, while loaded, device memory. On a CPU both
+What is offloaded owns one stretch of host memory (page-locked on CUDA) and, while loaded, device memory. On a CPU both
 are ordinary memory, moved by the same calls.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -126,3 +126,74 @@ class OffloadedWeights(WeightMemory):
         """The host waits for the current stream alone: other streams go on."""
         if self._device.is_cuda:
             torch.cuda.current_stream(self._device.torch_device).synchronize()
+
+
+class RestingTensors:
+    """Tensors that rest in host memory while nothing is computed with them, in this order, again and again:
+
+    leave      begin to copy them to the host, behind what was launched so far, beside what is launched from now on
+    free       give their device memory back, once the copies are there; their values lie in host memory then
+    come_back  take device memory, and begin to fill it
+    wait       what is launched from now on finds them
+
+    Each may be called where it has nothing to do, and `come_back` right after `leave`.
+    """
+
+    def __init__(self, find: Callable[[], Mapping[str, Tensor]], device: Device) -> None:
+        """`find`: the tensors there are, by name; later there may be more of them, or others by the same names."""
+        self._find, self._device = find, device
+        self._blocks: list[HostBlock] = []
+        self._hosts: dict[str, Tensor] = {}
+        self._resting: Mapping[str, Tensor] = {}
+        self._freed = False
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None  # after the last copies
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(block.nbytes for block in self._blocks)
+
+    def leave(self) -> None:
+        if self._resting:
+            return
+        self._resting = dict(self._find())
+        new = {name: (one.shape, one.dtype) for name, one in self._resting.items() if name not in self._hosts}
+        if new:
+            self._blocks.append(HostBlock(new, self._device))
+            self._hosts |= self._blocks[-1].tensors
+        self._copy((self._hosts[name], one.data) for name, one in self._resting.items())
+
+    def free(self) -> None:
+        if self._freed or not self._resting:
+            return
+        if self._copied is not None:
+            self._copied.synchronize()  # others may read the values in host memory
+        for name, one in self._resting.items():
+            one.data = self._hosts[name]
+        self._freed = True
+
+    def come_back(self) -> None:
+        if self._freed:
+            for one in self._resting.values():
+                one.data = torch.empty_like(one.data, device=self._device.torch_device)
+            self._copy((one.data, self._hosts[name]) for name, one in self._resting.items())
+        self._resting, self._freed = {}, False
+
+    def wait(self) -> None:
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device.torch_device).wait_event(self._copied)
+
+    @torch.no_grad()
+    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """(target, source), on CUDA in a stream of their own, which follows the one that computes."""
+        if not self._device.is_cuda:
+            for target, source in pairs:
+                target.copy_(source)
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device.torch_device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device.torch_device))
+        with torch.cuda.stream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            self._copied = self._stream.record_event()

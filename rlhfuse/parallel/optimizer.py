@@ -29,6 +29,7 @@ from torch import Tensor
 from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.parallel.connect import GroupUse
 from rlhfuse.parallel.device import Device, fake_cuda
+from rlhfuse.parallel.offload import RestingTensors
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class ModelOptimizer:
             )
         for group in self.optimizer.param_groups:  # Megatron leaves this to its scheduler: vectors do not decay
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
+        self.states = RestingTensors(self._state_tensors, device)  # they may rest in host memory until `step`
         self._fused = False
         if device.is_cuda:
             self.use_fused_kernels()
@@ -128,10 +130,10 @@ class ModelOptimizer:
 
     @property
     def held_bytes(self) -> int:
-        """Weights and optimizer state on this rank, without gradients."""
+        """Weights and optimizer state on this rank's device, without gradients."""
         weights = sum(weight.nbytes for module in self.modules.values() for weight in module.parameters())
-        states = (state for part in self._parts() for state in part.optimizer.state.values())
-        return weights + sum(value.nbytes for state in states for value in state.values() if torch.is_tensor(value))
+        states = [one for one in self._state_tensors().values() if one.device.type == self._device.torch_device.type]
+        return weights + sum(one.nbytes for one in states)
 
     def zero_grad(self) -> None:
         for buffer in self._buffers():
@@ -228,6 +230,7 @@ class ModelOptimizer:
                 return StepResult(norm, math.isfinite(norm), lr or 0.0)
             if self._config.clip_grad > 0:
                 self._clip(norm)
+            self.states.wait()
             self.optimizer.step_with_ready_grads()
         return StepResult(norm, True, lr)
 
@@ -270,6 +273,21 @@ class ModelOptimizer:
     def _buffers(self) -> list:
         """Megatron's gradient buffers; weights' gradients are views of them and stay so when memory goes and comes."""
         return [buffer for module in self.modules.values() for buffer in module.buffers]
+
+    def _state_tensors(self) -> dict[str, Tensor]:
+        """Float32 main weights [n] of lower-precision ones, and Adam's moments [n] once there are some."""
+        found = {}
+        for number, part in enumerate(self._parts()):
+            mains = getattr(part, "shard_fp32_from_float16_groups", getattr(part, "fp32_from_float16_groups", ()))
+            own = {id(main) for group in mains for main in group}
+            weights = [weight for group in part.optimizer.param_groups for weight in group["params"]]
+            for place, weight in enumerate(weights):
+                if id(weight) in own:
+                    found[f"{number}.{place}.main"] = weight
+                for kind, state in part.optimizer.state.get(weight, {}).items():
+                    if torch.is_tensor(state) and state.shape == weight.shape:
+                        found[f"{number}.{place}.{kind}"] = state
+        return found
 
     def _parts(self) -> list:
         """Megatron's optimizers that hold weights here; a rank whose shard is empty has a stub."""

@@ -61,6 +61,8 @@ def export_state(optimizer: ModelOptimizer) -> list[Fragment]:
 @torch.no_grad()
 def import_state(optimizer: ModelOptimizer, lookup: Lookup, step_of: StepOf) -> None:
     """Fill weights and optimizer, of whatever layout, with what `lookup` finds, which raises ValueError otherwise."""
+    optimizer.states.come_back()
+    optimizer.states.wait()
     adam = _zero(optimizer).optimizer
     for name, parameter, part, _ in _parameters(optimizer):
         weights = lookup(name, "main", part)

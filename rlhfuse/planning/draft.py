@@ -107,13 +107,24 @@ def draft_plan(
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     samples = config.samples_per_iteration  # without lengths an upper bound
     planned = lengths.clip(prompt, response) if lengths else SampleLengths((prompt,) * samples, (response,) * samples)
-    limits = instance_limits(config, specs[Role.ACTOR], batch.instances, costs, planned.median_context)
     ranks, samples = rank_map(training_layouts(tasks)), batch.samples_per_microbatch
-    memory = memory_budget(config, analytic, ranks, limits.kv_capacity_bytes, samples)
-    if (fewer := fitting_blocks(config, memory, batch.instances)) is not None:
-        config = config.with_(rollout={"kv_blocks_per_instance": fewer})
-        limits = instance_limits(config, specs[Role.ACTOR], batch.instances, costs, planned.median_context)
-        memory = memory_budget(config, analytic, ranks, limits.kv_capacity_bytes, samples)
+
+    def sized(offload: bool) -> tuple[RunConfig, InstanceLimits, MemoryBudget]:
+        """A cache as large as memory allows, with the optimizer on the host or on the device outside training."""
+        made = config
+        while True:
+            limits = instance_limits(made, specs[Role.ACTOR], batch.instances, costs, planned.median_context)
+            memory = memory_budget(made, analytic, ranks, limits.kv_capacity_bytes, samples)
+            memory = memory.with_optimizer_offloaded() if offload else memory
+            if (fewer := fitting_blocks(made, memory, batch.instances)) is None:
+                return made, limits, memory
+            made = made.with_(rollout={"kv_blocks_per_instance": fewer})
+
+    offloading = config.trainer.offload_optimizer
+    sizes = sized(offload=offloading == "true")
+    if offloading == "auto" and hardware.name != "cpu" and not sizes[-1].fits_beside_training:
+        sizes = sized(offload=True)
+    config, limits, memory = sizes
     mean_tokens = (sum(planned.prompt) + sum(planned.output)) / len(planned)
     problem = _training_problem(analytic, batch, mean_tokens, prompt + response, costs)
     given = _given_schedule(config, problem)

@@ -24,6 +24,7 @@ TRAINED = ("actor_train", "critic_train")
 TOKEN_BYTES, RESPONSE_BYTES = 16, 36  # of a mini-batch: ids and positions; which row, which id, and five numbers
 KEEPING_PART = 0.9  # of the limit, where generation is kept: graphs have a memory pool of their own, two fragment more
 CGROUP = Path("/sys/fs/cgroup/memory.max")
+RESTING = ("moves", "generation", "inference")  # phases in which the optimizer may rest on the host
 DEVICE_PARTS = ("weights", "optimizer", "gradients", "activations", "kv", "buckets")
 REMEDIES = {
     "start": "use more stages or tensor ranks for parallel.actor_train and parallel.critic_train",
@@ -45,7 +46,7 @@ class PhaseMemory:
     activations: int
     kv: int
     buckets: int  # for weights that move; on GPUs what stays for hidden states between ranks, and rotations
-    host: int  # offloaded weights
+    host: int  # offloaded weights, and the optimizer where it rests there
 
     @property
     def device(self) -> int:
@@ -90,6 +91,20 @@ class GenerationMemory:
 
 
 @dataclass(frozen=True)
+class OptimizerOffload:
+    """Main weights and moments rest on the host from `first_phase` on, until training; of the fullest rank."""
+
+    first_phase: str  # moves, or generation: then they leave while weights are moved
+    nbytes: int
+    seconds: float  # one way
+
+    def seen_seconds(self, moving: float, minibatch: float) -> float:
+        """What is not hidden there and back; `moving`: seconds of the weights' moves, `minibatch`: until a step."""
+        there = self.seconds - (moving if self.first_phase != RESTING[0] else 0)
+        return max(0.0, there) + max(0.0, self.seconds - minibatch)
+
+
+@dataclass(frozen=True)
 class MemoryBudget:
     """The phases of every kind of rank, in the order of an iteration; on GPUs the start before them. Training is last.
 
@@ -102,6 +117,7 @@ class MemoryBudget:
     limit_source: str
     microbatch_tokens: float  # of the longest samples
     generation: GenerationMemory
+    offload: OptimizerOffload | None = None  # None: the optimizer stays on the device
 
     def with_generation_kept(self) -> MemoryBudget:
         """Where the actor's copy and the cache never leave the device."""
@@ -135,6 +151,29 @@ class MemoryBudget:
         """Part of `limit` that a phase takes; on a CPU host copies share it."""
         return phase.device + self.hardware.process_bytes + (phase.host if self.hardware.name == "cpu" else 0)
 
+    @property
+    def fits_beside_training(self) -> bool:
+        """Whether the phases do in which the optimizer may rest on the host."""
+        return all(self.needed(phase) <= self.limit for phase in self.static if phase.phase in RESTING)
+
+    def with_optimizer_offloaded(self) -> MemoryBudget:
+        """The optimizer on the host outside training; it leaves before the moves where they do not fit beside it."""
+        beside = all(self.needed(phase) <= self.limit for phase in self.static if phase.phase == RESTING[0])
+        resting = RESTING[beside:]
+        ranks = []
+        for rank in self.ranks:
+            held = rank.static[-1].optimizer
+            phases = (
+                replace(one, host=one.host + held, optimizer=0 if one.phase in resting else one.optimizer)
+                if one.phase != "start"
+                else one
+                for one in rank.static
+            )
+            ranks.append(replace(rank, static=tuple(phases)))
+        most = max(rank.static[-1].optimizer for rank in self.ranks)
+        offload = OptimizerOffload(resting[0], most, most / self.hardware.host_bandwidth)
+        return replace(self, ranks=tuple(ranks), offload=offload)
+
     def fullest(self, activations: Sequence[float]) -> PhaseMemory:
         return max(self.phases(activations), key=self.needed)
 
@@ -164,6 +203,8 @@ class MemoryBudget:
             which += f"; the least of any schedule is {readable_bytes(smallest)}"
             if smallest <= self.limit:
                 remedy = f"leave fusion.intra_stage on and fusion.schedule empty to search one that fits, {remedy}"
+        elif not self.offload and self.hardware.name != "cpu" and self.with_optimizer_offloaded().fits_beside_training:
+            remedy = f"set trainer.offload_optimizer=auto, {remedy}"
         raise InputError(
             f"memory: {fullest.phase} needs {readable_bytes(needed)} per rank ({', '.join(parts)}){which}, but a rank "
             f"of this {self.hardware.name} has {readable_bytes(self.limit)}; {remedy}, or set trainer.memory_limit_gb"

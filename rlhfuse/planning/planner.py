@@ -68,9 +68,9 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
     hints = reasons.threshold_hints(config, threshold_samples, draft.lengths)
     moves = layout_moves(draft.tasks, draft.specs, element_bytes(config), draft.hardware)
     steps = optimizer_step_seconds(draft.analytic)
-    predicted = _predict(
-        draft, batches, summary, threshold_samples, threshold, sum(move.seconds for move in moves), steps
-    )
+    moving, offload = sum(move.seconds for move in moves), draft.memory.offload
+    seen = offload.seen_seconds(moving, summary.makespan_seconds) if offload else 0.0
+    predicted = _predict(draft, batches, summary, threshold_samples, threshold, moving + seen, steps)
     return PlanReport(
         world_size=draft.world_size,
         hardware=draft.hardware.name,
@@ -100,10 +100,12 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
             *reasons.of_reward(config, draft.costs),
             reasons.of_memory(memory, peaks),
             *reasons.of_keeping(draft.memory, peaks),
+            *reasons.of_offload(config, draft.memory, seen),
         ),
         keeps_generation=kept,
         stages=draft.stages,
         efficiency=efficiency(draft, schedule.problem, predicted.training_fused),
+        offload=offload,
     )
 
 

@@ -144,6 +144,23 @@ def of_keeping(memory: MemoryBudget, activations: Sequence[float]) -> tuple[str,
     )
 
 
+def of_offload(config: RunConfig, memory: MemoryBudget, seen_seconds: float) -> Iterator[str]:
+    """Where the optimizer is outside training, and what that costs; nothing on a CPU that was not asked for it."""
+    asked, offload = f"trainer.offload_optimizer={config.trainer.offload_optimizer}", memory.offload
+    if offload:
+        why = f"{asked}: on" if asked.endswith("true") else f"{asked}: a phase would not fit beside it, on"
+        until = "before the weights move" if offload.first_phase == "moves" else "while the weights move"
+        yield (
+            f"{why} the host outside training rest {readable_bytes(offload.nbytes)} of optimizer per rank; they leave "
+            f"{until} and come back during the first mini-batch, {offload.seconds:.2g} s each way, of which "
+            f"{seen_seconds:.2g} s are not hidden"
+        )
+    elif memory.hardware.name != "cpu":
+        yield f"{asked}: the optimizer stays on the device" + (
+            ", every phase fits beside it" if asked.endswith("auto") else ""
+        )
+
+
 def _held_out(config: RunConfig) -> str:
     """When held-out scores are among the metrics."""
     last, first = config.trainer.iterations, config.evaluates_first

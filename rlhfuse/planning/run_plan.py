@@ -17,7 +17,7 @@ from rlhfuse.decisions.layouts import BatchArithmetic, Task
 from rlhfuse.decisions.migration import SampleMoveCost
 from rlhfuse.decisions.weight_moves import LayoutMove
 from rlhfuse.planning.efficiency import Efficiency
-from rlhfuse.planning.memory import DEVICE_PARTS, PhaseMemory, readable_bytes
+from rlhfuse.planning.memory import DEVICE_PARTS, OptimizerOffload, PhaseMemory, readable_bytes
 from rlhfuse.planning.stage_cuts import StageBalance
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule
@@ -103,6 +103,7 @@ class PlanReport:
     stages: tuple[StageBalance, ...] = ()
     efficiency: Efficiency | None = None  # of a GPU
     keeps_generation: bool = False  # its weights and KV cache stay on the device between iterations
+    offload: OptimizerOffload | None = None  # None: the optimizer stays on the device
 
     def to_dict(self) -> dict[str, Any]:
         return to_json(self, VERSION)

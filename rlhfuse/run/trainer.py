@@ -291,6 +291,8 @@ class Trainer:
         for model in self.models.trained.values():
             model.optimizer.release_gradients()
         self.memory.switch("moves")
+        if offload := self.plan.report.offload:
+            self.models.offload_optimizers(free=offload.first_phase == "moves")
         generation = self.models.generation
         generation.allocate()
         self.resharder.reshard(self.models.actor.optimizer.modules.values(), generation.module)
@@ -299,6 +301,8 @@ class Trainer:
             offloaded.allocate()
             self.resharder.reshard(critic.optimizer.modules.values(), offloaded.module)
             offloaded.offload()
+        if offload:
+            self.models.offload_optimizers(free=True)
         self.engine.load_weights(dict(generation.module.named_parameters()))
         self.memory.switch("generation")
         held = self.models.held_bytes(with_host=not self.device.is_cuda) + self.engine.cache_bytes
@@ -308,6 +312,7 @@ class Trainer:
     def _train(self, iteration: int, batch: RolloutBatch, algorithm: AlgorithmConfig) -> list[MinibatchResult]:
         self.memory.switch("training")
         self.device.empty_cache()
+        self.models.load_optimizers()
         lr = {str(role): self._lr(role, iteration) for role in self.models.trained}
         results, microbatches = [], self.plan.report.batch.microbatches_of
         seed, count = self.config.trainer.seed, algorithm.minibatches
@@ -315,6 +320,8 @@ class Trainer:
             for indices in cut_minibatches(len(batch), count, seed, iteration, epoch):
                 self.watchdog.progress(f"iteration {iteration}: training mini-batch {len(results)}")
                 results.append(self.training.run(batch.select(indices), microbatches, lr, algorithm))
+        if self.plan.report.offload:
+            self.models.offload_optimizers(free=False)
         return results
 
     def _lr(self, role: str, iteration: int) -> float | None:

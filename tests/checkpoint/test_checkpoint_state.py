@@ -44,16 +44,16 @@ def build(rank: int, folders: dict, actor: str, critic: str, dtype: str) -> dict
     return {role: model.optimizer for role, model in roles.trained.items()}
 
 
-def one_step(rank: int, models: dict, seed: int) -> None:
+def one_step(rank: int, models: dict, seed: int, lr: float | None = 1e-3, scale: float = 1.0) -> None:
     """An optimizer step on made-up gradients; tensor ranks have the same one of what each of them holds whole."""
     for model in models.values():
         model.zero_grad()
         for number, parameter in enumerate(model.module.parameters()):
             own = rank if getattr(parameter, "tensor_model_parallel", False) else 0
             generator = torch.Generator().manual_seed(10_000 * seed + 100 * own + number)
-            parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
+            parameter.main_grad.copy_(scale * torch.randn(parameter.shape, generator=generator))
         model.finish_gradients()
-        model.step(1e-3)
+        model.step(lr)
 
 
 def state_of(models: dict) -> dict:
@@ -234,6 +234,54 @@ def from_one_adam_to_the_other(rank: int, folders: dict, out: Path, layout: str,
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_fused_adam_saves_and_loads_what_torchs_does(workers, folders, tmp_path, dtype):
     assert workers.run(from_one_adam_to_the_other, folders, tmp_path, "d2t1p2", dtype) == [[]] * 4
+
+
+def rest_between_steps(rank: int, folders: dict, out: Path, layout: str, dtype: str) -> list[str]:
+    """Steps with and without resting in host memory between them, saved and loaded there; returns what differs."""
+    awake, resting = (build(rank, folders, layout, layout, dtype) for _ in range(2))
+    found, device_bytes = [], []
+    for seed in range(3):
+        for model in resting.values():
+            model.states.leave()
+            model.states.free()
+        device_bytes.append(sum(model.states.host_bytes for model in resting.values()))
+        found += [f"at rest {seed} {line}" for line in differing(state_of(awake), state_of(resting))]
+        if seed == 2:
+            save_at_rest(rank, out, resting)
+        for model in resting.values():
+            model.states.come_back()
+        for models in (awake, resting):
+            one_step(rank, models, seed)
+            before = state_of(models)
+            one_step(rank, models, seed, lr=None)
+            one_step(rank, models, seed, scale=torch.nan)
+            found += [f"held still {seed} {line}" for line in differing(before, state_of(models))]
+    found += [f"stepped {line}" for line in differing(state_of(awake), state_of(resting))]
+    wanted = weights_of(awake)
+    found += [f"weights {n}" for n, value in weights_of(resting).items() if not torch.equal(value, wanted[n])]
+    for model in resting.values():
+        model.states.leave()
+        model.states.free()
+    load(out, 3, resting)  # brings back
+    one_step(rank, resting, 2)
+    found += [f"loaded {line}" for line in differing(state_of(awake), state_of(resting))]
+    sizes = [device_bytes[0] > 0, device_bytes[1] > device_bytes[0], device_bytes[2] == device_bytes[1]]
+    return found + [f"host bytes {device_bytes}"] * (sizes != [dtype == "bfloat16", True, True])
+
+
+def save_at_rest(rank: int, out: Path, models: dict) -> None:
+    from rlhfuse.parallel.optimizer_state import export_state
+
+    writer = CheckpointWriter(out, rank, 4, NO_FACTS, 2, 60)
+    writer.start(3, STATE, {role: export_state(model) for role, model in models.items()})
+    writer.finish()
+    torch.distributed.barrier()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_that_rest_on_the_host_are_those_that_stay(workers, folders, tmp_path, dtype):
+    """Of float32 weights the moments alone: they are their own main weights."""
+    assert workers.run(rest_between_steps, folders, tmp_path, "d2t1p2", dtype) == [[]] * 4
 
 
 def write_with_a_full_disk(rank: int, out: Path) -> str:

@@ -1,4 +1,4 @@
-"""Weights in host memory: one stretch for all of them, there and back bit for bit."""
+"""Weights and optimizer states in host memory: one stretch for all of them, there and back bit for bit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tiny import write_checkpoint
 
 from rlhfuse.fusion.inter.inference import WeightLoader
 from rlhfuse.parallel.device import choose_device
-from rlhfuse.parallel.offload import ALIGNMENT, HostBlock, OffloadedWeights, WeightMemory
+from rlhfuse.parallel.offload import ALIGNMENT, HostBlock, OffloadedWeights, RestingTensors, WeightMemory
 
 CPU = choose_device("cpu", 0, 1)
 
@@ -84,6 +84,37 @@ def test_a_module_has_no_memory_before_it_is_wanted():
     assert sum(weight.nbytes for weight in memory.module.parameters()) == 0
     memory.allocate()
     assert [weight.shape for weight in memory.module.parameters()] == [w.shape for w in network().parameters()]
+
+
+def test_tensors_rest_in_host_memory_and_come_back():
+    """They stay the same objects, which an optimizer looks up by; later there are more of them."""
+    found = {"main": torch.arange(1000.0)}
+    states = RestingTensors(lambda: found, CPU)
+    held = []
+    for _ in range(2):
+        for name, kept in [(name, one) for name, one in found.items()]:
+            held.append((name, kept, kept.clone(), kept.untyped_storage().data_ptr()))
+        states.leave()
+        assert all(one.untyped_storage().data_ptr() == place for _, one, _, place in held)  # still being copied
+        states.free()
+        first = states.host_bytes
+        assert all(torch.equal(one, values) for _, one, values, _ in held)
+        assert all(
+            one.untyped_storage().nbytes() == len(states._blocks[n > 0]._memory) for n, (_, one, *_) in enumerate(held)
+        )
+        states.free()
+        states.leave()  # nothing to do
+        states.come_back()
+        states.wait()
+        assert all(torch.equal(one, values) and one.untyped_storage().nbytes() == 4000 for _, one, values, _ in held)
+        assert states.host_bytes == first == len(found) * 4096
+        held.clear()
+        found["moment"] = torch.ones(1000)
+        found["main"] += 1
+    states.leave()
+    found["main"] += 1
+    states.come_back()  # before its memory was given back: nothing is overwritten
+    assert torch.equal(found["main"], torch.arange(1000.0) + 3)
 
 
 # what a rank holds when its models are built --------------------------------------------------------------------

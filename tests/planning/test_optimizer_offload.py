@@ -1,0 +1,135 @@
+"""Whether the optimizer rests on the host outside training, and what the plan says of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from four_ranks import SPECS, planned, run
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.config.load import load_config
+from rlhfuse.planning.draft import PlanDraft, draft_plan, read_specs
+from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.run_plan import PlanReport
+
+LLAMA3_70B = dict(
+    model_type="llama",
+    hidden_size=8192,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    intermediate_size=28672,
+    vocab_size=128256,
+    max_position_embeddings=8192,
+)
+RUN = """
+actor: {{path: {model}}}
+critic: {{path: {model}}}
+reference: {{path: {model}}}
+reward: {{path: {model}}}
+data: {{train_files: [none.jsonl], max_prompt_tokens: 1024}}
+rollout: {{prompts_per_iteration: 1024, samples_per_prompt: 1, max_response_tokens: 1024}}
+fusion: {{actor_microbatches: 128, intra_stage: false}}
+parallel: {{sequence_parallel: true, actor_train: d2t4p8, critic_train: d2t4p8, generation: d8t8p1}}
+trainer: {{device: cuda, hardware: h100, dtype: bfloat16}}
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """Four models of 70B on 64 H100."""
+    folder = tmp_path_factory.mktemp("70B")
+    (folder / "config.json").write_text(json.dumps(LLAMA3_70B))
+    (folder / "run.yaml").write_text(RUN.format(model=folder))
+    return folder / "run.yaml"
+
+
+def drafted(file, *overrides: str) -> PlanDraft:
+    config = load_config(file, overrides)
+    return draft_plan(config, read_specs(config), 64)
+
+
+def static(draft: PlanDraft) -> dict:
+    return {phase.phase: phase for phase in draft.memory.static}
+
+
+def test_four_models_of_70b_fit_64_gpus_because_the_optimizer_leaves(file):
+    """What it holds is 12 bytes of each parameter of two models, cut by 8 stages, 4 tensor ranks and 2 replicas."""
+    draft = drafted(file)
+    offload = draft.memory.offload
+    parameters = [max(draft.analytic[task].place_parameters()) for task in ("actor_train", "critic_train")]
+    assert offload.nbytes == pytest.approx(12 / 2 * sum(parameters), rel=0.05)
+    assert offload.seconds == pytest.approx(offload.nbytes / 51.2e9)
+    assert offload.first_phase == "generation"  # weights move beside it
+    phases = static(draft)
+    assert [phases[name].optimizer for name in ("generation", "inference")] == [0, 0]
+    assert phases["training"].optimizer == phases["moves"].optimizer == offload.nbytes
+    assert all(draft.memory.needed(phase) <= 80e9 for phase in phases.values())
+    stays = draft.memory.needed(phases["inference"]) + offload.nbytes
+    with pytest.raises(InputError, match=r"inference needs .* 74.5 GiB; set trainer.offload_optimizer=auto, lower"):
+        drafted(file, "trainer.offload_optimizer=false")
+    assert stays > 80e9
+    scorers = sum(draft.analytic[f"{role}_inference"].weights_bytes() for role in ("reference", "reward", "critic"))
+    assert {phases[name].host for name in ("moves", "inference", "training")} == {scorers + offload.nbytes}
+    assert phases["start"].host == scorers
+
+
+def test_the_plan_tells_where_it_rests_and_what_that_costs(file):
+    report = make_plan(drafted(file)).report
+    assert PlanReport.from_dict(report.to_dict()).offload == report.offload
+    (line,) = [line for line in report.reasons if "offload_optimizer" in line]
+    assert line.startswith("trainer.offload_optimizer=auto: a phase would not fit beside it, on the host outside")
+    assert "25.6 GiB of optimizer per rank; they leave while the weights move and come back during the first" in line
+    moving = sum(move.seconds for move in report.weight_moves)
+    assert moving > report.offload.seconds and "0.54 s each way, of which 0 s are not hidden" in line
+    assert report.seconds.weight_moves == pytest.approx(moving)
+    assert "60 GiB" not in report.render() and "74.4 GiB" in report.render()  # of host memory
+
+
+def test_seconds_that_are_hidden(file):
+    offload = drafted(file).memory.offload
+    assert offload.seen_seconds(moving=10.0, minibatch=10.0) == 0
+    assert offload.seen_seconds(moving=0.5, minibatch=10.0) == pytest.approx(offload.seconds - 0.5)
+    assert offload.seen_seconds(moving=0.0, minibatch=0.0) == 2 * offload.seconds
+
+
+def test_it_leaves_before_the_weights_move_where_those_have_no_room_beside_it(file):
+    draft = drafted(file, "trainer.memory_limit_gb=70")
+    assert draft.memory.offload.first_phase == "moves" and static(draft)["moves"].optimizer == 0
+    assert draft.memory.offload.seen_seconds(moving=10.0, minibatch=10.0) == draft.memory.offload.seconds
+    report = make_plan(draft).report
+    told = "they leave before the weights move and come back during the first mini-batch, 0.54 s each way, of which"
+    assert f"{told} 0.54 s are not hidden" in "\n".join(report.reasons)
+    moving = sum(move.seconds for move in report.weight_moves)
+    assert report.seconds.weight_moves == pytest.approx(moving + report.offload.seconds)
+
+
+def test_it_stays_where_all_phases_fit_beside_it(file):
+    draft = drafted(file, "trainer.memory_limit_gb=100")
+    assert draft.memory.offload is None and static(draft)["inference"].optimizer > 0
+    reasons = "\n".join(make_plan(draft).report.reasons)
+    assert "trainer.offload_optimizer=auto: the optimizer stays on the device, every phase fits beside it" in reasons
+    forced = drafted(file, "trainer.memory_limit_gb=100", "trainer.offload_optimizer=true")
+    assert forced.memory.offload.nbytes > 0 and static(forced)["inference"].optimizer == 0
+    assert forced.problem.static_memory == draft.problem.static_memory  # of training, which it is back for
+
+
+def test_room_for_the_cache_is_cut_before_the_optimizer_leaves(file):
+    small = "reward.path=''", "reward.function=rewards:one", "reference.path=none", "algorithm.kl_coef=0"
+    draft = drafted(file, *small, "rollout.max_response_tokens=4096", "fusion.actor_microbatches=256")
+    assert draft.memory.offload is None and draft.config.rollout.kv_blocks_per_instance > 0
+
+
+@pytest.mark.parametrize("asked", ["auto", "true"])
+def test_on_a_cpu_only_where_it_is_asked_for(asked):
+    plan = planned(run(trainer__offload_optimizer=asked)).report
+    assert (plan.offload is None) == (asked == "auto")
+    phases = {phase.phase: phase for phase in plan.memory}
+    assert (phases["generation"].optimizer == 0) == (asked == "true")
+    stays, rests = (
+        draft_plan(run(trainer__offload_optimizer=answer), SPECS, 4).memory.ranks for answer in ("false", asked)
+    )
+    for one, other in zip(stays, rests):  # two allocations there
+        extra = one.static[-1].optimizer if asked == "true" else 0
+        assert {phase.host for phase in other.static} == {one.static[-1].host + extra}
