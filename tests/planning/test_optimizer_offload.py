@@ -117,7 +117,7 @@ def test_it_stays_where_all_phases_fit_beside_it(file):
 
 def test_room_for_the_cache_is_cut_before_the_optimizer_leaves(file):
     small = "reward.path=''", "reward.function=rewards:one", "reference.path=none", "algorithm.kl_coef=0"
-    draft = drafted(file, *small, "rollout.max_response_tokens=4096", "fusion.actor_microbatches=256")
+    draft = drafted(file, *small, "rollout.max_response_tokens=7168", "trainer.recompute=full")
     assert draft.memory.offload is None and draft.config.rollout.kv_blocks_per_instance > 0
 
 
