@@ -147,7 +147,7 @@ class RestingTensors:
         self._resting: Mapping[str, Tensor] = {}
         self._freed = False
         self._stream: torch.cuda.Stream | None = None
-        self._copied: torch.cuda.Event | None = None  # after the last copies
+        self._copied: Any = None  # event on CUDA, after the last copies
 
     @property
     def host_bytes(self) -> int:

@@ -93,8 +93,11 @@ def test_70b_on_64_h100_fits_and_tells_what_stands_in_the_way(sizes):
 
 
 def test_a_run_that_does_not_fit_is_refused(sizes):
-    with pytest.raises(InputError, match=r"memory: .* of this h100 has 74.5 GiB"):
-        example("llama3_8b_8gpus.yaml", sizes, "parallel.generation=d8t1p1", "parallel.inference=d8t1p1")
+    """Unless the optimizer may leave."""
+    whole = "parallel.generation=d8t1p1", "parallel.inference=d8t1p1"
+    with pytest.raises(InputError, match=r"memory: .* of this h100 has 74.5 GiB; set trainer.offload_optimizer=auto"):
+        example("llama3_8b_8gpus.yaml", sizes, *whole, "trainer.offload_optimizer=false")
+    assert example("llama3_8b_8gpus.yaml", sizes, *whole).memory.offload
 
 
 def test_the_figures_are_what_a_reader_works_out(sizes):
