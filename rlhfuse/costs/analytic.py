@@ -55,6 +55,10 @@ class CostModel(Protocol):
         """Sending (or receiving) `kv_bytes` of keys and values between two instances."""
         ...
 
+    def capture_seconds(self) -> float:
+        """Recording one shape of a decode step as a CUDA graph; 0 where that is not done, or was not measured."""
+        return 0.0
+
     def barrier_seconds(self) -> float:
         """Agreeing who holds what, from the last to come until all go on; 0 where only a job could measure it."""
         return 0.0
@@ -126,6 +130,10 @@ class AnalyticCost:
             return 0.0
         step = self.spec.layers * self.decode_layer_seconds(batch, context_tokens) + self.head_seconds(batch)
         return step + self.sampler_seconds(batch)
+
+    def capture_seconds(self) -> float:
+        """Recording one shape of a decode step as a CUDA graph."""
+        return self.kernels.capture_seconds(self.spec, self.layout.tp) if self.kernels else 0.0
 
     def sampler_seconds(self, batch: float) -> float:
         """Logits on their way to the sampler; a layer's activations of a step stay in the device's cache."""
@@ -410,6 +418,9 @@ class JobCost(CostModel):
 
     def swap_in_seconds(self) -> float:
         return sum(scorer.weights_bytes() / scorer.hardware.host_bandwidth for scorer in self.scorers)
+
+    def capture_seconds(self) -> float:
+        return self.actor.capture_seconds()
 
     def migration_seconds(self, kv_bytes: float) -> float:
         machine = self.actor.hardware

@@ -61,7 +61,7 @@ class RewardObservation:
 class MeasuredCost:
     """Fitted to observations of one instance; swap-in, barrier (`meeting` in costs.json) and release are medians.
 
-    A call of the reward function is a mean; None where there is no function.
+    Means: a call of the reward function, None where there is none; `capture`, 0 where no CUDA graph was recorded.
     """
 
     decode: Line  # of batch, context tokens
@@ -72,6 +72,7 @@ class MeasuredCost:
     meeting: float
     release: float
     reward: RewardCost | None = None  # a file may leave it out
+    capture: float = 0.0  # seconds of a shape, likewise
 
     def __post_init__(self) -> None:
         for kind, columns in (*COLUMNS.items(), ("migration", ("bytes",))):
@@ -88,6 +89,7 @@ class MeasuredCost:
         meeting: Sequence[float] = (0.0,),
         release: Sequence[float] = (0.0,),
         reward: Sequence[RewardObservation] = (),
+        capture: float = 0.0,
     ) -> MeasuredCost:
         """Raises InputError naming a kind without observations (nothing is guessed) or with a bad number."""
         seconds = {
@@ -112,6 +114,7 @@ class MeasuredCost:
             migration=Line.fit([(o.kv_bytes,) for o in migration], seconds["migration"]),
             **{kind: float(np.median(np.asarray(seconds[kind]))) for kind in MEDIANS},
             reward=RewardCost(sum(o.seconds for o in reward) / calls, reward[-1].at_once) if calls else None,
+            capture=capture,
         )
 
     def prefill_seconds(self, tokens: float, sequences: float) -> float:
@@ -135,6 +138,9 @@ class MeasuredCost:
     def release_seconds(self) -> float:
         return self.release
 
+    def capture_seconds(self) -> float:
+        return self.capture
+
     def reward_call(self) -> RewardCost | None:
         return self.reward
 
@@ -143,7 +149,8 @@ class MeasuredCost:
         move = f"{self.migration.constant * 1e6:.1f} us + {self.migration.slopes[0] * 1e6:.6f} us x bytes"
         medians = (f"{kind.replace('_', '-'):10s} {getattr(self, kind) * 1e6:.1f} us" for kind in MEDIANS)
         reward = [f"reward     {self.reward.seconds * 1e6:.1f} us a call"] if self.reward else []
-        return "\n".join((*lines, f"migration  {move}", *medians, *reward))
+        capture = [f"capture    {self.capture * 1e3:.1f} ms a shape"] if self.capture else []
+        return "\n".join((*lines, f"migration  {move}", *medians, *reward, *capture))
 
     def to_dict(self) -> dict:
         return to_json(self, VERSION)
@@ -193,6 +200,9 @@ class TrialCost:
 
     def release_seconds(self) -> float:
         return self.rest.release_seconds()
+
+    def capture_seconds(self) -> float:
+        return self.rest.capture_seconds()
 
     def reward_call(self) -> RewardCost | None:
         return self.rest.reward_call()

@@ -83,7 +83,7 @@ def _shares(metrics: Metrics) -> str:
         name.removeprefix("timing_s/"): value / whole
         for name, value in metrics.items()
         if name.startswith("timing_s/")
-        and name not in ("timing_s/step", "timing_s/eval")
+        and name not in ("timing_s/step", "timing_s/eval", "timing_s/graph_capture")
         and value is not None
         and value >= 0.01 * whole
     }

@@ -7,12 +7,14 @@ all others parse it onto their own draft. The programs that run are lowered once
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from rlhfuse.config.role import Role
 from rlhfuse.decisions.weight_moves import layout_moves
 from rlhfuse.planning import reasons
 from rlhfuse.planning.draft import TICK_SECONDS, PlanDraft, element_bytes
 from rlhfuse.planning.efficiency import efficiency, optimizer_step_seconds
+from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.run_plan import PlanReport, RunPlan, ScheduleSummary, reduction_on
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import evaluate
@@ -61,6 +63,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
     summary, peaks = _summary(schedule, source), evaluate(schedule).node_peak_memory
     kept = draft.memory.keeps_generation(peaks)
     memory = draft.memory.with_generation_kept() if kept else draft.memory
+    capture = graph_capture(draft, kept)
     batches = (draft.planned_lengths,)
     if draft.lengths is not None:
         batches = draft.planned_lengths.draw(batch.samples, DRAWS, config.trainer.seed)
@@ -71,6 +74,8 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
     moving, offload = sum(move.seconds for move in moves), draft.memory.offload
     seen = offload.seen_seconds(moving, summary.makespan_seconds) if offload else 0.0
     predicted = _predict(draft, batches, summary, threshold_samples, threshold, moving + seen, steps)
+    if capture and capture.each_iteration:
+        predicted = replace(predicted, capture=capture.seconds)
     return PlanReport(
         world_size=draft.world_size,
         hardware=draft.hardware.name,
@@ -101,8 +106,10 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
             reasons.of_memory(memory, peaks),
             *reasons.of_keeping(draft.memory, peaks),
             *reasons.of_offload(config, draft.memory, seen),
+            *((str(capture),) if capture else ()),
         ),
         keeps_generation=kept,
+        capture=capture,
         stages=draft.stages,
         efficiency=efficiency(draft, schedule.problem, predicted.training_fused),
         offload=offload,

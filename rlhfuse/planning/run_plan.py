@@ -17,6 +17,7 @@ from rlhfuse.decisions.layouts import BatchArithmetic, Task
 from rlhfuse.decisions.migration import SampleMoveCost
 from rlhfuse.decisions.weight_moves import LayoutMove
 from rlhfuse.planning.efficiency import Efficiency
+from rlhfuse.planning.graph_capture import GraphCapture
 from rlhfuse.planning.memory import DEVICE_PARTS, OptimizerOffload, PhaseMemory, readable_bytes
 from rlhfuse.planning.stage_cuts import StageBalance
 from rlhfuse.schedule.ir.ranks import FusedRanks
@@ -104,6 +105,7 @@ class PlanReport:
     efficiency: Efficiency | None = None  # of a GPU
     keeps_generation: bool = False  # its weights and KV cache stay on the device between iterations
     offload: OptimizerOffload | None = None  # None: the optimizer stays on the device
+    capture: GraphCapture | None = None  # of decode steps, None where none are recorded
 
     def to_dict(self) -> dict[str, Any]:
         return to_json(self, VERSION)
@@ -167,9 +169,12 @@ class PlanReport:
             (f"training, {self.batch.optimizer_steps} mini-batches", s.training_serial, s.training_fused),
             ("iteration", s.serial, s.fused),
         ]
+        if s.capture:
+            rows.insert(1, ("CUDA graphs recorded", s.capture, s.capture))
         if s.generation_serial is not None and s.generation_fused is not None:
             rest = s.gen_infer_serial - s.generation_serial, s.gen_infer_fused - s.generation_fused
-            rows[1:2] = [("generation", s.generation_serial, s.generation_fused), ("inference beyond it", *rest)]
+            generation = ("generation", s.generation_serial, s.generation_fused)
+            rows[-3:-2] = [generation, ("inference beyond it", *rest)]
         head = f"{'':26s}{'serial':>12s}{'fused':>12s}"
         lines = [f"{name:26s}{serial:12.4g}{fused:12.4g}" for name, serial, fused in rows]
         return (head, *lines[:-1], f"{lines[-1]}  (x{s.speedup:.2f})")

@@ -123,6 +123,8 @@ def rollout_metrics(batch: RolloutBatch, algorithm: AlgorithmConfig) -> dict[str
 def fusion_metrics(report: GenInferReport, threshold: int, instances: int) -> dict[str, Any]:
     """How generation and inference ran."""
     waited = {"timing_s/reward": report.reward_seconds} if report.function_scores else {}
+    if report.capture_seconds:
+        waited["timing_s/graph_capture"] = report.capture_seconds
     return waited | {
         "timing_s/gen": report.generation_seconds,
         "timing_s/infer": max(report.total_seconds - report.generation_seconds, 0.0),

@@ -224,6 +224,8 @@ class ThresholdController:
         moved = [*self._transfers, *rows("migration")]
         decode = rows("decode") or kept(DECODE_POINTS, former.decode_step_seconds)
         prefill = rows("prefill") or kept(TOKENS_POINTS, former.prefill_seconds)
+        captured = rows("capture")
+        capture = sum(s for _, s in captured) / sum(n for n, _ in captured) if captured else former.capture_seconds()
         scores = bool(self._config.scorers())  # without models to score with, scoring and loading take no time
         score = rows("score") or kept(TOKENS_POINTS, former.score_seconds) if scores else [NO_SCORING]
         return MeasuredCost.fit(
@@ -235,6 +237,7 @@ class ThresholdController:
             meeting=[row[0] for row in rows("meeting")] or [0.0],
             release=[row[0] for row in rows("release")] or [0.0],
             reward=[RewardObservation(int(n), int(c), s) for n, c, s in rows("reward")],
+            capture=capture,
         )
 
     def _instance_limits(self) -> InstanceLimits:

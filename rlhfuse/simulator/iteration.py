@@ -294,14 +294,15 @@ class IterationSeconds:
     training_fused: float
     generation_serial: float | None = None
     generation_fused: float | None = None
+    capture: float = 0.0  # beside these, of CUDA graphs in every iteration
 
     @property
     def serial(self) -> float:
-        return self.weight_moves + self.gen_infer_serial + self.training_serial
+        return self.weight_moves + self.capture + self.gen_infer_serial + self.training_serial
 
     @property
     def fused(self) -> float:
-        return self.weight_moves + self.gen_infer_fused + self.training_fused
+        return self.weight_moves + self.capture + self.gen_infer_fused + self.training_fused
 
     @property
     def speedup(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -85,6 +86,14 @@ def test_measured_costs_print_save_and_load(tmp_path):
     write_json(tmp_path / "measured.json", costs.to_dict())
     assert load_measured_cost(tmp_path / "measured.json") == costs
     assert [file.name for file in tmp_path.iterdir()] == ["measured.json"]
+
+
+def test_seconds_to_record_a_graph_are_optional_in_a_file():
+    costs = replace(linear_cost(), capture=0.05)
+    assert MeasuredCost.from_dict(costs.to_dict()) == costs and "capture    50.0 ms a shape" in str(costs)
+    raw = costs.to_dict()
+    del raw["capture"]
+    assert MeasuredCost.from_dict(raw) == linear_cost() and linear_cost().capture_seconds() == 0
 
 
 def test_the_reward_function_is_optional_in_a_file():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rlhfuse.costs.flops import IterationFlops
-from rlhfuse.run.iteration_metrics import IterationStats, memory_metrics, mfu_metrics
+from rlhfuse.fusion.inter.report import GenInferReport
+from rlhfuse.run.iteration_metrics import IterationStats, fusion_metrics, memory_metrics, mfu_metrics
 
 SECONDS = {"timing_s/train": 4.0, "fusion/gen_infer_seconds": 2.0, "timing_s/step": 10.0}
 
@@ -28,6 +29,13 @@ def test_without_a_critic_or_a_peak():
     flops = IterationFlops(3e12, 0.0, {"actor": 8e12})
     assert "perf/mfu/critic" not in mfu_metrics(flops, SECONDS, 4, 1e12)
     assert mfu_metrics(flops, SECONDS, 4, None) == {}
+
+
+def test_recorded_graphs_are_told_where_some_were():
+    report = GenInferReport(generation_seconds=3.0, total_seconds=4.0, capture_seconds=0.5)
+    found = fusion_metrics(report, 0, 1)
+    assert (found["timing_s/graph_capture"], found["timing_s/gen"]) == (0.5, 3.0)
+    assert "timing_s/graph_capture" not in fusion_metrics(GenInferReport(), 0, 1)
 
 
 def test_memory_is_that_of_the_fullest_rank():

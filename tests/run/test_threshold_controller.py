@@ -48,7 +48,7 @@ def iteration(lengths):
     """What an iteration shows: every step of one sequence took a millisecond, meetings three."""
     rows = {"decode": [1, 10, 1e-3], "prefill": [10, 1, 1e-3]}
     rows |= {"score": [10, 1, 1e-3], "load": [1e-3], "migration": [100, 1e-3]}
-    rows |= {"meeting": [3e-3], "release": [2e-3], "reward": [4, 1, 0.2]}
+    rows |= {"meeting": [3e-3], "release": [2e-3], "reward": [4, 1, 0.2], "capture": [4, 0.1]}
     assert set(rows) == set(OBSERVED)
     batch = SimpleNamespace(prompt_lengths=torch.tensor(lengths.prompt), response_lengths=torch.tensor(lengths.output))
     return SimpleNamespace(observations={kind: [row] for kind, row in rows.items()}), batch
@@ -86,6 +86,22 @@ def test_it_learns_what_the_reward_function_takes(alone):
     assert later._costs.reward_call() is None
     later.observe(4, *iteration(lengths))
     assert later._costs.reward_call() == RewardCost(0.05, 1)
+
+
+def test_it_remembers_what_recording_a_graph_took(alone):
+    """Of all shapes; where generation keeps them only the first iteration records any."""
+    learning, lengths = control(run()), long_tail(64, longest=256)
+    for number, rows in enumerate(([[9, 9.0]], [], [], [[4, 0.2], [1, 0.3]], [])):
+        report, batch = iteration(lengths)
+        report.observations["capture"] = rows
+        learning.observe(number, report, batch)
+        assert learning._costs.capture_seconds() == pytest.approx(1.0 if number < 3 else 0.1)
+    state = learning.state()
+    for observed in state["observations"]:
+        del observed["capture"]
+    later = control(run())
+    later.restore(state, "a checkpoint")
+    assert later._costs.capture_seconds() == pytest.approx(0.1)
 
 
 def test_it_looks_again_as_often_as_its_share_of_the_time_allows(alone, monkeypatch):

@@ -110,6 +110,8 @@ class GenInferIteration:
     def _generate(self, reporter: StoreReporter | None) -> None:
         """Until nothing is left for this instance to decode; the engine is then paused."""
         total, instances = len(self._requests), len(self._placement.instances)
+        runner = self._engine.runner
+        shapes, seconds = runner.recorded_shapes, runner.recording_seconds
         generation = Generation(
             self._engine, self._decoders, reporter, self._stage.rewarder, self._events, total, self._stage.progress
         )
@@ -129,6 +131,7 @@ class GenInferIteration:
         self._events.add_barrier(time.time() - stopped)
         if plan and self._instance in plan.destinations:
             generation.decode_tail()
+        self._events.add_captures(runner.recorded_shapes - shapes, runner.recording_seconds - seconds)
         start = time.perf_counter()
         self._engine.pause()
         self._stage.generation_done()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from rlhfuse.decisions.migration import MigrationPlan
 from rlhfuse.ppo.rollout import Rollout
 
-OBSERVED = ("decode", "prefill", "score", "load", "migration", "meeting", "release", "reward")
+OBSERVED = ("decode", "prefill", "score", "load", "migration", "meeting", "release", "reward", "capture")
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class GenInferReport:
     scored_before_generation_end: int = 0
     agreement_seconds: float = 0.0  # of generation, spent to agree with the others; the most of any rank
     generation_seconds: float = 0.0
+    capture_seconds: float = 0.0  # of them, spent to record CUDA graphs; the most of any rank
     reward_seconds: float = 0.0  # from the last score on, waiting for the reward function
     total_seconds: float = 0.0
     function_scores: dict[int, float] = field(default_factory=dict)  # sample id -> the Rewarder's score
@@ -67,6 +68,7 @@ class RankEvents:
     meeting     seconds                                barrier: from the last to come until all go on, no moves
     release     seconds                                to give back the cache and the actor's weights
     reward      calls, at once on a worker, seconds    of the reward function, all calls together
+    capture     shapes, seconds                        of decode steps recorded as CUDA graphs, if any
     """
 
     is_leader: bool
@@ -78,6 +80,7 @@ class RankEvents:
     scored_early: int = 0
     agreement_seconds: float = 0.0
     generation_seconds: float = 0.0  # until this instance had nothing left to decode
+    capture_seconds: float = 0.0
     scored_seconds: float = 0.0  # until this rank had nothing left to score
     rewarded_seconds: float = 0.0  # and until its reward function was done
     plan: MigrationPlan | None = None
@@ -90,6 +93,12 @@ class RankEvents:
     def observe(self, kind: str, *row: float) -> None:
         if self.is_leader:
             self.observed[kind].append(list(row))
+
+    def add_captures(self, shapes: int, seconds: float) -> None:
+        """So many decode steps were recorded in this generation."""
+        self.capture_seconds = seconds
+        if shapes:
+            self.observe("capture", shapes, seconds)
 
     def add_barrier(self, seconds: float) -> None:
         """This instance was at the barrier for so long, what it moved there included."""
@@ -115,6 +124,7 @@ def summarize(ranks: Sequence[RankEvents]) -> GenInferReport:
         scored_before_generation_end=sum(rank.scored_early for rank in ranks),
         agreement_seconds=max(rank.agreement_seconds for rank in ranks),
         generation_seconds=max(rank.generation_seconds for rank in ranks),
+        capture_seconds=max(rank.capture_seconds for rank in ranks),
         reward_seconds=max(rank.rewarded_seconds for rank in ranks) - max(rank.scored_seconds for rank in ranks),
         function_scores={sample: score for rank in ranks for sample, score in rank.function_scores.items()},
         observations=observations,

@@ -1,7 +1,6 @@
 """Decode steps recorded once and replayed: a CUDA graph for each shape, so that the host launches one thing per step.
 
-Shapes are rounded up so that few occur: rows to 1, 2, 4, 8, 16, 32, 48, ...; columns of the block tables to powers of
-two, from 256 tokens up. All graphs share one memory pool.
+Shapes are rounded up so that few occur (decisions/decode_shapes.py). All graphs share one memory pool.
 """
 
 from __future__ import annotations
@@ -15,12 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhfuse.decisions.decode_shapes import rounded_rows, rounded_width
 from rlhfuse.gen.core.draws import DrawBatch
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.gpu.draws import DrawInputs, draw_array
-
-SHORTEST_TOKENS = 256  # narrower tables are widened to this: attention over so little costs nothing
-ROW_STEP = 16
 
 
 class DecodeShape(NamedTuple):
@@ -37,15 +34,8 @@ class DecodeShape(NamedTuple):
         sequences: int, blocks: int, most_sequences: int, most_blocks: int, block_tokens: int, banned: int = 0
     ) -> DecodeShape:
         """The smallest shape for so many sequences of at most `blocks` blocks; beyond the `most_` only if they are."""
-        short = sequences <= ROW_STEP // 2
-        rows = _power_of_two(sequences) if short else -(-sequences // ROW_STEP) * ROW_STEP
-        width = _power_of_two(max(blocks, -(-SHORTEST_TOKENS // block_tokens)))
-        rows, width = max(sequences, min(rows, most_sequences)), max(blocks, min(width, most_blocks))
-        return DecodeShape(rows, width, DrawInputs.columns(banned))
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
+        width = rounded_width(blocks, most_blocks, block_tokens)
+        return DecodeShape(rounded_rows(sequences, most_sequences), width, DrawInputs.columns(banned))
 
 
 @dataclass(frozen=True, eq=False)

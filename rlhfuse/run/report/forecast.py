@@ -184,7 +184,7 @@ def _seconds(recent: Sequence[Row], row: Row, timeline: GenInferTimeline, edges:
 
     seconds = {
         "reshard": statistics.median(past["timing_s/reshard"] for past in recent),
-        "gen": generation,
+        "gen": generation + statistics.median(past.get("timing_s/graph_capture", 0.0) for past in recent),
         "infer": timeline.total_seconds - generation + edges,
         "adv": line("adv"),
         "train": line("train"),

@@ -101,6 +101,7 @@ def compare_plan(run: RunFiles) -> list[PlannedSeconds]:
         return sum(row.get(name) or 0.0 for row in kept) / len(kept)
 
     moves, gen_infer, training = (seconds[part] for part in ("weight_moves", "gen_infer_fused", "training_fused"))
+    gen_infer += seconds.get("capture", 0.0)
     return [
         PlannedSeconds("weights moved", moves, mean("timing_s/reshard")),
         PlannedSeconds("generation and inference", gen_infer, mean("fusion/gen_infer_seconds")),

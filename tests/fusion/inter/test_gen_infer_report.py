@@ -22,12 +22,15 @@ def test_the_report_adds_up_what_ranks_saw():
     freed.observe("reward", 8, 1, 0.4)
     freed.scored_seconds, freed.rewarded_seconds = 5.0, 5.25  # done while the other still scored
     stays.scored_seconds, stays.rewarded_seconds = 5.5, 6.25
+    freed.add_captures(4, 0.5)
+    stays.add_captures(0, 0.0)
     freed.add_barrier(0.75)
     stays.add_barrier(0.3125)  # came last, and moved nothing itself
     report = summarize([freed, stays])
     assert report.plan == PLAN and report.migrated_samples == 2 and report.recomputed_samples == 1
     assert report.migrated_bytes == 640 and report.bytes_needed == 700 and report.scored_before_generation_end == 3
     assert report.agreement_seconds == 0.01 and report.generation_seconds == 4.0
+    assert report.observations["capture"] == [[4, 0.5]] and report.capture_seconds == 0.5
     assert report.observations["score"] == [[10, 2, 0.5]]
     assert report.observations["reward"] == [[8, 1, 0.4]] and report.reward_seconds == 0.75
     assert report.observations["migration"] == [[640, 0.5]]

@@ -30,6 +30,17 @@ def test_phases_that_follow_their_rules_are_predicted(run):
     assert [row["phase"] for row in table.to_dict()["phases"]] == list(PHASES)
 
 
+def test_graphs_that_every_iteration_records_are_predicted(run):
+    found = Forecaster(run).forecast(4)
+    for row in run.rows:
+        row["timing_s/graph_capture"] = 0.5
+    try:
+        assert Forecaster(run).forecast(4).seconds["gen"] == pytest.approx(found.seconds["gen"] + 0.5)
+    finally:
+        for row in run.rows:
+            del row["timing_s/graph_capture"]
+
+
 def test_waiting_for_the_reward_function_is_predicted(run, tmp_path):
     """Its workers are busy for longer than all else; the edges around generation with inference stay what they were."""
     slow = RunFiles.read(write_run(tmp_path / "run", reward=RewardCost(0.05)))

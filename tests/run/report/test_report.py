@@ -130,6 +130,8 @@ def test_plan_stands_beside_the_mean_of_what_was_measured(folder):
     pairs = [(one.predicted, one.measured) for one in compare_plan(run)]
     assert pairs == [(0.25, 0.0), (1.0, 1.25), (0.6, 0.5), (1.85, 2.0)]
     assert compare_plan(run)[1].error == pytest.approx(-0.2)
+    run.plan["seconds"]["capture"] = 0.25  # in every iteration
+    assert [one.predicted for one in compare_plan(run)] == [0.25, 1.25, 0.6, 2.1]
     assert "because" in read(render_report(run)).text
 
 
