@@ -19,6 +19,7 @@ from rlhfuse.base.errors import run_program
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost, JobCost, ring_all_reduce_seconds
 from rlhfuse.costs.hardware import hardware_by_name
+from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.problem import fused_problem
 from rlhfuse.schedule.rules.builders import serial_makespan
@@ -115,7 +116,9 @@ def training_seconds(pair: tuple[str, str], tokens: float) -> tuple[float, float
         layouts[role] = ParallelLayout(GPUS // TP // stages, TP, stages)
     costs = {role: cost_of(name, role == "critic", layouts[role]) for role, name in zip(layouts, pair)}
     microbatches = SAMPLES // MINIBATCHES // layouts["actor"].dp
-    stage_costs = {role: cost.stage_costs(tokens, 1, TICK_SECONDS) for role, cost in costs.items()}
+    stage_costs = {
+        role: cost.stage_costs(MicrobatchTokens(tokens, 1, tokens), TICK_SECONDS) for role, cost in costs.items()
+    }
     problem = fused_problem(layouts, microbatches, stage_costs)
     link = hardware_by_name("h800").cross_link_bandwidth
     reduction = sum(ring_all_reduce_seconds(cost.weights_bytes(), cost.layout.dp, link) for cost in costs.values())

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.costs.analytic import AnalyticCost, link_bandwidth, ring_gather_seconds
+from rlhfuse.costs.stage_cut import MicrobatchTokens
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class ModelCall:
         """`minibatches` optimizer steps over `batch` samples, each of `microbatches` per pipeline in 1F1B order."""
         sequences = batch / (self.model.layout.dp * minibatches * microbatches)
         tokens = sequences * sample_tokens
-        costs = self.model.stage_costs(tokens, sequences, tick_seconds=1e-6)
+        costs = self.model.stage_costs(MicrobatchTokens(tokens, sequences, tokens), tick_seconds=1e-6)
         send = 2 * self.send_seconds(tokens)  # hidden states on, their gradients back
         stages = [1e-6 * (f + b) + send for f, b in zip(costs.forward, costs.backward)]
         step = sum(stages) + (microbatches - 1) * max(stages)

@@ -192,7 +192,11 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
     (("algorithm.kl_in",), _kl_weighs_nothing, "algorithm.kl_coef=0"),
     (("parallel.reference_inference",), _has_no(Role.REFERENCE), "reference.path=none"),
     (("rollout.min_tokens",), _nothing_ends, "nothing ends a response but rollout.max_response_tokens"),
-    (("rollout.attention", "rollout.cuda_graphs"), lambda config: config.trainer.device == "cpu", "trainer.device=cpu"),
+    (
+        ("rollout.attention", "rollout.all_reduce", "rollout.cuda_graphs"),
+        lambda config: config.trainer.device == "cpu",
+        "trainer.device=cpu",
+    ),
     (("parallel.reward_inference",), _has_no(Role.REWARD), "there is no reward model"),
     (FUNCTIONS, lambda config: not config.reward.function, "reward.function is not set"),
     (("fusion.schedule",), lambda config: not config.fusion.intra_stage, "fusion.intra_stage=false"),

@@ -222,6 +222,11 @@ class RolloutConfig(Settings):
     attention: Literal["auto", "flashinfer", "triton", "flash_attn", "torch"] = key(
         "auto", "whose kernels read the KV cache on GPUs; auto = the first of these that can, told at start"
     )
+    all_reduce: Literal["auto", "nccl", "switch"] = key(
+        "auto",
+        "who sums over tensor ranks on GPUs: NCCL, or the NVLink switch of Hopper GPUs in one node; auto = the switch "
+        "where it can and its sums are right, told at start",
+    )
     cuda_graphs: Truth = key(True, "replay decode steps as CUDA graphs (see docs/howto/gpus.md); without effect on CPU")
 
 

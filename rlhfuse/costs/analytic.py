@@ -14,7 +14,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
 from rlhfuse.costs import gpu_bytes
 from rlhfuse.costs.kernels import Kernels
-from rlhfuse.costs.stage_cut import StageSeconds
+from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds
 from rlhfuse.schedule.ir.problem import StageCosts
 
 BACKWARD_OVER_FORWARD = 2  # gradients of inputs and of weights are one forward's products each
@@ -115,9 +115,9 @@ class AnalyticCost:
         """Forward over prompts; only the last token of each goes through the output layer."""
         return self._forward(tokens, sequences, outputs=sequences)
 
-    def forward_seconds(self, tokens: float, sequences: float = 1) -> float:
-        """Forward over packed sequences with an output for every token."""
-        return self._forward(tokens, sequences, outputs=tokens)
+    def forward_seconds(self, tokens: float, sequences: float = 1, outputs: float | None = None) -> float:
+        """Forward over packed sequences with an output for every token, or for so many."""
+        return self._forward(tokens, sequences, tokens if outputs is None else outputs)
 
     def _forward(self, tokens: float, sequences: float, outputs: float) -> float:
         if tokens <= 0:
@@ -192,18 +192,20 @@ class AnalyticCost:
 
     # ---- training
 
-    def stage_costs(self, tokens: float, sequences: float = 1, tick_seconds: float = 1e-6) -> StageCosts:
+    def stage_costs(self, micro: MicrobatchTokens, tick_seconds: float = 1e-6) -> StageCosts:
         """One micro-batch on every pipeline stage: whole ticks of `tick_seconds`, at least one, and bytes per rank."""
         cut = tuple(map(len, self.layout.stage_layers(self.spec.layers)))
         activation = []
         for stage, layers in enumerate(cut):
-            activation.append(int(layers * self.kept_layer_bytes(tokens) + self._kept_end_bytes(stage, tokens)))
-        forward, backward = self.stage_seconds(tokens, sequences).ticks(cut, tick_seconds)
+            kept = layers * self.kept_layer_bytes(micro.tokens) + self._kept_end_bytes(stage, micro.tokens)
+            activation.append(int(kept))
+        forward, backward = self.stage_seconds(micro).ticks(cut, tick_seconds)
         return StageCosts(forward, backward, tuple(activation))
 
-    def stage_seconds(self, tokens: float, sequences: float = 1) -> StageSeconds:
+    def stage_seconds(self, micro: MicrobatchTokens) -> StageSeconds:
         """One micro-batch, of a layer and of the ends."""
-        layer, head = self.layer_seconds(tokens, sequences), self.head_seconds(tokens)
+        tokens, sequences, outputs = micro
+        layer, head = self.layer_seconds(tokens, sequences), self.head_seconds(outputs)
         again = layer if self.recompute else 0.0
         backward, head_backward = BACKWARD_OVER_FORWARD * layer + again, BACKWARD_OVER_FORWARD * head
         if kernels := self.kernels:
@@ -211,10 +213,10 @@ class AnalyticCost:
             backward -= BACKWARD_OVER_FORWARD * self._moved_seconds(tokens)
             backward += tokens * kernels.backward_bytes(self.spec, width, tp, self.element_bytes) / bandwidth
             backward += self.spec.layer_parameters / tp * kernels.gradient_sum_bytes / bandwidth
-            head_backward += head + self._logit_seconds(tokens, kernels.tile_backward_bytes)  # logits once more
-            chunks = max(1.0, tokens * self.spec.hidden * 4 / kernels.head_chunk_bytes)
+            head_backward += head + self._logit_seconds(outputs, kernels.tile_backward_bytes)  # logits once more
+            chunks = max(1.0, outputs * self.spec.hidden * 4 / kernels.head_chunk_bytes)
             head_backward += chunks * self._logit_seconds(self.spec.hidden, kernels.head_gradient_sum_bytes)
-            head += self._logit_seconds(tokens, kernels.tile_forward_bytes)
+            head += self._logit_seconds(outputs, kernels.tile_forward_bytes)
         inner = ((0.0, 0.0),) * (self.layout.stages - 1)
         return StageSeconds((layer, backward), (*inner, (head, head_backward)))
 
@@ -389,11 +391,15 @@ class AnalyticCost:
 
 @dataclass(frozen=True)
 class JobCost(CostModel):
-    """The analytic CostModel of a job. `cross_node`: instances sit on different nodes: migration takes the network."""
+    """The analytic CostModel of a job. `cross_node`: instances sit on different nodes: migration takes the network.
+
+    `output_share`: part of the tokens scored that go through an output layer, those of responses.
+    """
 
     actor: AnalyticCost
     scorers: tuple[AnalyticCost, ...]
     cross_node: bool = False
+    output_share: float = 1.0
 
     def __post_init__(self) -> None:
         for scorer in self.scorers:
@@ -413,7 +419,8 @@ class JobCost(CostModel):
         total = 0.0
         for scorer in self.scorers:  # several replicas fit into the instance and share the batch, one sequence at least
             share = max(scorer.layout.tp / self.actor.layout.tp, min(1.0, 1 / max(sequences, 1)))
-            total += scorer.forward_seconds(tokens * share, sequences * share)
+            scored = tokens * share
+            total += scorer.forward_seconds(scored, sequences * share, scored * self.output_share)
         return total
 
     def swap_in_seconds(self) -> float:

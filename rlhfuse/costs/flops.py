@@ -52,13 +52,13 @@ class IterationFlops:
         """`prompt`, `output`: tokens of each sample; `specs` has the actor and all of `trained` and `scorers`.
 
         Generation counts every sample by itself: its prompt and all but the last of its response tokens are read, and
-        each response token is an output. Scoring and training put all tokens through the output layer.
+        each response token is an output. Scoring and training read whole samples, with the same outputs.
         """
         whole = [prompt + output for prompt, output in zip(prompt, output)]
         read = [length - 1 for length in whole]
 
         def forward(role: Role) -> float:
-            return forward_flops(specs[role], whole, sum(whole), scalar_head=role.scalar_head)
+            return forward_flops(specs[role], whole, sum(output), scalar_head=role.scalar_head)
 
         return IterationFlops(
             forward_flops(specs[Role.ACTOR], read, sum(output)),

@@ -19,7 +19,7 @@ from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost, CostModel, RewardCost
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.measured import MeasuredCost
-from rlhfuse.costs.stage_cut import StageSeconds
+from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds
 from rlhfuse.schedule.ir.problem import StageCosts
 
 VERSION = 2
@@ -35,10 +35,10 @@ class TrainingGrids:
     ends_forward: Grid
     ends_backward: Grid
 
-    def stage_seconds(self, stages: int, tokens: float) -> StageSeconds:
+    def stage_seconds(self, stages: int, micro: MicrobatchTokens) -> StageSeconds:
         """Of a pipeline of so many stages; both ends count for the last, whose output layer is most of them."""
-        layer = self.layer_forward(tokens), self.layer_backward(tokens)
-        ends = self.ends_forward(tokens), self.ends_backward(tokens)
+        layer = self.layer_forward(micro.tokens), self.layer_backward(micro.tokens)
+        ends = self.ends_forward(micro.outputs), self.ends_backward(micro.outputs)
         return StageSeconds(layer, (*((0.0, 0.0),) * (stages - 1), ends))
 
 
@@ -83,19 +83,19 @@ class ProfiledCost(CostModel):
         return self.reward
 
     def stage_costs(
-        self, role: str, analytic: AnalyticCost, tokens: float, sequences: float, tick_seconds: float
+        self, role: str, analytic: AnalyticCost, micro: MicrobatchTokens, tick_seconds: float
     ) -> StageCosts:
         """`analytic.stage_costs` with measured times. Raises InputError where the tensor degree is another one."""
         cut = tuple(map(len, analytic.layout.stage_layers(analytic.spec.layers)))
-        forward, backward = self.stage_seconds(role, analytic.layout, tokens).ticks(cut, tick_seconds)
-        return replace(analytic.stage_costs(tokens, sequences, tick_seconds), forward=forward, backward=backward)
+        forward, backward = self.stage_seconds(role, analytic.layout, micro).ticks(cut, tick_seconds)
+        return replace(analytic.stage_costs(micro, tick_seconds), forward=forward, backward=backward)
 
-    def stage_seconds(self, role: str, layout: ParallelLayout, tokens: float) -> StageSeconds:
+    def stage_seconds(self, role: str, layout: ParallelLayout, micro: MicrobatchTokens) -> StageSeconds:
         """One micro-batch, of a layer and of the ends. Raises InputError where the tensor degree is another one."""
         known = self.training.get(role)
         if known is None or known.tp != layout.tp:
             raise InputError(f"the profile has no training of {role} with tp({layout.tp}); profile this config again")
-        return known.stage_seconds(layout.stages, tokens)
+        return known.stage_seconds(layout.stages, micro)
 
     def check(self, made_for: Mapping[str, Any], where: str) -> None:
         """Raise InputError naming `where` and the first fact that differs from `made_for`."""

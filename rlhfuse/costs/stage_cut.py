@@ -8,8 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 EXACT_SECONDS = 1e-9  # seconds are compared in whole numbers of these: ties are ties on every rank
+
+
+class MicrobatchTokens(NamedTuple):
+    """What a micro-batch holds: tokens of so many sequences, and how many of them go through the output layer."""
+
+    tokens: float
+    sequences: float
+    outputs: float
 
 
 @dataclass(frozen=True)

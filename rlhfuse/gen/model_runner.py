@@ -27,11 +27,13 @@ from rlhfuse.gen.gpu.decode_graphs import CudaRecorder
 from rlhfuse.gen.gpu.draws import DrawKernels, StepInFlight
 from rlhfuse.gen.gpu.forward import DeviceForward
 from rlhfuse.gen.gpu.layer_kernels import torch_layer, triton_layer
+from rlhfuse.gen.gpu.switch_sum import choose_parallel
 from rlhfuse.gen.sampler import draw_into, draw_tokens, feed
 from rlhfuse.models.paged_attention import CacheShape, choose_attention
 
 Attention = Literal["auto", "flashinfer", "triton", "flash_attn", "torch"]
-ATTENTION_NAMES, KERNEL_NAMES = get_args(Attention), ("auto", "torch", "triton")
+AllReduce = Literal["auto", "nccl", "switch"]
+NAMES = {"kernels": ("auto", "torch", "triton"), "attention": get_args(Attention), "all_reduce": get_args(AllReduce)}
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,13 @@ class EngineOptions:
     # On CPU: what GPUs run, with torch's kernels or Triton's in its interpreter, neither of which promises bits.
     kernels: Literal["auto", "torch", "triton"] = "auto"
     attention: Attention = "auto"  # whose kernels read the cache (models/paged_attention.py), unless CPU kernels do
+    all_reduce: AllReduce = "auto"  # who sums over tensor ranks (gen/gpu/switch_sum.py), on CUDA
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_tokens", "max_sequences", "max_batched_tokens"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 1")
-        for name, known in (("kernels", KERNEL_NAMES), ("attention", ATTENTION_NAMES)):
+        for name, known in NAMES.items():
             if getattr(self, name) not in known:
                 raise InputError(f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(known)}")
 
@@ -84,16 +87,15 @@ class ModelRunner:
         Each of its ranks holds a share of heads, MLP columns and vocabulary rows; all see the same logits.
         """
         self.spec, self.options, self.device, self.dtype = spec, options, device, dtype
-        parallel = TensorParallel(tp_group)
-        self.tp_size = parallel.size
+        self.tp_size = TensorParallel(tp_group).size
         for name, value in (("heads", spec.heads), ("kv_heads", spec.kv_heads), ("mlp", spec.mlp)):
             if value % self.tp_size:
                 raise InputError(f"{name}({value}) % tp({self.tp_size}) = {value % self.tp_size}, must be 0")
         self.heads, self.kv_heads = spec.heads // self.tp_size, spec.kv_heads // self.tp_size
         self._forward: CpuForward | DeviceForward
-        self.attention_line = ""  # whose attention over the cache was chosen, and why not another's
+        self.lines: tuple[str, ...] = ()  # what was chosen by name, and why not another
         if device.type == "cpu" and options.kernels == "auto":
-            self._forward = CpuForward(spec, parallel)
+            self._forward = CpuForward(spec, TensorParallel(tp_group))
         else:
             on_cuda = device.type == "cuda"
             recorder = CudaRecorder(device) if options.cuda_graphs and on_cuda else None
@@ -101,7 +103,9 @@ class ModelRunner:
             sizes = spec.head_dim, options.block_tokens, options.max_sequences
             shape = CacheShape(dtype, device, self.heads, self.kv_heads, *sizes)
             chosen = choose_attention(shape, options.attention)
-            self.attention_line = chosen.line()
+            summed = tp_group, options.all_reduce, device, options.max_sequences, spec.hidden, dtype
+            parallel, sums = choose_parallel(*summed)
+            self.lines = tuple(line for line in (chosen.line(), sums) if line)
             kernels = _draw_kernels(device), chosen.kernels, layer
             self._forward = DeviceForward(spec, parallel, device, options.max_sequences, recorder, *kernels)
         self.runs_ahead = options.run_ahead and isinstance(self._forward, DeviceForward)

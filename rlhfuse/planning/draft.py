@@ -18,6 +18,7 @@ from rlhfuse.costs.analytic import AnalyticCost, CostModel, JobCost, largest_fla
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.profiled import ProfiledCost, load_run_costs
+from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import (
     TASK_ROLES,
@@ -97,16 +98,16 @@ def draft_plan(
         hardware = hardware_by_name(config.trainer.hardware, config.trainer.device)
     except InputError as error:
         raise InputError(f"trainer.hardware: {error}") from None
-    analytic, longest = _task_costs(config, specs, tasks, hardware), longest_microbatch_tokens(config, batch)
-    if config.fusion.profile:
-        costs, costs_name = load_run_costs(config, specs), f"costs of fusion.profile={config.fusion.profile}"
-    else:
-        costs, costs_name = _job_cost(analytic, world_size), "analytic costs"
-    tasks = with_cuts(config, tasks, analytic, costs, longest, batch.samples_per_microbatch)
-    analytic = _task_costs(config, specs, tasks, hardware)
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     samples = config.samples_per_iteration  # without lengths an upper bound
     planned = lengths.clip(prompt, response) if lengths else SampleLengths((prompt,) * samples, (response,) * samples)
+    analytic, longest = _task_costs(config, specs, tasks, hardware), longest_microbatch(config, batch)
+    if config.fusion.profile:
+        costs, costs_name = load_run_costs(config, specs), f"costs of fusion.profile={config.fusion.profile}"
+    else:
+        costs, costs_name = _job_cost(analytic, world_size, planned), "analytic costs"
+    tasks = with_cuts(config, tasks, analytic, costs, longest)
+    analytic = _task_costs(config, specs, tasks, hardware)
     ranks, samples = rank_map(training_layouts(tasks)), batch.samples_per_microbatch
 
     def sized(offload: bool) -> tuple[RunConfig, InstanceLimits, MemoryBudget]:
@@ -125,8 +126,7 @@ def draft_plan(
     if offloading == "auto" and hardware.name != "cpu" and not sizes[-1].fits_beside_training:
         sizes = sized(offload=True)
     config, limits, memory = sizes
-    mean_tokens = (sum(planned.prompt) + sum(planned.output)) / len(planned)
-    problem = _training_problem(analytic, batch, mean_tokens, prompt + response, costs)
+    problem = _training_problem(analytic, batch, planned, longest, costs)
     given = _given_schedule(config, problem)
     least = min_memory(problem)
     memory.check(evaluate(given[0]).node_peak_memory if given else least, least, given[1] if given else "")
@@ -143,7 +143,7 @@ def draft_plan(
         ranks,
         hardware,
         analytic,
-        stage_balances(tasks, analytic, costs, longest, batch.samples_per_microbatch),
+        stage_balances(tasks, analytic, costs, longest),
         costs,
         costs_name,
         limits,
@@ -154,9 +154,10 @@ def draft_plan(
     )
 
 
-def longest_microbatch_tokens(config: RunConfig, batch: BatchArithmetic) -> float:
-    """Tokens of a micro-batch of samples that are as long as they can become."""
-    return batch.samples_per_microbatch * (config.data.max_prompt_tokens + config.rollout.max_response_tokens)
+def longest_microbatch(config: RunConfig, batch: BatchArithmetic) -> MicrobatchTokens:
+    """Of samples that are as long as they can become."""
+    samples, response = batch.samples_per_microbatch, config.rollout.max_response_tokens
+    return MicrobatchTokens(samples * (config.data.max_prompt_tokens + response), samples, samples * response)
 
 
 def read_specs(config: RunConfig) -> dict[Role, ModelSpec]:
@@ -176,7 +177,8 @@ def generation_cost(
     world_size = instances * layouts["generation"].tp
     scored = [task for task in SCORERS if dict(TASK_ROLES)[task] in config.roles()]
     tasks = [Task(name, dict(TASK_ROLES)[name], layouts[name], (0, world_size - 1)) for name in ("generation", *scored)]
-    return _job_cost(_task_costs(config, specs, tasks, hardware), world_size)
+    longest = SampleLengths((config.data.max_prompt_tokens,), (config.rollout.max_response_tokens,))
+    return _job_cost(_task_costs(config, specs, tasks, hardware), world_size, longest)
 
 
 def kv_blocks(config: RunConfig, instances: int) -> int:
@@ -249,38 +251,40 @@ def _task_costs(
     }
 
 
-def _job_cost(costs: Mapping[str, AnalyticCost], world_size: int) -> JobCost:
+def _job_cost(costs: Mapping[str, AnalyticCost], world_size: int, lengths: SampleLengths) -> JobCost:
     """The analytic CostModel of generation and inference."""
     generation = costs["generation"]
     crosses = world_size > generation.hardware.devices_per_node
-    return JobCost(generation, tuple(costs[name] for name in SCORERS if name in costs), cross_node=crosses)
+    scorers = tuple(costs[name] for name in SCORERS if name in costs)
+    responses = sum(lengths.output) / (sum(lengths.prompt) + sum(lengths.output))
+    return JobCost(generation, scorers, crosses, responses)
 
 
 def _training_problem(
     analytic: Mapping[str, AnalyticCost],
     batch: BatchArithmetic,
-    mean_tokens: float,
-    longest_tokens: float,
+    lengths: SampleLengths,
+    longest: MicrobatchTokens,
     costs: CostModel,
 ) -> FusionProblem:
-    """One mini-batch on one fused group, without a memory cap. Tokens are per sample.
+    """One mini-batch on one fused group, without a memory cap.
 
-    Times are for `mean_tokens`, in ticks of TICK_SECONDS: measured where `costs` is a ProfiledCost, else analytic.
-    Activations are for `longest_tokens`, in bytes.
+    Times are for samples of mean `lengths`, in ticks of TICK_SECONDS: measured where `costs` is a ProfiledCost, else
+    analytic. Activations are for the `longest`, in bytes.
     """
-    sequences = batch.samples_per_microbatch
-    tokens = mean_tokens * sequences
+    each = batch.samples_per_microbatch / len(lengths)
+    outputs = each * sum(lengths.output)
+    micro = MicrobatchTokens(each * sum(lengths.prompt) + outputs, batch.samples_per_microbatch, outputs)
     stages, layouts = {}, {}
     for task in TRAINED:
         if task not in analytic:
             continue
         model, cost = dict(TASK_ROLES)[task], analytic[task]
         if isinstance(costs, ProfiledCost):
-            times = costs.stage_costs(model, cost, tokens, sequences, TICK_SECONDS)
+            times = costs.stage_costs(model, cost, micro, TICK_SECONDS)
         else:
-            times = cost.stage_costs(tokens, sequences, TICK_SECONDS)
-        longest = cost.stage_costs(longest_tokens * sequences, sequences, TICK_SECONDS)
-        layouts[model], stages[model] = cost.layout, replace(times, activation=longest.activation)
+            times = cost.stage_costs(micro, TICK_SECONDS)
+        layouts[model], stages[model] = cost.layout, replace(times, activation=cost.stage_costs(longest).activation)
     return fused_problem(layouts, batch.actor_microbatches, stages)
 
 

@@ -12,7 +12,7 @@ from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.flops import IterationFlops
 from rlhfuse.costs.hardware import MEASURED_RATES, data_sheets
-from rlhfuse.planning.draft import TICK_SECONDS, PlanDraft
+from rlhfuse.planning.draft import TICK_SECONDS, PlanDraft, longest_microbatch
 from rlhfuse.planning.memory import TRAINED
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedRanks
@@ -168,12 +168,12 @@ def _busy_seconds(problem: FusionProblem, ranks: FusedRanks) -> float:
 
 def _stage_seconds(draft: PlanDraft, analytic: Mapping[str, AnalyticCost]) -> float:
     """All models' forward and backward of a token of the longest samples, over all stages and tensor ranks."""
-    total, sequences = 0.0, draft.batch.samples_per_microbatch
+    total, micro = 0.0, longest_microbatch(draft.config, draft.batch)
     for task in TRAINED:
         if task in analytic:
             cost = analytic[task]
             cut = tuple(map(len, cost.layout.stage_layers(cost.spec.layers)))
-            ranks = cost.stage_seconds(draft.memory.microbatch_tokens, sequences).of_ranks(cut, cost.layout.pp)
+            ranks = cost.stage_seconds(micro).of_ranks(cut, cost.layout.pp)
             total += sum(ranks) * cost.layout.tp
     return total
 

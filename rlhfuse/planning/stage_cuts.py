@@ -9,7 +9,7 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost, CostModel
 from rlhfuse.costs.profiled import ProfiledCost
-from rlhfuse.costs.stage_cut import StageSeconds, fastest_cut
+from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds, fastest_cut
 from rlhfuse.decisions.layouts import Task
 
 
@@ -30,7 +30,7 @@ class StageBalance:
 
 
 def stage_balances(
-    tasks: tuple[Task, ...], analytic: Mapping[str, AnalyticCost], costs: CostModel, tokens: float, sequences: float
+    tasks: tuple[Task, ...], analytic: Mapping[str, AnalyticCost], costs: CostModel, micro: MicrobatchTokens
 ) -> tuple[StageBalance, ...]:
     """Of each model that trains in a pipeline; micro-batches as in `with_cuts`."""
     found = []
@@ -38,7 +38,7 @@ def stage_balances(
         if task.training and task.layout.stages > 1:
             cost = analytic[task.name]
             cut = tuple(map(len, cost.layout.stage_layers(cost.spec.layers)))
-            ranks = stage_seconds(task, cost, costs, tokens, sequences).of_ranks(cut, cost.layout.pp)
+            ranks = stage_seconds(task, cost, costs, micro).of_ranks(cut, cost.layout.pp)
             found.append(StageBalance(task.role, cut, max(ranks), sum(ranks) / len(ranks)))
     return tuple(found)
 
@@ -48,29 +48,28 @@ def with_cuts(
     tasks: tuple[Task, ...],
     analytic: Mapping[str, AnalyticCost],
     costs: CostModel,
-    tokens: float,
-    sequences: float,
+    micro: MicrobatchTokens,
 ) -> tuple[Task, ...]:
     """`tasks` with the layers of each stage, the same on every rank.
 
-    Micro-batches have `tokens` tokens of `sequences` samples: the longest, which need no known lengths.
+    `micro`: of the longest samples, which need no known lengths.
     """
     cut = []
     for task in tasks:
         cost = analytic[task.name]
         if task.training and task.layout.cut is None and config.parallel.stage_layers == "auto":
-            layout = _fastest(cost, stage_seconds(task, cost, costs, tokens, sequences))
+            layout = _fastest(cost, stage_seconds(task, cost, costs, micro))
         else:
             layout = task.layout.with_cut(task.layout.cut) if task.layout.cut else task.layout
         cut.append(replace(task, layout=layout))
     return tuple(cut)
 
 
-def stage_seconds(task: Task, cost: AnalyticCost, costs: CostModel, tokens: float, sequences: float) -> StageSeconds:
+def stage_seconds(task: Task, cost: AnalyticCost, costs: CostModel, micro: MicrobatchTokens) -> StageSeconds:
     """Of one micro-batch: measured where `costs` is a profile, else analytic."""
     if isinstance(costs, ProfiledCost):
-        return costs.stage_seconds(task.role, cost.layout, tokens)
-    return cost.stage_seconds(tokens, sequences)
+        return costs.stage_seconds(task.role, cost.layout, micro)
+    return cost.stage_seconds(micro)
 
 
 def _fastest(cost: AnalyticCost, seconds: StageSeconds) -> ParallelLayout:

@@ -167,6 +167,7 @@ def engine_options(config: RunConfig, instances: int, keep_memory: bool = False)
         cuda_graphs=rollout.cuda_graphs,
         attention=rollout.attention,
         keep_memory=keep_memory,
+        all_reduce=rollout.all_reduce,
     )
 
 

@@ -12,6 +12,7 @@ from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs import gpu_bytes
 from rlhfuse.costs.analytic import AnalyticCost, JobCost, largest_flat_batch
 from rlhfuse.costs.hardware import hardware_by_name, known_hardware
+from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.models import linear_logprobs
 
 LLAMA_13B = ModelSpec("llama", 40, 5120, 40, 40, 128, 13824, 32000, 4096)
@@ -74,12 +75,12 @@ def test_weights_over_all_ranks_are_the_model():
 
 
 def test_stage_costs_split_the_forward():
-    made = cost("d1t8p4").stage_costs(2048, 4)
+    made = cost("d1t8p4").stage_costs(MicrobatchTokens(2048, 4, 2048))
     whole = cost("d1t8p1").forward_seconds(2048, 4)
     assert sum(made.forward) == pytest.approx(whole * 1e6, abs=4)
     assert made.backward == pytest.approx([2 * ticks for ticks in made.forward], abs=1)
     assert made.forward[0] == made.forward[1] < made.forward[3]
-    scalar = cost("d1t8p4", scalar=True).stage_costs(2048, 4)
+    scalar = cost("d1t8p4", scalar=True).stage_costs(MicrobatchTokens(2048, 4, 2048))
     assert scalar.forward[3] == scalar.forward[0]
     # a stage keeps its output, but what it has received lies in a ring; the last what goes into norm and head, and that
     # once more in float32
@@ -142,7 +143,8 @@ def test_recomputation_and_sequence_parallelism_keep_less_and_the_backward_pays_
     # a gradient, a hidden state of each micro-batch under way, and one more
     assert [made().receiving_bytes(1000, place) / hidden for place in range(4)] == [1, 5, 4, 2]
     assert (made().gathering_bytes(1000), both.gathering_bytes(1000)) == (0, hidden)
-    plain, again = made().stage_costs(1000), both.stage_costs(1000)
+    micro = MicrobatchTokens(1000, 1, 1000)
+    plain, again = made().stage_costs(micro), both.stage_costs(micro)
     assert again.forward == plain.forward and again.activation[0] == 11 * hidden / 8  # ten inputs, and the output
     assert plain.backward[0] == pytest.approx(2 * plain.forward[0], abs=1)
     assert again.backward[0] == pytest.approx(3 * plain.forward[0], abs=1.5)

@@ -41,7 +41,7 @@ def test_an_iteration_by_hand():
     lengths = SampleLengths((2, 1), (3, 1))
     specs = dict.fromkeys(Role, SPEC)
     made = IterationFlops.of(specs, (Role.ACTOR, Role.CRITIC), SCORING_ORDER, lengths.prompt, lengths.output, epochs=2)
-    language, scalar = forward_flops(SPEC, [5, 2], 7), forward_flops(SPEC, [5, 2], 7, scalar_head=True)
+    language, scalar = forward_flops(SPEC, [5, 2], 4), forward_flops(SPEC, [5, 2], 4, scalar_head=True)
     assert made.generation == forward_flops(SPEC, [4, 1], outputs=4)  # the last token of a response is not read
     assert made.inference == language + 2 * scalar
     assert made.training == {"actor": 6 * language, "critic": 6 * scalar}

@@ -16,6 +16,7 @@ from rlhfuse.costs.analytic import AnalyticCost, RewardCost
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, load_costs
+from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.run.profiling.points import powers_of_two
 
 TABLE = Grid(((1.0, 2.0, 4.0), (10.0, 20.0)), (1.0, 2.0, 3.0, 6.0, 5.0, 12.0))
@@ -110,11 +111,11 @@ def test_a_file_may_say_what_the_reward_function_takes():
 def test_a_stage_costs_its_layers_and_the_last_one_the_ends():
     spec = ModelSpec("llama", 4, 64, 4, 4, 16, 128, 256, 512)
     analytic = AnalyticCost(spec, ParallelLayout.parse("d1t1p2"), hardware_by_name("cpu"), 4)
-    made = profile().stage_costs("actor", analytic, 150, 2, tick_seconds=1e-6)
+    made = profile().stage_costs("actor", analytic, MicrobatchTokens(150, 2, 150), tick_seconds=1e-6)
     assert made.forward == (3000, 3500) and made.backward == (3000, 3700)  # two layers of 1.5 ms
-    assert made.activation == analytic.stage_costs(150, 2).activation
+    assert made.activation == analytic.stage_costs(MicrobatchTokens(150, 2, 150)).activation
     with pytest.raises(InputError, match="no training of critic with tp\\(1\\)"):
-        profile().stage_costs("critic", analytic, 150, 2, 1e-6)
+        profile().stage_costs("critic", analytic, MicrobatchTokens(150, 2, 150), 1e-6)
 
 
 def test_a_profile_saves_loads_and_is_told_from_measured_costs(tmp_path):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.hardware import known_hardware
-from rlhfuse.costs.stage_cut import EXACT_SECONDS, StageSeconds, fastest_cut
+from rlhfuse.costs.stage_cut import EXACT_SECONDS, MicrobatchTokens, StageSeconds, fastest_cut
 
 LLAMA3_8B = ModelSpec("llama", 32, 4096, 32, 8, 128, 14336, 128256, 8192)
 LLAMA3_70B = ModelSpec("llama", 80, 8192, 64, 8, 128, 28672, 128256, 8192)
@@ -81,7 +81,7 @@ def cost(spec: ModelSpec, layout: str, scalar: bool = False, **more) -> Analytic
 @pytest.mark.parametrize("recompute", [False, True])
 def test_how_far_the_slowest_stage_is_above_the_mean(spec, layout, scalar, least, most, recompute):
     made = cost(spec, layout, scalar, recompute=recompute)
-    seconds, pp = made.stage_seconds(8192, 4), made.layout.pp
+    seconds, pp = made.stage_seconds(MicrobatchTokens(8192, 4, 8192)), made.layout.pp
     found = fastest_cut(spec.layers, pp, seconds, spec.layer_parameters, made.end_parameters())
     assert sum(found) == spec.layers
     ranks = seconds.of_ranks(found, pp)
@@ -93,7 +93,7 @@ def test_how_far_the_slowest_stage_is_above_the_mean(spec, layout, scalar, least
 def test_the_8b_at_four_stages_against_all_cuts():
     """4495 cuts, forward and backward of a micro-batch as the schedule's problem has them."""
     made = cost(LLAMA3_8B, "d2t1p4")
-    seconds = made.stage_seconds(8192, 4)
+    seconds = made.stage_seconds(MicrobatchTokens(8192, 4, 8192))
     found = fastest_cut(32, 4, seconds, LLAMA3_8B.layer_parameters, made.end_parameters())
     slowest = min(max(map(sum, seconds.of(cut))) for cut in all_cuts(32, 4))
     assert max(map(sum, seconds.of(found))) <= slowest + 32 * EXACT_SECONDS

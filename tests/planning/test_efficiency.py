@@ -17,6 +17,7 @@ from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.flops import TRAINING_FORWARDS, forward_flops
 from rlhfuse.costs.hardware import MEASURED_RATES, data_sheets, hardware_by_name
 from rlhfuse.costs.kernels import Kernels
+from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.planning.draft import TICK_SECONDS, PlanDraft, draft_plan, read_specs
 from rlhfuse.planning.efficiency import WORSE, Efficiency, efficiency, optimizer_step_seconds
@@ -105,7 +106,7 @@ def test_the_figures_are_what_a_reader_works_out(sizes):
     use, sheet = at_the_bound(draft), data_sheets()["h100"]
     spec = draft.specs["actor"]
     samples = [2048] * 768
-    flops = TRAINING_FORWARDS * sum(forward_flops(spec, samples, sum(samples), head) for head in (False, True))
+    flops = TRAINING_FORWARDS * sum(forward_flops(spec, samples, sum(samples) // 2, head) for head in (False, True))
     assert use.training_flops == pytest.approx(flops)
     for one in use.uses:
         assert one.training.mfu == pytest.approx(flops / (8 * sheet.flops * one.training.seconds))
@@ -122,22 +123,23 @@ def test_the_figures_are_what_a_reader_works_out(sizes):
 
 
 def test_seconds_of_training_are_products_bytes_and_all_reduces():
-    """Llama-3-8B on one rank, 4096 tokens: every term by hand."""
+    """Llama-3-8B on one rank, 4096 tokens, 1024 of them of responses: every term by hand."""
     spec = ModelSpec("llama", 32, 4096, 32, 8, 128, 14336, 128256, 8192)
-    machine, tokens = hardware_by_name("h100"), 4096
+    machine, tokens, outputs = hardware_by_name("h100"), 4096, 1024
     made = AnalyticCost(spec, ParallelLayout.parse("d2t1p4"), machine, 2, kernels=Kernels())
     flops = 2 * spec.layer_parameters * tokens + 4 * 4096 * tokens * (tokens + 1) / 2
     products, rate = flops / machine.flops, machine.memory_bandwidth
-    seconds = made.stage_seconds(tokens, 1)
+    micro = MicrobatchTokens(tokens, 1, outputs)
+    seconds = made.stage_seconds(micro)
     forward = tokens * 2 * (10 * 4096 + 4 * 4096 + 4 * 1024 + 3 * 14336) / rate
     backward = tokens * 2 * (12 * 4096 + 6 * 4096 + 6 * 1024 + 5 * 14336) / rate
     assert seconds.layer[0] == pytest.approx(products + forward)
     assert seconds.layer[1] == pytest.approx(2 * products + backward + 12 * spec.layer_parameters / rate)
-    head = 2 * 4096 * 128256 * tokens / machine.flops
-    assert seconds.ends[-1][0] == pytest.approx(head + 8 * tokens * 128256 / rate)
-    again = 3 * head + 18 * tokens * 128256 / rate + 16 * 4096 * 128256 / rate
+    head = 2 * 4096 * 128256 * outputs / machine.flops
+    assert seconds.ends[-1][0] == pytest.approx(head + 8 * outputs * 128256 / rate)
+    again = 3 * head + 18 * outputs * 128256 / rate + 16 * 4096 * 128256 / rate
     assert seconds.ends[-1][1] == pytest.approx(again)
-    recomputed = replace(made, recompute=True).stage_seconds(tokens, 1)
+    recomputed = replace(made, recompute=True).stage_seconds(micro)
     assert recomputed.layer[1] - seconds.layer[1] == pytest.approx(seconds.layer[0])
     own = made.rank_parameters()
     exchanged = (4 + 2) * own / 2 / machine.node_link_bandwidth

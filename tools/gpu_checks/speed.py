@@ -274,7 +274,7 @@ def measure(shape: dict, folder: Path, device: torch.device, block_tokens: int, 
                 "data_sheet_fraction": None if sheet is None else round(needed / sheet, 4),
             }
         seconds = prefill_seconds(engine, prompts, length)
-        result["attention"] = engine.runner.attention_line
+        result["attention"] = engine.runner.lines[0]
         result[name] = {
             "decode": rows,
             "capture_seconds": engine.runner.recording_seconds,

@@ -66,6 +66,10 @@ class TensorParallel:
             x += part
         return x
 
+    def product_sum(self, x: Tensor, weight: Tensor) -> Tensor:
+        """All ranks' sum of x @ weight.T: x [R, C], weight [H, C] -> [R, H], valid until the next one is asked for."""
+        return self.sum(F.linear(x, weight))
+
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' columns side by side: x [R, C] -> [R, size * C]."""
         if self.size == 1:

@@ -132,16 +132,16 @@ class DeviceForward:
         """
         assert self._weights is not None, "bind() comes first"
         add_norm, place_heads, swiglu = self._layer_kernels
-        total, eps = self.parallel.sum, self.spec.norm_eps
+        product_sum, eps = self.parallel.product_sum, self.spec.norm_eps
         x, delta = self.parallel.embed(tokens, self._weights.embedding), None
         for number, layer in enumerate(self._weights.layers):
             keys, values = cache.keys[number], cache.values[number]
             qkv = F.linear(add_norm(x, delta, None, layer.input_norm, eps), layer.qkv, layer.qkv_bias)
             norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
             q = place_heads(qkv, norms, eps, self._rotary, positions, slots, keys, values)
-            delta = total(F.linear(attend(q, keys, values).flatten(1), layer.proj))
+            delta = product_sum(attend(q, keys, values).flatten(1), layer.proj)
             mlp = swiglu(F.linear(add_norm(x, delta, layer.proj_bias, layer.mlp_norm, eps), layer.fc1))
-            delta = total(F.linear(mlp, layer.fc2))
+            delta = product_sum(mlp, layer.fc2)
         assert delta is not None, "a model has layers"
         return x, delta
 

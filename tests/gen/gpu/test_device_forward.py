@@ -376,7 +376,7 @@ def test_triton_computes_what_torch_computes(changes, dtype):
         torch_engine(spec, dtype=dtype, weights=weights, num_blocks=30, max_batched_tokens=24, **chosen)
         for chosen in (dict(kernels="torch"), dict(kernels="triton", attention="triton"))
     )
-    assert tritons.runner.attention_line == "attention of generation: triton"
+    assert tritons.runner.lines == ("attention of generation: triton",)
     expected, found = torchs.generate(prompts, params), tritons.generate(prompts, params)
     if dtype == torch.float32:
         assert [a.tokens for a in expected] == [b.tokens for b in found]
