@@ -292,6 +292,7 @@ class HardwareSpec:
     devices_per_node: int = 8
     decode_layer_seconds: float = 0.0  # of a layer's decode step, beside its work: kernels that start and end
     call_seconds: float = 0.0  # of every call of a model on its mesh: gathering its batch, asking its workers
+    switch_sums: bool = False  # the switch between the devices of a node adds what they send
     process_bytes: int = 0  # of `memory_bytes`, what a rank's process takes beside models: interpreter, libraries
 
     def __post_init__(self) -> None:

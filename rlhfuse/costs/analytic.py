@@ -153,8 +153,14 @@ class AnalyticCost:
 
     def decode_all_reduce_seconds(self, batch: float) -> float:
         """Of one layer of a decode step: two, whose messages are short."""
-        least = self.kernels.all_reduce_seconds if self.kernels and self.layout.tp > 1 else 0.0
-        return 2 * max(least, self._all_reduce_seconds(batch))
+        kernels, tp = self.kernels, self.layout.tp
+        if kernels is None or tp == 1:
+            return 2 * self._all_reduce_seconds(batch)
+        if kernels.switch_sums and self.hardware.switch_sums and tp <= self.hardware.devices_per_node:
+            # every rank sends its part to the switch once, and its share of the sum
+            sent = (1 + 1 / tp) * batch * self.spec.hidden * self.element_bytes
+            return 2 * max(kernels.switch_sum_seconds, sent / self.hardware.node_link_bandwidth)
+        return 2 * max(kernels.all_reduce_seconds, self._all_reduce_seconds(batch))
 
     def _moved_seconds(self, tokens: float) -> float:
         """What the kernels of a layer's forward move beside its products."""
@@ -212,7 +218,9 @@ class AnalyticCost:
             width, tp, bandwidth = self._whole_hidden, self.layout.tp, self.hardware.memory_bandwidth
             backward -= BACKWARD_OVER_FORWARD * self._moved_seconds(tokens)
             backward += tokens * kernels.backward_bytes(self.spec, width, tp, self.element_bytes) / bandwidth
-            backward += self.spec.layer_parameters / tp * kernels.gradient_sum_bytes / bandwidth
+            weights = self.spec.layer_parameters / tp
+            product = 2 * weights * tokens / self.hardware.flops  # of the weight gradients, among the others
+            backward += max(0.0, weights * kernels.gradient_sum_bytes / bandwidth - product)
             head_backward += head + self._logit_seconds(outputs, kernels.tile_backward_bytes)  # logits once more
             chunks = max(1.0, outputs * self.spec.hidden * 4 / kernels.head_chunk_bytes)
             head_backward += chunks * self._logit_seconds(self.spec.hidden, kernels.head_gradient_sum_bytes)

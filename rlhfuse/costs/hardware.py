@@ -24,6 +24,7 @@ class DataSheet:
     memory_bytes: float
     node_link: float  # NVLink
     host: float  # PCIe
+    switch_sums: bool = True  # by multicast addresses, of Hopper GPUs on
     cross_link: float = 25 * _GB  # a NIC of 200 Gb/s for each device
     devices_per_node: int = 8
 
@@ -57,13 +58,14 @@ class Calibration:
             devices_per_node=sheet.devices_per_node,
             decode_layer_seconds=self.decode_layer_seconds if captured_graphs else self.eager_decode_layer_seconds,
             call_seconds=self.call_seconds,
+            switch_sums=sheet.switch_sums,
         )
 
 
 # What large kernels reach. The shares follow what public fits of analytic cost models to measured runs find (GEMM
-# 0.5, HBM 0.8-1.0, NVLink 0.3-0.6); they are assumptions until costs are measured on the machine at hand. A
-# layer's kernels that overlap nothing take 15 us of a decode step when replayed from a captured graph (about ten of
-# them, 1.5 us each), and nearer to 0.7 ms when launched one by one.
+# 0.5, HBM 0.8-1.0, NVLink 0.3-0.6); they are assumptions until costs are measured on the machine at hand. The nine
+# launches of a layer's decode step, which overlap nothing, take 1.5 us each when replayed from a captured graph, and
+# nearer to 0.7 ms when launched one by one.
 ASSUMED = Calibration(
     name="assumed",
     gemm=0.5,
@@ -72,7 +74,7 @@ ASSUMED = Calibration(
     cross_link=0.8,
     host=0.8,
     forward_layer_seconds=50e-6,
-    decode_layer_seconds=15e-6,
+    decode_layer_seconds=9 * 1.5e-6,
     eager_decode_layer_seconds=0.7e-3,
     call_seconds=0.0,
 )
@@ -102,7 +104,7 @@ MEASURED_RATES = {"h100": (798e12, 3.0e12), "h200": (790e12, 4.3e12)}
 def data_sheets() -> dict[str, DataSheet]:
     """By name: A100 SXM 80 GB, H100 SXM, H800 SXM (NVLink cut to 400 GB/s), H200 SXM."""
     sheets = (
-        DataSheet("a100", 312e12, 2039 * _GB, 80 * _GB, 300 * _GB, 32 * _GB),
+        DataSheet("a100", 312e12, 2039 * _GB, 80 * _GB, 300 * _GB, 32 * _GB, switch_sums=False),
         DataSheet("h100", 989e12, 3350 * _GB, 80 * _GB, 450 * _GB, 64 * _GB),
         DataSheet("h800", 989e12, 3350 * _GB, 80 * _GB, 200 * _GB, 64 * _GB),
         DataSheet("h200", 989e12, 4800 * _GB, 141 * _GB, 450 * _GB, 64 * _GB),

@@ -22,10 +22,10 @@ class Kernels:
     attention    2 A + 2 K: q, k, v, output                   4 A + 4 K: these four and their gradients
     SwiGLU       3 M: gate, up, product                       5 M: gradient, gate, up, and gradients of both
 
-    The weight gradients of each micro-batch are written, read, and added to the float32 sum.
+    The product that makes a weight gradient adds it to the float32 sum: it reads and writes that beside its operands.
     """
 
-    gradient_sum_bytes: int = 12  # per parameter and micro-batch: bfloat16 written and read, float32 read and written
+    gradient_sum_bytes: int = 8  # per parameter and micro-batch
     adam_bytes: int = 34  # per parameter of its ZeRO-1 share: gradient's norm 4, step 7 x 4, bfloat16 weight 2
     zero_bytes: int = 4  # per parameter: gradients set to zero
     tile_forward_bytes: int = 8  # per logit: a tile in float32, written and read
@@ -41,6 +41,8 @@ class Kernels:
     recorded_launch_seconds: float = 60e-6
     recording_seconds: float = 0.03  # of a shape, beside its launches
     all_reduce_seconds: float = 10e-6  # assumed: least of an all-reduce of a decode step, whose messages are short
+    switch_sum_seconds: float = 5e-6  # assumed: the same by the NVLink switch
+    switch_sums: bool = True  # where the hardware has them
 
     def capture_seconds(self, spec: ModelSpec, tp: int) -> float:
         """Of one shape; over tensor ranks a layer has two sums more, and the step two."""

@@ -245,7 +245,7 @@ def _task_costs(
             task.role.scalar_head,
             sequence_parallel=task.training and config.parallel.sequence_parallel,
             recompute=task.training and config.trainer.recompute == "full",
-            kernels=None if hardware.name == "cpu" else Kernels(),
+            kernels=None if hardware.name == "cpu" else Kernels(switch_sums=config.rollout.all_reduce != "nccl"),
         )
         for task in tasks
     }

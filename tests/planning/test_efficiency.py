@@ -69,7 +69,7 @@ def test_the_run_that_the_readme_names_fits_eight_h100(sizes):
     assert (plan.world_size, plan.hardware, plan.memory_limit) == (8, "h100", 80e9)
     assert all(plan.needed_bytes(phase) <= plan.memory_limit for phase in plan.memory)
     planned_rates, worse, measured, measured_worse = plan.efficiency.uses
-    assert planned_rates.training.mfu == pytest.approx(0.38, abs=0.03)
+    assert planned_rates.training.mfu >= 0.4
     assert measured.training.mfu > 0.5 and measured_worse.training.mfu > 0.4
     assert plan.efficiency.hbm_share(planned_rates) >= 0.7
     assert worse.training.mfu == pytest.approx(WORSE * planned_rates.training.mfu, rel=1e-2)
@@ -85,18 +85,18 @@ def test_70b_on_64_h100_fits_and_tells_what_stands_in_the_way(sizes):
     assert max(one.slowest_seconds / one.mean_seconds - 1 for one in draft.stages) < 0.10
     use = at_the_bound(draft)
     planned_rates, _, measured, measured_worse = use.uses
-    assert planned_rates.training.mfu == pytest.approx(0.32, abs=0.03)
-    assert measured.training.mfu > 0.4 > measured_worse.training.mfu > 0.33
-    assert planned_rates.training.other > 0.6 * planned_rates.training.useful  # tensor ranks' all-reduces
-    assert 0.55 < use.hbm_share(planned_rates) < use.hbm_share(measured) < 0.7
-    decode = planned_rates.decode
-    assert decode.all_reduces > decode.launches > 1e-3
+    assert planned_rates.training.mfu == pytest.approx(0.36, abs=0.02)
+    assert measured_worse.training.mfu >= 0.4
+    assert planned_rates.training.other > 0.4 * planned_rates.training.useful  # tensor ranks' all-reduces
+    assert 0.6 < use.hbm_share(planned_rates) < 0.7 <= use.hbm_share(measured)
+    by_nccl = at_the_bound(example("llama3_70b_64gpus.yaml", sizes, "rollout.all_reduce=nccl"))
+    assert by_nccl.uses[0].decode.all_reduces > 1.5 * planned_rates.decode.all_reduces > 1e-3
 
 
 def test_a_run_that_does_not_fit_is_refused(sizes):
     """Unless the optimizer may leave."""
-    whole = "parallel.generation=d8t1p1", "parallel.inference=d8t1p1"
-    with pytest.raises(InputError, match=r"memory: .* of this h100 has 74.5 GiB; set trainer.offload_optimizer=auto"):
+    whole = "parallel.generation=d8t1p1", "parallel.inference=d8t1p1", "trainer.memory_limit_gb=78"
+    with pytest.raises(InputError, match=r"memory: .* of this h100 has 72.6 GiB; set trainer.offload_optimizer=auto"):
         example("llama3_8b_8gpus.yaml", sizes, *whole, "trainer.offload_optimizer=false")
     assert example("llama3_8b_8gpus.yaml", sizes, *whole).memory.offload
 
@@ -115,7 +115,8 @@ def test_the_figures_are_what_a_reader_works_out(sizes):
     read = (weights * 2 + 192 * (1024 + 512) * spec.kv_bytes_per_token(2)) / 2  # of two tensor ranks
     decode = use.uses[0].decode
     assert decode.bytes == pytest.approx(read)
-    step = read / (0.8 * sheet.memory_bandwidth) + 32 * (10 * 1.5e-6 + 2 * 10e-6) + 192 * 128256 / 2 * 8 / 2.68e12
+    sums = max(5e-6, 1.5 * 192 * 4096 * 2 / 270e9)  # of two ranks by the switch
+    step = read / (0.8 * sheet.memory_bandwidth) + 32 * (9 * 1.5e-6 + 2 * sums) + 192 * 128256 / 2 * 8 / 2.68e12
     assert decode.seconds == pytest.approx(step, rel=1e-3)
     assert use.hbm_share(use.uses[0]) == pytest.approx(read / (sheet.memory_bandwidth * step), rel=1e-3)
     assert use.uses[2].rates.startswith("rates as measured alone, products 0.81 and memory 0.90")
@@ -134,7 +135,13 @@ def test_seconds_of_training_are_products_bytes_and_all_reduces():
     forward = tokens * 2 * (10 * 4096 + 4 * 4096 + 4 * 1024 + 3 * 14336) / rate
     backward = tokens * 2 * (12 * 4096 + 6 * 4096 + 6 * 1024 + 5 * 14336) / rate
     assert seconds.layer[0] == pytest.approx(products + forward)
-    assert seconds.layer[1] == pytest.approx(2 * products + backward + 12 * spec.layer_parameters / rate)
+    assert seconds.layer[1] == pytest.approx(2 * products + backward)
+    few = made.stage_seconds(MicrobatchTokens(512, 1, 512))  # the float32 sums take longer than the product then
+    product, weights = 2 * spec.layer_parameters * 512 / machine.flops, 8 * spec.layer_parameters / rate
+    flops = 2 * spec.layer_parameters * 512 + 4 * 4096 * 512 * 513 / 2
+    assert weights > product
+    expected = 2 * flops / machine.flops + backward / 8 + weights - product
+    assert few.layer[1] == pytest.approx(expected)
     head = 2 * 4096 * 128256 * outputs / machine.flops
     assert seconds.ends[-1][0] == pytest.approx(head + 8 * outputs * 128256 / rate)
     again = 3 * head + 18 * outputs * 128256 / rate + 16 * 4096 * 128256 / rate
