@@ -24,6 +24,7 @@ from gpu_checks import (  # noqa: E402  # noqa: E402
     generation,
     hang,
     isolation,
+    kept,
     kernels,
     kit,
     migration,
@@ -350,8 +351,29 @@ def test_a_model_is_the_same_everywhere(tmp_path):
     assert Result("a", True, 0.0, None).ok
 
 
+@pytest.mark.parametrize(
+    "recorded, again, keeps, good",
+    [
+        ([5, 5, 5], [5, 10, 15], (True, False), True),
+        ([5, 10, 15], [5, 10, 15], (True, False), False),  # recorded anew
+        ([5, 5, 5], [5, 5, 5], (True, True), False),  # nothing was released
+        ([0, 0, 0], [0, 0, 0], (True, False), False),  # nothing was recorded
+        ([5, 5, 5], [5, 10, 15], (False, False), False),  # not as planned
+    ],
+)
+def test_a_run_that_records_twice_is_no_kept_one(recorded, again, keeps, good):
+    found = {
+        name: {"keeps_generation": keep, "iterations": [{"recorded_shapes": count} for count in counts]}
+        for name, keep, counts in zip(("kept", "released"), keeps, (recorded, again))
+    }
+    assert kept.as_planned(found, on_gpu=True) == good
+    assert not kept.as_planned(found, on_gpu=False)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["shared_pipelines", "shared_cut", "resumed", "not_finite", "one_rank", "grpo"])
+@pytest.mark.parametrize(
+    "name", ["shared_pipelines", "shared_cut", "resumed", "not_finite", "one_rank", "grpo", "kept"]
+)
 def test_whole_programs_are_rehearsed(name):
     code, report = call("--device", "cpu", "--only", name)
     assert code == 0 and len(report["checks"]) > 1, report

@@ -34,6 +34,7 @@ def _checks() -> Iterator[Check]:
         yield _check(f"move_float32_{mode}", "migration:check_move", 8, kind="float32", mode=mode)
     yield _triton("sampler_parity", "sampling:check_parity", 8)
     yield _check("waits", "waits:check_waits", 15)
+    yield _check("kept_and_released", "kept:check_kept", 90)
     for size in ("1b", "8b"):
         yield _check(f"decode_{size}_16", "speed:check_decode", 30, size=size, block_tokens=16)
     for tokens in (8192, 2048, 4096, 16384):

@@ -170,5 +170,6 @@ def check_graphs(bench: Bench, kind: str) -> dict:
         graphs.resume()
     detail = agreement(2 * wanted, again)
     detail["capture_seconds"] = graphs.runner.recording_seconds
+    detail["captured_shapes"] = graphs.runner.recorded_shapes
     good = detail["equal_tokens"] >= detail["tokens"] * 0.9 and detail["max_logprob_difference"] < TOLERANCE[dtype]
     return require(good, detail)

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +49,20 @@ def write_config(bench: Bench, **settings: Any) -> Path:
     return file
 
 
-def run(config: Path, out: Path, *overrides: str, ranks: int = 1) -> str:
-    """The program on `ranks` processes of this machine. Returns what it said; CheckFailed unless all ended with 0."""
-    codes, said = start(config, out, *overrides, ranks=ranks)
+def run(config: Path, out: Path, *overrides: str, ranks: int = 1, before: Callable[[], None] = lambda: None) -> str:
+    """The program on `ranks` processes of this machine, each of which calls `before` first.
+
+    Returns what it said; CheckFailed unless all ended with 0.
+    """
+    codes, said = start(config, out, *overrides, ranks=ranks, before=before)
     if any(codes):
         raise CheckFailed(f"{out.name}: exit codes {codes}: {said[-1500:]}")
     return said
 
 
-def start(config: Path, out: Path, *overrides: str, ranks: int = 1) -> tuple[list[int | None], str]:
+def start(
+    config: Path, out: Path, *overrides: str, ranks: int = 1, before: Callable[[], None] = lambda: None
+) -> tuple[list[int | None], str]:
     """The same: exit codes, and what it said."""
     # as torchrun's agent has it
     store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
@@ -66,7 +72,7 @@ def start(config: Path, out: Path, *overrides: str, ranks: int = 1) -> tuple[lis
     for rank in range(ranks):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
-        processes.append(context.Process(target=_run_rank, args=(place, arguments, log)))
+        processes.append(context.Process(target=_run_rank, args=(place, arguments, log, before)))
         processes[-1].start()
     while any(process.is_alive() for process in processes):
         if any(process.exitcode for process in processes):  # the others may wait for it
@@ -77,7 +83,7 @@ def start(config: Path, out: Path, *overrides: str, ranks: int = 1) -> tuple[lis
     return [process.exitcode for process in processes], log.read_text(errors="replace")
 
 
-def _run_rank(place: dict[str, Any], arguments: list[str], log: Path) -> None:
+def _run_rank(place: dict[str, Any], arguments: list[str], log: Path, before: Callable[[], None]) -> None:
     with open(log, "ab") as stream:
         for number in (1, 2):
             os.dup2(stream.fileno(), number)
@@ -87,6 +93,7 @@ def _run_rank(place: dict[str, Any], arguments: list[str], log: Path) -> None:
 
     from rlhfuse.base.errors import run_program
 
+    before()
     sys.argv = ["train_ppo.py", *arguments]
     run_program(train_ppo.main, tear_down=False)
 

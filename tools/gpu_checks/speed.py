@@ -199,6 +199,11 @@ def prefill_seconds(engine: Engine, prompts: int, length: int) -> float:
     return min(seconds[1:])
 
 
+def captured(engine: Engine) -> dict[str, float]:
+    """CUDA graphs, kernels compiled meanwhile included."""
+    return {"capture_seconds": engine.runner.recording_seconds, "captured_shapes": engine.runner.recorded_shapes}
+
+
 def spec_of(shape: dict, folder: Path) -> ModelSpec:
     """The shape as the program reads it."""
     folder.mkdir(exist_ok=True)
@@ -229,7 +234,7 @@ def check_long_contexts(bench: Bench, size: str) -> dict:
             seconds, tokens = decode_seconds(engine, batch, context)
             share = step_bytes(spec, tokens) / seconds / bandwidth
             rows[f"{context}_{batch}"] = {"step_seconds": seconds, "copy_bandwidth_fraction": round(share, 4)}
-    return {"copy_bytes_per_second": bandwidth, "decode": rows, "capture_seconds": engine.runner.recording_seconds}
+    return {"copy_bytes_per_second": bandwidth, "decode": rows, **captured(engine)}
 
 
 def measure(shape: dict, folder: Path, device: torch.device, block_tokens: int, batches: tuple[int, ...]) -> dict:
@@ -277,7 +282,7 @@ def measure(shape: dict, folder: Path, device: torch.device, block_tokens: int, 
         result["attention"] = engine.runner.lines[0]
         result[name] = {
             "decode": rows,
-            "capture_seconds": engine.runner.recording_seconds,
+            **captured(engine),
             "prefill_tokens_per_second": round(prompts * length / seconds, 1),
             "prefill_gemm_fraction": round(prefill_operations(spec, prompts, length) / seconds / rate, 4),
         }

@@ -57,7 +57,7 @@ class InterStage:
         """Generate and score `requests`, the whole batch, the same on every rank; `iteration` is a name no other has.
 
         `threshold` (R_t): how many samples remain when instances are freed; 0 is serial, and so is a single instance.
-        The engine must hold the actor's weights and a KV cache, which it drops; the scorer's weights stay offloaded.
+        The engine must hold the actor's weights and a KV cache, which it drops or keeps; the scorer's stay offloaded.
         Raises InputError at once for a threshold beyond the batch, RewardError for a sample that was given no score.
         """
         check_threshold(threshold, len(requests))
