@@ -126,6 +126,8 @@ def draft_plan(
     if offloading == "auto" and hardware.name != "cpu" and not sizes[-1].fits_beside_training:
         sizes = sized(offload=True)
     config, limits, memory = sizes
+    memory = memory.with_early_loading([analytic[f"{role}_inference"].weights_bytes() for role in config.scorers()])
+    limits = replace(limits, early_models=len(memory.early))
     problem = _training_problem(analytic, batch, planned, longest, costs)
     given = _given_schedule(config, problem)
     least = min_memory(problem)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 from rlhfuse.base.errors import InputError
@@ -118,6 +119,7 @@ class MemoryBudget:
     microbatch_tokens: float  # of the longest samples
     generation: GenerationMemory
     offload: OptimizerOffload | None = None  # None: the optimizer stays on the device
+    early: tuple[int, ...] = ()  # weights of the first scorers, which are loaded before generation ends
 
     def with_generation_kept(self) -> MemoryBudget:
         """Where the actor's copy and the cache never leave the device."""
@@ -173,6 +175,21 @@ class MemoryBudget:
         most = max(rank.static[-1].optimizer for rank in self.ranks)
         offload = OptimizerOffload(resting[0], most, most / self.hardware.host_bandwidth)
         return replace(self, ranks=tuple(ranks), offload=offload)
+
+    def with_early_loading(self, weights: Sequence[int]) -> MemoryBudget:
+        """On GPUs, as many of the scorers' `weights`, in order, as have room beside generation with KEEPING_PART's
+        margin."""
+        phases = (phase for phase in self.static if phase.phase == "generation")
+        room = KEEPING_PART * self.limit - self.generation.graphs - max(map(self.needed, phases))
+        fitting = sum(total <= room for total in accumulate(weights)) if self.hardware.name != "cpu" else 0
+        early, ranks = tuple(weights[:fitting]), []
+        for rank in self.ranks:
+            phases = (
+                replace(one, weights=one.weights + sum(early)) if one.phase == "generation" else one
+                for one in rank.static
+            )
+            ranks.append(replace(rank, static=tuple(phases)))
+        return replace(self, ranks=tuple(ranks), early=early)
 
     def fullest(self, activations: Sequence[float]) -> PhaseMemory:
         return max(self.phases(activations), key=self.needed)

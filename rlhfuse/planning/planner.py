@@ -107,6 +107,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
             *reasons.of_keeping(draft.memory, peaks),
             *reasons.of_offload(config, draft.memory, seen),
             *((str(capture),) if capture else ()),
+            *reasons.of_early_loading(config, draft.memory, draft.costs),
         ),
         keeps_generation=kept,
         capture=capture,

@@ -161,6 +161,22 @@ def of_offload(config: RunConfig, memory: MemoryBudget, seen_seconds: float) -> 
         )
 
 
+def of_early_loading(config: RunConfig, memory: MemoryBudget, costs: CostModel) -> Iterator[str]:
+    """On GPUs, which models that score are loaded before generation ends."""
+    scorers = config.scorers()
+    if memory.hardware.name == "cpu" or not scorers:
+        return
+    early, seconds = scorers[: len(memory.early)], costs.swap_in_seconds()
+    loading = f"loading {', '.join(scorers)} takes {seconds:.2g} s of an instance"
+    if not early:
+        most = f"{KEEPING_PART:.0%} of the limit"
+        yield f"{loading}, after generation: beside it not even {scorers[0]} has room in {most}"
+    else:
+        rest = f"; {', '.join(scorers[len(early) :])} after it, for want of room" if early != scorers else ""
+        held = readable_bytes(sum(memory.early))
+        yield f"{loading}: {', '.join(early)} ({held}) beneath the end of generation{rest}"
+
+
 def _held_out(config: RunConfig) -> str:
     """When held-out scores are among the metrics."""
     last, first = config.trainer.iterations, config.evaluates_first

@@ -77,6 +77,7 @@ class Rehearsal:
                 if "inference" in wanted:
                     self._phases.switch("inference")
                     self._score(trainer)
+                trainer.scorer.release()
                 if "training" in wanted:
                     self._train(trainer)
                 if "checkpoint" in wanted:
@@ -124,6 +125,8 @@ class Rehearsal:
         count = min(self._plan.report.batch.samples_per_instance, self._config.rollout.max_sequences_per_instance)
         for sample in range(count):
             engine.add(sample, self._tokens(sample % different, length), params)
+        # Beneath the end of generation, where samples that moved as tokens, or lost their blocks, are prefilled too.
+        trainer.scorer.begin_load(self._plan.report.limits.early_models)
         while engine.has_unfinished():
             engine.step()
         engine.pause()
@@ -133,7 +136,6 @@ class Rehearsal:
         samples = max(1, self._draft.limits.score_tokens // self._longest)
         for pack in range(PACKS):
             trainer.scorer.score([self._rollout(pack * samples + number) for number in range(samples)])
-        trainer.scorer.release()
 
     def _train(self, trainer: Trainer) -> None:
         count = MINIBATCHES * self._plan.report.batch.samples_per_minibatch

@@ -125,6 +125,7 @@ class Trainer:
             timeout_seconds=config.trainer.hang_seconds,
             progress=watchdog.progress,
             bucket_bytes=config.fusion.bucket_mib << 20,
+            early_models=plan.report.limits.early_models,
             generation_done=self._release_generation,
         )
         self.evaluator = Evaluator(inputs, self.inter_stage, self.models, self.rewarder)

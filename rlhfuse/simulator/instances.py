@@ -25,7 +25,8 @@ class InstanceLimits:
 
     `score_tokens`: tokens of one packed scoring batch. `padded_score_tokens`: 0 for packed scoring, else the
     tokens that every sample costs there whatever its length (to study engines that pad). `scoring_models`: how many
-    models score, one after the other. `reward_workers`: processes that call the reward function, 0 without one.
+    models score, one after the other; the first `early_models` of them are loaded beneath the end of decoding.
+    `reward_workers`: processes that call the reward function, 0 without one.
     """
 
     max_sequences: int
@@ -39,6 +40,7 @@ class InstanceLimits:
     padded_score_tokens: int = 0
     scoring_models: int = 3
     reward_workers: int = 0
+    early_models: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "kv_capacity_bytes", "kv_bytes_per_token", "block_tokens", "bs_max"):
@@ -108,6 +110,7 @@ class InstanceRun:
         self.waiting = deque(sequences)
         self.running: dict[int, SimulatedSequence] = {}  # in order of admission
         self.finished: list[tuple[float, int]] = []  # (seconds, sample id)
+        self.all_admitted: float | None = None  # when nothing waited for the first time
         self.context_tokens = 0  # of all running samples
         self._limits = limits
         self._capacity = limits.kv_capacity_tokens
@@ -125,6 +128,7 @@ class InstanceRun:
         other.clock, other.context_tokens = self.clock, self.context_tokens
         other.running = {sample_id: sequence.copy() for sample_id, sequence in self.running.items()}
         other.finished, other._ends = list(self.finished), list(self._ends)
+        other.all_admitted = self.all_admitted
         other._step, other._preempted = self._step, self._preempted
         return other
 
@@ -195,6 +199,8 @@ class InstanceRun:
             admitted.append(sequence)
         if prefilled:
             self.clock += self.costs.prefill_seconds(prefill_tokens, prefilled)
+        if self.all_admitted is None and not self.waiting:
+            self.all_admitted = self.clock
         for sequence in admitted:
             heapq.heappush(self._ends, (sequence.finish_step, sequence.sample_id))
         self._retire()

@@ -189,7 +189,7 @@ class BatchSimulation:
                 generation, sample, instance, last = heapq.heappop(tail)
                 queue.put(self.tokens[sample])
                 if last:
-                    queue.register(generation + release, instance, loads=False)
+                    queue.register(generation + release, instance, loads=False, decoded_since=migration.ends[instance])
         return self._rewarded(
             runs,
             [*spans, *queue.spans],
@@ -216,7 +216,9 @@ class BatchSimulation:
                 clock = start + seconds
                 if number == 0:
                     models = self.limits.scoring_models
-                    start, clock = first_pack(begin, begin, costs.swap_in_seconds(), seconds, models)
+                    early = self.limits.early_models, self._whole[instance].all_admitted or 0.0
+                    ready, clock = first_pack(begin, begin, costs.swap_in_seconds(), seconds, models, *early)
+                    start = max(begin, ready)
                     spans.append(InstanceSpan(instance, "swap_in", begin, start))
                 spans.append(InstanceSpan(instance, "score", start, clock))
         return self._rewarded(self._whole, spans, max(span.end for span in spans), generation_seconds=generation)

@@ -12,6 +12,7 @@ from sim_helpers import lengths_strategy, limits, linear_cost, long_tail, simula
 from rlhfuse.base.errors import InputError
 from rlhfuse.simulator.iteration import move_cost, simulate_gen_infer, simulate_iteration
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.scoring_queue import first_pack
 
 
 def test_serial_closed_form():
@@ -36,6 +37,42 @@ def test_meetings_and_releases_take_their_time():
     assert line.generation_seconds == pytest.approx(plain.generation_seconds + 0.25)
     loads = [next(span.start for span in spans_of(one, 1) if span.kind == "swap_in") for one in (plain, line)]
     assert loads[1] == pytest.approx(loads[0] + 0.375)
+
+
+def test_weights_that_come_in_while_samples_decode():
+    """From the end of the prefill on, at 6 ms; with two models the second follows, or waits for the cache to go."""
+    for tokens, ready in ((20, 0.506), (40, None)):
+        lengths = SampleLengths((10,) * 8, (tokens,) * 8)
+        line = simulate_gen_infer(lengths, 2, linear_cost(), limits(early_models=1), 0)
+        begin = ready or line.generation_seconds  # hidden
+        assert line.total_seconds == pytest.approx(begin + 5e-3 + 4 * (10 + tokens) * 1e-3)
+        kinds = ["generate", "swap_in", "score"] if ready else ["generate", "score"]
+        assert [span.kind for span in spans_of(line, 0)] == kinds
+    two = limits(scoring_models=2, early_models=1)
+    line = simulate_gen_infer(lengths, 2, linear_cost(), two, 0)
+    seconds = 5e-3 + 200 * 1e-3
+    second = max(line.generation_seconds + seconds / 2, line.generation_seconds + 0.25)
+    assert line.total_seconds == pytest.approx(second + seconds / 2)
+
+
+def test_the_destination_scores_at_once_with_weights_that_came_meanwhile():
+    """Its last samples end together: instance 1 takes one pack of them, and who has decoded them another."""
+    lengths = SampleLengths((10,) * 8, (150, 20, 150, 20, 150, 20, 150, 20))
+    late, early = (
+        simulate_gen_infer(lengths, 2, linear_cost(), limits(bs_max=4, early_models=count), 4) for count in (0, 1)
+    )
+    assert late.plan.destinations == early.plan.destinations == (0,)
+    assert late.generation_seconds == early.generation_seconds
+    assert early.total_seconds <= late.total_seconds - 0.1
+    assert "swap_in" in {span.kind for span in spans_of(late, 0)} - {span.kind for span in spans_of(early, 0)}
+
+
+@pytest.mark.parametrize("sooner, since, wanted", [(0, 0.0, 13.5), (1, 7.0, 12.5), (1, 9.5, 13.0), (3, 0.0, 11.5)])
+def test_a_first_pack_follows_the_models_that_are_loaded_early(sooner, since, wanted):
+    """Three models of 1 s to load and 0.5 s to compute; loading begins, and the pack comes, at 10 s."""
+    ready, end = first_pack(10.0, 10.0, 3.0, 1.5, 3, sooner, since)
+    assert ready == (since if sooner else 10.0) + 1.0
+    assert end == pytest.approx(wanted)
 
 
 def test_the_reward_function_ends_after_the_last_sample():

@@ -46,6 +46,7 @@ class Generation:
     events: RankEvents
     total: int  # samples of the whole batch
     progress: Callable[[str], None]
+    load_scorers: Callable[[], None]  # called where weights may come in beneath what is left to decode, again and again
     _begin: float = 0.0
     _in_engine: float = 0.0  # seconds of the running step
 
@@ -63,6 +64,8 @@ class Generation:
             else:
                 time.sleep(IDLE_SECONDS)
             steps += 1
+            if not threshold and not self.engine.scheduler.waiting:
+                self.load_scorers()
             reached = self._trigger_reached(threshold, decision, steps, decoded)
             if decoded:
                 self._observe(step_start)
@@ -81,6 +84,7 @@ class Generation:
     def decode_tail(self) -> None:
         """Decode what is left here, publishing each sample as it ends."""
         start = time.time()
+        self.load_scorers()
         while self.engine.has_unfinished():
             step_start = time.perf_counter()
             self.progress(f"generation of the long tail: {self.engine.samples} samples left here")

@@ -1,7 +1,8 @@
 """Scoring of finished samples by the frozen models: reference log-probabilities, values and a reward.
 
 Samples are packed up to a token budget; the result for a sample does not depend on the pack it was in (CPU, float32).
-Weights come in from host memory for the first pack, each model while the one before it scores, and go out afterwards.
+Weights come in from host memory for the first pack, each model while the one before it scores, or earlier where there
+is room; they go out afterwards.
 """
 
 from __future__ import annotations
@@ -66,19 +67,23 @@ class Scorer:
 
     def __post_init__(self) -> None:
         self._models = [model for model in (self.reference, self.critic, self.reward) if model is not None]
-        self._loader: WeightLoader | None = None
+        self._loaders: list[WeightLoader] = []  # of the first models, and of those after them
         self._waited = 0.0  # seconds of the running pack for weights
 
     @property
     def load_seconds(self) -> float:
         """What bringing in the models took so far, without gaps between them."""
-        return self._loader.seconds if self._loader else 0.0
+        return sum(loader.seconds for loader in self._loaders)
 
-    def begin_load(self) -> WeightLoader:
-        """Start to bring the models in, one after the other; returns at once. A pack waits for each in turn."""
-        if self._loader is None:
-            self._loader = WeightLoader([model.offloaded for model in self._models], self.device)
-        return self._loader
+    def begin_load(self, most: int | None = None) -> None:
+        """Start to bring in the first `most` models, or all, one after the other; returns at once.
+
+        A pack waits for each in turn.
+        """
+        begun = sum(loader.count for loader in self._loaders)
+        if missing := [model.offloaded for model in self._models[begun:most]]:
+            before = self._loaders[-1] if self._loaders else None
+            self._loaders.append(WeightLoader(missing, self.device, before))
 
     def wait_for_first(self) -> None:
         """Until scoring can begin: the first model is there."""
@@ -88,9 +93,9 @@ class Scorer:
 
     def release(self) -> None:
         """Give the models' device memory back, whether they were loaded or not."""
-        if self._loader is not None:
-            self._loader.close()
-        self._loader = None
+        for loader in self._loaders:
+            loader.close()
+        self._loaders.clear()
         for model in self._models:
             model.offloaded.release()
 
@@ -124,7 +129,12 @@ class Scorer:
 
     def _wait(self, model: FrozenModel) -> None:
         start = time.perf_counter()
-        self.begin_load().wait(next(i for i, other in enumerate(self._models) if other is model))
+        self.begin_load()
+        index = next(i for i, other in enumerate(self._models) if other is model)
+        for loader in self._loaders:
+            if 0 <= index < loader.count:
+                loader.wait(index)
+            index -= loader.count
         self._waited += time.perf_counter() - start
 
 
@@ -135,8 +145,12 @@ class WeightLoader:
     back can serve them, and it gets their memory again.
     """
 
-    def __init__(self, models: Sequence[OffloadedWeights], device: torch.device) -> None:
-        self._models, self._device = models, device
+    def __init__(
+        self, models: Sequence[OffloadedWeights], device: torch.device, before: WeightLoader | None = None
+    ) -> None:
+        """Begins once all models of the loader `before` are there."""
+        self._models, self._device, self._before = models, device, before
+        self.count = len(models)
         for model in models:
             model.allocate()
         self._allocated = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
@@ -165,6 +179,8 @@ class WeightLoader:
                 torch.cuda.set_device(self._device)  # a new thread begins on GPU 0
                 stream = torch.cuda.Stream(self._device)
                 stream.wait_event(self._allocated)  # whoever had the memory before is done with it then
+            if self._before is not None:
+                self._before.close()
             with torch.cuda.stream(stream):
                 for model, loaded in zip(self._models, self._loaded):
                     start = time.perf_counter()

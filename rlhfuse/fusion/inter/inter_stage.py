@@ -47,6 +47,7 @@ class InterStage:
     timeout_seconds: float
     progress: Callable[[str], None]
     bucket_bytes: int = BUCKET_BYTES  # most memory that moving keys and values takes on a rank beside the caches
+    early_models: int = 0  # of the scorer's, the first so many have room before the engine drops its cache
     rewarder: Rewarder | None = None  # asked on the leader of every instance
     # called on every rank when its engine is paused, before what scores comes in: give back the actor's weights
     generation_done: Callable[[], None] = lambda: None
@@ -71,6 +72,8 @@ class GenInferIteration:
     1  decode ............| barrier, send KV    | load weights | score | score | score
     2  decode .......     | barrier, send KV    | load weights | score | score | score
     3  decode ............| barrier, send KV    | load weights | score | score | score
+
+    Where memory has room, 0 loads weights while it decodes the long tail; serial instances, once nothing waits there.
     """
 
     def __init__(
@@ -96,10 +99,14 @@ class GenInferIteration:
 
     def run(self) -> GenInferReport:
         self._begin = time.time()
-        with ExitStack() as stack:
-            reporter = stack.enter_context(StoreReporter(self._store)) if self._decoders.is_leader else None
-            self._generate(reporter)
-        report = self._gather(self._infer())
+        try:
+            with ExitStack() as stack:
+                reporter = stack.enter_context(StoreReporter(self._store)) if self._decoders.is_leader else None
+                self._generate(reporter)
+            scored = self._infer()
+        finally:
+            self._stage.scorer.release()  # where something failed
+        report = self._gather(scored)
         if [rollout.sample_id for rollout in report.rollouts] != sorted(r.sample_id for r in self._requests):
             raise RuntimeError(f"{len(self._requests)} samples were to be scored, {len(report.rollouts)} came back")
         report.total_seconds = time.time() - self._begin
@@ -113,7 +120,14 @@ class GenInferIteration:
         runner = self._engine.runner
         shapes, seconds = runner.recorded_shapes, runner.recording_seconds
         generation = Generation(
-            self._engine, self._decoders, reporter, self._stage.rewarder, self._events, total, self._stage.progress
+            self._engine,
+            self._decoders,
+            reporter,
+            self._stage.rewarder,
+            self._events,
+            total,
+            self._stage.progress,
+            lambda: self._stage.scorer.begin_load(self._stage.early_models),
         )
         for request in (self._requests[i] for i in split_samples(total, instances)[self._instance]):
             self._engine.add(request.sample_id, request.prompt, request.params)

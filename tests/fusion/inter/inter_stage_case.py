@@ -60,6 +60,7 @@ class Case:
     step_seconds: tuple[float, ...] = ()  # least time of a decode step on each instance; the last is for the rest
     bs_max: int = 8
     score_tokens: int = 64
+    early_models: int = 0
     tag: str = ""
 
     def requests(self) -> list[Request]:
@@ -209,6 +210,7 @@ def inter_stage(rank, folders, case, number, progress=lambda _: None, rewarder=N
         progress=progress,
         bucket_bytes=case.bucket_bytes,
         rewarder=rewarder,
+        early_models=case.early_models,
     )
     made.engine.resume()
     return stage, scorer, made

@@ -1,4 +1,4 @@
-"""Whether the optimizer rests on the host outside training, and what the plan says of it."""
+"""Whether the optimizer rests on the host outside training, and models that score come early; what the plan says."""
 
 from __future__ import annotations
 
@@ -133,3 +133,40 @@ def test_on_a_cpu_only_where_it_is_asked_for(asked):
     for one, other in zip(stays, rests):  # two allocations there
         extra = one.static[-1].optimizer if asked == "true" else 0
         assert {phase.host for phase in other.static} == {one.static[-1].host + extra}
+
+
+# models that score, loaded before generation ends ------------------------------------------------------------------
+
+
+def test_as_many_as_have_room_beside_generation(file):
+    """In the order in which they score; a tenth of the limit stays free."""
+    draft = drafted(file)
+    weights = [draft.analytic[f"{role}_inference"].weights_bytes() for role in ("reference", "critic", "reward")]
+    none = drafted(file, "rollout.kv_blocks_per_instance=60000")
+    assert none.memory.early == () and none.limits.early_models == 0
+    before = static(draft)["generation"].weights - sum(draft.memory.early)
+    assert before == static(none)["generation"].weights
+    for limit, count in ((80, 1), (90, 2), (110, 3)):
+        roomy = drafted(file, f"trainer.memory_limit_gb={limit}", "trainer.offload_optimizer=true")
+        assert roomy.memory.early == tuple(weights[:count]) and roomy.limits.early_models == count
+        phase = static(roomy)["generation"]
+        assert phase.weights == before + sum(weights[:count])
+        assert roomy.memory.needed(phase) + roomy.memory.generation.graphs <= 0.9 * limit * 1e9
+        assert count == 3 or roomy.memory.needed(phase) + weights[count] > 0.9 * limit * 1e9 - 1e9
+
+
+def test_the_plan_tells_which_come_early(file):
+    report = make_plan(drafted(file)).report
+    assert report.limits.early_models == 1
+    (line,) = [line for line in report.reasons if line.startswith("loading ")]
+    assert line.startswith("loading reference, critic, reward takes 1 s of an instance: reference (16.4 GiB)")
+    assert line.endswith("beneath the end of generation; critic, reward after it, for want of room")
+    report = make_plan(drafted(file, "rollout.kv_blocks_per_instance=60000")).report
+    (line,) = [line for line in report.reasons if line.startswith("loading ")]
+    assert "after generation: beside it not even reference has room in 90% of the limit" in line
+
+
+def test_on_a_cpu_none_comes_early():
+    """Copies there take the cores that decode."""
+    plan = planned(run()).report
+    assert plan.limits.early_models == 0 and not [line for line in plan.reasons if line.startswith("loading ")]
