@@ -127,8 +127,9 @@ class MemoryBudget:
         return replace(self, ranks=tuple(ranks))
 
     def keeps_generation(self, activations: Sequence[float]) -> bool:
-        """Whether they stay: on GPUs, where every phase has room for them, and KEEPING_PART's margin beside."""
-        return self.hardware.name != "cpu" and self.keeping_bytes(activations) <= KEEPING_PART * self.limit
+        """Whether they stay: on GPUs, where every phase has room for them, the optimizer and KEEPING_PART's margin."""
+        fits = self.keeping_bytes(activations) <= KEEPING_PART * self.limit
+        return fits and self.hardware.name != "cpu" and not self.offload
 
     def keeping_bytes(self, activations: Sequence[float]) -> int:
         """Need of the fullest phase if they stay."""

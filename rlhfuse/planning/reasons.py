@@ -138,6 +138,8 @@ def of_keeping(memory: MemoryBudget, activations: Sequence[float]) -> tuple[str,
     kept, needed = memory.with_generation_kept(), readable_bytes(memory.keeping_bytes(activations))
     most = readable_bytes(KEEPING_PART * memory.limit)
     recorded = ", graphs are recorded in each iteration" if graphs else ""
+    if memory.offload:
+        return (f"released after generation, for the optimizer too leaves the device{recorded}",)
     return (
         f"released after generation: with its weights and cache ({held}) {kept.fullest(activations).phase} would need "
         f"{needed} of {most}, {KEEPING_PART:.0%} of the limit{recorded}",

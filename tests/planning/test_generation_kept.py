@@ -77,6 +77,14 @@ def test_the_reason_says_which_and_what_it_takes():
     assert reasons.of_keeping(budget(80 * GB, "cpu"), [0, 0]) == ()
 
 
+def test_it_goes_where_the_optimizer_has_to():
+    roomy = budget(80 * GB)
+    leaving = roomy.with_optimizer_offloaded()
+    assert roomy.keeps_generation([0, 0]) and not leaving.keeps_generation([0, 0])
+    (why,) = reasons.of_keeping(leaving, [0, 0])
+    assert why.startswith("released after generation, for the optimizer too leaves the device, graphs are recorded in")
+
+
 def test_a_plan_keeps_a_small_model_on_gpus_and_none_on_cpus():
     cpu, gpu = planned(run()).report, planned(run(**GPU)).report
     assert not cpu.keeps_generation and cpu.memory[-1].kv == 0
