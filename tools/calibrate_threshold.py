@@ -23,6 +23,7 @@ warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_json
 from rlhfuse.base.json_values import to_json
+from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.load import load_config
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import AUTO, RunConfig
@@ -39,10 +40,16 @@ from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 def main() -> int:
     args = _parse()
     config = load_config(args.config, args.overrides)
+    config = config.with_(trainer={"hardware": args.hardware or config.trainer.hardware})
+    if args.trial is not None:
+        from rlhfuse.run.launch import with_device  # torch loads for a trial, and to read prompts
+
+        config = with_device(config)
+    config = resolve_device(config)
     instances = args.instances if args.instances is not None else ParallelLayout.parse(config.parallel.generation).dp
     _check(args, config, instances)
     if config.data.max_prompt_tokens == AUTO:
-        from rlhfuse.run.preflight import resolve_lengths  # torch loads only to read prompts
+        from rlhfuse.run.preflight import resolve_lengths
 
         config = resolve_lengths(config, read_specs(config))
     costs = _costs(config, args, instances)
@@ -98,7 +105,7 @@ def _check(args: argparse.Namespace, config: RunConfig, instances: int) -> None:
 def _costs(config: RunConfig, args: argparse.Namespace, instances: int) -> CostModel:
     if args.cost:
         return load_run_costs(config, read_specs(config), args.cost)
-    hardware = hardware_by_name(args.hardware or config.trainer.hardware, config.trainer.device)
+    hardware = hardware_by_name(config.trainer.hardware, config.trainer.device)
     return generation_cost(config, read_specs(config), instances, hardware)
 
 

@@ -46,7 +46,7 @@ def main() -> int:
     if NVIDIA_DRIVER.exists():
         from rlhfuse.run.launch import with_device  # torch, which takes seconds, is asked only where there may be a GPU
 
-        config = with_device(config)
+        config = with_device(config, planned=True)
     paths = {role: Path(getattr(config, role).path) for role in config.roles()}
     specs, folder = read_specs(config), Path(config.actor.tokenizer)
     tokenizer = load_tokenizer(folder, specs[Role.ACTOR]) if has_tokenizer(folder) else None

@@ -25,6 +25,7 @@ set_cuda_environment(os.environ)  # before any of the following imports torch
 
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_json
+from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.load import load_config
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
@@ -60,7 +61,7 @@ def measure(config: RunConfig, out: Path, limit_seconds: float) -> int:
     specs = read_specs(config)
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     config = resolve_batch(resolve_lengths(config, specs))
-    check_layouts(config, specs, ParallelLayout.parse(config.parallel.actor_train).size)
+    check_layouts(resolve_device(config), specs, ParallelLayout.parse(config.parallel.actor_train).size)
     check_world(config, world)
 
     import torch  # loads only for a config that can be profiled
@@ -72,6 +73,7 @@ def measure(config: RunConfig, out: Path, limit_seconds: float) -> int:
 
     if config.trainer.device == "auto":
         config = config.with_(trainer={"device": "cuda" if torch.cuda.is_available() else "cpu"})
+    config = resolve_device(config)
     device = choose_device(config.trainer.device, local_rank(), config.trainer.threads_per_rank)
     allow_many_files()
     timeout = datetime.timedelta(seconds=config.trainer.hang_seconds)

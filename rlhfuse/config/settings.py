@@ -78,7 +78,7 @@ Truth = Annotated[bool, _refuse(int, float)]
 Whole = Annotated[int, _WHOLE]
 Count = Annotated[int, Field(ge=0, le=LARGEST), _WHOLE]
 Positive = Annotated[int, Field(ge=1, le=LARGEST), _WHOLE]
-PositiveOrAuto = Annotated[  # AUTO until layouts and prompts are known: run/preflight.py puts a number in its place
+PositiveOrAuto = Annotated[  # AUTO until device, layouts and prompts are known: then a number is put in its place
     int,
     Field(ge=1, le=LARGEST),
     _WHOLE,
@@ -213,7 +213,7 @@ class RolloutConfig(Settings):
     temperature: Float = key(1.0, "of sampling; 0.001 to 1000; log-probabilities are taken after it", ge=1e-3, le=1e3)
     top_k: Count = key(0, "0 = off")
     top_p: Float = key(1.0, "least probability mass that sampling keeps; 1 = off", gt=0, le=1)
-    block_tokens: Positive = key(16, "tokens in one KV block")
+    block_tokens: PositiveOrAuto = key(AUTO, "tokens in one KV block; auto: 16, on GPUs 256 for attention=flash_attn")
     kv_blocks_per_instance: Count = key(
         0, "0 = room for every sample of the instance at full length, as far as memory holds it"
     )
@@ -375,7 +375,9 @@ class TrainerConfig(Settings):
     )
     resume: Text = key("never", "auto, never, or the path of a checkpoint")
     seed: Whole = key(1, "every random draw derives from it; 0 to 2^63 - 1", ge=0, le=2**63 - 1)
-    dtype: Literal["float32", "bfloat16"] = key("float32", "float32 or bfloat16")
+    dtype: Literal["auto", "float32", "bfloat16"] = key(
+        "auto", "float32, bfloat16, or auto: bfloat16 on GPUs (as device says, else hardware), float32 on CPU"
+    )
     recompute: Literal["none", "full"] = key(
         "none", "none, or full: training keeps each layer's input alone and runs the layer again; same bits"
     )

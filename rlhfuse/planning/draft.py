@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
@@ -91,7 +92,7 @@ def draft_plan(
 
     `config`: data.max_prompt_tokens is a number; `asked`: as it was before that, for the plan's reasons.
     """
-    asked, config = asked or config, resolve_batch(config)
+    asked, config = asked or config, resolve_batch(resolve_device(config))
     tasks = check_layouts(config, specs, world_size)
     batch = batch_arithmetic(config, tasks)
     try:

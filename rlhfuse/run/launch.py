@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from rlhfuse.base.files import write_json, write_text
 from rlhfuse.checkpoint.checkpoint import is_finished
+from rlhfuse.config.device_defaults import is_for_gpus, resolve_device
 from rlhfuse.config.load import dump_config
 from rlhfuse.config.role import Role
 from rlhfuse.config.rules import check_config, idle_settings
@@ -45,7 +46,7 @@ from rlhfuse.schedule.search.worker import compile_kernels_apart as compile_sear
 
 def dry_run(config: RunConfig, world_size: int | None) -> int:
     """Check everything and print the plan; launches nothing."""
-    config = with_device(config)
+    config = with_device(config, planned=True)
     if is_finished(config):
         print(finished_line(config))
         return 0
@@ -121,18 +122,20 @@ def run_job(inputs: RunInputs, name: str, rank: int, device: Device) -> Path:
     return directory.path
 
 
-def with_device(config: RunConfig) -> RunConfig:
-    """With this machine's device for trainer.device=auto, and its GPU, where known, for trainer.hardware=auto.
+def with_device(config: RunConfig, planned: bool = False) -> RunConfig:
+    """With this machine's device for trainer.device=auto, its GPU, where known, for trainer.hardware=auto, and what
+    follows from the device.
 
-    Plan and run must be about the same device. Ranks that share a GPU under tensor parallelism capture no graphs: what
-    they add up passes through the host.
+    Plan and run must be about the same device; what is only `planned` may be for GPUs that trainer.hardware names, on a
+    machine without. Ranks that share a GPU under tensor parallelism capture no graphs: what they add up passes through
+    the host.
     """
     trainer, gpu = config.trainer, torch.cuda.is_available()
     if trainer.device == "auto":
-        trainer = trainer.with_(device="cuda" if gpu else "cpu")
+        trainer = trainer.with_(device="cuda" if gpu or (planned and is_for_gpus(trainer)) else "cpu")
     if trainer.hardware == "auto" and trainer.device == "cuda" and gpu:
         trainer = trainer.with_(hardware=GPU_NAMES.get(torch.cuda.get_device_name()) or "auto")
-    config = config.with_(trainer=trainer)
+    config = resolve_device(config.with_(trainer=trainer))
     check_config(config)
     if trainer.share_gpu and ParallelLayout.parse(config.parallel.generation).tp > 1:
         config = config.with_(rollout={"cuda_graphs": False})

@@ -17,6 +17,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.checkpoint.checkpoint import METRICS, Checkpoint, checkpoints_in, find_checkpoint
 from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.checkpoint.contents import contents_of
+from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import AUTO, LARGEST, RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
@@ -57,6 +58,7 @@ def check_inputs(config: RunConfig, world_size: int, dry: bool = False) -> RunIn
 
     A `dry` run compares models without tokenizer files by the size of their vocabularies.
     """
+    config = resolve_device(config)
     check_output(config)
     if config.trainer.wandb != "off" and find_spec("wandb") is None:
         raise InputError("trainer.wandb needs the wandb package: pip install 'rlhfuse[wandb]', or trainer.wandb=off")

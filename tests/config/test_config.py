@@ -92,7 +92,7 @@ def test_resolved_config_reads_back_equal(tmp_path):
         (["rollout.top_p=1.5"], r"must be in \(0, 1\]"),
         (["algorithm.gamma=2"], r"algorithm.gamma=2.0 must be in \[0, 1\]"),
         (["algorithm.kl_estimator=k4"], "must be one of auto, k1, k2, k3"),
-        (["trainer.dtype=float16"], "must be one of float32, bfloat16"),
+        (["trainer.dtype=float16"], "must be one of auto, float32, bfloat16"),
         (["fusion.threshold=some"], "must be auto or a number of samples"),
         (["fusion.threshold=65"], "65 > 64 samples of one iteration"),
         (["fusion.threshold=²"], "must be auto or a number of samples"),

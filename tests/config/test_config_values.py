@@ -187,7 +187,8 @@ def test_a_number_at_its_limits_is_taken_and_beyond_them_refused(key):
 
 
 def test_a_number_may_be_left_to_be_chosen(tmp_path):
-    assert OR_AUTO.keys() == {"data.max_prompt_tokens", "algorithm.minibatches", "fusion.actor_microbatches"}
+    left = {"data.max_prompt_tokens", "algorithm.minibatches", "fusion.actor_microbatches", "rollout.block_tokens"}
+    assert OR_AUTO.keys() == left
     for key in OR_AUTO:
         config = validate(nested(key, 7), "a file")
         assert validate(nested(key, AUTO), "a file") == RunConfig() != config

@@ -139,7 +139,7 @@ def start(rank: int, folders: dict) -> dict[str, int]:
 
     layouts = dict.fromkeys(("generation", "inference", "reference_inference", "reward_inference"), "d2t1p1")
     layouts |= {"critic_inference": "d2t1p1", "actor_train": "d1t1p2", "critic_train": "d2t1p1"}
-    config = RunConfig(parallel=ParallelConfig(**layouts))
+    config = RunConfig(parallel=ParallelConfig(**layouts)).with_(trainer={"dtype": "float32"})
     ranks = rank_map({role: ParallelLayout.parse(layouts[f"{role}_train"]) for role in ("actor", "critic")})
     specs = {role: ModelSpec.from_config(path) for role, path in folders.items()}
     models = build_models(config, ModelFolders(folders, specs), ranks, rank, CPU)

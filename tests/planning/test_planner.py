@@ -12,6 +12,7 @@ from sim_helpers import linear_cost, long_tail
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.base.json_values import to_json
+from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
@@ -324,7 +325,7 @@ def slow_at(model: str, made) -> ProfiledCost:
     pair = Grid(((1.0,), (1.0,)), (1.0,))
     score = {role: pair for role in made.scorers()}
     training = {role: grids(role) for role in made.trained()}
-    return ProfiledCost(made_for(made, SPECS), pair, pair, score, 0.0, one, None, training)
+    return ProfiledCost(made_for(resolve_device(made), SPECS), pair, pair, score, 0.0, one, None, training)
 
 
 def weight_steps(plan: RunPlan) -> dict[int, list[tuple[int, str]]]:

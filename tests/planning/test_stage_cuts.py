@@ -9,6 +9,7 @@ from four_ranks import SPECS, TINY, planned, run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
+from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.role import Role
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
@@ -17,7 +18,7 @@ from rlhfuse.planning.planner import parse_plan
 from rlhfuse.planning.run_plan import PlanReport
 
 WIDE = dict.fromkeys(SPECS, replace(TINY, hidden=1024, mlp=2816, head_dim=128, vocab=64_000))
-H100 = {"trainer__hardware": "h100", "trainer__dtype": "bfloat16"}
+H100 = {"trainer__hardware": "h100"}
 
 
 def training(made, specs=WIDE) -> dict[str, tuple[int, ...]]:
@@ -72,7 +73,7 @@ def test_memory_is_that_of_the_cut():
 
 def test_a_profile_decides_the_cut(tmp_path):
     """Measured ends as long as three layers, where the roofline's are next to nothing."""
-    made, one = run(fusion__profile=str(tmp_path / "profile.json")), Grid(((1.0,),), (1.0,))
+    made, one = resolve_device(run(fusion__profile=str(tmp_path / "profile.json"))), Grid(((1.0,),), (1.0,))
     layer, ends, nothing = (Grid(((1.0,),), (seconds,)) for seconds in (0.01, 0.03, 0.0))
     grids = {
         "actor": TrainingGrids(1, layer, layer, ends, ends),

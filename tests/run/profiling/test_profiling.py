@@ -10,6 +10,7 @@ import pytest
 from gloo import Workers
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.load import load_config
 from rlhfuse.run.profiling.points import check_world, points_of
 
@@ -48,7 +49,7 @@ def profile_on(rank: int, changes: tuple[str, ...]) -> tuple[dict, list[str]]:
     from rlhfuse.planning.draft import read_specs
     from rlhfuse.run.profiling.profiler import Profiler
 
-    config = load_config(ROOT / "examples" / "quickstart.yaml", [*SETTINGS, *changes])
+    config = resolve_device(quickstart(*changes))
     lines: list[str] = []
     device = choose_device("cpu", 0, 1)
     made = Profiler(config, read_specs(config), device, limit_seconds=0.01, say=lines.append).run()

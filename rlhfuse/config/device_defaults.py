@@ -1,0 +1,28 @@
+"""What the configuration leaves to the device: the format of numbers, and tokens of a cache block.
+
+On CPU float32, of which results are exact; on GPUs what their kernels are fast with.
+"""
+
+from __future__ import annotations
+
+from rlhfuse.config.settings import AUTO, RunConfig, TrainerConfig
+
+BLOCK_TOKENS = 16  # flashinfer's smallest, and enough for a Triton tile's row of loads: little is wasted at ends
+FLASH_ATTN_BLOCK_TOKENS = 256  # its smallest
+
+
+def resolve_device(config: RunConfig) -> RunConfig:
+    """`config` with values for trainer.dtype=auto and rollout.block_tokens=auto."""
+    trainer, rollout = config.trainer, config.rollout
+    gpu = is_for_gpus(trainer)
+    dtype, block = trainer.dtype, rollout.block_tokens
+    if dtype == AUTO:
+        dtype = "bfloat16" if gpu else "float32"
+    if block == AUTO:
+        block = FLASH_ATTN_BLOCK_TOKENS if gpu and rollout.attention == "flash_attn" else BLOCK_TOKENS
+    return config.with_(trainer={"dtype": dtype}, rollout={"block_tokens": block})
+
+
+def is_for_gpus(trainer: TrainerConfig) -> bool:
+    """As the device says; where it is open, as the hardware does that the run is planned for."""
+    return trainer.device == "cuda" or (trainer.device == AUTO and trainer.hardware not in (AUTO, "cpu"))

@@ -1,0 +1,61 @@
+"""What the device decides: the format of numbers and tokens of a cache block, once, for plan and run alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhfuse.config.device_defaults import is_for_gpus, resolve_device
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.run.launch import with_device
+
+
+def run(attention: str = "auto", **trainer) -> RunConfig:
+    models = {"actor": {"path": "a"}, "reward": {"path": "r"}, "data": {"train_files": ("prompts",)}}
+    return RunConfig().with_(**models, rollout={"attention": attention}, trainer=trainer)
+
+
+def chosen(config: RunConfig) -> tuple[str, int]:
+    return config.trainer.dtype, config.rollout.block_tokens
+
+
+@pytest.mark.parametrize(
+    "trainer, expected",
+    [
+        ({}, ("float32", 16)),
+        ({"device": "cpu"}, ("float32", 16)),
+        ({"hardware": "cpu"}, ("float32", 16)),
+        ({"device": "cpu", "hardware": "h100"}, ("float32", 16)),  # a run on CPU, priced as another
+        ({"device": "cuda"}, ("bfloat16", 16)),
+        ({"device": "cuda", "hardware": "h200"}, ("bfloat16", 16)),
+        ({"hardware": "h100"}, ("bfloat16", 16)),  # planned on a machine without a GPU
+        ({"device": "cuda", "dtype": "float32"}, ("float32", 16)),
+        ({"device": "cpu", "dtype": "bfloat16"}, ("bfloat16", 16)),
+        ({"device": "cuda", "attention": "flash_attn"}, ("bfloat16", 256)),
+        ({"device": "cpu", "attention": "flash_attn"}, ("float32", 16)),
+    ],
+    ids=str,
+)
+def test_the_device_decides_what_is_left_to_it(trainer, expected):
+    resolved = resolve_device(run(**trainer))
+    assert chosen(resolved) == expected
+    assert resolve_device(resolved) == resolved
+    given = run(**trainer).with_(rollout={"block_tokens": 48})
+    assert resolve_device(given).rollout.block_tokens == 48
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_a_run_goes_by_the_device_that_there_is_and_a_plan_by_the_hardware_that_it_names(monkeypatch, found):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: found)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    on_this_machine = ("cuda", "bfloat16") if found else ("cpu", "float32")
+    for config, planned, expected in (
+        (run(), False, on_this_machine),
+        (run(), True, on_this_machine),
+        (run(hardware="h100"), False, on_this_machine),
+        (run(hardware="h100"), True, ("cuda", "bfloat16")),
+        (run(hardware="h100", device="cpu"), True, ("cpu", "float32")),
+    ):
+        trainer = with_device(config, planned).trainer
+        assert (trainer.device, trainer.dtype) == expected
+        assert is_for_gpus(trainer) == (trainer.device == "cuda")
