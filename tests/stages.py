@@ -120,7 +120,7 @@ def build(rank: int, maker, ranks: FusedRanks, model: str, folder: Path, activat
     return load(rank, grid, groups, folder, model == "critic", activations, config, choose_device("cpu", 0, 1))
 
 
-def load(rank: int, grid, groups, folder: Path, head: bool, activations, config: OptimizerConfig, device) -> Built:
+def load(rank: int, grid, groups, folder: Path, head: bool, activations, config, device, dtype=torch.float32) -> Built:
     """The stages of a checkpoint that are this rank's, with their optimizer; `head` for a scalar one."""
     from rlhfuse.models.build import build_model
     from rlhfuse.models.stage import PipelineStage, TrainingStage
@@ -135,7 +135,7 @@ def load(rank: int, grid, groups, folder: Path, head: bool, activations, config:
             groups,
             rank,
             scalar_head=head,
-            dtype=torch.float32,
+            dtype=dtype,
             device=device,
             stage=stage,
             activations=activations,

@@ -137,6 +137,8 @@ def _trainer(config: RunConfig) -> Iterator[str]:
             yield f"{role}.optim.name=sgd has no checkpoints; {fix}, or {role}.optim.name=adam"
     if trainer.share_gpu and trainer.device == "cpu":
         yield "trainer.share_gpu=true needs a GPU to share, and trainer.device=cpu; use trainer.share_gpu=false"
+    if trainer.transformer_impl == "transformer_engine" and trainer.device == "cpu":
+        yield "trainer.transformer_impl=transformer_engine needs a GPU, and trainer.device=cpu; use auto"
     if not data.train_files and trainer.iterations:
         yield "data.train_files is empty; give at least one prompt file"
 
@@ -183,6 +185,7 @@ def _nothing_ends(config: RunConfig) -> bool:
 # (beginnings of keys, when they have no effect, why); the first row that fits a key gives its reason
 CRITICS = ("critic.", "algorithm.value_", "parallel.critic_")
 FUNCTIONS = ("reward.signature", "reward.timeout_seconds", "reward.workers")
+FOR_GPUS = ("rollout.attention", "rollout.all_reduce", "rollout.cuda_graphs", "trainer.transformer_impl")
 TRIGGERS = ("fusion.threshold", "fusion.least_threshold", "fusion.bs_max")
 IDLE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
     (CRITICS, _has_no(Role.CRITIC), "there is no critic"),
@@ -192,11 +195,7 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
     (("algorithm.kl_in",), _kl_weighs_nothing, "algorithm.kl_coef=0"),
     (("parallel.reference_inference",), _has_no(Role.REFERENCE), "reference.path=none"),
     (("rollout.min_tokens",), _nothing_ends, "nothing ends a response but rollout.max_response_tokens"),
-    (
-        ("rollout.attention", "rollout.all_reduce", "rollout.cuda_graphs"),
-        lambda config: config.trainer.device == "cpu",
-        "trainer.device=cpu",
-    ),
+    (FOR_GPUS, lambda config: config.trainer.device == "cpu", "trainer.device=cpu"),
     (("parallel.reward_inference",), _has_no(Role.REWARD), "there is no reward model"),
     (FUNCTIONS, lambda config: not config.reward.function, "reward.function is not set"),
     (("fusion.schedule",), lambda config: not config.fusion.intra_stage, "fusion.intra_stage=false"),

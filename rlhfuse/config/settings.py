@@ -378,6 +378,9 @@ class TrainerConfig(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = key(
         "auto", "float32, bfloat16, or auto: bfloat16 on GPUs (as device says, else hardware), float32 on CPU"
     )
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = key(
+        "auto", "whose layers train and score on GPUs: transformer_engine, local, or auto: the first where installed"
+    )
     recompute: Literal["none", "full"] = key(
         "none", "none, or full: training keeps each layer's input alone and runs the layer again; same bits"
     )

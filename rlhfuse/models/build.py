@@ -1,14 +1,15 @@
 """A role's model as a Megatron-core GPTModel: one pipeline stage of one tensor rank, on given groups.
 
 Megatron's own attention block, MLP and parallel linear layers, with an RMSNorm and a core attention for packed
-sequences (`thd`) in their slots. Dropout is 0. Weights are unset until they are loaded. Global parallel state is not
-used, except that Megatron keeps the gather buffer of sequence parallelism there.
+sequences (`thd`) in their slots, or Transformer Engine's in all of these. Dropout is 0. Weights are unset until they
+are loaded. Global parallel state is not used, but for the gather buffer of sequence parallelism.
 """
 
 from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from rlhfuse.models.attention import varlen_attention
 from rlhfuse.models.heads import ScalarHead, VocabularyHead
 from rlhfuse.models.operations import Operations, operations_for
 from rlhfuse.models.rotary import RotaryTables
+from rlhfuse.models.transformer_engine import LayerSlots, transformer_engine_slots
 from rlhfuse.parallel.device import Device, fake_cuda
 from rlhfuse.parallel.groups import ModelGrid
 
@@ -89,11 +91,14 @@ class SwiGLU(torch.nn.Module):
         return operations_for(gate_and_up.device).swiglu(gate_and_up)
 
 
-class BiasedProjection(tensor_parallel.RowParallelLinear):
-    """Attention's output projection with a bias, which Megatron gives to all linear layers or none."""
+def with_bias(row: Any) -> Any:
+    """Linear layers like `row` for attention's output projection: Megatron gives a bias to all of them or none."""
 
-    def __init__(self, *sizes: int, bias: bool, **settings: Any) -> None:
-        super().__init__(*sizes, bias=True, **settings)
+    class BiasedProjection(row):
+        def __init__(self, *sizes: int, bias: bool, **settings: Any) -> None:
+            super().__init__(*sizes, bias=True, **settings)
+
+    return BiasedProjection
 
 
 class RecomputedLayer(TransformerLayer):
@@ -103,8 +108,10 @@ class RecomputedLayer(TransformerLayer):
         """[T, 1, H] -> ([T, 1, H], None)."""
         if not torch.is_grad_enabled():
             return super().forward(hidden_states, **inputs)
-        # Megatron's own saves random-number states of CUDA; nothing here is random
-        return checkpoint(super().forward, hidden_states, use_reentrant=False, preserve_rng_state=False, **inputs)
+        # Megatron's own saves random-number states of CUDA; nothing here is random. A backward within the backward sees
+        # the weights themselves, as layers want that add to `main_grad`; torch's other way shows them copies.
+        run = partial(super().forward, **inputs)
+        return checkpoint(run, hidden_states, use_reentrant=True, preserve_rng_state=False)
 
 
 def transformer_config(
@@ -147,8 +154,18 @@ def transformer_config(
     )
 
 
-def layer_spec(spec: ModelSpec, norm: ModuleSpec, rotary: RotaryTables, recompute: bool = False) -> ModuleSpec:
-    """One decoder layer, with `norm` in its norm slots."""
+def local_slots(rotary: RotaryTables, device: torch.device) -> LayerSlots:
+    return LayerSlots(
+        tensor_parallel.ColumnParallelLinear,
+        tensor_parallel.RowParallelLinear,
+        ModuleSpec(module=RMSNorm, params={"operations": operations_for(device)}),
+        ModuleSpec(module=PackedCoreAttention, params={"rotary": rotary}),
+    )
+
+
+def layer_spec(spec: ModelSpec, slots: LayerSlots, recompute: bool = False) -> ModuleSpec:
+    """One decoder layer."""
+    norm = slots.norm
     head_norm = norm if spec.qk_norm else IdentityOp
     return ModuleSpec(
         module=RecomputedLayer if recompute else TransformerLayer,
@@ -158,9 +175,9 @@ def layer_spec(spec: ModelSpec, norm: ModuleSpec, rotary: RotaryTables, recomput
                 module=SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=tensor_parallel.ColumnParallelLinear,
-                    core_attention=ModuleSpec(module=PackedCoreAttention, params={"rotary": rotary}),
-                    linear_proj=BiasedProjection if spec.proj_bias else tensor_parallel.RowParallelLinear,
+                    linear_qkv=slots.column,
+                    core_attention=slots.attention,
+                    linear_proj=with_bias(slots.row) if spec.proj_bias else slots.row,
                     q_layernorm=head_norm,
                     k_layernorm=head_norm,
                 ),
@@ -170,8 +187,8 @@ def layer_spec(spec: ModelSpec, norm: ModuleSpec, rotary: RotaryTables, recomput
             mlp=ModuleSpec(
                 module=MLP,
                 submodules=MLPSubmodules(
-                    linear_fc1=tensor_parallel.ColumnParallelLinear,
-                    linear_fc2=tensor_parallel.RowParallelLinear,
+                    linear_fc1=slots.column,
+                    linear_fc2=slots.row,
                     activation_func=SwiGLU,
                 ),
             ),
@@ -192,19 +209,22 @@ def build_model(
     stage: int | None = None,
     activations: Activations = WHOLE,
     on_host: bool = False,
+    transformer_engine: bool = False,
 ) -> GPTModel:
     """One pipeline stage of the model that `rank` holds in `grid`, for the device, with unset weights.
 
     `stage` may be left out where a rank holds one. `on_host`: the weights are in host memory, which the system gives
     when they are written: for who fills them there, or takes the device's memory for them later.
+    `transformer_engine`: with its layers, of the same weights.
     """
     stage = _stage_on(grid, rank, stage)
     layers = stage_layers(spec, grid)
     shards = activations.sequence_parallel and grid.tp > 1
     place = Device(torch.device("cpu"), device.backend) if on_host else device
     config = transformer_config(spec, grid.tp, grid.pp, dtype, place.torch_device, shards)
-    norm = ModuleSpec(module=RMSNorm, params={"operations": operations_for(device.torch_device)})
-    layer = layer_spec(spec, norm, RotaryTables(spec, device.torch_device), activations.recompute)
+    rotary = RotaryTables(spec, device.torch_device)
+    slots = transformer_engine_slots(rotary) if transformer_engine else local_slots(rotary, device.torch_device)
+    layer = layer_spec(spec, slots, activations.recompute)
     if shards:
         _prepare_sequence_parallel()
     unset: Any = copy(groups)
@@ -213,7 +233,7 @@ def build_model(
         model: Any = GPTModel(
             config=config,
             transformer_layer_spec=TransformerBlockSubmodules(  # pyright: ignore[reportArgumentType]
-                layer_specs=[layer] * len(layers[stage]), layer_norm=norm
+                layer_specs=[layer] * len(layers[stage]), layer_norm=slots.norm
             ),
             vocab_size=spec.padded_vocab,
             max_sequence_length=spec.context,
@@ -261,15 +281,19 @@ def _prepare_sequence_parallel() -> None:
 
 def _mark_tensor_parallel(model: Any) -> None:
     """Say which weights are cut over tensor ranks, and how: Megatron says it only while it initialises them."""
+    cut_by_rows = tensor_parallel.ColumnParallelLinear | tensor_parallel.VocabParallelEmbedding
     for module in model.modules():
-        if isinstance(module, tensor_parallel.RowParallelLinear):
-            cut, stride = 1, 1
-        elif isinstance(module, tensor_parallel.ColumnParallelLinear | tensor_parallel.VocabParallelEmbedding):
-            cut, stride = 0, 1
+        engines = getattr(module, "parallel_mode", None)  # what Transformer Engine's linear layers say
+        if isinstance(module, tensor_parallel.RowParallelLinear) or engines == "row":
+            cut = 1
+        elif isinstance(module, cut_by_rows) or engines == "column":
+            cut = 0
         else:
             continue
         if module.weight is not None:
-            tensor_parallel.set_tensor_model_parallel_attributes(module.weight, True, cut, stride)
+            facts = dict(tensor_model_parallel=True, partition_dim=cut, partition_stride=1)
+            for name, fact in facts.items():
+                setattr(module.weight, name, fact)
     for layer in model.decoder.layers:
         layer.mlp.linear_fc1.weight.partition_stride = 2  # [gate, up] of each rank: two cuts interleave
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhfuse.models.tile_sums import TileFunctions, tile_functions
+from rlhfuse.parallel.weight_gradients import add_product
 
 TILE_BYTES = 512 << 20  # of a tile of logits: itself and what its gradient is made of, 10 bytes per logit
 LINE_BYTES = 128 << 20  # of a chunk's float32 gradient of hidden states, and of a tile's of weights
@@ -134,9 +135,9 @@ class _LinearLogprobs(torch.autograd.Function):
                 where = local[rows] - columns.start
                 gradient = settings.tiles.gradient(logits, where, settings.temperature, *given, dtype=x.dtype)
                 del logits
-                total += product(gradient, weight[columns])
+                add_product(total, gradient, weight[columns])
                 if dweight is not None:
-                    dweight[columns] += product(gradient.t(), part)
+                    add_product(dweight[columns], gradient.t(), part)
                 del gradient  # before the next tile
             dx[rows] = total
         return dx, dweight.to(weight.dtype) if settings.owner is None and dweight is not None else None, None, None

@@ -30,6 +30,7 @@ from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.parallel.connect import GroupUse
 from rlhfuse.parallel.device import Device, fake_cuda
 from rlhfuse.parallel.offload import RestingTensors
+from rlhfuse.parallel.weight_gradients import fuse_accumulation
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,9 @@ class ModelOptimizer:
     sum_tied_gradients      tied embeddings, over first and last stage; blocks
     start_reduction(stage)  after the stage's last backward: the data-parallel sum starts, the call returns
     finish_reduction(stage) waits for the sum
-    step                    gradient norm over all ranks of the model, clipping, update, gathering
+    step                    gradient norm over all ranks of the model, clipping, update; gathering starts
+
+    Weights are gathered beneath what follows: a stage's next forward waits for its own, `modules` for all.
     """
 
     def __init__(
@@ -69,11 +72,14 @@ class ModelOptimizer:
                 chunk.to(device.torch_device)
         with fake_cuda(device):
             # Any: Megatron's annotations know neither `buffers` nor what a chained optimizer has
-            self.modules: dict[int, Any] = {
+            self._modules: dict[int, Any] = {
                 stage: DistributedDataParallel(
                     config=cast(TransformerConfig, model.config),
                     ddp_config=DistributedDataParallelConfig(
-                        use_distributed_optimizer=self._zero, grad_reduce_in_fp32=True, overlap_grad_reduce=True
+                        use_distributed_optimizer=self._zero,
+                        grad_reduce_in_fp32=True,
+                        overlap_grad_reduce=True,
+                        overlap_param_gather=self._zero,
                     ),
                     module=model,
                     pg_collection=groups,
@@ -96,19 +102,24 @@ class ModelOptimizer:
                     params_dtype=dtype,
                     use_distributed_optimizer=self._zero,
                 ),
-                list(self.modules.values()),
+                list(self._modules.values()),
                 use_gloo_process_groups=False,
                 pg_collection=groups,
             )
         for group in self.optimizer.param_groups:  # Megatron leaves this to its scheduler: vectors do not decay
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
         self.states = RestingTensors(self._state_tensors, device)  # they may rest in host memory until `step`
+        if self._zero:
+            for stage, module in self._modules.items():
+                module.disable_forward_pre_hook(param_sync=False)  # Megatron's own may start a gather in a forward
+                module.register_forward_pre_hook(lambda *_, stage=stage: self._finish_gather(stage))
         self._fused = False
         if device.is_cuda:
             self.use_fused_kernels()
 
     def use_fused_kernels(self) -> None:
-        """Update, norm and clipping by one kernel for many weights, and one number read back: the way of CUDA.
+        """Update, norm and clipping by one kernel for many weights, and one number read back; gradients of weights
+        added up by products: the way of CUDA.
 
         Torch's Adam keeps its step count on the device then; another Adam (Apex's, Transformer Engine's) is fused.
         """
@@ -116,6 +127,15 @@ class ModelOptimizer:
         for group in self.optimizer.param_groups:
             if self._zero and "fused" in group:
                 group["fused"] = True
+        for module in self._modules.values():
+            fuse_accumulation(module)
+
+    @property
+    def modules(self) -> dict[int, Any]:
+        """By pipeline stage, with the weights of the last step."""
+        for stage in self._modules:
+            self._finish_gather(stage)
+        return self._modules
 
     @property
     def module(self) -> torch.nn.Module:
@@ -131,7 +151,7 @@ class ModelOptimizer:
     @property
     def held_bytes(self) -> int:
         """Weights and optimizer state on this rank's device, without gradients."""
-        weights = sum(weight.nbytes for module in self.modules.values() for weight in module.parameters())
+        weights = sum(weight.nbytes for module in self._modules.values() for weight in module.parameters())
         states = [one for one in self._state_tensors().values() if one.device.type == self._device.torch_device.type]
         return weights + sum(one.nbytes for one in states)
 
@@ -140,7 +160,7 @@ class ModelOptimizer:
             storage = buffer.grad_data.untyped_storage()
             if storage.nbytes() != buffer.grad_data.nbytes:
                 storage.resize_(buffer.grad_data.nbytes)
-        for module in self.modules.values():
+        for module in self._modules.values():
             module.zero_grad_buffer()
             for group in module.bucket_groups:
                 group.is_last_microbatch = False  # no hook starts a reduction: `start_reduction` does
@@ -162,7 +182,7 @@ class ModelOptimizer:
         Weights that tensor ranks hold whole but use in part are summed over these first, which blocks. With
         `finite` (a boolean) false, one element is made NaN, and with it the norm: no rank of the model can step.
         """
-        module = self.modules[stage]
+        module = self._modules[stage]
         if finite is not None and (finite.is_cuda or not finite):  # asking a CUDA tensor would stop the queue
             self._counted_weight(stage).main_grad.view(-1)[:1].masked_fill_(~finite, math.nan)
         _allreduce_non_tensor_model_parallel_grads([module], module.config, self._groups.tp)
@@ -170,19 +190,19 @@ class ModelOptimizer:
 
     def reduction_done(self, stage: int) -> bool:
         """Whether the sum that `start_reduction` started is known to be there; gloo never says so before the wait."""
-        handles = [group.grad_reduce_handle for group in self.modules[stage].bucket_groups]
+        handles = [group.grad_reduce_handle for group in self._modules[stage].bucket_groups]
         return all(handle is not None and all(work.is_completed() for work in handle.works) for handle in handles)
 
     def finish_reduction(self, stage: int) -> None:
         """Wait for the sum that `start_reduction` started."""
-        self.modules[stage].finish_grad_sync()
+        self._modules[stage].finish_grad_sync()
 
     def finish_gradients(self) -> None:
         """All of the above in one go, for a caller that has no program."""
         self.sum_tied_gradients()
-        for stage in self.modules:
+        for stage in self._modules:
             self.start_reduction(stage)
-        for stage in self.modules:
+        for stage in self._modules:
             self.finish_reduction(stage)
 
     def group_uses(self) -> list[GroupUse]:
@@ -213,7 +233,7 @@ class ModelOptimizer:
             for part in self._parts():
                 _step_a_spare_weight(part.optimizer)
             if self._zero:
-                for module in self.modules.values():
+                for module in self._modules.values():
                     module.start_param_sync(force_sync=True)
 
     def step(self, lr: float | None) -> StepResult:
@@ -232,11 +252,29 @@ class ModelOptimizer:
                 self._clip(norm)
             self.states.wait()
             self.optimizer.step_with_ready_grads()
+            if self._zero:
+                self._start_gather()
         return StepResult(norm, True, lr)
+
+    def _start_gather(self) -> None:
+        """Start gathering the weights that each data-parallel rank has updated; the calls return.
+
+        It cannot stop a program. Only these ranks' group is used, in which each issues the same operations in the same
+        order: reductions, then this. Whoever gathers waits for the others' steps of this mini-batch alone, which come
+        before any wait for the gather: that is in the next forward, or with who reads the weights.
+        """
+        for module in self._modules.values():
+            module.start_param_sync()
+
+    def _finish_gather(self, stage: int) -> None:
+        """Let what follows wait for the stage's weights: the host on gloo, the current stream on NCCL."""
+        for group in self._modules[stage].bucket_groups:
+            if group.param_gather_handle is not None:
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def _tied_weights(self) -> list:
         """Embedding and output layer of this rank where both are one matrix."""
-        cores = [module.module for module in self.modules.values()]
+        cores = [module.module for module in self._modules.values()]
         return [
             core.shared_embedding_or_output_weight()
             for core in cores
@@ -245,7 +283,7 @@ class ModelOptimizer:
 
     def _counted_weight(self, stage: int) -> Any:
         """A weight of a stage whose gradient on this rank is in the norm: of copies the norm counts one."""
-        for weight in self.modules[stage].parameters():
+        for weight in self._modules[stage].parameters():
             if param_is_not_shared(weight) and param_is_not_tensor_parallel_duplicate(weight, self._groups.tp):
                 return weight
         raise RuntimeError(f"stage {stage}: no gradient of this rank is in the norm; a stage has at least one layer")
@@ -272,7 +310,7 @@ class ModelOptimizer:
 
     def _buffers(self) -> list:
         """Megatron's gradient buffers; weights' gradients are views of them and stay so when memory goes and comes."""
-        return [buffer for module in self.modules.values() for buffer in module.buffers]
+        return [buffer for module in self._modules.values() for buffer in module.buffers]
 
     def _state_tensors(self) -> dict[str, Tensor]:
         """Float32 main weights [n] of lower-precision ones, and Adam's moments [n] once there are some."""

@@ -26,7 +26,8 @@ def rehearsal_draft(config: RunConfig, world_size: int) -> PlanDraft:
         raise InputError("trainer.device=cpu: a run on CPUs needs no rehearsal; set trainer.device=cuda")
     if config.data.max_prompt_tokens == AUTO:
         raise InputError("data.max_prompt_tokens=auto is known from the prompts; give a number to rehearse with")
-    return draft_plan(config.with_(trainer=config.trainer.with_(device="cuda")), read_specs(config), world_size)
+    config = config.with_(trainer={"device": "cuda", "transformer_impl": "local"})  # others' kernels need a device
+    return draft_plan(config, read_specs(config), world_size)
 
 
 def places_of(draft: PlanDraft, rank: int) -> tuple[int, ...]:

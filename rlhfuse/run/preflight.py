@@ -27,6 +27,7 @@ from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import check_layouts
 from rlhfuse.models.hf import check_checkpoint, resolve_checkpoint
 from rlhfuse.models.tokenizer import load_tokenizer, resolve_tokens
+from rlhfuse.models.transformer_engine import choose_layers
 from rlhfuse.planning.draft import PlanDraft, draft_plan
 from rlhfuse.run.rank_models import ModelFolders
 
@@ -63,6 +64,11 @@ def check_inputs(config: RunConfig, world_size: int, dry: bool = False) -> RunIn
     if config.trainer.wandb != "off" and find_spec("wandb") is None:
         raise InputError("trainer.wandb needs the wandb package: pip install 'rlhfuse[wandb]', or trainer.wandb=off")
     models = find_models(config)
+    heads, place = (
+        {spec.head_dim for spec in models.specs.values()},
+        "cpu" if config.trainer.device == "cpu" else "cuda",
+    )
+    choose_layers(config.trainer.transformer_impl, place, config.trainer.dtype, heads)
     tokenizer = run_tokenizer(config, models.specs[Role.ACTOR])
     specs, notes = resolve_tokens(config, models.paths, models.specs, tokenizer, required=not dry)
     models = replace(models, specs=specs)

@@ -7,6 +7,7 @@ reference, reward                               a copy per inference replica, of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from rlhfuse.gen.engine import EngineOptions
 from rlhfuse.models.build import Activations, build_model, fill, stage_layers
 from rlhfuse.models.hf import load_weights
 from rlhfuse.models.stage import PipelineStage, TrainingStage
+from rlhfuse.models.transformer_engine import ChosenLayers, choose_layers
 from rlhfuse.parallel.connect import MOST_BYTES, connect, tensor_parallel_uses
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.groups import GroupMaker, ModelGrid, plain_grid, trained_grid
@@ -65,6 +67,7 @@ class RankModels:
     placement: Placement
     channels: Channels
     groups: GroupMaker  # owns every process group of the above
+    layers: ChosenLayers  # of what trains and scores
 
     @property
     def actor(self) -> TrainedModel:
@@ -90,6 +93,12 @@ class RankModels:
         return held + (offloaded if with_host else 0)
 
 
+def layers_of(config: RunConfig, specs: Mapping[Role, ModelSpec], device: Device) -> ChosenLayers:
+    """Whose layers the run's models have. Raises InputError where trainer.transformer_impl's cannot serve."""
+    trainer, heads = config.trainer, {spec.head_dim for spec in specs.values()}
+    return choose_layers(trainer.transformer_impl, device.torch_device.type, trainer.dtype, heads)
+
+
 def build_models(config: RunConfig, folders: ModelFolders, ranks: FusedRanks, rank: int, device: Device) -> RankModels:
     """Build the run's models on `rank` and load their weights, which move by resharding from then on; a collective.
 
@@ -99,11 +108,12 @@ def build_models(config: RunConfig, folders: ModelFolders, ranks: FusedRanks, ra
     dtype = DTYPES[config.trainer.dtype]
     specs, paths = folders.specs, folders.paths
     activations = Activations(config.parallel.sequence_parallel, config.trainer.recompute == "full")
+    layers = layers_of(config, specs, device)
 
     def build(role: Role, grid: ModelGrid, groups: Any, **part: Any) -> torch.nn.Module:
-        head = role.scalar_head
-        kind: dict[str, Any] = {"scalar_head": head, "dtype": dtype, "device": device, "on_host": True}
-        return build_model(specs[role], grid, groups, rank, **kind, **part)
+        kind: dict[str, Any] = {"scalar_head": role.scalar_head, "dtype": dtype, "device": device, "on_host": True}
+        kind["transformer_engine"] = layers.transformer_engine
+        return build_model(specs[role], grid, groups, rank, **{**kind, **part})
 
     def trained(role: Role) -> TrainedModel:
         grid = trained_grid(ranks, role)
@@ -123,7 +133,8 @@ def build_models(config: RunConfig, folders: ModelFolders, ranks: FusedRanks, ra
     def whole(task: str, role: Role) -> tuple[torch.nn.Module, dist.ProcessGroup, ModelGrid]:
         grid = plain_grid(ParallelLayout.parse(getattr(config.parallel, task)))
         groups = maker.for_model(task, grid, rank)
-        return build(role, grid, groups).requires_grad_(False), groups.tp, grid
+        engines = layers.transformer_engine and task != "generation"  # of which weights alone are read
+        return build(role, grid, groups, transformer_engine=engines).requires_grad_(False), groups.tp, grid
 
     def frozen(role: Role) -> FrozenModel:
         model, tp_group, grid = whole(f"{role}_inference", role)
@@ -153,7 +164,7 @@ def build_models(config: RunConfig, folders: ModelFolders, ranks: FusedRanks, ra
     connect(uses, device.torch_device)
     longest = max(model.spec.hidden * model.spec.context for model in models.values()) * dtype.itemsize
     channels.connect(min(longest, MOST_BYTES[device.torch_device.type]))
-    return RankModels(models, generation, generation_tp, scorers, worker_tp, placement, channels, maker)
+    return RankModels(models, generation, generation_tp, scorers, worker_tp, placement, channels, maker, layers)
 
 
 def engine_options(config: RunConfig, instances: int, keep_memory: bool = False) -> EngineOptions:

@@ -211,7 +211,7 @@ class Trainer:
             print(f"removed from {self.run_dir / 'checkpoints'}: {', '.join(stale)}", flush=True)
         kept = metrics_kept(self.inputs.resume, self.run_dir)
         log = RunLog(self.run_dir, self.config, self.plan.report, first, kept)
-        lines = peak_line(self.peak_flops, self.device), *self.engine.runner.lines
+        lines = peak_line(self.peak_flops, self.device), *self.engine.runner.lines, self.models.layers.line()
         print("\n".join(line for line in lines if line), flush=True)
         return log
 

@@ -188,7 +188,7 @@ def limits(peaks, draft) -> tuple[float, float, float]:
     least, beside = min_memory(draft.problem), draft.memory.training_bytes
     enough, leanest = (max(map(sum, zip(beside, activations))) for activations in (peaks, least))
     assert leanest < enough and draft.memory.fullest(least).phase == "training"
-    return enough / 1e9, (leanest + enough) / 2e9, (leanest - 1) / 1e9
+    return (enough + 1) / 1e9, (leanest + enough) / 2e9, (leanest - 1) / 1e9
 
 
 def test_the_schedule_is_searched_under_the_memory_that_is_left():

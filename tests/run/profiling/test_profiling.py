@@ -41,7 +41,7 @@ def workers():
 
 
 def quickstart(*changes: str):
-    return load_config(ROOT / "examples" / "quickstart.yaml", [*SETTINGS, *changes])
+    return resolve_device(load_config(ROOT / "examples" / "quickstart.yaml", [*SETTINGS, *changes]))
 
 
 def profile_on(rank: int, changes: tuple[str, ...]) -> tuple[dict, list[str]]:
@@ -49,7 +49,7 @@ def profile_on(rank: int, changes: tuple[str, ...]) -> tuple[dict, list[str]]:
     from rlhfuse.planning.draft import read_specs
     from rlhfuse.run.profiling.profiler import Profiler
 
-    config = resolve_device(quickstart(*changes))
+    config = quickstart(*changes)
     lines: list[str] = []
     device = choose_device("cpu", 0, 1)
     made = Profiler(config, read_specs(config), device, limit_seconds=0.01, say=lines.append).run()

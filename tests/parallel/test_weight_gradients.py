@@ -1,0 +1,107 @@
+"""Weight gradients that products add up themselves, as on CUDA, against those that are computed and then added."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gloo import Workers
+from stages import VOCAB, load, packed_for, ranks_of
+from tiny import write_checkpoint
+
+from rlhfuse.config.settings import OptimizerConfig
+from rlhfuse.parallel.weight_gradients import add_product
+
+LINEAR = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+@pytest.fixture(scope="module")
+def workers():
+    pool = Workers(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "critic", seed=1, scalar_head=True, num_hidden_layers=2)
+
+
+def rows(count: int) -> list[list[list[int]]]:
+    """Sequences of `count` micro-batches."""
+    generator = torch.Generator().manual_seed(4)
+    draw = lambda length: torch.randint(0, VOCAB, (length,), generator=generator).tolist()  # noqa: E731
+    return [[draw(5 + number), draw(9)] for number in range(count)]
+
+
+def gradients(rank: int, folder, layout: str, dtype, fused: bool, apart: bool, parallel: bool, recompute: bool) -> dict:
+    """Weight -> (its main_grad after three micro-batches, whether its product added it). `apart`: summed here."""
+    from rlhfuse.models.build import Activations
+    from rlhfuse.parallel.device import choose_device, current_device_is_cpu
+    from rlhfuse.parallel.groups import GroupMaker, ModelGrid
+    from rlhfuse.parallel.weight_gradients import fuse_accumulation
+
+    ranks, maker = ranks_of(critic=layout), GroupMaker(600)
+    grid = ModelGrid(ranks.pipelines("critic"), 1)
+    groups = maker.for_model("critic", grid, rank)
+    kept, device = Activations(parallel, recompute), choose_device("cpu", 0, 1)
+    built = load(rank, grid, groups, folder, True, kept, OptimizerConfig(name="sgd"), device, dtype)
+    if fused:
+        fuse_accumulation(built.optimizer.module)
+    named = dict(built.optimizer.module.module.named_parameters())
+    sums = {name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in named.items()}
+    built.optimizer.zero_grad()
+    for number, batch in enumerate(packed_for(built, rows(3))):
+        with current_device_is_cpu():
+            built.stages[0].forward(number, batch, None, lambda values, _: values.float().square().sum())
+            built.stages[0].backward(number, None)
+        if apart:
+            for name, weight in named.items():
+                sums[name] += weight.main_grad
+            added = {name: weight.grad_added_to_main_grad for name, weight in named.items()}
+            built.optimizer.zero_grad()
+    if not apart:
+        sums = {name: weight.main_grad.clone() for name, weight in named.items()}
+        added = {name: weight.grad_added_to_main_grad for name, weight in named.items()}
+    assert all(weight.grad is None for weight in named.values())
+    maker.close()
+    return {name: (sums[name], added[name]) for name in named}
+
+
+@pytest.mark.parametrize(
+    "layout, dtype, parallel, recompute",
+    [
+        ("d2t1p1", torch.float32, False, False),
+        ("d2t1p1", torch.bfloat16, False, True),
+        ("d1t2p1", torch.float32, True, False),
+        ("d1t2p1", torch.bfloat16, False, False),
+    ],
+    ids=str,
+)
+def test_products_add_what_was_added_after_them(workers, folder, layout, dtype, parallel, recompute):
+    settings = folder, layout, dtype
+    plain, fused, apart = (
+        workers.run(gradients, *settings, *ways, parallel, recompute)
+        for ways in ((False, False), (True, False), (True, True))
+    )
+    for rank in range(2):
+        for name, (expected, _) in plain[rank].items():
+            found, added = fused[rank][name]
+            linear = any(part in name for part in LINEAR) and name.endswith(".weight") and "norm" not in name
+            assert added == linear, name
+            close = 1e-5 if dtype == torch.float32 else 0.01
+            assert (found - expected).norm() <= close * expected.norm() and expected.norm() > 0, name
+            in_turn = apart[rank][name][0]  # micro-batch by micro-batch: float32 sums of the same numbers
+            assert (found - in_turn).abs().max() <= 1e-6 * in_turn.abs().max(), name
+    assert sum(added for _, added in fused[0].values()) == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_is_added_in_place_and_in_float32(dtype):
+    generator = torch.Generator().manual_seed(2)
+    a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((700, 24), (700, 40)))
+    whole = torch.randn(50, 40, generator=generator)
+    before = whole.clone()
+    add_product(whole[10:34], a.t(), b)
+    expected = before[10:34].double() + a.double().t() @ b.double()
+    assert (whole[10:34] - expected).abs().max() < 2e-4
+    assert torch.equal(whole[:10], before[:10]) and torch.equal(whole[34:], before[34:])
