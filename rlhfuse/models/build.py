@@ -290,10 +290,10 @@ def _mark_tensor_parallel(model: Any) -> None:
             cut = 0
         else:
             continue
-        if module.weight is not None:
-            facts = dict(tensor_model_parallel=True, partition_dim=cut, partition_stride=1)
-            for name, fact in facts.items():
-                setattr(module.weight, name, fact)
+        facts = dict(tensor_model_parallel=True, partition_dim=cut, partition_stride=1)
+        for held in (module.weight, None if cut else getattr(module, "bias", None)):
+            if isinstance(held, torch.nn.Parameter):
+                vars(held).update(facts)
     for layer in model.decoder.layers:
         layer.mlp.linear_fc1.weight.partition_stride = 2  # [gate, up] of each rank: two cuts interleave
 

@@ -19,7 +19,7 @@ from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.checkpoint.contents import contents_of
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.role import Role
-from rlhfuse.config.settings import AUTO, LARGEST, RunConfig
+from rlhfuse.config.settings import AUTO, LARGEST, RunConfig, TrainerConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.data.prompts import Prompt, PromptSet, load_prompts
 from rlhfuse.data.reward_function import RewardFunction
@@ -64,11 +64,7 @@ def check_inputs(config: RunConfig, world_size: int, dry: bool = False) -> RunIn
     if config.trainer.wandb != "off" and find_spec("wandb") is None:
         raise InputError("trainer.wandb needs the wandb package: pip install 'rlhfuse[wandb]', or trainer.wandb=off")
     models = find_models(config)
-    heads, place = (
-        {spec.head_dim for spec in models.specs.values()},
-        "cpu" if config.trainer.device == "cpu" else "cuda",
-    )
-    choose_layers(config.trainer.transformer_impl, place, config.trainer.dtype, heads)
+    _check_layers(config.trainer, models.specs)
     tokenizer = run_tokenizer(config, models.specs[Role.ACTOR])
     specs, notes = resolve_tokens(config, models.paths, models.specs, tokenizer, required=not dry)
     models = replace(models, specs=specs)
@@ -205,6 +201,11 @@ def encoder(tokenizer: Any, config: RunConfig) -> Callable[[Any], list[int]]:
         return [tokenizer.bos_token_id, *ids] if add else ids
 
     return encode
+
+
+def _check_layers(trainer: TrainerConfig, specs: Mapping[Role, ModelSpec]) -> None:
+    place, heads = "cpu" if trainer.device == "cpu" else "cuda", {spec.head_dim for spec in specs.values()}
+    choose_layers(trainer.transformer_impl, place, trainer.dtype, heads)
 
 
 def _check_inference_layouts(config: RunConfig) -> None:

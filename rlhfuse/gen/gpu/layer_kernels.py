@@ -1,4 +1,4 @@
-"""What a decoder layer does between its products: in torch here, as Triton kernels in models/gpu/decode_layer.py.
+"""What a decoder layer does between its products: in torch here, as Triton kernels in models/gpu/.
 
 Letters: T tokens, C hidden, H query heads, G key/value heads, D head_dim, F columns of the MLP.
 """
@@ -27,8 +27,9 @@ def torch_layer() -> LayerKernels:
 
 def triton_layer() -> LayerKernels:
     from rlhfuse.models.gpu import decode_layer  # Triton is not for runs on the CPU
+    from rlhfuse.models.gpu.swiglu import gate_rows
 
-    return LayerKernels(decode_layer.add_norm, decode_layer.place_heads, decode_layer.swiglu)
+    return LayerKernels(decode_layer.add_norm, decode_layer.place_heads, gate_rows)
 
 
 def add_norm(x: Tensor, delta: Tensor | None, bias: Tensor | None, weight: Tensor, eps: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a decoder layer does between its products, in three Triton kernels: residual with norm, heads' places, SwiGLU.
+"""What a decoder layer does between its products, in Triton kernels: residual with norm, heads' places; and swiglu.py.
 
 A layer is then nine launches: add_norm, qkv, place_heads, attention, proj, add_norm, fc1, swiglu, fc2. Sums and
 products are float32; each is rounded where the training side rounds it. Letters: T tokens, C hidden, H query heads, G
@@ -83,18 +83,6 @@ def _place_heads_kernel(
     tl.store(values + place + half + columns, tl.load(v + half, mask=visible, other=0.0), mask=visible)
 
 
-@triton.jit
-def _swiglu_kernel(x, out, width: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (row, part of the columns)."""
-    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < width
-    at = x + row * 2 * width + columns
-    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
-    product = gate / (1 + tl.exp(-gate)) * up
-    tl.store(out + row * width + columns, product.to(out.dtype.element_ty), mask=inside)
-
-
 def add_norm(x: Tensor, delta: Tensor | None, bias: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of x + (delta + bias), which is written over x; without a delta, of x. x, delta [T, C] contiguous.
 
@@ -141,17 +129,6 @@ def place_heads(
             NORM=norms is not None, BLOCK_H=block_h, BLOCK_D=block_d, num_warps=warps,
         )  # fmt: skip
     return q
-
-
-def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up for x = [gate, up] [T, 2 F] contiguous; returns [T, F]. Bytes: 6 T F."""
-    tokens, width = len(x), x.shape[1] // 2
-    out = x.new_empty(tokens, width)
-    if tokens:
-        block = min(1024, _power_of_two(width))
-        launch: Any = _swiglu_kernel[(tokens, -(-width // block))]
-        launch(x, out, width=width, BLOCK=block, num_warps=4)
-    return out
 
 
 def _power_of_two(least: int) -> int:

@@ -24,6 +24,7 @@ from rlhfuse.parallel.device import Device, local_rank
 from rlhfuse.parallel.groups import GroupMaker, plain_grid
 from rlhfuse.run.profiling.points import BYTES, Points, points_of, tensor_degrees
 from rlhfuse.run.profiling.work import Builder, GenerationWork, ScoreWork, TrainingWork, load_seconds
+from rlhfuse.run.rank_models import layers_of
 
 REPEATS = 5
 AT_LEAST = 4  # points of every kind, whatever the time limit: the line through the others needs them
@@ -57,7 +58,8 @@ class Profiler:
                 compile_kernels(dtype)
             dist.barrier()
         self._points: Points = points_of(config)
-        builder = Builder(rank, world, device, dtype, GroupMaker(config.trainer.hang_seconds))
+        groups, chosen = GroupMaker(config.trainer.hang_seconds), layers_of(config, specs, device)
+        builder = Builder(rank, world, device, dtype, groups, chosen)
         say("building models with random weights")
         self._generation = GenerationWork(config, specs[Role.ACTOR], self._points, builder, self._tp["generation"])
         self._score = {

@@ -20,6 +20,7 @@ from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.gen.engine import Engine, SamplingParams
 from rlhfuse.models.build import WHOLE, Activations, build_model
 from rlhfuse.models.stage import PackedTokens, PipelineStage
+from rlhfuse.models.transformer_engine import ChosenLayers
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.groups import GroupMaker, plain_grid
 from rlhfuse.parallel.offload import OffloadedWeights
@@ -36,6 +37,7 @@ class Builder:
     device: Device
     dtype: torch.dtype
     groups: GroupMaker
+    layers: ChosenLayers
 
     def build(
         self, purpose: str, role: Role, spec: ModelSpec, tp: int, activations: Activations = WHOLE
@@ -44,6 +46,7 @@ class Builder:
         grid = plain_grid(ParallelLayout(self.world // tp, tp, 1))
         groups = self.groups.for_model(purpose, grid, self.rank)
         kind: dict[str, Any] = {"scalar_head": role.scalar_head, "dtype": self.dtype, "activations": activations}
+        kind["transformer_engine"] = self.layers.transformer_engine and purpose != "generation"
         model = build_model(spec, grid, groups, self.rank, device=self.device, **kind)
         randomise(model)
         return model, groups.tp

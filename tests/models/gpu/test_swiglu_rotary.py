@@ -76,5 +76,7 @@ def launch_all() -> None:
 @pytest.mark.parametrize("arch", [80, 90])
 def test_kernels_compile_without_spills(arch):
     launches = compiled_launches(__file__, "launch_all", arch)
-    assert {launch.kernel for launch in launches} == {"_forward", "_backward", "_turn"} and len(launches) == 8
+    assert {launch.kernel for launch in launches} == {"_swiglu_kernel", "_swiglu_backward_kernel", "_turn"} and len(
+        launches
+    ) == 8
     assert not any(launch.stack for launch in launches), launches
