@@ -133,8 +133,7 @@ class ModelOptimizer:
     @property
     def modules(self) -> dict[int, Any]:
         """By pipeline stage, with the weights of the last step."""
-        for stage in self._modules:
-            self._finish_gather(stage)
+        self._finish_gathers()
         return self._modules
 
     @property
@@ -251,6 +250,7 @@ class ModelOptimizer:
             if self._config.clip_grad > 0:
                 self._clip(norm)
             self.states.wait()
+            self._finish_gathers()  # of a step after which nothing ran
             self.optimizer.step_with_ready_grads()
             if self._zero:
                 self._start_gather()
@@ -265,6 +265,10 @@ class ModelOptimizer:
         """
         for module in self._modules.values():
             module.start_param_sync()
+
+    def _finish_gathers(self) -> None:
+        for stage in self._modules:
+            self._finish_gather(stage)
 
     def _finish_gather(self, stage: int) -> None:
         """Let what follows wait for the stage's weights: the host on gloo, the current stream on NCCL."""

@@ -19,7 +19,9 @@ def refuse_bad_operands(func: Any, args: Any) -> None:
     """Raise RuntimeError for dtypes, and for tensors on two devices, that a CUDA kernel refuses."""
     name = func._schema.name.removeprefix("aten::")
     if name in ONE_DTYPE:
-        kinds = {value.dtype for value in args if isinstance(value, Tensor)}
+        ends_in = [value for value in args if isinstance(value, torch.dtype)]  # of 16-bit factors, a sum in float32
+        summed = ends_in and args[0].dtype == ends_in[0]
+        kinds = {value.dtype for value in args[1 if summed else 0 :] if isinstance(value, Tensor)}
         if len(kinds) > 1:
             raise RuntimeError(f"{name} of {' and '.join(sorted(map(str, kinds)))}")
     elif name in INT64_INDEX:

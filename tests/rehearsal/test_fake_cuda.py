@@ -43,6 +43,11 @@ with mode:
     attempt("an index on the CPU", lambda: torch.nn.functional.embedding(torch.arange(4), w))
     attempt("a shape", lambda: w @ torch.empty(4, 8, device=cuda, dtype=torch.bfloat16))
     attempt("a product of two dtypes", lambda: torch.nn.functional.linear(torch.empty(4, 8, device=cuda), w))
+    single = torch.empty(4, 8, device=cuda)
+    added = lambda total, a: torch.addmm(total, a, w, out_dtype=torch.float32, out=single)
+    attempt("right: a product added in float32", lambda: added(single, w[:4]))
+    attempt("a product added to another dtype", lambda: added(single.half(), w[:4]))
+    attempt("an added product of two dtypes", lambda: added(single, single))
     attempt("an int32 index", lambda: w.index_copy_(0, rows.int(), w[:4]))
     attempt("a copy that is too long", lambda: w[:2].copy_(w[:4]))
     attempt("right", lambda: torch.nn.functional.linear(w[:4], w).index_copy_(0, rows, w[4:]))
@@ -117,7 +122,9 @@ def rehearsed(code: str) -> dict:
 
 def test_planted_faults_raise_or_are_listed():
     found = rehearsed(FAULTS)
-    assert found["right"] == ""
+    assert found["right"] == found["right: a product added in float32"] == ""
+    assert "bfloat16 and torch.float16" in found["a product added to another dtype"]
+    assert "bfloat16 and torch.float32" in found["an added product of two dtypes"]
     assert "device" in found["a float on the CPU"] and "device" in found["an index on the CPU"]
     assert "same reduction dim" in found["a shape"]
     assert "bfloat16 and torch.float32" in found["a product of two dtypes"]

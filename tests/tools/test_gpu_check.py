@@ -27,6 +27,7 @@ from gpu_checks import (  # noqa: E402  # noqa: E402
     kept,
     kernels,
     kit,
+    layers,
     migration,
     sampling,
     speed,
@@ -41,6 +42,10 @@ from gpu_checks.references import References  # noqa: E402
 from gpu_checks.result import CheckFailed, require  # noqa: E402
 
 from rlhfuse.base.errors import InputError  # noqa: E402
+from rlhfuse.gen.gpu import layer_kernels  # noqa: E402
+from rlhfuse.models import build  # noqa: E402
+from rlhfuse.parallel import weight_gradients  # noqa: E402
+from rlhfuse.parallel.optimizer import ModelOptimizer  # noqa: E402
 
 
 def call(*arguments: str, hide_gpu: bool = True) -> tuple[int, dict]:
@@ -239,6 +244,44 @@ def test_wrong_attention_is_found(bench, monkeypatch):
 def test_kernels_agree_with_their_formulas(bench, kind):
     assert set(kernels.check_paged_attention(bench, kind, 16)) == {"decode", "mixed"}
     assert set(kernels.check_linear_logprobs(bench, kind)) == {"logprobs", "entropy", "dx", "dweight"}
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_what_layers_are_made_of_agrees_with_its_formulas(bench, kind):
+    found = layers.check_training_kernels(bench, kind)
+    assert set(found) == {"swiglu", "swiglu_gradient", "rotation", "rotation_gradient"}
+    assert len(layers.check_layer_kernels(bench, kind)) == 8
+    assert layers.check_accumulation(bench, kind)["weights_with_added_products"] == 16
+
+
+def test_wrong_layers_are_found(bench, monkeypatch):
+    kernels_there = layer_kernels.triton_layer()
+    wrong = kernels_there._replace(add_norm=lambda *arguments: 1.1 * kernels_there.add_norm(*arguments))
+    monkeypatch.setattr(layer_kernels, "triton_layer", lambda: wrong)
+    with pytest.raises(CheckFailed, match='"add_norm": 0.'):
+        layers.check_layer_kernels(bench, "float32")
+    monkeypatch.setattr(weight_gradients, "add_product", lambda total, a, b: total.add_(a @ b, alpha=0.9))
+    monkeypatch.setattr(layers, "add_product", weight_gradients.add_product)
+    with pytest.raises(CheckFailed, match='"product": 0.'):
+        layers.check_accumulation(bench, "float32")
+
+
+def test_fused_adam_steps_as_the_plain_one(bench, monkeypatch):
+    assert layers.check_fused_adam(bench)["weights"] < 1e-6
+    step = ModelOptimizer.step
+    monkeypatch.setattr(ModelOptimizer, "step", lambda self, lr: step(self, 1.1 * lr if self._fused else lr))
+    with pytest.raises(CheckFailed, match="weights"):
+        layers.check_fused_adam(Bench("cpu", bench.folder / "again", References(None)))
+
+
+def test_libraries_that_are_not_here_are_skipped_by_name(bench, monkeypatch):
+    assert "CUDA" in layers.check_library_attention(bench, "flash_attn", 256)["skipped"]
+    assert layers.check_transformer_engine(bench)["skipped"] == "Transformer Engine runs on CUDA alone"
+    errors = layers.check_library_attention(bench, "triton", 16)
+    assert set(errors) == {"decode", "mixed"} and 0 < max(errors.values()) < 0.05
+    monkeypatch.setattr(layers, "engine_obstacle", lambda *_: "")
+    monkeypatch.setattr(build, "transformer_engine_slots", lambda rotary: build.local_slots(rotary, bench.where))
+    assert layers.check_transformer_engine(bench)["error"] == 0
 
 
 def test_engines_with_and_without_graphs_agree(bench):

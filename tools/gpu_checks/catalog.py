@@ -32,6 +32,10 @@ def _checks() -> Iterator[Check]:
     yield _check("shared_cut", "programs:check_shared", 60, layouts="cut")
     for mode in ("kv", "tokens"):
         yield _check(f"move_float32_{mode}", "migration:check_move", 8, kind="float32", mode=mode)
+    yield _check("fused_adam", "layers:check_fused_adam", 5)
+    yield _check("flashinfer", "layers:check_library_attention", 120, name="flashinfer", block_tokens=16)
+    yield _check("flash_attn", "layers:check_library_attention", 8, name="flash_attn", block_tokens=256)
+    yield _check("transformer_engine", "layers:check_transformer_engine", 20)
     yield _triton("sampler_parity", "sampling:check_parity", 8)
     yield _check("waits", "waits:check_waits", 15)
     yield _check("kept_and_released", "kept:check_kept", 90)
@@ -69,6 +73,9 @@ def _basics(kind: str) -> Iterator[Check]:
         sizes = {"kind": kind, "block_tokens": block}
         yield _triton(f"paged_kernels_{kind}_{block}", "kernels:check_paged_attention", 12, **sizes)
     yield _check(f"linear_logprobs_{kind}", "kernels:check_linear_logprobs", 6, kind=kind)
+    yield _triton(f"training_kernels_{kind}", "layers:check_training_kernels", 6, kind=kind)
+    yield _triton(f"layer_kernels_{kind}", "layers:check_layer_kernels", 6, kind=kind)
+    yield _check(f"accumulation_{kind}", "layers:check_accumulation", 6, kind=kind)
     yield _check(f"graphs_{kind}", "generation:check_graphs", 10, kind=kind)
     yield _check(f"training_{kind}", "training:check_training", 8, dtype=kind)
 

@@ -29,11 +29,13 @@ LR = 1e-3
 class OneRank:
     """A whole model with its optimizer on one rank; needs a process group."""
 
-    def __init__(self, model: Path, where: Device, dtype: torch.dtype) -> None:
+    def __init__(self, model: Path, where: Device, dtype: torch.dtype, engine: bool = False) -> None:
+        """`engine`: with Transformer Engine's layers."""
         self.spec = ModelSpec.from_config(model)
         grid = plain_grid(ParallelLayout(1, 1, 1))
         self.groups = GroupMaker(60.0).for_model("check", grid, 0)
-        self.model = build_model(self.spec, grid, self.groups, 0, scalar_head=False, dtype=dtype, device=where)
+        kind: dict[str, Any] = {"scalar_head": False, "dtype": dtype, "transformer_engine": engine}
+        self.model = build_model(self.spec, grid, self.groups, 0, device=where, **kind)
         fill(self.model, load_weights(model, self.spec))
         self.optimizer = ModelOptimizer({0: self.model}, OptimizerConfig(lr=LR), self.groups, where)
         part = PipelineStage(self.optimizer.module, first=True, last=True, scalar_head=False)
@@ -61,9 +63,9 @@ class OneRank:
         return {name: parameter.main_grad.float().cpu().clone() for name, parameter in named}
 
 
-def train_once(model: Path, where: Device, dtype: torch.dtype) -> dict[str, Any]:
+def train_once(model: Path, where: Device, dtype: torch.dtype, engine: bool = False) -> dict[str, Any]:
     """Loss, gradient norm and gradients of one step."""
-    rank = OneRank(model, where, dtype)
+    rank = OneRank(model, where, dtype, engine)
     loss, gradients = rank.forward_backward(), rank.gradients()
     rank.optimizer.finish_gradients()
     return {"loss": loss, "norm": rank.optimizer.step(LR).grad_norm, "gradients": gradients}
@@ -130,7 +132,7 @@ def check_reshard(bench: Bench) -> dict:
         groups = GroupMaker(60.0).for_model("copy", grid, 0)
         head, dtype = False, torch.float32
         copy = build_model(rank.spec, grid, groups, 0, scalar_head=head, dtype=dtype, device=bench.device)
-        Resharder(bench.device).reshard([rank.model], copy)
+        Resharder(bench.device).reshard([rank.optimizer.module], copy)
         source = dict(rank.model.named_parameters())
         different = [name for name, p in copy.named_parameters() if not torch.equal(p, source[name])]
     return require(not different, {"weights": len(source), "different": different[:3]})

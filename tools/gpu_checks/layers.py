@@ -1,0 +1,187 @@
+"""What layers are made of, on the device: Triton kernels, libraries' attention, added products, fused Adam."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_checks.bench import DTYPES, Bench
+from gpu_checks.result import TOLERANCE, relative, require
+from gpu_checks.training import LR, OneRank, train_once
+
+from rlhfuse.gen.gpu import layer_kernels
+from rlhfuse.models.paged_attention import CacheShape, PagedQueries, choose_attention, obstacle
+from rlhfuse.models.transformer_engine import obstacle as engine_obstacle
+from rlhfuse.parallel.device import current_device_is_cpu
+from rlhfuse.parallel.weight_gradients import add_product, fuse_accumulation
+
+EPS = 1e-5
+
+
+def check_training_kernels(bench: Bench, kind: str) -> dict:
+    """SwiGLU and rotation of training, with their gradients, against their formulas in float64."""
+    from rlhfuse.models.gpu.rotary import turn
+    from rlhfuse.models.gpu.swiglu import swiglu
+
+    dtype, generator = DTYPES[kind], torch.Generator().manual_seed(11)
+    tokens, width, heads, dim = (300, 14336, 32, 128) if bench.on_gpu else (5, 80, 3, 16)
+    x = (4 * torch.randn(tokens, 2 * width, generator=generator)).to(dtype)
+    upstream = torch.randn(tokens, width, generator=generator).to(dtype)
+    there, here = (one.detach().clone().requires_grad_(True) for one in (x.to(bench.where), x.double()))
+    out, (gate, up) = swiglu(there), here.chunk(2, dim=-1)
+    wanted = torch.nn.functional.silu(gate) * up
+    out.backward(upstream.to(bench.where))
+    wanted.backward(upstream.double())
+    errors = {"swiglu": relative(out, wanted), "swiglu_gradient": relative(there.grad, here.grad)}
+    angles = torch.outer(torch.arange(400).double(), 0.1 ** (torch.arange(dim // 2) / dim))
+    positions = torch.randint(0, 400, (tokens,), generator=generator)
+    q = torch.randn(tokens, heads * dim + 8, generator=generator).to(dtype)[:, 8:].unflatten(1, (heads, dim))
+    tables = [table.float().to(bench.where) for table in (angles.cos(), angles.sin())]
+    factors = torch.polar(torch.ones_like(angles), angles)[positions][:, None]
+    for name, back, factor in (("rotation", False, factors), ("rotation_gradient", True, factors.conj())):
+        product = torch.complex(*q.double().chunk(2, dim=-1)) * factor
+        found = turn(q.to(bench.where), *tables, positions.to(bench.where), back)
+        errors[name] = relative(found, torch.cat((product.real, product.imag), dim=-1))
+    return require(max(errors.values()) < TOLERANCE[dtype] / 4, errors)
+
+
+def check_layer_kernels(bench: Bench, kind: str) -> dict:
+    """Residual and norm, and heads with their cache places, of a decode step against torch's operations here."""
+    kernels, dtype, generator = layer_kernels.triton_layer(), DTYPES[kind], torch.Generator().manual_seed(12)
+    tokens, size, groups, per_group, dim = (200, 4096, 8, 4, 128) if bench.on_gpu else (5, 64, 2, 2, 16)
+    x, delta, qkv = (
+        torch.randn(tokens, n, generator=generator).to(dtype) for n in (size, size, groups * (per_group + 2) * dim)
+    )
+    bias, weight, *norms = (1 + torch.randn(n, generator=generator).to(dtype) for n in (size, size, dim, dim))
+    angles = torch.outer(torch.arange(300).float(), 0.1 ** (torch.arange(dim // 2) / dim))
+    positions = torch.randint(0, 300, (tokens,), generator=generator)
+    slots = torch.randperm(2 * tokens, generator=generator)[:tokens]
+    cache = torch.zeros(2, -(-2 * tokens // 16), 16, groups, dim, dtype=dtype)
+    errors = {}
+
+    def both(function: str, *tensors: Any) -> tuple[Any, Any]:
+        def moved(where: torch.device | str) -> list[Any]:
+            return [
+                [t.clone().to(where) for t in one] if isinstance(one, (list, tuple)) else
+                one.clone().to(where) if torch.is_tensor(one) else one
+                for one in tensors
+            ]  # fmt: skip
+
+        ours, theirs = moved(bench.where), moved("cpu")
+        return (getattr(kernels, function)(*ours), ours), (getattr(layer_kernels, function)(*theirs), theirs)
+
+    for name, added in (("norm", (None, None)), ("add_norm", (delta, None)), ("add_bias_norm", (delta, bias))):
+        (found, ours), (wanted, theirs) = both("add_norm", x, *added, weight, EPS)
+        errors[name], errors[f"{name}_residual"] = relative(found, wanted), relative(ours[0], theirs[0])
+    for name, weights in (("heads", None), ("normed_heads", norms)):
+        rest = EPS, (angles.cos(), angles.sin()), positions, slots, cache[0], cache[1]
+        (found, ours), (wanted, theirs) = both("place_heads", qkv, weights, *rest)
+        errors[name] = max(relative(found, wanted), *(relative(a, b) for a, b in zip(ours[-2:], theirs[-2:])))
+    return require(max(errors.values()) < TOLERANCE[dtype] / 2, errors)
+
+
+def check_library_attention(bench: Bench, name: str, block_tokens: int) -> dict:
+    """A library's decode and mixed steps against torch's over the same cache, where it can serve."""
+    generator, heads, groups, dim = torch.Generator().manual_seed(13), 32, 8, 128
+    contexts, queries = [1, 700, 300, 17, 64, 1025], [1, 9, 19, 1, 37, 1]
+    shape = CacheShape(torch.bfloat16, bench.where, heads, groups, dim, block_tokens, len(contexts))
+    if reason := obstacle(name, shape):
+        return {"skipped": reason}
+    width = -(-max(contexts) // block_tokens)
+    blocks = len(contexts) * width
+    tables = torch.randperm(blocks, generator=generator).view(len(contexts), width).to(torch.int32).to(bench.where)
+    sizes = torch.tensor(contexts, dtype=torch.int32, device=bench.where)
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator).to(torch.bfloat16).to(bench.where)
+
+    keys, values = (random(blocks, block_tokens, groups, dim) for _ in range(2))
+    mixed = PagedQueries.of(tables, torch.tensor([0, *queries]).cumsum(0).tolist(), contexts)
+    single, several = random(len(contexts), heads, dim), random(sum(queries), heads, dim)
+    found, wanted = (
+        [kernels.decode(tables, sizes)(single, keys, values), kernels.mixed(mixed)(several, keys, values)]
+        for kernels in (choose_attention(shape, one).kernels for one in (name, "torch"))
+    )
+    errors = {step: relative(a, b) for step, a, b in zip(("decode", "mixed"), found, wanted)}
+    return require(max(errors.values()) < TOLERANCE[torch.bfloat16], errors)
+
+
+def check_accumulation(bench: Bench, kind: str) -> dict:
+    """Products that add to float32 gradients: against float64, and two equal micro-batches against one, twice."""
+    dtype, generator = DTYPES[kind], torch.Generator().manual_seed(14)
+    tokens, outputs, inputs = (4096, 1024, 768) if bench.on_gpu else (40, 24, 16)
+    gradient, x = (torch.randn(tokens, n, generator=generator).to(dtype) for n in (outputs, inputs))
+    total = torch.randn(outputs + 8, inputs, generator=generator)
+    there = total.to(bench.where).clone()
+    add_product(there[8:], gradient.to(bench.where).t(), x.to(bench.where))
+    errors = {"product": relative(there[8:], total[8:].double() + gradient.double().t() @ x.double())}
+    assert torch.equal(there[:8].cpu(), total[:8])
+    with bench.one_rank():
+        rank = OneRank(bench.tiny(), bench.device, dtype)
+        fuse_accumulation(rank.model)
+        runs = []
+        for count in (1, 2):
+            rank.optimizer.zero_grad()
+            for _ in range(count):
+                _run(rank, bench)
+            runs.append(rank.gradients())
+        added = [name for name, weight in rank.model.named_parameters() if weight.grad_added_to_main_grad]
+    errors["twice"] = max(relative(twice, 2 * runs[0][name]) for name, twice in runs[1].items())
+    detail = {**errors, "weights_with_added_products": len(added)}
+    # four linear layers in each of the tiny model's four layers
+    return require(errors["product"] < 1e-4 and errors["twice"] < TOLERANCE[dtype] and len(added) == 16, detail)
+
+
+def _run(rank: OneRank, bench: Bench) -> None:
+    if bench.on_gpu:
+        rank.forward_backward()
+        return
+    with current_device_is_cpu():
+        rank.forward_backward()
+
+
+def check_fused_adam(bench: Bench) -> dict:
+    """Three steps of one kernel for many weights against Megatron's with torch's plain Adam."""
+    with bench.one_rank():
+        model = bench.tiny()
+        plain, fused = (_adam_steps(bench, model, on) for on in (False, True))
+    errors = {"norms": max(abs(a / b - 1) for a, b in zip(fused[0], plain[0]))}
+    errors["weights"] = max(relative(weight, plain[1][name]) for name, weight in fused[1].items())
+    return require(max(errors.values()) < 1e-5, errors)
+
+
+def _adam_steps(bench: Bench, model: Path, fused: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Gradient norms, and weights after made-up gradients, some of them clipped."""
+    rank = OneRank(model, bench.device, torch.float32)
+    rank.optimizer.use_fused_kernels()
+    if not fused:
+        rank.optimizer._fused = False
+        for group in rank.optimizer.optimizer.param_groups:
+            group["fused"] = False
+    norms = []
+    for seed in range(3):
+        rank.optimizer.zero_grad()
+        weights: list[Any] = list(rank.model.parameters())
+        for weight in weights:
+            generator = torch.Generator().manual_seed(1000 * seed + weight.numel())
+            weight.main_grad.copy_(0.1**seed * torch.randn(weight.shape, generator=generator))
+        rank.optimizer.finish_gradients()
+        norms.append(rank.optimizer.step(LR).grad_norm)
+    named = dict(rank.optimizer.module.named_parameters())
+    return norms, {name: weight.detach().cpu().clone() for name, weight in named.items()}
+
+
+def check_transformer_engine(bench: Bench) -> dict:
+    """Loss and gradients of a model with Transformer Engine's layers against our own, where it is installed."""
+    if reason := engine_obstacle(bench.kind, "bfloat16", [32]):
+        return {"skipped": reason}
+    with bench.one_rank():
+        model = bench.tiny()
+        ours, theirs = (train_once(model, bench.device, torch.bfloat16, on) for on in (False, True))
+    errors = {name: relative(theirs["gradients"][name], wanted) for name, wanted in ours["gradients"].items()}
+    worst = max(errors, key=lambda name: errors[name])
+    detail = {"loss": theirs["loss"], "loss_of_ours": ours["loss"], "worst_gradient": worst, "error": errors[worst]}
+    bound = TOLERANCE[torch.bfloat16]
+    close = abs(theirs["loss"] - ours["loss"]) < bound * abs(ours["loss"])
+    return require(close and errors[worst] < 10 * bound, detail)
