@@ -55,11 +55,10 @@ def passing_in_embedding(spec: ModelSpec, tokens: float, tp: int, element: int) 
 
 
 def passing_in_loss(spec: ModelSpec, tokens: float, tp: int, element: int, backward: bool = True) -> float:
-    """Of log-probabilities by tiles: one of them; back, the float32 sums of a chunk of rows and of a tile's weights,
-    and gradients of the rows and of all hidden states."""
+    """Of log-probabilities by tiles: one of them; back, the float32 sum of a chunk of rows, to which products add, and
+    gradients of the rows and of all hidden states."""
     rows = min(tokens, LINE_BYTES // (4 * spec.hidden))
     columns = min(TILE_BYTES / (TILE_ELEMENT_BYTES * rows), LINE_BYTES // (4 * spec.hidden), spec.vocab / tp)
     if not backward:
         return rows * columns * 8
-    sums = 4 * spec.hidden * (rows + max(rows, columns))
-    return rows * columns * TILE_ELEMENT_BYTES + sums + 2 * tokens * spec.hidden * element
+    return rows * columns * TILE_ELEMENT_BYTES + 4 * spec.hidden * rows + 2 * tokens * spec.hidden * element
