@@ -274,7 +274,8 @@ class ModelOptimizer:
         """Let what follows wait for the stage's weights: the host on gloo, the current stream on NCCL."""
         for group in self._modules[stage].bucket_groups:
             if group.param_gather_handle is not None:
-                group.finish_param_sync(skip_next_bucket_dispatch=True)
+                group.param_gather_handle.wait()  # Megatron's own way starts a gather where one was reduced since
+                group.param_gather_handle = None
 
     def _tied_weights(self) -> list:
         """Embedding and output layer of this rank where both are one matrix."""

@@ -67,7 +67,9 @@ def stepped(rank: int, folder, reader: str) -> tuple:
     weights = {name: weight.detach().clone() for name, weight in owner.modules[0].named_parameters()}
     after = under_way()
     if reader == "forward":
-        owner.step(1e-2)  # and the next mini-batch after it
+        for _ in range(2):  # steps on, with nothing in between
+            owner.step(1e-2)
+            owner.finish_gradients()
         weights = {name: weight.detach().clone() for name, weight in owner.module.named_parameters()}
     maker.close()
     return seconds, before, after, weights

@@ -37,11 +37,11 @@ def check_training_kernels(bench: Bench, kind: str) -> dict:
     angles = torch.outer(torch.arange(400).double(), 0.1 ** (torch.arange(dim // 2) / dim))
     positions = torch.randint(0, 400, (tokens,), generator=generator)
     q = torch.randn(tokens, heads * dim + 8, generator=generator).to(dtype)[:, 8:].unflatten(1, (heads, dim))
-    tables = [table.float().to(bench.where) for table in (angles.cos(), angles.sin())]
+    cos, sin = (table.float().to(bench.where) for table in (angles.cos(), angles.sin()))
     factors = torch.polar(torch.ones_like(angles), angles)[positions][:, None]
     for name, back, factor in (("rotation", False, factors), ("rotation_gradient", True, factors.conj())):
         product = torch.complex(*q.double().chunk(2, dim=-1)) * factor
-        found = turn(q.to(bench.where), *tables, positions.to(bench.where), back)
+        found = turn(q.to(bench.where), cos, sin, positions.to(bench.where), back)
         errors[name] = relative(found, torch.cat((product.real, product.imag), dim=-1))
     return require(max(errors.values()) < TOLERANCE[dtype] / 4, errors)
 
@@ -126,7 +126,8 @@ def check_accumulation(bench: Bench, kind: str) -> dict:
             for _ in range(count):
                 _run(rank, bench)
             runs.append(rank.gradients())
-        added = [name for name, weight in rank.model.named_parameters() if weight.grad_added_to_main_grad]
+        named: list[tuple[str, Any]] = list(rank.model.named_parameters())
+        added = [name for name, weight in named if weight.grad_added_to_main_grad]
     errors["twice"] = max(relative(twice, 2 * runs[0][name]) for name, twice in runs[1].items())
     detail = {**errors, "weights_with_added_products": len(added)}
     # four linear layers in each of the tiny model's four layers
