@@ -20,7 +20,7 @@ from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.rehearsal.report import RankReport
 from rlhfuse.rehearsal.shim import refuse_unless_possible
-from rlhfuse.rehearsal.stages import PHASES, distinct_ranks, planned_bytes, rehearsal_draft, rehearse
+from rlhfuse.rehearsal.stages import PHASES, WHOLE, distinct_ranks, planned_bytes, rehearsal_draft, rehearse
 
 
 def main() -> int:
@@ -32,7 +32,7 @@ def main() -> int:
     which.add_argument("--rank", type=int, help="this rank alone")
     which.add_argument("--stages", action="store_true", help="one rank of each combination of stages (default)")
     parser.add_argument(
-        "--phase", action="append", choices=PHASES, help="this phase alone, after the start; repeatable"
+        "--phase", action="append", choices=PHASES, help="this part of an iteration alone, after the start; repeatable"
     )
     args = parser.parse_intermixed_args()
     refuse_unless_possible()
@@ -46,7 +46,7 @@ def main() -> int:
     reports = []
     for rank in ranks:
         try:
-            found = rehearse(Path(args.config), args.overrides, plan, rank, args.phase or PHASES, _tell)
+            found = rehearse(Path(args.config), args.overrides, plan, rank, args.phase or WHOLE, _tell)
         except subprocess.CalledProcessError as error:
             return error.returncode
         reports.append(RankReport(found, planned_bytes(draft, plan, rank), plan.report.memory_limit))

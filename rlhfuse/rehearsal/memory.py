@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
+T = TypeVar("T")
 DEVICE, HOST, PINNED = "device", "host", "pinned"
 NOTE_BYTES = 16 << 20  # the table is taken anew only for a peak that is higher by this
 
@@ -66,6 +69,32 @@ class Meter:
         if self.now[DEVICE] + nbytes > self.peak[DEVICE]:
             self._noted = self.peak[DEVICE] = self.now[DEVICE] + nbytes
             self._at_peak = self.table() + Counter({(self.phase, what): nbytes})
+
+    def watched(self, work: Callable[[], T]) -> tuple[T, int, int]:
+        """What `work` gives, how much more was held on the device while it ran, and how much more now."""
+        before, highest = self.now[DEVICE], self.peak[DEVICE]
+        self.peak[DEVICE] = before
+        try:
+            out = work()
+        finally:
+            top, self.peak[DEVICE] = self.peak[DEVICE], max(highest, self.peak[DEVICE])
+        return out, top - before, self.now[DEVICE] - before
+
+    def holders(self) -> Counter[str]:
+        """Bytes on the device by what made them."""
+        rows: Counter[str] = Counter()
+        for block in self._live.values():
+            if block.place == DEVICE:
+                rows[block.what] += block.nbytes
+        return rows
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """What made its storage."""
+        return self._live[tensor.untyped_storage()._cdata].what
+
+    def rename(self, tensor: torch.Tensor, what: str) -> None:
+        """Its storage stands for what that made."""
+        self._live[tensor.untyped_storage()._cdata].what = what
 
     def reset(self) -> None:
         """Begin to look for peaks anew."""

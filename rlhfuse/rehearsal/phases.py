@@ -74,8 +74,9 @@ class PhaseLog:
         pass
 
     def take(self) -> dict[str, int]:
+        """Peaks of the phases of this iteration, which ends."""
         self.switch(None)
-        return {}
+        return {done.phase: done.peak for done in self._done if done.iteration == self.iteration}
 
     def outcome(self, rank: int) -> RankRehearsal:
         mode = self._mode

@@ -10,7 +10,7 @@ import gc
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,30 +20,29 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlhfuse.checkpoint.compatibility import RunCompatibility
-from rlhfuse.config.role import Role
 from rlhfuse.data.prompts import Prompt, PromptSet
 from rlhfuse.decisions.weight_moves import shards_of_move
-from rlhfuse.gen.core.sequence import SamplingParams
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.optimizer_state import export_state, import_state
 from rlhfuse.parallel.reshard import Resharder, Shards
 from rlhfuse.planning.draft import PlanDraft, element_bytes
 from rlhfuse.planning.run_plan import RunPlan
-from rlhfuse.ppo.rollout import Rollout, RolloutBatch
+from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.rehearsal.device import install
+from rlhfuse.rehearsal.iterations import MINIBATCHES, RehearsedTrainer
 from rlhfuse.rehearsal.memory import Meter
+from rlhfuse.rehearsal.microbatches import SampledStage
+from rlhfuse.rehearsal.others import PACKS
 from rlhfuse.rehearsal.phases import PhaseLog, RankRehearsal
-from rlhfuse.rehearsal.stages import PHASES
+from rlhfuse.rehearsal.samples import RESPONSE_STEPS, Samples
+from rlhfuse.rehearsal.stages import WHOLE
 from rlhfuse.rehearsal.tensors import CUDA, FakeCuda
+from rlhfuse.run import rank_models
 from rlhfuse.run.preflight import RunInputs
-from rlhfuse.run.rank_models import ModelFolders, sampling_params
+from rlhfuse.run.rank_models import ModelFolders
 from rlhfuse.run.run_directory import RunDirectory
-from rlhfuse.run.trainer import Trainer
 
 ITERATIONS = 2  # the first has no moments, and keeps nothing of one before it
-PACKS = MINIBATCHES = 2
-RESPONSE_STEPS = 3  # decoded of each sample, the last of its tokens
-DIFFERENT_TOKENS = 8
 
 
 class Rehearsal:
@@ -51,7 +50,7 @@ class Rehearsal:
 
     def __init__(self, draft: PlanDraft, plan: RunPlan, rank: int, progress: Callable[[str], None]) -> None:
         self._draft, self._plan, self._config = draft, plan, draft.config
-        self._rank = rank
+        self._rank, self._samples = rank, Samples.of(draft)
         self._mode = FakeCuda(Meter())
         self._phases = PhaseLog(self._mode, progress)
         install(self._mode)
@@ -59,7 +58,7 @@ class Rehearsal:
         os.environ |= {"LOCAL_WORLD_SIZE": str(node), "LOCAL_RANK": str(rank % node)}
         self._device = Device(CUDA, "fake")
 
-    def run(self, wanted: Sequence[str] = PHASES) -> RankRehearsal:
+    def run(self, wanted: Sequence[str] = WHOLE) -> RankRehearsal:
         """Build, then ITERATIONS of the wanted phases, as far as they can be left out."""
         world = self._draft.world_size
         dist.init_process_group("fake", rank=self._rank, world_size=world, store=FakeStore())
@@ -71,6 +70,8 @@ class Rehearsal:
             trainer.memory = meter  # the trainer says itself where a phase begins
             for iteration in range(ITERATIONS):
                 self._phases.iteration = iteration
+                if "iteration" in wanted:
+                    trainer.rehearse(self._samples, iteration)
                 if {"moves", "generation"} & set(wanted):
                     trainer._reshard()
                     self._generate(trainer)
@@ -88,17 +89,18 @@ class Rehearsal:
 
     # the phases -----------------------------------------------------------------------------------------------
 
-    def _build(self, folder: Path) -> Trainer:
+    def _build(self, folder: Path) -> RehearsedTrainer:
         """The run's own trainer."""
         draft, config = self._draft, self._config
         facts = RunCompatibility.of(config, draft.specs, draft.tasks, draft.world_size, {}, {})
-        prompt = Prompt(self._tokens(0, config.data.max_prompt_tokens), {})
+        prompt = Prompt(self._samples.tokens(0, config.data.max_prompt_tokens), {})
         words = SimpleNamespace(decode=lambda tokens, **_: "")
         folders = ModelFolders({}, dict(draft.specs))  # without paths: weights stay unset
         inputs = RunInputs(draft, (), folders, words, PromptSet((prompt,)), PromptSet(()), facts, None)
         watchdog: Any = SimpleNamespace(progress=lambda text: None)
         store: Any = FakeStore()
-        trainer = Trainer(inputs, self._plan, self._rank, self._device, store, watchdog, RunDirectory(folder))
+        rank_models.TrainingStage = partial(SampledStage, self._mode)  # type: ignore[misc,assignment]
+        trainer = RehearsedTrainer(inputs, self._plan, self._rank, self._device, store, watchdog, RunDirectory(folder))
         trainer.resharder = Resharder(
             self._device, bucket_bytes=config.fusion.bucket_mib << 20, gather=self._everyones_shards
         )
@@ -117,14 +119,14 @@ class Rehearsal:
                 return rows
         raise RuntimeError(f"rank {self._rank} holds other shards than its layouts say")
 
-    def _generate(self, trainer: Trainer) -> None:
+    def _generate(self, trainer: RehearsedTrainer) -> None:
         """All samples of the instance but for their last tokens, decoded to the end; then the engine's memory goes."""
-        engine, params = trainer.engine, self._sampling()
-        length = self._longest - RESPONSE_STEPS
+        engine, params = trainer.engine, self._samples.sampling()
+        length = self._samples.longest - RESPONSE_STEPS
         different = max(1, 2 * self._config.rollout.max_batched_tokens // length)  # the others find their blocks
         count = min(self._plan.report.batch.samples_per_instance, self._config.rollout.max_sequences_per_instance)
         for sample in range(count):
-            engine.add(sample, self._tokens(sample % different, length), params)
+            engine.add(sample, self._samples.tokens(sample % different, length), params)
         # Beneath the end of generation, where samples that moved as tokens, or lost their blocks, are prefilled too.
         trainer.scorer.begin_load(self._plan.report.limits.early_models)
         while engine.has_unfinished():
@@ -132,42 +134,21 @@ class Rehearsal:
         engine.pause()
         trainer._release_generation()
 
-    def _score(self, trainer: Trainer) -> None:
-        samples = max(1, self._draft.limits.score_tokens // self._longest)
+    def _score(self, trainer: RehearsedTrainer) -> None:
+        samples = max(1, self._draft.limits.score_tokens // self._samples.longest)
         for pack in range(PACKS):
-            trainer.scorer.score([self._rollout(pack * samples + number) for number in range(samples)])
+            trainer.scorer.score([self._samples.rollout(pack * samples + number) for number in range(samples)])
 
-    def _train(self, trainer: Trainer) -> None:
+    def _train(self, trainer: RehearsedTrainer) -> None:
         count = MINIBATCHES * self._plan.report.batch.samples_per_minibatch
-        batch = RolloutBatch.from_rollouts([self._rollout(number) for number in range(count)])
+        batch = RolloutBatch.from_rollouts([self._samples.rollout(number) for number in range(count)])
         zeros = torch.zeros(batch.response_tokens)
         algorithm = self._config.algorithm.model_copy(update={"minibatches": MINIBATCHES, "epochs": 1})
         trainer._train(self._config.held_iterations, batch.with_fields(advantages=zeros, returns=zeros), algorithm)
 
-    def _save_and_load(self, trainer: Trainer) -> None:
+    def _save_and_load(self, trainer: RehearsedTrainer) -> None:
         """Each model's optimizer to host memory, and back; nothing is written."""
         for model in trainer.models.trained.values():
             copies = [fragment.to_host() for fragment in export_state(model.optimizer)]
             del copies
             import_state(model.optimizer, lambda _, __, place: torch.zeros(place.stop - place.start), lambda _: 1)
-
-    # made-up inputs -------------------------------------------------------------------------------------------
-
-    @property
-    def _longest(self) -> int:
-        return self._config.data.max_prompt_tokens + self._config.rollout.max_response_tokens
-
-    def _sampling(self) -> SamplingParams:
-        return replace(sampling_params(self._config), max_tokens=RESPONSE_STEPS, min_tokens=0, ignore_eos=True, stop=())
-
-    def _tokens(self, sample: int, count: int) -> tuple[int, ...]:
-        """Prompts that differ from their first block on."""
-        vocab = self._draft.specs[Role.ACTOR].vocab
-        cycle = [(sample * DIFFERENT_TOKENS + place) % vocab for place in range(DIFFERENT_TOKENS)]
-        return tuple((cycle * (count // DIFFERENT_TOKENS + 1))[:count])
-
-    def _rollout(self, sample: int) -> Rollout:
-        prompt, response = self._config.data.max_prompt_tokens, self._config.rollout.max_response_tokens
-        zeros = torch.zeros(response)
-        tokens = self._tokens(sample, prompt), self._tokens(sample, response)
-        return Rollout(sample, *tokens, zeros, "length", zeros, zeros, 0.5)

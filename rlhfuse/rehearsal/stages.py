@@ -17,7 +17,8 @@ from rlhfuse.planning.draft import PlanDraft, draft_plan, read_specs
 from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.schedule.ir.evaluate import evaluate
 
-PHASES = ("moves", "generation", "inference", "training", "checkpoint")  # after the start
+WHOLE = ("iteration", "checkpoint")  # after the start
+PHASES = ("iteration", "moves", "generation", "inference", "training", "checkpoint")  # to be asked for
 
 
 def rehearsal_draft(config: RunConfig, world_size: int) -> PlanDraft:

@@ -1,0 +1,73 @@
+"""The samples of a rehearsal: as long as they can become, and all but the last tokens of what is decoded is prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from rlhfuse.config.role import Role
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.fusion.inter.generation import Request
+from rlhfuse.gen.core.sequence import SamplingParams
+from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.ppo.rollout import Rollout
+from rlhfuse.run.rank_models import sampling_params
+
+RESPONSE_STEPS = 3  # decoded of each sample, the last of its tokens
+TAIL_STEPS = 12  # of one of the long tail
+DIFFERENT_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Those of one run."""
+
+    config: RunConfig
+    vocab: int
+
+    @staticmethod
+    def of(draft: PlanDraft) -> Samples:
+        return Samples(draft.config, draft.specs[Role.ACTOR].vocab)
+
+    @property
+    def longest(self) -> int:
+        return self.config.data.max_prompt_tokens + self.config.rollout.max_response_tokens
+
+    def sampling(self, steps: int = RESPONSE_STEPS) -> SamplingParams:
+        return replace(sampling_params(self.config), max_tokens=steps, min_tokens=0, ignore_eos=True, stop=())
+
+    def tokens(self, sample: int, count: int) -> tuple[int, ...]:
+        """Prompts that differ from their first block on."""
+        cycle = [(sample * DIFFERENT_TOKENS + place) % self.vocab for place in range(DIFFERENT_TOKENS)]
+        return tuple((cycle * (count // DIFFERENT_TOKENS + 1))[:count])
+
+    def requests(self, ids: Sequence[int], tail: int) -> list[Request]:
+        """An instance's: the last `tail` end late, and are like no other; of the others most find their blocks.
+
+        One of these ends when all of the tail have begun.
+        """
+        batched = self.config.rollout.max_batched_tokens
+        different = max(1, 2 * batched // self.longest)
+        begun = RESPONSE_STEPS + 2 * -(-tail * self.longest // batched)
+        found = []
+        for place, sample in enumerate(ids):
+            late = place >= len(ids) - tail
+            steps = begun + TAIL_STEPS if late else begun if place == len(ids) - tail - 1 else RESPONSE_STEPS
+            prompt = self.tokens(different + sample if late else place % different, self.longest - steps)
+            found.append(Request(sample, prompt, self.sampling(steps)))
+        return found
+
+    def rollout(self, sample: int, scored: bool = True) -> Rollout:
+        """As it comes out of generation, or of inference."""
+        response = self.config.rollout.max_response_tokens
+        tokens = self.tokens(sample, self.config.data.max_prompt_tokens), self.tokens(sample, response)
+        zeros = torch.zeros(response)
+        done = Rollout(sample, *tokens, zeros, "length")
+        scorers = self.config.scorers() if scored else ()
+        return done.with_scores(
+            zeros if Role.REFERENCE in scorers else None,
+            zeros if Role.CRITIC in scorers else None,
+            0.5 if Role.REWARD in scorers else None,
+        )
