@@ -27,18 +27,14 @@ class RehearsedTrainer(Trainer):
     With inter-stage fusion the rank's instance receives samples in even iterations, and is freed in odd ones.
     """
 
-    samples: Samples
-
-    def rehearse(self, samples: Samples, iteration: int) -> None:
-        """One iteration; its memory is told to `memory`."""
-        if not hasattr(self, "others"):
-            self.samples = samples
-            self.others = OtherRanks(samples, self.models.placement, self.rank, self.engine)
-            if not self.threshold.threshold and self.config.fusion.inter_stage:
-                self.threshold.threshold = self.config.samples_per_iteration // TAIL_SHARE
-            decided: Any = self.threshold
-            decided.observe = lambda *_: ""  # from seconds, of which there are none
-        self.iterate(iteration)
+    def prepare(self, samples: Samples) -> None:
+        """Before the first iteration."""
+        self.samples = samples
+        self.others = OtherRanks(samples, self.models.placement, self.rank, self.engine)
+        if not self.threshold.threshold and self.config.fusion.inter_stage:
+            self.threshold.threshold = self.config.samples_per_iteration // TAIL_SHARE
+        decided: Any = self.threshold
+        decided.observe = lambda *_: ""  # from seconds, of which there are none
 
     def _start_rewarder(self) -> FunctionRewarder | None:
         return None

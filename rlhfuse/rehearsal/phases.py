@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rlhfuse.rehearsal.memory import DEVICE
+from rlhfuse.rehearsal.memory import DEVICE, HOST, PINNED
 from rlhfuse.rehearsal.tensors import FakeCuda
 
 ROWS = 40  # of what held memory at a peak
@@ -24,6 +24,7 @@ class PhaseRehearsal:
     peak: int
     host: int
     reserved: int  # the same, page-locked blocks as large as torch takes them
+    host_peak: int  # most of it
     seconds: float
     table: list[tuple[str, str, int]] = field(default_factory=list)  # (phase, what, bytes), the largest first
     reads: dict[str, int] = field(default_factory=dict)  # times that the host waited for the device, by place
@@ -39,6 +40,7 @@ class RankRehearsal:
     collectives: dict[str, int]
     launches: dict[str, int]
     operations: int
+    moved: int  # samples that the rank's instance has sent or received
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -78,10 +80,10 @@ class PhaseLog:
         self.switch(None)
         return {done.phase: done.peak for done in self._done if done.iteration == self.iteration}
 
-    def outcome(self, rank: int) -> RankRehearsal:
+    def outcome(self, rank: int, moved: int) -> RankRehearsal:
         mode = self._mode
         problems, collectives, launches = map(dict, (mode.problems, mode.collectives, mode.launches))
-        return RankRehearsal(rank, self._done, problems, collectives, launches, mode.operations)
+        return RankRehearsal(rank, self._done, problems, collectives, launches, mode.operations, moved)
 
     def _leave(self, phase: str) -> None:
         meter, seconds = self._mode.meter, time.perf_counter() - self._start
@@ -92,6 +94,7 @@ class PhaseLog:
             meter.peak[DEVICE],
             meter.host_bytes,
             meter.reserved_bytes,
+            meter.peak[HOST] + meter.peak[PINNED],
             seconds,
             table,
             dict(self._mode.reads - self._reads),

@@ -1,7 +1,7 @@
 """One rank of a run, phase by phase: the run's own trainer, whose weights, prompts and samples are made up.
 
-The samples are as long as they can become. Of generation the first steps at that length run, of inference two packs,
-of training two mini-batches: what follows in a real iteration does the same again.
+The samples are as long as they can become. Of generation the last steps run, of inference two packs, of training two
+mini-batches: what else there is in a real iteration does the same again.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from rlhfuse.checkpoint.checkpoint import Checkpoint, folder_of
 from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.data.prompts import Prompt, PromptSet
 from rlhfuse.decisions.weight_moves import shards_of_move
 from rlhfuse.parallel.device import Device
-from rlhfuse.parallel.optimizer_state import export_state, import_state
 from rlhfuse.parallel.reshard import Resharder, Shards
 from rlhfuse.planning.draft import PlanDraft, element_bytes
 from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.rehearsal.device import install
+from rlhfuse.rehearsal.files import EmptyFiles
 from rlhfuse.rehearsal.iterations import MINIBATCHES, RehearsedTrainer
 from rlhfuse.rehearsal.memory import Meter
 from rlhfuse.rehearsal.microbatches import SampledStage
@@ -54,6 +55,7 @@ class Rehearsal:
         self._mode = FakeCuda(Meter())
         self._phases = PhaseLog(self._mode, progress)
         install(self._mode)
+        EmptyFiles(draft.world_size)
         node = min(draft.world_size, draft.hardware.devices_per_node)
         os.environ |= {"LOCAL_WORLD_SIZE": str(node), "LOCAL_RANK": str(rank % node)}
         self._device = Device(CUDA, "fake")
@@ -71,7 +73,7 @@ class Rehearsal:
             for iteration in range(ITERATIONS):
                 self._phases.iteration = iteration
                 if "iteration" in wanted:
-                    trainer.rehearse(self._samples, iteration)
+                    trainer.iterate(iteration)
                 if {"moves", "generation"} & set(wanted):
                     trainer._reshard()
                     self._generate(trainer)
@@ -82,21 +84,25 @@ class Rehearsal:
                 if "training" in wanted:
                     self._train(trainer)
                 if "checkpoint" in wanted:
-                    self._phases.switch("checkpoint")
-                    self._save_and_load(trainer)
+                    self._save(trainer, iteration + 1)
             self._phases.switch(None)
-        return self._phases.outcome(self._rank)
+            moved = trainer.others.moved
+            del trainer
+            if "checkpoint" in wanted:
+                self._resume(Path(folder))
+            self._phases.switch(None)
+        return self._phases.outcome(self._rank, moved)
 
     # the phases -----------------------------------------------------------------------------------------------
 
-    def _build(self, folder: Path) -> RehearsedTrainer:
+    def _build(self, folder: Path, resume: Checkpoint | None = None) -> RehearsedTrainer:
         """The run's own trainer."""
         draft, config = self._draft, self._config
         facts = RunCompatibility.of(config, draft.specs, draft.tasks, draft.world_size, {}, {})
         prompt = Prompt(self._samples.tokens(0, config.data.max_prompt_tokens), {})
         words = SimpleNamespace(decode=lambda tokens, **_: "")
         folders = ModelFolders({}, dict(draft.specs))  # without paths: weights stay unset
-        inputs = RunInputs(draft, (), folders, words, PromptSet((prompt,)), PromptSet(()), facts, None)
+        inputs = RunInputs(draft, (), folders, words, PromptSet((prompt,)), PromptSet(()), facts, resume)
         watchdog: Any = SimpleNamespace(progress=lambda text: None)
         store: Any = FakeStore()
         rank_models.TrainingStage = partial(SampledStage, self._mode)  # type: ignore[misc,assignment]
@@ -104,6 +110,7 @@ class Rehearsal:
         trainer.resharder = Resharder(
             self._device, bucket_bytes=config.fusion.bucket_mib << 20, gather=self._everyones_shards
         )
+        trainer.prepare(self._samples)
         return trainer
 
     def _everyones_shards(self, mine: Shards) -> list[Shards]:
@@ -146,9 +153,16 @@ class Rehearsal:
         algorithm = self._config.algorithm.model_copy(update={"minibatches": MINIBATCHES, "epochs": 1})
         trainer._train(self._config.held_iterations, batch.with_fields(advantages=zeros, returns=zeros), algorithm)
 
-    def _save_and_load(self, trainer: RehearsedTrainer) -> None:
-        """Each model's optimizer to host memory, and back; nothing is written."""
-        for model in trainer.models.trained.values():
-            copies = [fragment.to_host() for fragment in export_state(model.optimizer)]
-            del copies
-            import_state(model.optimizer, lambda _, __, place: torch.zeros(place.stop - place.start), lambda _: 1)
+    def _save(self, trainer: RehearsedTrainer, done: int) -> None:
+        """A checkpoint that is all written when this returns."""
+        self._phases.switch("checkpoint")
+        trainer.save(done, 0)
+        trainer.checkpoints.finish()
+
+    def _resume(self, folder: Path) -> None:
+        """A run that begins with the last checkpoint."""
+        gc.collect()
+        self._phases.switch("resume")
+        trainer = self._build(folder, Checkpoint.open(folder_of(folder) / f"iteration-{ITERATIONS}"))
+        if (first := trainer._restore()) != ITERATIONS:
+            raise RuntimeError(f"a run that was saved after iteration {ITERATIONS} goes on with {first}")

@@ -44,10 +44,14 @@ class RankReport:
             error = f"{planned / phase['peak'] - 1:+7.2%}" if planned else f"{'':7}"
             shown = f"{planned / GB:7.3f} GB" if planned else f"{'not':>7}   "
             lines.append(f"{name:22} {shown} {phase['peak'] / GB:7.3f} GB {error}{over}")
-        last = self.found["phases"][-1]
+        last = max(self.found["phases"], key=lambda phase: phase["host"])
+        most = max(phase["host_peak"] for phase in self.found["phases"])
         lines.append(
-            f"{'host memory':22} {self._host()} {last['host'] / GB:7.3f} GB, {last['reserved'] / GB:.3f} reserved"
+            f"{'host memory':22} {self._host()} {last['host'] / GB:7.3f} GB, {last['reserved'] / GB:.3f} reserved, "
+            f"{most / GB:.3f} at most"
         )
+        if moved := self.found["moved"]:
+            lines.append(f"{moved} samples came from other instances or went there")
         return "\n".join((*lines, *self._reads(), *self._problems()))
 
     @property

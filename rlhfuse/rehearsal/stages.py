@@ -45,10 +45,15 @@ def distinct_ranks(draft: PlanDraft) -> tuple[int, ...]:
 
 
 def planned_bytes(draft: PlanDraft, plan: RunPlan, rank: int) -> dict[str, int]:
-    """What the phases of a rank hold on the device, and the rank in host memory, as planned."""
+    """What the phases of a rank hold on the device, and the rank in host memory, as planned.
+
+    A checkpoint is saved when training is over, and resumed before anything else is there.
+    """
     budget = draft.memory.with_generation_kept() if plan.report.keeps_generation else draft.memory
     phases = budget.of(places_of(draft, rank)).phases(evaluate(plan.schedule).node_peak_memory)
-    return {phase.phase: phase.device for phase in phases} | {"host": phases[-1].host}
+    trained, begun = phases[-1], draft.memory.of(places_of(draft, rank)).static[-1]
+    others = {"checkpoint": trained.device - trained.activations, "resume": begun.weights + begun.optimizer}
+    return {phase.phase: phase.device for phase in phases} | others | {"host": phases[-1].host}
 
 
 def rehearse(
