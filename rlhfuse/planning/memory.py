@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -18,7 +18,9 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.schedule.ir.evaluate import evaluate, memory_profile
 from rlhfuse.schedule.ir.ranks import FusedRanks
+from rlhfuse.schedule.ir.schedule import Schedule
 
 SCORERS = ("reference_inference", "reward_inference", "critic_inference")
 TRAINED = ("actor_train", "critic_train")
@@ -120,6 +122,24 @@ class MemoryBudget:
     generation: GenerationMemory
     offload: OptimizerOffload | None = None  # None: the optimizer stays on the device
     early: tuple[int, ...] = ()  # weights of the first scorers, which are loaded before generation ends
+    # on GPUs: model that trains -> by place of its pipeline what passes while a micro-batch runs there
+    passing: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    def held_by(self, schedule: Schedule) -> tuple[float, ...]:
+        """Activations of a schedule by node, so that with what passes at most they are training's peak.
+
+        What passes differs by model: the most held and the most that passes need not meet.
+        """
+        if not self.passing:
+            return tuple(evaluate(schedule).node_peak_memory)
+        models = {pipeline.name: self.passing[pipeline.model] for pipeline in schedule.problem.pipelines}
+        peaks = []
+        for node, order in enumerate(schedule.orders):
+            passing = [models[one.pipeline][one.stage % len(models[one.pipeline])] for one in order]
+            after = memory_profile(schedule, node)
+            highest = max(max(held) + more for *held, more in zip([0, *after], after, passing))
+            peaks.append(highest - max(passing))
+        return tuple(peaks)
 
     def with_generation_kept(self) -> MemoryBudget:
         """Where the actor's copy and the cache never leave the device."""
@@ -245,7 +265,16 @@ def memory_budget(
             kinds[places] = RankMemory(places, ranks.node_of(rank), needs.phases(places))
     hardware = costs["generation"].hardware
     limit = memory_limit(config, hardware, ranks.size)
-    return MemoryBudget(tuple(kinds.values()), hardware, *limit, needs.microbatch_tokens, needs.generation)
+    passing = {
+        task.removesuffix("_train"): tuple(
+            costs[task].passing_bytes(needs.microbatch_tokens, place) for place in range(costs[task].layout.pp)
+        )
+        for task in TRAINED
+        if task in costs and hardware.name != "cpu"
+    }
+    return MemoryBudget(
+        tuple(kinds.values()), hardware, *limit, needs.microbatch_tokens, needs.generation, passing=passing
+    )
 
 
 class _Needs:

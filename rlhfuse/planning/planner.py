@@ -60,7 +60,7 @@ def _search(draft: PlanDraft) -> tuple[Schedule, str]:
 
 def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
     config, batch, limits = draft.config, draft.batch, draft.limits
-    summary, peaks = _summary(schedule, source), evaluate(schedule).node_peak_memory
+    summary, peaks = _summary(schedule, source), draft.memory.held_by(schedule)
     kept = draft.memory.keeps_generation(peaks)
     memory = draft.memory.with_generation_kept() if kept else draft.memory
     capture = graph_capture(draft, kept)

@@ -15,6 +15,8 @@ from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.rehearsal.others import Batch, OtherRanks
 from rlhfuse.rehearsal.samples import Samples
 from rlhfuse.run.function_reward import FunctionRewarder
+from rlhfuse.run.iteration_metrics import IterationStats
+from rlhfuse.run.iteration_recorder import IterationRecord, IterationResult
 from rlhfuse.run.trainer import Trainer
 
 MINIBATCHES = 2
@@ -33,8 +35,10 @@ class RehearsedTrainer(Trainer):
         self.others = OtherRanks(samples, self.models.placement, self.rank, self.engine)
         if not self.threshold.threshold and self.config.fusion.inter_stage:
             self.threshold.threshold = self.config.samples_per_iteration // TAIL_SHARE
-        decided: Any = self.threshold
-        decided.observe = lambda *_: ""  # from seconds, of which there are none
+        recorder: Any = self.recorder
+        recorder.finish = _read_results
+        checkpoints: Any = self.checkpoints
+        checkpoints._rank = 0  # which completes a checkpoint when all files are there
 
     def _start_rewarder(self) -> FunctionRewarder | None:
         return None
@@ -62,3 +66,9 @@ class RehearsedTrainer(Trainer):
         longest = batch.response_lengths.argsort(descending=True, stable=True)[:count].sort().values
         algorithm = algorithm.model_copy(update={"minibatches": MINIBATCHES, "epochs": 1})
         return super()._train(self.config.held_iterations + iteration, batch.select(longest), algorithm)
+
+
+def _read_results(done: IterationResult) -> IterationRecord:
+    """In the place of IterationRecorder.finish: what it reads, of which metrics of all ranks would be made."""
+    IterationStats.of(done.minibatches, done.timer, done.peak_bytes)
+    return IterationRecord({}, [], [])

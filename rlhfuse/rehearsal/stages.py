@@ -15,7 +15,6 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import AUTO, RunConfig
 from rlhfuse.planning.draft import PlanDraft, draft_plan, read_specs
 from rlhfuse.planning.run_plan import RunPlan
-from rlhfuse.schedule.ir.evaluate import evaluate
 
 WHOLE = ("iteration", "checkpoint")  # after the start
 PHASES = ("iteration", "moves", "generation", "inference", "training", "checkpoint")  # to be asked for
@@ -50,7 +49,7 @@ def planned_bytes(draft: PlanDraft, plan: RunPlan, rank: int) -> dict[str, int]:
     A checkpoint is saved when training is over, and resumed before anything else is there.
     """
     budget = draft.memory.with_generation_kept() if plan.report.keeps_generation else draft.memory
-    phases = budget.of(places_of(draft, rank)).phases(evaluate(plan.schedule).node_peak_memory)
+    phases = budget.of(places_of(draft, rank)).phases(draft.memory.held_by(plan.schedule))
     trained, begun = phases[-1], draft.memory.of(places_of(draft, rank)).static[-1]
     others = {"checkpoint": trained.device - trained.activations, "resume": begun.weights + begun.optimizer}
     return {phase.phase: phase.device for phase in phases} | others | {"host": phases[-1].host}

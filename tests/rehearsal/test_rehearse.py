@@ -14,7 +14,7 @@ import pytest
 from rlhfuse.config.load import load_config
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.rehearsal.report import RankReport
-from rlhfuse.rehearsal.stages import PHASES, distinct_ranks, planned_bytes, rehearsal_draft, rehearse
+from rlhfuse.rehearsal.stages import WHOLE, distinct_ranks, planned_bytes, rehearsal_draft, rehearse
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the shim is compiled by g++")
@@ -55,17 +55,40 @@ def report(run_yaml):
     draft = rehearsal_draft(load_config(run_yaml, []), 16)
     plan = make_plan(draft)
     assert plan.report.keeps_generation
-    found = rehearse(run_yaml, [], plan, 6, PHASES, print)
+    found = rehearse(run_yaml, [], plan, 6, WHOLE, print)
     return RankReport(found, planned_bytes(draft, plan, 6), plan.report.memory_limit)
 
 
 @needs_compiler
-def test_every_phase_runs_twice_as_on_cuda(report):
+def test_whole_iterations_run_twice_as_on_cuda_and_are_saved_and_resumed(report):
     names = [phase["phase"] for phase in report.found["phases"]]
-    assert names == ["start", *PHASES, *PHASES]
+    iteration = ["moves", "generation", "inference", "training", "checkpoint"]
+    assert names == ["start", *iteration, *iteration, "resume"]
     assert report.found["problems"] == {}
     assert report.too_full == () and "rank 6 at its peak, training" in report.table()
     assert "training" in report.text() and "over the limit" not in report.text()
+
+
+@needs_compiler
+def test_samples_migrate_here_and_from_here(report):
+    """Received in the first iteration, sent in the second, by the run's own barrier and transfer."""
+    tail = 128 // 5 // 8  # of an instance, at the trigger
+    assert report.found["moved"] >= 2 * (tail - 1)
+    assert f"{report.found['moved']} samples came from other instances or went there" in report.text()
+
+
+@needs_compiler
+def test_nothing_is_left_over_from_an_iteration(report):
+    """Only moments come in the first, and what is received into; saving takes host memory alone."""
+    first, second = (
+        {phase["phase"]: phase for phase in report.found["phases"] if phase["iteration"] == iteration}
+        for iteration in (0, 1)
+    )
+    assert second["training"]["peak"] == pytest.approx(first["training"]["peak"], rel=1e-5)
+    assert second["checkpoint"]["peak"] == pytest.approx(first["checkpoint"]["peak"], rel=1e-5)
+    assert second["training"]["host"] == first["inference"]["host"]
+    state = second["checkpoint"]["host_peak"] - second["checkpoint"]["host"]
+    assert state == pytest.approx(report.planned["resume"] * 12 / 14, rel=0.2)  # 2 bytes of 14 are weights, dp is 2
 
 
 @needs_compiler
