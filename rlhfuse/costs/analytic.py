@@ -291,7 +291,11 @@ class AnalyticCost:
             return 0.0
         stages, last = range(place, self.layout.stages, self.layout.pp), self.layout.stages - 1
         slots = sum((self.layout.pp - place + 1 if stage > 0 else 0) + (stage < last) for stage in stages)
-        return slots * tokens * self._whole_hidden * self.element_bytes
+        return slots * self.hidden_bytes(tokens)
+
+    def hidden_bytes(self, tokens: float) -> float:
+        """One hidden state between two stages, on one rank."""
+        return tokens * self._whole_hidden * self.element_bytes
 
     def gathering_bytes(self, tokens: float) -> float:
         """On a GPU, memory that stays: Megatron's buffer for hidden states that sequence parallelism has cut."""

@@ -9,6 +9,7 @@ activations of its schedule is the static memory of the scheduling problem, whos
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -124,11 +125,13 @@ class MemoryBudget:
     early: tuple[int, ...] = ()  # weights of the first scorers, which are loaded before generation ends
     # on GPUs: model that trains -> by place of its pipeline what passes while a micro-batch runs there
     passing: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    received: Mapping[str, float] = field(default_factory=dict)  # one hidden state between stages of a model
 
     def held_by(self, schedule: Schedule) -> tuple[float, ...]:
         """Activations of a schedule by node, so that with what passes at most they are training's peak.
 
-        What passes differs by model: the most held and the most that passes need not meet.
+        What passes differs by model: the most held and the most that passes need not meet. Hidden states are received
+        into more memory than `AnalyticCost.receiving_bytes` where more micro-batches are under way than usual.
         """
         if not self.passing:
             return tuple(evaluate(schedule).node_peak_memory)
@@ -138,8 +141,23 @@ class MemoryBudget:
             passing = [models[one.pipeline][one.stage % len(models[one.pipeline])] for one in order]
             after = memory_profile(schedule, node)
             highest = max(max(held) + more for *held, more in zip([0, *after], after, passing))
-            peaks.append(highest - max(passing))
+            peaks.append(highest - max(passing) + self._received_beyond(schedule, node))
         return tuple(peaks)
+
+    def _received_beyond(self, schedule: Schedule, node: int) -> float:
+        models = {pipeline.name: pipeline.model for pipeline in schedule.problem.pipelines}
+        held: Counter[tuple[str, int]] = Counter()
+        most: Counter[tuple[str, int]] = Counter()
+        for one in schedule.orders[node]:
+            key = models[one.pipeline], one.stage
+            held[key] += {"F": 1, "B": -1}.get(one.kind, 0)
+            most[key] = max(most[key], held[key])
+        beyond = 0.0
+        for (model, stage), count in most.items():
+            places = len(self.passing[model])
+            if stage > 0:
+                beyond += max(0, count - (places - stage % places)) * self.received[model]
+        return beyond
 
     def with_generation_kept(self) -> MemoryBudget:
         """Where the actor's copy and the cache never leave the device."""
@@ -265,15 +283,16 @@ def memory_budget(
             kinds[places] = RankMemory(places, ranks.node_of(rank), needs.phases(places))
     hardware = costs["generation"].hardware
     limit = memory_limit(config, hardware, ranks.size)
+    trained = {task.removesuffix("_train"): costs[task] for task in TRAINED if task in costs}
+    tokens, on_gpu = needs.microbatch_tokens, hardware.name != "cpu"
     passing = {
-        task.removesuffix("_train"): tuple(
-            costs[task].passing_bytes(needs.microbatch_tokens, place) for place in range(costs[task].layout.pp)
-        )
-        for task in TRAINED
-        if task in costs and hardware.name != "cpu"
+        model: tuple(cost.passing_bytes(tokens, place) for place in range(cost.layout.pp))
+        for model, cost in trained.items()
+        if on_gpu
     }
+    received = {model: cost.hidden_bytes(tokens) for model, cost in trained.items() if on_gpu}
     return MemoryBudget(
-        tuple(kinds.values()), hardware, *limit, needs.microbatch_tokens, needs.generation, passing=passing
+        tuple(kinds.values()), hardware, *limit, tokens, needs.generation, passing=passing, received=received
     )
 
 

@@ -1,0 +1,146 @@
+"""How tools/rehearse.py ends: 2 over the limit, 1 where NCCL would refuse or the code fails; and its own processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the shim is compiled by g++")
+SMALL = dict(
+    model_type="llama",
+    hidden_size=256,
+    intermediate_size=512,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=1024,
+    max_position_embeddings=512,
+    num_hidden_layers=2,
+)
+RUN = """
+actor: {{path: {folder}}}
+reward: {{path: {folder}}}
+data: {{train_files: [none.jsonl], max_prompt_tokens: 64}}
+rollout: {{prompts_per_iteration: 16, samples_per_prompt: 1, max_response_tokens: 64}}
+algorithm: {{minibatches: 2}}
+fusion: {{actor_microbatches: 2, intra_stage: false}}
+parallel: {{actor_train: d1t2p2, critic_train: d1t2p2, generation: d2t2p1, inference: d2t2p1}}
+trainer: {{dtype: bfloat16, device: cuda, hardware: h100}}
+"""
+FAULTS = {  # file, what is there, what a fault would be, what a rehearsal says
+    "device": (
+        "rlhfuse/models/stage.py",
+        "tokens = batch.tokens[None]",
+        "tokens = batch.tokens[None].cpu()",
+        "device",
+    ),
+    "shape": (
+        "rlhfuse/models/stage.py",
+        "return len(batch) // self.shards, 1, self._hidden",
+        "return len(batch) // self.shards, 1, self._hidden // 2",
+        "over [256]",
+    ),
+    "dtype": (
+        "rlhfuse/models/stage.py",
+        "        out = out[0]  # Megatron returns [1, T, 1 or H]",
+        "        out = out[0].float()",
+        "torch.float32",
+    ),
+    "contiguity": (
+        "rlhfuse/fusion/intra/p2p.py",
+        "tensor = tensor.contiguous()",
+        "tensor = tensor.transpose(0, 2)",
+        "not contiguous",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def run_yaml(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("small")
+    (folder / "config.json").write_text(json.dumps(SMALL))
+    (folder / "run.yaml").write_text(RUN.format(folder=folder))
+    return folder / "run.yaml"
+
+
+@pytest.fixture
+def tool():
+    """tools/rehearse.py as a module."""
+    spec = importlib.util.spec_from_file_location("rehearse_tool", ROOT / "tools/rehearse.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def found(peak: int, problems: dict[str, int]) -> dict:
+    """A rank's rehearsal of one phase."""
+    phase = dict(phase="training", iteration=0, peak=peak, host=0, reserved=0, host_peak=0, table=[], reads={})
+    return dict(rank=0, phases=[phase], problems=problems, moved=0)
+
+
+@pytest.mark.parametrize(
+    "peak, problems, code, said",
+    [
+        (10**9, {}, 0, "training"),
+        (81 * 10**9, {}, 2, "rank 0: training takes 81.0 GB, a rank has 80.0 GB"),
+        (10**9, {"all_reduce of a tensor on the CPU": 3}, 1, "refused by NCCL, 3 times: all_reduce of a tensor on the"),
+        (81 * 10**9, {"all_reduce of a tensor on the CPU": 3}, 2, "over the limit"),
+    ],
+)
+def test_exits_with_2_over_the_limit_and_with_1_for_what_nccl_refuses(
+    tool, run_yaml, monkeypatch, capsys, peak, problems, code, said
+):
+    monkeypatch.setattr(tool, "rehearse", lambda *_: found(peak, problems))
+    monkeypatch.setattr(sys, "argv", ["rehearse", "--config", str(run_yaml), "--world-size", "4", "--rank", "0"])
+    assert tool.main() == code
+    assert said in capsys.readouterr().out
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_is_rehearsed(run_yaml):
+    done = call(ROOT, run_yaml, "trainer.memory_limit_gb=0.01")
+    assert done.returncode == 2 and "but a rank of this h100 has" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_one_rank_of_each_combination_of_stages_is_rehearsed(run_yaml):
+    done = call(ROOT, run_yaml, "--stages", "--phase", "moves")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "rehearsing rank 0, 2 of 4" in done.stdout
+    assert "memory of rank 0" in done.stdout and "memory of rank 2" in done.stdout
+
+
+def test_two_processes_compile_the_shim_at_once(tmp_path):
+    words = [sys.executable, "-c", "from rlhfuse.rehearsal.shim import load_shim; load_shim(); import torch"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path)}
+    both = [subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    ends = [process.communicate()[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], ends
+    (library,) = tmp_path.iterdir()
+    assert library.suffix == ".so"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_fault_planted_into_the_code_is_found(run_yaml, tmp_path, kind):
+    file, right, wrong, said = FAULTS[kind]
+    for folder in ("rlhfuse", "tools"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    text = (tmp_path / file).read_text()
+    assert text.count(right) == 1
+    (tmp_path / file).write_text(text.replace(right, wrong))
+    done = call(tmp_path, run_yaml, "--rank", "2", "--phase", "training")
+    assert done.returncode == 1 and said in done.stdout + done.stderr, (done.stdout + done.stderr)[-2000:]
+
+
+def call(root: Path, run_yaml: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(root / "tools/rehearse.py"), "--config", str(run_yaml), "--world-size", "4"]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    return subprocess.run([*words, *arguments], capture_output=True, text=True, env=environment, cwd=root)
