@@ -50,7 +50,14 @@ class OtherRanks:
     """All but `rank`; also the iteration's store (`IterationStore`), which they and this rank share."""
 
     def __init__(self, samples: Samples, placement: Placement, rank: int, engine: Engine) -> None:
-        self._samples, self._placement, self._rank, self._engine = samples, placement, rank, engine
+        self._samples, self._placement, self._rank = samples, placement, rank
+        self._shape = BlockShape(
+            engine.spec.layers,
+            engine.options.block_tokens,
+            engine.spec.kv_heads,
+            engine.spec.head_dim,
+            str(engine.dtype).removeprefix("torch."),
+        )
         self.instance = placement.instance_of(rank)
         self.moved = 0  # samples that this rank has sent or received, in all iterations
         self._batch = Batch(((),), (0,), 0, None)  # type: ignore[arg-type]
@@ -140,26 +147,19 @@ class OtherRanks:
     def _manifest(self, source: int) -> TransferManifest:
         """What an instance sends here."""
         assert self._plan is not None, "nothing is sent before the barrier"
-        engine, requests = self._engine, {request.sample_id: request for request in self._batch.requests[source]}
-        shape = BlockShape(
-            engine.spec.layers,
-            engine.options.block_tokens,
-            engine.spec.kv_heads,
-            engine.spec.head_dim,
-            str(engine.dtype).removeprefix("torch."),
-        )
+        requests = {request.sample_id: request for request in self._batch.requests[source]}
         sequences, blocks = [], 0
         for move in self._plan.moves_from(source):
             if move.destination != self.instance:
                 continue
-            request, held = requests[move.sample_id], -(-move.kv_tokens // shape.block_tokens)
+            request, held = requests[move.sample_id], -(-move.kv_tokens // self._shape.block_tokens)
             drawn = self._samples.longest - TAIL_STEPS - len(request.prompt)
             numbers = tuple(range(blocks, blocks + held))
             own = request.prompt, (0,) * drawn, (0.0,) * drawn, request.params
             sequences.append(SequenceSnapshot(move.sample_id, *own, move.kv_tokens, numbers))
             blocks += held
         self.moved += len(sequences)
-        return TransferManifest(shape, blocks, tuple(sequences))
+        return TransferManifest(self._shape, blocks, tuple(sequences))
 
     # the store ------------------------------------------------------------------------------------------------
 
