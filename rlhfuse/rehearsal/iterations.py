@@ -26,7 +26,7 @@ TAIL_SHARE = 5  # of all samples one in so many is unfinished at the trigger, wh
 class RehearsedTrainer(Trainer):
     """Decodes the last tokens of samples that begin as prompts, and trains two mini-batches of the longest responses.
 
-    With inter-stage fusion the rank's instance receives samples in even iterations, and is freed in odd ones.
+    With inter-stage fusion the rank's instance is freed in even iterations, and receives samples in odd ones.
     """
 
     def prepare(self, samples: Samples) -> None:
@@ -58,7 +58,7 @@ class RehearsedTrainer(Trainer):
         if not threshold:
             return (0,) * len(sizes)
         share = max(2, threshold // len(sizes))
-        other = share - 1 if iteration % 2 == 0 else share + 1
+        other = share + 1 if iteration % 2 == 0 else share - 1
         return tuple(min(share if i == self.others.instance else other, size - 1) for i, size in enumerate(sizes))
 
     def _train(self, iteration: int, batch: RolloutBatch, algorithm: AlgorithmConfig) -> list[MinibatchResult]:

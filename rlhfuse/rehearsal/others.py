@@ -1,8 +1,8 @@
 """What the other ranks of a run say and do while one rank goes through generation and inference.
 
 They have samples as this rank's, and have come as far. At the trigger they hold fewer unfinished ones than this
-instance, which then receives theirs, or more, and then it is freed and sends its own. Of what is to be scored this rank
-gets some packs. Each group of ranks is led by this one.
+instance, which then receives theirs, every second as tokens, or more, and then it is freed and sends its own. Of what
+is to be scored this rank gets some packs. Each group of ranks is led by this one.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class OtherRanks:
         for instance, ranks in enumerate(self._placement.instances):
             done, late = self._cut(instance)
             states = [
-                UnfinishedSample(request.sample_id, instance, count, count - 1)
-                for request in late
+                UnfinishedSample(request.sample_id, instance, count, (count - 1) * (place % 2))
+                for place, request in enumerate(late)
                 for count in [self._samples.longest - TAIL_STEPS]
             ]
             finished = [self._samples.rollout(request.sample_id, scored=False) for request in done]

@@ -71,7 +71,7 @@ def test_whole_iterations_run_twice_as_on_cuda_and_are_saved_and_resumed(report)
 
 @needs_compiler
 def test_samples_migrate_here_and_from_here(report):
-    """Received in the first iteration, sent in the second, by the run's own barrier and transfer."""
+    """Sent in the first iteration, received in the second, by the run's own barrier and transfer."""
     tail = 128 // 5 // 8  # of an instance, at the trigger
     assert report.found["moved"] >= 2 * (tail - 1)
     assert f"{report.found['moved']} samples came from other instances or went there" in report.text()
