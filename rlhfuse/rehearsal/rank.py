@@ -29,14 +29,14 @@ from rlhfuse.planning.draft import PlanDraft, element_bytes
 from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.rehearsal.device import install
-from rlhfuse.rehearsal.files import EmptyFiles
-from rlhfuse.rehearsal.iterations import MINIBATCHES, RehearsedTrainer
 from rlhfuse.rehearsal.memory import Meter
-from rlhfuse.rehearsal.microbatches import SampledStage
-from rlhfuse.rehearsal.others import PACKS
 from rlhfuse.rehearsal.phases import PhaseLog, RankRehearsal
-from rlhfuse.rehearsal.samples import RESPONSE_STEPS, Samples
 from rlhfuse.rehearsal.stages import WHOLE
+from rlhfuse.rehearsal.stand_ins.files import EmptyFiles
+from rlhfuse.rehearsal.stand_ins.iterations import MINIBATCHES, RehearsedTrainer
+from rlhfuse.rehearsal.stand_ins.microbatches import SampledStage
+from rlhfuse.rehearsal.stand_ins.others import PACKS
+from rlhfuse.rehearsal.stand_ins.samples import RESPONSE_STEPS, Samples
 from rlhfuse.rehearsal.tensors import CUDA, FakeCuda
 from rlhfuse.run import rank_models
 from rlhfuse.run.preflight import RunInputs

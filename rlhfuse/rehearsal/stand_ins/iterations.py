@@ -12,8 +12,8 @@ from rlhfuse.decisions.packing import split_samples
 from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.fusion.intra.training_step import MinibatchResult
 from rlhfuse.ppo.rollout import RolloutBatch
-from rlhfuse.rehearsal.others import Batch, OtherRanks
-from rlhfuse.rehearsal.samples import Samples
+from rlhfuse.rehearsal.stand_ins.others import Batch, OtherRanks
+from rlhfuse.rehearsal.stand_ins.samples import Samples
 from rlhfuse.run.function_reward import FunctionRewarder
 from rlhfuse.run.iteration_metrics import IterationStats
 from rlhfuse.run.iteration_recorder import IterationRecord, IterationResult

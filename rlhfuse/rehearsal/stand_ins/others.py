@@ -27,7 +27,7 @@ from rlhfuse.gen.engine import Engine
 from rlhfuse.gen.migration import peer_transfer
 from rlhfuse.gen.migration.kv_transfer import BlockShape, SequenceSnapshot, TransferManifest
 from rlhfuse.ppo.rollout import Rollout
-from rlhfuse.rehearsal.samples import TAIL_STEPS, Samples
+from rlhfuse.rehearsal.stand_ins.samples import TAIL_STEPS, Samples
 
 PACKS = 2  # that this rank scores of what is known at the barrier
 
