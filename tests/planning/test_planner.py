@@ -148,9 +148,10 @@ def test_phases_that_do_not_fit_are_refused():
 def test_the_cache_gets_what_memory_leaves(layout):
     """Room for all samples as long as there is any; then what generation leaves; less than a sample is for no run."""
     keys = {"trainer__hardware": "a100", "rollout__prompts_per_iteration": 256, "algorithm__minibatches": 64}
-    keys |= {f"parallel__{row}": layout for row in ROWS}
+    keys |= {f"parallel__{row}": layout for row in ROWS} | {"trainer__offload_optimizer": "false"}
     draft = draft_plan(run(**keys), SPECS, 4)
-    longest, generation = -(-(128 + 256) // 16), generation_of(draft.memory)
+    memory = before_early_loading(draft.memory)  # which gets what the cache leaves
+    longest, generation = -(-(128 + 256) // 16), generation_of(memory)
     wanted = draft.batch.samples // draft.batch.instances * longest
     assert draft.config.rollout.kv_blocks_per_instance == 0
     assert draft.limits.kv_capacity_bytes == wanted * 16 * draft.limits.kv_bytes_per_token
@@ -160,10 +161,10 @@ def test_the_cache_gets_what_memory_leaves(layout):
         return beside + (blocks + 0.5) * block_bytes
 
     for blocks in (wanted - 1, wanted // 2, longest + 1):
-        fitting = fitting_blocks(draft.config, replace(draft.memory, limit=limit(blocks)), draft.batch.instances)
+        fitting = fitting_blocks(draft.config, replace(memory, limit=limit(blocks)), draft.batch.instances)
         assert fitting == blocks - 1  # a GPU's cache has a block for padding
     for blocks in (wanted, longest):
-        memory = replace(draft.memory, limit=limit(blocks))
+        memory = replace(memory, limit=limit(blocks))
         assert fitting_blocks(draft.config, memory, draft.batch.instances) is None
     tight = draft_plan(run(**keys, trainer__memory_limit_gb=limit(wanted // 2) / 1e9), SPECS, 4)
     kept = tight.config.rollout.kv_blocks_per_instance
@@ -174,6 +175,16 @@ def test_the_cache_gets_what_memory_leaves(layout):
     given = {**keys, "rollout__kv_blocks_per_instance": wanted, "trainer__memory_limit_gb": limit(wanted // 2) / 1e9}
     with pytest.raises(InputError, match="memory: generation needs .* lower rollout.kv_blocks_per_instance"):
         draft_plan(run(**given), SPECS, 4)
+
+
+def before_early_loading(memory):
+    ranks = []
+    for rank in memory.ranks:
+        kept = [
+            replace(p, weights=p.weights - sum(memory.early)) if p.phase == "generation" else p for p in rank.static
+        ]
+        ranks.append(replace(rank, static=tuple(kept)))
+    return replace(memory, ranks=tuple(ranks), early=())
 
 
 def engine_blocks(draft):
