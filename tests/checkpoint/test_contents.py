@@ -20,8 +20,9 @@ from rlhfuse.run.preflight import check_inputs
 REWARD = "def score(completions, **rest):\n    return [{} for _ in completions]\n"
 
 
-def facts_of(folder: Path) -> RunCompatibility:
-    return check_inputs(load_config(folder / "run.yaml", [f"reward.function={folder}/score.py:score"]), 2).facts
+def facts_of(folder: Path, *settings: str) -> RunCompatibility:
+    given = [f"reward.function={folder}/score.py:score", *settings]
+    return check_inputs(load_config(folder / "run.yaml", given), 2).facts
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,14 @@ def test_files_may_move(whole, moved):
     now = facts_of(moved)
     assert now.settings != whole[1].settings and now.contents == whole[1].contents
     now.check(whole[1], "c")
+
+
+def test_what_the_device_decides_compares_with_what_was_given(whole):
+    folder, facts = whole
+    facts_of(folder, "trainer.dtype=float32", "rollout.block_tokens=16").check(facts, "c")
+    assert facts.settings["trainer.dtype"] == "float32" and facts.settings["rollout.block_tokens"] == 16
+    with pytest.raises(InputError, match="saved with trainer.dtype=bfloat16, this run has float32; set trainer.dtype"):
+        facts.check(facts_of(folder, "trainer.dtype=bfloat16"), "c")
 
 
 def change(folder: Path, key: str) -> None:

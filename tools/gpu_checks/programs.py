@@ -42,6 +42,7 @@ def write_config(bench: Bench, **settings: Any) -> Path:
         # a rank that is slow to start is not dead
         "trainer": {"iterations": 2, "device": bench.kind, "watchdog_seconds": 120, "tensorboard": False},
     }
+    config["trainer"]["dtype"] = "float32"  # what runs are compared in, unless a check says otherwise
     for group, keys in settings.items():
         config.setdefault(group, {}).update(keys)
     file = bench.folder / "check.yaml"
