@@ -164,3 +164,14 @@ def test_the_loss_is_planned_with_the_tiles_that_it_has():
     )
     for tokens in (1000, 100_000):
         assert gpu_bytes.passing_in_loss(LLAMA_13B, tokens, 1, 2) - 4 * tokens * LLAMA_13B.hidden <= 1 << 30
+
+
+def test_forwards_alone_hold_a_layer_and_what_is_around_it():
+    """1000 tokens of 13B in bfloat16: narrow layers hold more beside the MLP, wide ones in it."""
+    wide, narrow = cost("d1t1p1"), cost("d1t8p1")
+    hidden, mlp, rows = 5120, 13824, 1000 * 2
+    attention = 4 * 40 * 128  # query, key and value, and the rotated query
+    assert wide.prefilling_bytes(1000, 1) == rows * (2 * hidden + attention + 4 * mlp)
+    assert narrow.prefilling_bytes(1000, 1) == rows * (3 * hidden + (attention + 3 * mlp) / 8)
+    scalar = cost("d1t1p1", scalar=True), cost("d1t8p1", scalar=True)
+    assert [made.scoring_bytes(1000) for made in scalar] == [rows * (5 * hidden + 3 * mlp), rows * 7 * hidden]
