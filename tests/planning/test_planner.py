@@ -119,7 +119,7 @@ def test_memory_by_hand():
     layer_kept = 4 * (2 * (2 * spec.hidden + 1) + attention + 3 * spec.mlp)
     totals = []  # of training: weights, gradients, moments; the schedule's activations; what passes
     for rank, kept in enumerate(evaluate(made.schedule).node_peak_memory):
-        logits = 2 * 512 * 4 if rank == 3 else 0  # and their gradient
+        logits = 2 * 4 * (512 if rank == 3 else places[rank])  # and their gradient; a scalar where the critic ends
         held = 8 * (actor[rank] + critic[places[rank]]) + 8 * actor[rank] + 8 * critic[places[rank]] // 2
         totals.append(held + int(kept) + longest * (layer_kept + logits))
     assert inference.kv == 0 and training.device == max(totals)
