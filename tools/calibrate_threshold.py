@@ -28,7 +28,7 @@ from rlhfuse.config.load import load_config
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import AUTO, RunConfig
 from rlhfuse.config.spec import ParallelLayout
-from rlhfuse.costs.analytic import CostModel
+from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.measured import TrialCost
 from rlhfuse.costs.profiled import load_run_costs

@@ -14,7 +14,7 @@ import numpy as np
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import from_json, read_json, to_json
-from rlhfuse.costs.analytic import CostModel, RewardCost
+from rlhfuse.costs.cost_model import CostModel, RewardCost
 from rlhfuse.costs.fits import Line
 
 COLUMNS = {"decode": ("batch", "context tokens"), "prefill": ("tokens", "sequences"), "score": ("tokens", "sequences")}

@@ -16,7 +16,8 @@ from rlhfuse.base.json_values import from_json, read_json, to_json
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
-from rlhfuse.costs.analytic import AnalyticCost, CostModel, RewardCost
+from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.cost_model import CostModel, RewardCost
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds

@@ -15,7 +15,8 @@ from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
-from rlhfuse.costs.analytic import AnalyticCost, CostModel, JobCost, largest_flat_batch
+from rlhfuse.costs.analytic import AnalyticCost, JobCost, largest_flat_batch
+from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.profiled import ProfiledCost, load_run_costs

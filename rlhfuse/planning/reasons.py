@@ -8,7 +8,7 @@ from operator import itemgetter
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import AUTO, RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
-from rlhfuse.costs.analytic import CostModel
+from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.decisions.layouts import BatchArithmetic
 from rlhfuse.planning.memory import KEEPING_PART, MemoryBudget, readable_bytes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhfuse.base.json_values import from_json, to_json
-from rlhfuse.costs.analytic import CostModel
+from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.decisions.layouts import BatchArithmetic, Task
 from rlhfuse.decisions.migration import SampleMoveCost
 from rlhfuse.decisions.weight_moves import LayoutMove

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
-from rlhfuse.costs.analytic import AnalyticCost, CostModel
+from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds, fastest_cut
 from rlhfuse.decisions.layouts import Task

@@ -17,7 +17,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.costs.analytic import CostModel
+from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.measured import (
     BytesObservation,
     DecodeObservation,

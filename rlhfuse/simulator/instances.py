@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.costs.analytic import CostModel
+from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.decisions.packing import split_samples
 from rlhfuse.simulator.lengths import SampleLengths
 

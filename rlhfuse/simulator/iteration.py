@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhfuse.costs.analytic import CostModel
+from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.decisions.migration import (
     FusionLimits,
     MigrationPlan,

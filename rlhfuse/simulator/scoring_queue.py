@@ -10,7 +10,7 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 
-from rlhfuse.costs.analytic import CostModel
+from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.decisions.packing import scoring_packs, streamed_pack
 from rlhfuse.simulator.instances import InstanceLimits, InstanceSpan
 

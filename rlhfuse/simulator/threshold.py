@@ -14,7 +14,7 @@ from pydantic import ConfigDict, NonNegativeInt
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import from_json, read_json
-from rlhfuse.costs.analytic import CostModel
+from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.decisions.migration import destination_count
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.iteration import BatchSimulation

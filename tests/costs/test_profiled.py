@@ -12,7 +12,8 @@ from sim_helpers import linear_cost
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
-from rlhfuse.costs.analytic import AnalyticCost, RewardCost
+from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, load_costs

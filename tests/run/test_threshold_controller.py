@@ -13,7 +13,7 @@ from four_ranks import SPECS, planned, run
 from sim_helpers import limits, linear_cost, long_tail
 
 from rlhfuse.base.files import write_json
-from rlhfuse.costs.analytic import RewardCost
+from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.costs.fits import Line
 from rlhfuse.fusion.inter.report import OBSERVED
 from rlhfuse.parallel.device import choose_device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from rlhfuse.costs.analytic import CostModel, RewardCost
+from rlhfuse.costs.cost_model import CostModel, RewardCost
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.simulator.instances import InstanceLimits, InstanceSpan, start_instances

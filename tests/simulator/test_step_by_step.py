@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sim_helpers import lengths_strategy, limits
 from step_by_step import StepByStep
 
-from rlhfuse.costs.analytic import RewardCost
+from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.simulator.iteration import simulate_gen_infer

@@ -6,7 +6,7 @@ import pytest
 from finished_run import GATHER, START, write_run
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.costs.analytic import RewardCost
+from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.monitor.trace import Span
 from rlhfuse.run.report.forecast import PARTS, PHASES, Forecaster, action_seconds, predicted_spans
 from rlhfuse.run.report.forecast_table import ForecastTable, PhaseRow, span_table

@@ -1,0 +1,65 @@
+"""The interface of what generation and inference cost on one instance.
+
+Three implementations: `JobCost` (analytic.py), `MeasuredCost` (of a running job), `ProfiledCost` (of
+tools/profile_costs.py).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from rlhfuse.base.errors import InputError
+
+
+@dataclass(frozen=True)
+class RewardCost:
+    """One call of the reward function: seconds, and how many calls a worker has under way at once."""
+
+    seconds: float
+    at_once: int = 1
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.seconds < math.inf and self.at_once >= 1):
+            raise InputError("a reward call needs seconds that are finite and >= 0, and at_once >= 1")
+
+
+class CostModel(Protocol):
+    """Seconds of the work of generation and inference on ONE generation instance."""
+
+    def prefill_seconds(self, tokens: float, sequences: float) -> float:
+        """Prefill of `sequences` prompts of `tokens` tokens in all."""
+        ...
+
+    def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
+        """One decode step of `batch` sequences that hold `context_tokens` of keys and values in all."""
+        ...
+
+    def score_seconds(self, tokens: float, sequences: float) -> float:
+        """Reference, reward and critic forward over a packed batch, one model after the other."""
+        ...
+
+    def swap_in_seconds(self) -> float:
+        """Loading the weights of the three models from host memory."""
+        ...
+
+    def migration_seconds(self, kv_bytes: float) -> float:
+        """Sending (or receiving) `kv_bytes` of keys and values between two instances."""
+        ...
+
+    def capture_seconds(self) -> float:
+        """Recording one shape of a decode step as a CUDA graph; 0 where that is not done, or was not measured."""
+        return 0.0
+
+    def barrier_seconds(self) -> float:
+        """Agreeing who holds what, from the last to come until all go on; 0 where only a job could measure it."""
+        return 0.0
+
+    def release_seconds(self) -> float:
+        """Giving back the cache and the weights of an instance that decodes no more, before others are loaded."""
+        return 0.0
+
+    def reward_call(self) -> RewardCost | None:
+        """A sample's call of the reward function; None where there is no such function or it was not measured."""
+        return None
