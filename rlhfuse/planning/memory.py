@@ -27,6 +27,7 @@ SCORERS = ("reference_inference", "reward_inference", "critic_inference")
 TRAINED = ("actor_train", "critic_train")
 TOKEN_BYTES, RESPONSE_BYTES = 16, 36  # of a mini-batch: ids and positions; which row, which id, and five numbers
 KEEPING_PART = 0.9  # of the limit, where generation is kept: graphs have a memory pool of their own, two fragment more
+SMALL_BYTES = 8 * 512  # of a micro-batch: borders, sums of its loss and whether it is finite, of 512 bytes each
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 RESTING = ("moves", "generation", "inference")  # phases in which the optimizer may rest on the host
 DEVICE_PARTS = ("weights", "optimizer", "gradients", "activations", "kv", "buckets")
@@ -321,8 +322,9 @@ class _Needs:
         self._scoring = max((cost.scoring_bytes(batched) for cost in scorers), default=0)
         longest = config.data.max_prompt_tokens + rollout.max_response_tokens
         self.microbatch_tokens = samples * longest
-        samples = config.samples_per_iteration // config.algorithm.minibatches
-        self._inputs = samples * (TOKEN_BYTES * longest + RESPONSE_BYTES * rollout.max_response_tokens)
+        minibatch = config.samples_per_iteration // config.algorithm.minibatches
+        sample = TOKEN_BYTES * longest + RESPONSE_BYTES * rollout.max_response_tokens
+        self._inputs = int(minibatch * (sample + SMALL_BYTES / samples))
         self._gathering = max(cost.gathering_bytes(self.microbatch_tokens) for cost in self._trained)
         self._rotations = generation.rotation_bytes(generation.spec.context)
         self._rotations += sum(cost.rotation_bytes(longest) for cost in (*scorers, *self._trained))
