@@ -9,6 +9,7 @@ import pytest
 from four_ranks import SPECS, TINY, config
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.decisions.layouts import batch_arithmetic, check_layouts
 
 
@@ -94,7 +95,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize("world_size, keys, message", REFUSALS)
 def test_refusals_print_the_equation(world_size, keys, message):
-    made = config(**keys)
+    made = resolve_device(config(**keys))
     if message is None:
         assert len(check_layouts(made, SPECS, world_size)) == 6
         return

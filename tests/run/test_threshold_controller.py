@@ -13,6 +13,7 @@ from four_ranks import SPECS, planned, run
 from sim_helpers import limits, linear_cost, long_tail
 
 from rlhfuse.base.files import write_json
+from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.costs.fits import Line
 from rlhfuse.fusion.inter.report import OBSERVED
@@ -38,6 +39,7 @@ def alone():
 
 
 def control(config):
+    config = resolve_device(config)
     plan = planned(config)
     return ThresholdController(
         config, plan.report, SPECS["actor"], plan.costs, plan.costs_name, choose_device("cpu", 0, 1)
