@@ -27,11 +27,12 @@ def kept_by_layer(spec: ModelSpec, tokens: float, tp: int, hidden: float, elemen
 def passing_in_backward(spec: ModelSpec, tokens: float, tp: int, hidden: float, element: int) -> float:
     """While the MLP of a stage's last layer runs back, beside the gradient of its output: gradients of the product
     and the second weights; of the product, gate and up; of gate and up, the first weights and their input, which no
-    longer need gate, up and product. Gradients of what tensor ranks multiply are whole on each."""
+    longer need gate, up and product. Gradients of what tensor ranks multiply are whole on each; under sequence
+    parallelism that of the input also as this rank's part."""
     width, whole = spec.mlp / tp, spec.hidden
     second = tokens * (width + whole - hidden) + width * whole
     inner = tokens * 2 * width
-    first = tokens * (whole - width) + 2 * width * whole
+    first = tokens * (whole - width + (hidden if hidden < whole else 0)) + 2 * width * whole
     return (tokens * hidden + max(second, inner, first)) * element
 
 
