@@ -26,8 +26,9 @@ from rlhfuse.base.json_values import to_json
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.load import load_config
 from rlhfuse.config.role import Role
-from rlhfuse.config.settings import AUTO, RunConfig
+from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.config.values import AUTO
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.measured import TrialCost

@@ -22,7 +22,7 @@ from rlhfuse.base.files import write_json
 from rlhfuse.config.load import load_config
 from rlhfuse.config.role import Role
 from rlhfuse.config.rules import idle_settings
-from rlhfuse.config.settings import AUTO
+from rlhfuse.config.values import AUTO
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.models.tokenizer import has_tokenizer, load_tokenizer, resolve_tokens
 from rlhfuse.planning.draft import draft_plan, read_specs

@@ -20,7 +20,8 @@ from yaml import YAMLError
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.role import Role
 from rlhfuse.config.rules import check_config
-from rlhfuse.config.settings import AUTO, LARGEST, LARGEST_REAL, RunConfig, Settings
+from rlhfuse.config.settings import RunConfig, Settings
+from rlhfuse.config.values import AUTO, LARGEST, LARGEST_REAL
 
 BOUNDS = ("gt", "ge", "lt", "le")
 UNKNOWN = ("extra_forbidden", "invalid_key")

@@ -113,7 +113,7 @@ def _waits(config: RunConfig) -> Iterator[str]:
     waits = {"trainer.watchdog_seconds": config.trainer.watchdog_seconds}
     if config.reward.function:
         waits["reward.timeout_seconds"] = config.reward.timeout_seconds
-    if config.fusion.intra_stage and not config.fusion.schedule:
+    if config.fusion.intra_stage == "search" and not config.fusion.schedule:
         waits["fusion.search_seconds"] = config.fusion.search_seconds
     for key, seconds in waits.items():
         if seconds >= hang:
@@ -186,6 +186,7 @@ def _nothing_ends(config: RunConfig) -> bool:
 CRITICS = ("critic.", "algorithm.value_", "parallel.critic_")
 FUNCTIONS = ("reward.signature", "reward.timeout_seconds", "reward.workers")
 FOR_GPUS = ("rollout.attention", "rollout.all_reduce", "rollout.cuda_graphs", "trainer.transformer_impl")
+SEARCHED = ("fusion.schedule", "fusion.search_seconds")
 TRIGGERS = ("fusion.threshold", "fusion.least_threshold", "fusion.bs_max")
 IDLE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
     (CRITICS, _has_no(Role.CRITIC), "there is no critic"),
@@ -198,8 +199,7 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
     (FOR_GPUS, lambda config: config.trainer.device == "cpu", "trainer.device=cpu"),
     (("parallel.reward_inference",), _has_no(Role.REWARD), "there is no reward model"),
     (FUNCTIONS, lambda config: not config.reward.function, "reward.function is not set"),
-    (("fusion.schedule",), lambda config: not config.fusion.intra_stage, "fusion.intra_stage=false"),
-    (("fusion.search_seconds",), lambda config: not config.fusion.intra_stage, "fusion.intra_stage=false"),
+    (SEARCHED, lambda config: config.fusion.intra_stage != "search", "fusion.intra_stage is not search"),
     (("fusion.search_seconds",), lambda config: bool(config.fusion.schedule), "fusion.schedule is given"),
     (TRIGGERS, lambda config: not config.fusion.inter_stage, "fusion.inter_stage=false"),
     (("fusion.threshold_file",), lambda config: config.threshold() is not None, "fusion.threshold is given"),

@@ -7,102 +7,42 @@ tools/generate_docs.py. What several keys must keep together is in rules.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    ValidatorFunctionWrapHandler,
-    WithJsonSchema,
-    WrapValidator,
-)
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from rlhfuse.config.role import SCORING_ORDER, Role
-from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.config.values import (
+    AUTO,
+    LARGEST_REAL,
+    AutoOrTruth,
+    Count,
+    Decay,
+    Float,
+    Layout,
+    LayoutOrDefault,
+    Name,
+    NonNegative,
+    Positive,
+    PositiveOrAuto,
+    Processes,
+    Real,
+    Share,
+    Text,
+    TokenId,
+    TrainingOrder,
+    Truth,
+    Wait,
+    Whole,
+)
 
-LARGEST = 2**31 - 1  # of whole numbers without a limit of their own: torch and Megatron count in int32 in places
-LARGEST_REAL = 3e38  # what is larger is infinite in float32
-AUTO = "auto"
-LONGEST_SECONDS = 1e7  # of a wait, 115 days: libraries count it in milliseconds
 Model = TypeVar("Model", bound="Settings")
-
-
-def _refuse(*kinds: type) -> BeforeValidator:
-    """For values of types that pydantic would convert: YAML gives them where another key was meant."""
-
-    def check(value: Any) -> Any:
-        if type(value) in kinds:
-            raise ValueError("of another type")
-        return value
-
-    return BeforeValidator(check)
 
 
 def key(default: Any, help: str, **limits: Any) -> Any:
     """A key of the configuration; `limits`: ge, gt, le, lt."""
     return Field(default, description=help, **limits)
-
-
-def _not_missing(text: str) -> str:
-    if text == "???":
-        raise ValueError("OmegaConf's mark of a missing value")
-    return text
-
-
-def _not_negative(token: int) -> int:
-    if token < 0:
-        raise ValueError("below 0")
-    return token
-
-
-def _check_layout(text: str) -> str:
-    ParallelLayout.parse(text)
-    return text
-
-
-def _auto_or(value: Any, number: ValidatorFunctionWrapHandler) -> Any:
-    return value if value == AUTO else number(value)
-
-
-def _truth_as_text(value: Any) -> Any:
-    return str(value).lower() if isinstance(value, (bool, str)) else value
-
-
-_WHOLE, _REAL = _refuse(bool, float), _refuse(bool)
-Truth = Annotated[bool, _refuse(int, float)]
-Whole = Annotated[int, _WHOLE]
-Count = Annotated[int, Field(ge=0, le=LARGEST), _WHOLE]
-Positive = Annotated[int, Field(ge=1, le=LARGEST), _WHOLE]
-PositiveOrAuto = Annotated[  # AUTO until device, layouts and prompts are known: then a number is put in its place
-    int,
-    Field(ge=1, le=LARGEST),
-    _WHOLE,
-    WrapValidator(_auto_or),
-    PlainSerializer(lambda value: value, return_type=Any),
-    WithJsonSchema({"anyOf": [{"const": AUTO}, {"type": "integer", "minimum": 1, "maximum": LARGEST}]}),
-]
-Processes = Annotated[int, Field(ge=1, le=1024), _WHOLE]
-Float = Annotated[float, _REAL]
-Real = Annotated[float, Field(ge=-LARGEST_REAL, le=LARGEST_REAL), _REAL]
-NonNegative = Annotated[float, Field(ge=0, le=LARGEST_REAL), _REAL]
-Share = Annotated[float, Field(ge=0, le=1), _REAL]
-Decay = Annotated[float, Field(ge=0, lt=1), _REAL]
-Wait = Annotated[float, Field(gt=0, le=LONGEST_SECONDS), _REAL]
-Text = Annotated[str, AfterValidator(_not_missing)]
-Name = Annotated[Text, Field(strict=True)]  # not even a number
-TokenId = Annotated[int, _WHOLE, AfterValidator(_not_negative)]
-Layout = Annotated[str, AfterValidator(_check_layout)]
-LayoutOrDefault = Annotated[str, AfterValidator(lambda text: text and _check_layout(text))]
-AutoOrTruth = Annotated[  # texts that YAML may give as true and false
-    Literal["auto", "true", "false"],
-    BeforeValidator(_truth_as_text),
-    Field(json_schema_extra={"enum": ["auto", "true", "false", True, False]}),
-]
 
 
 class Settings(BaseModel):
@@ -312,7 +252,12 @@ class AlgorithmConfig(Settings):
 
 class FusionConfig(Settings):
     inter_stage: Truth = key(True, "score finished samples while the long tail still decodes")
-    intra_stage: Truth = key(True, "train actor and critic in one fused pipeline schedule")
+    intra_stage: TrainingOrder = key(
+        "search",
+        "how actor and critic share their ranks in training: search (or true): in one fused schedule, the fastest "
+        "found; by rule: serial (or false): one after the other; interleaved: so, with virtual stages (d1t1p2v2); "
+        "time_sharing: both in one direction, the second begins while the first drains",
+    )
     threshold: Text = key("auto", "R_t in samples of the whole batch; auto = by simulation")
     least_threshold: Count = key(
         0,
@@ -334,6 +279,11 @@ class FusionConfig(Settings):
         "(docs/explanation/costs.md); empty = analytic costs",
     )
     threshold_file: Text = key("", "threshold.json made by tools/calibrate_threshold.py")
+
+    @property
+    def alternates(self) -> bool:
+        """Whether every second model's pipelines run in the other direction."""
+        return self.intra_stage != "time_sharing"
 
 
 class ParallelConfig(Settings):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 
-from rlhfuse.config.settings import AUTO, RunConfig
+from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.config.values import AUTO
 
 MOST = 4  # of each
 LEAST_SAMPLES = 4  # of a mini-batch: an optimizer step on fewer follows single samples

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from rlhfuse.config.role import Role
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
-from rlhfuse.decisions.layouts import Task, training_layouts
+from rlhfuse.decisions.layouts import Task
 from rlhfuse.decisions.shards import Shard, model_shards
-from rlhfuse.schedule.ir.ranks import plain_cells, rank_map
+from rlhfuse.schedule.ir.ranks import FusedRanks, plain_cells
 
 DESTINATIONS = {Role.ACTOR: "generation", Role.CRITIC: "critic_inference"}  # the critic's copy goes on to host memory
 
@@ -246,25 +246,28 @@ class LayoutMove:
 
 
 def shards_of_move(
-    tasks: tuple[Task, ...], specs: Mapping[Role, ModelSpec], element_bytes: int, model: Role
+    tasks: tuple[Task, ...], ranks: FusedRanks, specs: Mapping[Role, ModelSpec], element_bytes: int, model: Role
 ) -> tuple[list[Shard], list[Shard]]:
     """What all ranks hold of a model that trains, and what its inference or generation wants, rank by rank."""
     layouts = {task.name: task.layout for task in tasks}
     training, target = layouts[f"{model}_train"], layouts[DESTINATIONS[model]]
-    cells = rank_map(training_layouts(tasks)).pipelines(model)
-    has = model_shards(specs[model], training, cells, element_bytes, model.scalar_head)
+    has = model_shards(specs[model], training, ranks.pipelines(model), element_bytes, model.scalar_head)
     return has, model_shards(specs[model], target, plain_cells(target), element_bytes, model.scalar_head)
 
 
 def layout_moves(
-    tasks: tuple[Task, ...], specs: Mapping[Role, ModelSpec], element_bytes: int, hardware: HardwareSpec
+    tasks: tuple[Task, ...],
+    ranks: FusedRanks,
+    specs: Mapping[Role, ModelSpec],
+    element_bytes: int,
+    hardware: HardwareSpec,
 ) -> tuple[LayoutMove, ...]:
-    """The moves of the models that train, with `hardware.devices_per_node` ranks on a node."""
+    """The moves of the models that train, on `ranks`, with `hardware.devices_per_node` ranks on a node."""
     rows, node = {task.name: task for task in tasks}, hardware.devices_per_node
     moves = []
     for model, layout in ((task.role, task.layout) for task in tasks if task.training):
         target = rows[DESTINATIONS[model]]
-        has, wants = shards_of_move(tasks, specs, element_bytes, model)
+        has, wants = shards_of_move(tasks, ranks, specs, element_bytes, model)
         transfers = plan_moves(has, wants, node)
         seconds = move_seconds(transfers, hardware, node)
         if target.name != "generation":

@@ -19,8 +19,7 @@ from rlhfuse.costs.analytic import AnalyticCost, JobCost, largest_flat_batch
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.kernels import Kernels
-from rlhfuse.costs.profiled import ProfiledCost, load_run_costs
-from rlhfuse.costs.stage_cut import MicrobatchTokens
+from rlhfuse.costs.profiled import load_run_costs
 from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import (
     TASK_ROLES,
@@ -30,21 +29,20 @@ from rlhfuse.decisions.layouts import (
     check_layouts,
     training_layouts,
 )
-from rlhfuse.planning.memory import SCORERS, TRAINED, MemoryBudget, memory_budget
+from rlhfuse.planning.memory import SCORERS, MemoryBudget, memory_budget
 from rlhfuse.planning.stage_cuts import StageBalance, stage_balances, with_cuts
-from rlhfuse.schedule.io import load_schedule
+from rlhfuse.planning.training_orders import given_schedule
+from rlhfuse.planning.training_problem import longest_microbatch, training_problem
 from rlhfuse.schedule.ir.evaluate import evaluate
-from rlhfuse.schedule.ir.problem import FusionProblem, fused_problem
+from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.schedule.rules.builders import min_memory, serial_1f1b
-from rlhfuse.schedule.rules.interleaved import interleaved_1f1b
+from rlhfuse.schedule.rules.builders import min_memory
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import Threshold, load_threshold
 
 SPARE_BLOCKS = 1  # of a cache on a GPU, for rows of padding
-TICK_SECONDS = 1e-6  # schedules are searched in whole microseconds, so that ties are exact
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,8 @@ def draft_plan(
         costs, costs_name = _job_cost(analytic, world_size, planned), "analytic costs"
     tasks = with_cuts(config, tasks, analytic, costs, longest)
     analytic = _task_costs(config, specs, tasks, hardware)
-    ranks, samples = rank_map(training_layouts(tasks)), batch.samples_per_microbatch
+    ranks = rank_map(training_layouts(tasks), config.fusion.alternates)
+    samples = batch.samples_per_microbatch
 
     def sized(offload: bool) -> tuple[RunConfig, InstanceLimits, MemoryBudget]:
         """A cache as large as memory allows, with the optimizer on the host or on the device outside training."""
@@ -130,8 +129,8 @@ def draft_plan(
     config, limits, memory = sizes
     memory = memory.with_early_loading([analytic[f"{role}_inference"].weights_bytes() for role in config.scorers()])
     limits = replace(limits, early_models=len(memory.early))
-    problem = _training_problem(analytic, batch, planned, longest, costs)
-    given = _given_schedule(config, problem)
+    problem = training_problem(analytic, batch, planned, longest, costs, config.fusion.alternates)
+    given = given_schedule(config, problem, ranks.shape)
     least = min_memory(problem)
     memory.check(evaluate(given[0]).node_peak_memory if given else least, least, given[1] if given else "")
     problem = replace(problem, memory_cap=memory.limit, static_memory=memory.training_bytes)
@@ -156,12 +155,6 @@ def draft_plan(
         (Schedule(problem, given[0].orders), given[1]) if given else None,
         _threshold_file(config, batch),
     )
-
-
-def longest_microbatch(config: RunConfig, batch: BatchArithmetic) -> MicrobatchTokens:
-    """Of samples that are as long as they can become."""
-    samples, response = batch.samples_per_microbatch, config.rollout.max_response_tokens
-    return MicrobatchTokens(samples * (config.data.max_prompt_tokens + response), samples, samples * response)
 
 
 def read_specs(config: RunConfig) -> dict[Role, ModelSpec]:
@@ -262,46 +255,6 @@ def _job_cost(costs: Mapping[str, AnalyticCost], world_size: int, lengths: Sampl
     scorers = tuple(costs[name] for name in SCORERS if name in costs)
     responses = sum(lengths.output) / (sum(lengths.prompt) + sum(lengths.output))
     return JobCost(generation, scorers, crosses, responses)
-
-
-def _training_problem(
-    analytic: Mapping[str, AnalyticCost],
-    batch: BatchArithmetic,
-    lengths: SampleLengths,
-    longest: MicrobatchTokens,
-    costs: CostModel,
-) -> FusionProblem:
-    """One mini-batch on one fused group, without a memory cap.
-
-    Times are for samples of mean `lengths`, in ticks of TICK_SECONDS: measured where `costs` is a ProfiledCost, else
-    analytic. Activations are for the `longest`, in bytes.
-    """
-    each = batch.samples_per_microbatch / len(lengths)
-    outputs = each * sum(lengths.output)
-    micro = MicrobatchTokens(each * sum(lengths.prompt) + outputs, batch.samples_per_microbatch, outputs)
-    stages, layouts = {}, {}
-    for task in TRAINED:
-        if task not in analytic:
-            continue
-        model, cost = dict(TASK_ROLES)[task], analytic[task]
-        if isinstance(costs, ProfiledCost):
-            times = costs.stage_costs(model, cost, micro, TICK_SECONDS)
-        else:
-            times = cost.stage_costs(micro, TICK_SECONDS)
-        layouts[model], stages[model] = cost.layout, replace(times, activation=cost.stage_costs(longest).activation)
-    return fused_problem(layouts, batch.actor_microbatches, stages)
-
-
-def _given_schedule(config: RunConfig, problem: FusionProblem) -> tuple[Schedule, str] | None:
-    """Serial 1F1B, or the order of the config's file in this run's times, and where it is from; None: search one."""
-    if not config.fusion.intra_stage:
-        if all(len(set(pipeline.placement)) < pipeline.stages for pipeline in problem.pipelines):
-            return interleaved_1f1b(problem), "interleaved 1F1B: fusion.intra_stage is false"
-        return serial_1f1b(problem), "serial 1F1B: fusion.intra_stage is false"
-    if config.fusion.schedule:
-        loaded = load_schedule(config.fusion.schedule, expect=problem)
-        return Schedule(problem, loaded.orders), f"order read from {config.fusion.schedule}"
-    return None
 
 
 def _threshold_file(config: RunConfig, batch: BatchArithmetic) -> Threshold | None:

@@ -12,8 +12,9 @@ from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.flops import IterationFlops
 from rlhfuse.costs.hardware import MEASURED_RATES, data_sheets
-from rlhfuse.planning.draft import TICK_SECONDS, PlanDraft, longest_microbatch
+from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.memory import TRAINED
+from rlhfuse.planning.training_problem import TICK_SECONDS, longest_microbatch
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedRanks
 

@@ -259,7 +259,7 @@ class MemoryBudget:
             which = f" with {order}" if smallest < needed else ""
             which += f"; the least of any schedule is {readable_bytes(smallest)}"
             if smallest <= self.limit:
-                remedy = f"leave fusion.intra_stage on and fusion.schedule empty to search one that fits, {remedy}"
+                remedy = f"set fusion.intra_stage=search without fusion.schedule to find one that fits, {remedy}"
         elif not self.offload and self.hardware.name != "cpu" and self.with_optimizer_offloaded().fits_beside_training:
             remedy = f"set trainer.offload_optimizer=auto, {remedy}"
         raise InputError(

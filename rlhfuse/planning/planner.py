@@ -12,10 +12,12 @@ from dataclasses import replace
 from rlhfuse.config.role import Role
 from rlhfuse.decisions.weight_moves import layout_moves
 from rlhfuse.planning import reasons
-from rlhfuse.planning.draft import TICK_SECONDS, PlanDraft, element_bytes
+from rlhfuse.planning.draft import PlanDraft, element_bytes
 from rlhfuse.planning.efficiency import efficiency, optimizer_step_seconds
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.run_plan import PlanReport, RunPlan, ScheduleSummary, reduction_on
+from rlhfuse.planning.training_orders import other_promises
+from rlhfuse.planning.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.schedule import Schedule
@@ -60,7 +62,7 @@ def _search(draft: PlanDraft) -> tuple[Schedule, str]:
 
 def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
     config, batch, limits = draft.config, draft.batch, draft.limits
-    summary, peaks = _summary(schedule, source), draft.memory.held_by(schedule)
+    summary, peaks = _summary(draft, schedule, source), draft.memory.held_by(schedule)
     kept = draft.memory.keeps_generation(peaks)
     memory = draft.memory.with_generation_kept() if kept else draft.memory
     capture = graph_capture(draft, kept)
@@ -69,7 +71,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
         batches = draft.planned_lengths.draw(batch.samples, DRAWS, config.trainer.seed)
     threshold_samples, threshold, why = _choose_threshold(draft, batches)
     hints = reasons.threshold_hints(config, threshold_samples, draft.lengths)
-    moves = layout_moves(draft.tasks, draft.specs, element_bytes(config), draft.hardware)
+    moves = layout_moves(draft.tasks, draft.ranks, draft.specs, element_bytes(config), draft.hardware)
     steps = optimizer_step_seconds(draft.analytic)
     moving, offload = sum(move.seconds for move in moves), draft.memory.offload
     seen = offload.seen_seconds(moving, summary.makespan_seconds) if offload else 0.0
@@ -117,7 +119,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
     )
 
 
-def _summary(schedule: Schedule, source: str) -> ScheduleSummary:
+def _summary(draft: PlanDraft, schedule: Schedule, source: str) -> ScheduleSummary:
     timeline = evaluate(schedule)
     return ScheduleSummary(
         source=source,
@@ -126,6 +128,8 @@ def _summary(schedule: Schedule, source: str) -> ScheduleSummary:
         lower_bound_seconds=float(latency_bound(schedule.problem)) * TICK_SECONDS,
         serial_makespan_seconds=float(serial_makespan(schedule.problem)) * TICK_SECONDS,
         peak_activation_bytes=float(timeline.peak_memory),
+        alternates=draft.config.fusion.alternates,
+        others=other_promises(draft.config, schedule.problem, draft.ranks.shape),
     )
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 
 from rlhfuse.config.role import Role
-from rlhfuse.config.settings import AUTO, RunConfig
+from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
+from rlhfuse.config.values import AUTO
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.decisions.layouts import BatchArithmetic

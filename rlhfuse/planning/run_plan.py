@@ -20,6 +20,7 @@ from rlhfuse.planning.efficiency import Efficiency
 from rlhfuse.planning.graph_capture import GraphCapture
 from rlhfuse.planning.memory import DEVICE_PARTS, OptimizerOffload, PhaseMemory, readable_bytes
 from rlhfuse.planning.stage_cuts import StageBalance
+from rlhfuse.planning.training_orders import OrderPromise
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.program import Programs
@@ -50,6 +51,8 @@ class ScheduleSummary:
     lower_bound_seconds: float
     serial_makespan_seconds: float
     peak_activation_bytes: float
+    alternates: bool = True  # every second model's pipelines run in the other direction
+    others: tuple[OrderPromise, ...] = ()  # of orders that the run does not train in
 
     @property
     def gap(self) -> float:
@@ -66,7 +69,17 @@ class ScheduleSummary:
             f"activations up to {readable_bytes(self.peak_activation_bytes)} on the fullest rank",
             self.source,
             *((longer,) if self.gap > WORTH_SEARCHING else ()),
+            *map(self._other_line, self.others),
         )
+
+    def _other_line(self, other: OrderPromise) -> str:
+        """What fusion.intra_stage could choose instead."""
+        name = f"fusion.intra_stage={other.order}"
+        if other.makespan_seconds is None or other.peak_activation_bytes is None:
+            return f"{name}: not here: {other.why_not}"
+        times, most = other.makespan_seconds / self.makespan_seconds, "at most " if other.order == "search" else ""
+        held = readable_bytes(other.peak_activation_bytes)
+        return f"{name}: {most}{other.makespan_seconds:.4g} s (x{times:.3g}), activations up to {held}"
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ class Rehearsal:
         """What all ranks would say of their shards, from the layouts; this rank's must be what it says itself."""
         draft = self._draft
         for model in (task.role for task in draft.tasks if task.training):
-            sides = shards_of_move(draft.tasks, draft.specs, element_bytes(self._config), model)
+            sides = shards_of_move(draft.tasks, draft.ranks, draft.specs, element_bytes(self._config), model)
             rows: list[Shards] = [[[], []] for _ in range(draft.world_size)]
             for side, shards in enumerate(sides):
                 for shard in shards:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.settings import AUTO, RunConfig
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.values import AUTO
 from rlhfuse.planning.draft import PlanDraft, draft_plan, read_specs
 from rlhfuse.planning.run_plan import RunPlan
 

@@ -19,8 +19,9 @@ from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.checkpoint.contents import contents_of
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.role import Role
-from rlhfuse.config.settings import AUTO, LARGEST, RunConfig, TrainerConfig
+from rlhfuse.config.settings import RunConfig, TrainerConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.values import AUTO, LARGEST
 from rlhfuse.data.prompts import Prompt, PromptSet, load_prompts
 from rlhfuse.data.reward_function import RewardFunction
 from rlhfuse.decisions.batch_cut import resolve_batch

@@ -145,6 +145,7 @@ def test_a_run_has_the_models_that_it_needs(tmp_path, overrides, roles, scorers)
         (["reference.path=none"], "algorithm.kl_coef=0.05 must be 0"),
         (["algorithm.kl_target=6", "algorithm.kl_coef=0"], "cannot start at 0"),
         (["algorithm.kl_in=both"], "must be one of auto, reward, loss"),
+        (["fusion.intra_stage=fast"], "must be one of search, interleaved, time_sharing, serial"),
         (["algorithm.kl_in=loss", "algorithm.kl_estimator=k1"], "k1 in the loss has a gradient of mean 0"),
         (["algorithm.name=grpo", "algorithm.kl_estimator=k1"], "use k3, or algorithm.kl_in=reward"),
         (["actor.optim.warmup_iterations=1", "actor.optim.lr_warmup_ratio=0.1"], "both say how long the warm-up is"),
@@ -237,7 +238,10 @@ def test_key_of_the_file_is_named_with_the_file(tmp_path):
     [
         ([], ""),
         (["parallel.inference=d2t1p1", "algorithm.name=grpo"], ""),
-        (["fusion.intra_stage=false", "fusion.schedule=no.json"], "fusion.schedule=no.json (fusion.intra_stage=false)"),
+        (
+            ["fusion.intra_stage=false", "fusion.schedule=no.json"],
+            "fusion.schedule=no.json (fusion.intra_stage is not search)",
+        ),
         (["fusion.inter_stage=false", "fusion.threshold=4"], "fusion.threshold=4 (fusion.inter_stage=false)"),
         (["fusion.threshold=4", "fusion.threshold_file=t"], "fusion.threshold_file=t (fusion.threshold is given)"),
         (["reward.workers=2", "reward.signature=trl"], "reward.signature=trl (reward.function is not set)"),

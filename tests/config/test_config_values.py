@@ -12,7 +12,8 @@ import pytest
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import dump_config, load_config, validate
-from rlhfuse.config.settings import AUTO, LARGEST, LARGEST_REAL, RunConfig
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.values import AUTO, LARGEST, LARGEST_REAL
 from rlhfuse.data.sampler import COPY_BITS, ITERATION_BITS, PROMPT_BITS
 
 MINIMAL = "actor: {path: models/a}\nreward: {path: models/r}\ndata: {train_files: [p.jsonl]}\n"
@@ -234,3 +235,9 @@ def test_a_config_is_frozen_and_its_changes_are_validated():
             config.with_(trainer=broken)
     with pytest.raises(ValueError, match="frozen"):
         config.trainer.seed = 2
+
+
+@pytest.mark.parametrize("text, order", [("true", "search"), ("False", "serial"), ("time_sharing", "time_sharing")])
+def test_a_truth_says_whether_training_is_searched(text, order):
+    assert RunConfig.model_validate({"fusion": {"intra_stage": text}}).fusion.intra_stage == order
+    assert RunConfig().with_(fusion={"intra_stage": order == "search"}).fusion.alternates

@@ -8,7 +8,8 @@ import pytest
 from four_ranks import TINY
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.settings import AUTO, RunConfig
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.values import AUTO
 from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import check_layouts
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rlhfuse.config.role import Role
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.hardware import hardware_by_name
-from rlhfuse.decisions.layouts import Task
+from rlhfuse.decisions.layouts import Task, training_layouts
 from rlhfuse.decisions.shards import Shard, model_shards, tensor_segments
 from rlhfuse.decisions.weight_moves import (
     Traffic,
@@ -181,12 +181,13 @@ def test_moves_of_a_run():
         Task(name, Role.CRITIC if "critic" in name else Role.ACTOR, ParallelLayout.parse(text), (0, 15))
         for name, text in layouts.items()
     )
-    actor, critic = layout_moves(tasks, {"actor": SPEC, "critic": SPEC}, 4, hardware_by_name("a100"))
+    ranks, machine = rank_map(training_layouts(tasks)), hardware_by_name("a100")
+    actor, critic = layout_moves(tasks, ranks, {"actor": SPEC, "critic": SPEC}, 4, machine)
     assert actor.traffic.across == actor.traffic.minimum_across
     whole = sum(s.bytes for s in model_shards(SPEC, ParallelLayout(1, 1, 1), (((0,),),), 4))
     assert actor.traffic.across == whole  # half of it to each node; norms too, which both tensor ranks hold, once
     assert critic.traffic.across == 0 and 0 < critic.seconds < 1
-    alone = layout_moves(tuple(t for t in tasks if t.role == "actor"), {"actor": SPEC}, 4, hardware_by_name("a100"))
+    alone = layout_moves(tuple(t for t in tasks if t.role == "actor"), ranks, {"actor": SPEC}, 4, machine)
     assert [move.model for move in alone] == ["actor"]
 
 

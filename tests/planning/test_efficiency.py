@@ -19,9 +19,10 @@ from rlhfuse.costs.hardware import MEASURED_RATES, data_sheets, hardware_by_name
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.layouts import planned_world_size
-from rlhfuse.planning.draft import TICK_SECONDS, PlanDraft, draft_plan, read_specs
+from rlhfuse.planning.draft import PlanDraft, draft_plan, read_specs
 from rlhfuse.planning.efficiency import WORSE, Efficiency, efficiency, optimizer_step_seconds
 from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -129,7 +129,7 @@ class Forecaster:
         scale = forecast.seconds["train"] / measured
         seconds = action_seconds(seen)
         tied = frozenset(span.kind.split()[0] for span in seen if span.kind.endswith(" TE"))
-        ranks = rank_map(training_layouts(self._plan.tasks))
+        ranks = rank_map(training_layouts(self._plan.tasks), self._plan.schedule.alternates)
         assert self._schedule is not None
         programs = lower(self._schedule, ranks, tied=tied, reduce=reduction_on(self._plan.hardware))
         times = program_times(programs, ranks, lambda action: scale * seconds(action))

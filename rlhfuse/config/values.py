@@ -1,0 +1,99 @@
+"""Types of the values that a key of the configuration may have: their range, and how YAML spells them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+)
+
+from rlhfuse.config.spec import ParallelLayout
+
+LARGEST = 2**31 - 1  # of whole numbers without a limit of their own: torch and Megatron count in int32 in places
+LARGEST_REAL = 3e38  # what is larger is infinite in float32
+AUTO = "auto"
+LONGEST_SECONDS = 1e7  # of a wait, 115 days: libraries count it in milliseconds
+
+
+def _refuse(*kinds: type) -> BeforeValidator:
+    """For values of types that pydantic would convert: YAML gives them where another key was meant."""
+
+    def check(value: Any) -> Any:
+        if type(value) in kinds:
+            raise ValueError("of another type")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _not_missing(text: str) -> str:
+    if text == "???":
+        raise ValueError("OmegaConf's mark of a missing value")
+    return text
+
+
+def _not_negative(token: int) -> int:
+    if token < 0:
+        raise ValueError("below 0")
+    return token
+
+
+def _check_layout(text: str) -> str:
+    ParallelLayout.parse(text)
+    return text
+
+
+def _auto_or(value: Any, number: ValidatorFunctionWrapHandler) -> Any:
+    return value if value == AUTO else number(value)
+
+
+def _truth_as_text(value: Any) -> Any:
+    return str(value).lower() if isinstance(value, (bool, str)) else value
+
+
+def _truth_as_rule(value: Any) -> Any:
+    return {"true": "search", "false": "serial"}.get(text := _truth_as_text(value), text)
+
+
+_WHOLE, _REAL = _refuse(bool, float), _refuse(bool)
+Truth = Annotated[bool, _refuse(int, float)]
+Whole = Annotated[int, _WHOLE]
+Count = Annotated[int, Field(ge=0, le=LARGEST), _WHOLE]
+Positive = Annotated[int, Field(ge=1, le=LARGEST), _WHOLE]
+PositiveOrAuto = Annotated[  # AUTO until device, layouts and prompts are known: then a number is put in its place
+    int,
+    Field(ge=1, le=LARGEST),
+    _WHOLE,
+    WrapValidator(_auto_or),
+    PlainSerializer(lambda value: value, return_type=Any),
+    WithJsonSchema({"anyOf": [{"const": AUTO}, {"type": "integer", "minimum": 1, "maximum": LARGEST}]}),
+]
+Processes = Annotated[int, Field(ge=1, le=1024), _WHOLE]
+Float = Annotated[float, _REAL]
+Real = Annotated[float, Field(ge=-LARGEST_REAL, le=LARGEST_REAL), _REAL]
+NonNegative = Annotated[float, Field(ge=0, le=LARGEST_REAL), _REAL]
+Share = Annotated[float, Field(ge=0, le=1), _REAL]
+Decay = Annotated[float, Field(ge=0, lt=1), _REAL]
+Wait = Annotated[float, Field(gt=0, le=LONGEST_SECONDS), _REAL]
+Text = Annotated[str, AfterValidator(_not_missing)]
+Name = Annotated[Text, Field(strict=True)]  # not even a number
+TokenId = Annotated[int, _WHOLE, AfterValidator(_not_negative)]
+Layout = Annotated[str, AfterValidator(_check_layout)]
+LayoutOrDefault = Annotated[str, AfterValidator(lambda text: text and _check_layout(text))]
+AutoOrTruth = Annotated[  # texts that YAML may give as true and false
+    Literal["auto", "true", "false"],
+    BeforeValidator(_truth_as_text),
+    Field(json_schema_extra={"enum": ["auto", "true", "false", True, False]}),
+]
+TrainingOrder = Annotated[  # a truth says whether the models are fused
+    Literal["search", "interleaved", "time_sharing", "serial"],
+    BeforeValidator(_truth_as_rule),
+    Field(json_schema_extra={"enum": ["search", "interleaved", "time_sharing", "serial", True, False]}),
+]

@@ -1,0 +1,127 @@
+"""In which order a run trains: by rule, from a file, or searched; and what each of these promises for its problem.
+
+By rule: serial 1F1B, interleaved 1F1B (Megatron's virtual stages), time-sharing (PUZZLE 4.2). Rules are deterministic,
+and so is the short search that they are compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.planning.training_problem import TICK_SECONDS
+from rlhfuse.schedule.io import load_schedule
+from rlhfuse.schedule.ir.evaluate import evaluate, over_cap
+from rlhfuse.schedule.ir.problem import FusionProblem
+from rlhfuse.schedule.ir.ranks import FusedShape, ModelShare, fused_shape
+from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.schedule.rules.builders import serial_1f1b
+from rlhfuse.schedule.rules.interleaved import interleaved_1f1b
+from rlhfuse.schedule.rules.time_sharing import time_sharing
+from rlhfuse.schedule.search.search import SearchSettings, search
+
+SHORT_SEARCH_MOVES = 20_000  # of the search that a rule is compared with: no clock decides what a plan says
+
+
+@dataclass(frozen=True)
+class OrderPromise:
+    """What an order of training that was not chosen would take for a mini-batch; or in a word why there is none."""
+
+    order: str
+    makespan_seconds: float | None = None
+    peak_activation_bytes: float | None = None
+    why_not: str = ""
+
+
+def given_schedule(config: RunConfig, problem: FusionProblem, shape: FusedShape) -> tuple[Schedule, str] | None:
+    """The order of a rule, or of the config's file in this run's times, and where it is from; None: search one.
+
+    Raises InputError where the rule cannot order the run's layouts, with what would do.
+    """
+    rule = config.fusion.intra_stage
+    if rule != "search":
+        name = "interleaved 1F1B" if rule == "serial" and _interleaves(shape) else NAMES[rule]
+        try:
+            return RULES[rule](problem, shape), f"{name}: fusion.intra_stage={rule}"
+        except InputError as error:
+            raise InputError(f"fusion.intra_stage={rule}: {error}; or set fusion.intra_stage=search") from None
+    if config.fusion.schedule:
+        loaded = load_schedule(config.fusion.schedule, expect=problem)
+        return Schedule(problem, loaded.orders), f"order read from {config.fusion.schedule}"
+    return None
+
+
+def other_promises(config: RunConfig, problem: FusionProblem, shape: FusedShape) -> tuple[OrderPromise, ...]:
+    """Of the orders that the run does not train in, for the same layouts, times and micro-batches; search first."""
+    fusion = config.fusion
+    found = []
+    if fusion.intra_stage != "search" or fusion.schedule:
+        settings = SearchSettings(iterations=SHORT_SEARCH_MOVES, seed=config.trainer.seed, objective="memory")
+        found.append(_promise("search", lambda: search(directed(problem, shape, alternate=True), settings)[0]))
+    for rule, build in RULES.items():
+        if rule != fusion.intra_stage and not (rule == "serial" and _interleaves(shape)):
+            placed = directed(problem, shape, alternate=rule != "time_sharing")
+            found.append(_promise(rule, lambda build=build, placed=placed: build(placed, shape)))
+    return tuple(found)
+
+
+def directed(problem: FusionProblem, shape: FusedShape, alternate: bool) -> FusionProblem:
+    """`problem` with every second model in the other direction, or all in one; it then has no memory cap of a node's
+    own, for other stages meet on a node."""
+    shares = fused_shape(shape.layouts, alternate).shares
+    places = {name: share.placement(k) for share in shares for k, name in enumerate(share.names)}
+    if all(places[pipeline.name] == pipeline.placement for pipeline in problem.pipelines):
+        return problem
+    placed = tuple(replace(pipeline, placement=places[pipeline.name]) for pipeline in problem.pipelines)
+    return replace(problem, pipelines=placed, memory_cap=None, static_memory=0)
+
+
+def _promise(order: str, build: Callable[[], Schedule]) -> OrderPromise:
+    try:
+        schedule = build()
+    except InputError as error:
+        return OrderPromise(order, why_not=str(error))
+    timeline = evaluate(schedule)
+    if over_cap(schedule.problem, timeline.node_peak_memory) is not None:
+        return OrderPromise(order, why_not="needs more memory than a rank has")
+    return OrderPromise(order, float(timeline.makespan) * TICK_SECONDS, float(timeline.peak_memory))
+
+
+def _serial(problem: FusionProblem, shape: FusedShape) -> Schedule:
+    return interleaved_1f1b(problem) if _interleaves(shape) else serial_1f1b(problem)
+
+
+def _interleaved(problem: FusionProblem, shape: FusedShape) -> Schedule:
+    for share in shape.shares:
+        if share.layout.chunks == 1:
+            raise InputError(f"{_key(share)} has no virtual stages; give it some, as in d1t1p2v2")
+    return interleaved_1f1b(problem)
+
+
+def _time_sharing(problem: FusionProblem, shape: FusedShape) -> Schedule:
+    """Raises InputError naming the layouts unless all models' pipelines cover the same nodes once."""
+    kinds = {(share.depth, share.pipelines, share.layout.chunks) for share in shape.shares}
+    if len(kinds) > 1 or shape.shares[0].layout.chunks > 1:
+        named = " and ".join(
+            f"parallel.{model}_train={replace(layout, cut=None)}" for model, layout in shape.layouts.items()
+        )
+        raise InputError(f"{named} need equal pipelines without virtual stages; give all models one layout")
+    return time_sharing(problem)
+
+
+def _key(share: ModelShare) -> str:
+    return f"parallel.{share.model}_train={replace(share.layout, cut=None)}"
+
+
+def _interleaves(shape: FusedShape) -> bool:
+    return all(layout.chunks > 1 for layout in shape.layouts.values())
+
+
+RULES: dict[str, Callable[[FusionProblem, FusedShape], Schedule]] = {
+    "interleaved": _interleaved,
+    "time_sharing": _time_sharing,
+    "serial": _serial,
+}
+NAMES = {"interleaved": "interleaved 1F1B", "time_sharing": "time-sharing 1F1B", "serial": "serial 1F1B"}

@@ -1,0 +1,53 @@
+"""The scheduling problem of a run's training: one mini-batch on one fused group, priced by the run's costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.costs.profiled import ProfiledCost
+from rlhfuse.costs.stage_cut import MicrobatchTokens
+from rlhfuse.decisions.layouts import TASK_ROLES, BatchArithmetic
+from rlhfuse.planning.memory import TRAINED
+from rlhfuse.schedule.ir.problem import FusionProblem, fused_problem
+from rlhfuse.simulator.lengths import SampleLengths
+
+TICK_SECONDS = 1e-6  # schedules are searched in whole microseconds, so that ties are exact
+
+
+def longest_microbatch(config: RunConfig, batch: BatchArithmetic) -> MicrobatchTokens:
+    """Of samples that are as long as they can become."""
+    samples, response = batch.samples_per_microbatch, config.rollout.max_response_tokens
+    return MicrobatchTokens(samples * (config.data.max_prompt_tokens + response), samples, samples * response)
+
+
+def training_problem(
+    analytic: Mapping[str, AnalyticCost],
+    batch: BatchArithmetic,
+    lengths: SampleLengths,
+    longest: MicrobatchTokens,
+    costs: CostModel,
+    alternate: bool = True,
+) -> FusionProblem:
+    """One mini-batch on one fused group, without a memory cap.
+
+    Times are for samples of mean `lengths`, in ticks of TICK_SECONDS: measured where `costs` is a ProfiledCost, else
+    analytic. Activations are for the `longest`, in bytes.
+    """
+    each = batch.samples_per_microbatch / len(lengths)
+    outputs = each * sum(lengths.output)
+    micro = MicrobatchTokens(each * sum(lengths.prompt) + outputs, batch.samples_per_microbatch, outputs)
+    stages, layouts = {}, {}
+    for task in TRAINED:
+        if task not in analytic:
+            continue
+        model, cost = dict(TASK_ROLES)[task], analytic[task]
+        if isinstance(costs, ProfiledCost):
+            times = costs.stage_costs(model, cost, micro, TICK_SECONDS)
+        else:
+            times = cost.stage_costs(micro, TICK_SECONDS)
+        layouts[model], stages[model] = cost.layout, replace(times, activation=cost.stage_costs(longest).activation)
+    return fused_problem(layouts, batch.actor_microbatches, stages, alternate=alternate)

@@ -1,0 +1,63 @@
+"""Runs of two ranks that train in every order that fusion.intra_stage names: the same bits, also after a change."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from gloo import Workers
+from test_train_algorithms import job
+from tiny import write_run
+
+from rlhfuse.run.report.compare import compare_runs
+from rlhfuse.run.report.forecast import Forecaster
+from rlhfuse.run.report.run_files import RunFiles
+from rlhfuse.schedule.io import load_schedule
+
+
+@pytest.fixture(scope="module")
+def workers():
+    pool = Workers(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("orders")
+    return write_run(folder, trainer__iterations=2, rollout__max_response_tokens=12, trainer__save_every=1)
+
+
+def layouts(text: str) -> tuple[str, ...]:
+    return tuple(f"parallel.{model}_train={text}" for model in ("actor", "critic"))
+
+
+def assert_equal(one, other):
+    for compared in compare_runs(one, other):
+        assert compared.entries > 10 and not compared.differences, compared
+
+
+@pytest.mark.parametrize("layout, rules", [("d1t1p2", ("time_sharing", "serial")), ("d1t1p2v2", ("interleaved",))])
+def test_every_order_trains_the_same(workers, config, layout, rules):
+    searched = config.parent / f"{layout}-search"
+    workers.run(job, config, searched, layouts(layout))
+    for rule in rules:
+        run = config.parent / f"{layout}-{rule}"
+        workers.run(job, config, run, (*layouts(layout), f"fusion.intra_stage={rule}"))
+        assert_equal(searched, run)
+        plan, schedule = json.loads((run / "plan.json").read_text()), load_schedule(run / "schedule.json")
+        assert plan["schedule"]["source"].endswith(f"fusion.intra_stage={rule}")
+        places = {p.model: p.placement[:2] for p in schedule.problem.pipelines}
+        assert (places["actor"] == places["critic"]) == (rule == "time_sharing")
+        others = {other["order"]: other for other in plan["schedule"]["others"]}
+        assert others["search"]["makespan_seconds"] <= plan["schedule"]["makespan_seconds"] * 1.001
+        # what the run did is laid beside what its order promised, on the ranks that it trained on
+        assert any(span.kind == "critic B" for span in Forecaster(RunFiles.read(run)).spans(1))
+
+
+def test_a_run_goes_on_in_another_order(workers, config):
+    """On other ranks, where the critic's stages are: its states are found wherever they were."""
+    whole, run = config.parent / "d1t1p2-search", config.parent / "changed"
+    workers.run(job, config, run, (*layouts("d1t1p2"), "trainer.iterations=1", "fusion.intra_stage=time_sharing"))
+    workers.run(job, config, run, (*layouts("d1t1p2"), "fusion.intra_stage=serial", "trainer.resume=auto"))
+    assert_equal(whole, run)
