@@ -213,7 +213,7 @@ def first_difference(found: FusionProblem, expected: FusionProblem) -> str:
             return f"{key} {getattr(found, key)}, not {getattr(expected, key)}"
     for pipeline in expected.pipelines:
         other = found.pipeline(pipeline.name)
-        for key in ("forward", "backward", "weight_gradient", "activation"):
+        for key in ("forward", "backward", "weight_gradient", "activation", "weight_activation"):
             if getattr(other, key) != getattr(pipeline, key):
                 return f"pipeline {pipeline.name} with {key} {getattr(other, key)}, not {getattr(pipeline, key)}"
     return ""

@@ -21,7 +21,7 @@ from matplotlib.patches import Patch
 
 from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
 from rlhfuse.schedule.ir.evaluate import Timeline, evaluate, memory_profile
-from rlhfuse.schedule.ir.graph import kinds_of
+from rlhfuse.schedule.ir.graph import kinds_of, memory_of
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import serial_makespan, serial_peak_memory
@@ -240,7 +240,7 @@ def _memory_legend(problem: FusionProblem, lanes: _Lanes) -> list[Patch | Line2D
 def _held(schedule: Schedule, timeline: Timeline, node: int) -> tuple[np.ndarray, np.ndarray]:
     """Times of change and, per model, the activation memory from then on: float64[t], float64[models, t].
 
-    A forward takes its memory when it starts; the last backward kind gives it back when it ends.
+    What an action takes it takes when it starts, and what it gives back it gives back when it ends.
     """
     problem = schedule.problem
     pipelines = {pipeline.name: pipeline for pipeline in problem.pipelines}
@@ -249,9 +249,9 @@ def _held(schedule: Schedule, timeline: Timeline, node: int) -> tuple[np.ndarray
     change = np.zeros((len(problem.models), len(order) + 2))
     for i, (action, start, end) in enumerate(zip(order, timeline.starts[node], timeline.ends[node]), 1):
         pipeline = pipelines[action.pipeline]
-        times[i] = start if action.kind == "F" else end
-        sign = 1 if action.kind == "F" else -1 if action.kind is kinds_of(pipeline)[-1] else 0
-        change[problem.models.index(pipeline.model), i] = sign * pipeline.activation[action.stage]
+        taken = memory_of(pipeline, action.kind, action.stage)
+        times[i] = start if taken > 0 else end
+        change[problem.models.index(pipeline.model), i] = taken
     times[-1] = timeline.makespan
     return times, np.cumsum(change, axis=1)
 

@@ -45,10 +45,11 @@ class _Model:
         self.times = _scale(t for p in problem.pipelines for t in (*p.forward, *p.backward, *(p.weight_gradient or ())))
         self.times = max(self.times, _scale([problem.transfer, makespan or 0]))
         caps = [cap for cap in map(problem.node_cap, range(problem.nodes)) if cap < math.inf]
-        self.memory = max(_scale(a for p in problem.pipelines for a in p.activation), _scale([*caps, memory or 0]))
+        sizes = [a for p in problem.pipelines for a in (*p.activation, *(p.weight_activation or ()))]
+        self.memory = max(_scale(sizes), _scale([*caps, memory or 0]))
         horizon = self._time(_one_after_another(problem) if makespan is None else makespan)
         self.makespan = self.cp.new_int_var(0, horizon, "makespan")
-        most = sum(p.microbatches * self._size(a) for p in problem.pipelines for a in p.activation)
+        most = sum(p.microbatches for p in problem.pipelines) * sum(map(self._size, sizes))
         self.peak = self.cp.new_int_var(0, most if memory is None else self._size(memory), "peak")
         self.busy = [[] for _ in range(problem.nodes)]
         self.held = [[] for _ in range(problem.nodes)]
@@ -94,10 +95,18 @@ class _Model:
                     self.cp.add(start["B", s, m] >= end["F", s, m])
                 if pipeline.split:
                     self.cp.add(start["W", s, m] >= end["B", s, m])
-                size = self.cp.new_int_var(0, horizon, "")
-                out = end[kinds[-1], s, m]
-                hold = self.cp.new_interval_var(start["F", s, m], size, out, "")
-                self.held[node].append((hold, self._size(pipeline.activation[s])))
+                held = self._size(pipeline.activation[s])
+                if not pipeline.split:
+                    self._hold(node, start["F", s, m], end["B", s, m], held, horizon)
+                    continue
+                later = held if pipeline.weight_activation is None else self._size(pipeline.weight_activation[s])
+                self._hold(node, start["F", s, m], end["W", s, m], min(held, later), horizon)
+                self._hold(node, start["F", s, m], end["B", s, m], max(0, held - later), horizon)
+                self._hold(node, start["B", s, m], end["W", s, m], max(0, later - held), horizon)
+
+    def _hold(self, node, start, end, size, horizon):
+        length = self.cp.new_int_var(0, horizon, "")
+        self.held[node].append((self.cp.new_interval_var(start, length, end, ""), size))
 
     def solve(self, value, scale, work):
         solver = cp_model.CpSolver()

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
@@ -63,7 +64,7 @@ def capped_greedy(problem, extra=0, forward_first=True, model_first=True):
 def random_problem(seed, largest=4, models=2):
     """Up to `largest` nodes and stages, three pipelines; any placement (a node may be visited twice), unequal times.
 
-    Lags, split backwards, float or integer times.
+    Lags, split backwards (half of them hold less, or more, for W), float or integer times.
     """
     rng = random.Random(seed)
     nodes = rng.randint(1, largest)
@@ -84,6 +85,8 @@ def random_problem(seed, largest=4, models=2):
         pipelines.append(
             Pipeline(f"{model}.{p}", model, tuple(placement), microbatches, times(), times(), times(), weight)
         )
+        if weight and p % 2 == seed % 2:
+            pipelines[p] = replace(pipelines[p], weight_activation=times())
     return FusionProblem(nodes, tuple(pipelines), transfer=rng.choice([0, 0, 1, 0.25]))
 
 
@@ -155,7 +158,8 @@ def check(problem, orders):
 
 def plain(problem):
     """The JSON form of a problem without caps, by itself."""
-    keys = ("name", "model", "placement", "microbatches", "forward", "backward", "activation", "weight_gradient")
+    keys = ("name", "model", "placement", "microbatches", "forward", "backward", "activation")
+    keys += ("weight_gradient", "weight_activation")
     pipelines = [{key: getattr(pipeline, key) for key in keys} for pipeline in problem.pipelines]
     return {"nodes": problem.nodes, "transfer": problem.transfer, "pipelines": pipelines}
 
@@ -302,11 +306,13 @@ def _peak(pipes, row):
     level = peak = 0
     for name, stage, kind, _ in row:
         activation = _per_stage(pipes[name], "activation", stage)
-        if kind == "F":
-            level += activation
-        elif kind == _kinds(pipes[name])[-1]:
-            level -= activation
-        peak = max(peak, level)
+        later = activation if pipes[name].get("weight_activation") is None else None
+        later = _per_stage(pipes[name], "weight_activation", stage) if later is None else later
+        if "W" not in _kinds(pipes[name]):
+            later = 0
+        during = level + {"F": activation, "B": max(0, later - activation), "W": 0}[kind]
+        level += {"F": activation, "B": later - activation, "W": -later}[kind]
+        peak = max(peak, during, level)
     return peak
 
 

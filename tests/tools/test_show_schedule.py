@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhfuse.config.spec import ParallelLayout
-from rlhfuse.schedule.draw import chrome_trace, draw_schedule
+from rlhfuse.schedule.draw import _held, chrome_trace, draw_schedule
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
@@ -96,6 +96,22 @@ def test_the_trace_counts_memory(schedule):
     for node, peak in enumerate(evaluate(schedule).node_peak_memory):
         levels = [event["args"]["activations"] for event in events if event["name"] == f"memory {node}"]
         assert max(levels) == peak and levels[-1] == 0
+
+
+def test_pictures_and_traces_show_what_weight_gradients_hold(schedule):
+    actor, critic = schedule.problem.pipelines
+    problem = replace(schedule.problem, pipelines=(actor, replace(critic, weight_activation=(3, 3))))
+    fuller = Schedule(problem, schedule.orders)
+    assert draw_schedule(fuller, "svg") != draw_schedule(schedule, "svg")
+    times, levels = _held(fuller, evaluate(fuller), 0)
+    assert max(levels.sum(axis=0)) == evaluate(fuller).node_peak_memory[0] > evaluate(schedule).node_peak_memory[0]
+    counters = [e for e in json.loads(chrome_trace(fuller))["traceEvents"] if e["name"] == "memory 0"]
+    assert [e["ts"] for e in counters] == sorted(e["ts"] for e in counters)
+    starts = {str(a): start for a, start in zip(fuller.orders[0], evaluate(fuller).starts[0])}
+    assert {
+        "ts": starts["critic:1B0"],
+        "level": 2 + levels.sum(axis=0)[list(times).index(starts["critic:1B0"]) - 1],
+    } in [{"ts": e["ts"], "level": e["args"]["activations"]} for e in counters]
 
 
 def test_the_same_schedule_gives_the_same_picture_with_cap_and_static_memory(schedule):

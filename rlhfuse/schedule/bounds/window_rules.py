@@ -14,23 +14,25 @@ SLACK = 1e-11  # relative; far above the rounding of sums of durations, far belo
 
 @njit(cache=True)
 def propagate_precedence(heads, tails, duration, upstream, lag, previous, room):
-    """Heads forward and tails backward along every link: upstream, previous micro-batch, and the release that a forward
-    waits for where a stage may hold at most K micro-batches (`room`)."""
+    """Heads forward and tails backward along every link: upstream, previous micro-batch, and the releases that an
+    operation waits for where a stage may hold at most K micro-batches (`room`)."""
     for o in range(len(heads)):
         if upstream[o] >= 0:
             heads[o] = max(heads[o], heads[upstream[o]] + duration[upstream[o]] + lag[o])
         if previous[o] >= 0:
             heads[o] = max(heads[o], heads[previous[o]] + duration[previous[o]])
-        if room[o] >= 0:
-            heads[o] = max(heads[o], heads[room[o]] + duration[room[o]])
+        for release in room[o]:
+            if release >= 0:
+                heads[o] = max(heads[o], heads[release] + duration[release])
     for o in range(len(tails) - 1, -1, -1):
         behind = tails[o] + duration[o]
         if upstream[o] >= 0:
             tails[upstream[o]] = max(tails[upstream[o]], behind + lag[o])
         if previous[o] >= 0:
             tails[previous[o]] = max(tails[previous[o]], behind)
-        if room[o] >= 0:
-            tails[room[o]] = max(tails[room[o]], behind)
+        for release in room[o]:
+            if release >= 0:
+                tails[release] = max(tails[release], behind)
 
 
 @njit(cache=True)

@@ -26,8 +26,8 @@ class Hold:
     """Micro-batch m is held on `node` from the start of operation `forward[m]` to the end of `release[m]`.
 
     K of them take at least K * `activation`, and a single one `single`: when it comes to the pipeline's last stage,
-    every stage before holds it. Where a pipeline visits a node more than once, the later stage's activation counts the
-    earlier ones' too; not so with a split backward, whose weight gradients may run in any order.
+    every stage before holds it. Until its B it is held by the earlier stages on the same node too, whose B come later.
+    A split backward holds from F to W what is held in both parts, and from B to W what W needs.
     """
 
     pipeline: int
@@ -47,8 +47,8 @@ class Hold:
 class Windows:
     """Arrays over n operations, -1 stands for none; the windows themselves are made for each question.
 
-    duration, lag (transfer from upstream): float64[n]; node, upstream, previous (micro-batch), room (the
-    release to wait for): int64[n]; first[k + 1] - first[k]: the number of operations of node k.
+    duration, lag (transfer from upstream): float64[n]; node, upstream, previous (micro-batch): int64[n]; room (the
+    releases to wait for): int64[n, 2]; first[k + 1] - first[k]: the number of operations of node k.
     """
 
     node: np.ndarray
@@ -76,7 +76,7 @@ class Windows:
             upstream=upstream,
             lag=lag,
             previous=previous,
-            room=np.full(base, -1),
+            room=np.full((base, 2), -1),
             first=np.concatenate(([0], np.cumsum(np.bincount(node, minlength=problem.nodes)))),
             holds=tuple(holds),
         )
@@ -91,7 +91,8 @@ class Windows:
             if hold.activation * len(hold.forward) <= most_memory:
                 continue
             most = int(most_memory / hold.activation)
-            room[hold.forward[most:]] = hold.release[: len(hold.release) - most]
+            waiting = hold.forward[most:]
+            room[waiting, np.where(room[waiting, 0] < 0, 0, 1)] = hold.release[: len(hold.release) - most]
         return replace(self, room=room, capacity=tuple(capacity))
 
     def least_makespan(self) -> float:
@@ -175,8 +176,14 @@ def _holds(number: int, pipeline: Pipeline, base: int) -> list[Hold]:
     start = base + length * np.arange(pipeline.microbatches)
     holds = []
     for stage, node in enumerate(pipeline.placement):
-        single = float(sum(a for n, a in zip(pipeline.placement[: stage + 1], pipeline.activation) if n == node))
-        activation = float(pipeline.activation[stage]) if pipeline.split else single
-        release = 2 * stages + stage if pipeline.split else 2 * stages - 1 - stage
-        holds.append(Hold(number, node, activation, single, start + stage, start + release))
+        activation = float(sum(a for n, a in zip(pipeline.placement[: stage + 1], pipeline.activation) if n == node))
+        own, later = float(pipeline.activation[stage]), float(pipeline.held_for_weights[stage])
+        single = activation + max(0.0, later - own)
+        forward, backward, weight = start + stage, start + 2 * stages - 1 - stage, start + 2 * stages + stage
+        if activation > min(own, later) or not pipeline.split:
+            holds.append(Hold(number, node, activation, single, forward, backward))
+        if pipeline.split:
+            holds.append(Hold(number, node, min(own, later), single, forward, weight))
+        if later > own:
+            holds.append(Hold(number, node, later, single, backward, weight))
     return holds

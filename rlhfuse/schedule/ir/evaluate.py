@@ -1,7 +1,7 @@
 """What a schedule costs: start and end of every action, makespan, peak activation memory. Finds deadlocks.
 
 An action starts when the one before it on its node has ended and its upstream's output has arrived. A micro-batch holds
-its activation on a stage from F to B (to W when the backward is split). Static memory is not part of it.
+its activation on a stage from F to B, and what W needs from B to W when the backward is split. No static memory.
 Paper: section 5.2, Algorithm 3.
 """
 
@@ -98,16 +98,19 @@ def memory_profile(schedule: Schedule, node: int) -> list[Number]:
     Counted in whole activations and then multiplied, so that 8 * 1.95 is 15.6 wherever it occurs.
     """
     pipelines = {pipeline.name: pipeline for pipeline in schedule.problem.pipelines}
-    held: Counter[tuple[str, int]] = Counter()
+    held: Counter[Number] = Counter()  # size of an activation -> how many
     profile = []
     for action in schedule.orders[node]:
         pipeline = pipelines[action.pipeline]
+        activation, later = pipeline.activation[action.stage], pipeline.held_for_weights[action.stage]
         if action.kind == "F":
-            held[action.pipeline, action.stage] += 1
-        elif action.kind == ("W" if pipeline.split else "B"):
-            held[action.pipeline, action.stage] -= 1
-        total = sum(count * pipelines[name].activation[stage] for (name, stage), count in held.items())
-        profile.append(tidy(total))
+            held[activation] += 1
+        elif action.kind == "B":
+            held[activation] -= 1
+            held[later] += 1
+        else:
+            held[later] -= 1
+        profile.append(tidy(sum(count * size for size, count in held.items())))
     return profile
 
 

@@ -32,7 +32,7 @@ class OperationGraph:
     """Arrays over the n operations of `problem`; -1 stands for none.
 
     node, lane, upstream: int64[n]; downstream: int64[n, 2]; duration, lag (transfer from upstream): float64[n];
-    memory: float64[n], the activation that an F takes; negative where the lane's last kind (B or W) releases it.
+    memory: float64[n], what an operation takes when it starts; negative: what it gives back when it ends.
     """
 
     problem: FusionProblem
@@ -61,6 +61,12 @@ def kinds_of(pipeline: Pipeline) -> tuple[Kind, ...]:
     return (Kind.F, Kind.B, Kind.W) if pipeline.split else (Kind.F, Kind.B)
 
 
+def memory_of(pipeline: Pipeline, kind: Kind, stage: int) -> float:
+    """What a computing action takes when it starts; negative: what it gives back when it ends."""
+    activation, later = pipeline.activation[stage], pipeline.held_for_weights[stage]
+    return {Kind.F: activation, Kind.B: later - activation, Kind.W: -later}[kind]
+
+
 def build_graph(problem: FusionProblem) -> OperationGraph:
     """Number every operation of `problem` and connect it to what it depends on."""
     lanes = _lanes(problem)
@@ -75,10 +81,7 @@ def build_graph(problem: FusionProblem) -> OperationGraph:
         actions += [Action(pipeline.name, lane.stage, lane.kind, m) for m in range(lane.microbatches)]
         node[mine], lane_of[mine] = lane.node, number
         duration[mine] = _times(pipeline, lane.kind)[lane.stage]
-        if lane.kind is Kind.F:
-            memory[mine] = pipeline.activation[lane.stage]
-        elif lane.kind is kinds_of(pipeline)[-1]:
-            memory[mine] = -pipeline.activation[lane.stage]
+        memory[mine] = memory_of(pipeline, lane.kind, lane.stage)
         source = _source(pipeline, lane.stage, lane.kind)
         if source is not None:
             upstream[mine] = np.arange(lane.microbatches) + first[(lane.pipeline, *source)]

@@ -23,7 +23,8 @@ from rlhfuse.schedule.ir.ranks import ModelShare, fused_shape
 
 Number = int | float
 _NAME = re.compile(r"[^\s:<>]+")
-_PER_STAGE = ("forward", "backward", "activation", "weight_gradient")
+_PER_STAGE = ("forward", "backward", "activation", "weight_gradient", "weight_activation")
+_MEMORY = ("activation", "weight_activation")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Pipeline:
 
     `activation` is held from the start of a micro-batch's forward on a stage to the end of its backward. With
     `weight_gradient` the backward is split: `backward` is then the input gradient, the weight gradient W follows it,
-    and the activation is held until W has run. Raises InputError on lengths that differ and numbers out of range.
+    and from the end of the one to the end of the other `weight_activation` is held (None: the activation). Where that
+    is more, B takes it when it starts. Raises InputError on lengths that differ and numbers out of range.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Pipeline:
     backward: tuple[Number, ...]
     activation: tuple[Number, ...]
     weight_gradient: tuple[Number, ...] | None = None
+    weight_activation: tuple[Number, ...] | None = None
 
     def __post_init__(self) -> None:
         where = f"pipeline {self.name!r}"
@@ -53,6 +56,8 @@ class Pipeline:
             raise InputError(f"{where}: placement is empty; list the node of each stage")
         if self.microbatches < 1:
             raise InputError(f"{where}: microbatches is {self.microbatches}; at least 1 is needed")
+        if self.weight_activation is not None and not self.split:
+            raise InputError(f"{where}: weight_activation is held for W; give weight_gradient as well, or neither")
         for key in _PER_STAGE:
             values = getattr(self, key)
             if values is None:
@@ -60,7 +65,7 @@ class Pipeline:
             if len(values) != self.stages:
                 raise InputError(f"{where}: {key} has {len(values)} entries for {self.stages} stages; give one each")
             for value in values:
-                _check_number(f"{where}: {key}", value, positive=key != "activation")
+                _check_number(f"{where}: {key}", value, positive=key not in _MEMORY)
 
     @property
     def stages(self) -> int:
@@ -70,6 +75,13 @@ class Pipeline:
     def split(self) -> bool:
         """Whether the weight gradient is an action of its own."""
         return self.weight_gradient is not None
+
+    @property
+    def held_for_weights(self) -> tuple[Number, ...]:
+        """Memory of a micro-batch on each stage from the end of B to the end of W."""
+        if not self.split:
+            return (0,) * self.stages
+        return self.activation if self.weight_activation is None else self.weight_activation
 
 
 @dataclass(frozen=True)
@@ -170,6 +182,7 @@ class _PipelineJson(JsonModel):
     backward: list[JsonNumber]
     activation: list[JsonNumber]
     weight_gradient: list[JsonNumber] | None = None
+    weight_activation: list[JsonNumber] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -222,13 +235,14 @@ def _as_list(value: Any) -> Any:
 class StageCosts:
     """What one micro-batch costs on each real pipeline stage of a model: times in one unit, activation in another.
 
-    With `weight_gradient` the backward is split.
+    With `weight_gradient` the backward is split, and `weight_activation` is held between its parts (None: activation).
     """
 
     forward: tuple[Number, ...]
     backward: tuple[Number, ...]
     activation: tuple[Number, ...]
     weight_gradient: tuple[Number, ...] | None = None
+    weight_activation: tuple[Number, ...] | None = None
 
 
 def fused_problem(
@@ -294,6 +308,7 @@ def _pipelines(share: ModelShare, microbatches: int, costs: StageCosts) -> tuple
         "backward": merged("backward", sum),
         "activation": merged("activation", max),
         "weight_gradient": None if costs.weight_gradient is None else merged("weight_gradient", sum),
+        "weight_activation": None if costs.weight_activation is None else merged("weight_activation", max),
     }
     return tuple(
         Pipeline(name=name, model=share.model, placement=share.placement(k), microbatches=microbatches, **stages)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from rlhfuse.base.errors import ScheduleError
 from rlhfuse.schedule.ir.action import COMPUTE, SENDS, Action, Kind
 from rlhfuse.schedule.ir.evaluate import loosen, tidy
-from rlhfuse.schedule.ir.graph import kinds_of
+from rlhfuse.schedule.ir.problem import Number
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.expected_instructions import Event, Expected, expected_instructions
@@ -153,21 +153,26 @@ def _check_row(programs: Programs, rank: int, actions: Sequence[Action], row: Se
 def _check_memory(
     programs: Programs, rank: int, actions: Sequence[Action], schedule: Schedule, ranks: FusedRanks
 ) -> None:
-    """Activations from a forward to its last backward stay under the cap of the rank's node."""
+    """Activations from F to B, and what W needs of them from B to W, stay under the cap of the rank's node."""
     cap = schedule.problem.node_cap(ranks.node_of(rank))
     if cap == math.inf:
         return
     pipelines = {pipeline.name: pipeline for pipeline in schedule.problem.pipelines}
-    held: Counter[tuple[str, int]] = Counter()
+    held: Counter[Number] = Counter()  # size -> how many
     for position, action in enumerate(actions):
         if action.kind not in COMPUTE:
             continue
         pipeline, merged = pipelines[action.pipeline], action.stage // ranks.merge(action.pipeline)
-        if action.kind is not Kind.F:
-            held[action.pipeline, merged] -= action.kind is kinds_of(pipeline)[-1]
-            continue
-        held[action.pipeline, merged] += 1
-        total = tidy(sum(count * pipelines[name].activation[stage] for (name, stage), count in held.items()))
+        activation = pipeline.activation[merged]
+        for_weights = activation if pipeline.weight_activation is None else pipeline.weight_activation[merged]
+        if action.kind is Kind.F:
+            held[activation] += 1
+        elif action.kind is Kind.W:
+            held[for_weights] -= 1
+        else:
+            held[activation] -= 1
+            held[for_weights] += pipeline.split
+        total = tidy(sum(count * size for size, count in held.items()))
         if total > loosen(cap):
             raise _error(programs, rank, position, f"brings the activations to {total:g}, over the memory cap {cap:g}")
 

@@ -60,15 +60,15 @@ def one_at_a_time(problem: FusionProblem) -> Schedule:
 def min_memory(problem: FusionProblem) -> tuple[Number, ...]:
     """Activation memory of each node without which no schedule exists, and with which `one_at_a_time` does.
 
-    Before a pipeline's last stage runs the backward of a micro-batch all its stages hold it, so a node needs the
-    largest sum, over pipelines, of the activations of the stages that it has of the pipeline.
+    When a stage runs the backward of a micro-batch all stages before it hold the activation, and the stage itself holds
+    that or what W needs of it. A node needs the largest such sum, over all stages that it has of a pipeline.
     """
     needed = [0.0] * problem.nodes
     for pipeline in problem.pipelines:
         held = [0.0] * problem.nodes
-        for node, activation in zip(pipeline.placement, pipeline.activation):
+        for node, activation, later in zip(pipeline.placement, pipeline.activation, pipeline.held_for_weights):
+            needed[node] = max(needed[node], held[node] + max(activation, later))
             held[node] += activation
-        needed = [max(pair) for pair in zip(needed, held)]
     return tuple(tidy(value) for value in needed)
 
 

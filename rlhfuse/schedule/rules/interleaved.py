@@ -53,13 +53,17 @@ def _cut(pipeline: Pipeline, chunks: int) -> Pipeline:
     def divided(values: tuple[Number, ...]) -> tuple[Number, ...]:
         return tuple(tidy(value / chunks) for value in values) * chunks
 
+    def divided_if_given(values: tuple[Number, ...] | None) -> tuple[Number, ...] | None:
+        return None if values is None else divided(values)
+
     return replace(
         pipeline,
         placement=pipeline.placement * chunks,
         forward=divided(pipeline.forward),
         backward=divided(pipeline.backward),
         activation=divided(pipeline.activation),
-        weight_gradient=None if pipeline.weight_gradient is None else divided(pipeline.weight_gradient),
+        weight_gradient=divided_if_given(pipeline.weight_gradient),
+        weight_activation=divided_if_given(pipeline.weight_activation),
     )
 
 

@@ -18,7 +18,7 @@ from rlhfuse.schedule.bounds.window_rules import edge_finding, least_makespan
 from rlhfuse.schedule.io import schedule_dict
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
-from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
+from rlhfuse.schedule.rules.builders import greedy, min_memory, serial_1f1b
 from rlhfuse.schedule.search.search import SearchSettings, search
 
 EDGE = 1e-9
@@ -62,6 +62,8 @@ def any_problem(rng):
         weight = quarters(stages, 1, 3) if rng.random() < 0.2 else None
         times = quarters(stages, 1, 5), quarters(stages, 1, 5), quarters(stages, 1, 4)
         pipelines.append(Pipeline(f"p{p}", f"m{p % 2}", tuple(placement), rng.randint(1, 4), *times, weight))
+        if weight and rng.random() < 0.6:
+            pipelines[p] = replace(pipelines[p], weight_activation=quarters(stages, 0, 5))
     return FusionProblem(nodes, tuple(pipelines), transfer=rng.choice([0, 0, 1, 0.25]))
 
 
@@ -71,11 +73,7 @@ def operations(problem):
 
 def needed(problem):
     """The least cap under which a schedule exists: the fullest node of one micro-batch by itself."""
-    return max(
-        sum(a for at, a in zip(p.placement, p.activation) if at == node)
-        for p in problem.pipelines
-        for node in p.placement
-    )
+    return max(min_memory(problem))
 
 
 def test_bounds_and_claims_against_exact_optima():
@@ -116,6 +114,42 @@ def count(seen, asked, bound, optimum, seed):
         assert bound <= optimum.value * (1 + EDGE), f"{asked} of small_problem({seed}): {bound} > {optimum.value}"
         seen[asked] += 1
         seen[f"{asked} bound met"] += bound >= optimum.value * (1 - EDGE)
+
+
+def test_bounds_of_split_backwards_against_exact_optima():
+    """What is held from B to W less, as much or more than before: no bound passes the optimum, most meet it."""
+    pytest.importorskip("ortools", reason="ortools is not installed: pip install 'rlhfuse[exact]'")
+    import exact
+
+    seen = Counter()
+    for seed in range(PROBLEMS):
+        problem, rng = split_problem(seed), random.Random(seed)
+        fastest = exact.least_makespan(problem, work=WORK)
+        if not fastest.proved:
+            continue
+        within = math.floor(4 * fastest.value * rng.choice([1, 1, 1.1, 1.3])) / 4
+        count(seen, "memory", memory_bound(problem, within), exact.least_memory(problem, within, work=WORK), seed)
+        capped = replace(problem, memory_cap=needed(problem) + rng.choice([0, 0.5, 1]))
+        count(seen, "capped latency", latency_bound(capped), exact.least_makespan(capped, work=WORK), seed)
+        below = replace(problem, memory_cap=needed(problem) - 0.25)
+        assert exact.least_makespan(below, work=WORK).value is None, seed
+    print(f"\nsplit: {dict(seen)}")
+    for asked in ("memory", "capped latency"):
+        assert seen[asked] >= 30 and seen[f"{asked} bound met"] > seen[asked] / 2
+
+
+def split_problem(seed):
+    """At most 30 operations in split pipelines, some of which visit a node twice."""
+    rng, problem = random.Random(1000 + seed), None
+    while problem is None or not 8 <= operations(problem) <= 30:
+        problem = any_problem(rng)
+        pipelines = []
+        for p in problem.pipelines:
+            weight = tuple(rng.randint(1, 3) for _ in p.placement)
+            held = tuple(rng.randint(0, 16) / 4 for _ in p.placement) if rng.random() < 0.7 else None
+            pipelines.append(replace(p, weight_gradient=weight, weight_activation=held))
+        problem = replace(problem, pipelines=tuple(pipelines))
+    return problem
 
 
 def test_bounds_never_pass_what_a_builder_made():

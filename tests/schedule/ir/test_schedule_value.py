@@ -12,11 +12,13 @@ from rlhfuse.base.errors import InputError, ScheduleError
 from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
 from rlhfuse.schedule.io import load_schedule, save_schedule
 from rlhfuse.schedule.ir.action import Action, Kind
-from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.ir.evaluate import evaluate, memory_profile
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import (
     greedy,
+    min_memory,
+    one_at_a_time,
     serial_1f1b,
     serial_makespan,
     serial_peak_memory,
@@ -129,6 +131,7 @@ def test_contract_problem_reads_and_writes_back():
                 "backward": 1,
                 "activation": 0,
                 "weight_gradient": 1,
+                "weight_activation": [0.5, 0],
             },
         ],
     }
@@ -169,6 +172,9 @@ def test_bad_problems_name_the_place(change, message):
         ({"backward": float("nan")}, r"backward\[0\] is NaN"),
         ({"activation": -1}, "activation is -1"),
         ({"activation": None}, "activation is null"),
+        ({"weight_activation": 1}, "weight_activation is held for W; give weight_gradient as well"),
+        ({"weight_gradient": 1, "weight_activation": -1}, "weight_activation is -1"),
+        ({"weight_gradient": 1, "weight_activation": [1]}, "weight_activation has 1 entries for 2 stages"),
         ({"name": "critic"}, "name 'critic' is used 2 times"),
         ({"name": "a b"}, "without spaces"),
         ({"colour": 1}, "unknown key 'colour'"),
@@ -256,6 +262,58 @@ def test_builders_on_random_problems(seed):
         assert max(peaks) >= memory_bound(problem, makespan) * (1 - 1e-9)
         assert Schedule.parse(problem, schedule.text()) == schedule
     assert FusionProblem.from_dict(json.loads(json.dumps(problem.to_dict()))) == problem
+
+
+def held_at(pipeline, stage, at, times):
+    """What one micro-batch holds on a stage at a moment, from the times of its tasks alone."""
+    activation = pipeline.activation[stage]
+    later = activation if pipeline.weight_activation is None else pipeline.weight_activation[stage]
+    (begin, _), (back, backed) = times["F"], times["B"]
+    if at < begin:
+        return 0
+    if at < back:
+        return activation
+    if at < backed:
+        return max(activation, later) if pipeline.split else activation
+    return later if pipeline.split and at < times["W"][1] else 0
+
+
+def test_peaks_are_those_of_the_clock():
+    """Memory summed over all micro-batches at the start of every task, split backwards with their own part included."""
+    more = less = 0
+    for seed in range(300):
+        problem = random_problem(seed)
+        schedule = (greedy, capped_greedy, one_at_a_time)[seed % 3](problem)
+        timeline = evaluate(schedule)
+        for node, order in enumerate(schedule.orders):
+            times = {}
+            for action, start, end in zip(order, timeline.starts[node], timeline.ends[node]):
+                key = action.pipeline, action.stage, action.microbatch
+                times.setdefault(key, {})[action.kind.value] = start, end
+            peak = max(
+                (
+                    sum(held_at(problem.pipeline(name), stage, at, own) for (name, stage, _), own in times.items())
+                    for at in timeline.starts[node]
+                ),
+                default=0,
+            )
+            assert timeline.node_peak_memory[node] == pytest.approx(peak), f"seed {seed}, node {node}"
+        if seed % 3 == 2:
+            assert timeline.node_peak_memory == pytest.approx(min_memory(problem)), f"seed {seed}"
+        pairs = [(a, w) for p in problem.pipelines for a, w in zip(p.activation, p.weight_activation or ())]
+        more, less = more + any(w > a for a, w in pairs), less + any(w < a for a, w in pairs)
+    assert min(more, less) > 50
+
+
+def test_whole_activations_are_multiplied():
+    """Eight times 1.95 is 15.6, B or no B between."""
+    split = Pipeline("a", "a", (0,), 8, (1,), (1,), (1.95,), (1,))
+    last = [Action("a", 0, Kind.W, m) for m in range(8)]
+    orders = [[Action("a", 0, kind, m) for kind in (Kind.F, Kind.B) for m in range(8)] + last]
+    for held, peak in ((None, 15.6), ((1.95,), 15.6), ((0.65,), 15.6), ((2.05,), 16.4)):
+        problem = FusionProblem(1, (replace(split, weight_activation=held),))
+        profile = memory_profile(Schedule(problem, tuple(map(tuple, orders))), 0)
+        assert max(profile) == peak and profile[-1] == 0
 
 
 def test_kinds_are_text():

@@ -1,5 +1,6 @@
 """Lowered programs: text, rank maps, where everything stands, and what is refused before a step."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -60,6 +61,13 @@ def test_four_ranks_match_the_design():
     assert ranks.dp_groups("actor") == (((0,),), ((1,),), ((2,),), ((3,),))
     assert [ranks.locate("critic", r) for r in range(4)] == [(0, 1, 0), (0, 0, 0), (1, 1, 0), (1, 0, 0)]
     assert [ranks.pipeline_of("critic", r) for r in range(4)] == ["critic.0", "critic.0", "critic.1", "critic.1"]
+
+
+def test_merged_stages_hold_what_their_fullest_part_holds():
+    layouts = both("d1t2p2", "d1t1p4")
+    costs_of = StageCosts((1, 2, 3, 4), (1,) * 4, (4, 3, 2, 1), (1, 2, 1, 2), (0, 5, 1, 1))
+    _, critic = fused_problem(layouts, 2, {"actor": costs(layouts["actor"], 1), "critic": costs_of}).pipelines
+    assert critic.activation == (4, 2) and critic.weight_gradient == (3, 3) and critic.weight_activation == (5, 1)
 
 
 def test_merged_stages_sit_on_the_nodes_ranks():
@@ -331,6 +339,27 @@ def test_the_memory_cap_is_held_against_the_program_itself(actor, critic, m1):
         tight = replace(schedule, problem=replace(problem, memory_cap=peak * 0.99))
         with pytest.raises(ScheduleError, match=r"rank \d+, position \d+: \S+F\d+ brings the activations to"):
             verify(lower(tight, ranks), tight, ranks)
+
+
+def test_the_memory_cap_is_held_against_what_weight_gradients_keep():
+    """It keeps less than the forward, as much or more: the program is held to the schedule's peak."""
+    whole, ranks = pair("d1t1p4", "d2t1p2", 2)
+    peaks, blamed = set(), set()
+    for kept in (0.25, None, 3):
+        split = [
+            replace(p, weight_gradient=p.forward, weight_activation=None if kept is None else (kept,) * p.stages)
+            for p in whole.pipelines
+        ]
+        schedule = greedy(replace(whole, pipelines=tuple(split)))
+        peak = evaluate(schedule).peak_memory
+        exact = replace(schedule, problem=replace(schedule.problem, memory_cap=peak))
+        verify(lower(exact, ranks), exact, ranks)
+        tight = replace(schedule, problem=replace(schedule.problem, memory_cap=peak * 0.99))
+        with pytest.raises(ScheduleError, match=r"rank \d+, position \d+: \S+[FB]\d+ brings the activations") as error:
+            verify(lower(tight, ranks), tight, ranks)
+        peaks.add(peak)
+        blamed.add(re.search(r"\d([FB])\d+ brings", str(error.value))[1])
+    assert len(peaks) > 1 and blamed == {"F", "B"}
 
 
 @pytest.mark.parametrize("text", ["", "programs 12", "rank 0: actor:0F0", f"programs {'0' * 64}\nlayout actor"])
