@@ -21,6 +21,7 @@ from rlhfuse.models.attention import SequenceBorders
 from rlhfuse.models.heads import LanguageOutput
 from rlhfuse.models.operations import operations_for
 from rlhfuse.parallel.device import current_device_is_cpu
+from rlhfuse.parallel.weight_gradients import DeferredProducts, KeptProduct, add_products
 
 LossFunction = Callable[[Any, int], Tensor]  # (last stage's output, micro-batch) -> scalar loss
 
@@ -107,7 +108,7 @@ class PipelineStage:
         config = self._core.config
         self.shards: int = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._hidden: int = config.hidden_size
-        self._asks_for_cuda = self.shards > 1 and not next(model.parameters()).is_cuda
+        self._on_cpu = not next(model.parameters()).is_cuda
 
     def hidden_shape(self, batch: PackedTokens) -> tuple[int, int, int]:
         """Of the hidden state of `batch` between two stages, and of its gradient, on one rank."""
@@ -115,7 +116,7 @@ class PipelineStage:
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """To be open while this stage runs, forward or backward."""
-        return current_device_is_cpu() if self._asks_for_cuda else contextlib.nullcontext()
+        return current_device_is_cpu() if self._on_cpu else contextlib.nullcontext()
 
     def forward(self, batch: PackedTokens, hidden_T1H: Tensor | None) -> Any:
         """Run this stage. `hidden_T1H` is the stage before's output, None on the first stage."""
@@ -144,12 +145,29 @@ class PipelineStage:
 
 
 class TrainingStage:
-    """A stage that trains: keeps a micro-batch's input and output from its forward to its backward."""
+    """A stage that trains: keeps a micro-batch's input and output from its forward to its backward.
+
+    A split backward leaves the weights of linear layers to `backward_weight`, and keeps for it what these need.
+    """
 
     def __init__(self, stage: PipelineStage) -> None:
         self.stage = stage
         self.peak_live = 0  # most micro-batches kept at once, which the schedule predicts
         self._kept: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self._products: DeferredProducts | None = None
+        self._deferred: dict[int, list[KeptProduct]] = {}
+
+    @property
+    def splits(self) -> bool:
+        """Whether backwards are split."""
+        return self._products is not None and self._products.on
+
+    def split_backward(self, split: bool) -> None:
+        """Split the backwards of coming forwards, or do not. Raises InputError where the layers cannot."""
+        if split and self._products is None:
+            self._products = DeferredProducts(self.stage.model)
+        if self._products is not None:
+            self._products.on = split
 
     def forward(
         self, microbatch: int, batch: PackedTokens, hidden_T1H: Tensor | None, loss: LossFunction
@@ -161,7 +179,7 @@ class TrainingStage:
         if self.stage.last:
             out = loss(out, microbatch)
         self._kept[microbatch] = (hidden_T1H, out)
-        self.peak_live = max(self.peak_live, len(self._kept))
+        self.peak_live = max(self.peak_live, len(self._kept) + len(self._deferred))
         return None if self.stage.last else out.detach()
 
     def backward(self, microbatch: int, gradient_T1H: Tensor | None) -> Tensor | None:
@@ -169,4 +187,11 @@ class TrainingStage:
         hidden, out = self._kept.pop(microbatch)
         with self.stage.running():
             torch.autograd.backward(out, grad_tensors=gradient_T1H)
+        if self._products is not None and self._products.on:
+            self._deferred[microbatch] = self._products.take()
         return None if hidden is None else hidden.grad
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The rest of a split backward."""
+        with self.stage.running():
+            add_products(self._deferred.pop(microbatch))

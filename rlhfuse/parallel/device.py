@@ -107,7 +107,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def current_device_is_cpu() -> Iterator[None]:
-    """Answer `torch.cuda.current_device` with the CPU: all that sequence parallelism asks while a model runs."""
+    """Answer `torch.cuda.current_device` with the CPU: all that Megatron's layers ask while a model runs."""
     saved = torch.cuda.current_device
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
     try:

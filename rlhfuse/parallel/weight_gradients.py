@@ -1,14 +1,22 @@
-"""Weight gradients of linear layers, added to the float32 gradient by the product that computes them.
+"""Weight gradients of linear layers: added to the float32 gradient by their products, or computed later.
 
-Megatron's backward leaves this to Apex's extension. Where that is not installed, torch's product with a float32 sum
-stands in its place. Otherwise a gradient is written in 16 bits, read and added: 10 bytes a weight and micro-batch.
+Megatron's backward leaves the first to Apex's extension. Where that is not installed, torch's product with a float32
+sum stands in its place. Otherwise a gradient is written in 16 bits, read and added: 10 bytes a weight and micro-batch.
 """
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any, NamedTuple
+
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
+
+from rlhfuse.base.errors import InputError
+
+LINEAR = layers.ColumnParallelLinear | layers.RowParallelLinear
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -37,5 +45,83 @@ def fuse_accumulation(model: torch.nn.Module) -> None:
     if not layers._grad_accum_fusion_available:
         layers.fused_weight_gradient_mlp_cuda = TorchProducts
     for part in model.modules():
-        if isinstance(part, layers.ColumnParallelLinear | layers.RowParallelLinear):
+        if isinstance(part, LINEAR):
             part.gradient_accumulation_fusion = True
+
+
+class KeptProduct(NamedTuple):
+    """What the weight gradient of a layer is made of."""
+
+    layer: Any
+    x: Tensor  # [T, 1, K] its input; under sequence parallelism of a layer cut by rows [T/tp, 1, K]
+    gradient: Tensor  # [T, 1, N] of its output
+
+
+class DeferredProducts:
+    """Puts off the weight gradients of a model's linear layers: while `on`, their backwards leave them in `kept`.
+
+    Megatron's layers can do so with the output layer's, by a buffer for gradients of outputs; all of them get one here.
+    Norms, biases, embeddings and heads are small, or made in one go with their input's gradient, and not put off.
+    Cutting autograd's graph, as torch's pipelines do, would run both products of a layer and keep the whole graph.
+    Raises InputError where the layers are not Megatron's.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.on = False
+        self.kept: list[KeptProduct] = []
+        parts: list[Any] = [part for part in model.modules() if isinstance(part, LINEAR)]
+        if not parts:
+            raise InputError("a split backward needs Megatron's linear layers; set trainer.transformer_impl=local")
+        for part in parts:
+            part._forward_impl = partial(self._forward, part)
+
+    def _forward(self, layer: Any, input: Tensor, weight: Tensor, **settings: Any) -> Tensor:
+        """Megatron's arguments."""
+        if self.on:
+            kept = _OutputGradient(self.kept, layer, input)
+            settings |= dict(gradient_accumulation_fusion=True, grad_output_buffer=kept, wgrad_deferral_limit=0)
+        return type(layer)._forward_impl(layer, input, weight, **settings)
+
+    def take(self) -> list[KeptProduct]:
+        """What the last backward kept."""
+        kept, self.kept[:] = self.kept[:], ()
+        return kept
+
+
+class _OutputGradient:
+    """The buffer of one layer and micro-batch, which Megatron appends to."""
+
+    def __init__(self, kept: list[KeptProduct], layer: Any, x: Tensor) -> None:
+        self._kept, self._layer, self._x = kept, layer, x.detach()
+
+    def append(self, gradient: Tensor) -> None:
+        self._kept.append(KeptProduct(self._layer, self._x, gradient))
+
+
+@torch.no_grad()
+def add_products(kept: list[KeptProduct]) -> None:
+    """Add the weight gradients to `main_grad`, as the layers' own backward does, and let go of what they are made of.
+
+    Under sequence parallelism the input of the next product is gathered meanwhile.
+    """
+    gathered = _start_gather(kept[0]) if kept else None
+    while kept:
+        layer, x, gradient = kept.pop(0)
+        if gathered is not None:
+            work, x = gathered
+            work.wait()
+        gathered = _start_gather(kept[0]) if kept else None
+        gradient, x = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+        if layer.gradient_accumulation_fusion:
+            layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(x, gradient, layer.weight.main_grad)
+        else:
+            layer.weight.main_grad.add_(gradient.t().matmul(x))
+
+
+def _start_gather(product: KeptProduct) -> tuple[Any, Tensor] | None:
+    """The input's parts of all tensor ranks, where the layer takes them together."""
+    layer, x = product.layer, product.x
+    if not (isinstance(layer, layers.ColumnParallelLinear) and layer.sequence_parallel):
+        return None
+    whole = x.new_empty(x.shape[0] * dist.get_world_size(layer.tp_group), *x.shape[1:])
+    return dist.all_gather_into_tensor(whole, x.contiguous(), group=layer.tp_group, async_op=True), whole

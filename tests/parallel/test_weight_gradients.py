@@ -8,8 +8,9 @@ from gloo import Workers
 from stages import VOCAB, load, packed_for, ranks_of
 from tiny import write_checkpoint
 
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import OptimizerConfig
-from rlhfuse.parallel.weight_gradients import add_product
+from rlhfuse.parallel.weight_gradients import DeferredProducts, add_product
 
 LINEAR = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
@@ -33,8 +34,13 @@ def rows(count: int) -> list[list[list[int]]]:
     return [[draw(5 + number), draw(9)] for number in range(count)]
 
 
-def gradients(rank: int, folder, layout: str, dtype, fused: bool, apart: bool, parallel: bool, recompute: bool) -> dict:
-    """Weight -> (its main_grad after three micro-batches, whether its product added it). `apart`: summed here."""
+def gradients(
+    rank: int, folder, layout: str, dtype, fused: bool, apart: bool, parallel: bool, recompute: bool, late: int = 0
+) -> dict:
+    """Weight -> (its main_grad after three micro-batches, whether its product added it). `apart`: summed here.
+
+    With `late` backwards are split, and the weights' part follows so many micro-batches later.
+    """
     from rlhfuse.models.build import Activations
     from rlhfuse.parallel.device import choose_device, current_device_is_cpu
     from rlhfuse.parallel.groups import GroupMaker, ModelGrid
@@ -50,15 +56,21 @@ def gradients(rank: int, folder, layout: str, dtype, fused: bool, apart: bool, p
     named = dict(built.optimizer.module.module.named_parameters())
     sums = {name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in named.items()}
     built.optimizer.zero_grad()
+    stage = built.stages[0]
+    stage.split_backward(late > 0)
     for number, batch in enumerate(packed_for(built, rows(3))):
         with current_device_is_cpu():
-            built.stages[0].forward(number, batch, None, lambda values, _: values.float().square().sum())
-            built.stages[0].backward(number, None)
+            stage.forward(number, batch, None, lambda values, _: values.float().square().sum())
+            stage.backward(number, None)
+        if 0 < late <= number:
+            stage.backward_weight(number - late)
         if apart:
             for name, weight in named.items():
                 sums[name] += weight.main_grad
             added = {name: weight.grad_added_to_main_grad for name, weight in named.items()}
             built.optimizer.zero_grad()
+    for number in range(3 - late, 3):
+        stage.backward_weight(number)
     if not apart:
         sums = {name: weight.main_grad.clone() for name, weight in named.items()}
         added = {name: weight.grad_added_to_main_grad for name, weight in named.items()}
@@ -93,6 +105,21 @@ def test_products_add_what_was_added_after_them(workers, folder, layout, dtype, 
             in_turn = apart[rank][name][0]  # micro-batch by micro-batch: float32 sums of the same numbers
             assert (found - in_turn).abs().max() <= 1e-6 * in_turn.abs().max(), name
     assert sum(added for _, added in fused[0].values()) == 8
+
+
+@pytest.mark.parametrize("layout, parallel, recompute", [("d2t1p1", False, True), ("d1t2p1", True, False)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_that_are_put_off_have_the_same_bits(workers, folder, dtype, layout, parallel, recompute):
+    for fused in (False, True):
+        ways = folder, layout, dtype, fused, False, parallel, recompute
+        for whole, split in zip(workers.run(gradients, *ways), workers.run(gradients, *ways, 2)):
+            for name, (expected, _) in whole.items():
+                assert torch.equal(split[name][0], expected) and expected.any(), (name, fused)
+
+
+def test_other_layers_are_refused():
+    with pytest.raises(InputError, match="trainer.transformer_impl=local"):
+        DeferredProducts(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

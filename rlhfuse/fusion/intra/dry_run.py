@@ -25,6 +25,8 @@ def dry_run(pipelines: Iterable[tuple[PipelineParts, PipelineWork]], device: tor
             hidden = None if stage.stage.first else torch.zeros(shape, dtype=parts.dtype, device=device)
             out = stage.forward(0, batch, hidden, work.loss)
             stage.backward(0, None if out is None else torch.zeros_like(out))
+            if stage.splits:
+                stage.backward_weight(0)
         parts.optimizer.zero_grad()
         parts.optimizer.dry_step()
         parts.optimizer.zero_grad()

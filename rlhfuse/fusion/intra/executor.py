@@ -90,6 +90,7 @@ class ProgramExecutor:
         self.progress = progress
         by_action = {instruction.action: instruction for instruction in program.instructions}
         self._slots = None if channels.ahead else receive_slots(program)
+        self.split_backwards()
         self.steps = [self._prepare(n, instruction, by_action) for n, instruction in enumerate(program.instructions)]
         self.sends = [step for step in self.steps if step.action.kind in SENDS]
         self.receives: dict[int, list[PreparedInstruction]] = {}
@@ -108,7 +109,15 @@ class ProgramExecutor:
 
         Raises RuntimeError with the program around the failing instruction when one raises.
         """
+        self.split_backwards()
         return ProgramRun(self, work).execute()
+
+    def split_backwards(self) -> None:
+        """Let the stages split the backwards that the program splits, and no others."""
+        split = {one.action.pipeline for one in self.program.instructions if one.action.kind is Kind.W}
+        for name, parts in self.pipelines.items():
+            for stage in parts.stages.values():
+                stage.split_backward(name in split)
 
     def _prepare(
         self, index: int, instruction: Instruction, by_action: Mapping[Action, Instruction]
@@ -116,8 +125,6 @@ class ProgramExecutor:
         action = instruction.action
         pipeline, number, kind, _ = action
         microbatch = -1 if action.microbatch is None else action.microbatch
-        if kind not in _RUN:
-            raise InputError(f"{instruction}: split weight gradients cannot be executed; schedule whole backwards")
         parts = self.pipelines.get(pipeline)
         if parts is None or number not in parts.stages:
             held = ", ".join(f"{name}:{sorted(part.stages)}" for name, part in self.pipelines.items()) or "none"
@@ -150,7 +157,7 @@ class ProgramExecutor:
 class ProgramRun:
     """One execution of a program:
 
-    F B       compute on a stage, waiting for the input only here
+    F B W     compute on a stage, waiting for the input only here
     SF SB     start a send; its buffer belongs to the transfer until the end of the step
     RF RB     hand on a receive that was posted up to `Channels.ahead` receives ago, and post the next one; where none
               is posted ahead, post it here, into a ring
@@ -240,6 +247,12 @@ class ProgramRun:
         if out is not None:
             self._outputs[step.target] = out
             self._check(step, out)
+        self._live -= not step.stage.splits
+        self._computed(step, start, mark)
+
+    def add_weight_gradients(self, step: PreparedInstruction) -> None:
+        start, mark = clock(), self._stopwatch.mark()
+        step.stage.backward_weight(step.microbatch)
         self._live -= 1
         self._computed(step, start, mark)
 
@@ -300,6 +313,13 @@ class ProgramRun:
 
     def backward_in_ring(self, step: PreparedInstruction) -> None:
         self.backward(step)
+        self._free(step)
+
+    def add_weight_gradients_in_ring(self, step: PreparedInstruction) -> None:
+        self.add_weight_gradients(step)
+        self._free(step)
+
+    def _free(self, step: PreparedInstruction) -> None:
         for sender, slot in step.frees:
             self._channels.rings[sender].free(slot)
 
@@ -349,6 +369,7 @@ class ProgramRun:
 _RUN = {
     Kind.F: ProgramRun.forward,
     Kind.B: ProgramRun.backward,
+    Kind.W: ProgramRun.add_weight_gradients,
     Kind.SF: ProgramRun.send,
     Kind.SB: ProgramRun.send,
     Kind.RF: ProgramRun.receive,
@@ -359,6 +380,7 @@ _RUN = {
 }
 _RUN_IN_RINGS = _RUN | {
     Kind.B: ProgramRun.backward_in_ring,
+    Kind.W: ProgramRun.add_weight_gradients_in_ring,
     Kind.RF: ProgramRun.receive_in_ring,
     Kind.RB: ProgramRun.receive_in_ring,
 }

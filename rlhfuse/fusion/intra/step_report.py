@@ -19,7 +19,7 @@ from rlhfuse.schedule.ir.action import Action, Kind
 
 @dataclass(frozen=True)
 class ActionSpan:
-    """When an instruction that computes (F, B, TE, RG, ST) ran, in `time.perf_counter` seconds, waits left out."""
+    """When an instruction that computes (F, B, W, TE, RG, ST) ran, in `time.perf_counter` seconds, waits left out."""
 
     action: Action
     start_seconds: float

@@ -1,7 +1,8 @@
 """Which buffer of its channel every receive of a program uses, so that the buffers can live as long as the run.
 
-What is received is used for the last time in the last backward of its micro-batch on its stage: a hidden state because
-the forward keeps it, a gradient because that is its only use. Then its buffer may be received into again.
+What is received is used for the last time in a backward of its micro-batch on its stage: a hidden state, which the
+forward keeps, in B; a gradient in B, or in W where that is split off, since the last layer's weights are multiplied
+with it. Then its buffer may be received into again.
 """
 
 from __future__ import annotations
@@ -28,11 +29,7 @@ class ReceiveSlots:
 
 def receive_slots(program: Program) -> ReceiveSlots:
     """The fewest buffers for a program whose receives are posted in their places; the one free for longest is next."""
-    last: dict[tuple, Action] = {}
-    for instruction in program.instructions:
-        action = instruction.action
-        if action.kind in (Kind.B, Kind.W):
-            last[_work(action)] = action
+    split = {i.action.pipeline for i in program.instructions if i.action.kind is Kind.W}
     uses: dict[Action, list[tuple[int, int]]] = {}
     of: dict[Action, int] = {}
     counts: dict[int, int] = {}
@@ -45,11 +42,8 @@ def receive_slots(program: Program) -> ReceiveSlots:
                 unused.append(counts.get(sender, 0))
                 counts[sender] = unused[0] + 1
             of[action] = unused.popleft()
-            uses.setdefault(last[_work(action)], []).append((sender, of[action]))
+            last = Kind.W if action.kind is Kind.RB and action.pipeline in split else Kind.B
+            uses.setdefault(action._replace(kind=last), []).append((sender, of[action]))
         for sender, slot in uses.get(action, ()):
             free[sender].append(slot)
     return ReceiveSlots(of, counts, {action: tuple(slots) for action, slots in uses.items()})
-
-
-def _work(action: Action) -> tuple:
-    return action.pipeline, action.stage, action.microbatch

@@ -56,6 +56,7 @@ def counted(dry_step, calls: list, role: str):
         (("d2t1p2v2", "d2t1p2v2"), {"dtype": "bfloat16"}),
         (("d1t2p2", "d2t2p1"), {"sequence_parallel": True, "recompute": "full"}),
         (("d2t1p2", "d4t1p1"), {"optimizer": "sgd"}),
+        (("d1t2p2", "d1t1p4"), {"split": ("actor", "critic"), "sequence_parallel": True}),
     ],
 )
 def test_no_bit_is_changed(workers, folders, layouts, options):

@@ -8,6 +8,7 @@ weights as whole tensors under Hugging Face names, gradient norms, digests of al
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from program_cases import random_schedule
 from schedule_cases import capped_greedy
 from stages import load
 from tiny import write_checkpoint
@@ -51,6 +53,7 @@ class Case:
     """What is trained. The first model's pipelines run `microbatches` micro-batches each, the others as many in all.
 
     A model whose name begins with "critic" has a scalar head. Unless pipelines `alternate`, all run in one direction.
+    The backwards of the `split` models are split; `seed` is that of a random schedule.
     """
 
     layouts: Mapping[str, str]
@@ -64,6 +67,8 @@ class Case:
     recompute: bool = False
     reduce: str = "early"
     alternate: bool = True
+    split: tuple[str, ...] = ()
+    seed: int = 0
 
     def but(self, **changes: Any) -> Case:
         return replace(self, **changes)
@@ -88,11 +93,18 @@ class Case:
 
     @cached_property
     def problem(self) -> FusionProblem:
-        costs = {m: StageCosts((1,) * p.stages, (2,) * p.stages, (1,) * p.stages) for m, p in self.parsed.items()}
+        costs = {model: self._costs(model, layout.stages) for model, layout in self.parsed.items()}
         return fused_problem(self.parsed, self.microbatches, costs, alternate=self.alternate)
+
+    def _costs(self, model: str, stages: int) -> StageCosts:
+        split = model in self.split
+        weight_gradient = (1,) * stages if split else None
+        return StageCosts((1,) * stages, (1 if split else 2,) * stages, (1,) * stages, weight_gradient)
 
     @cached_property
     def planned(self) -> Schedule:
+        if self.schedule == "random":
+            return random_schedule(self.problem, random.Random(self.seed))
         return BUILDERS[self.schedule](self.problem)
 
     @property

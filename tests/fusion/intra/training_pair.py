@@ -57,12 +57,14 @@ def make_batch(seed: int, samples: int = 20) -> RolloutBatch:
     )
 
 
-def make_schedule(layouts: dict[str, ParallelLayout], kind: str, microbatches: int = 4) -> Schedule:
-    """A schedule of unit forwards and backwards twice as long."""
-    costs = {
-        role: StageCosts((1,) * layout.stages, (2,) * layout.stages, (1,) * layout.stages)
-        for role, layout in layouts.items()
-    }
+def make_schedule(
+    layouts: dict[str, ParallelLayout], kind: str, microbatches: int = 4, split: tuple[str, ...] = ()
+) -> Schedule:
+    """A schedule of unit forwards and backwards twice as long, which are halved in the `split` models."""
+    costs = {}
+    for role, layout in layouts.items():
+        one, two = ((number,) * layout.stages for number in (1, 2))
+        costs[role] = StageCosts(one, one, one, one) if role in split else StageCosts(one, two, one)
     return BUILDERS[kind](fused_problem(layouts, microbatches, costs))
 
 
@@ -131,6 +133,7 @@ def build_pair(
     edit: Callable[[Programs], Programs] = lambda programs: programs,
     sequence_parallel: bool = False,
     recompute: str = "none",
+    split: tuple[str, ...] = (),
 ) -> Pair:
     """Build models and TrainingStep on this rank; a collective."""
     from rlhfuse.fusion.intra.training_step import TrainingStep
@@ -149,7 +152,7 @@ def build_pair(
     ranks = rank_map(layouts)
     specs = {role: ModelSpec.from_config(path) for role, path in folders.items()}
     roles = build_models(config, ModelFolders(folders, specs), ranks, rank, device)
-    schedule = make_schedule(layouts, kind, microbatches)
+    schedule = make_schedule(layouts, kind, microbatches, split)
     models = roles.trained
     tied = frozenset(role for role, model in models.items() if model.spec.tied_embeddings and not model.scalar_head)
     programs = edit(lower(schedule, ranks, tied=tied))
