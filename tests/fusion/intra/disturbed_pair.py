@@ -23,12 +23,14 @@ from rlhfuse.schedule.program.program import Programs
 
 @dataclass(frozen=True)
 class Plan:
-    """Layouts (of actor and critic), kind of schedule, micro-batches of the actor, and what follows from them."""
+    """Layouts (of actor and critic), kind of schedule, micro-batches of the actor, models whose backwards are split,
+    and what follows from them."""
 
     actor: str
     critic: str
     kind: str
     microbatches: int
+    split: tuple[str, ...]
     ranks: FusedRanks
     schedule: Schedule
     programs: Programs
@@ -41,12 +43,13 @@ def plan(
     microbatches: int = 4,
     *,
     tied: bool = False,
+    split: tuple[str, ...] = (),
 ) -> Plan:
     layouts = {"actor": ParallelLayout.parse(actor), "critic": ParallelLayout.parse(critic)}
     ranks = rank_map(layouts)
-    schedule = make_schedule(layouts, kind, microbatches)
+    schedule = make_schedule(layouts, kind, microbatches, split)
     programs = lower(schedule, ranks, tied=frozenset({"actor"} if tied else ()))
-    return Plan(actor, critic, kind, microbatches, ranks, schedule, programs)
+    return Plan(actor, critic, kind, microbatches, split, ranks, schedule, programs)
 
 
 def write_models(base: Path, *, tied: bool = False) -> dict[str, Path]:
@@ -69,7 +72,8 @@ def disturbed(
     progress: Callable[[str], None] = same,
 ) -> Pair:
     """The pair of `plan` on `rank`; a collective. `channels` and `stage` may wrap what they are given."""
-    pair = build_pair(rank, dict(folders), plan.actor, plan.critic, plan.kind, microbatches=plan.microbatches)
+    options = dict(microbatches=plan.microbatches, split=plan.split)
+    pair = build_pair(rank, dict(folders), plan.actor, plan.critic, plan.kind, **options)
     pair.step = new_step(rank, pair, plan.programs, channels=channels, stage=stage, progress=progress)
     return pair
 

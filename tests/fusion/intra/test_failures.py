@@ -154,7 +154,7 @@ def models(tmp_path_factory):
     return write_models(tmp_path_factory.mktemp("models"), tied=True)
 
 
-PLAN = plan(microbatches=2, tied=True)
+PLAN = plan(microbatches=2, tied=True, split=("actor",))
 
 
 def find(kind: Kind, rank: int, nth: int = 0) -> int:
@@ -202,6 +202,7 @@ def check_place(doing: str, rank: int, place: int) -> None:
 FAULTS = {
     "forward": Fault(2, find(Kind.F, 2, 1)),
     "waiting for a gradient": Fault(1, find(Kind.B, 1), waiting=True),
+    "weight gradient": Fault(0, find(Kind.W, 0)),
     "optimizer step": Fault(3, find(Kind.ST, 3)),
 }
 
@@ -223,7 +224,7 @@ def test_a_rank_killed_in_any_instruction(tmp_path, models, rank):
 
 def test_all_kinds_are_among_the_instructions_killed_in():
     kinds = {i.action.kind for program in PLAN.programs.values() for i in program.instructions}
-    assert kinds == {Kind.F, Kind.B, Kind.SF, Kind.RF, Kind.SB, Kind.RB, Kind.TE, Kind.RG, Kind.ST}
+    assert kinds == {Kind.F, Kind.B, Kind.W, Kind.SF, Kind.RF, Kind.SB, Kind.RB, Kind.TE, Kind.RG, Kind.ST}
 
 
 def test_a_rank_that_raises_is_named_with_its_instruction(tmp_path, models):

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from program_cases import random_schedule
+from safetensors.torch import load_file, save_file
 from schedule_cases import capped_greedy
 from stages import load
 from tiny import write_checkpoint
