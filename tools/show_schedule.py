@@ -3,12 +3,14 @@
 python tools/show_schedule.py schedule.json --text --png schedule.png --trace schedule.trace.json
 python tools/show_schedule.py schedule.json --png start.png --nodes 0-7 --from 0 --to 120
 python tools/show_schedule.py schedule.json --programs actor=d1t1p8,critic=d2t1p4
+python tools/show_schedule.py serial.json fused.json split.json --png beside.png
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_bytes, write_text
@@ -26,7 +28,10 @@ from rlhfuse.schedule.search_output import percent_above
 
 def main() -> None:
     arguments = parse_arguments()
-    schedule = load_schedule(arguments.schedule)
+    if len(arguments.schedule) > 1:
+        show_several(arguments)
+        return
+    schedule = load_schedule(arguments.schedule[0])
     timeline = evaluate(schedule)
     first, last = node_range(arguments.nodes, schedule.problem.nodes)
     begin, end = arguments.begin, timeline.makespan if arguments.end is None else arguments.end
@@ -49,9 +54,37 @@ def main() -> None:
             write_text(arguments.trace, chrome_trace(schedule))
 
 
+def show_several(arguments: argparse.Namespace) -> None:
+    """Summaries, and the timelines in one picture. Raises InputError on what is there for one schedule alone."""
+    alone = {
+        "--text": arguments.text,
+        "--programs": arguments.programs,
+        "--trace": arguments.trace,
+        "--nodes": arguments.nodes,
+        "--from": arguments.begin,
+        "--to": arguments.end is not None,
+    }
+    if asked := [name for name, value in alone.items() if value]:
+        raise InputError(f"{asked[0]} is for one schedule, {len(arguments.schedule)} are given")
+    schedules = {Path(file).stem: load_schedule(file) for file in arguments.schedule}
+    if len(schedules) < len(arguments.schedule):
+        raise InputError("schedules are told apart by their files' names; give each a name of its own")
+    for name, schedule in schedules.items():
+        print(f"{name}\n{summary(schedule, evaluate(schedule))}")
+    for path, file_format in ((arguments.png, "png"), (arguments.svg, "svg")):
+        if path:
+            from rlhfuse.schedule.draw import draw_timelines
+
+            write_bytes(path, draw_timelines(schedules, file_format))
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Show a fused-pipeline schedule.")
-    parser.add_argument("schedule", help="schedule.json, made by tools/search_schedule.py")
+    parser.add_argument(
+        "schedule",
+        nargs="+",
+        help="schedule.json, made by tools/search_schedule.py; several are drawn below each other",
+    )
     parser.add_argument("--text", action="store_true", help="print one line per node, tasks in execution order")
     parser.add_argument(
         "--programs",

@@ -120,8 +120,8 @@ def add_products(kept: list[KeptProduct]) -> None:
 
 def _start_gather(product: KeptProduct) -> tuple[Any, Tensor] | None:
     """The input's parts of all tensor ranks, where the layer takes them together."""
-    layer, x = product.layer, product.x
-    if not (isinstance(layer, layers.ColumnParallelLinear) and layer.sequence_parallel):
+    x, group = product.x, product.layer.tp_group
+    if not (isinstance(product.layer, layers.ColumnParallelLinear) and product.layer.sequence_parallel):
         return None
-    whole = x.new_empty(x.shape[0] * dist.get_world_size(layer.tp_group), *x.shape[1:])
-    return dist.all_gather_into_tensor(whole, x.contiguous(), group=layer.tp_group, async_op=True), whole
+    whole = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
+    return dist.all_gather_into_tensor(whole, x.contiguous(), group=group, async_op=True), whole

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,12 +77,43 @@ def draw_schedule(schedule: Schedule, file_format: str, view: View | None = None
     _draw_memory(below, schedule, timeline, view)
     below.set_xlim(view.begin, view.end)
     below.set_ylim(view.last + 0.5, view.first - 0.5)  # node 0 on top
-    step = 1 if rows <= 24 else 4 if rows <= 64 else 8
-    below.set_yticks([node for node in view.nodes if node % step == 0])
     for axes in (above, below):
-        axes.set_ylabel("node")
-        axes.tick_params(labelsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
+        _dress(axes, view)
+    return _picture(figure, file_format)
+
+
+def draw_timelines(schedules: Mapping[str, Schedule], file_format: str) -> bytes:
+    """The timelines of several schedules below each other, on one scale of time; each has its key in its title."""
+    timelines = {name: evaluate(schedule) for name, schedule in schedules.items()}
+    end = max(float(timeline.makespan) for timeline in timelines.values())
+    rows = [schedule.problem.nodes for schedule in schedules.values()]
+    row_inches = max(0.1, min(0.26, 9 / sum(rows)))
+    figure = Figure(figsize=(_WIDTH_INCHES, 0.7 * len(rows) + sum(rows) * row_inches), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
+    for axes, (name, schedule) in zip(panels, schedules.items()):
+        view = View(0, schedule.problem.nodes - 1, 0, end)
+        _draw_time(axes, schedule, timelines[name], view)
+        axes.set_title(f"{name}: {axes.get_title(loc='left')}", fontsize=10, loc="left")
+        axes.set_xlim(0, end)
+        axes.set_ylim(view.last + 0.5, -0.5)
+        _dress(axes, view)
+        if axes is not panels[-1]:
+            axes.legend_.remove()
+    panels[-1].set_xlabel("time")
+    return _picture(figure, file_format)
+
+
+def _dress(axes: Axes, view: View) -> None:
+    rows = len(view.nodes)
+    step = 1 if rows <= 24 else 4 if rows <= 64 else 8
+    axes.set_yticks([node for node in view.nodes if node % step == 0])
+    axes.set_ylabel("node")
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _picture(figure: Figure, file_format: str) -> bytes:
     out = io.BytesIO()
     # Without a date and random names the same schedule gives the same picture.
     metadata = {"Date": None} if file_format == "svg" else None

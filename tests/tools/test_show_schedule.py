@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhfuse.config.spec import ParallelLayout
-from rlhfuse.schedule.draw import _held, chrome_trace, draw_schedule
+from rlhfuse.schedule.draw import _held, chrome_trace, draw_schedule, draw_timelines
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
@@ -18,7 +18,7 @@ from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.program import Programs
-from rlhfuse.schedule.rules.builders import greedy
+from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -154,3 +154,16 @@ def test_programs_are_lowered_verified_and_printed(schedule, tmp_path):
 def test_programs_for_other_layouts_are_refused(schedule, tmp_path, given, part):
     shown = show(tmp_path, "--programs", given)
     assert shown.returncode == 2 and part in shown.stderr and shown.stderr.count("\n") == 1
+
+
+def test_several_schedules_below_each_other(schedule, tmp_path):
+    save_schedule(tmp_path / "serial.json", serial_1f1b(schedule.problem))
+    result = show(tmp_path, tmp_path / "serial.json", "--svg", tmp_path / "both.svg")
+    assert result.returncode == 0, result.stderr
+    said = [line for line in result.stdout.splitlines() if line in ("schedule", "serial") or "makespan" in line]
+    assert [said[0], said[2]] == ["schedule", "serial"] and said[1] != said[3]
+    picture = (tmp_path / "both.svg").read_bytes()
+    assert picture == draw_timelines({"schedule": schedule, "serial": serial_1f1b(schedule.problem)}, "svg")
+    refused = show(tmp_path, tmp_path / "serial.json", "--text")
+    assert refused.returncode == 2 and "--text is for one schedule, 2 are given" in refused.stderr
+    assert show(tmp_path, tmp_path / "schedule.json").returncode == 2
