@@ -18,7 +18,7 @@ from rlhfuse.schedule.bounds.window_rules import SLACK, contradiction, least_mak
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 
 MAX_PASSES = 60  # stopping early proves less, never something false
-NARROW_SIZE = 512  # the rule takes the square of a node's operations; above this it is left out
+NARROW_WORK = 3_000_000  # the rule takes the squares of the nodes' operations; with more in all it is left out
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Windows:
         orders = self._sorted(heads, tails)
         if least_makespan(heads, tails, self.duration, *orders, self.first) > makespan * (1 + SLACK):
             return True
-        if np.diff(self.first).max() > NARROW_SIZE:
+        if np.sum(np.diff(self.first) ** 2) > NARROW_WORK:
             return False
         links = self.upstream, self.lag, self.previous, self.room
         clashes = self._clashes(self.capacity) if disjunctions and self.capacity else np.zeros((0, 10), np.int64)

@@ -96,6 +96,11 @@ class Dispatcher:
         sequence = np.empty(self.graph.size, np.int64)
         return Solution(*_dispatch(self.tables, self.lanes, rules, self.scratch, sequence), sequence)
 
+    def follow(self, aim: np.ndarray, early: float) -> Solution:
+        """The schedule of `aim`, float64[operations]: the earliest aim first, none begun more than `early` before."""
+        sequence = np.empty(self.graph.size, np.int64)
+        return Solution(*follow_aims(self.tables, self.lanes, aim, early, self.scratch, sequence), sequence)
+
     def rules(self, largest: int, others: int, forward_first: bool, model_first: bool) -> Rules:
         """1F1B's caps with so many sixteenths of the stages more; `builders.lane_ranks`."""
         pipelines = self.graph.problem.pipelines
@@ -180,6 +185,63 @@ def _dispatch(t: Tables, lanes: _Lanes, rules: Rules, s: _Scratch, sequence: np.
         count = heap_push(s.heap_key, s.heap_node, count, s.free[node], node)
         for k in range(2):
             target = t.downstream[o, k]
+            if target >= 0:
+                s.arrival[target] = s.free[node] + t.lag[target]
+                count = heap_push(s.heap_key, s.heap_node, count, s.arrival[target], t.node[target])
+    return makespan, peak
+
+
+@njit(cache=True)
+def follow_aims(t: Tables, lanes: _Lanes, aim: np.ndarray, early: float, s: _Scratch, sequence: np.ndarray):
+    """Run, of the operations that may begin, the one with the earliest aim; returns (makespan, peak memory).
+
+    The orders run without waiting for the aims: their ends are kept beside those that decide the orders.
+    """
+    n, nodes = len(sequence), len(s.free)
+    s.done[:] = 0
+    s.free[:] = 0.0
+    s.level[:] = 0.0
+    s.place[:] = t.first[:nodes]
+    for o in range(n):
+        s.arrival[o] = 0.0 if t.upstream[o] < 0 else np.inf
+    clock = np.zeros(nodes)
+    count, makespan, peak = 0, 0.0, 0.0
+    for node in range(nodes):
+        count = heap_push(s.heap_key, s.heap_node, count, 0.0, node)
+    while count > 0:
+        now, node = s.heap_key[0], s.heap_node[0]
+        count = heap_pop(s.heap_key, s.heap_node, count)
+        if now < s.free[node]:
+            continue
+        best, chosen, wake = -1, -1, np.inf
+        for k in range(lanes.first_on[node], lanes.first_on[node + 1]):
+            lane = lanes.on_node[k]
+            o = lanes.first[lane] + s.done[lane]
+            if s.done[lane] == lanes.microbatches[lane]:
+                continue
+            ready = max(s.arrival[o], aim[o] - early)
+            if ready > now:
+                wake = min(wake, ready)
+            elif best < 0 or aim[o] < aim[best]:
+                best, chosen = o, lane
+        if best < 0:
+            if wake < np.inf:  # else an arrival wakes it
+                count = heap_push(s.heap_key, s.heap_node, count, wake, node)
+            continue
+        s.done[chosen] += 1
+        s.level[node] += t.memory[best]
+        peak = max(peak, s.level[node])
+        s.free[node] = now + t.duration[best]
+        source = t.upstream[best]
+        if source >= 0:
+            clock[node] = max(clock[node], s.end[source] + t.lag[best])
+        clock[node] = s.end[best] = clock[node] + t.duration[best]
+        makespan = max(makespan, clock[node])
+        sequence[s.place[node]] = best
+        s.place[node] += 1
+        count = heap_push(s.heap_key, s.heap_node, count, s.free[node], node)
+        for k in range(2):
+            target = t.downstream[best, k]
             if target >= 0:
                 s.arrival[target] = s.free[node] + t.lag[target]
                 count = heap_push(s.heap_key, s.heap_node, count, s.arrival[target], t.node[target])

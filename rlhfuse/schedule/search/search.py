@@ -18,7 +18,7 @@ from rlhfuse.schedule.ir.evaluate import reaches
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Number
 from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.schedule.rules.builders import check_caps, greedy, one_at_a_time, serial_1f1b
+from rlhfuse.schedule.rules.builders import check_caps, greedy, min_memory, one_at_a_time, serial_1f1b
 from rlhfuse.schedule.search.mpi import Exchange, RoundMessage, in_turn
 from rlhfuse.schedule.search.solution import Incumbent, Key, Objective, Round, schedule_of
 from rlhfuse.schedule.search.worker import SearchWorker, compile_kernels_apart, load_kernels
@@ -136,6 +136,7 @@ def search(
         if rank == 0:
             observer.round_ended(state.report())
         if state.reached or result.share >= 1 or result.signal:
+            state.prove_memory()
             return state.incumbent.schedule, state.report()
         done = budget.timed(lambda moves: worker.round(state.incumbent, moves, result.share))
 
@@ -163,7 +164,7 @@ class _SearchState:
     ) -> None:
         self.objective, self.budget, self.ranks, self.improved = objective, budget, ranks, improved
         self._incumbent: Incumbent | None = None
-        self.memory_bound: Number = 0
+        self.memory_bound: Number = max(min_memory(objective.problem))
         self.reached = False  # nothing can be better
         self.moves = self.accepted = self.signal = 0
         self.first_seconds = 0.0
@@ -187,12 +188,17 @@ class _SearchState:
             return
         first = self._incumbent is None
         self._incumbent, self.reached = entry, self.objective.reached(timeline)
-        self.memory_bound = self.objective.memory_bound(timeline.makespan)
+        if self.objective.fast_enough(timeline.makespan):
+            self.prove_memory()
         if first:
             self.first_seconds = self.budget.seconds()
         if self.first_bound_seconds is None and reaches(timeline.makespan, self.objective.latency_bound):
             self.first_bound_seconds = self.budget.seconds()
         self.improved(entry.schedule, self.report())
+
+    def prove_memory(self) -> None:
+        """Raise the bound to what the best makespan needs: seconds on a large problem, so not at every better one."""
+        self.memory_bound = self.objective.memory_bound(self.incumbent.timeline.makespan)
 
     def report(self) -> SearchReport:
         timeline = self.incumbent.timeline

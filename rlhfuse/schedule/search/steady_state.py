@@ -22,13 +22,14 @@ from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import over_cap, reaches
 from rlhfuse.schedule.ir.graph import OperationGraph
 from rlhfuse.schedule.ir.problem import FusionProblem
-from rlhfuse.schedule.search.dispatch import heap_pop, heap_push
+from rlhfuse.schedule.search.dispatch import Dispatcher, heap_pop, heap_push
 from rlhfuse.schedule.search.heads_tails import Tables, new_state, refresh
 from rlhfuse.schedule.search.solution import Solution, node_peaks
 
 TRIED_OPERATIONS = 1_200_000  # over all cuts of one extension: a few tenths of a second
 MOST_TRIES = 1_000
 WINDOWS = (1, 2, 3, 4, 6, 8)  # units that are repeated together
+EARLY = (0.02, 0.1)  # of the makespan: how long before its aim an operation may begin, where not in order of the aims
 FEWEST_CUTS = 8  # for every window
 FEWEST_UNITS = 4
 
@@ -72,8 +73,10 @@ def period_of(problem: FusionProblem) -> float:
 class SteadyStateExtender:
     """Makes solutions of `large` from those of `small`: the same problem with fewer units."""
 
-    def __init__(self, small: OperationGraph, small_tables: Tables, large: OperationGraph, tables: Tables) -> None:
-        self.small_tables, self.tables, self.size = small_tables, tables, large.size
+    def __init__(self, small: OperationGraph, small_tables: Tables, dispatcher: Dispatcher) -> None:
+        """`dispatcher` is that of the large problem."""
+        large, tables = dispatcher.graph, dispatcher.tables
+        self.small_tables, self.dispatcher, self.tables, self.size = small_tables, dispatcher, tables, large.size
         self.problem = large.problem
         units = units_of(small.problem)
         self.added = units_of(large.problem) - units
@@ -105,10 +108,10 @@ class SteadyStateExtender:
         return lifted, fastest
 
     def _tries(self, solution: Solution) -> Iterator[Solution]:
-        """The extended schedule for every cut and window."""
+        """The extended schedule for every cut and window, in order of the aims and a little early."""
         state = new_state(solution.sequence, 1)
         refresh(self.small_tables, state)
-        tries = max(4, min(MOST_TRIES, TRIED_OPERATIONS // self.size))
+        tries = max(6, min(MOST_TRIES, TRIED_OPERATIONS // self.size)) // (1 + len(EARLY))
         windows = WINDOWS if tries >= FEWEST_CUTS * len(WINDOWS) else WINDOWS[:1]
         for window in windows:
             for cut in np.linspace(0.1, 0.9, max(2, tries // len(windows))):
@@ -116,6 +119,8 @@ class SteadyStateExtender:
                 _aim(self.lanes, state.head, cut * solution.makespan, window, self.added, self.period, aim)
                 sequence = np.empty(self.size, np.int64)
                 yield Solution(*order_by_aim(self.tables, self.scratch, sequence), sequence)
+                for early in EARLY:
+                    yield self.dispatcher.follow(aim, early * solution.makespan)
 
     def _fits(self, solution: Solution) -> bool:
         return over_cap(self.problem, node_peaks(self.tables, solution.sequence)) is None

@@ -1,9 +1,9 @@
-"""One rank's part of a search: annealing of the problem and of coarser ones with fewer micro-batches.
+"""One rank's part of a search: annealing of the problem and of coarser ones with fewer micro-batches, or nodes too.
 
-Where every further unit of micro-batches adds the same time to the latency bound, schedules of half the units are
-annealed too, half of these again, and so on; their steady states are extended to the next level (steady_state.py). The
-levels take turns, round by round. A level with nothing left to gain goes on looking for schedules leaner than the best
-of the next level, since not every one has a middle that can be repeated.
+Where every further unit of micro-batches adds the same time to the latency bound, half the units are annealed too, half
+of these again, and so on; their steady states are extended to the next level (steady_state.py). A large problem without
+such a half is folded (folding.py). The levels take turns, round by round. One of fewer units with nothing left to gain
+goes on looking for schedules leaner than the best of the next level: not every one has a middle that can be repeated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from rlhfuse.schedule.ir.graph import OperationGraph, build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.rules.builders import greedy, one_at_a_time, serial_1f1b
 from rlhfuse.schedule.search.annealing_run import AnnealingRun
-from rlhfuse.schedule.search.dispatch import Dispatcher, tuned_starts
+from rlhfuse.schedule.search.dispatch import Dispatcher, follow_aims, tuned_starts
+from rlhfuse.schedule.search.folding import Unfolder, folded_problem
 from rlhfuse.schedule.search.solution import (
     Incumbent,
     Objective,
@@ -30,11 +31,10 @@ from rlhfuse.schedule.search.solution import (
 from rlhfuse.schedule.search.steady_state import (
     SteadyStateExtender,
     coarser_problem,
-    order_by_aim,
-    period_of,
-    units_of,
 )
 
+FOLDED_OPERATIONS = 4096  # of a level: one with more, and none of fewer units below it, is folded
+NEARER = 0.5  # times the time that the next level may gain: so near its target a solution is worth extending
 EXTENDED_STARTS = 3  # kept by a level to begin its runs with, besides those made by rule
 
 
@@ -49,7 +49,8 @@ class CoarseLevel:
     ) -> None:
         self.graph, self.objective = graph, objective
         self.tables = tables_of(graph)
-        self.starts = tuned_starts(Dispatcher(graph, self.tables)) + [solution_of(graph, entry) for entry in given]
+        self.dispatcher = Dispatcher(graph, self.tables)
+        self.starts = tuned_starts(self.dispatcher) + [solution_of(graph, entry) for entry in given]
         self.best = min(filter(self._fits, self.starts), key=objective.key)
         self.extended: list[Solution] = []
         self.run = AnnealingRun(graph, self.tables, objective, seed, rank)
@@ -92,22 +93,30 @@ class SearchWorker:
         self, graph: OperationGraph, objective: Objective, starts: list[Incumbent], seed: int, rank: int
     ) -> None:
         self.levels = [CoarseLevel(graph, objective, starts, seed, rank)]
-        self.extenders: list[SteadyStateExtender] = []
-        while (small := coarser_problem(self.levels[0].objective.problem)) is not None:
-            self._put_below(small, seed, rank)
+        self.extenders: list[SteadyStateExtender | Unfolder] = []
+        while self._put_below(seed, rank):
+            pass
         self.turn = 0
         self.incumbent: Incumbent | None = None  # the owner's best when last seen
 
-    def _put_below(self, small: FusionProblem, seed: int, rank: int) -> None:
+    def _put_below(self, seed: int, rank: int) -> bool:
+        """Put a coarser level below the lowest, if there is one."""
         above = self.levels[0]
-        latency = above.objective.latency
+        problem, latency = above.objective.problem, above.objective.latency
+        small = coarser_problem(problem)
+        folded = small is None and above.graph.size > FOLDED_OPERATIONS
+        if folded:
+            small = folded_problem(problem)
+        if small is None:
+            return False
         if latency is not None:  # as much slack as there is above
-            added = (units_of(above.objective.problem) - units_of(small)) * period_of(small)
-            latency = max(latency - added, Objective(small).latency_bound)
+            latency = max(0, latency - above.objective.latency_bound) + Objective(small).latency_bound
         given = [Incumbent.of(serial_1f1b(small)), Incumbent.of(one_at_a_time(small))]
         graph, objective = build_graph(small), Objective(small, above.objective.kind, latency)
-        self.levels.insert(0, CoarseLevel(graph, objective, given, seed, rank))
-        self.extenders.insert(0, SteadyStateExtender(graph, self.levels[0].tables, above.graph, above.tables))
+        level = CoarseLevel(graph, objective, given, seed, rank)
+        self.levels.insert(0, level)
+        self.extenders.insert(0, (Unfolder if folded else SteadyStateExtender)(graph, level.tables, above.dispatcher))
+        return True
 
     def round(self, best: Incumbent, moves: int, share: float) -> Round:
         """Try at most `moves` moves (at least 1) to beat `best`; `share` of the whole search is over (0 to 1)."""
@@ -139,7 +148,7 @@ class SearchWorker:
         if not level.finished:
             return True
         if not above.fast_enough:
-            return level.fast_enough
+            return level.fast_enough and isinstance(self.extenders[number], SteadyStateExtender)
         leaner = not reaches(above.best.peak_memory, level.best.peak_memory)
         return level.objective.kind == "memory" and leaner and level.fast_enough
 
@@ -152,9 +161,11 @@ class SearchWorker:
             return None
         if top:
             return solution
-        if not level.objective.fast_enough(solution.makespan):
-            return None
         above = self.levels[number + 1]
+        if not level.objective.fast_enough(solution.makespan):
+            to_gain = above.best.makespan - above.objective.target
+            if solution.makespan - level.objective.target > NEARER * to_gain:
+                return None
         if above.fast_enough and reaches(above.best.peak_memory, solution.peak_memory):
             return None
         lifted, fastest = self.extenders[number].extend(solution, above.better)
@@ -177,8 +188,8 @@ def load_kernels() -> None:
 
 
 def compile_kernels_apart(progress: Callable[[str], None] = lambda _: None) -> None:
-    """Compile them in another process, unless they are cached; `order_by_aim` is the last that it calls."""
-    compile_apart(order_by_aim, "rlhfuse.schedule.search.worker", progress=progress)
+    """Compile them in another process, unless they are cached; `follow_aims` is the last that it calls."""
+    compile_apart(follow_aims, "rlhfuse.schedule.search.worker", progress=progress)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
+from rlhfuse.schedule.search.dispatch import Dispatcher
 from rlhfuse.schedule.search.solution import Solution, schedule_of, sequence_of, tables_of
 from rlhfuse.schedule.search.steady_state import (
     FEWEST_UNITS,
@@ -30,7 +31,8 @@ BUILDERS = (greedy, capped_greedy, serial_1f1b)
 
 def extender_of(small, large):
     graphs = build_graph(small), build_graph(large)
-    return SteadyStateExtender(graphs[0], tables_of(graphs[0]), graphs[1], tables_of(graphs[1])), graphs[1]
+    dispatcher = Dispatcher(graphs[1], tables_of(graphs[1]))
+    return SteadyStateExtender(graphs[0], tables_of(graphs[0]), dispatcher), graphs[1]
 
 
 def solution_in(schedule):
