@@ -19,7 +19,7 @@ from processes import ALLOCATOR, Ranks
 
 from rlhfuse.base.errors import run_program
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.costs.analytic import largest_flat_batch
+from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.costs.measured import BytesObservation, DecodeObservation, MeasuredCost, TokensObservation
 from rlhfuse.decisions.migration import MigrationPlan
 from rlhfuse.simulator.instances import InstanceLimits

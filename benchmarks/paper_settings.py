@@ -17,8 +17,9 @@ from harness import Figure, Measurement, counting, named, options
 
 from rlhfuse.base.errors import run_program
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
-from rlhfuse.costs.analytic import AnalyticCost, JobCost, ring_all_reduce_seconds
+from rlhfuse.costs.analytic import AnalyticCost, ring_all_reduce_seconds
 from rlhfuse.costs.hardware import hardware_by_name
+from rlhfuse.costs.job_cost import JobCost
 from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.problem import fused_problem

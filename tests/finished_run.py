@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rlhfuse.base.files import write_json
 from rlhfuse.config.load import load_config
-from rlhfuse.costs.analytic import largest_flat_batch
 from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.costs.fits import Line
+from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.monitor.metrics import MetricsWriter
 from rlhfuse.monitor.trace import Span, save_trace

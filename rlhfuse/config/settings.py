@@ -265,6 +265,11 @@ class FusionConfig(Settings):
         "1 or more migrates in any case, to see it work",
     )
     bs_max: Count = key(0, "largest batch that decodes about as fast as batch 1; 0 = from the cost model")
+    split_backward: AutoOrTruth = key(
+        "auto",
+        "backwards in two parts, the input's gradient and later the weights': true, false, or auto: of the models "
+        "where that lowers the proved bound of the schedule by 1 % (docs/explanation/intra_stage.md)",
+    )
     schedule: Text = key("", "schedule.json made by tools/search_schedule.py; empty = search at start")
     search_seconds: Wait = key(5.0, "time of the search at start")
     actor_microbatches: PositiveOrAuto = key(

@@ -1,18 +1,20 @@
-"""What work costs, in seconds and bytes: the roofline of one model (paper section 6), and of one job of four."""
+"""What work costs, in seconds and bytes: the roofline of one model (paper section 6)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
 from rlhfuse.costs import gpu_bytes
-from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.costs.kept_products import kept_by_layer
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds
 from rlhfuse.schedule.ir.problem import StageCosts
 
 BACKWARD_OVER_FORWARD = 2  # gradients of inputs and of weights are one forward's products each
+LAUNCHES = 0.2  # of W, as a share of those of a layer's forward
+GATHERS = 2  # in W: inputs of the layers whose outputs tensor ranks share
 
 
 def link_bandwidth(machine: HardwareSpec, span: int) -> float:
@@ -141,15 +143,23 @@ class AnalyticCost:
 
     # ---- training
 
-    def stage_costs(self, micro: MicrobatchTokens, tick_seconds: float = 1e-6) -> StageCosts:
+    def stage_costs(self, micro: MicrobatchTokens, tick_seconds: float = 1e-6, split: bool = False) -> StageCosts:
         """One micro-batch on every pipeline stage: whole ticks of `tick_seconds`, at least one, and bytes per rank."""
         cut = tuple(map(len, self.layout.stage_layers(self.spec.layers)))
         activation = []
         for stage, layers in enumerate(cut):
             kept = layers * self.kept_layer_bytes(micro.tokens) + self._kept_end_bytes(stage, micro.tokens)
             activation.append(int(kept))
-        forward, backward = self.stage_seconds(micro).ticks(cut, tick_seconds)
-        return StageCosts(forward, backward, tuple(activation))
+        times = self.stage_seconds(micro).ticks(cut, tick_seconds, split)
+        if not split:
+            return StageCosts(times[0], times[1], tuple(activation))
+        return StageCosts(times[0], times[1], tuple(activation), times[2], self._kept_for_weights(cut, micro.tokens))
+
+    def _kept_for_weights(self, cut: Sequence[int], tokens: float) -> tuple[int, ...]:
+        """Bytes of each stage from B to W. On a GPU the gradient that a stage receives is counted as received."""
+        received = self.hidden_bytes(tokens) if self._on_gpu and not self._cuts_tokens else 0
+        every = kept_by_layer(self.spec, tokens, self.layout.tp, self._whole_hidden, self.element_bytes)
+        return tuple(int(layers * every - received * (stage < len(cut) - 1)) for stage, layers in enumerate(cut))
 
     def stage_seconds(self, micro: MicrobatchTokens) -> StageSeconds:
         """One micro-batch, of a layer and of the ends."""
@@ -169,7 +179,25 @@ class AnalyticCost:
             head_backward += chunks * self._logit_seconds(self.spec.hidden, kernels.head_gradient_sum_bytes)
             head += self._logit_seconds(outputs, kernels.tile_forward_bytes)
         inner = ((0.0, 0.0),) * (self.layout.stages - 1)
-        return StageSeconds((layer, backward), (*inner, (head, head_backward)))
+        return StageSeconds((layer, backward), (*inner, (head, head_backward)), self._split(tokens, backward))
+
+    def _split(self, tokens: float, backward: float) -> tuple[float, float]:
+        """B and W of a layer whose whole backward takes so long.
+
+        W reads once more what is kept for it, and gathers what sequence parallelism has cut beneath no other product.
+        Collectives of B are in `backward`, which hides none.
+        """
+        spec, machine, tp = self.spec, self.hardware, self.layout.tp
+        product = 2 * spec.layer_parameters * tokens / (tp * machine.flops)
+        if self.kernels:
+            sums = spec.layer_parameters / tp * self.kernels.gradient_sum_bytes / machine.memory_bandwidth
+            product = max(product, sums)
+        read = kept_by_layer(spec, tokens, tp, self._whole_hidden, self.element_bytes) / machine.memory_bandwidth
+        gathered = 0.0
+        if self._cuts_tokens:
+            message, link = tokens * spec.hidden * self.element_bytes, link_bandwidth(machine, span=tp)
+            gathered = GATHERS * ring_gather_seconds(message, tp, link)
+        return backward - product, max(product + read, LAUNCHES * machine.launch_seconds) + gathered
 
     def optimizer_step_seconds(self) -> float:
         """After the last micro-batch of a mini-batch: gradients summed over dp, Adam, weights gathered (ZeRO-1)."""
@@ -242,8 +270,7 @@ class AnalyticCost:
 
     def gathering_bytes(self, tokens: float) -> float:
         """On a GPU, memory that stays: Megatron's buffer for hidden states that sequence parallelism has cut."""
-        gathers = self._on_gpu and self.sequence_parallel and self.layout.tp > 1
-        return tokens * self.spec.hidden * self.element_bytes if gathers else 0.0
+        return tokens * self.spec.hidden * self.element_bytes if self._on_gpu and self._cuts_tokens else 0.0
 
     def rotation_bytes(self, tokens: float) -> float:
         """On a GPU, memory that stays: cosines and sines of so many positions in float32."""
@@ -276,6 +303,10 @@ class AnalyticCost:
         hidden, whole = self._whole_hidden * self.element_bytes, self.spec.hidden * self.element_bytes
         head = 4 * self.spec.hidden if self.scalar_head else whole  # the rows that the head multiplies
         return tokens * ((2 * hidden + head if last else hidden) - (hidden if stage > 0 else 0))
+
+    @property
+    def _cuts_tokens(self) -> bool:
+        return self.sequence_parallel and self.layout.tp > 1
 
     @property
     def _on_gpu(self) -> bool:
@@ -342,62 +373,3 @@ class AnalyticCost:
     def kv_bytes_per_token(self) -> float:
         """Keys and values of one token on one rank."""
         return self.spec.kv_bytes_per_token(self.element_bytes) / self.layout.tp
-
-
-@dataclass(frozen=True)
-class JobCost(CostModel):
-    """The analytic CostModel of a job. `cross_node`: instances sit on different nodes: migration takes the network.
-
-    `output_share`: part of the tokens scored that go through an output layer, those of responses.
-    """
-
-    actor: AnalyticCost
-    scorers: tuple[AnalyticCost, ...]
-    cross_node: bool = False
-    output_share: float = 1.0
-
-    def __post_init__(self) -> None:
-        for scorer in self.scorers:
-            if self.actor.layout.tp % scorer.layout.tp:
-                raise InputError(
-                    f"an inference replica of tp({scorer.layout.tp}) does not divide a generation instance of "
-                    f"tp({self.actor.layout.tp}); use a divisor"
-                )
-
-    def prefill_seconds(self, tokens: float, sequences: float) -> float:
-        return self.actor.prefill_seconds(tokens, sequences)
-
-    def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
-        return self.actor.decode_step_seconds(batch, context_tokens)
-
-    def score_seconds(self, tokens: float, sequences: float) -> float:
-        total = 0.0
-        for scorer in self.scorers:  # several replicas fit into the instance and share the batch, one sequence at least
-            share = max(scorer.layout.tp / self.actor.layout.tp, min(1.0, 1 / max(sequences, 1)))
-            scored = tokens * share
-            total += scorer.forward_seconds(scored, sequences * share, scored * self.output_share)
-        return total
-
-    def swap_in_seconds(self) -> float:
-        return sum(scorer.weights_bytes() / scorer.hardware.host_bandwidth for scorer in self.scorers)
-
-    def capture_seconds(self) -> float:
-        return self.actor.capture_seconds()
-
-    def migration_seconds(self, kv_bytes: float) -> float:
-        machine = self.actor.hardware
-        link = machine.cross_link_bandwidth if self.cross_node else machine.node_link_bandwidth
-        return kv_bytes / self.actor.layout.tp / link
-
-
-def largest_flat_batch(costs: CostModel, median_context_tokens: float, limit: int, tolerance: float = 0.1) -> int:
-    """BS_max: the largest batch <= `limit` whose decode step is within `tolerance` of batch 1's at that context."""
-    allowed = (1 + tolerance) * costs.decode_step_seconds(1, median_context_tokens)
-    low, high = 1, max(1, limit)
-    while low < high:  # a step's seconds grow with the batch, so bisection finds the edge
-        middle = (low + high + 1) // 2
-        if costs.decode_step_seconds(middle, middle * median_context_tokens) <= allowed:
-            low = middle
-        else:
-            high = middle - 1
-    return low

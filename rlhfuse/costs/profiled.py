@@ -35,12 +35,19 @@ class TrainingGrids:
     layer_backward: Grid
     ends_forward: Grid
     ends_backward: Grid
+    layer_backward_input: Grid | None = None  # B and W of a split backward; None: they were not measured
+    layer_weight_gradient: Grid | None = None
 
     def stage_seconds(self, stages: int, micro: MicrobatchTokens) -> StageSeconds:
         """Of a pipeline of so many stages; both ends count for the last, whose output layer is most of them."""
         layer = self.layer_forward(micro.tokens), self.layer_backward(micro.tokens)
         ends = self.ends_forward(micro.outputs), self.ends_backward(micro.outputs)
-        return StageSeconds(layer, (*((0.0, 0.0),) * (stages - 1), ends))
+        return StageSeconds(layer, (*((0.0, 0.0),) * (stages - 1), ends), self._split(micro.tokens))
+
+    def _split(self, tokens: float) -> tuple[float, float] | None:
+        if self.layer_backward_input is None or self.layer_weight_gradient is None:
+            return None
+        return self.layer_backward_input(tokens), self.layer_weight_gradient(tokens)
 
 
 @dataclass(frozen=True)
@@ -84,12 +91,17 @@ class ProfiledCost(CostModel):
         return self.reward
 
     def stage_costs(
-        self, role: str, analytic: AnalyticCost, micro: MicrobatchTokens, tick_seconds: float
+        self, role: str, analytic: AnalyticCost, micro: MicrobatchTokens, tick_seconds: float, split: bool = False
     ) -> StageCosts:
         """`analytic.stage_costs` with measured times. Raises InputError where the tensor degree is another one."""
         cut = tuple(map(len, analytic.layout.stage_layers(analytic.spec.layers)))
-        forward, backward = self.stage_seconds(role, analytic.layout, micro).ticks(cut, tick_seconds)
-        return replace(analytic.stage_costs(micro, tick_seconds), forward=forward, backward=backward)
+        times = self.stage_seconds(role, analytic.layout, micro).ticks(cut, tick_seconds, split)
+        measured = dict(zip(("forward", "backward", "weight_gradient"), times))
+        return replace(analytic.stage_costs(micro, tick_seconds, split), **measured)
+
+    def splits(self, role: str) -> bool:
+        """Whether the parts of a split backward were measured."""
+        return role in self.training and self.training[role].layer_weight_gradient is not None
 
     def stage_seconds(self, role: str, layout: ParallelLayout, micro: MicrobatchTokens) -> StageSeconds:
         """One micro-batch, of a layer and of the ends. Raises InputError where the tensor degree is another one."""

@@ -7,7 +7,7 @@ layers are dealt one by one to the least loaded rank, which is exact and needs n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 EXACT_SECONDS = 1e-9  # seconds are compared in whole numbers of these: ties are ties on every rank
@@ -27,16 +27,22 @@ class StageSeconds:
 
     layer: tuple[float, float]
     ends: tuple[tuple[float, float], ...]  # by stage
+    split: tuple[float, float] | None = None  # B and W of a layer's split backward; None: not known
 
     def of(self, cut: Sequence[int]) -> tuple[tuple[float, float], ...]:
         """Of each stage, where they have so many layers."""
         forward, backward = self.layer
         return tuple((count * forward + end[0], count * backward + end[1]) for count, end in zip(cut, self.ends))
 
-    def ticks(self, cut: Sequence[int], tick_seconds: float) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Forward and backward of each stage in whole ticks, at least one."""
-        rounded = [[max(1, round(seconds / tick_seconds)) for seconds in stage] for stage in self.of(cut)]
-        return tuple(stage[0] for stage in rounded), tuple(stage[1] for stage in rounded)
+    def ticks(self, cut: Sequence[int], tick_seconds: float, split: bool = False) -> tuple[tuple[int, ...], ...]:
+        """Forward and backward of each stage in whole ticks, at least one; with `split` F, B and W. Ends have no W."""
+        stages: Sequence[tuple[float, ...]] = self.of(cut)
+        if split:
+            assert self.split is not None, "split backwards have a price"
+            whole = replace(self, layer=(self.layer[0], self.split[0])).of(cut)
+            stages = [(*stage, layers * self.split[1]) for stage, layers in zip(whole, cut)]
+        rounded = [[max(1, round(seconds / tick_seconds)) for seconds in stage] for stage in stages]
+        return tuple(zip(*rounded))
 
     def of_ranks(self, cut: Sequence[int], places: int) -> tuple[float, ...]:
         """Forward and backward together of all that each rank of a pipeline has: stages place, place + places, ..."""

@@ -15,9 +15,10 @@ from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
-from rlhfuse.costs.analytic import AnalyticCost, JobCost, largest_flat_batch
+from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.hardware import hardware_by_name
+from rlhfuse.costs.job_cost import JobCost, largest_flat_batch
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.profiled import load_run_costs
 from rlhfuse.decisions.batch_cut import resolve_batch
@@ -30,6 +31,7 @@ from rlhfuse.decisions.layouts import (
     training_layouts,
 )
 from rlhfuse.planning.memory import SCORERS, MemoryBudget, memory_budget
+from rlhfuse.planning.split_choice import SplitChoice, choose_split
 from rlhfuse.planning.stage_cuts import StageBalance, stage_balances, with_cuts
 from rlhfuse.planning.training_orders import given_schedule
 from rlhfuse.planning.training_problem import longest_microbatch, training_problem
@@ -71,6 +73,7 @@ class PlanDraft:
     limits: InstanceLimits
     memory: MemoryBudget
     problem: FusionProblem
+    split: SplitChoice
     given: tuple[Schedule, str] | None
     threshold_file: Threshold | None
 
@@ -129,11 +132,16 @@ def draft_plan(
     config, limits, memory = sizes
     memory = memory.with_early_loading([analytic[f"{role}_inference"].weights_bytes() for role in config.scorers()])
     limits = replace(limits, early_models=len(memory.early))
-    problem = training_problem(analytic, batch, planned, longest, costs, config.fusion.alternates)
+
+    def stated(split: frozenset[str]) -> FusionProblem:
+        made = training_problem(analytic, batch, planned, longest, costs, config.fusion.alternates, split)
+        return replace(made, memory_cap=memory.limit, static_memory=memory.training_bytes)
+
+    split = choose_split(config, costs, stated)
+    problem = stated(split.models)
     given = given_schedule(config, problem, ranks.shape)
     least = min_memory(problem)
     memory.check(evaluate(given[0]).node_peak_memory if given else least, least, given[1] if given else "")
-    problem = replace(problem, memory_cap=memory.limit, static_memory=memory.training_bytes)
     return PlanDraft(
         asked,
         config,
@@ -152,7 +160,8 @@ def draft_plan(
         limits,
         memory,
         problem,
-        (Schedule(problem, given[0].orders), given[1]) if given else None,
+        split,
+        given,
         _threshold_file(config, batch),
     )
 

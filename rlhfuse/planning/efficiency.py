@@ -17,6 +17,7 @@ from rlhfuse.planning.memory import TRAINED
 from rlhfuse.planning.training_problem import TICK_SECONDS, longest_microbatch
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedRanks
+from rlhfuse.schedule.rules.builders import pipeline_work
 
 WORSE = 0.8  # of every rate
 RATES = ("flops", "memory_bandwidth", "node_link_bandwidth", "cross_link_bandwidth", "host_bandwidth")
@@ -162,8 +163,7 @@ def _busy_seconds(problem: FusionProblem, ranks: FusedRanks) -> float:
     """Of one mini-batch, mean over ranks; a rank of a merged stage is busy with its own alone."""
     ticks = 0.0
     for pipeline in problem.pipelines:
-        each = (sum(pipeline.forward) + sum(pipeline.backward)) / ranks.merge(pipeline.name)
-        ticks += pipeline.microbatches * each
+        ticks += pipeline.microbatches * pipeline_work(pipeline) / ranks.merge(pipeline.name)
     return ticks * TICK_SECONDS / problem.nodes
 
 

@@ -105,6 +105,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
             reasons.of_lengths(config, draft.lengths, DRAWS),
             reasons.of_costs(config, draft.hardware, draft.costs, draft.costs_name),
             *reasons.of_reward(config, draft.costs),
+            draft.split.why,
             reasons.of_memory(memory, peaks),
             *reasons.of_keeping(draft.memory, peaks),
             *reasons.of_offload(config, draft.memory, seen),
@@ -126,10 +127,10 @@ def _summary(draft: PlanDraft, schedule: Schedule, source: str) -> ScheduleSumma
         nodes=schedule.problem.nodes,
         makespan_seconds=float(timeline.makespan) * TICK_SECONDS,
         lower_bound_seconds=float(latency_bound(schedule.problem)) * TICK_SECONDS,
-        serial_makespan_seconds=float(serial_makespan(schedule.problem)) * TICK_SECONDS,
+        serial_makespan_seconds=float(serial_makespan(draft.split.whole)) * TICK_SECONDS,
         peak_activation_bytes=float(timeline.peak_memory),
         alternates=draft.config.fusion.alternates,
-        others=other_promises(draft.config, schedule.problem, draft.ranks.shape),
+        others=other_promises(draft.config, schedule.problem, draft.split, draft.ranks.shape),
     )
 
 

@@ -73,13 +73,11 @@ class ScheduleSummary:
         )
 
     def _other_line(self, other: OrderPromise) -> str:
-        """What fusion.intra_stage could choose instead."""
-        name = f"fusion.intra_stage={other.order}"
         if other.makespan_seconds is None or other.peak_activation_bytes is None:
-            return f"{name}: not here: {other.why_not}"
-        times, most = other.makespan_seconds / self.makespan_seconds, "at most " if other.order == "search" else ""
-        held = readable_bytes(other.peak_activation_bytes)
-        return f"{name}: {most}{other.makespan_seconds:.4g} s (x{times:.3g}), activations up to {held}"
+            return f"{other.setting}: not here: {other.why_not}"
+        times, held = other.makespan_seconds / self.makespan_seconds, readable_bytes(other.peak_activation_bytes)
+        most = "at most " if other.searched else ""
+        return f"{other.setting}: {most}{other.makespan_seconds:.4g} s (x{times:.3g}), activations up to {held}"
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RunConfig
+from rlhfuse.planning.split_choice import SplitChoice
 from rlhfuse.planning.training_problem import TICK_SECONDS
 from rlhfuse.schedule.io import load_schedule
 from rlhfuse.schedule.ir.evaluate import evaluate, over_cap
@@ -27,12 +29,13 @@ SHORT_SEARCH_MOVES = 20_000  # of the search that a rule is compared with: no cl
 
 @dataclass(frozen=True)
 class OrderPromise:
-    """What an order of training that was not chosen would take for a mini-batch; or in a word why there is none."""
+    """What another `setting` than the run's would take for a mini-batch; or in a word why it cannot be."""
 
-    order: str
+    setting: str  # key=value
     makespan_seconds: float | None = None
     peak_activation_bytes: float | None = None
     why_not: str = ""
+    searched: bool = False  # for a moment: a longer search may find better
 
 
 def given_schedule(config: RunConfig, problem: FusionProblem, shape: FusedShape) -> tuple[Schedule, str] | None:
@@ -53,18 +56,29 @@ def given_schedule(config: RunConfig, problem: FusionProblem, shape: FusedShape)
     return None
 
 
-def other_promises(config: RunConfig, problem: FusionProblem, shape: FusedShape) -> tuple[OrderPromise, ...]:
-    """Of the orders that the run does not train in, for the same layouts, times and micro-batches; search first."""
+def other_promises(
+    config: RunConfig, problem: FusionProblem, split: SplitChoice, shape: FusedShape
+) -> tuple[OrderPromise, ...]:
+    """Of the orders that the run does not train in, for the same layouts, times and micro-batches; search first.
+
+    `problem`: the run's, with the backwards of `split` in two parts.
+    """
     fusion = config.fusion
-    found = []
+    searches = {"fusion.split_backward=false": split.whole} if split.models else {}
+    alike = problem if fusion.split_backward == "true" else split.whole  # what another order would be chosen for
     if fusion.intra_stage != "search" or fusion.schedule:
-        settings = SearchSettings(iterations=SHORT_SEARCH_MOVES, seed=config.trainer.seed, objective="memory")
-        found.append(_promise("search", lambda: search(directed(problem, shape, alternate=True), settings)[0]))
+        searches = {"fusion.intra_stage=search": directed(alike, shape, alternate=True)}
+    found = [_promise(key, partial(_short_search, config, one), searched=True) for key, one in searches.items()]
     for rule, build in RULES.items():
         if rule != fusion.intra_stage and not (rule == "serial" and _interleaves(shape)):
-            placed = directed(problem, shape, alternate=rule != "time_sharing")
-            found.append(_promise(rule, lambda build=build, placed=placed: build(placed, shape)))
+            placed = directed(alike, shape, alternate=rule != "time_sharing")
+            found.append(_promise(f"fusion.intra_stage={rule}", partial(build, placed, shape)))
     return tuple(found)
+
+
+def _short_search(config: RunConfig, problem: FusionProblem) -> Schedule:
+    settings = SearchSettings(iterations=SHORT_SEARCH_MOVES, seed=config.trainer.seed, objective="memory")
+    return search(problem, settings)[0]
 
 
 def directed(problem: FusionProblem, shape: FusedShape, alternate: bool) -> FusionProblem:
@@ -78,15 +92,16 @@ def directed(problem: FusionProblem, shape: FusedShape, alternate: bool) -> Fusi
     return replace(problem, pipelines=placed, memory_cap=None, static_memory=0)
 
 
-def _promise(order: str, build: Callable[[], Schedule]) -> OrderPromise:
+def _promise(setting: str, build: Callable[[], Schedule], searched: bool = False) -> OrderPromise:
     try:
         schedule = build()
     except InputError as error:
-        return OrderPromise(order, why_not=str(error))
+        return OrderPromise(setting, why_not=str(error))
     timeline = evaluate(schedule)
     if over_cap(schedule.problem, timeline.node_peak_memory) is not None:
-        return OrderPromise(order, why_not="needs more memory than a rank has")
-    return OrderPromise(order, float(timeline.makespan) * TICK_SECONDS, float(timeline.peak_memory))
+        return OrderPromise(setting, why_not="needs more memory than a rank has")
+    seconds = float(timeline.makespan) * TICK_SECONDS
+    return OrderPromise(setting, seconds, float(timeline.peak_memory), searched=searched)
 
 
 def _serial(problem: FusionProblem, shape: FusedShape) -> Schedule:

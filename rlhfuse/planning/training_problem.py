@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from rlhfuse.config.settings import RunConfig
@@ -31,8 +31,9 @@ def training_problem(
     longest: MicrobatchTokens,
     costs: CostModel,
     alternate: bool = True,
+    split: Collection[str] = (),
 ) -> FusionProblem:
-    """One mini-batch on one fused group, without a memory cap.
+    """One mini-batch on one fused group, without a memory cap; backwards of the models in `split` in two parts.
 
     Times are for samples of mean `lengths`, in ticks of TICK_SECONDS: measured where `costs` is a ProfiledCost, else
     analytic. Activations are for the `longest`, in bytes.
@@ -46,8 +47,10 @@ def training_problem(
             continue
         model, cost = dict(TASK_ROLES)[task], analytic[task]
         if isinstance(costs, ProfiledCost):
-            times = costs.stage_costs(model, cost, micro, TICK_SECONDS)
+            times = costs.stage_costs(model, cost, micro, TICK_SECONDS, model in split)
         else:
-            times = cost.stage_costs(micro, TICK_SECONDS)
-        layouts[model], stages[model] = cost.layout, replace(times, activation=cost.stage_costs(longest).activation)
+            times = cost.stage_costs(micro, TICK_SECONDS, model in split)
+        most = cost.stage_costs(longest, split=model in split)
+        held = dict(activation=most.activation, weight_activation=most.weight_activation)
+        layouts[model], stages[model] = cost.layout, replace(times, **held)
     return fused_problem(layouts, batch.actor_microbatches, stages, alternate=alternate)

@@ -10,8 +10,9 @@ from sim_helpers import linear_cost
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs import gpu_bytes
-from rlhfuse.costs.analytic import AnalyticCost, JobCost, largest_flat_batch
+from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.hardware import hardware_by_name, known_hardware
+from rlhfuse.costs.job_cost import JobCost, largest_flat_batch
 from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.models import linear_logprobs
 

@@ -19,7 +19,7 @@ BUILDERS = {"serial": serial_1f1b, "interleaved": interleaved_1f1b, "time_sharin
 
 
 def promised(plan) -> dict:
-    return {other.order: other for other in plan.report.schedule.others}
+    return {other.setting.split("=")[1]: other for other in plan.report.schedule.others}
 
 
 @pytest.mark.parametrize(

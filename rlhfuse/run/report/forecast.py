@@ -16,8 +16,8 @@ from typing import Any
 import yaml
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.costs.analytic import largest_flat_batch
 from rlhfuse.costs.fits import Line
+from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.costs.measured import load_measured_cost
 from rlhfuse.decisions.layouts import training_layouts
 from rlhfuse.monitor.trace import Span

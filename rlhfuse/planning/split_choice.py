@@ -1,0 +1,107 @@
+"""Which models train with backwards in two parts: B, the gradient of the input, and W, those of the weights.
+
+A model is split where that lowers the proved bound of a mini-batch's seconds, the cost of splitting in the prices and
+the memory cap in the bound: the same on every rank, and no clock decides it. How far each W then stands behind its B is
+the search's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import combinations
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.config.device_defaults import is_for_gpus
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.values import AUTO
+from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.costs.profiled import ProfiledCost
+from rlhfuse.planning.training_problem import TICK_SECONDS
+from rlhfuse.schedule.bounds.bounds import latency_bound
+from rlhfuse.schedule.io import load_schedule
+from rlhfuse.schedule.ir.problem import FusionProblem
+
+WORTH_SPLITTING = 0.01  # of the bound: less is not worth an overhead that is priced, not measured
+WORTH_ONE_MORE = 0.001  # the same of a further model
+Stated = Callable[[frozenset[str]], FusionProblem]  # the run's problem with the backwards of these models split
+
+
+@dataclass(frozen=True)
+class SplitChoice:
+    """The models whose backwards are split, the problem without, and why for the plan."""
+
+    models: frozenset[str]
+    whole: FusionProblem
+    why: str
+
+
+def choose_split(config: RunConfig, costs: CostModel, stated: Stated) -> SplitChoice:
+    """As fusion.split_backward says. Raises InputError where what it asks for cannot be."""
+    whole, fusion = stated(frozenset()), config.fusion
+    asked, reason = f"fusion.split_backward={fusion.split_backward}", obstacle(config, costs, whole.models)
+    if fusion.split_backward == "false":
+        return SplitChoice(frozenset(), whole, f"{asked}: all backwards are whole")
+    if fusion.split_backward == "true":
+        if reason:
+            raise InputError(f"{asked}: {reason}")
+        return _told(asked, whole, stated, frozenset(whole.models))
+    if fusion.intra_stage != "search":
+        why = f"{asked}: all backwards are whole, as fusion.intra_stage={fusion.intra_stage} is no search"
+        return SplitChoice(frozenset(), whole, why)
+    if fusion.schedule:
+        split = frozenset(
+            pipeline.model for pipeline in load_schedule(fusion.schedule).problem.pipelines if pipeline.split
+        )
+        if split and reason:
+            raise InputError(f"fusion.schedule={fusion.schedule} splits backwards: {reason}")
+        return SplitChoice(split, whole, f"{asked}: {_named(split, whole.models)}, as in {fusion.schedule}")
+    if reason:
+        return SplitChoice(frozenset(), whole, f"{asked}: all backwards are whole: {reason}")
+    return _told(asked, whole, stated, _cheapest(whole, stated))
+
+
+def obstacle(config: RunConfig, costs: CostModel, models: Sequence[str]) -> str:
+    """Why backwards cannot be split, with what would do; '' if they can."""
+    trainer = config.trainer
+    engine = trainer.transformer_impl == "transformer_engine"
+    found = trainer.transformer_impl == AUTO and is_for_gpus(trainer) and find_spec("transformer_engine") is not None
+    if engine or found:
+        return "Transformer Engine's layers make both gradients at once; set trainer.transformer_impl=local"
+    if isinstance(costs, ProfiledCost) and not all(map(costs.splits, models)):
+        return f"{config.fusion.profile} has no times of split backwards; run tools/profile_costs.py again"
+    return ""
+
+
+def _cheapest(whole: FusionProblem, stated: Stated) -> frozenset[str]:
+    """The fewest models, in order, that reach the least bound; none where that is not worth it."""
+    sets = [frozenset(some) for count in range(len(whole.models) + 1) for some in combinations(whole.models, count)]
+    bounds = {some: bound for some in sets if (bound := _bound(stated(some))) is not None}
+    if not bounds or frozenset() not in bounds or min(bounds.values()) > (1 - WORTH_SPLITTING) * bounds[frozenset()]:
+        return frozenset()
+    return next(some for some in sets if some in bounds and bounds[some] <= (1 + WORTH_ONE_MORE) * min(bounds.values()))
+
+
+def _told(asked: str, whole: FusionProblem, stated: Stated, split: frozenset[str]) -> SplitChoice:
+    before, after = _bound(whole), _bound(stated(split or frozenset(whole.models)))
+    if before is None or after is None:  # no schedule fits: the memory's check says so
+        return SplitChoice(split, whole, f"{asked}: {_named(split, whole.models)}")
+    seconds = f"{after * TICK_SECONDS:.4g} s instead of {before * TICK_SECONDS:.4g} s ({after / before - 1:+.1%})"
+    if split:
+        return SplitChoice(split, whole, f"{asked}: {_named(split, whole.models)}: the lower bound is {seconds}")
+    why = f"split, their lower bound would be {seconds}, not {WORTH_SPLITTING:.0%} less"
+    return SplitChoice(split, whole, f"{asked}: all backwards are whole: {why}")
+
+
+def _bound(problem: FusionProblem) -> float | None:
+    """None where no schedule fits into memory."""
+    try:
+        return float(latency_bound(problem))
+    except InputError:
+        return None
+
+
+def _named(split: frozenset[str], models: Sequence[str]) -> str:
+    named = [model for model in models if model in split]
+    return f"backwards of {' and '.join(named)} are split" if named else "all backwards are whole"
