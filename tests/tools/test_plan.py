@@ -80,6 +80,7 @@ def test_the_problem_of_the_schedule_is_written_for_the_search(run_yaml, tmp_pat
     problem = load_problem(path)
     assert [pipeline.name for pipeline in problem.pipelines] == ["actor", "critic.0", "critic.1"]
     assert problem.pipeline("critic.1").placement == (3, 2)
+    assert problem.pipeline("actor").split and len(problem.pipeline("actor").weight_activation or ()) == 4
     refused = program("--config", run_yaml, "--problem", str(tmp_path / "none" / "problem.json"))
     assert refused.returncode == 2 and "cannot write" in refused.stderr and not refused.stdout
 

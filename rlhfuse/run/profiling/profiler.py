@@ -149,23 +149,32 @@ class Profiler:
 
     def _train(self, role: Role) -> TrainingGrids:
         """Of one layer and of the two ends, from a model of one layer and one of several."""
-        more, axis = self._deep(role) - 1, self._points.training_tokens
-        parts: dict[str, dict[tuple, float]] = {"lf": {}, "lb": {}, "ef": {}, "eb": {}}
+        more, axis, works = self._deep(role) - 1, self._points.training_tokens, self._training[role]
+        ways = ("forward", "backward", "backward_input", "weight_gradient")[: 4 if works[0].splits else 2]
+        layers: dict[str, dict[tuple, float]] = {way: {} for way in ways}
+        ends: dict[str, dict[tuple, float]] = {way: {} for way in ways[:2]}
 
-        def both(tokens: int) -> float:
-            thin, deep = (self._steps(work, tokens) for work in self._training[role])
-            for way, first, second in (("f", thin[0], deep[0]), ("b", thin[1], deep[1])):
-                layer = max(0.0, second - first) / more
-                parts[f"l{way}"][(tokens,)], parts[f"e{way}"][(tokens,)] = layer, max(0.0, first - layer)
+        def measured(tokens: int) -> float:
+            thin, deep = (self._steps(work, tokens) for work in works)
+            for way, first, second in zip(ways, thin, deep):
+                layers[way][(tokens,)] = layer = max(0.0, second - first) / more
+                if way in ends:
+                    ends[way][(tokens,)] = max(0.0, first - layer)
             return sum(deep)
 
-        self._measure(f"training of {role}", (axis,), [(tokens,) for tokens in axis], both, from_rank_0)
-        return TrainingGrids(self._tp[f"{role}_train"], *(Grid.of((axis,), part) for part in parts.values()))
+        self._measure(f"training of {role}", (axis,), [(tokens,) for tokens in axis], measured, from_rank_0)
+        grids = {f"layer_{way}": Grid.of((axis,), cells) for way, cells in layers.items()}
+        grids |= {f"ends_{way}": Grid.of((axis,), cells) for way, cells in ends.items()}
+        return TrainingGrids(self._tp[f"{role}_train"], **grids)
 
-    def _steps(self, work: TrainingWork, tokens: int) -> tuple[float, float]:
-        work.step(tokens, self._points.longest)  # warms up
-        rows = [work.step(tokens, self._points.longest) for _ in range(REPEATS)]
-        return steady_mean([row[0] for row in rows]), steady_mean([row[1] for row in rows])
+    def _steps(self, work: TrainingWork, tokens: int) -> tuple[float, ...]:
+        """Forward, backward, and where it can be split B and W."""
+        steps = (work.step, *((work.split_step,) if work.splits else ()))
+        seconds = []
+        for step in steps:
+            step(tokens, self._points.longest)  # warms up
+            seconds += [*zip(*(step(tokens, self._points.longest) for _ in range(REPEATS)))]
+        return tuple(map(steady_mean, seconds))
 
     def _all_reduce(self) -> Grid | None:
         if self._tp["generation"] == 1:

@@ -19,7 +19,7 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.gen.engine import Engine, SamplingParams
 from rlhfuse.models.build import WHOLE, Activations, build_model
-from rlhfuse.models.stage import PackedTokens, PipelineStage
+from rlhfuse.models.stage import PackedTokens, PipelineStage, TrainingStage
 from rlhfuse.models.transformer_engine import ChosenLayers
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.groups import GroupMaker, plain_grid
@@ -171,26 +171,51 @@ class TrainingWork:
         spec = replace(spec, layers=layers)
         model, _ = builder.build(f"{role}_train", role, spec, tp, activations)
         self._stage = PipelineStage(model, first=True, last=True, scalar_head=role.scalar_head)
+        self._training, self._model = TrainingStage(self._stage), model
         self._vocab, self._temperature, self._device = spec.vocab, config.rollout.temperature, builder.device
+        self.splits = not builder.layers.transformer_engine
 
     def step(self, tokens: int, longest: int) -> tuple[float, float]:
         """Seconds of forward and loss, and of the backward, of one micro-batch of sequences of up to `longest`."""
+        forward, backward, _ = self._step(tokens, longest)
+        return forward, backward
+
+    def split_step(self, tokens: int, longest: int) -> tuple[float, float]:
+        """Seconds of B and W of its backward, split."""
+        weights = [weight for name, weight in self._model.named_parameters() if ".layers." in name and weight.ndim > 1]
+        for weight in weights:  # W adds to it
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
+        self._training.split_backward(True)
+        _, *parts = self._step(tokens, longest)
+        self._training.split_backward(False)
+        for weight in weights:
+            del weight.main_grad  # type: ignore[attr-defined]
+        return parts[0], parts[1]
+
+    def _step(self, tokens: int, longest: int) -> tuple[float, float, float]:
         packed = pack(tokens, -(-tokens // longest), self._device, self._stage.shards)
-        self._device.synchronize()
-        start = time.perf_counter()
-        out = self._stage.forward(packed, None)
-        if self._stage.scalar_head:
-            loss = out[:tokens].float().square().mean()
-        else:
+
+        def loss(out: Any, microbatch: int) -> torch.Tensor:
+            if self._stage.scalar_head:
+                return out[:tokens].float().square().mean()
             labels = packed.tokens[:tokens]
-            logprobs, _ = out.logprobs(slice(tokens), labels, self._vocab, self._temperature)
-            loss = -logprobs.mean()
+            return -out.logprobs(slice(tokens), labels, self._vocab, self._temperature)[0].mean()
+
+        marks = [self._now()]
+        self._training.forward(0, packed, None, loss)
+        marks.append(self._now())
+        self._training.backward(0, None)
+        marks.append(self._now())
+        if self._training.splits:
+            self._training.backward_weight(0)
+        marks.append(self._now())
+        forward, backward, weights = (after - before for before, after in zip(marks, marks[1:]))
+        return forward, backward, weights
+
+    def _now(self) -> float:
+        """When the device has done all that was asked of it."""
         self._device.synchronize()
-        middle = time.perf_counter()
-        with self._stage.running():
-            loss.backward()
-        self._device.synchronize()
-        return middle - start, time.perf_counter() - middle
+        return time.perf_counter()
 
 
 def pack(tokens: int, sequences: int, device: Device, shards: int = 1) -> PackedTokens:

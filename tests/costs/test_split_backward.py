@@ -1,0 +1,72 @@
+"""B and W of a split backward: their seconds and bytes counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.hardware import hardware_by_name
+from rlhfuse.costs.kept_products import kept_by_layer
+from rlhfuse.costs.kernels import Kernels
+from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds
+
+LLAMA_8B = ModelSpec("llama", 32, 4096, 32, 8, 128, 14336, 128256, 8192)
+H100 = hardware_by_name("h100")
+TOKENS = 8192
+MICRO = MicrobatchTokens(TOKENS, 4, TOKENS)
+
+
+def cost(layout: str = "d1t1p4", **more) -> AnalyticCost:
+    return AnalyticCost(LLAMA_8B, ParallelLayout.parse(layout), H100, 2, **{"kernels": Kernels(), **more})
+
+
+def test_what_is_kept_of_a_layer():
+    """qkv: 4096 in, 6144 out; proj: 4096 in and out; fc1: 4096 in, 2 x 14336 out; fc2: 14336 in, 4096 out."""
+    inputs, gradients = 4096 + 4096 + 4096 + 14336, 6144 + 4096 + 28672 + 4096
+    assert kept_by_layer(LLAMA_8B, 10, 1, 4096, 2) == 10 * 2 * (inputs + gradients)
+    halves = (4096 + 14336 + 6144 + 28672) / 2  # what two tensor ranks share
+    assert kept_by_layer(LLAMA_8B, 10, 2, 4096, 2) == 10 * 2 * (4096 + 4096 + halves + 4096 + 4096)
+    assert kept_by_layer(LLAMA_8B, 10, 2, 2048, 2) == 10 * 2 * (2048 + 2048 + halves + 4096 + 4096)
+
+
+def test_w_is_its_products_and_one_more_pass_over_what_is_kept():
+    seconds, whole = cost().stage_seconds(MICRO), cost().stage_seconds(MICRO).layer[1]
+    b, w = seconds.split
+    product = 2 * LLAMA_8B.layer_parameters * TOKENS / H100.flops
+    assert w == pytest.approx(product + kept_by_layer(LLAMA_8B, TOKENS, 1, 4096, 2) / H100.memory_bandwidth)
+    assert b == pytest.approx(whole - product) and b + w > whole
+    few = MicrobatchTokens(64, 1, 64)  # the float32 sums take longer than the products, and launches than nothing
+    b, w = cost().stage_seconds(few).split
+    sums = 8 * LLAMA_8B.layer_parameters / H100.memory_bandwidth
+    assert w == pytest.approx(sums + kept_by_layer(LLAMA_8B, 64, 1, 4096, 2) / H100.memory_bandwidth) and b > 0
+
+
+def test_sequence_parallelism_gathers_once_more_and_recomputation_is_bs():
+    plain, parallel = (cost("d1t2p4", sequence_parallel=on).stage_seconds(MICRO).split for on in (False, True))
+    message = TOKENS * 4096 * 2
+    kept = TOKENS * 2 * 4096  # two inputs of a layer, each cut in halves
+    gathered = 2 * message / 2 / H100.node_link_bandwidth - kept * 2 / 2 / H100.memory_bandwidth
+    assert parallel[1] - plain[1] == pytest.approx(gathered)
+    again = cost(recompute=True).stage_seconds(MICRO)
+    assert again.split[1] == cost().stage_seconds(MICRO).split[1]
+    assert again.split[0] - cost().stage_seconds(MICRO).split[0] == pytest.approx(again.layer[0])
+
+
+def test_stages_have_b_w_and_what_w_keeps():
+    whole, split = cost().stage_costs(MICRO), cost().stage_costs(MICRO, split=True)
+    assert split.forward == whole.forward and split.activation == whole.activation
+    assert len(set(split.weight_gradient)) == 1 and split.backward[3] > split.backward[0]  # the head is not split
+    every, received = kept_by_layer(LLAMA_8B, TOKENS, 1, 4096, 2), TOKENS * 4096 * 2
+    assert split.weight_activation == (8 * every - received,) * 3 + (8 * every,)
+    on_cpu = replace(cost(), hardware=hardware_by_name("cpu"), kernels=None, element_bytes=4)
+    assert on_cpu.stage_costs(MICRO, split=True).weight_activation == (8 * 2 * every,) * 4
+    assert whole.weight_gradient is None and whole.weight_activation is None
+
+
+def test_a_stage_of_several_layers_rounds_once():
+    seconds = StageSeconds((1.2, 2.4), ((0.0, 0.0), (0.3, 0.6)), split=(1.4, 1.2))
+    assert seconds.ticks((2, 3), 1.0) == ((2, 4), (5, 8))
+    assert seconds.ticks((2, 3), 1.0, split=True) == ((2, 4), (3, 5), (2, 4))

@@ -1,0 +1,181 @@
+"""Which models train with split backwards, what the plan says of it, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+from four_ranks import SPECS, planned, run
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import write_json
+from rlhfuse.config.device_defaults import resolve_device
+from rlhfuse.costs.fits import Grid
+from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
+from rlhfuse.planning import split_choice
+from rlhfuse.planning.draft import draft_plan
+from rlhfuse.planning.planner import parse_plan
+from rlhfuse.schedule.bounds.bounds import latency_bound
+from rlhfuse.schedule.io import save_schedule
+from rlhfuse.schedule.ir.action import Kind
+from rlhfuse.schedule.rules.builders import greedy, min_memory
+
+ONE = Grid(((1.0,),), (1.0,))
+
+
+def drafted(**keys):
+    return draft_plan(run(**keys), SPECS, 4)
+
+
+def split_models(problem) -> set[str]:
+    return {str(pipeline.model) for pipeline in problem.pipelines if pipeline.split}
+
+
+def bounds_by_choice(**keys) -> dict[frozenset[str], float]:
+    """Proved bound of every set of models that is split, in the order of the choice."""
+    found, make = {}, split_choice.choose_split
+
+    def looked_at(config, costs, stated):
+        for count in range(3):
+            for some in itertools.combinations(("actor", "critic"), count):
+                found[frozenset(some)] = float(latency_bound(stated(frozenset(some))))
+        return make(config, costs, stated)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlhfuse.planning.draft.choose_split", looked_at)
+        drafted(**keys)
+    return found
+
+
+@pytest.mark.parametrize(
+    "keys, expected",
+    [
+        ({}, {"actor", "critic"}),
+        ({"fusion__actor_microbatches": 8}, {"actor"}),  # a critic split too would reach no lower bound
+        ({"trainer__hardware": "h100"}, set()),  # launches are all that such small layers cost
+    ],
+)
+def test_the_fewest_models_that_reach_the_least_bound_are_split(keys, expected):
+    draft, bounds = drafted(**keys), bounds_by_choice(**keys)
+    assert split_models(draft.problem) == expected == set(map(str, draft.split.models))
+    assert not split_models(draft.split.whole)
+    whole, least = bounds[frozenset()], min(bounds.values())
+    assert (least < 0.99 * whole) == bool(expected)
+    if expected:
+        assert bounds[frozenset(expected)] <= 1.001 * least
+        assert all(bounds[some] > 1.001 * least for some in bounds if len(some) < len(expected))
+        change = f"{bounds[frozenset(expected)] / whole - 1:+.1%}"
+        assert (
+            draft.split.why.startswith("fusion.split_backward=auto: backwards of actor") and change in draft.split.why
+        )
+    else:
+        assert "all backwards are whole: split, their lower bound would be" in draft.split.why
+    assert drafted(**keys).problem == draft.problem  # of every rank
+
+
+def test_the_plan_says_what_splitting_gains_and_what_it_holds():
+    plan = planned(run())
+    assert plan.schedule.problem.pipeline("actor").split and plan.report.schedule.makespan_seconds < 0.62
+    whole = next(one for one in plan.report.schedule.others if one.setting == "fusion.split_backward=false")
+    off = planned(run(fusion__split_backward="false", fusion__search_seconds=2.0)).report.schedule
+    assert off.makespan_seconds <= whole.makespan_seconds * 1.0001
+    assert plan.report.schedule.makespan_seconds < 0.95 * off.makespan_seconds
+    assert plan.report.schedule.serial_makespan_seconds == off.serial_makespan_seconds  # of whole backwards
+    text = plan.report.render()
+    assert f"fusion.split_backward=false: at most {whole.makespan_seconds:.4g} s" in text
+    assert "backwards of actor and critic are split: the lower bound is" in text
+    kinds = {one.action.kind for program in plan.programs.by_rank.values() for one in program.instructions}
+    assert Kind.W in kinds
+    assert parse_plan(drafted(), plan.to_text()) == plan
+
+
+def test_splitting_costs_what_it_costs():
+    """B and W of a layer together take longer than its whole backward, and what W needs is held in bytes of its own."""
+    draft = drafted(fusion__split_backward="true")
+    for pipeline, whole in zip(draft.problem.pipelines, draft.split.whole.pipelines):
+        for b, w, together in zip(pipeline.backward, pipeline.weight_gradient, whole.backward):
+            assert together < b + w < 1.2 * together
+        assert pipeline.activation == whole.activation
+        assert all(0 < kept for kept in pipeline.weight_activation)
+
+
+def test_false_and_rules_leave_backwards_whole():
+    assert drafted(fusion__split_backward="false").split.why.endswith("all backwards are whole")
+    serial = drafted(fusion__intra_stage="serial")
+    assert not split_models(serial.problem) and "fusion.intra_stage=serial is no search" in serial.split.why
+
+
+@pytest.mark.parametrize("rule", ["serial", "time_sharing"])
+def test_a_rule_trains_with_split_backwards_where_they_are_asked_for(rule):
+    layouts = {f"parallel__{model}_train": "d1t1p4" for model in ("actor", "critic")}
+    plan = planned(run(**layouts, fusion__intra_stage=rule, fusion__split_backward="true"))
+    assert split_models(plan.schedule.problem) == {"actor", "critic"}
+
+
+def test_a_cap_without_room_for_what_w_keeps_leaves_backwards_whole():
+    """With recomputation a forward keeps a layer's input alone, and B leaves more than that."""
+    keys = {"trainer__recompute": "full", "rollout__max_batched_tokens": 64, "rollout__kv_blocks_per_instance": 24}
+    draft = drafted(**keys)
+    assert (
+        draft.split.models
+        and draft.problem.pipeline("actor").weight_activation > draft.split.whole.pipelines[0].activation
+    )
+    whole, split = (
+        max(map(sum, zip(draft.memory.training_bytes, min_memory(one)))) for one in (draft.split.whole, draft.problem)
+    )
+    assert whole < split
+    for limit, expected in ((split + 1, 2), (split - 1, 1), (whole + 1, 0)):
+        tight = drafted(**keys, trainer__memory_limit_gb=limit / 1e9)
+        assert len(split_models(tight.problem)) == expected, tight.split.why
+
+
+def test_a_schedule_file_says_what_is_split(tmp_path):
+    file, free = tmp_path / "schedule.json", drafted()
+    save_schedule(file, greedy(replace(free.problem, memory_cap=None)))
+    plan = planned(run(fusion__schedule=str(file), fusion__actor_microbatches=4))
+    assert split_models(plan.schedule.problem) == {"actor", "critic"} and str(file) in plan.report.render()
+    save_schedule(file, greedy(replace(free.split.whole, memory_cap=None)))
+    assert not split_models(drafted(fusion__schedule=str(file)).problem)
+    with pytest.raises(InputError, match="has split False, this run has True"):
+        drafted(fusion__schedule=str(file), fusion__split_backward="true")
+
+
+def test_transformer_engine_layers_are_not_split(monkeypatch):
+    engine = {"trainer__transformer_impl": "transformer_engine", "trainer__device": "cuda"}
+    draft = drafted(**engine)
+    assert not draft.split.models and "Transformer Engine's layers make both gradients at once" in draft.split.why
+    with pytest.raises(InputError, match=r"fusion.split_backward=true: Transf.*set trainer.transformer_impl=local"):
+        drafted(**engine, fusion__split_backward="true")
+    monkeypatch.setattr(split_choice, "find_spec", lambda name: name)  # installed: auto takes it on GPUs, not on CPUs
+    assert "Transformer Engine" in drafted(trainer__device="cuda").split.why
+    assert drafted().split.models
+
+
+def profile_file(folder, *split: Grid) -> str:
+    """Layers that take a second each way; `split`: B and W, or nothing."""
+    pair, made = Grid(((1.0,), (1.0,)), (1.0,)), run()
+    grids = {role: TrainingGrids(1, ONE, Grid(((1.0,),), (2.0,)), ONE, ONE, *split) for role in made.trained()}
+    score = {role: pair for role in made.scorers()}
+    cost = ProfiledCost(made_for(resolve_device(made), SPECS), pair, pair, score, 0.0, ONE, None, grids)
+    write_json(folder / "profile.json", cost.to_dict())
+    return str(folder / "profile.json")
+
+
+def test_a_profile_prices_both_parts_or_none_is_split(tmp_path):
+    old = profile_file(tmp_path)
+    raw = json.loads((tmp_path / "profile.json").read_text())
+    for grids in raw["training"].values():  # as a file that is older than split backwards
+        del grids["layer_backward_input"], grids["layer_weight_gradient"]
+    write_json(tmp_path / "profile.json", raw)
+    draft = drafted(fusion__profile=old)
+    assert not draft.split.models and "has no times of split backwards; run tools/profile_costs.py" in draft.split.why
+    with pytest.raises(InputError, match="fusion.split_backward=true: .*profile.json has no times of split backwards"):
+        drafted(fusion__profile=old, fusion__split_backward="true")
+    measured = profile_file(tmp_path, Grid(((1.0,),), (1.1,)), ONE)
+    draft = drafted(fusion__profile=measured)
+    actor = draft.problem.pipeline("actor")
+    assert draft.split.models and actor.backward[0] == 2 * 1_100_000 and actor.weight_gradient == (2_000_000,) * 4
+    slow = profile_file(tmp_path, Grid(((1.0,),), (2.5,)), ONE)
+    assert not drafted(fusion__profile=slow).split.models
