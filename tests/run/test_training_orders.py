@@ -1,4 +1,5 @@
-"""Runs of two ranks that train in every order that fusion.intra_stage names: the same bits, also after a change."""
+"""Runs of two ranks that train in every order that fusion.intra_stage names, their backwards split or whole: the same
+bits, also after a change."""
 
 from __future__ import annotations
 
@@ -28,6 +29,9 @@ def config(tmp_path_factory):
     return write_run(folder, trainer__iterations=2, rollout__max_response_tokens=12, trainer__save_every=1)
 
 
+SPLIT_SHARED = ("fusion.intra_stage=time_sharing", "fusion.split_backward=true")
+
+
 def layouts(text: str) -> tuple[str, ...]:
     return tuple(f"parallel.{model}_train={text}" for model in ("actor", "critic"))
 
@@ -39,8 +43,11 @@ def assert_equal(one, other):
 
 @pytest.mark.parametrize("layout, rules", [("d1t1p2", ("time_sharing", "serial")), ("d1t1p2v2", ("interleaved",))])
 def test_every_order_trains_the_same(workers, config, layout, rules):
+    """Searched with split backwards, by rule with whole ones."""
     searched = config.parent / f"{layout}-search"
-    workers.run(job, config, searched, layouts(layout))
+    workers.run(job, config, searched, (*layouts(layout), "fusion.split_backward=true"))
+    assert {"actor W", "critic W"} < {span.kind for span in Forecaster(RunFiles.read(searched)).spans(1)}
+    assert all(pipeline.split for pipeline in load_schedule(searched / "schedule.json").problem.pipelines)
     for rule in rules:
         run = config.parent / f"{layout}-{rule}"
         workers.run(job, config, run, (*layouts(layout), f"fusion.intra_stage={rule}"))
@@ -58,6 +65,15 @@ def test_every_order_trains_the_same(workers, config, layout, rules):
 def test_a_run_goes_on_in_another_order(workers, config):
     """On other ranks, where the critic's stages are: its states are found wherever they were."""
     whole, run = config.parent / "d1t1p2-search", config.parent / "changed"
-    workers.run(job, config, run, (*layouts("d1t1p2"), "trainer.iterations=1", "fusion.intra_stage=time_sharing"))
+    workers.run(job, config, run, (*layouts("d1t1p2"), "trainer.iterations=1", *SPLIT_SHARED))
     workers.run(job, config, run, (*layouts("d1t1p2"), "fusion.intra_stage=serial", "trainer.resume=auto"))
     assert_equal(whole, run)
+
+
+def test_tensor_ranks_train_the_same_with_split_backwards(workers, config):
+    """With their sequences cut and every layer run again."""
+    settings = (*layouts("d1t2p1"), "parallel.sequence_parallel=true", "trainer.recompute=full")
+    settings += ("parallel.generation=d1t2p1", "trainer.iterations=1")
+    for split in ("true", "false"):
+        workers.run(job, config, config.parent / f"cut-{split}", (*settings, f"fusion.split_backward={split}"))
+    assert_equal(config.parent / "cut-true", config.parent / "cut-false")

@@ -72,6 +72,9 @@ def test_tensor_parallel_ranks_measure_together(workers):
     changes = ("parallel.generation=d1t2p1", "parallel.actor_train=d1t2p1", "parallel.critic_train=d1t2p1")
     (made, lines), _ = workers.run(profile_on, changes)
     assert made["training"]["actor"]["tp"] == 2 and made["all_reduce"]["seconds"][-1] > 0
+    for grids in made["training"].values():  # each part of a split backward; noise may leave a layer nothing
+        assert len(grids["layer_backward_input"]["seconds"]) == len(grids["layer_backward"]["seconds"])
+        assert grids["layer_weight_gradient"]["axes"] == grids["layer_backward"]["axes"]
     assert any("one instance only" in line for line in lines)
 
 
