@@ -9,7 +9,6 @@ activations of its schedule is the static memory of the scheduling problem, whos
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -19,6 +18,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.planning.received import received_beyond
 from rlhfuse.schedule.ir.evaluate import evaluate, memory_profile
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule
@@ -142,23 +142,9 @@ class MemoryBudget:
             passing = [models[one.pipeline][one.stage % len(models[one.pipeline])] for one in order]
             after = memory_profile(schedule, node)
             highest = max(max(held) + more for *held, more in zip([0, *after], after, passing))
-            peaks.append(highest - max(passing) + self._received_beyond(schedule, node))
+            places = {model: len(by_place) for model, by_place in self.passing.items()}
+            peaks.append(highest - max(passing) + received_beyond(schedule, node, places, self.received))
         return tuple(peaks)
-
-    def _received_beyond(self, schedule: Schedule, node: int) -> float:
-        models = {pipeline.name: pipeline.model for pipeline in schedule.problem.pipelines}
-        held: Counter[tuple[str, int]] = Counter()
-        most: Counter[tuple[str, int]] = Counter()
-        for one in schedule.orders[node]:
-            key = models[one.pipeline], one.stage
-            held[key] += {"F": 1, "B": -1}.get(one.kind, 0)
-            most[key] = max(most[key], held[key])
-        beyond = 0.0
-        for (model, stage), count in most.items():
-            places = len(self.passing[model])
-            if stage > 0:
-                beyond += max(0, count - (places - stage % places)) * self.received[model]
-        return beyond
 
     def with_generation_kept(self) -> MemoryBudget:
         """Where the actor's copy and the cache never leave the device."""
