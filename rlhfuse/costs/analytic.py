@@ -255,6 +255,12 @@ class AnalyticCost:
             return max(back, gpu_bytes.passing_in_loss(*shape, self.element_bytes) if loss else 0)
         return self.layer_activation_bytes(tokens) * (2 if self.recompute else 1) + 2 * last * self.logits_bytes(tokens)
 
+    def split_passing_bytes(self, tokens: float) -> tuple[float, float]:
+        """On a GPU, of a split backward: what passes in B less than in a whole one, for it is held until W and counted
+        so, where layers are run again; and in W: inputs that are gathered, of one product and the next."""
+        kept = kept_by_layer(self.spec, tokens, self.layout.tp, self._whole_hidden, self.element_bytes)
+        return max(0.0, kept - self.kept_layer_bytes(tokens)), 2 * self.gathering_bytes(tokens)
+
     def receiving_bytes(self, tokens: float, place: int) -> float:
         """On a GPU, memory that stays: of each stage here the gradients of its output, and as many hidden states as
         micro-batches are under way, in training's usual order, and one that came early."""

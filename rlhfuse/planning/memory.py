@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -18,8 +18,8 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.planning.received import received_beyond
-from rlhfuse.schedule.ir.evaluate import evaluate, memory_profile
+from rlhfuse.planning.passing import PassingMemory
+from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.ir.schedule import Schedule
 
@@ -124,27 +124,11 @@ class MemoryBudget:
     generation: GenerationMemory
     offload: OptimizerOffload | None = None  # None: the optimizer stays on the device
     early: tuple[int, ...] = ()  # weights of the first scorers, which are loaded before generation ends
-    # on GPUs: model that trains -> by place of its pipeline what passes while a micro-batch runs there
-    passing: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    received: Mapping[str, float] = field(default_factory=dict)  # one hidden state between stages of a model
+    passing: PassingMemory | None = None  # on GPUs
 
     def held_by(self, schedule: Schedule) -> tuple[float, ...]:
-        """Activations of a schedule by node, so that with what passes at most they are training's peak.
-
-        What passes differs by model: the most held and the most that passes need not meet. Hidden states are received
-        into more memory than `AnalyticCost.receiving_bytes` where more micro-batches are under way than usual.
-        """
-        if not self.passing:
-            return tuple(evaluate(schedule).node_peak_memory)
-        models = {pipeline.name: self.passing[pipeline.model] for pipeline in schedule.problem.pipelines}
-        peaks = []
-        for node, order in enumerate(schedule.orders):
-            passing = [models[one.pipeline][one.stage % len(models[one.pipeline])] for one in order]
-            after = memory_profile(schedule, node)
-            highest = max(max(held) + more for *held, more in zip([0, *after], after, passing))
-            places = {model: len(by_place) for model, by_place in self.passing.items()}
-            peaks.append(highest - max(passing) + received_beyond(schedule, node, places, self.received))
-        return tuple(peaks)
+        """Activations of a schedule by node, so that with what passes at most they are training's peak."""
+        return self.passing.held_by(schedule) if self.passing else tuple(evaluate(schedule).node_peak_memory)
 
     def with_generation_kept(self) -> MemoryBudget:
         """Where the actor's copy and the cache never leave the device."""
@@ -272,15 +256,8 @@ def memory_budget(
     limit = memory_limit(config, hardware, ranks.size)
     trained = {task.removesuffix("_train"): costs[task] for task in TRAINED if task in costs}
     tokens, on_gpu = needs.microbatch_tokens, hardware.name != "cpu"
-    passing = {
-        model: tuple(cost.passing_bytes(tokens, place) for place in range(cost.layout.pp))
-        for model, cost in trained.items()
-        if on_gpu
-    }
-    received = {model: cost.hidden_bytes(tokens) for model, cost in trained.items() if on_gpu}
-    return MemoryBudget(
-        tuple(kinds.values()), hardware, *limit, tokens, needs.generation, passing=passing, received=received
-    )
+    passing = PassingMemory.of(trained, tokens) if on_gpu else None
+    return MemoryBudget(tuple(kinds.values()), hardware, *limit, tokens, needs.generation, passing=passing)
 
 
 class _Needs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.planning.memory import GenerationMemory, MemoryBudget
+from rlhfuse.planning.passing import PassingMemory
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.ir.schedule import Schedule
@@ -20,7 +21,7 @@ def problem() -> FusionProblem:
 
 
 def budget(**passing: tuple[float, ...]) -> MemoryBudget:
-    received = {model: 7.0 for model in passing}
+    made = PassingMemory(passing, dict.fromkeys(passing, 7.0), dict.fromkeys(passing, (5.0, 3.0))) if passing else None
     return MemoryBudget(
         (),
         hardware_by_name("h100", "cuda"),
@@ -28,8 +29,7 @@ def budget(**passing: tuple[float, ...]) -> MemoryBudget:
         "",
         1.0,
         GenerationMemory(0, 0, 0),
-        passing=passing,
-        received=received,
+        passing=made,
     )
 
 
@@ -54,3 +54,24 @@ def test_hidden_states_of_more_micro_batches_than_usual_are_received_into_more_m
     schedule = Schedule.parse(problem(), "\n".join(f"node {node}: {order}" for node, order in enumerate(orders)))
     # the actor's last stage has three under way where one is usual
     assert budget(actor=(0, 0), critic=(0, 0)).held_by(schedule) == (300, 300 + 2 * 7)
+
+
+def test_gradients_stay_where_they_were_received_until_w():
+    split = Pipeline("actor", "actor", (0, 1), 3, (1, 1), (2, 2), (100, 100), (1, 1), (60, 60))
+    orders = (
+        "actor:0F0 actor:0F1 actor:0B0 actor:0B1 actor:0F2 actor:0B2 actor:0W0 actor:0W1 actor:0W2",
+        "actor:1F0 actor:1B0 actor:1F1 actor:1B1 actor:1F2 actor:1B2 actor:1W0 actor:1W1 actor:1W2",
+    )
+    text = "\n".join(f"node {node}: {order}" for node, order in enumerate(orders))
+    schedule = Schedule.parse(FusionProblem(2, (split,)), text)
+    first, last = budget(actor=(40, 40)).held_by(schedule)
+    assert first == 2 * 60 + 100 + 2 * 7  # F of the third beside two for W; gradients of three stay, one is usual
+    assert last == 2 * 60 + 100  # which receives none
+
+
+def test_what_a_backward_leaves_for_w_passes_in_it_but_once():
+    """Layers that run again leave more than a forward does: B's end is the peak, and 5 of the 40 are counted in it."""
+    split = Pipeline("actor", "actor", (0,), 2, (1,), (2,), (100,), (1,), (160,))
+    text = "node 0: actor:0F0 actor:0F1 actor:0B0 actor:0B1 actor:0W0 actor:0W1"
+    schedule = Schedule.parse(FusionProblem(1, (split,)), text)
+    assert budget(actor=(40,)).held_by(schedule) == (2 * 160 - 5,)

@@ -40,7 +40,7 @@ def test_a_rule_is_planned_and_compared(rule, layouts):
 
 
 def test_what_is_promised_is_what_the_choice_takes():
-    fused = planned(run(**FLAT))
+    fused = planned(run(**FLAT, fusion__split_backward="false"))
     assert list(promised(fused)) == ["interleaved", "time_sharing", "serial"]
     for rule in ("time_sharing", "serial"):
         chosen, other = planned(run(**FLAT, fusion__intra_stage=rule)).report.schedule, promised(fused)[rule]

@@ -1,0 +1,75 @@
+"""On GPUs: what passes while micro-batches run, and what stages receive, beside the activations of a schedule.
+
+What is received stays where it arrived: a hidden state until B, which ends its micro-batch on the stage; a gradient
+until W, where the backward is split. The memory is taken once, for the most that are kept at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.schedule.ir.action import Action
+from rlhfuse.schedule.ir.evaluate import memory_profile
+from rlhfuse.schedule.ir.problem import Pipeline
+from rlhfuse.schedule.ir.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class PassingMemory:
+    """Bytes of a rank, by model that trains."""
+
+    by_place: Mapping[str, tuple[float, ...]]  # of its pipeline: while a micro-batch runs there
+    received: Mapping[str, float]  # one hidden state between two stages
+    split: Mapping[str, tuple[float, float]]  # of split backwards: so much less in B; in W
+
+    @staticmethod
+    def of(trained: Mapping[str, AnalyticCost], tokens: float) -> PassingMemory:
+        """Of micro-batches of so many tokens."""
+        return PassingMemory(
+            {m: tuple(cost.passing_bytes(tokens, p) for p in range(cost.layout.pp)) for m, cost in trained.items()},
+            {model: cost.hidden_bytes(tokens) for model, cost in trained.items()},
+            {model: cost.split_passing_bytes(tokens) for model, cost in trained.items()},
+        )
+
+    def held_by(self, schedule: Schedule) -> tuple[float, ...]:
+        """Activations by node, so that with what passes at most they are training's peak.
+
+        What passes differs by model: the most held and the most that passes need not meet.
+        """
+        pipelines, peaks = {pipeline.name: pipeline for pipeline in schedule.problem.pipelines}, []
+        for node, order in enumerate(schedule.orders):
+            passing = [self._in(pipelines[one.pipeline], one) for one in order]
+            after = memory_profile(schedule, node)
+            highest = max(max(held) + more for *held, more in zip([0, *after], after, passing))
+            peaks.append(highest - max(passing) + self._received_beyond(schedule, node))
+        return tuple(peaks)
+
+    def _in(self, pipeline: Pipeline, action: Action) -> float:
+        less, in_weights = self.split[pipeline.model]
+        if action.kind == "W":
+            return in_weights
+        by_place = self.by_place[pipeline.model]
+        return by_place[action.stage % len(by_place)] - (less if pipeline.split and action.kind == "B" else 0)
+
+    def _received_beyond(self, schedule: Schedule, node: int) -> float:
+        """Beyond `AnalyticCost.receiving_bytes`, where a schedule keeps more than is usual."""
+        pipelines = {pipeline.name: pipeline for pipeline in schedule.problem.pipelines}
+        held: Counter[tuple[str, int, str]] = Counter()  # (model, stage, F: hidden states, B: gradients)
+        most: Counter[tuple[str, int, str]] = Counter()
+        for one in schedule.orders[node]:
+            pipeline = pipelines[one.pipeline]
+            states, gradients = ((pipeline.model, one.stage, kind) for kind in "FB")
+            held[states] += {"F": 1, "B": -1}.get(one.kind, 0)
+            held[gradients] += {"B": 1, "W": -1}.get(one.kind, 0) if pipeline.split else 0
+            for key in (states, gradients):
+                most[key] = max(most[key], held[key])
+        depth = {pipeline.model: pipeline.stages for pipeline in schedule.problem.pipelines}
+        beyond = 0.0
+        for (model, stage, kind), count in most.items():
+            usual = len(self.by_place[model]) - stage % len(self.by_place[model]) if kind == "F" else 1
+            if stage > 0 if kind == "F" else stage < depth[model] - 1:
+                beyond += max(0, count - usual) * self.received[model]
+        return beyond
