@@ -15,6 +15,8 @@ from rlhfuse.config.load import load_config
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.rehearsal.report import RankReport
 from rlhfuse.rehearsal.stages import WHOLE, distinct_ranks, planned_bytes, rehearsal_draft, rehearse
+from rlhfuse.schedule.io import save_schedule
+from rlhfuse.schedule.search.search import SearchSettings, search
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the shim is compiled by g++")
@@ -99,6 +101,25 @@ def test_memory_is_what_was_planned(report):
     }
     training = errors.pop("training")
     assert 0 <= training <= 0.03 and max(map(abs, errors.values())) <= 0.01, (errors, training)
+
+
+@needs_compiler
+def test_split_backwards_hold_what_was_planned(run_yaml, tmp_path):
+    """What B leaves for W, and the gradients that were received for it: a searched schedule, in the fullest place."""
+    asked, file = ["fusion.intra_stage=search", "fusion.split_backward=true"], tmp_path / "schedule.json"
+    draft = rehearsal_draft(load_config(run_yaml, asked), 16)
+    save_schedule(file, search(draft.problem, SearchSettings(iterations=20_000, objective="memory"))[0])
+    draft = rehearsal_draft(load_config(run_yaml, [*asked, f"fusion.schedule={file}"]), 16)
+    plan = make_plan(draft)
+    peaks = draft.memory.held_by(plan.schedule)
+    rank = max(distinct_ranks(draft), key=lambda rank: planned_bytes(draft, plan, rank)["training"])
+    assert max(peaks) > 0 and all(pipeline.split for pipeline in plan.schedule.problem.pipelines)
+    found = rehearse(run_yaml, [*asked, f"fusion.schedule={file}"], plan, rank, ("training",), print)
+    planned = RankReport(found, planned_bytes(draft, plan, rank), plan.report.memory_limit)
+    beside = draft.memory.generation.weights + draft.memory.generation.kv  # which is kept, and was not rehearsed
+    assert plan.report.keeps_generation and found["problems"] == {}
+    training = (planned.planned["training"] - beside) / planned.peaks["training"]["peak"] - 1
+    assert -0.01 <= training <= 0.03, training
 
 
 @needs_compiler
