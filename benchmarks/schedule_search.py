@@ -3,10 +3,14 @@
     python benchmarks/schedule_search.py table --ranks 2 --seconds 60        speed-ups, memory, time to the bound
     python benchmarks/schedule_search.py growth --ranks 2 --plot growth.png  from 192 operations to 65,536
     python benchmarks/schedule_search.py seeds --ranks 2 --seconds 30        three settings with twenty seeds each
+    python benchmarks/schedule_search.py curve --ranks 2 --seconds 10        memory over latency, split and whole
 
 `growth`: an instance NxM has N nodes; both models have N stages and M micro-batches, times as in the last rows of
 Table 3. Seconds count from the start of a search, which the schedules made by rule are part of; moves are made before
 the first search, so that none pays for loading kernels. A bound never reached counts as later than all others.
+
+`curve`: the least memory at the latency bound, then with more and more slack until serial 1F1B needs no less. Split:
+half of every backward is its weight gradient; "freed" releases half of the activation after the first half.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import resource
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +31,9 @@ from paper.table3 import LARGER, PRINTED, SETTINGS, TRACED, Setting, one_f_one_b
 from processes import mpirun, run
 
 from rlhfuse.base.errors import InputError, run_program
-from rlhfuse.schedule.ir.evaluate import TOLERANCE, evaluate
-from rlhfuse.schedule.ir.problem import FusionProblem, Number
+from rlhfuse.schedule.bounds.bounds import latency_bound
+from rlhfuse.schedule.ir.evaluate import TOLERANCE, evaluate, tidy
+from rlhfuse.schedule.ir.problem import FusionProblem, Number, Pipeline
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import greedy, serial_makespan, serial_peak_memory
 from rlhfuse.schedule.search.mpi import world_communicator
@@ -45,7 +50,7 @@ GOALS = {  # settings of Table 3
     "memory_proved_least": 0,
 }
 GROWTH_BYTES = 2e9
-
+SLACKS = (0.0, 0.02, 0.05, 0.1, 0.2)  # of a curve, over the latency bound
 
 REPORTED = ("makespan", "lower_bound", "peak_memory", "memory_lower_bound", "moves", "accepted", "first_bound_seconds")
 
@@ -87,7 +92,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=counting, default=2, help="MPI ranks; 1 runs without mpirun")
     parser.add_argument("--seconds", type=counting, default=60, help="for one search [%(default)s]")
     parser.add_argument("--seeds", type=counting, help="seeds 1, 2, ... for each setting [1; seeds: 20]")
-    parser.add_argument("--rows", help=f"table, seeds: rows of Table 3, such as 1,2,12 [all; seeds: {SEED_ROWS}]")
+    parser.add_argument(
+        "--rows", help=f"table, seeds, curve: rows of Table 3, such as 1,2,12 [all; seeds: {SEED_ROWS}]"
+    )
     parser.add_argument("--sizes", default=SIZES, help="growth: NODESxMICROBATCHES, several with commas")
     parser.add_argument("--plot", metavar="FILE.png", help="growth: draw the cost of a move over the size")
     arguments = parser.parse_args()
@@ -129,7 +136,7 @@ def table(measurement: Measurement) -> None:
     """Speed-ups over serial 1F1B and peak memory beside what the paper and its repository publish; medians of seeds."""
     rows, seeds = measurement.arguments.rows, range(1, measurement.arguments.seeds + 1)
     settings = [SETTINGS[row - 1] for row in rows]
-    outcomes = launch([(one.name, one.problem(), seed) for one in settings for seed in seeds], measurement)
+    outcomes = launch([Search(one.name, one.problem(), seed) for one in settings for seed in seeds], measurement)
     latency, memory, facts, counts = [], [], [], dict.fromkeys(GOALS, 0)
     for number, row in enumerate(rows):
         setting, printed, traced = SETTINGS[row - 1], PRINTED[row - 1], TRACED[row - 1]
@@ -185,7 +192,7 @@ def growth(measurement: Measurement) -> None:
         name, operations = f"{nodes}x{microbatches}", 4 * nodes * microbatches
         problem = Setting(LARGER, (nodes, nodes), (microbatches, microbatches), (2, 1), (1.64, 1)).problem()
         # one launch each, so that its memory is its own
-        (outcome,) = launch([(name, problem, 1)], measurement)
+        (outcome,) = launch([Search(name, problem)], measurement)
         rule = evaluate(greedy(problem))
         tried, accepted = (
             1e6 * outcome.rank_seconds / count if count else None for count in (outcome.moves, outcome.accepted)
@@ -210,43 +217,100 @@ def growth(measurement: Measurement) -> None:
         plot(measurement.arguments.plot, [Panel("operations", "microseconds of one rank", lines)])
 
 
+# memory over latency ----------------------------------------------------------------------------------------------
+
+
+def curve(measurement: Measurement) -> None:
+    """Peak memory at the bound and at some slack, of whole and of split backwards, relative to serial 1F1B."""
+    searches, rows = [], []
+    for setting in (SETTINGS[row - 1] for row in measurement.arguments.rows):
+        whole = setting.problem()
+        enough = serial_peak_memory(whole)
+        for way, problem in (("whole", whole), ("split", halved(whole, 1)), ("freed", halved(whole, 0.5))):
+            bound = latency_bound(problem)
+            for slack in SLACKS:
+                latency = bound * (1 + slack) if slack else None
+                searches.append(Search(f"{setting.name} {way}", problem, latency=latency, enough=enough))
+    outcomes = launch(searches, measurement)
+    for name in dict.fromkeys(outcome.name for outcome in outcomes):
+        problem, enough = next((search.problem, search.enough) for search in searches if search.name == name)
+        points = [outcome for outcome in outcomes if outcome.name == name]
+        cells = [f"{point.makespan:g}: {point.peak_memory:g}" for point in points]
+        bound = points[0].lower_bound
+        least = f"{points[0].memory_lower_bound:g}"
+        rows.append([name, f"{bound:g}", least, *cells, *[""] * (len(SLACKS) - len(cells)), f"{enough:g}"])
+        figure = name.replace(" ", ".")
+        measurement.figure(f"{figure}.memory", Figure(points[0].peak_memory / enough, "of serial 1F1B's"))
+        measurement.figure(f"{figure}.makespan", Figure(points[0].makespan / bound, "of the bound"))
+    slacks = [f"+{slack:.0%}" if slack else "fastest" for slack in SLACKS]
+    head = ("setting", "bound", "memory bound", *slacks, "serial memory")
+    measurement.table("curve", "Makespan: least peak memory found", head, rows)
+    measurement.facts(points=[asdict(outcome) for outcome in outcomes])
+
+
+def halved(problem: FusionProblem, kept: float) -> FusionProblem:
+    """Half of every backward as its weight gradient, which needs this share of the activation."""
+
+    def half(pipeline: Pipeline) -> Pipeline:
+        times = tuple(tidy(time / 2) for time in pipeline.backward)
+        needed = tuple(tidy(kept * activation) for activation in pipeline.activation)
+        return replace(pipeline, backward=times, weight_gradient=times, weight_activation=needed)
+
+    return replace(problem, pipelines=tuple(map(half, problem.pipelines)))
+
+
 # searches ---------------------------------------------------------------------------------------------------------
 
 
-def launch(settings: Sequence[tuple[str, FusionProblem, int]], measurement: Measurement) -> list[Outcome]:
-    """Search (name, problem, seed) one after the other under one mpirun; each outcome is said when it is there.
+@dataclass(frozen=True)
+class Search:
+    """One search to make; `latency` is fast enough; left out if the one before it of this name has `enough` memory."""
+
+    name: str
+    problem: FusionProblem
+    seed: int = 1
+    latency: Number | None = None
+    enough: Number | None = None
+
+
+def launch(searches: Sequence[Search], measurement: Measurement) -> list[Outcome]:
+    """Make the searches one after the other under one mpirun; each outcome is said when it is there.
 
     Raises InputError when there is no mpirun, RuntimeError when the ranks fail.
     """
     ranks, seconds, outcomes = measurement.arguments.ranks, measurement.arguments.seconds, []
     with tempfile.TemporaryDirectory() as folder:
         asked, answers = Path(folder) / "searches.json", Path(folder) / "outcomes.jsonl"
-        asked.write_text(json.dumps([(name, problem.to_dict(), seconds, seed) for name, problem, seed in settings]))
+        asked.write_text(json.dumps([vars(one) | {"problem": one.problem.to_dict()} for one in searches]))
         answers.touch()
         with answers.open() as lines:
 
             def watch(_: Any) -> None:
                 for line in lines:
                     outcomes.append(Outcome(**json.loads(line)))
-                    measurement.say(f"{len(outcomes):3d}/{len(settings)}  {outcomes[-1]}")
+                    measurement.say(f"{len(outcomes):3d}/{len(searches)}  {outcomes[-1]}")
 
-            program = [sys.executable, __file__, "--rank", asked, answers, str(ranks)]
-            run([*mpirun(ranks), *program], timeout=2 * seconds * len(settings) + 600, watch=watch)
+            program = [sys.executable, __file__, "--rank", asked, answers, str(ranks), str(seconds)]
+            run([*mpirun(ranks), *program], timeout=2 * seconds * len(searches) + 600, watch=watch)
     return outcomes
 
 
-def rank_main(asked: Path, answers: Path, ranks: int) -> None:
+def rank_main(asked: Path, answers: Path, ranks: int, seconds: float) -> None:
     """The program of a rank: one JSON line for each search, written by rank 0."""
     comm = world_communicator() if ranks > 1 else None
     search(SETTINGS[0].problem(), SearchSettings(iterations=1000, objective="memory"), comm=comm)
-    for name, raw, seconds, seed in json.loads(asked.read_text()):
-        observer = FirstSchedule()
-        settings = SearchSettings(time_limit=seconds, seed=seed, objective="memory")
-        _, report = search(FusionProblem.from_dict(raw), settings, comm=comm, observer=observer)
+    last: tuple[str, Number] = "", 0  # the name of the search before and the memory that it has come to
+    for raw in json.loads(asked.read_text()):
+        one, observer = Search(**raw | {"problem": FusionProblem.from_dict(raw["problem"])}), FirstSchedule()
+        if one.enough is not None and last[0] == one.name and last[1] <= one.enough * (1 + TOLERANCE):
+            continue
+        settings = SearchSettings(time_limit=seconds, seed=one.seed, objective="memory", latency=one.latency)
+        _, report = search(one.problem, settings, comm=comm, observer=observer)
+        last = one.name, report.peak_memory
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         facts = {
-            "name": name,
-            "seed": seed,
+            "name": one.name,
+            "seed": one.seed,
             "rank_seconds": (report.seconds - observer.seconds) * ranks,
             "setup_seconds": observer.seconds,
             "peak_rss_bytes": max(comm.allgather(rss)) if comm is not None else rss,
@@ -281,10 +345,10 @@ def text(value: Number | None) -> str:
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-COMMANDS = {"table": table, "growth": growth, "seeds": table}
+COMMANDS = {"table": table, "growth": growth, "seeds": table, "curve": curve}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        rank_main(Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
+        rank_main(Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]))
     else:
         run_program(main)
