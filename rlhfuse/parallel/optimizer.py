@@ -2,7 +2,7 @@
 
 Gradients are summed over data-parallel ranks, never averaged: losses are already divided by the mini-batch's tokens.
 Adam runs on float32 main weights sharded over data-parallel ranks (ZeRO-1); SGD is not sharded, because Megatron's
-DistributedOptimizer takes no other base than Adam. A step whose gradient norm is not finite changes nothing.
+DistributedOptimizer takes no other base than Adam. Norm, clipping and update are one kernel each for many weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
@@ -66,6 +65,7 @@ class ModelOptimizer:
         """
         self._config, self._groups, self._device = config, groups, device
         self._zero = config.name == "adam"
+        self._replicated = dist.get_world_size(groups.dp) > 1  # else sums and gathers would copy what is there already
         dtype = next(next(iter(chunks.values())).parameters()).dtype
         if not self._zero:  # else Megatron takes the values over into a buffer on the device
             for chunk in chunks.values():
@@ -108,27 +108,16 @@ class ModelOptimizer:
             )
         for group in self.optimizer.param_groups:  # Megatron leaves this to its scheduler: vectors do not decay
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
+            if self._zero and "fused" in group:  # torch's Adam; Apex's and Transformer Engine's always are
+                group["fused"] = True
         self.states = RestingTensors(self._state_tensors, device)  # they may rest in host memory until `step`
         if self._zero:
             for stage, module in self._modules.items():
                 module.disable_forward_pre_hook(param_sync=False)  # Megatron's own may start a gather in a forward
                 module.register_forward_pre_hook(lambda *_, stage=stage: self._finish_gather(stage))
-        self._fused = False
         if device.is_cuda:
-            self.use_fused_kernels()
-
-    def use_fused_kernels(self) -> None:
-        """Update, norm and clipping by one kernel for many weights, and one number read back; gradients of weights
-        added up by products: the way of CUDA.
-
-        Torch's Adam keeps its step count on the device then; another Adam (Apex's, Transformer Engine's) is fused.
-        """
-        self._fused = True
-        for group in self.optimizer.param_groups:
-            if self._zero and "fused" in group:
-                group["fused"] = True
-        for module in self._modules.values():
-            fuse_accumulation(module)
+            for module in self._modules.values():
+                fuse_accumulation(module)
 
     @property
     def modules(self) -> dict[int, Any]:
@@ -185,16 +174,20 @@ class ModelOptimizer:
         if finite is not None and (finite.is_cuda or not finite):  # asking a CUDA tensor would stop the queue
             self._counted_weight(stage).main_grad.view(-1)[:1].masked_fill_(~finite, math.nan)
         _allreduce_non_tensor_model_parallel_grads([module], module.config, self._groups.tp)
-        module.start_grad_sync()
+        if self._replicated:
+            module.start_grad_sync()
 
     def reduction_done(self, stage: int) -> bool:
         """Whether the sum that `start_reduction` started is known to be there; gloo never says so before the wait."""
+        if not self._replicated:
+            return True
         handles = [group.grad_reduce_handle for group in self._modules[stage].bucket_groups]
         return all(handle is not None and all(work.is_completed() for work in handle.works) for handle in handles)
 
     def finish_reduction(self, stage: int) -> None:
         """Wait for the sum that `start_reduction` started."""
-        self._modules[stage].finish_grad_sync()
+        if self._replicated:
+            self._modules[stage].finish_grad_sync()
 
     def finish_gradients(self) -> None:
         """All of the above in one go, for a caller that has no program."""
@@ -208,12 +201,13 @@ class ModelOptimizer:
         """What the model's groups but that of its tensor ranks are for."""
         buckets = [(b.grad_data, b.param_data) for buffer in self._buffers() for b in buffer.buckets]
         gradients, weights = max(buckets, key=lambda pair: pair[0].numel())
-        if self._zero:
+        uses = []
+        if self._replicated and self._zero:
             uses = [
                 GroupUse(self._groups.dp, "reduce_scatter", gradients.numel(), gradients.dtype),
                 GroupUse(self._groups.dp, "all_gather", weights.numel(), weights.dtype),
             ]
-        else:
+        elif self._replicated:
             uses = [GroupUse(self._groups.dp, "all_reduce", gradients.numel(), gradients.dtype)]
         tied = self._tied_weights()
         if len(tied) == 1 and self._groups.embd is not None:
@@ -231,7 +225,7 @@ class ModelOptimizer:
         with fake_cuda(self._device):
             for part in self._parts():
                 _step_a_spare_weight(part.optimizer)
-            if self._zero:
+            if self._zero and self._replicated:
                 for module in self._modules.values():
                     module.start_param_sync(force_sync=True)
 
@@ -244,7 +238,7 @@ class ModelOptimizer:
             group["lr"] = lr or 0.0
         with fake_cuda(self._device):
             self.optimizer.prepare_grads()
-            norm = float((self._norm() if self._fused else self.optimizer.get_grad_norm()) or 0.0)
+            norm = float(self._norm())
             if lr is None or not math.isfinite(norm):
                 return StepResult(norm, math.isfinite(norm), lr or 0.0)
             if self._config.clip_grad > 0:
@@ -252,7 +246,7 @@ class ModelOptimizer:
             self.states.wait()
             self._finish_gathers()  # of a step after which nothing ran
             self.optimizer.step_with_ready_grads()
-            if self._zero:
+            if self._zero and self._replicated:
                 self._start_gather()
         return StepResult(norm, True, lr)
 
@@ -306,10 +300,8 @@ class ModelOptimizer:
     def _clip(self, norm: float) -> None:
         """Scale this rank's gradients so that the norm is at most the setting's."""
         coefficient = self._config.clip_grad / (norm + 1e-6)  # Megatron's
-        for part in self._parts():
-            if not self._fused:
-                clip_grad_by_total_norm_fp32(part.get_parameters(), self._config.clip_grad, norm)
-            elif coefficient < 1:
+        if coefficient < 1:
+            for part in self._parts():
                 gradients = [weight.grad for weight in part.get_parameters() if weight.grad is not None]
                 torch._foreach_mul_(gradients, coefficient)  # pyright: ignore[reportPrivateImportUsage]
 

@@ -195,6 +195,7 @@ class FusedAdam:
                 beta2=group["betas"][1],
                 **{key: group[key] for key in ("lr", "weight_decay", "eps")},
                 maximize=False,
+                fused=True,
             )
 
 

@@ -13,7 +13,7 @@ from gpu_checks.training import LR, OneRank, train_once
 from rlhfuse.gen.gpu import layer_kernels
 from rlhfuse.models.paged_attention import CacheShape, PagedQueries, choose_attention, obstacle
 from rlhfuse.models.transformer_engine import obstacle as engine_obstacle
-from rlhfuse.parallel.device import current_device_is_cpu
+from rlhfuse.parallel.device import current_device_is_cpu, fake_cuda
 from rlhfuse.parallel.weight_gradients import add_product, fuse_accumulation
 
 EPS = 1e-5
@@ -155,11 +155,9 @@ def check_fused_adam(bench: Bench) -> dict:
 def _adam_steps(bench: Bench, model: Path, fused: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Gradient norms, and weights after made-up gradients, some of them clipped."""
     rank = OneRank(model, bench.device, torch.float32)
-    rank.optimizer.use_fused_kernels()
-    if not fused:
-        rank.optimizer._fused = False
-        for group in rank.optimizer.optimizer.param_groups:
-            group["fused"] = False
+    megatrons = rank.optimizer.optimizer
+    for group in megatrons.param_groups:
+        group["fused"], group["lr"] = fused, LR
     norms = []
     for seed in range(3):
         rank.optimizer.zero_grad()
@@ -168,7 +166,11 @@ def _adam_steps(bench: Bench, model: Path, fused: bool) -> tuple[list[float], di
             generator = torch.Generator().manual_seed(1000 * seed + weight.numel())
             weight.main_grad.copy_(0.1**seed * torch.randn(weight.shape, generator=generator))
         rank.optimizer.finish_gradients()
-        norms.append(rank.optimizer.step(LR).grad_norm)
+        if fused:
+            norms.append(rank.optimizer.step(LR).grad_norm)
+        else:
+            with fake_cuda(bench.device):
+                norms.append(megatrons.step()[1])
     named = dict(rank.optimizer.module.named_parameters())
     return norms, {name: weight.detach().cpu().clone() for name, weight in named.items()}
 
