@@ -3,104 +3,56 @@
     python benchmarks/intra_stage.py [--trace trace.json]
 
 Two processes of one thread train two random Llamas over gloo, the actor's stages on ranks 0 and 1, the critic's on 1
-and 0. Each side trains one mini-batch in turn, and all must leave the same gradients, bit for bit. Schedules are made
-of action times profiled with both ranks busy; what they promise stands beside what is measured.
+and 0. Each side (intra_stage_sides.py) trains one mini-batch in turn, and all must leave the same gradients, bit for
+bit. Schedules are made of action times profiled with both ranks busy; what they promise stands beside what is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from harness import Figure, Measurement, named, options, take_turns
+from intra_stage_sides import (
+    FUSED,
+    INPUT,
+    MEGATRON,
+    MICROSECONDS,
+    NO_BARRIER,
+    PLAIN,
+    RANKS,
+    SAME_GRADIENTS,
+    SERIAL,
+    SIDES,
+    SPLIT,
+    STEPS,
+    WEIGHT,
+    WHOLE,
+    Case,
+    Sizes,
+)
 from processes import ALLOCATOR, Ranks
 
 from rlhfuse.base.errors import InputError, run_program
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.monitor.trace import Span, save_trace
-from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import evaluate
-from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
-from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
-from rlhfuse.schedule.ir.schedule import Schedule
-from rlhfuse.schedule.program.lowering import lower
-from rlhfuse.schedule.program.program import Program, Programs
-from rlhfuse.schedule.rules.builders import serial_1f1b, serial_makespan
-from rlhfuse.schedule.search.search import SearchSettings, search
 
-RANKS = 2
-LAYOUT = ParallelLayout(1, 1, RANKS)
-MODELS = ("actor", "critic")
-HEAD_DIM = 64
-MICROSECONDS = 1e6
-SEARCH_MOVES = 500_000  # the most: most of these problems are proved optimal at once
 PROFILE_CYCLES = 8
 QUICK_ROUNDS = 2
 GAP_SECONDS = 0.05  # between two runs in the trace
-
-MEGATRON = "megatron_1f1b"  # Megatron's forward_backward_pipelining_without_interleaving, actor, barrier, critic
-SERIAL = "serial"  # our executor, 1F1B, a barrier between the models as their optimizer steps are
-NO_BARRIER = "serial_no_barrier"
-FUSED = "fused"
-SERIAL_STEP = "serial_step"  # as SERIAL, and each model's optimizer step
-FUSED_STEP = "fused_step"
-SIDES = (MEGATRON, SERIAL, NO_BARRIER, FUSED, SERIAL_STEP, FUSED_STEP)
-SAME_GRADIENTS = (SIDES[:4], SIDES[4:])  # an optimizer step clips the gradients that it leaves
 BASELINES = (MEGATRON, SERIAL)  # the headline is against the faster of them
 
 PREDICTED_GOAL = 0.95  # of the predicted speedup
+STEPS_GOAL = 0.9  # with optimizer steps, of what the schedule promises without
+LARGE = 1.04  # a split that lowers the bound by so much has to be faster
 OVERHEAD_GOAL = 60.0  # microseconds of the executor's own Python per instruction
 SHARE_GOAL = 0.03  # of a rank's time
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """A pair of models and what one micro-batch of them holds."""
-
-    name: str  # "1:1"
-    layers: tuple[int, int]  # of actor and critic
-    hidden: int
-    mlp: int
-    vocab: int
-    sequences: int  # of one micro-batch
-    prompt_tokens: int
-    response_tokens: int
-
-    def spec(self, model: str) -> ModelSpec:
-        layers, heads = self.layers[MODELS.index(model)], self.hidden // HEAD_DIM
-        context = self.prompt_tokens + self.response_tokens
-        return ModelSpec("llama", layers, self.hidden, heads, heads, HEAD_DIM, self.mlp, self.vocab, context)
-
-
 FULL = (Sizes("1:1", (8, 8), 512, 1376, 512, 3, 16, 80), Sizes("2.5:1", (10, 4), 512, 1376, 512, 3, 16, 80))
 QUICK = (Sizes("1:1", (2, 2), 128, 352, 256, 2, 8, 24), Sizes("2.5:1", (5, 2), 128, 352, 256, 2, 8, 24))
-
-Times = Mapping[tuple[str, int, str], float]  # profiled seconds of an action, by (model, stage, kind)
-
-
-@dataclass(frozen=True)
-class Schedules:
-    """The two schedules of a case, and what they promise by the profiled times, in microseconds."""
-
-    serial: Schedule
-    fused: Schedule
-    serial_time: float  # with a barrier between the models
-    no_barrier_time: float
-    fused_time: float
-    bound: float  # no schedule is faster than this
-    peak_live: tuple[int, ...]  # most micro-batches that the fused schedule keeps on each rank
-
-    @staticmethod
-    def of(problem: FusionProblem, seed: int) -> Schedules:
-        serial = serial_1f1b(problem)
-        fused, _ = search(problem, SearchSettings(iterations=SEARCH_MOVES, seed=seed))
-        timeline = evaluate(fused)
-        makespans = (serial_makespan(problem), evaluate(serial).makespan, timeline.makespan, latency_bound(problem))
-        peak_live = tuple(map(int, timeline.node_peak_memory))  # an activation counts 1
-        return Schedules(serial, fused, *map(float, makespans), peak_live)
 
 
 @dataclass(frozen=True)
@@ -127,14 +79,20 @@ def spent(rank: Mapping[str, Any], what: str, kinds: Sequence[str] = ()) -> tupl
 def main() -> None:
     arguments = parse_arguments()
     measurement, spans = Measurement("intra_stage", arguments), []
-    rows = []
+    tables: dict[str, list[list[str]]] = {"speed": [], "split": [], "steps": []}
     for sizes in named("--sizes", arguments.sizes, {one.name: one for one in (QUICK if arguments.quick else FULL)}):
         made = {"sizes": asdict(sizes), "seed": arguments.seed}
         with Ranks("intra_stage_rank:TrainingRank", RANKS, ALLOCATOR, **made) as ranks:
             for microbatches in arguments.microbatches:
-                rows.append(measure(sizes, microbatches, ranks, measurement, spans))
-    head = ("models", "M", "Megatron 1F1B", "serial", "no barrier", "fused", "speedup", "predicted", "of it", "bound")
-    measurement.table("speed", "Fused beside serial training", (*head, "with steps"), rows)
+                for name, row in measure(sizes, microbatches, ranks, measurement, spans).items():
+                    tables[name].append([sizes.name, str(microbatches), *row])
+    promise = ("speedup", "predicted", "of it")
+    head = ("models", "M", "Megatron 1F1B", "serial", "no barrier", "fused", *promise, "bound")
+    measurement.table("speed", "Fused beside serial training", head, tables["speed"])
+    head = ("models", "M", "split", *promise, "bound", "over fused", "predicted", "bound", "B + W over whole")
+    measurement.table("split", "Fused with split backwards", head, tables["split"])
+    head = ("models", "M", "serial", "fused", *promise, "of schedule", "split", *promise, "of schedule")
+    measurement.table("steps", "With optimizer steps", head, tables["steps"])
     if arguments.trace:
         save_trace(spans, arguments.trace)
     measurement.finish()
@@ -155,14 +113,21 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def measure(sizes: Sizes, microbatches: int, ranks: Ranks, measurement: Measurement, spans: list[Span]) -> list[str]:
-    """Profile, make the schedules, let the sides take turns; adds to `spans` and returns the row of the table."""
+def measure(
+    sizes: Sizes, microbatches: int, ranks: Ranks, measurement: Measurement, spans: list[Span]
+) -> dict[str, list[str]]:
+    """Profile, make the schedules, let the sides take turns; adds to `spans` and returns a row of each table."""
     name = f"{sizes.name.replace(':', 'to').replace('.', '_')}_m{microbatches}"
     ranks.ask("load", microbatches, {})
     profiles = ranks.ask("profile", PROFILE_CYCLES)
     times = {key: statistics.median(values) for answer in profiles for key, values in answer.items()}
-    schedules = Schedules.of(problem_of(microbatches, times), measurement.arguments.seed)
-    ranks.ask("load", microbatches, side_programs(schedules))
+    case = Case.of(microbatches, times, measurement.arguments.seed)
+    texts = {
+        side: [tuple(phase[rank].text() for rank in range(RANKS)) for phase in case.phases(side)]
+        for side in SIDES
+        if side != MEGATRON
+    }
+    ranks.ask("load", microbatches, texts)
     digests: dict[str, Any] = {}
 
     def side(name: str, number: int) -> Round:
@@ -176,75 +141,69 @@ def measure(sizes: Sizes, microbatches: int, ranks: Ranks, measurement: Measurem
     if not all(digests[one] == digests[group[0]] for group in SAME_GRADIENTS for one in group):
         raise RuntimeError(f"{name}: the sides left different gradients")
     add_executor(name, measurement, rounds[FUSED])
-    add_details(name, measurement, schedules, times, rounds)
-    spans += trace_spans(name, schedules, rounds, max((span.end_seconds for span in spans), default=0.0))
-    return [sizes.name, str(microbatches), *add_speedups(name, measurement, schedules, rounds)]
+    add_details(name, measurement, case, rounds)
+    spans += trace_spans(name, case, rounds, max((span.end_seconds for span in spans), default=0.0))
+    return Speeds(name, measurement, case, rounds).rows()
 
 
-def problem_of(microbatches: int, times: Times) -> FusionProblem:
-    """In whole microseconds; an activation counts 1."""
+class Speeds:
+    """Speedups of a case beside what its schedules promise: figures, and rows of the tables."""
 
-    def row(model: str, kind: str) -> tuple[int, ...]:
-        return tuple(round(times[model, stage, kind] * MICROSECONDS) for stage in range(LAYOUT.pp))
+    def __init__(self, name: str, measurement: Measurement, case: Case, rounds: Mapping[str, Sequence[Round]]) -> None:
+        self._name, self._measurement, self._case = name, measurement, case
+        self._seconds = {side: [run.seconds for run in runs] for side, runs in rounds.items()}
+        self._medians = {side: self._figure(side, Figure.of(values, "s")) for side, values in self._seconds.items()}
+        self._predicted = {side: self._figure(f"{side}_predicted", case.predicted(side), "s") for side in SIDES}
+        self._baseline = min(BASELINES, key=self._medians.__getitem__)
 
-    costs = {model: StageCosts(row(model, "F"), row(model, "B"), (1,) * LAYOUT.pp) for model in MODELS}
-    return fused_problem(dict.fromkeys(MODELS, LAYOUT), microbatches, costs)
+    def _figure(self, name: str, value: Figure | float, unit: str = "") -> float:
+        return self._measurement.figure(f"{self._name}.{name}", value, unit).value
 
+    def _speedup(self, name: str, slow: str, fast: str, goal: float = PREDICTED_GOAL) -> Iterator[str]:
+        """Cells: measured, predicted, their quotient."""
+        head = Figure.ratio(self._seconds[slow], self._seconds[fast])
+        self._figure(name, head)
+        yield head.text()
+        predicted = self._figure(f"{name}.predicted", self._predicted[slow] / self._predicted[fast], "x")
+        yield f"{predicted:.2f}"
+        yield f"{self._figure(f'{name}.of_predicted', Figure(head.value / predicted).at_least(goal)):.3f}"
 
-def rank_layout() -> FusedRanks:
-    """Actor stages on ranks 0, 1; critic stages on ranks 1, 0."""
-    return rank_map(dict.fromkeys(MODELS, LAYOUT))
+    def rows(self) -> dict[str, list[str]]:
+        baseline, seconds = self._baseline, {side: f"{value:.3f} s" for side, value in self._medians.items()}
+        for side in (*BASELINES, NO_BARRIER):
+            list(self._speedup(f"speedup_over_{side}", side, FUSED))
+        speed = [*(seconds[side] for side in PLAIN[:-1]), *self._speedup("speedup", baseline, FUSED)]
+        speed.append(self._bound(FUSED))
+        split = [seconds[SPLIT], *self._speedup("split_speedup", baseline, SPLIT), self._bound(SPLIT)]
+        return {"speed": speed, "split": split + self._over_fused(), "steps": self._with_steps(seconds)}
 
+    def _bound(self, side: str) -> str:
+        return f"{self._figure(f'{side}_bound', self._predicted[SERIAL] / self._case.bounds[side], 'x'):.2f}"
 
-def side_programs(schedules: Schedules) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """Text of what each rank runs in each phase of each side that our executor runs."""
-    serial, fused = lower(schedules.serial, rank_layout()), lower(schedules.fused, rank_layout())
-
-    def texts(programs: Programs, models: Sequence[str], steps: bool) -> tuple[str, ...]:
-        """`steps`: with reductions and optimizer steps, which have no micro-batch."""
-        return tuple(
-            Program(
-                rank,
-                tuple(
-                    instruction
-                    for instruction in programs[rank].instructions
-                    if instruction.action.pipeline in models and (steps or instruction.action.microbatch is not None)
-                ),
-            ).text()
-            for rank in programs
+    def _over_fused(self) -> list[str]:
+        """Cells: measured, predicted, of the bounds; what a backward in two parts takes of a whole one."""
+        bound = self._figure("split_over_fused.bound", self._case.bounds[FUSED] / self._case.bounds[SPLIT], "x")
+        gain = Figure.ratio(self._seconds[FUSED], self._seconds[SPLIT])
+        self._figure("split_over_fused", gain.at_least(1.0) if bound > LARGE else gain)
+        predicted = self._figure("split_over_fused.predicted", self._predicted[FUSED] / self._predicted[SPLIT], "x")
+        parts, whole = (
+            sum(seconds for (_, _, what), seconds in self._case.times.items() if what in kinds)
+            for kinds in ((INPUT, WEIGHT), (WHOLE,))
         )
+        overhead = self._figure("split_backward", parts / whole, "x")
+        return [gain.text(), f"{predicted:.2f}", f"{bound:.2f}", f"{overhead:.2f}"]
 
-    return {
-        SERIAL: tuple(texts(serial, [model], False) for model in MODELS),
-        NO_BARRIER: (texts(serial, MODELS, False),),
-        FUSED: (texts(fused, MODELS, False),),
-        SERIAL_STEP: tuple(texts(serial, [model], True) for model in MODELS),
-        FUSED_STEP: (texts(fused, MODELS, True),),
-    }
-
-
-def add_speedups(
-    name: str, measurement: Measurement, schedules: Schedules, rounds: Mapping[str, Sequence[Round]]
-) -> list[str]:
-    """Speedups of the fused side beside what the schedules promise, and cells of the table."""
-    seconds = {side: [run.seconds for run in runs] for side, runs in rounds.items()}
-    medians = {
-        side: measurement.figure(f"{name}.{side}", Figure.of(values, "s")).value for side, values in seconds.items()
-    }
-    promised = dict.fromkeys(BASELINES, schedules.serial_time / schedules.fused_time)
-    promised[NO_BARRIER] = schedules.no_barrier_time / schedules.fused_time
-    for side, promise in promised.items():
-        found = measurement.figure(f"{name}.speedup_over_{side}", Figure.ratio(seconds[side], seconds[FUSED]))
-        measurement.figure(f"{name}.of_predicted_over_{side}", found.value / promise)
-    baseline = min(BASELINES, key=medians.__getitem__)
-    head = measurement.figure(f"{name}.speedup", Figure.ratio(seconds[baseline], seconds[FUSED]))
-    predicted = measurement.figure(f"{name}.predicted", promised[baseline], "x").value
-    share = measurement.figure(f"{name}.of_predicted", Figure(head.value / predicted).at_least(PREDICTED_GOAL)).value
-    bound = measurement.figure(f"{name}.bound", schedules.serial_time / schedules.bound, "x").value
-    steps = measurement.figure(f"{name}.with_steps", Figure.ratio(seconds[SERIAL_STEP], seconds[FUSED_STEP])).value
-    measurement.say(f"{name}: {head.text()} against {baseline}, predicted {predicted:.2f}")
-    cells = [f"{medians[side]:.3f} s" for side in SIDES[:4]]
-    return [*cells, head.text(), f"{predicted:.2f}", f"{share:.3f}", f"{bound:.2f}", f"{steps:.2f}"]
+    def _with_steps(self, seconds: Mapping[str, str]) -> list[str]:
+        """Cells: serial; of both fused sides measured, predicted with the steps' seconds, of what is without."""
+        cells = [seconds[STEPS[SERIAL]]]
+        for side in (FUSED, SPLIT):
+            name = f"{side}_with_steps"
+            cells += [seconds[STEPS[side]], *self._speedup(name, STEPS[SERIAL], STEPS[side], STEPS_GOAL)]
+            measured = Figure.ratio(self._seconds[STEPS[SERIAL]], self._seconds[STEPS[side]]).value
+            promise = self._predicted[SERIAL] / self._predicted[side]
+            share = self._figure(f"{name}.of_schedule", Figure(measured / promise).at_least(STEPS_GOAL))
+            cells.append(f"{share:.3f}")
+        return cells
 
 
 def add_executor(name: str, measurement: Measurement, rounds: Sequence[Round]) -> None:
@@ -263,39 +222,39 @@ def add_executor(name: str, measurement: Measurement, rounds: Sequence[Round]) -
     measurement.figure(f"{name}.share", Figure(statistics.median(shares)).at_most(SHARE_GOAL))
 
 
-def add_details(
-    name: str,
-    measurement: Measurement,
-    schedules: Schedules,
-    times: Times,
-    rounds: Mapping[str, Sequence[Round]],
-) -> None:
-    """Actions beside the profile that the schedule was made of; live micro-batches must be as scheduled."""
-    rows = []
-    for key, profiled in sorted(times.items()):
-        seconds = [
-            statistics.median(
-                end - start
-                for run in rounds[side]
-                for rank in run.ranks
-                for _, found, start, end in rank["actions"]
-                if tuple(found) == key
+def add_details(name: str, measurement: Measurement, case: Case, rounds: Mapping[str, Sequence[Round]]) -> None:
+    """Actions beside the profile that the schedules were made of; live micro-batches must be as scheduled."""
+    shown, rows = (SERIAL, *case.schedules, STEPS[FUSED], STEPS[SPLIT]), []
+    seconds = {side: action_seconds(side, rounds[side]) for side in shown}
+    for key, profiled in sorted(case.times.items()):
+        found = (seconds[side].get(key) for side in shown)
+        cells = ["" if one is None else f"{1e3 * one:.2f} ms {one / profiled:.2f}" for one in found]
+        rows.append([f"{key[0]}:{key[1]}{key[2]}", f"{1e3 * profiled:.2f} ms", *cells])
+    measurement.table(f"{name}.actions", f"{name}: an action, and over its profile", ("", "profile", *shown), rows)
+    for side in (FUSED, SPLIT):
+        peaks = map(int, evaluate(case.schedules[side]).node_peak_memory)  # an activation counts 1
+        for rank, expected in enumerate(peaks):
+            live = max(run.ranks[rank]["peak_live"] for run in rounds[side])
+            assert live == expected, (
+                f"{side}, rank {rank}: kept {live} micro-batches for their backward, not {expected}"
             )
-            for side in (FUSED, SERIAL)
-        ]
-        cells = [f"{1e3 * value:.2f} ms" for value in (profiled, *seconds)]
-        rows.append([f"{key[0]}:{key[1]}{key[2]}", *cells, *(f"{value / profiled:.2f}" for value in seconds)])
-    head = ("action", "profile", "fused", "serial", "fused / profile", "serial / profile")
-    measurement.table(f"{name}.actions", f"{name}: seconds of an action", head, rows)
-    for rank, expected in enumerate(schedules.peak_live):
-        live = max(run.ranks[rank]["peak_live"] for run in rounds[FUSED])
-        assert live == expected, f"rank {rank} kept {live} micro-batches for their backward, not {expected}"
 
 
-def trace_spans(name: str, schedules: Schedules, rounds: Mapping[str, Sequence[Round]], begin: float) -> list[Span]:
-    """The median runs, serial without barrier and fused, predicted and measured, one after the other."""
+def action_seconds(side: str, rounds: Sequence[Round]) -> dict[tuple[str, int, str], float]:
+    """Medians, by what is profiled."""
+    found: dict[tuple[str, int, str], list[float]] = {}
+    for run in rounds:
+        for rank in run.ranks:
+            for _, (model, stage, kind), start, end in rank["actions"]:
+                what = INPUT if kind == WHOLE and SPLIT in side else kind
+                found.setdefault((model, stage, what), []).append(end - start)
+    return {key: statistics.median(values) for key, values in found.items()}
+
+
+def trace_spans(name: str, case: Case, rounds: Mapping[str, Sequence[Round]], begin: float) -> list[Span]:
+    """The median runs of every schedule, predicted and measured, one after the other."""
     spans: list[Span] = []
-    for side, schedule in ((NO_BARRIER, schedules.serial), (FUSED, schedules.fused)):
+    for side, schedule in case.schedules.items():
         run = sorted(rounds[side], key=lambda run: run.seconds)[len(rounds[side]) // 2]
         facts, shift, timeline = {"case": name, "side": side}, begin - run.begin, evaluate(schedule)
         for node, order in enumerate(schedule.orders):

@@ -14,7 +14,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from intra_stage import MEGATRON, MODELS, RANKS, Sizes, rank_layout
+from intra_stage_sides import (
+    FORWARD,
+    INPUT,
+    MEGATRON,
+    MODELS,
+    RANKS,
+    REDUCTION,
+    STEP,
+    WEIGHT,
+    WHOLE,
+    Sizes,
+    rank_layout,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_1f1b import megatron_1f1b, with_pipeline_group
 from processes import TIMEOUT_SECONDS
@@ -31,7 +43,6 @@ from rlhfuse.parallel.device import choose_device
 from rlhfuse.parallel.groups import GroupMaker, ModelGrid
 from rlhfuse.parallel.optimizer import ModelOptimizer
 from rlhfuse.run.rank_models import neighbour_pairs
-from rlhfuse.schedule.ir.action import Kind
 from rlhfuse.schedule.program.program import Program
 
 Phase = Callable[[], "StepReport | None"]
@@ -96,6 +107,7 @@ class TrainingRank:
         part, work = self.parts[model], self.work[model]
 
         def phase() -> None:
+            part.stage.split_backward(False)
             megatron_1f1b(part.stage.stage, work.batches, work.loss, part.groups, self.device)
 
         return phase
@@ -151,30 +163,52 @@ class TrainingRank:
     def profile(self, cycles: int) -> dict[tuple[str, int, str], list[float]]:
         """Seconds of each action of this rank's stages, measured without waits while the other rank does the same.
 
-        A cycle is two micro-batches of each model, forwards first and backwards in reverse, as in a fused step.
+        A cycle is two micro-batches of each model, forwards first and backwards in reverse, as in a fused step: once
+        with whole backwards, once with split ones, and a step of each model at the end.
         """
         order = [(model, mb) for model in MODELS for mb in (0, 1)]
         found: dict[tuple[str, int, str], list[float]] = {}
         generator = torch.Generator().manual_seed(self.seed)
         shape = (len(self.work["actor"].batches[0]), 1, self.sizes.hidden)
-        for part in self.parts.values():
-            part.optimizer.zero_grad()  # gradients have memory from here on
         for cycle in range(WARM_CYCLES + cycles):
-            barrier()
-            for kind in (Kind.F, Kind.B):
-                for model, mb in order if kind is Kind.F else (order[2:] + order[:2]):
-                    seconds = self._timed(model, mb, kind, torch.randn(shape, generator=generator))
-                    if cycle >= WARM_CYCLES:
-                        found.setdefault((model, self.parts[model].number, str(kind)), []).append(seconds)
+            kept = found if cycle >= WARM_CYCLES else {}
+            for part in self.parts.values():
+                part.optimizer.zero_grad()
+            for backward in ((WHOLE,), (INPUT, WEIGHT)):
+                for part in self.parts.values():
+                    part.stage.split_backward(WEIGHT in backward)
+                barrier()
+                for what in (FORWARD, *backward):
+                    for model, mb in order if what == FORWARD else (order[2:] + order[:2]):
+                        tensor = torch.randn(shape, generator=generator)
+                        seconds = self._timed(model, mb, what, tensor)
+                        if what != FORWARD or WHOLE in backward:
+                            kept.setdefault((model, self.parts[model].number, what), []).append(seconds)
+            for model, part in self.parts.items():
+                for what in (REDUCTION, STEP):
+                    barrier()
+                    kept.setdefault((model, part.number, what), []).append(self._timed_step(part, what))
         return found
 
-    def _timed(self, model: str, mb: int, kind: Kind, tensor: Tensor) -> float:
+    def _timed(self, model: str, mb: int, what: str, tensor: Tensor) -> float:
         stage, work = self.parts[model].stage, self.work[model]
         start = time.perf_counter()
-        if kind is Kind.F:
+        if what == FORWARD:
             stage.forward(mb, work.batches[mb], None if stage.stage.first else tensor, work.loss)
+        elif what == WEIGHT:
+            stage.backward_weight(mb)
         else:
             stage.backward(mb, None if stage.stage.last else tensor / tensor.numel())
+        return time.perf_counter() - start
+
+    @staticmethod
+    def _timed_step(part: Part, what: str) -> float:
+        start = time.perf_counter()
+        if what == REDUCTION:
+            part.optimizer.start_reduction(part.number)
+        else:
+            part.optimizer.finish_reduction(part.number)
+            part.optimizer.step(0.0)
         return time.perf_counter() - start
 
 

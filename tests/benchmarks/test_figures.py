@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from endurance import CPU, Look, Slope, cpu_of, slopes_of, windows
 from inter_stage import Point, Run, fit_costs
-from intra_stage import MODELS, Schedules, problem_of, side_programs
+from intra_stage_sides import MODELS, SIDES, Case
 from kills import lost
 from learning import Rise
 
@@ -54,19 +54,30 @@ def test_runs_of_generation_with_inference():
 
 
 def test_sides_of_training_run_the_same_instructions():
-    """Equal stages, two micro-batches: 9 units of 1 ms serially in each model, the textbook's 1.5 fused."""
-    times = {(m, s, k): {"F": 0.001, "B": 0.002}[k] for m in MODELS for s in (0, 1) for k in "FB"}
-    schedules = Schedules.of(problem_of(2, times), seed=1)
-    assert (schedules.serial_time, schedules.fused_time, schedules.bound) == (18000, 12000, 12000)
-    programs = side_programs(schedules)
+    """Equal stages, two micro-batches: 9 units of 1 ms serially in each model, the textbook's 1.5 fused.
+
+    Split, the longest path is two forwards, two backwards of inputs and what else the rank of the first has to do.
+    """
+    seconds = {"F": 0.001, "B": 0.002, "B of input": 0.001, "W": 0.001, "RG": 0.0, "ST": 0.0005}
+    case = Case.of(2, {(m, s, what): value for m in MODELS for s in (0, 1) for what, value in seconds.items()}, seed=1)
+    assert [case.predicted(side) for side in ("serial", "megatron_1f1b", "fused")] == pytest.approx([0.018, 0.018, 0.012])
+    assert case.bounds["fused"] == pytest.approx(0.012)
+    assert case.bounds["split"] <= case.predicted("split") < case.predicted("fused")
+    assert case.predicted("serial_step") == pytest.approx(0.018 + 2 * 0.0005), "a step is work of all ranks"
+    assert case.predicted("fused") < case.predicted("fused_step") <= 0.012 + 2 * 0.0005
     words = {
-        side: sorted(word for phase in phases for text in phase for word in text.split()[2:])
-        for side, phases in programs.items()
+        side: sorted(
+            str(one) for phase in case.phases(side) for program in phase.values() for one in program.instructions
+        )
+        for side in SIDES
+        if side != "megatron_1f1b"
     }
     assert words["serial"] == words["serial_no_barrier"] == words["fused"]
-    assert words["serial_step"] == words["fused_step"] and len(programs["serial"]) == 2
+    assert words["serial_step"] == words["fused_step"] and len(case.phases("serial")) == 2
     steps = {f"{m}:{s}{k}" for m in MODELS for s in (0, 1) for k in ("RG", "ST")}
-    assert set(words["fused_step"]) - set(words["fused"]) == steps
+    weights = {f"{m}:{s}W{mb}" for m in MODELS for s in (0, 1) for mb in (0, 1)}
+    assert set(words["fused_step"]) - set(words["fused"]) == set(words["split_step"]) - set(words["split"]) == steps
+    assert set(words["split"]) - set(words["fused"]) == weights
 
 
 def test_the_rise_of_held_out_scores():

@@ -1,0 +1,126 @@
+"""The sides of the intra-stage benchmark: what each rank runs, and when it is done if actions take their profiled time.
+
+Actor stages are on ranks 0 and 1, critic stages on 1 and 0. Of what is profiled, `WHOLE` is a backward and `INPUT` the
+one that leaves weights to `WEIGHT`; times of the schedules' problems are in whole microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.schedule.bounds.bounds import latency_bound
+from rlhfuse.schedule.ir.action import Action, Kind
+from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
+from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
+from rlhfuse.schedule.ir.schedule import Schedule
+from rlhfuse.schedule.program.lowering import lower
+from rlhfuse.schedule.program.program import Program
+from rlhfuse.schedule.program.times import makespan, program_times
+from rlhfuse.schedule.rules.builders import serial_1f1b
+from rlhfuse.schedule.search.search import SearchSettings, search
+
+RANKS = 2
+LAYOUT = ParallelLayout(1, 1, RANKS)
+MODELS = ("actor", "critic")
+HEAD_DIM = 64
+MICROSECONDS = 1e6
+SEARCH_MOVES = 500_000  # the most: most of these problems are proved optimal at once
+
+MEGATRON = "megatron_1f1b"  # Megatron's forward_backward_pipelining_without_interleaving, actor, barrier, critic
+SERIAL = "serial"  # our executor, 1F1B, a barrier between the models as their optimizer steps are
+NO_BARRIER = "serial_no_barrier"
+FUSED = "fused"
+SPLIT = "split"  # fused, with the backwards of inputs and of weights apart
+PLAIN = (MEGATRON, SERIAL, NO_BARRIER, FUSED, SPLIT)
+STEPS = {SERIAL: "serial_step", FUSED: "fused_step", SPLIT: "split_step"}  # with each model's optimizer step
+SIDES = (*PLAIN, *STEPS.values())
+SAME_GRADIENTS = (PLAIN, tuple(STEPS.values()))  # an optimizer step clips the gradients that it leaves
+
+FORWARD, WHOLE, INPUT, WEIGHT, REDUCTION, STEP = "F", "B", "B of input", "W", "RG", "ST"
+Times = Mapping[tuple[str, int, str], float]  # profiled seconds of an action, by (model, stage, what)
+Phase = dict[int, Program]  # of all ranks, from a barrier on
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A pair of models and what one micro-batch of them holds."""
+
+    name: str  # "1:1"
+    layers: tuple[int, int]  # of actor and critic
+    hidden: int
+    mlp: int
+    vocab: int
+    sequences: int  # of one micro-batch
+    prompt_tokens: int
+    response_tokens: int
+
+    def spec(self, model: str) -> ModelSpec:
+        layers, heads = self.layers[MODELS.index(model)], self.hidden // HEAD_DIM
+        context = self.prompt_tokens + self.response_tokens
+        return ModelSpec("llama", layers, self.hidden, heads, heads, HEAD_DIM, self.mlp, self.vocab, context)
+
+
+def rank_layout() -> FusedRanks:
+    return rank_map(dict.fromkeys(MODELS, LAYOUT))
+
+
+def problem_of(microbatches: int, times: Times, split: bool = False) -> FusionProblem:
+    """An activation counts 1."""
+
+    def row(model: str, what: str) -> tuple[int, ...]:
+        return tuple(round(times[model, stage, what] * MICROSECONDS) for stage in range(LAYOUT.pp))
+
+    def costs(model: str) -> StageCosts:
+        whole = StageCosts(row(model, FORWARD), row(model, WHOLE), (1,) * LAYOUT.pp)
+        return replace(whole, backward=row(model, INPUT), weight_gradient=row(model, WEIGHT)) if split else whole
+
+    return fused_problem(dict.fromkeys(MODELS, LAYOUT), microbatches, {model: costs(model) for model in MODELS})
+
+
+@dataclass(frozen=True)
+class Case:
+    """The schedules of one problem by side, and no schedule's makespan is below `bounds`, in seconds."""
+
+    times: Times
+    schedules: Mapping[str, Schedule]
+    bounds: Mapping[str, float]
+
+    @staticmethod
+    def of(microbatches: int, times: Times, seed: int) -> Case:
+        problems = {FUSED: problem_of(microbatches, times), SPLIT: problem_of(microbatches, times, split=True)}
+        settings = SearchSettings(iterations=SEARCH_MOVES, seed=seed)
+        found = {side: search(problem, settings)[0] for side, problem in problems.items()}
+        bounds = {side: float(latency_bound(problem)) / MICROSECONDS for side, problem in problems.items()}
+        return Case(times, {NO_BARRIER: serial_1f1b(problems[FUSED]), **found}, bounds)
+
+    def phases(self, side: str) -> list[Phase]:
+        """What the ranks run one after the other in a side of our executor."""
+        steps, apart = side in STEPS.values(), side in (SERIAL, STEPS[SERIAL])
+        plain = next((name for name, with_steps in STEPS.items() if with_steps == side), side)
+        programs = lower(self.schedules[NO_BARRIER if apart else plain], rank_layout())
+
+        def of(models: Sequence[str]) -> Phase:
+            """Reductions and optimizer steps have no micro-batch."""
+            kept = {
+                rank: tuple(
+                    one
+                    for one in program.instructions
+                    if one.action.pipeline in models and (steps or one.action.microbatch is not None)
+                )
+                for rank, program in programs.items()
+            }
+            return {rank: Program(rank, instructions) for rank, instructions in kept.items()}
+
+        return [of([model]) for model in MODELS] if apart else [of(MODELS)]
+
+    def predicted(self, side: str) -> float:
+        """Seconds of a side if every action takes its profiled time and transfers take none."""
+        side = SERIAL if side == MEGATRON else side
+
+        def seconds(action: Action) -> float:
+            split = SPLIT in side and action.kind is Kind.B
+            return self.times[action.pipeline, action.stage, INPUT if split else str(action.kind)]
+
+        return sum(makespan(program_times(phase, rank_layout(), seconds)) for phase in self.phases(side))
