@@ -40,7 +40,7 @@ from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.monitor.trace import Span, save_trace
 from rlhfuse.schedule.ir.evaluate import evaluate
 
-PROFILE_CYCLES = 8
+PROFILE_CYCLES = 5
 QUICK_ROUNDS = 2
 GAP_SECONDS = 0.05  # between two runs in the trace
 BASELINES = (MEGATRON, SERIAL)  # the headline is against the faster of them
