@@ -325,6 +325,7 @@ def test_a_step_is_refused_where_a_gradient_is_not_finite(bench):
 
 def test_training_on_the_device_is_compared_with_a_reference(bench, monkeypatch):
     assert training.check_training(bench, "float32")["relative_error"] == 0
+    assert training.check_split_backward(bench, "bfloat16") == {"gradients": 0, "put_off": 16}
     reference = training.training_reference
 
     def other(*arguments):

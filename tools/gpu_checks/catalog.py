@@ -78,6 +78,7 @@ def _basics(kind: str) -> Iterator[Check]:
     yield _check(f"accumulation_{kind}", "layers:check_accumulation", 6, kind=kind)
     yield _check(f"graphs_{kind}", "generation:check_graphs", 10, kind=kind)
     yield _check(f"training_{kind}", "training:check_training", 8, dtype=kind)
+    yield _check(f"split_backward_{kind}", "training:check_split_backward", 6, dtype=kind)
 
 
 def _check(name: str, function: str, seconds: float, /, **arguments: Any) -> Check:

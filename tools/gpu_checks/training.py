@@ -42,7 +42,7 @@ class OneRank:
         self.stage, self.where = TrainingStage(part), where
         self.optimizer.zero_grad()
 
-    def forward_backward(self) -> float:
+    def forward_backward(self, microbatch: int = 0) -> float:
         """One packed micro-batch; its loss."""
         generator = torch.Generator().manual_seed(4)
         rows = [torch.randint(3, self.spec.vocab, (n,), generator=generator).tolist() for n in (9, 30, 17)]
@@ -54,8 +54,8 @@ class OneRank:
             losses.append(-logprobs.mean())
             return losses[-1]
 
-        self.stage.forward(0, packed, None, loss)
-        self.stage.backward(0, None)
+        self.stage.forward(microbatch, packed, None, loss)
+        self.stage.backward(microbatch, None)
         return float(losses[0].detach())
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -99,6 +99,25 @@ def check_training(bench: Bench, dtype: str) -> dict:
         and errors[worst] < 10 * bound,
         detail,
     )
+
+
+def check_split_backward(bench: Bench, dtype: str) -> dict:
+    """Two micro-batches whose weight gradients follow both backwards, against whole backwards on the same device."""
+    with bench.one_rank():
+        rank, found = OneRank(bench.tiny(), bench.device, DTYPES[dtype]), {}
+        for split in (False, True):
+            rank.optimizer.zero_grad()
+            rank.stage.split_backward(split)
+            for microbatch in (0, 1):
+                rank.forward_backward(microbatch)
+            before = rank.gradients()
+            for microbatch in (0, 1) if split else ():
+                rank.stage.backward_weight(microbatch)
+            found[split] = rank.gradients()
+    put_off = sum(not torch.equal(before[name], gradient) for name, gradient in found[True].items())
+    error = max(relative(found[True][name], wanted) for name, wanted in found[False].items())
+    # four linear layers in each of the tiny model's four layers
+    return require(error < TOLERANCE[DTYPES[dtype]] and put_off == 16, {"gradients": error, "put_off": put_off})
 
 
 def check_refused_step(bench: Bench) -> dict:
