@@ -36,11 +36,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = {"unequal depths"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
 def test_split_backwards_have_the_bits_of_whole_ones(workers, models, name):
     layouts, changes = CASES[name]
     whole = run_case(workers, case_of(models, layouts, schedule="serial", **changes))
-    runs = [dict(split=BOTH, schedule="fused"), dict(split=BOTH, **RANDOM), dict(split=("critic",), seed=1, **RANDOM)]
+    runs = [dict(split=BOTH, **RANDOM), dict(split=("critic",), schedule="fused")]
     for run in runs:
         split = run_case(workers, case_of(models, layouts, **changes, **run))
         kinds = {(action.pipeline, action.kind) for order in split.case.planned.orders for action in order}
