@@ -222,3 +222,9 @@ def test_a_loop_for_type_checking_is_found(tmp_path):
     (folder / "c.py").write_text("import rlhfuse.gen.a")
     (folder / "d.py").write_text("import rlhfuse.gen.a")
     assert circles(tmp_path) == ["rlhfuse.gen.a <-> rlhfuse.gen.b <-> rlhfuse.gen.c"]
+
+
+def test_no_two_test_files_share_a_name():
+    """pytest imports them by their names alone: a second one of a name is an error."""
+    names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names)
