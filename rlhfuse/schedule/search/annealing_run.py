@@ -12,19 +12,17 @@ import math
 
 import numpy as np
 
-from rlhfuse.schedule.ir.action import Kind
-from rlhfuse.schedule.ir.evaluate import TOLERANCE, loosen, reaches
+from rlhfuse.schedule.ir.evaluate import TOLERANCE, reaches
 from rlhfuse.schedule.ir.graph import OperationGraph
-from rlhfuse.schedule.search.anneal import Rule, anneal
-from rlhfuse.schedule.search.heads_tails import State, Tables, new_state
-from rlhfuse.schedule.search.solution import Key, Objective, Round, Solution, node_peaks
+from rlhfuse.schedule.search.anneal import Rule
+from rlhfuse.schedule.search.annealer import Annealer
+from rlhfuse.schedule.search.heads_tails import Tables
+from rlhfuse.schedule.search.solution import Key, Objective, Round, Solution
 
 # Temperatures are in mean forward times.
 TEMPERATURES = (0.1, 0.07, 0.13)  # constant; the ranks of an MPI job begin with different ones
 COOLING = (0.3, 0.6, 0.45)  # where cooling runs begin; they end at a fifteenth
 PENALTY = 1.0  # mean forward times charged per position above the cap
-FREE_MOVES = 32  # of one sweep over all operations that need not be critical, ...
-FREE_SHARE = 0.3  # ... and at most this share
 CAP_STEPS = (0.3, 0.12, 0.04, 0.0)  # cap = peak - step (peak - memory bound), the next step after fruitless moves
 PATIENCE = 3_000  # moves per operation without success before the next step; doubled after the last
 RUN_MOVES = 3_000  # per operation, of the first run for latency; doubled every other run, up to the next
@@ -32,18 +30,11 @@ LONGEST_RUN_MOVES = 25_600
 DRIFT = 30  # moves per operation between two schedules that `find_leaner` reports
 
 
-class AnnealingRun:
+class AnnealingRun(Annealer):
     """The annealing of one level; `advance` makes a part of it."""
 
     def __init__(self, graph: OperationGraph, tables: Tables, objective: Objective, seed: int, number: int = 0) -> None:
-        """`number` tells the ranks of one search apart: each begins with other settings and random numbers."""
-        self.graph, self.tables, self.objective = graph, tables, objective
-        self.seed, self.number = seed, number
-        durations = [graph.duration[lane.first] for lane in graph.lanes if lane.kind is Kind.F]
-        self.unit = float(np.mean(durations))
-        self.caps = np.array([loosen(graph.problem.node_cap(node)) for node in range(graph.problem.nodes)])
-        self.state: State | None = None
-        self.restarts = 0
+        super().__init__(graph, tables, objective, seed, number)
         self.aim: tuple[bool | str, Key | float] | None = None  # (improve memory?, key to beat), or ("leaner", peak)
         self.own = False  # whether this run itself has found the solution to beat
         self.begin = 0.0  # temperature at the start and the end of the present run
@@ -60,6 +51,11 @@ class AnnealingRun:
     def exhausted(self) -> bool:
         """Whether all steps have been tried twice, and another descent between, since the last success."""
         return self.failures >= 2
+
+    @property
+    def fruitless(self) -> bool:
+        """Whether a step has failed since the last success."""
+        return self.failures > 0 or self.step > 0
 
     def advance(self, best: Solution, starts: list[Solution], moves: int, late: bool = False) -> Round:
         """Try at most `moves` moves to beat `best`. `starts` are solutions to begin a run for latency with.
@@ -82,7 +78,7 @@ class AnnealingRun:
         moves = max(1, min(moves, self.length - self.spent))
         beat = key[0] * (1 + 4 * TOLERANCE) if polish else key[0]
         temperatures = self._temperature(self.spent), self._temperature(self.spent + moves)
-        done = self._anneal(self._rule(polish, key), moves, temperatures, beat)
+        done = self.anneal(self._rule(polish, key), moves, temperatures, beat)
         self.spent += done.tried
         if done.solution is None:
             return done
@@ -106,21 +102,14 @@ class AnnealingRun:
             self.drift = 0
             if self.state is None:
                 self._restart(best)
-        rule = self._limits(self.objective.key(best)[0], max(peak * (1 - 2 * TOLERANCE), best.peak_memory))
+        rule = self.limits(self.objective.key(best)[0], max(peak * (1 - 2 * TOLERANCE), best.peak_memory), PENALTY)
         drifting = self.drift > 0
         if drifting:
             moves = min(moves, self.drift)
         beat = -math.inf if drifting else float(self.objective.target) * (1 + 4 * TOLERANCE)
-        done = self._anneal(rule, moves, (self.begin, self.begin), beat)
+        done = self.anneal(rule, moves, (self.begin, self.begin), beat)
         self.drift = self.drift - done.tried if done.solution is None else DRIFT * self.graph.size
         return done
-
-    def _anneal(self, rule: Rule, moves: int, temperatures: tuple[float, float], beat: float) -> Round:
-        assert self.state is not None, "a run begins with _restart"
-        sequence = np.empty(self.graph.size, np.int64)
-        tried, accepted, makespan, _ = anneal(self.tables, self.state, rule, moves, *temperatures, sequence, beat)
-        solution = Solution(makespan, max(node_peaks(self.tables, sequence)), sequence) if makespan < beat else None
-        return Round(max(1, tried), solution, accepted)
 
     def _take_aim(self, polish: bool, key: Key, best: Solution, starts: list[Solution]) -> None:
         """Something better is known than before, or memory is what counts now."""
@@ -180,26 +169,14 @@ class AnnealingRun:
     def _restart(self, start: Solution) -> None:
         """Go on from `start` with other random numbers and the next constant temperature."""
         self.begin = self.end = TEMPERATURES[(self.restarts + self.number) % len(TEMPERATURES)] * self.unit
-        self.restarts += 1
-        seed = np.random.SeedSequence((self.seed, self.number, self.graph.size, self.restarts))
-        self.state = new_state(start.sequence, int(seed.generate_state(1, np.uint64)[0]))
+        self.go_on_from(start)
 
     def _rule(self, polish: bool, key: Key) -> Rule:
         if not polish:
-            return self._limits(key[0], math.inf)._replace(target=float(self.objective.target))
+            return self.limits(key[0], math.inf, PENALTY)._replace(target=float(self.objective.target))
         bound = float(self.objective.memory_bound(key[0]))
         wanted = key[1] - max(0.0, key[1] - bound) * CAP_STEPS[self.step]
-        return self._limits(key[0], min(wanted, key[1] * (1 - 4 * TOLERANCE)))
-
-    def _limits(self, makespan: float, peak: float) -> Rule:
-        """As fast as `makespan` with no more memory than `peak`."""
-        return Rule(
-            cap=np.minimum(self.caps, loosen(peak)),
-            penalty=PENALTY * self.unit,
-            free_share=min(FREE_SHARE, FREE_MOVES / self.graph.size),
-            target=makespan,
-            epsilon=min(1e-9 * makespan, float(self.graph.duration.min()) / 4),
-        )
+        return self.limits(key[0], min(wanted, key[1] * (1 - 4 * TOLERANCE)), PENALTY)
 
     def _temperature(self, done: int) -> float:
         return self.begin * math.exp(math.log(self.end / self.begin) * min(1.0, done / self.length))

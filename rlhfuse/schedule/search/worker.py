@@ -17,6 +17,7 @@ from rlhfuse.schedule.ir.graph import OperationGraph, build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.rules.builders import greedy, one_at_a_time, serial_1f1b
 from rlhfuse.schedule.search.annealing_run import AnnealingRun
+from rlhfuse.schedule.search.capped_run import CappedRun
 from rlhfuse.schedule.search.dispatch import Dispatcher, follow_aims, tuned_starts
 from rlhfuse.schedule.search.folding import Unfolder, folded_problem
 from rlhfuse.schedule.search.solution import (
@@ -54,6 +55,8 @@ class CoarseLevel:
         self.best = min(filter(self._fits, self.starts), key=objective.key)
         self.extended: list[Solution] = []
         self.run = AnnealingRun(graph, self.tables, objective, seed, rank)
+        self.capped = CappedRun(graph, self.tables, objective, seed, rank)
+        self.turn = 0
 
     def _fits(self, solution: Solution) -> bool:
         return over_cap(self.graph.problem, node_peaks(self.tables, solution.sequence)) is None
@@ -75,10 +78,15 @@ class CoarseLevel:
         if self.objective.kind == "latency":
             return self.fast_enough
         proved = self.fast_enough and reaches(self.best.peak_memory, self.objective.memory_bound(self.best.makespan))
-        return proved or self.run.exhausted
+        return proved or self.run.exhausted or self.capped.exhausted
 
     def advance(self, moves: int, late: bool) -> Round:
-        """Try at most `moves` moves to beat the best."""
+        """Try at most `moves` moves to beat the best. Memory is improved by steps, and where these fail also by capped
+        runs, in turn; ranks of odd numbers make capped runs only."""
+        if self.objective.kind == "memory" and self.fast_enough:
+            self.turn += 1
+            if self.run.number % 2 or (self.run.fruitless and self.turn % 2):
+                return self.capped.advance(self.best, self.starts, moves)
         return self.run.advance(self.best, self.starts + self.extended, moves, late)
 
     def keep_start(self, solution: Solution) -> None:

@@ -1,0 +1,53 @@
+"""The annealers of one problem and one seed: the state, its limits, and rounds of moves on it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlhfuse.schedule.ir.action import Kind
+from rlhfuse.schedule.ir.evaluate import loosen
+from rlhfuse.schedule.ir.graph import OperationGraph
+from rlhfuse.schedule.search.anneal import Rule, anneal
+from rlhfuse.schedule.search.heads_tails import State, Tables, new_state
+from rlhfuse.schedule.search.solution import Objective, Round, Solution, node_peaks
+
+FREE_MOVES = 32  # of one sweep over all operations that need not be critical, ...
+FREE_SHARE = 0.3  # ... and at most this share
+
+
+class Annealer:
+    """A state and what moves it; `unit`, the mean forward time, is what temperatures and penalties are in."""
+
+    def __init__(self, graph: OperationGraph, tables: Tables, objective: Objective, seed: int, number: int = 0) -> None:
+        """`number` tells the ranks of one search apart: each begins with other settings and random numbers."""
+        self.graph, self.tables, self.objective = graph, tables, objective
+        self.seed, self.number = seed, number
+        durations = [graph.duration[lane.first] for lane in graph.lanes if lane.kind is Kind.F]
+        self.unit = float(np.mean(durations))
+        self.caps = np.array([loosen(graph.problem.node_cap(node)) for node in range(graph.problem.nodes)])
+        self.state: State | None = None
+        self.restarts = 0
+
+    def go_on_from(self, start: Solution, *stream: int) -> None:
+        """Begin at `start`, with random numbers of `stream` and of how often this has been called."""
+        self.restarts += 1
+        seed = np.random.SeedSequence((self.seed, self.number, self.graph.size, self.restarts, *stream))
+        self.state = new_state(start.sequence, int(seed.generate_state(1, np.uint64)[0]))
+
+    def anneal(self, rule: Rule, moves: int, temperatures: tuple[float, float], beat: float) -> Round:
+        """So many moves, or fewer up to the rule's target; what is within the caps and faster than `beat`."""
+        assert self.state is not None, "it begins with go_on_from"
+        sequence = np.empty(self.graph.size, np.int64)
+        tried, accepted, makespan, _ = anneal(self.tables, self.state, rule, moves, *temperatures, sequence, beat)
+        solution = Solution(makespan, max(node_peaks(self.tables, sequence)), sequence) if makespan < beat else None
+        return Round(max(1, tried), solution, accepted)
+
+    def limits(self, makespan: float, peak: float, penalty: float) -> Rule:
+        """As fast as `makespan` with no more memory than `peak`; `penalty` is in mean forward times."""
+        return Rule(
+            cap=np.minimum(self.caps, loosen(peak)),
+            penalty=penalty * self.unit,
+            free_share=min(FREE_SHARE, FREE_MOVES / self.graph.size),
+            target=makespan,
+            epsilon=min(1e-9 * makespan, float(self.graph.duration.min()) / 4),
+        )
