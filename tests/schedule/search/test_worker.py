@@ -179,7 +179,8 @@ def test_same_seed_and_rank_same_rounds():
     def rounds(seed, rank):
         worker, best = worker_of(TWO_LEVELS, seed=seed, rank=rank)
         best, keys = play(worker, best, 20, 3000)
-        return keys, best.schedule.orders, [tuple(level.run.state.sequence) for level in worker.levels]
+        runs = [run for level in worker.levels for run in (level.run, level.capped) if run.state is not None]
+        return keys, best.schedule.orders, [tuple(run.state.sequence) for run in runs]
 
     first = rounds(1, 0)
     assert rounds(1, 0) == first
