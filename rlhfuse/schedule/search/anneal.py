@@ -2,7 +2,8 @@
 
 One operation moves up to LONGEST places on its node. Moved are critical operations adjacent in time to the neighbour
 that they pass (only such moves can shorten the schedule; the job-shop N1 and N6 neighbourhoods), and a small share of
-others. A move is priced over its segment before the state is touched. Memory is a penalty per position above the cap.
+others. A move is priced over its segment before the state is touched. Memory is a penalty per position above the cap;
+with a pull, operations on any path longer than the target count as critical, and what shortens theirs is worth a bit.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Rule(NamedTuple):
     free_share: float  # share of tried moves that need not be critical
     target: float  # fast enough: stop at such a schedule within the caps; being slower costs only above it
     epsilon: float  # times closer than this are equal; below every duration
+    pull: float  # charged per operation and time that the longest path through it is above the target
 
 
 @njit(cache=True)
@@ -85,7 +87,8 @@ def _propose(t: Tables, s: State, rule: Rule, makespan: float, temperature: floa
     lag, downstream, memory, first = t.lag, t.downstream, t.memory, t.first
     sequence, head, tail, level, segment = s.sequence, s.head, s.tail, s.level, s.segment
     new_head, new_tail, new_level, random, caps = s.new_head, s.new_tail, s.new_level, s.random, rule.cap
-    critical, epsilon, free_share = makespan - rule.epsilon, rule.epsilon, rule.free_share
+    epsilon, free_share, pull, fast_enough = rule.epsilon, rule.free_share, rule.pull, rule.target
+    critical = min(makespan - epsilon, fast_enough + epsilon) if pull > 0 else makespan - epsilon
     n = len(sequence)
     for move in range(moves):
         # 1. The operation, and how many places it goes: negative to the left.
@@ -139,9 +142,14 @@ def _propose(t: Tables, s: State, rule: Rule, makespan: float, temperature: floa
             more += int(held > cap) - int(level[low + k] > cap)
         # 5. Accepted with probability exp(-cost / temperature): drawn first, so that pricing can stop early.
         afford = -temperature * np.log(1.0 - uniform(random)) - rule.penalty * more
+        if pull > 0:
+            for k in range(low, high + 1):
+                a = sequence[k]
+                afford += pull * max(0.0, head[a] + duration[a] + tail[a] - fast_enough)
         if afford < 0:
             continue
-        limit = max(makespan, rule.target) + afford
+        longest = max(makespan, fast_enough)
+        limit = longest + afford
         # 6. The longest path through the segment.
         ready, behind = 0.0, 0.0
         if low > first[node]:
@@ -170,7 +178,9 @@ def _propose(t: Tables, s: State, rule: Rule, makespan: float, temperature: floa
             behind = duration[a] + tail[a]
         for k in range(length - 1, -1, -1):
             behind = max(behind, new_tail[k]) + duration[segment[k]]
-            if new_head[k] + behind > limit:
+            path = new_head[k] + behind
+            longest, limit = max(longest, path), limit - pull * max(0.0, path - fast_enough)
+            if longest > limit:
                 possible = False
                 break
         if possible:

@@ -50,4 +50,5 @@ class Annealer:
             free_share=min(FREE_SHARE, FREE_MOVES / self.graph.size),
             target=makespan,
             epsilon=min(1e-9 * makespan, float(self.graph.duration.min()) / 4),
+            pull=0.0,
         )

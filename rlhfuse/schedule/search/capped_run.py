@@ -1,7 +1,8 @@
 """Cooling runs under a memory cap well below the best: not down step by step, but at once.
 
 A run begins warm, at the fastest schedule made by rule and far above the cap, which costs little; what it ends with is
-as a rule leaner than what steps from a fast schedule lead to. The same seed gives the same runs.
+as a rule leaner than what steps from a fast schedule lead to. The next goes on from there, warm again, under another
+cap. The same seed gives the same runs.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from rlhfuse.schedule.search.heads_tails import Tables
 from rlhfuse.schedule.search.solution import Objective, Round, Solution
 
 STREAM = 1  # of random numbers, apart from the steps'
-SHARES = (0.8, 0.5, 0.3, 0.15, 0.05)  # cap = peak - share (peak - memory bound); the next after a fruitless run
-WARM = (0.6, 0.4, 0.8)  # where runs begin, in mean forward times; ...
+SHARES = (0.8, 0.4, 0.2, 0.1, 0.05)  # cap = peak - share (peak - memory bound): more after a success, or else less
+FIRST_SHARE = 1
+WARM = (0.3, 0.4)  # where runs begin, in mean forward times; ...
 COOLED = 15  # ... they end at this part
-PENALTIES = (0.4, 0.5, 0.3)  # mean forward times charged per position above the cap
-RUN_MOVES = 12_000  # per operation, of the first run; doubled after two fruitless ones, up to the next
-LONGEST_RUN_MOVES = 96_000
+PENALTY = 0.8  # mean forward times charged per position above the cap
+PULL = 0.2  # share of the time charged per operation whose longest path is too long
+RUN_MOVES = 6_000  # per operation of a run after a success; doubled after every other, up to the next
+LONGEST_RUN_MOVES = 32_000
 
 
 class CappedRun(Annealer):
@@ -28,17 +31,18 @@ class CappedRun(Annealer):
 
     def __init__(self, graph: OperationGraph, tables: Tables, objective: Objective, seed: int, number: int = 0) -> None:
         super().__init__(graph, tables, objective, seed, number)
-        self.share = 0  # of SHARES
+        self.share = FIRST_SHARE
         self.failures = 0  # runs that have ended with nothing since the best last changed
         self.cap = math.inf  # of the present run
         self.length = self.spent = 0  # moves of the present run, and how many are made
+        self.runs = 0
         self.found = False  # whether it ended with a solution
         self.beaten = math.inf  # peak of the solution to beat when it began
 
     @property
     def exhausted(self) -> bool:
-        """Whether runs at all shares have failed since the last success."""
-        return self.failures >= len(SHARES)
+        """Whether runs at all shares have failed twice since the last success."""
+        return self.failures >= 2 * len(SHARES)
 
     def advance(self, best: Solution, starts: list[Solution], moves: int) -> Round:
         """Try at most `moves` moves to find a schedule leaner than `best` and, where that is fast enough, as fast."""
@@ -46,10 +50,9 @@ class CappedRun(Annealer):
         if self.spent >= self.length or best.peak_memory <= self.cap * (1 + 2 * TOLERANCE):
             self._begin(best, starts)
         moves = max(1, min(moves, self.length - self.spent))
-        turn = self.number // 2 + self.restarts
-        warm = WARM[turn % len(WARM)] * self.unit
+        warm = WARM[(self.number // 2 + self.runs) % len(WARM)] * self.unit
         temperatures = [warm * COOLED ** (-done / self.length) for done in (self.spent, self.spent + moves)]
-        rule = self.limits(makespan, self.cap, PENALTIES[turn // len(WARM) % len(PENALTIES)])
+        rule = self.limits(makespan, self.cap, PENALTY)._replace(pull=PULL)
         done = self.anneal(rule, moves, (temperatures[0], temperatures[1]), makespan * (1 + 4 * TOLERANCE))
         self.spent += done.tried
         if done.solution is not None:
@@ -57,13 +60,17 @@ class CappedRun(Annealer):
         return done
 
     def _begin(self, best: Solution, starts: list[Solution]) -> None:
-        """The next run: after a success as far down again, else less far."""
-        if self.length and not self.found:
-            self.share, self.failures = (self.share + 1) % len(SHARES), self.failures + 1
+        """The next run: after a success farther down, else less far."""
         if best.peak_memory < self.beaten:
             self.failures = 0
+        if self.found:
+            self.share = max(0, self.share - 1)
+        elif self.length:
+            self.share, self.failures = (self.share + 1) % len(SHARES), self.failures + 1
         peak, makespan = best.peak_memory, self.objective.key(best)[0]
         wanted = peak - max(0.0, peak - float(self.objective.memory_bound(makespan))) * SHARES[self.share]
         self.cap, self.beaten, self.found = min(wanted, peak * (1 - 4 * TOLERANCE)), peak, False
-        self.length, self.spent = min(LONGEST_RUN_MOVES, RUN_MOVES * 2 ** (self.failures // 2)) * self.graph.size, 0
-        self.go_on_from(min([best, *starts], key=lambda start: (start.makespan, -start.peak_memory)), STREAM)
+        self.length, self.spent = min(LONGEST_RUN_MOVES, RUN_MOVES * 2**self.failures) * self.graph.size, 0
+        self.runs += 1
+        if self.state is None or (self.failures and self.failures % len(SHARES) == 0):
+            self.go_on_from(min([best, *starts], key=lambda start: (start.makespan, -start.peak_memory)), STREAM)

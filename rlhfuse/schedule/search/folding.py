@@ -89,6 +89,7 @@ class Unfolder:
 
     def __init__(self, small: OperationGraph, small_tables: Tables, dispatcher: Dispatcher) -> None:
         self.small, self.small_tables, self.dispatcher = small, small_tables, dispatcher
+        self.work = len(SKEWS) * len(EARLY) * dispatcher.graph.size  # operations placed by one extension
         numbers = {(lane.pipeline, lane.stage, lane.kind): k for k, lane in enumerate(small.lanes)}
         self.lanes = [(lane, numbers[lane.pipeline, lane.stage // 2, lane.kind]) for lane in dispatcher.graph.lanes]
 

@@ -96,6 +96,14 @@ class SteadyStateExtender:
             np.empty(large.size, np.int64),
         )
 
+    @property
+    def work(self) -> int:
+        """Operations placed by one extension."""
+        return self._count() * self.size
+
+    def _count(self) -> int:
+        return max(6, min(MOST_TRIES, TRIED_OPERATIONS // self.size))
+
     def extend(self, solution: Solution, better: Callable[[Solution], bool]) -> tuple[Solution | None, Solution]:
         """Of all tries: the best one that fits the caps and is `better` (or None), and the fastest."""
         lifted, fastest = None, None
@@ -111,7 +119,7 @@ class SteadyStateExtender:
         """The extended schedule for every cut and window, in order of the aims and a little early."""
         state = new_state(solution.sequence, 1)
         refresh(self.small_tables, state)
-        tries = max(6, min(MOST_TRIES, TRIED_OPERATIONS // self.size)) // (1 + len(EARLY))
+        tries = self._count() // (1 + len(EARLY))
         windows = WINDOWS if tries >= FEWEST_CUTS * len(WINDOWS) else WINDOWS[:1]
         for window in windows:
             for cut in np.linspace(0.1, 0.9, max(2, tries // len(windows))):

@@ -104,7 +104,7 @@ class SearchWorker:
         self.extenders: list[SteadyStateExtender | Unfolder] = []
         while self._put_below(seed, rank):
             pass
-        self.turn = 0
+        self.work = [0] * len(self.levels)  # moves tried, and operations placed by extensions, which take as long
         self.incumbent: Incumbent | None = None  # the owner's best when last seen
 
     def _put_below(self, seed: int, rank: int) -> bool:
@@ -141,15 +141,17 @@ class SearchWorker:
             done = level.run.find_leaner(level.best, above.best.peak_memory if above.fast_enough else math.inf, moves)
         else:
             done = level.advance(moves, late=share > 0.5 and top.objective.latency is None)
+        self.work[number] += done.tried
         solution = None if done.solution is None else self._lift(number, done.solution)
         return Round(done.tried, solution, done.accepted)
 
     def _next_level(self) -> int:
-        """The levels that can still help, in turn."""
+        """Of the levels that can still help the one with the least work; none makes up for when it could not."""
         last = len(self.levels) - 1
-        able = [number for number in range(last) if self._helps(number)]
-        self.turn += 1
-        return ([*able, last])[(self.turn - 1) % (len(able) + 1)]
+        able = [number for number in range(last) if self._helps(number)] + [last]
+        least = min(self.work[number] for number in able)
+        self.work = [work if number in able else max(work, least) for number, work in enumerate(self.work)]
+        return min(able, key=lambda number: self.work[number])
 
     def _helps(self, number: int) -> bool:
         level, above = self.levels[number], self.levels[number + 1]
@@ -176,6 +178,7 @@ class SearchWorker:
                 return None
         if above.fast_enough and reaches(above.best.peak_memory, solution.peak_memory):
             return None
+        self.work[number] += self.extenders[number].work
         lifted, fastest = self.extenders[number].extend(solution, above.better)
         if not above.fast_enough:
             above.keep_start(fastest)

@@ -73,7 +73,7 @@ def needs(graph, heads, b, a):
 
 
 def through_segment(graph, rows, heads, tails, segment):
-    """The price of a segment that has come to stand in `rows`: its longest path with arrivals as they were."""
+    """The longest path through each of a segment that has come to stand in `rows`, with arrivals as they were."""
     (row,) = [row for row in rows if segment[0] in row]
     low = row.index(segment[0])
     ready = heads[row[low - 1]] + graph.duration[row[low - 1]] if low else 0.0
@@ -82,15 +82,15 @@ def through_segment(graph, rows, heads, tails, segment):
         u = int(graph.upstream[o])
         starts.append(max(ready, heads[u] + graph.duration[u] + graph.lag[o] if u >= 0 else 0.0))
         ready = starts[-1] + graph.duration[o]
-    behind, longest = 0.0, 0.0
+    behind, paths = 0.0, []
     if low + len(segment) < len(row):
         following = row[low + len(segment)]
         behind = graph.duration[following] + tails[following]
     for o, start in reversed(list(zip(segment, starts))):
         out = max((graph.lag[d] + graph.duration[d] + tails[d] for d in graph.downstream[o] if d >= 0), default=0.0)
         behind = max(behind, out) + graph.duration[o]
-        longest = max(longest, start + behind)
-    return longest
+        paths.append(start + behind)
+    return paths
 
 
 def twin(graph, sequence, word, rule, moves, warm, cold, fastest):
@@ -120,7 +120,9 @@ def twin(graph, sequence, word, rule, moves, warm, cold, fastest):
             continue
         a, b = (o, sequence[i + 1]) if reach > 0 else (sequence[i - 1], o)
         tight = heads[b] <= heads[a] + graph.duration[a] + rule.epsilon
-        critical = all(heads[x] + graph.duration[x] + tails[x] >= makespan - rule.epsilon for x in (a, b))
+        path = {x: heads[x] + graph.duration[x] + tails[x] for x in heads}
+        long = min(makespan - rule.epsilon, rule.target + rule.epsilon) if rule.pull else makespan - rule.epsilon
+        critical = path[a] >= long and path[b] >= long
         if not (tight and critical) and random() >= rule.free_share:
             continue
         passed = sequence[i + 1 : j + 1] if reach > 0 else sequence[j:i]
@@ -136,14 +138,16 @@ def twin(graph, sequence, word, rule, moves, warm, cold, fastest):
         moved = sequence[:low] + segment + sequence[low + len(segment) :]
         moved_rows = [[o for o in moved if node[o] == n] for n in range(graph.problem.nodes)]
         new_heads, new_tails = longest_paths(graph, moved_rows)  # raises on a cycle: no move may close one
-        price = through_segment(graph, moved_rows, heads, tails, segment)
+        paths = through_segment(graph, moved_rows, heads, tails, segment)
+        price = max(paths)
         true = max(new_heads[x] + graph.duration[x] + new_tails[x] for x in segment)
         assert true <= price + 1e-9 and (reach != 1 or true == pytest.approx(price))
         n = node[o]
         more = int((np.cumsum([graph.memory[x] for x in moved_rows[n]]) > rule.cap[n]).sum())
         more -= int((levels[n] > rule.cap[n]).sum())
         afford = -temperature * math.log(1.0 - random()) - rule.penalty * more
-        if afford < 0 or price > max(makespan, rule.target) + afford:
+        late = sum(max(0.0, x - rule.target) for x in paths) - sum(max(0.0, path[x] - rule.target) for x in segment)
+        if max(makespan, rule.target, price) + rule.pull * late > max(makespan, rule.target) + afford:
             continue
         sequence, accepted, fresh = moved, accepted + 1, True
 
@@ -169,7 +173,8 @@ def test_kernel_does_what_the_twin_does(seed):
     peak = float(evaluate(schedule).peak_memory)
     cap = np.full(problem.nodes, (np.inf, 0.8 * peak, peak)[seed % 3])
     target = 0.0 if seed % 4 else 1.1 * float(evaluate(schedule).makespan)  # a slower schedule may be fast enough
-    rule = Rule(cap, 1.5, 0.2, target, 1e-6)
+    pull = (0.0, 0.25)[seed // 2 % 2]
+    rule = Rule(cap, 1.5, 0.2, target or pull * float(evaluate(schedule).makespan) * 3, 1e-6, pull)
     start, moves = sequence_of(graph, schedule), 400
     state, best = new_state(start, seed), np.full(graph.size, -1, np.int64)
     word = int(state.random[0])
@@ -191,7 +196,7 @@ def test_incremental_state_stays_true(seed):
     tables = tables_of(graph)
     state = new_state(sequence_of(graph, capped_greedy(problem)), seed)
     epsilon = min(1e-9, float(graph.duration.min()) / 4)
-    rule = Rule(np.full(problem.nodes, np.inf), 1.0, 0.3, 0.0, epsilon)
+    rule = Rule(np.full(problem.nodes, np.inf), 1.0, 0.3, 0.0, epsilon, 0.0)
     best = np.empty(graph.size, np.int64)
     anneal(tables, state, rule, 5000, 2.0, 0.5, best, 1e9)
     head, tail, level, position = (a.copy() for a in (state.head, state.tail, state.level, state.position))

@@ -9,7 +9,7 @@ from schedule_cases import TABLE_3, check, random_problem, table_3_problem
 from rlhfuse.schedule.ir.evaluate import loosen
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
-from rlhfuse.schedule.search.capped_run import SHARES, CappedRun
+from rlhfuse.schedule.search.capped_run import LONGEST_RUN_MOVES, SHARES, CappedRun
 from rlhfuse.schedule.search.solution import Incumbent, Objective, schedule_of, solution_of, tables_of
 from rlhfuse.schedule.search.worker import CoarseLevel
 
@@ -58,21 +58,24 @@ def test_it_comes_to_the_least_memory_in_few_jumps():
 
 
 def test_fruitless_runs_go_less_far_and_last_longer():
-    """Where the least memory is proved nothing can be found: the caps rise, and in the end it is exhausted."""
+    """Where the least memory is proved nothing can be found: the caps rise, twice over, and then it is exhausted."""
     run = run_of(table_3_problem(*ROW), latency=SERIAL)
     best = solution_of(run.graph, Incumbent.of(serial_1f1b(run.graph.problem)))
     run.objective._memory_bounds[SERIAL] = 1.0  # a bound that is far too low
     caps, lengths = [], []
-    for _ in SHARES:
+    for _ in range(2 * len(SHARES)):
         assert not run.exhausted
         run.spent = run.length  # as if the run before had ended
         assert run.advance(best, [], 1).solution is None
         caps.append(run.cap)
         lengths.append(run.length)
-    assert caps == sorted(set(caps)) and lengths == sorted(lengths) and lengths[-1] > lengths[0]
     run.spent = run.length
     run.advance(best, [], 1)
-    assert run.exhausted and run.cap == caps[0]
+    assert run.exhausted
+    assert (
+        caps[: len(SHARES) - 1] == sorted(set(caps[: len(SHARES) - 1])) and caps[: len(SHARES)] == caps[len(SHARES) :]
+    )
+    assert lengths == sorted(lengths) and lengths[0] < lengths[-1] == LONGEST_RUN_MOVES * run.graph.size
 
 
 @pytest.mark.parametrize("number", [0, 1])

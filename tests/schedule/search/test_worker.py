@@ -135,6 +135,14 @@ def test_a_worker_of_two_levels_comes_down(objective):
     assert objective == "latency" or best.timeline.peak_memory <= 9
 
 
+def test_levels_that_can_help_get_the_same_work():
+    """An extension counts as so many moves: the lower level finds leaner ones all the time, and does not take over."""
+    worker, best = worker_of(TWO_LEVELS)
+    play(worker, best, 300)
+    least, most = sorted(worker.work)
+    assert 0 < most - least <= worker.extenders[0].work + 2 * 2000
+
+
 def test_the_first_round_gives_a_better_start_made_by_rule():
     """The owner's best is serial 1F1B; the worker's tuned starts beat it without a move."""
     problem = table_3_problem(*TABLE_3[2][0])
