@@ -1,6 +1,6 @@
 """Worker processes on gloo for distributed tests: started once per file, given one function after another.
 
-`Workers(n)` spawns n processes in one process group. `run(function, *arguments)` calls `function(rank, *arguments)`
+`Workers(n)` forks n processes into one process group. `run(function, *arguments)` calls `function(rank, *arguments)`
 on every rank and returns the results in rank order; a failure on any rank is raised with its traceback and closes
 the pool, because the group is then unusable. A call that takes too long kills all workers.
 
@@ -19,6 +19,13 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+
+def forkserver() -> Any:
+    """The context of a process that loads torch, Megatron and a run's modules once; every rank is forked from it."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch.multiprocessing", "rlhfuse.run.launch", "rlhfuse.monitor.loggers"])
+    return context
 
 
 def host_store() -> dist.TCPStore:
@@ -60,7 +67,7 @@ class Workers:
         from rlhfuse.parallel.device import allow_many_files
 
         allow_many_files()  # tensors that come back through a pipe are open files here
-        context = mp.get_context("spawn")
+        context = forkserver()
         self._timeout = timeout_seconds
         self._store = host_store()
         self._pipes, self._processes = [], []

@@ -6,7 +6,6 @@ longer than a short run. They find each other through a store of this process.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import subprocess
@@ -15,7 +14,7 @@ import time
 from pathlib import Path
 
 import psutil
-from gloo import host_store
+from gloo import forkserver, host_store
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = os.pathsep.join(str(ROOT / folder) for folder in (".", "tools", "tests", "tests/run"))
@@ -69,8 +68,7 @@ def killed_forked(config: Path, moment: str, log: Path, *overrides: str, ranks: 
     """As `killed`. What the ranks say goes to `log`."""
     store = host_store()  # as torchrun's agent: its port is bound when it is chosen
     os.environ["PYTHONPATH"] = PATHS  # for the process that loads modules
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["killed_training", "rlhfuse.run.launch", "rlhfuse.monitor.loggers"])
+    context = forkserver()
     processes = []
     for rank in range(ranks):
         environment = {

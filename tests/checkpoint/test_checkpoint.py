@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import finish, killed, start
+from runs import finish, killed, killed_forked, start
 from tiny import write_run
 
 from rlhfuse.base.errors import InputError
@@ -84,8 +84,11 @@ def runs(tmp_path_factory):
     whole, broken = base / "whole", base / "killed"
     finish(start(config, f"trainer.output_dir={whole}"))
     settings = [f"trainer.output_dir={broken}", "trainer.resume=auto"]
-    for moment in THREE_KILLS:
-        killed(config, moment, *settings)
+    for number, moment in enumerate(THREE_KILLS):
+        if " all " in moment:
+            killed(config, moment, *settings)
+        else:  # without the seconds of torchrun
+            killed_forked(config, moment, base / f"{number}.log", *settings)
     saved = broken / "checkpoints"  # the export may have begun beside the last one, which did not get its name
     assert (saved / "iteration-2").is_dir() and not (saved / "iteration-4").exists()
     return config, whole, broken, finish(start(config, *settings))

@@ -11,7 +11,7 @@ import threading
 import time
 
 import pytest
-from gloo import host_store, join
+from gloo import forkserver, host_store, join
 
 from rlhfuse.monitor.heartbeat import (
     FAILED,
@@ -313,8 +313,7 @@ class Job:
     def __init__(self, folder, case, world=3, limits=Limits(interval_seconds=0.2)):
         self.store = host_store()
         self.folder = folder
-        context = multiprocessing.get_context("forkserver")  # loads torch once, not once per rank
-        context.set_forkserver_preload(["torch.distributed", "rlhfuse.monitor.watchdog"])
+        context = forkserver()
         arguments = (world, self.store.port, str(folder), case, limits)
         self.ranks = [context.Process(target=work, args=(rank, *arguments)) for rank in range(world)]
         for process in self.ranks:

@@ -56,6 +56,7 @@ TABLE = {
     "rloo on four": ("rloo", "tiny", "short", 3, 3, 3, ("d2t1p2", "", D4), (1, 4)),
 }
 TO_THE_END = ("one sample", "three prompts", "rloo", "pipeline", "defaults")
+SLOW = ("three prompts", "rloo")
 
 
 def words(count: int) -> str:
@@ -110,7 +111,7 @@ def test_it_is_planned_at_once_and_says_what_it_chose(folder, name, capsys):
     assert ("\n  reward.signature = " in said) == bool(signature) and (not signature or f"= {signature}: by" in said)
 
 
-@pytest.mark.parametrize("name", TO_THE_END)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in TO_THE_END])
 def test_it_runs_to_the_end(folder, name):
     file, world = write(folder, name)
     run = folder / f"{name} run"

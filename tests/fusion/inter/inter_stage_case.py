@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
 import pickle
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gloo import host_store
+from gloo import forkserver, host_store
 from tiny import write_checkpoint
 
 from rlhfuse.base.errors import RewardError
@@ -256,8 +255,7 @@ def run_ranks(
 ) -> tuple[list[int | None], list[str]]:
     """`work(rank, port, models, *arguments)` in processes of their own: exit codes, and what each wrote to stderr."""
     models, store = write_models(folder / "models"), host_store()
-    context = multiprocessing.get_context("forkserver")  # loads torch and Megatron once, not once per rank
-    context.set_forkserver_preload(["rlhfuse.fusion.inter.inter_stage", "rlhfuse.run.rank_models"])
+    context = forkserver()
     shared = store.port, models, *arguments
     ranks = [context.Process(target=_work, args=(work, folder, rank, *shared)) for rank in range(world)]
     deadline = time.monotonic() + 540

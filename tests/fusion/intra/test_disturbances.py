@@ -84,7 +84,7 @@ def undisturbed(workers, folders):
     return workers.run(train, folders, plan(), STEPS, False, None)
 
 
-@pytest.mark.parametrize("slow", [0, 2])
+@pytest.mark.parametrize("slow", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_rank_at_half_speed_finishes_with_the_same_bits(workers, folders, undisturbed, slow):
     assert workers.run(train, folders, plan(), STEPS, False, slow) == undisturbed
 

@@ -36,7 +36,7 @@ CASES = {
 }
 
 
-SLOW = {"unequal depths"}
+SLOW = {"unequal depths", "merged stages, tensor ranks"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])

@@ -6,7 +6,6 @@ before each instruction and before each wait. Where the others must end up is wo
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from disturbed_pair import Plan, disturbed, plan, write_models
-from gloo import host_store, join
+from gloo import forkserver, host_store, join
 
 from rlhfuse.monitor.heartbeat import Limits
 from rlhfuse.schedule.ir.action import Action, Kind
@@ -79,8 +78,7 @@ class Run:
     def __init__(self, folder: Path, models: dict, what: Plan, fault: Fault) -> None:
         self.store = host_store()
         self.folder = folder
-        context = multiprocessing.get_context("forkserver")  # loads torch and Megatron once, not once per rank
-        context.set_forkserver_preload(["rlhfuse.fusion.intra.training_step", "rlhfuse.run.rank_models"])
+        context = forkserver()
         arguments = (self.store.port, folder, models, what, fault)
         self.ranks = [context.Process(target=work, args=(rank, *arguments)) for rank in range(WORLD)]
         for process in self.ranks:

@@ -84,7 +84,7 @@ def spoil(ring) -> None:
     "actor, critic, options",
     [
         ("d1t1p4", "d2t1p2", {}),
-        ("d2t1p2v2", "d2t1p2v2", {}),
+        pytest.param("d2t1p2v2", "d2t1p2v2", {}, marks=pytest.mark.slow),
         ("d1t2p2", "d1t1p4", {"sequence_parallel": True}),
         ("d1t1p4", "d1t1p4", {"dtype": "bfloat16", "recompute": "full"}),
     ],
