@@ -37,7 +37,7 @@ def slow(*values):
     [
         ("schedule_search.py", "table --ranks 1", "at_bound memory_below_published"),
         ("schedule_search.py", "growth --ranks 1", "4x4.accepted_move 8x6.rss"),
-        ("schedule_search.py", "seeds --ranks 1 --rows 4", "row4.at_bound"),
+        ("schedule_search.py", "seeds --ranks 1 --rows 4", "8/8.x8.as_published"),
         ("schedule_search.py", "curve --ranks 1 --rows 1", "8/4.x8.whole.memory 8/4.x8.split.makespan"),
         ("paper_settings.py", "--variants P", "p.gen_infer.within"),
         ("inter_stage.py", "--sizes 1:2 --lengths TRACE", "1to2.speedup 1to2.mean_error 1to2.chosen_over_best"),
