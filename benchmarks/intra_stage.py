@@ -224,13 +224,11 @@ def add_executor(name: str, measurement: Measurement, rounds: Sequence[Round]) -
 
 def add_details(name: str, measurement: Measurement, case: Case, rounds: Mapping[str, Sequence[Round]]) -> None:
     """Actions beside the profile that the schedules were made of; live micro-batches must be as scheduled."""
-    shown, rows = (SERIAL, *case.schedules, STEPS[FUSED], STEPS[SPLIT]), []
-    seconds = {side: action_seconds(side, rounds[side]) for side in shown}
-    for key, profiled in sorted(case.times.items()):
-        found = (seconds[side].get(key) for side in shown)
-        cells = ["" if one is None else f"{1e3 * one:.2f} ms {one / profiled:.2f}" for one in found]
-        rows.append([f"{key[0]}:{key[1]}{key[2]}", f"{1e3 * profiled:.2f} ms", *cells])
-    measurement.table(f"{name}.actions", f"{name}: an action, and over its profile", ("", "profile", *shown), rows)
+    shown = (SERIAL, *case.schedules, STEPS[FUSED], STEPS[SPLIT])
+    seconds = {"profile": case.times} | {side: action_seconds(side, rounds[side]) for side in shown}
+    texts = {key: f"{key[0]}:{key[1]}{key[2]}" for key in sorted(case.times)}
+    actions = {text: {side: each[key] for side, each in seconds.items() if key in each} for key, text in texts.items()}
+    measurement.facts(**{f"{name}.action_seconds": actions})
     for side in (FUSED, SPLIT):
         peaks = map(int, evaluate(case.schedules[side]).node_peak_memory)  # an activation counts 1
         for rank, expected in enumerate(peaks):

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from schedule_cases import TABLE_3, check, random_problem, table_3_problem
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.evaluate import evaluate
-from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
+from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline, StageCosts, fused_problem
 from rlhfuse.schedule.rules.builders import greedy, min_memory, one_at_a_time
 from rlhfuse.schedule.search.search import FIRST_ROUND_MOVES, ROUND_SECONDS, SearchObserver, SearchSettings, search
 from rlhfuse.schedule.search.worker import SearchWorker, load_kernels
@@ -94,6 +95,19 @@ def test_search_on_random_problems_is_valid_and_no_worse_than_greedy(seed):
 def test_table_3_reaches_its_latency_bound(row, bound):
     schedule, report = search(table_3_problem(*row), SearchSettings(iterations=3_000_000, seed=1))
     assert check(schedule.problem, schedule.orders)[0] == bound == report.makespan and report.optimal
+
+
+@pytest.mark.parametrize("actor, critic", [(2, 5), (5, 5)], ids=["1:1", "2.5:1"])
+def test_coprime_groups_reach_their_latency_bound(actor, critic):
+    """Two actor pipelines of 5 stages beside five critic pipelines of 2, ten micro-batches each or their share."""
+    layouts = {"actor": ParallelLayout.parse("d2t1p5"), "critic": ParallelLayout.parse("d5t1p2")}
+    costs = {
+        name: StageCosts((forward,) * stages, (2 * forward,) * stages, (1.0,) * stages)
+        for name, forward, stages in (("actor", actor, 5), ("critic", critic, 2))
+    }
+    problem = fused_problem(layouts, 10, costs)
+    assert [p.microbatches for p in problem.pipelines] == [10] * 2 + [4] * 5
+    assert evaluate(search(problem, SearchSettings(iterations=8_000_000))[0]).makespan == latency_bound(problem)
 
 
 def test_memory_objective_reaches_the_proved_optimum():
