@@ -20,7 +20,8 @@ from processes import ALLOCATOR, Ranks
 from rlhfuse.base.errors import run_program
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.job_cost import largest_flat_batch
-from rlhfuse.costs.measured import BytesObservation, DecodeObservation, MeasuredCost, TokensObservation
+from rlhfuse.costs.measured import BytesObservation, MeasuredCost, TokensObservation
+from rlhfuse.costs.speculation import DecodeObservation
 from rlhfuse.decisions.migration import MigrationPlan
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.iteration import GenInferTimeline, fusion_limits, simulate_gen_infer

@@ -23,7 +23,13 @@ LAYERS = {
 # Within a room: what a subpackage may import of it beside itself. Modules beside subpackages import them all.
 WITHIN = {
     "fusion": {"intra": (), "inter": ()},
-    "gen": {"core": (), "cpu": ("core",), "gpu": ("core",), "migration": ("core", "engine")},
+    "gen": {
+        "core": (),
+        "cpu": ("core",),
+        "gpu": ("core",),
+        "speculation": ("core", "cpu"),
+        "migration": ("core", "engine"),
+    },
     "models": {"cpu": (), "gpu": ()},
     "run": {"report": (), "profiling": ("rank_models",)},
     "schedule": {

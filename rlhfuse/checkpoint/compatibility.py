@@ -21,7 +21,12 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.layouts import Task
 
 FREE_GROUPS = ("fusion", "trainer", "parallel", "eval")  # layouts are compared as layouts, with their defaults filled
-FREE_KEYS = ("reward.timeout_seconds", "reward.workers", "data.val_files")  # of the other groups, yet change no number
+FREE_KEYS = (
+    "reward.timeout_seconds",
+    "reward.workers",
+    "data.val_files",
+    "rollout.draft_rows",
+)  # of the other groups, yet change no number
 FIXED_KEYS = ("trainer.seed", "trainer.dtype")  # of the free groups, yet change numbers
 WITH_KEYS = {  # change a number only where the other key is set
     "reward.signature": "reward.function",

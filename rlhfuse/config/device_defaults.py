@@ -1,4 +1,4 @@
-"""What the configuration leaves to the device: the format of numbers, and tokens of a cache block.
+"""What the configuration leaves to the device: the format of numbers, tokens of a cache block, rows of guesses.
 
 On CPU float32, of which results are exact; on GPUs what their kernels are fast with.
 """
@@ -9,11 +9,12 @@ from rlhfuse.config.settings import RunConfig, TrainerConfig
 from rlhfuse.config.values import AUTO
 
 BLOCK_TOKENS = 16  # flashinfer's smallest, and enough for a Triton tile's row of loads: little is wasted at ends
+DRAFT_ROWS = 16  # tokens of a panel, which the CPU kernels compute whole
 FLASH_ATTN_BLOCK_TOKENS = 256  # its smallest
 
 
 def resolve_device(config: RunConfig) -> RunConfig:
-    """`config` with values for trainer.dtype=auto and rollout.block_tokens=auto."""
+    """`config` with values for trainer.dtype, rollout.block_tokens and rollout.draft_rows where they are auto."""
     trainer, rollout = config.trainer, config.rollout
     gpu = is_for_gpus(trainer)
     dtype, block = trainer.dtype, rollout.block_tokens
@@ -21,7 +22,10 @@ def resolve_device(config: RunConfig) -> RunConfig:
         dtype = "bfloat16" if gpu else "float32"
     if block == AUTO:
         block = FLASH_ATTN_BLOCK_TOKENS if gpu and rollout.attention == "flash_attn" else BLOCK_TOKENS
-    return config.with_(trainer={"dtype": dtype}, rollout={"block_tokens": block})
+    rows = rollout.draft_rows
+    if rows == AUTO:
+        rows = 0 if gpu else DRAFT_ROWS
+    return config.with_(trainer={"dtype": dtype}, rollout={"block_tokens": block, "draft_rows": rows})
 
 
 def is_for_gpus(trainer: TrainerConfig) -> bool:

@@ -18,6 +18,7 @@ from rlhfuse.config.values import (
     LARGEST_REAL,
     AutoOrTruth,
     Count,
+    CountOrAuto,
     Decay,
     Float,
     Layout,
@@ -159,6 +160,11 @@ class RolloutConfig(Settings):
     )
     max_sequences_per_instance: Positive = key(256, "decoded at the same time")
     max_batched_tokens: Positive = key(2048, "tokens in one engine step, prefill included")
+    draft_rows: CountOrAuto = key(
+        AUTO,
+        "rows of a decode step that guesses of the next tokens may fill up: tokens and bits stay, steps become fewer "
+        "(docs/explanation/engine.md); 0 = off; auto: 16 on CPU, 0 on GPUs",
+    )
     attention: Literal["auto", "flashinfer", "triton", "flash_attn", "torch"] = key(
         "auto", "whose kernels read the KV cache on GPUs; auto = the first of these that can, told at start"
     )

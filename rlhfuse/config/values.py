@@ -75,6 +75,14 @@ PositiveOrAuto = Annotated[  # AUTO until device, layouts and prompts are known:
     PlainSerializer(lambda value: value, return_type=Any),
     WithJsonSchema({"anyOf": [{"const": AUTO}, {"type": "integer", "minimum": 1, "maximum": LARGEST}]}),
 ]
+CountOrAuto = Annotated[  # likewise
+    int,
+    Field(ge=0, le=LARGEST),
+    _WHOLE,
+    WrapValidator(_auto_or),
+    PlainSerializer(lambda value: value, return_type=Any),
+    WithJsonSchema({"anyOf": [{"const": AUTO}, {"type": "integer", "minimum": 0, "maximum": LARGEST}]}),
+]
 Processes = Annotated[int, Field(ge=1, le=1024), _WHOLE]
 Float = Annotated[float, _REAL]
 Real = Annotated[float, Field(ge=-LARGEST_REAL, le=LARGEST_REAL), _REAL]

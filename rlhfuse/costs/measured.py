@@ -16,19 +16,11 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import from_json, read_json, to_json
 from rlhfuse.costs.cost_model import CostModel, RewardCost
 from rlhfuse.costs.fits import Line
+from rlhfuse.costs.speculation import DecodeObservation, Speculation, fit_decode
 
 COLUMNS = {"decode": ("batch", "context tokens"), "prefill": ("tokens", "sequences"), "score": ("tokens", "sequences")}
 MEDIANS = ("swap_in", "meeting", "release")
 VERSION = 4
-
-
-@dataclass(frozen=True)
-class DecodeObservation:
-    """One decode step: sequences, tokens of context over all of them, seconds."""
-
-    batch: int
-    context_tokens: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -64,7 +56,7 @@ class MeasuredCost:
     Means: a call of the reward function, None where there is none; `capture`, 0 where no CUDA graph was recorded.
     """
 
-    decode: Line  # of batch, context tokens
+    decode: Line  # of batch, context tokens; without guesses
     prefill: Line  # of tokens, sequences
     score: Line  # of tokens, sequences; all models that score
     migration: Line  # of bytes
@@ -73,6 +65,7 @@ class MeasuredCost:
     release: float
     reward: RewardCost | None = None  # a file may leave it out
     capture: float = 0.0  # seconds of a shape, likewise
+    speculation: Speculation | None = None  # None: no step had guesses
 
     def __post_init__(self) -> None:
         for kind, columns in (*COLUMNS.items(), ("migration", ("bytes",))):
@@ -107,21 +100,24 @@ class MeasuredCost:
             if bad := [value for value in seen if not 0 <= value < np.inf]:
                 raise InputError(f"{kind} observation of {bad[0]} seconds: seconds must be finite and >= 0")
         calls = sum(o.calls for o in reward)
+        plain, speculation = fit_decode(decode)
         return MeasuredCost(
-            decode=Line.fit([(o.batch, o.context_tokens) for o in decode], seconds["decode"]),
+            decode=plain,
             prefill=Line.fit([(o.tokens, o.sequences) for o in prefill], seconds["prefill"]),
             score=Line.fit([(o.tokens, o.sequences) for o in score], seconds["score"]),
             migration=Line.fit([(o.kv_bytes,) for o in migration], seconds["migration"]),
             **{kind: float(np.median(np.asarray(seconds[kind]))) for kind in MEDIANS},
             reward=RewardCost(sum(o.seconds for o in reward) / calls, reward[-1].at_once) if calls else None,
             capture=capture,
+            speculation=speculation,
         )
 
     def prefill_seconds(self, tokens: float, sequences: float) -> float:
         return self.prefill(tokens, sequences) if tokens > 0 else 0.0
 
     def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
-        return self.decode(batch, context_tokens)
+        plain = self.decode(batch, context_tokens)
+        return self.speculation.token_seconds(plain, batch) if self.speculation else plain
 
     def score_seconds(self, tokens: float, sequences: float) -> float:
         return self.score(tokens, sequences) if tokens > 0 else 0.0
@@ -150,7 +146,8 @@ class MeasuredCost:
         medians = (f"{kind.replace('_', '-'):10s} {getattr(self, kind) * 1e6:.1f} us" for kind in MEDIANS)
         reward = [f"reward     {self.reward.seconds * 1e6:.1f} us a call"] if self.reward else []
         capture = [f"capture    {self.capture * 1e3:.1f} ms a shape"] if self.capture else []
-        return "\n".join((*lines, f"migration  {move}", *medians, *reward, *capture))
+        guesses = [f"guesses    {self.speculation}"] if self.speculation else []
+        return "\n".join((*lines, f"migration  {move}", *medians, *reward, *capture, *guesses))
 
     def to_dict(self) -> dict:
         return to_json(self, VERSION)
@@ -167,6 +164,7 @@ class TrialCost:
 
     decode: Line  # of batch, context tokens
     prefill: Line  # of tokens, sequences
+    speculation: Speculation | None
     rest: CostModel
 
     @staticmethod
@@ -174,17 +172,16 @@ class TrialCost:
         """Raises InputError where there are no steps to fit to."""
         if not decode or not prefill:
             raise InputError(f"the trial made {len(prefill)} prefill and {len(decode)} decode steps; raise --trial")
-        return TrialCost(
-            Line.fit([(o.batch, o.context_tokens) for o in decode], [o.seconds for o in decode]),
-            Line.fit([(o.tokens, o.sequences) for o in prefill], [o.seconds for o in prefill]),
-            rest,
-        )
+        plain, speculation = fit_decode(decode)
+        tokens = Line.fit([(o.tokens, o.sequences) for o in prefill], [o.seconds for o in prefill])
+        return TrialCost(plain, tokens, speculation, rest)
 
     def prefill_seconds(self, tokens: float, sequences: float) -> float:
         return self.prefill(tokens, sequences) if tokens > 0 else 0.0
 
     def decode_step_seconds(self, batch: float, context_tokens: float) -> float:
-        return self.decode(batch, context_tokens)
+        plain = self.decode(batch, context_tokens)
+        return self.speculation.token_seconds(plain, batch) if self.speculation else plain
 
     def score_seconds(self, tokens: float, sequences: float) -> float:
         return self.rest.score_seconds(tokens, sequences)

@@ -1,12 +1,17 @@
-"""Shapes of decode steps on GPUs: rows, and columns of their block tables, rounded up so that few are recorded.
+"""Shapes of decode steps on GPUs, rounded up so that few are recorded, and the memory of guesses in them.
 
-Rows to 1, 2, 4, 8, 16, 32, 48, ...; columns to powers of two, from those of 256 tokens up.
+Rows to 1, 2, 4, 8, 16, 32, 48, ...; columns to powers of two, from those of 256 tokens up; queries of a sequence, where
+guesses are verified, to 1, 2, 4, 8.
 """
 
 from __future__ import annotations
 
 SHORTEST_TOKENS = 256  # narrower tables are widened to this: attention over so little costs nothing
 ROW_STEP = 16
+MOST_QUERIES = 8  # of one sequence in a step
+DRAFT_BYTES = 64 << 20  # of tables to guess from, at most
+DRAFT_BYTES_A_TOKEN = 160  # 1.2 suffixes and 2 pairs in tables half full, and the token itself
+DRAFT_ITERATIONS = 6  # before the running one, that are guessed from
 
 
 def rounded_rows(sequences: int, most: int) -> int:
@@ -20,6 +25,22 @@ def rounded_width(blocks: int, most: int, block_tokens: int) -> int:
     """Columns of tables of at most so many blocks; beyond `most` only if they are."""
     width = _power_of_two(max(blocks, -(-SHORTEST_TOKENS // block_tokens)))
     return max(blocks, min(width, most))
+
+
+def rounded_queries(queries: int) -> int:
+    """Rows of each sequence in a step in which one has so many: its token and guesses of the next."""
+    return _power_of_two(queries)
+
+
+def queries_within(rows: int, sequences: int, most: int) -> int:
+    """Queries that each of so many sequences may have in a step of at most `rows` rows: a power of two, or none."""
+    each = min(rows // rounded_rows(sequences, most), MOST_QUERIES)
+    return 1 << each.bit_length() - 1 if each else 0
+
+
+def draft_bytes(tokens: int) -> int:
+    """Memory of a rank for guesses, where an iteration writes so many tokens (gen/speculation/drafter.py)."""
+    return min(DRAFT_BYTES, DRAFT_BYTES_A_TOKEN * (1 + DRAFT_ITERATIONS) * tokens)
 
 
 def shapes_of_generation(sequences: int, tokens: range, context: int, block_tokens: int, most_sequences: int) -> int:

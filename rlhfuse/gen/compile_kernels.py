@@ -14,8 +14,8 @@ import torch
 
 from rlhfuse.base.kernel_cache import compile_apart, tell_what_is_compiled
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.gen.cpu.sampling import draw_rows
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+from rlhfuse.gen.speculation.ngrams import propose
 from rlhfuse.models.cpu.packed_attention import packed_attention
 from rlhfuse.models.cpu.row_norm import row_norm
 from rlhfuse.models.cpu.swiglu import swiglu
@@ -46,8 +46,8 @@ def compile_kernels(dtype: torch.dtype = torch.float32) -> None:
 
 
 def compile_kernels_apart(dtype: torch.dtype = torch.float32, progress: Callable[[str], None] = lambda _: None) -> None:
-    """The same in another process, unless they are cached; that of the sampler is the last that a step calls."""
-    compile_apart(draw_rows, "rlhfuse.gen.compile_kernels", str(dtype).removeprefix("torch."), progress=progress)
+    """The same in another process, unless they are cached; that which guesses is the last."""
+    compile_apart(propose, "rlhfuse.gen.compile_kernels", str(dtype).removeprefix("torch."), progress=progress)
 
 
 if __name__ == "__main__":

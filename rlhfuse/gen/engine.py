@@ -22,7 +22,8 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.migration import MoveMode
 from rlhfuse.gen.core.block_manager import BlockManager
-from rlhfuse.gen.core.forward_batch import ForwardBatch
+from rlhfuse.gen.core.draws import Draws
+from rlhfuse.gen.core.forward_batch import ForwardBatch, ScheduledSequence
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.core.scheduler import Scheduler
 from rlhfuse.gen.core.sequence import GenerationResult, SamplingParams, Sequence, new_sequence
@@ -30,7 +31,8 @@ from rlhfuse.gen.migration.import_transaction import ImportTransaction
 from rlhfuse.gen.migration.kv_transfer import BlockShape, KVTransfer, TransferManifest, prepare_transfer
 from rlhfuse.gen.model_runner import EngineOptions, ModelRunner
 from rlhfuse.gen.sampler import draw_batch
-from rlhfuse.gen.steps import LaunchedStep, StepStats
+from rlhfuse.gen.speculation.drafter import Drafter
+from rlhfuse.gen.steps import Drawing, LaunchedStep, StepStats
 from rlhfuse.gen.stop_text import completes_stop_text, read_tokenizer
 
 __all__ = ["Engine", "EngineOptions", "GenerationResult", "SamplingParams", "StepStats", "UnfinishedSequence"]
@@ -79,6 +81,8 @@ class Engine:
         self._block_shape = BlockShape(
             spec.layers, options.block_tokens, spec.kv_heads, spec.head_dim, str(dtype).removeprefix("torch.")
         )
+        rows = self.runner.draft_rows
+        self.drafter = Drafter(spec.vocab, rows, self.runner.step_price) if rows else None
         self._exporting: list[int] = []  # sample ids offered to another engine
         self._in_flight: LaunchedStep | None = None  # launched, its draws are not read
         self._ended: list[GenerationResult] = []  # found finished outside of step()
@@ -149,9 +153,11 @@ class Engine:
         try:
             if self._in_flight and (self._certain_end or self.free_blocks < len(self.scheduler.running)):
                 finished += self._read()  # who ends would need a place that it hasn't, or others lack its blocks
+            if self.drafter and self.drafter.is_due(len(self.scheduler.running)):
+                finished += self._read()  # guesses follow what was drawn
             step = self._launch()
             finished += self._read()
-            if step and self.runner.runs_ahead:
+            if step and self.runner.runs_ahead and not step.drafted_tokens:
                 self._leave(step)
             elif step:
                 finished += self._end(step)
@@ -280,6 +286,11 @@ class Engine:
         self.runner.bind(weights)
         self.scheduler.preempt_all()
 
+    def learn(self, responses: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+        """All (prompt, response) of an iteration that is over, wherever they were drawn: guesses follow them."""
+        if self.drafter:
+            self.drafter.end_iteration(responses)
+
     def check_integrity(self) -> None:
         """Assert that blocks, tables and queues agree; for tests and after errors."""
         queued = [*self.scheduler.running, *self.scheduler.waiting]
@@ -290,28 +301,39 @@ class Engine:
         """Launch the next step, if there is anything to run."""
         assert self._cache is not None
         reused_before = self.scheduler.reused_tokens
-        scheduled = self.scheduler.schedule()
+        scheduled = self._with_guesses(self.scheduler.schedule())
         if not scheduled:
             return None
         batch = ForwardBatch.of(scheduled, self.scheduler.table, self.options.block_tokens)
-        decoding = sum(count == 1 and draws and bool(seq.tokens) for seq, count, draws in scheduled)
-        drawing = [seq for seq, _, draws in scheduled if draws]
+        decoding = sum(count == 1 and draws and bool(seq.tokens) for seq, count, draws, _ in scheduled)
+        drafted = sum(len(guesses) for _, _, _, guesses in scheduled)
+        drawing = [seq for seq, _, draws, guesses in scheduled if draws for _ in range(1 + len(guesses))]
         totals = batch.positions[batch.draw_rows] + 1
-        launched = self.runner.launch(batch, draw_batch(drawing, totals, self.scheduler.table), self._cache)
+        draws = draw_batch(drawing, totals, self.scheduler.table, batch.guesses)
+        launched = self.runner.launch(batch, draws, self._cache)
         self.scheduler.complete(scheduled)
         return LaunchedStep(
-            drawing,
+            [Drawing(seq, guesses) for seq, _, draws, guesses in scheduled if draws],
             launched,
             batch=len(scheduled),
-            prefill_tokens=len(batch.tokens) - decoding,
-            context_tokens=int(batch.contexts.sum()),
+            prefill_tokens=len(batch.tokens) - decoding - drafted,
+            context_tokens=int(batch.contexts.sum()) - drafted,
             reused_tokens=self.scheduler.reused_tokens - reused_before,
         )
+
+    def _with_guesses(self, scheduled: list[ScheduledSequence]) -> list[ScheduledSequence]:
+        """The same, and what the drafter guesses that decoding sequences will draw, where there is room for it."""
+        rows = self.scheduler.room_for_guesses(scheduled, self.drafter.draft_rows) if self.drafter else 0
+        if self.drafter is None or not rows or not scheduled:
+            return scheduled
+        each = self.runner.guesses_each(len(scheduled))
+        guesses = self.drafter.propose([seq for seq, _, _, _ in scheduled], self.scheduler.table, rows, each)
+        return self.scheduler.add_guesses(scheduled, guesses) if any(guesses) else scheduled
 
     def _leave(self, step: LaunchedStep) -> None:
         """Let a step run while the next is scheduled; its draws stand as their places until they are read."""
         self._in_flight, self._certain_end = step, False
-        for seq, place in zip(step.drawing, step.launched.places.tolist()):
+        for (seq, _), place in zip(step.drawing, step.launched.places.tolist()):
             if seq.finish_reason is None:
                 seq.tokens.append(~place)
                 self._certain_end |= seq.total_tokens >= seq.max_total_tokens
@@ -319,7 +341,7 @@ class Engine:
     def _forget_step(self) -> None:
         """Take the places of draws that were not read back; the same will be drawn again."""
         step, self._in_flight = self._in_flight, None
-        for seq in step.drawing if step else ():
+        for seq, _ in step.drawing if step else ():
             if seq.finish_reason is None:
                 seq.tokens.pop()
 
@@ -340,23 +362,40 @@ class Engine:
 
     def _end(self, step: LaunchedStep) -> list[GenerationResult]:
         """Take the draws of a step in; returns the samples that finished."""
-        draws = step.launched.read()
-        finished = []
-        for seq, token, logprob in zip(step.drawing, draws.tokens, draws.logprobs):
-            if seq.finish_reason is not None:
-                continue  # ended in the step before, which was not read when this one was launched
-            self._take(seq, token, logprob)
-            if seq.finish_reason is not None:
-                self._remove(seq)
-                finished.append(seq.result())
+        draws, finished = step.launched.read(), []
+        row = accepted = 0
+        for number, (seq, guesses) in enumerate(step.drawing):
+            if seq.finish_reason is None:  # else it ended in the step before, not read when this one was launched
+                accepted += self._take_run(number, seq, guesses, draws, row)
+                if seq.finish_reason is not None:
+                    self._remove(seq)
+                    finished.append(seq.result())
+            row += 1 + len(guesses)
         now = self._now()
-        self.last_step = step.stats(self._seconds + now - self._clock)
+        self.last_step = step.stats(self._seconds + now - self._clock, accepted)
         self._clock, self._seconds = now, 0.0
         return finished
 
     def _now(self) -> float:
         """Seconds on a clock that stands still while a CUDA graph is captured."""
         return time.perf_counter() - self.runner.recording_seconds
+
+    def _take_run(self, number: int, seq: Sequence, guesses: list[int], draws: Draws, row: int) -> int:
+        """Take a sequence's draws in, from `row` on and as far as its guesses foresaw them; returns how many did."""
+        self._take(seq, draws.tokens[row], draws.logprobs[row])
+        if not guesses:
+            return 0
+        right, tried = 0, 0
+        while tried < len(guesses) and seq.finish_reason is None and right == tried:
+            tried += 1
+            if draws.tokens[row + right] == guesses[right]:
+                right += 1
+                self._take(seq, draws.tokens[row + right], draws.logprobs[row + right])
+        assert self.drafter is not None, "who else has guessed"
+        self.drafter.told(number, tried, right)
+        if seq.finish_reason is None:
+            self.scheduler.accept_guesses(seq, right)
+        return right
 
     def _take(self, seq: Sequence, token: int, logprob: float) -> None:
         if token < 0:
@@ -384,6 +423,8 @@ class Engine:
 
     def _remove(self, seq: Sequence) -> None:
         self.scheduler.remove(seq)
+        if self.drafter:
+            self.drafter.learn(seq)
         del self._sequences[seq.sample_id]
 
     def _find(self, sample_id: int) -> Sequence:

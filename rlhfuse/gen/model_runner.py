@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.decisions.decode_shapes import queries_within
 from rlhfuse.gen.core.draws import DrawBatch, Draws
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.core.kv_cache import KVCache
@@ -29,6 +30,7 @@ from rlhfuse.gen.gpu.forward import DeviceForward
 from rlhfuse.gen.gpu.layer_kernels import torch_layer, triton_layer
 from rlhfuse.gen.gpu.switch_sum import choose_parallel
 from rlhfuse.gen.sampler import draw_into, draw_tokens, feed
+from rlhfuse.models.cpu.tiles import LANES
 from rlhfuse.models.paged_attention import CacheShape, choose_attention
 
 Attention = Literal["auto", "flashinfer", "triton", "flash_attn", "torch"]
@@ -47,6 +49,9 @@ class EngineOptions:
     cuda_graphs: bool = True  # replay decode steps as CUDA graphs; without effect on CPU
     run_ahead: bool = True  # launch a step before the draws of the one before are read; without effect on CPU kernels
     keep_memory: bool = False  # while the engine is paused its cache stays, and graphs that were recorded over it
+    draft_rows: int | None = (
+        None  # of a decode step, that guesses may fill up; 0 = off; None: 16 with CPU kernels, else 0
+    )
     # On CPU: what GPUs run, with torch's kernels or Triton's in its interpreter, neither of which promises bits.
     kernels: Literal["auto", "torch", "triton"] = "auto"
     attention: Attention = "auto"  # whose kernels read the cache (models/paged_attention.py), unless CPU kernels do
@@ -56,6 +61,8 @@ class EngineOptions:
         for name in ("num_blocks", "block_tokens", "max_sequences", "max_batched_tokens"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.draft_rows is not None and self.draft_rows < 0:
+            raise InputError(f"draft_rows={self.draft_rows} must be at least 0; 0 turns speculation off")
         for name, known in NAMES.items():
             if getattr(self, name) not in known:
                 raise InputError(f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(known)}")
@@ -107,8 +114,11 @@ class ModelRunner:
             parallel, sums = choose_parallel(*summed)
             self.lines = tuple(line for line in (chosen.line(), sums) if line)
             kernels = _draw_kernels(device), chosen.kernels, layer
-            self._forward = DeviceForward(spec, parallel, device, options.max_sequences, recorder, *kernels)
+            rows = options.draft_rows or 0
+            self._forward = DeviceForward(spec, parallel, device, options.max_sequences, recorder, *kernels, rows)
         self.runs_ahead = options.run_ahead and isinstance(self._forward, DeviceForward)
+        here = LANES if isinstance(self._forward, CpuForward) else 0  # a step computes whole panels of tokens anyway
+        self.draft_rows = here if options.draft_rows is None else options.draft_rows
         self.weights: ModelWeights | None = None
         if weights is not None:
             self.bind(weights)
@@ -122,6 +132,16 @@ class ModelRunner:
     def recorded_shapes(self) -> int:
         """Decode steps captured since the beginning; what was dropped and captured anew counts again."""
         return self._forward.recorded_shapes
+
+    def guesses_each(self, sequences: int) -> int:
+        """Guesses that one of so many sequences may have in a step: on CPU rows are packed, on GPUs padded."""
+        if isinstance(self._forward, CpuForward):
+            return self.draft_rows
+        return max(0, queries_within(self.draft_rows, sequences, self.options.max_sequences) - 1)
+
+    def step_price(self, sequences: int, guesses: int) -> float:
+        """What a decode step with guesses costs, beside one of few rows: roughly, and whatever the machine."""
+        return self._forward.step_price(sequences, guesses)
 
     def new_cache(self) -> KVCache:
         """An empty cache of this rank's KV heads, in the layout that its kernels read."""

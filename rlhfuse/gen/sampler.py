@@ -20,8 +20,10 @@ from rlhfuse.gen.gpu.draws import DrawInputs
 from rlhfuse.models.cpu.tiles import share_threads
 
 
-def draw_batch(drawing: list[Sequence], totals: np.ndarray, table: RunningTable) -> DrawBatch:
-    """For the next tokens of running sequences that have `totals` [R] tokens."""
+def draw_batch(
+    drawing: list[Sequence], totals: np.ndarray, table: RunningTable, guesses: np.ndarray | None = None
+) -> DrawBatch:
+    """For the next tokens of running sequences that have `totals` [R] tokens; `guesses` [R] as in DrawBatch."""
     rows = np.array([seq.row for seq in drawing], np.int64)
     return DrawBatch(
         keys=sampling.noise_keys(table.streams[rows], totals),
@@ -29,6 +31,7 @@ def draw_batch(drawing: list[Sequence], totals: np.ndarray, table: RunningTable)
         top_ks=table.top_ks[rows],
         top_ps=table.top_ps[rows],
         banned=_banned(drawing, totals < table.least_totals[rows]),
+        guesses=guesses,
     )
 
 
@@ -67,5 +70,8 @@ def _draw_rows(logits: Tensor, batch: DrawBatch) -> tuple[np.ndarray, np.ndarray
     """Tokens [R] int64 and log-probabilities [R] float32."""
     share_threads()
     # Rows of a wider buffer are copied: the kernel is compiled for rows without gaps, which it reads several times.
-    contiguous = np.ascontiguousarray(logits.numpy())
-    return sampling.draw_rows(contiguous, batch.keys, batch.temperatures, batch.top_ks, batch.top_ps, batch.banned)
+    rows = np.ascontiguousarray(logits.numpy())
+    guesses = np.full(len(batch.keys), -1) if batch.guesses is None else batch.guesses
+    starts = np.flatnonzero(np.concatenate(([True], guesses[:-1] < 0)))
+    parameters = batch.temperatures, batch.top_ks, batch.top_ps, batch.banned
+    return sampling.draw_rows(rows, batch.keys, *parameters, starts, guesses)

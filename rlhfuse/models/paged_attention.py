@@ -62,8 +62,11 @@ class PagedQueries:
 class PagedAttention(Protocol):
     """What lies past a context has no influence. Both return what each layer of the step calls."""
 
-    def decode(self, tables: Tensor, contexts: Tensor) -> Attend:
-        """One query of each of R sequences, in shapes that a CUDA graph can hold; tables [R, W], contexts [R] int32."""
+    def decode(self, tables: Tensor, contexts: Tensor, queries: int = 1) -> Attend:
+        """The last `queries` tokens of each of R sequences, in shapes that a CUDA graph can hold.
+
+        tables [R, W], contexts [R] int32: tokens up to the last query of each.
+        """
         ...
 
     def mixed(self, queries: PagedQueries) -> Attend:
@@ -77,8 +80,9 @@ class TorchAttention:
     def __init__(self, shape: CacheShape) -> None:
         pass
 
-    def decode(self, tables: Tensor, contexts: Tensor) -> Attend:
-        return lambda q, keys, values: _gathered_decode(q, keys, values, tables, contexts)
+    def decode(self, tables: Tensor, contexts: Tensor, queries: int = 1) -> Attend:
+        runs = _each_query(tables, contexts, queries)
+        return lambda q, keys, values: _gathered_decode(q, keys, values, *runs)
 
     def mixed(self, queries: PagedQueries) -> Attend:
         return lambda q, keys, values: _gathered_mixed(q, keys, values, queries)
@@ -88,10 +92,11 @@ class FlashAttention:
     def __init__(self, shape: CacheShape) -> None:
         self._flash: Any = import_flash_attention()[0]
 
-    def decode(self, tables: Tensor, contexts: Tensor) -> Attend:
+    def decode(self, tables: Tensor, contexts: Tensor, queries: int = 1) -> Attend:
         def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             runs = dict(cache_seqlens=contexts, block_table=tables)
-            return self._flash.flash_attn_with_kvcache(q.unsqueeze(1), keys, values, **runs, causal=True).squeeze(1)
+            several = q.unflatten(0, (-1, queries))
+            return self._flash.flash_attn_with_kvcache(several, keys, values, **runs, causal=True).flatten(0, 1)
 
         return attend
 
@@ -114,7 +119,7 @@ class TritonAttention:
         on_cuda = shape.device.type == "cuda"
         self._processors = torch.cuda.get_device_properties(shape.device).multi_processor_count if on_cuda else 1
 
-    def decode(self, tables: Tensor, contexts: Tensor) -> Attend:
+    def decode(self, tables: Tensor, contexts: Tensor, queries: int = 1) -> Attend:
         runs = tables, contexts, self._counters, self._processors
         return lambda q, keys, values: self._kernels.decode(q, keys, values, *runs)
 
@@ -129,8 +134,8 @@ class FlashInfer:
         sizes = shape.heads, shape.kv_heads, shape.head_dim, shape.block_tokens
         self._kernels = FlashInferAttention(shape.dtype, shape.device, *sizes)
 
-    def decode(self, tables: Tensor, contexts: Tensor) -> Attend:
-        return self._kernels.decode(tables, contexts)
+    def decode(self, tables: Tensor, contexts: Tensor, queries: int = 1) -> Attend:
+        return self._kernels.decode(*_each_query(tables, contexts, queries))  # XQA takes one query of a sequence
 
     def mixed(self, queries: PagedQueries) -> Attend:
         return self._kernels.mixed(queries.tables_here, queries.starts, queries.contexts)
@@ -226,6 +231,14 @@ def _gathered_mixed(q: Tensor, keys: Tensor, values: Tensor, queries: PagedQueri
             start, end = starts[s], starts[s + 1]
             out[start:end] = _prefill(q[start:end], keys, values, queries.tables[s], contexts[s])
     return out
+
+
+def _each_query(tables: Tensor, contexts: Tensor, queries: int) -> tuple[Tensor, Tensor]:
+    """Tables and contexts of R * queries sequences of one query, which read the same blocks."""
+    if queries == 1:
+        return tables, contexts
+    before = torch.arange(1 - queries, 1, dtype=contexts.dtype, device=contexts.device)
+    return tables.repeat_interleave(queries, 0), (contexts[:, None] + before).flatten()
 
 
 def _gathered_decode(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, contexts: Tensor) -> Tensor:

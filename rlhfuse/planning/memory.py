@@ -18,6 +18,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.decisions.decode_shapes import draft_bytes
 from rlhfuse.planning.passing import PassingMemory
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.ranks import FusedRanks
@@ -51,7 +52,7 @@ class PhaseMemory:
     activations: int
     kv: int
     buckets: int  # for weights that move; on GPUs what stays for hidden states between ranks, and rotations
-    host: int  # offloaded weights, and the optimizer where it rests there
+    host: int  # offloaded weights, and the optimizer where it rests there; tables for guesses
 
     @property
     def device(self) -> int:
@@ -276,6 +277,8 @@ class _Needs:
         scorers = [costs[task] for task in SCORERS if task in costs]
         self._on_gpu = generation.hardware.name != "cpu"
         self._offloaded = sum(cost.weights_bytes() for cost in scorers)
+        written = config.samples_per_iteration * rollout.max_response_tokens
+        self._guesses = draft_bytes(written) if rollout.draft_rows else 0
         self._critic = costs["critic_inference"].weights_bytes() if "critic_inference" in costs else 0
         copy, drawing = generation.weights_bytes(), min(rollout.max_sequences_per_instance, batched)
         self._buckets = min(config.fusion.bucket_mib << 20, max(copy, self._critic))
@@ -307,7 +310,7 @@ class _Needs:
             held = dict(gradients=0, activations=0, kv=0, buckets=standing) | {
                 key: int(value) for key, value in others.items()
             }
-            return PhaseMemory(name, resident + weights, optimizer, host=self._offloaded, **held)
+            return PhaseMemory(name, resident + weights, optimizer, host=self._offloaded + self._guesses, **held)
 
         return (
             *((self._start(parts),) if self._on_gpu else ()),

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.costs.measured import DecodeObservation, TokensObservation
+from rlhfuse.costs.measured import TokensObservation
+from rlhfuse.costs.speculation import DecodeObservation
 from rlhfuse.data.sampler import PromptSampler, sample_id
 from rlhfuse.gen.core.sequence import GenerationResult, SamplingParams
 from rlhfuse.gen.engine import Engine
@@ -66,7 +67,8 @@ def run_trial(config: RunConfig, prompts: int, progress: Callable[[str], None]) 
         if stats.prefill_tokens:
             prefill.append(TokensObservation(stats.prefill_tokens, stats.batch, stats.seconds))
         elif stats.batch:
-            decode.append(DecodeObservation(stats.batch, stats.context_tokens, stats.seconds))
+            guesses = stats.drafted_tokens, stats.accepted_tokens
+            decode.append(DecodeObservation(stats.batch, stats.context_tokens, stats.seconds, *guesses))
         results |= {positions[result.sample_id]: result for result in ended}
         if ended:
             progress(f"{len(results)} of {prompts} samples finished")

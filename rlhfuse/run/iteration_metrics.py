@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhfuse.config.settings import AlgorithmConfig
+from rlhfuse.costs.fits import Line
 from rlhfuse.costs.flops import IterationFlops
+from rlhfuse.costs.speculation import DecodeObservation
 from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.fusion.intra.training_step import MinibatchResult
 from rlhfuse.monitor.trace import Span
@@ -137,6 +139,25 @@ def fusion_metrics(report: GenInferReport, threshold: int, instances: int) -> di
         "fusion/scored_before_generation_end": report.scored_before_generation_end,
         "fusion/gen_infer_seconds": report.total_seconds,
     }
+
+
+def speculation_metrics(steps: Sequence[DecodeObservation], plain: Line | None) -> dict[str, float]:
+    """Guesses in the decode steps of all instances, and the seconds that their steps would have taken without.
+
+    Nothing where there were none. `plain`: seconds of a step of (sequences, tokens of context) without guesses.
+    """
+    guessed = [step for step in steps if step.guesses]
+    if not guessed:
+        return {}
+    metrics: dict[str, float] = {
+        "speculation/drafted": sum(step.guesses for step in guessed),
+        "speculation/accepted": sum(step.accepted for step in guessed),
+        "speculation/tokens_per_step": 1 + sum(s.accepted for s in guessed) / sum(s.batch for s in guessed),
+    }
+    if plain:
+        without = sum(plain(s.batch, s.context_tokens) * (1 + s.accepted / s.batch) for s in guessed)
+        metrics["speculation/seconds_saved"] = without - sum(step.seconds for step in guessed)
+    return metrics
 
 
 def speed_metrics(batch: RolloutBatch, seconds: float) -> dict[str, float]:

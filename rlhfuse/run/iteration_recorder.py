@@ -30,11 +30,12 @@ from rlhfuse.run.iteration_metrics import (
     mfu_metrics,
     reward_metrics,
     rollout_metrics,
+    speculation_metrics,
     speed_metrics,
     training_metrics,
 )
 from rlhfuse.run.preflight import RunInputs
-from rlhfuse.run.threshold_controller import ThresholdController
+from rlhfuse.run.threshold_controller import ThresholdController, decode_observations
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,8 @@ class IterationRecorder:
         message = self._threshold.observe(done.number, done.report, done.batch)
         if message and self._rank == 0:
             print(message, flush=True)
+        steps = decode_observations(done.report.observations["decode"])
+        metrics |= speculation_metrics(steps, self._threshold.plain_decode())
         spans = [span for stats in ranks for span in stats.spans]
         first = done.report.rollouts[: self._config.trainer.sample_texts]
         samples = sample_texts(self._inputs.tokenizer, done.number, first, given(done.batch.scores).tolist())

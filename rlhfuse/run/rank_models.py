@@ -179,6 +179,7 @@ def engine_options(config: RunConfig, instances: int, keep_memory: bool = False)
         attention=rollout.attention,
         keep_memory=keep_memory,
         all_reduce=rollout.all_reduce,
+        draft_rows=rollout.draft_rows,
     )
 
 

@@ -18,13 +18,14 @@ from rlhfuse.base.files import write_json
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import (
     BytesObservation,
-    DecodeObservation,
     MeasuredCost,
     RewardObservation,
     TokensObservation,
 )
+from rlhfuse.costs.speculation import DecodeObservation
 from rlhfuse.decisions.migration import FusionLimits
 from rlhfuse.fusion.inter.report import GenInferReport
 from rlhfuse.parallel.collectives import from_rank_0, transfer_seconds
@@ -82,6 +83,11 @@ def probe_transfer(device: Device) -> list[list[float]]:
     if last and dist.get_rank() in (0, last):
         rows = [[size, min(transfer_seconds(size, last, PROBE_TRIPS, device))] for size in PROBE_BYTES]
     return from_rank_0(rows)
+
+
+def decode_observations(rows: Sequence[Sequence[float]]) -> list[DecodeObservation]:
+    """Rows as `RankEvents` holds them; those of older checkpoints know no guesses."""
+    return [DecodeObservation(int(b), int(c), s, *map(int, guesses)) for b, c, s, *guesses in rows]
 
 
 class ThresholdController:
@@ -176,6 +182,10 @@ class ThresholdController:
         marks = SampleLengths((0,) * len(outputs), outputs).percentiles()
         return f"p50 {marks['p50']}, p99.9 {marks['p999']}"
 
+    def plain_decode(self) -> Line | None:
+        """Seconds of a decode step without guesses, of (sequences, tokens of context); None before they are fitted."""
+        return self._costs.decode if isinstance(self._costs, MeasuredCost) else None
+
     def save_costs(self, path: Path) -> None:
         """Write the fitted costs, if there are any yet, which `fusion.profile` of a later run or plan reads."""
         if isinstance(self._costs, MeasuredCost):
@@ -229,7 +239,7 @@ class ThresholdController:
         scores = bool(self._config.scorers())  # without models to score with, scoring and loading take no time
         score = rows("score") or kept(TOKENS_POINTS, former.score_seconds) if scores else [NO_SCORING]
         return MeasuredCost.fit(
-            decode=[DecodeObservation(int(b), int(c), s) for b, c, s in decode],
+            decode=decode_observations(decode),
             prefill=[TokensObservation(int(t), int(n), s) for t, n, s in prefill],
             score=[TokensObservation(int(t), int(n), s) for t, n, s in score],
             migration=[BytesObservation(int(b), s) for b, s in moved] or [BytesObservation(0, 0.0)],

@@ -126,6 +126,7 @@ ROLLOUT = dict(
     top_k=AT_LEAST_0,
     top_p=((TINY, 1.0), (0.0, 1.0000001)),
     block_tokens=AT_LEAST_1,
+    draft_rows=AT_LEAST_0,
     kv_blocks_per_instance=AT_LEAST_0,
     max_sequences_per_instance=AT_LEAST_1,
     max_batched_tokens=AT_LEAST_1,
@@ -188,8 +189,12 @@ def test_a_number_at_its_limits_is_taken_and_beyond_them_refused(key):
 
 
 def test_a_number_may_be_left_to_be_chosen(tmp_path):
-    left = {"data.max_prompt_tokens", "algorithm.minibatches", "fusion.actor_microbatches", "rollout.block_tokens"}
-    assert OR_AUTO.keys() == left
+    in_rollout = {"rollout.block_tokens", "rollout.draft_rows"}
+    assert OR_AUTO.keys() == in_rollout | {
+        "data.max_prompt_tokens",
+        "algorithm.minibatches",
+        "fusion.actor_microbatches",
+    }
     for key in OR_AUTO:
         config = validate(nested(key, 7), "a file")
         assert validate(nested(key, AUTO), "a file") == RunConfig() != config

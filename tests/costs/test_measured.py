@@ -16,11 +16,11 @@ from rlhfuse.base.files import write_json
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import (
     BytesObservation,
-    DecodeObservation,
     MeasuredCost,
     TokensObservation,
     load_measured_cost,
 )
+from rlhfuse.costs.speculation import DecodeObservation
 
 
 def observe(costs: MeasuredCost, noise: float, seed: int = 0):

@@ -13,8 +13,10 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 
+import torch
 from gen_models import random_weights, tiny_spec
 from moves import import_sequences, through_bytes
+from scripted_drafts import ScriptedDrafter
 
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.engine import Engine, EngineOptions, GenerationResult, SamplingParams
@@ -56,20 +58,23 @@ def draw_requests(count: int, seed: int, longest_stem: int = 40, most_tokens: in
 class Workload:
     """A model, its requests, and what each of them gives alone."""
 
-    def __init__(self, requests: list[Request], spec: ModelSpec = SPEC) -> None:
-        self.spec, self.weights = spec, random_weights(spec)
+    def __init__(self, requests: list[Request], spec: ModelSpec = SPEC, dtype: torch.dtype = torch.float32) -> None:
+        self.spec, self.dtype = spec, dtype
+        self.weights = {name: weight.to(dtype) for name, weight in random_weights(spec).items()}
         self.requests = {request.sample_id: request for request in requests}
         self._single_engines: dict[int, Engine] = {}
         self._alone: dict[tuple[int, int], GenerationResult] = {}
 
     def engine(self, **options: int) -> Engine:
-        return Engine(self.spec, self.weights, EngineOptions(**options))
+        return Engine(self.spec, self.weights, EngineOptions(**options), dtype=self.dtype)
 
     def alone(self, sample_id: int, block_tokens: int) -> GenerationResult:
-        """The sample in an engine that holds nothing else and remembers nothing."""
+        """The sample in an engine that holds nothing else, remembers nothing and guesses nothing."""
         if (sample_id, block_tokens) not in self._alone:
             if block_tokens not in self._single_engines:
-                self._single_engines[block_tokens] = self.engine(num_blocks=100, block_tokens=block_tokens)
+                self._single_engines[block_tokens] = self.engine(
+                    num_blocks=100, block_tokens=block_tokens, draft_rows=0
+                )
             engine, request = self._single_engines[block_tokens], self.requests[sample_id]
             engine.load_weights(self.weights)  # forgets every prefix
             self._alone[sample_id, block_tokens] = engine.generate([request.prompt], request.params, [sample_id])[0]
@@ -101,6 +106,16 @@ class EnginePair:
         self.seen: Counter[str] = Counter()
         self.finished: set[int] = set()
         self.aborted: set[int] = set()
+
+    def guess_by_rule(self, kinds: tuple[str, str], rng: random.Random) -> None:
+        """Let each engine's guesses be what tests/gen/scripted_drafts.py says; "own" stays as it is."""
+
+        def known(sample_id: int) -> tuple[int, ...]:
+            return self.workload.alone(sample_id, self.block_tokens).tokens
+
+        for engine, kind in zip(self.engines, kinds):
+            if engine.drafter and kind != "own":
+                engine.drafter = ScriptedDrafter(self.workload.spec.vocab, engine.drafter.draft_rows, kind, known, rng)
 
     def unfinished(self, which: int) -> list[int]:
         return [state.sample_id for state in self.engines[which].unfinished()]
@@ -179,6 +194,8 @@ class EnginePair:
     def _note(self, engine: Engine, ran_before: set[int]) -> None:
         states = engine.unfinished()
         self.seen["steps"] += 1
+        self.seen["guesses right"] += engine.last_step.accepted_tokens
+        self.seen["guesses wrong"] += engine.last_step.drafted_tokens - engine.last_step.accepted_tokens
         self.seen["preempted for lack of blocks"] += sum(s.waiting and s.sample_id in ran_before for s in states)
         self.seen["chunked"] += any(not s.waiting and s.kv_tokens < s.total_tokens - 1 for s in states)
         held = engine.options.num_blocks - engine.free_blocks

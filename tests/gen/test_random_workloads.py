@@ -2,7 +2,8 @@
 
 A case draws sizes of both engines (blocks, sequences, tokens of a step), samples that share prefixes, and what
 happens to them between the steps: arrivals, aborts, preemption, moves with keys and values or as tokens, pauses,
-loading of weights. A tenth of the cases has 32 samples that end with more than four blocks each. Four shapes of model.
+loading of weights; and what is guessed of their next tokens: by counts, at random, all right, all wrong. A tenth of the
+cases has 32 samples that end with more than four blocks each. Four shapes of model, one in bfloat16.
 """
 
 from __future__ import annotations
@@ -11,23 +12,29 @@ import random
 from collections import Counter
 
 import pytest
+import torch
 from engine_pair import SPEC, EnginePair, Workload, draw_requests
 from gen_models import tiny_spec
+from scripted_drafts import KINDS
 
 ORDINARY, LONG = 1000, 20_000
 WIDE = 32
 SMALL = dict(hidden=32, mlp=40, vocab=SPEC.vocab, context=SPEC.context, eos_token_ids=(7, 11))
-SPECS = {
-    "llama": SPEC,
-    "qwen2": tiny_spec(**SMALL, head_dim=8, qkv_bias=True, tied_embeddings=True),
-    "qwen3": tiny_spec(**SMALL, head_dim=16, heads=6, qk_norm=True),
-    "llama-one-kv-head": tiny_spec(**(SMALL | dict(hidden=64)), layers=1, heads=3, kv_heads=1, head_dim=64),
+MODELS = {
+    "llama": (SPEC, torch.float32),
+    "llama-bfloat16": (SPEC, torch.bfloat16),
+    "qwen2": (tiny_spec(**SMALL, head_dim=8, qkv_bias=True, tied_embeddings=True), torch.float32),
+    "qwen3": (tiny_spec(**SMALL, head_dim=16, heads=6, qk_norm=True), torch.float32),
+    "llama-one-kv-head": (
+        tiny_spec(**(SMALL | dict(hidden=64)), layers=1, heads=3, kv_heads=1, head_dim=64),
+        torch.float32,
+    ),
 }
 
 
-@pytest.fixture(params=SPECS)
+@pytest.fixture(params=MODELS)
 def workload(request) -> Workload:
-    return Workload(draw_requests(96, seed=11, longest_stem=24, most_tokens=10), SPECS[request.param])
+    return Workload(draw_requests(96, seed=11, longest_stem=24, most_tokens=10), *MODELS[request.param])
 
 
 def draw_pair(workload: Workload, rng: random.Random, wide: bool) -> tuple[EnginePair, list[int]]:
@@ -46,10 +53,13 @@ def draw_pair(workload: Workload, rng: random.Random, wide: bool) -> tuple[Engin
             num_blocks=fewest + int(rng.choice((0, 1, 6)) * rng.random() * fewest),
             max_sequences=rng.randint(8, 40) if wide else rng.randint(2, 12),
             max_batched_tokens=rng.choice((16, 48, 200)) if wide else rng.choice((2, 5, 7, 16, 40, 200)),
+            draft_rows=rng.choice((0, 3, 16, 16, 40)),
         )
         for _ in range(2)
     ]
-    return EnginePair(workload, options), samples
+    pair = EnginePair(workload, options)
+    pair.guess_by_rule((rng.choice(KINDS), rng.choice(KINDS)), rng)
+    return pair, samples
 
 
 def serve(pair: EnginePair, samples: list[int], rng: random.Random) -> None:
@@ -119,17 +129,19 @@ def check_seen(seen: Counter[str], cases: int) -> None:
         "moved as tokens",
         "chunked",
         "prefix shared",
+        "guesses right",
+        "guesses wrong",
     ):
         assert seen[event] > cases // 10, f"{event} happened {seen[event]} times in {cases} cases"
 
 
 def test_a_thousand_random_workloads_equal_alone(workload):
-    count, number = ORDINARY // len(SPECS), list(SPECS.values()).index(workload.spec)
+    count, number = ORDINARY // len(MODELS), list(MODELS.values()).index((workload.spec, workload.dtype))
     check_seen(run_cases(workload, number * count, count), count)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_many_more_random_workloads_equal_alone(workload):
-    count = LONG // len(SPECS)
+    count = LONG // len(MODELS)
     check_seen(run_cases(workload, 1_000_000, count), count)

@@ -174,3 +174,20 @@ def test_largest_and_smallest_hash_give_finite_noise():
     for h in (0, 2**32 - 1):
         drawn = sampling.exponential(np.uint32(h))
         assert 0 < drawn < 30 and math.isfinite(-math.log(drawn))
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(st.integers(0, 2**31), st.sampled_from([1, 3, 64, 65, 700, 5000]), st.sampled_from([0.01, 1.0, 6.0, 400.0]))
+def test_tokens_passed_over_would_have_lost(seed, vocab, spread):
+    """Against scores of all tokens: also where what is likely is banned or cut off, and logits are far apart."""
+    rng = np.random.default_rng(seed)
+    logits = (rng.standard_normal(vocab) * spread).astype(np.float32)
+    temperature, top_k = np.float32(rng.choice([0.5, 1.0, 1.7])), int(rng.choice([0, 0, 2]))
+    order = np.argsort(-logits)
+    banned = tuple(order[: rng.integers(0, min(vocab, 4))].tolist())
+    options = dict(temperature=temperature, top_k=top_k, banned=banned, seed=seed)
+    token = draw_tokens(torch.from_numpy(logits)[None], draw_batch([options])).tokens[0]
+    allowed = [t for t in order if t not in banned][: top_k or None]
+    noise = gumbel_noise([noise_key(seed, 3, 0)], vocab)[0].numpy()
+    scores = {int(t): logits[t] / temperature + noise[t] for t in allowed}
+    assert scores[token] >= max(scores.values()) - 1e-5 * (1 + spread)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -28,6 +30,9 @@ def run_rank(rank: int, folder: str) -> None:
         )
         for _ in range(2)
     )
+    greedy = [
+        engine.generate([p], replace(PARAMS, temperature=0.0, max_tokens=60), [i])[0] for i, p in enumerate(PROMPTS)
+    ]
     batched = engine.generate(PROMPTS, PARAMS)
     alone = [engine.generate([p], PARAMS, [i])[0] for i, p in enumerate(PROMPTS)]
     for i, prompt in enumerate(PROMPTS):
@@ -37,7 +42,8 @@ def run_rank(rank: int, folder: str) -> None:
     while other.has_unfinished():
         moved += other.step()
     moved.sort(key=lambda r: r.sample_id)
-    torch.save((batched, alone, moved), f"{folder}/{rank}.pt")
+    assert engine.drafter and engine.drafter._right.sum() > 0, "greedy text repeats itself and is foreseen"
+    torch.save((batched, alone, moved, greedy), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
     leave(0)
 
@@ -46,9 +52,12 @@ def test_two_ranks(tmp_path):
     mp.spawn(run_rank, (str(tmp_path),), nprocs=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))
     assert first == second, "ranks disagree"
-    batched, alone, moved = first
+    batched, alone, moved, greedy = first
     assert batched == alone == moved
-    whole = Engine(SPEC, random_weights(SPEC), EngineOptions(num_blocks=40)).generate(PROMPTS, PARAMS)
+    single = Engine(SPEC, random_weights(SPEC), EngineOptions(num_blocks=40, draft_rows=0))
+    whole = single.generate(PROMPTS, PARAMS)
+    longer = single.generate(PROMPTS, replace(PARAMS, temperature=0.0, max_tokens=60))
+    assert [r.tokens for r in longer] == [r.tokens for r in greedy]
     assert [r.tokens for r in whole] == [r.tokens for r in batched]
     for a, b in zip(whole, batched):
         assert max(abs(x - y) for x, y in zip(a.logprobs, b.logprobs)) < 1e-5

@@ -16,6 +16,7 @@ from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
+from rlhfuse.decisions.decode_shapes import draft_bytes
 from rlhfuse.planning.draft import draft_plan, fitting_blocks, kv_blocks
 from rlhfuse.planning.memory import machine_bytes, memory_limit, readable_bytes
 from rlhfuse.planning.planner import make_plan, parse_plan
@@ -113,7 +114,7 @@ def test_memory_by_hand():
     assert moves.gradients == generation.gradients == inference.gradients == 0
     assert generation.weights == trained + 4 * whole
     assert generation.kv == 16 * 384 * spec.kv_bytes_per_token(4)
-    assert generation.host == 4 * whole + 2 * critic_copy
+    assert generation.host == 4 * whole + 2 * critic_copy + draft_bytes(run().samples_per_iteration * 256)
     assert inference.weights == trained + 4 * whole + 2 * critic_copy  # reference, reward, critic; no generation copy
     longest = 4 * 384  # tokens of a micro-batch
     attention = 2 * (spec.heads + spec.kv_heads) * spec.head_dim + spec.heads  # its output's log-sums last

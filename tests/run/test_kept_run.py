@@ -73,11 +73,11 @@ def job(rank: int, config: Path, out: Path, keep: bool, overrides: tuple[str, ..
                 weights.append(self.weights.addresses())
 
         def with_recorder(self, *args) -> None:
-            *others, _, kernels, attention, layer = args
-            build(self, *others, recorder, kernels, attention, layer)
+            *others, _, kernels, attention, layer, rows = args
+            build(self, *others, recorder, kernels, attention, layer, rows)
 
         def as_on_a_gpu(*args) -> EngineOptions:
-            return replace(options(*args), kernels="torch")
+            return replace(options(*args), kernels="torch", draft_rows=0)
 
         patch.setattr(MemoryBudget, "keeps_generation", lambda self, activations: keep)
         patch.setattr(ModelRunner, "new_cache", take_cache)

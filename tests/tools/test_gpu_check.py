@@ -367,6 +367,7 @@ def test_speed_is_measured_on_a_tiny_shape(tmp_path):
     for row in found["eager"]["decode"].values():
         assert row["tokens_per_second"] > 0 and 0 < row["copy_bandwidth_fraction"] < 1
     assert 0 < found["eager"]["prefill_gemm_fraction"] < 1
+    assert found["eager"]["verify"]["step_seconds"] > 0 and found["eager"]["verify"]["over_decode_step"] > 0
     json.dumps(found)
 
 

@@ -8,6 +8,7 @@ Limits are measured on the same device in the same call, by a large copy and a l
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -17,7 +18,10 @@ import torch
 from gpu_checks.bench import TINY, Bench
 
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.gen.core.forward_batch import RunningTable
+from rlhfuse.gen.core.sequence import Sequence
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
+from rlhfuse.gen.speculation.drafter import Drafter
 
 LLAMA = dict(
     architectures=["LlamaForCausalLM"],
@@ -72,6 +76,7 @@ DATA_SHEET = (
 ELEMENT = 2  # bytes of a bfloat16
 PROMPT, RESPONSE = 128, 32  # tokens of a sample in the decode measurement
 BATCHES = (1, 16, 64, 256)
+VERIFIED, GUESSES, VERIFY_GOAL = 4, 3, 1.2  # sequences, guesses of each; decode steps that such a step may cost
 LONG = {2048: (1, 16, 64), 8192: (1, 16)}  # context -> batches
 
 
@@ -170,6 +175,33 @@ def random_prompts(spec: ModelSpec, count: int, length: int, seed: int) -> list[
     return torch.randint(3, spec.vocab, (count, length), generator=generator).tolist()
 
 
+class RandomGuesses(Drafter):
+    """A few tokens at random for each sample, of which hardly one is right: what it costs to verify them."""
+
+    def __init__(self, vocab: int, draft_rows: int, each: int) -> None:
+        super().__init__(vocab, draft_rows, lambda sequences, guesses: 1.0)
+        self._random, self._vocab, self._each = random.Random(0), vocab, each
+
+    def propose(self, sequences: list[Sequence], table: RunningTable, rows: int, each: int) -> list[list[int]]:
+        most = [min(self._each, seq.max_total_tokens - seq.total_tokens - 1) for seq in sequences]
+        return [[self._random.randrange(self._vocab) for _ in range(max(count, 0))] for count in most]
+
+    def told(self, number: int, tried: int, right: int) -> None:
+        pass
+
+
+def verifying(engine: Engine, plain_seconds: float) -> dict[str, float]:
+    """A step that verifies three guesses of each of four sequences, beside their plain decode step.
+
+    Where it costs at most VERIFY_GOAL steps, rollout.draft_rows=64 is worth its rows on this machine.
+    """
+    rows = engine.runner.draft_rows
+    engine.drafter = RandomGuesses(engine.spec.vocab, rows, GUESSES)
+    seconds, _ = decode_seconds(engine, VERIFIED)
+    engine.drafter = None
+    return {"step_seconds": seconds, "over_decode_step": round(seconds / plain_seconds, 3), "goal": VERIFY_GOAL}
+
+
 def decode_seconds(engine: Engine, batch: int, prompt_tokens: int = PROMPT) -> tuple[float, int]:
     """Median seconds of a decode step of all `batch` sequences, and the tokens in the cache at such a step."""
     params = SamplingParams(max_tokens=RESPONSE, ignore_eos=True)
@@ -258,17 +290,19 @@ def measure(shape: dict, folder: Path, device: torch.device, block_tokens: int, 
     for name, graphs in (("graphs", True), ("eager", False)):
         if graphs and device.type != "cuda":
             continue
-        blocks = max(max(batches) * -(-longest // block_tokens), prompts * -(-length // block_tokens))
+        most = max(*batches, VERIFIED)
+        blocks = max(most * -(-longest // block_tokens), prompts * -(-length // block_tokens))
         options = EngineOptions(
             num_blocks=blocks,
             block_tokens=block_tokens,
-            max_sequences=max(*batches, prompts),
+            max_sequences=max(most, prompts),
             kernels="torch",
             max_batched_tokens=prompts * length,
             cuda_graphs=graphs,
+            draft_rows=VERIFIED * (1 + GUESSES),
         )
         engine = Engine(spec, weights, options, device=device, dtype=torch.bfloat16)
-        rows = {}
+        engine.drafter, rows = None, {}
         for batch in batches:
             seconds, context = decode_seconds(engine, batch)
             needed = step_bytes(spec, context) / seconds
@@ -280,7 +314,9 @@ def measure(shape: dict, folder: Path, device: torch.device, block_tokens: int, 
             }
         seconds = prefill_seconds(engine, prompts, length)
         result["attention"] = engine.runner.lines[0]
+        plain = rows.get(str(VERIFIED)) or {"step_seconds": decode_seconds(engine, VERIFIED)[0]}
         result[name] = {
+            "verify": verifying(engine, plain["step_seconds"]),
             "decode": rows,
             **captured(engine),
             "prefill_tokens_per_second": round(prompts * length / seconds, 1),

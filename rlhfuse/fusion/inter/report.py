@@ -60,7 +60,7 @@ class RankEvents:
 
     Observations are rows of numbers:
 
-    decode      sequences, tokens of context, seconds  a step
+    decode      sequences, tokens of context, seconds  a step; guesses in it, and how many of them were drawn
     prefill     tokens, sequences, seconds             a step that runs prompts
     score       tokens, samples, seconds               a pack, by all models that there are
     load        seconds                                all models, one after the other

@@ -42,6 +42,15 @@ class BlockManager:
         while len(seq.block_table) < self.blocks_for(tokens):
             self.append_free(seq)
 
+    def shrink(self, seq: Sequence, tokens: int) -> None:
+        """Give back the blocks beyond room for `tokens` tokens, which nobody else has seen; they are the next to go."""
+        while len(seq.block_table) > self.blocks_for(tokens):
+            block = seq.block_table.pop()
+            assert self._users[block] == 1 and block not in self._key_of_block, f"block {block} is known to others"
+            self._users[block] = 0
+            self._free[block] = None
+            self._free.move_to_end(block, last=False)
+
     def append_free(self, seq: Sequence) -> int:
         """Extend the block table by a free block, and return it."""
         block = next(iter(self._free))

@@ -9,7 +9,10 @@ import numpy as np
 
 
 class Draws(NamedTuple):
-    """Per row; a token is -1, its log-probability NaN, where the row holds a number that is not finite."""
+    """Per row; a token is -1, its log-probability NaN, where the row holds a number that is not finite.
+
+    Behind a row whose token is not its guess a CPU draws nothing: any token stands there.
+    """
 
     tokens: list[int]
     logprobs: list[float]
@@ -24,3 +27,4 @@ class DrawBatch:
     top_ks: np.ndarray  # [R] int64, 0 = off
     top_ps: np.ndarray  # [R] float64, 1 = off
     banned: np.ndarray  # [R, B] int64, unused columns -1, behind the used ones
+    guesses: np.ndarray | None = None  # [R] int64: the next row counts if this is drawn; -1: it is another sample's

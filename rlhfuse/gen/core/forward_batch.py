@@ -23,6 +23,7 @@ class ScheduledSequence(NamedTuple):
     seq: Sequence
     num_tokens: int
     draws: bool  # these are all: the step ends with the draw of a new token
+    guesses: list[int] = []  # tokens that may follow, run with it; each draws, and its draw counts if it was foreseen
 
 
 class RunningTable:
@@ -86,20 +87,22 @@ class ForwardBatch:
     contexts: np.ndarray  # [S] int64: tokens in the cache after the step
     tables: np.ndarray  # [S, most blocks] int32, short rows filled with 0
     draw_rows: np.ndarray  # [R] int64: rows whose logits are wanted
+    guesses: np.ndarray | None = None  # [R] int64, as in DrawBatch
 
     @staticmethod
     def of(scheduled: list[ScheduledSequence], table: RunningTable, block_tokens: int) -> ForwardBatch:
         tokens: list[int] = []
-        for seq, count, draws in scheduled:
+        for seq, count, draws, guesses in scheduled:
             if count == 1 and draws and seq.tokens:
-                tokens.append(seq.tokens[-1])
+                tokens += (seq.tokens[-1], *guesses)
             else:
                 tokens += seq.slice(seq.computed_tokens, seq.computed_tokens + count)
-        counts = np.array([count for _, count, _ in scheduled])
-        contexts = np.array([seq.computed_tokens + count for seq, count, _ in scheduled])
-        rows = np.array([seq.row for seq, _, _ in scheduled])
-        draws = np.array([draws for _, _, draws in scheduled])
-        ends = counts.cumsum()
+        guessed = np.array([len(guesses) for _, _, _, guesses in scheduled])
+        counts = np.array([count for _, count, _, _ in scheduled]) + guessed
+        contexts = np.array([seq.computed_tokens for seq, _, _, _ in scheduled]) + counts
+        rows = np.array([seq.row for seq, _, _, _ in scheduled])
+        draws = np.array([draws for _, _, draws, _ in scheduled])
+        ends, verifies = counts.cumsum(), bool(guessed.any())
         if ends[-1] == len(scheduled):  # one token each: the usual step
             positions, token_rows = contexts - 1, rows
         else:
@@ -113,5 +116,6 @@ class ForwardBatch:
             query_starts=np.concatenate(([0], ends)),
             contexts=contexts,
             tables=table.blocks[rows, : int(numbers.max()) + 1],
-            draw_rows=ends[draws] - 1,
+            draw_rows=np.arange(ends[-1]) if verifies else ends[draws] - 1,  # guesses run where all sequences decode
+            guesses=np.array([g for *_, guesses in scheduled for g in (*guesses, -1)]) if verifies else None,
         )

@@ -47,8 +47,31 @@ class Scheduler:
 
     def complete(self, scheduled: list[ScheduledSequence]) -> None:
         """Account for a step that has been run."""
-        for seq, count, _ in scheduled:
+        for seq, count, _, _ in scheduled:
             seq.computed_tokens += count
+
+    def room_for_guesses(self, scheduled: list[ScheduledSequence], draft_rows: int) -> int:
+        """How many tokens besides may run in this step of up to `draft_rows`; 0 unless all sequences decode."""
+        decode = all(count == 1 and draws and seq.tokens for seq, count, draws, _ in scheduled)
+        return max(0, min(draft_rows, self.max_batched_tokens) - len(scheduled)) if decode else 0
+
+    def add_guesses(self, scheduled: list[ScheduledSequence], guesses: list[list[int]]) -> list[ScheduledSequence]:
+        """Let as many guesses run with each decoding sequence as have room in its blocks and in free ones."""
+        extended = []
+        for (seq, count, draws, _), wanted in zip(scheduled, guesses):
+            context, held = seq.computed_tokens + count, len(seq.block_table)
+            most = (held + self.blocks.free_blocks) * self.blocks.block_tokens - context
+            wanted = wanted[:most]
+            self.blocks.grow(seq, context + len(wanted))
+            self.table.copy_blocks(seq.row, seq.block_table, held)
+            extended.append(ScheduledSequence(seq, count, draws, wanted))
+        return extended
+
+    def accept_guesses(self, seq: Sequence, right: int) -> None:
+        """So many of the guesses were drawn: their keys and values stay; the room of the others is given back."""
+        seq.computed_tokens += right
+        self.blocks.shrink(seq, seq.computed_tokens)
+        self.blocks.publish(seq, seq.computed_tokens)
 
     def remove(self, seq: Sequence) -> None:
         """Take a finished, aborted or departing sequence out and give back its blocks."""

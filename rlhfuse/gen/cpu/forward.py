@@ -16,7 +16,7 @@ from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.core.model_shard import LayerWeights, ModelWeights, TensorParallel
 from rlhfuse.models.cpu import decoder
 from rlhfuse.models.cpu.paged_attention import Queries, paged_attention
-from rlhfuse.models.cpu.tiles import LANES, lanes_up, panel_offsets, share_threads
+from rlhfuse.models.cpu.tiles import FEW, LANES, lanes_up, panel_offsets, share_threads
 from rlhfuse.models.rotary import rotary_tables
 
 
@@ -99,6 +99,13 @@ class CpuForward:
         """Let go of the weights."""
         del self.layers, self.embedding, self.output, self.final_norm
 
+    @staticmethod
+    def step_price(sequences: int, guesses: int) -> float:
+        """As `ModelRunner.step_price`: panels cost most; then attention, and the host's work for guesses."""
+        rows = sequences + guesses
+        panels = 1.0 if rows <= FEW else 0.35 + 0.95 * -(-rows // LANES)
+        return panels + 0.1 * sequences + (0.05 + 0.025 * guesses if guesses else 0.0)
+
     def release(self) -> None:
         """Give the working memory back."""
         self.space.clear()
@@ -135,21 +142,22 @@ class _Step:
 
     def attend(self, layer: LayerWeights[np.ndarray], keys: np.ndarray, values: np.ndarray) -> None:
         """delta = proj(attention(norm(x + delta))), a bias of proj still to be added"""
-        forward, batch = self.forward, self.batch
+        forward, batch, tokens = self.forward, self.batch, len(self.batch.tokens)
         decoder.add_norm(self.x, self.delta, self.no_bias, layer.input_norm, forward.eps, self.normed)
-        decoder.multiply(layer.qkv, self.normed, self.hidden_at, self.qkv, self.threads)
+        decoder.multiply(layer.qkv, self.normed, self.hidden_at, tokens, self.qkv, self.threads)
         places = batch.positions, batch.slots, forward.cos, forward.sin
         norms = layer.qkv_bias, layer.q_norm, layer.k_norm, forward.eps
         decoder.place_heads(self.qkv, *places, *norms, keys, values, self.q, self.threads)
         paged_attention(self.q, keys, values, batch.tables, *self.queries, forward.scale, self.attention)
-        decoder.multiply(layer.proj, self.attention, self.attention_at, self.delta, self.threads)
+        decoder.multiply(layer.proj, self.attention, self.attention_at, tokens, self.delta, self.threads)
         self._sum(self.delta)
 
     def run_mlp(self, layer: LayerWeights[np.ndarray]) -> None:
         """delta = fc2(silu(gate) * up) of norm(x + delta + bias of proj)"""
+        tokens = len(self.batch.tokens)
         decoder.add_norm(self.x, self.delta, layer.proj_bias, layer.mlp_norm, self.forward.eps, self.normed)
-        decoder.multiply_swiglu(layer.fc1, self.normed, self.hidden_at, self.mlp, self.threads)
-        decoder.multiply(layer.fc2, self.mlp, self.mlp_at, self.delta, self.threads)
+        decoder.multiply_swiglu(layer.fc1, self.normed, self.hidden_at, tokens, self.mlp, self.threads)
+        decoder.multiply(layer.fc2, self.mlp, self.mlp_at, tokens, self.delta, self.threads)
         self._sum(self.delta)
 
     def logits(self) -> Tensor:

@@ -13,22 +13,29 @@ from rlhfuse.models.cpu.elementwise import F32, exp32, log32, neg_log_one_minus
 
 CHUNK = 64  # tokens read at a time, one short loop for each formula, so that LLVM vectorises every loop
 BINS = 1024
+FARTHEST = F32(60.0)  # below the highest logit all noises are looked at: exp() of what is far below it is 0
 _WIDEST = F32(32.0)  # tokens less likely than exp(-32) of the best share the last bin
 _NARROWEST = F32(1e-6)
 _U32 = np.uint32
 _U64 = np.uint64
 
 
+@njit(forceinline=True)
+def noise_key(stream, position):
+    """Two 32-bit numbers for each (stream, position): one round of splitmix64."""
+    state = (stream ^ _U64(position)) + _U64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> _U64(27))) * _U64(0x94D049BB133111EB)
+    state ^= state >> _U64(31)
+    return _U32(state), _U32(state >> _U64(32))
+
+
 @njit(cache=True, nogil=True)
 def noise_keys(streams, positions):
-    """Two 32-bit numbers [R, 2] for each (stream, position): one round of splitmix64. streams [R] uint64."""
+    """`noise_key` of each: [R, 2] uint32. streams [R] uint64, positions [R] int64."""
     keys = np.empty((streams.shape[0], 2), np.uint32)
     for r in range(streams.shape[0]):
-        state = (streams[r] ^ _U64(positions[r])) + _U64(0x9E3779B97F4A7C15)
-        state = (state ^ (state >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
-        state = (state ^ (state >> _U64(27))) * _U64(0x94D049BB133111EB)
-        state ^= state >> _U64(31)
-        keys[r, 0], keys[r, 1] = _U32(state), _U32(state >> _U64(32))
+        keys[r, 0], keys[r, 1] = noise_key(streams[r], positions[r])
     return keys
 
 
@@ -53,13 +60,13 @@ def exponential(h):
 
 
 @njit
-def _highest(row, temperature, lanes):
-    """max(row / temperature); a NaN is passed over, the sum of exponentials finds it."""
+def _highest(row, lanes):
+    """max(row); a NaN is passed over, the sum of exponentials finds it."""
     for j in range(CHUNK):
         lanes[j] = F32(-np.inf)
     for start in range(0, row.shape[0], CHUNK):
         for j in range(min(CHUNK, row.shape[0] - start)):
-            x = row[start + j] / temperature
+            x = row[start + j]
             lanes[j] = x if x > lanes[j] else lanes[j]
     highest = lanes[0]
     for j in range(CHUNK):
@@ -68,15 +75,15 @@ def _highest(row, temperature, lanes):
 
 
 @njit
-def _partition(row, temperature, highest, terms):
-    """Sum of exp(row / temperature - highest)."""
+def _partition(row, temperature, highest, weights):
+    """exp(row / temperature - highest) into `weights`, and their sum."""
     lanes = np.zeros(CHUNK, np.float64)
     for start in range(0, row.shape[0], CHUNK):
         width = min(CHUNK, row.shape[0] - start)
         for j in range(width):
-            terms[j] = exp32(row[start + j] / temperature - highest)
+            weights[start + j] = exp32(row[start + j] / temperature - highest)
         for j in range(width):
-            lanes[j] += np.float64(terms[j])
+            lanes[j] += np.float64(weights[start + j])
     total = 0.0
     for j in range(CHUNK):
         total += lanes[j]
@@ -84,10 +91,8 @@ def _partition(row, temperature, highest, terms):
 
 
 @njit
-def _score(row, start, width, key0, key1, temperature, cutoff, hashes, scores):
+def _score(row, start, width, temperature, cutoff, hashes, scores):
     """scores[:width] = row / temperature + noise of tokens start and on; minus infinity below the cutoff."""
-    for j in range(width):
-        hashes[j] = noise_hash(key0, key1, start + j)
     for j in range(width):
         scores[j] = exponential(hashes[j])
     for j in range(width):
@@ -96,20 +101,51 @@ def _score(row, start, width, key0, key1, temperature, cutoff, hashes, scores):
 
 
 @njit
-def _best_token(row, key0, key1, temperature, cutoff, scores):
-    """The token of the highest score, the first of equal ones; -1 if all are minus infinity. Temperature 0: greedy."""
-    best, where = np.full(CHUNK, -np.inf, np.float32), np.zeros(CHUNK, np.int32)
+def _hash_chunk(start, width, key0, key1, hashes):
+    for j in range(width):
+        hashes[j] = noise_hash(key0, key1, start + j)
+
+
+@njit
+def _count_within(hashes, weights, start, width, reach):
+    """How many of a chunk's tokens may have a noise that lifts them far enough."""
+    found = 0
+    for j in range(width):
+        found += np.int32(F32(hashes[j]) * F32(2.0**-32) <= weights[start + j] * reach)
+    return found
+
+
+@njit
+def _sampled_token(row, weights, highest, key0, key1, temperature, cutoff, scores):
+    """The token of the highest score, the first of equal ones; -1 if all are minus infinity.
+
+    A score is x - log(e) with e >= u, the hash as a number in (0, 1): a token whose u is above exp(x - best) loses, and
+    neither logarithm is taken. A little slack stands for rounding; weights [vocab] are exp(x - highest).
+    """
+    best, token, reach = F32(-np.inf), -1, F32(0.0)
     hashes = np.empty(CHUNK, np.uint32)
     for start in range(0, row.shape[0], CHUNK):
         width = min(CHUNK, row.shape[0] - start)
-        if temperature > 0:
-            _score(row, start, width, key0, key1, temperature, cutoff, hashes, scores)
-        else:
-            for j in range(width):
-                scores[j] = row[start + j]
+        _hash_chunk(start, width, key0, key1, hashes)
+        if best > highest - FARTHEST and not _count_within(hashes, weights, start, width, reach):
+            continue
+        _score(row, start, width, temperature, cutoff, hashes, scores)
         for j in range(width):
-            where[j] = np.int32(start) if scores[j] > best[j] else where[j]
-            best[j] = scores[j] if scores[j] > best[j] else best[j]
+            if scores[j] > best:
+                best, token = scores[j], start + j
+        if best > highest - FARTHEST:
+            reach = F32(np.exp(np.float64(highest) - best + 1e-4 + 1e-6 * abs(np.float64(best))))
+    return token
+
+
+@njit
+def _greedy_token(row):
+    """The highest logit's token, the first of equal ones."""
+    best, where = np.full(CHUNK, -np.inf, np.float32), np.zeros(CHUNK, np.int32)
+    for start in range(0, row.shape[0], CHUNK):
+        for j in range(min(CHUNK, row.shape[0] - start)):
+            where[j] = np.int32(start) if row[start + j] > best[j] else where[j]
+            best[j] = row[start + j] if row[start + j] > best[j] else best[j]
     highest, token = F32(-np.inf), -1
     for j in range(CHUNK):
         if best[j] > highest or (best[j] == highest and token >= 0 and where[j] + j < token):
@@ -206,10 +242,10 @@ def row_cutoff(row, temperature, top_k, top_p):
 @njit(inline="never")
 def _draw_row(row, key0, key1, temperature, top_k, top_p, banned):
     """(token, log-probability) of one row; (-1, NaN) if it holds a number that is not finite."""
-    scratch = np.empty(CHUNK, np.float32)
+    scratch, weights = np.empty(CHUNK, np.float32), np.empty(row.shape[0], np.float32)
     unit = temperature if temperature > 0 else F32(1.0)
-    highest = _highest(row, unit, scratch)
-    log_total = np.log(_partition(row, unit, highest, scratch))
+    highest = _highest(row, scratch) / unit
+    log_total = np.log(_partition(row, unit, highest, weights))
     if not (np.isfinite(highest) and np.isfinite(log_total)):
         return -1, F32(np.nan)
     allowed = row
@@ -221,23 +257,31 @@ def _draw_row(row, key0, key1, temperature, top_k, top_p, banned):
     cutoff = F32(-np.inf)
     if temperature > 0 and (0 < top_k < row.shape[0] or top_p < 1):
         cutoff = row_cutoff(allowed, temperature, top_k, top_p)
-    token = _best_token(allowed, key0, key1, temperature, cutoff, scratch)
+    if temperature > 0:
+        token = _sampled_token(allowed, weights, highest, key0, key1, temperature, cutoff, scratch)
+    else:
+        token = _greedy_token(allowed)
     if token < 0:
         return -1, F32(np.nan)
     return token, F32(np.float64(row[token] / unit - highest) - log_total)
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def draw_rows(logits, keys, temperatures, top_ks, top_ps, banned):
-    """Tokens [R] int64 (-1: not finite) and their log-probabilities [R] float32.
+def draw_rows(logits, keys, temperatures, top_ks, top_ps, banned, starts, guesses):
+    """Tokens [R] int64 (-1: not finite; -2: not drawn) and their log-probabilities [R] float32.
 
     logits [R or more, vocab] float32; keys [R, 2] uint32; temperatures [R] float32; top_ks [R] int64, 0 = off;
-    top_ps [R] float64, 1 = off; banned [R, B] int64, unused columns -1. The rows are shared out among threads.
+    top_ps [R] float64, 1 = off; banned [R, B] int64, unused columns -1. Row starts[i] begins the i-th run, which is
+    drawn up to the first token that is not the guess [R] of its row. Runs are shared out among threads.
     """
-    rows = keys.shape[0]
-    tokens, logprobs = np.empty(rows, np.int64), np.empty(rows, np.float32)
-    for r in prange(rows):
-        tokens[r], logprobs[r] = _draw_row(
-            logits[r], keys[r, 0], keys[r, 1], temperatures[r], top_ks[r], top_ps[r], banned[r]
-        )
+    rows, runs = keys.shape[0], starts.shape[0]
+    tokens, logprobs = np.full(rows, -2, np.int64), np.full(rows, np.nan, np.float32)
+    for i in prange(runs):
+        end = starts[i + 1] if i + 1 < runs else rows
+        for r in range(starts[i], end):
+            tokens[r], logprobs[r] = _draw_row(
+                logits[r], keys[r, 0], keys[r, 1], temperatures[r], top_ks[r], top_ps[r], banned[r]
+            )
+            if tokens[r] != guesses[r]:
+                break
     return tokens, logprobs

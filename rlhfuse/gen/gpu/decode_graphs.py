@@ -14,28 +14,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfuse.decisions.decode_shapes import rounded_rows, rounded_width
+from rlhfuse.decisions.decode_shapes import rounded_queries, rounded_rows, rounded_width
 from rlhfuse.gen.core.draws import DrawBatch
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.gpu.draws import DrawInputs, draw_array
 
 
 class DecodeShape(NamedTuple):
-    rows: int
+    sequences: int
     width: int  # columns of the block tables
     draws: int = DrawInputs.columns(0)  # integers of a row's draw
+    queries: int = 1  # of each sequence: its last token and guesses of those that follow
+
+    @property
+    def rows(self) -> int:
+        return self.sequences * self.queries
 
     @property
     def integers(self) -> int:
-        return self.rows * (4 + self.draws + self.width)
+        return self.rows * (3 + self.draws) + self.sequences * (1 + self.width)
 
     @staticmethod
     def holding(
-        sequences: int, blocks: int, most_sequences: int, most_blocks: int, block_tokens: int, banned: int = 0
+        sequences: int,
+        blocks: int,
+        most_sequences: int,
+        most_blocks: int,
+        block_tokens: int,
+        banned: int = 0,
+        queries: int = 1,
     ) -> DecodeShape:
         """The smallest shape for so many sequences of at most `blocks` blocks; beyond the `most_` only if they are."""
-        width = rounded_width(blocks, most_blocks, block_tokens)
-        return DecodeShape(rounded_rows(sequences, most_sequences), width, DrawInputs.columns(banned))
+        width, rounded = rounded_width(blocks, most_blocks, block_tokens), rounded_queries(queries)
+        return DecodeShape(rounded_rows(sequences, most_sequences), width, DrawInputs.columns(banned), rounded)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +67,8 @@ class DecodeInputs:
 
     @property
     def contexts(self) -> Tensor:
-        """[rows] int32: tokens in the cache after the step."""
-        return self.packed[3 * self.shape.rows : 4 * self.shape.rows]
+        """[sequences] int32: tokens up to the last query of each, a guess or one that pads."""
+        return self.packed[-self.shape.sequences * (1 + self.shape.width) :][: self.shape.sequences]
 
     @property
     def tokens(self) -> Tensor:
@@ -67,27 +78,38 @@ class DecodeInputs:
     @property
     def draws(self) -> DrawInputs:
         rows = self.shape.rows
-        return DrawInputs(rows, self.packed[4 * rows : (4 + self.shape.draws) * rows])
+        return DrawInputs(rows, self.packed[3 * rows : (3 + self.shape.draws) * rows])
 
     @property
     def tables(self) -> Tensor:
-        """[rows, width] int32 cache blocks; those past a context are never looked at."""
-        return self.packed[-self.shape.rows * self.shape.width :].view(self.shape.rows, self.shape.width)
+        """[sequences, width] int32 cache blocks; those past a context are never looked at."""
+        sequences, width = self.shape[:2]
+        return self.packed[-sequences * width :].view(sequences, width)
 
 
 def padded_arrays(
     batch: ForwardBatch, draws: DrawBatch, shape: DecodeShape, spare_block: int, block_tokens: int
 ) -> list[np.ndarray]:
-    """The parts of DecodeInputs.packed for a batch of one token per sequence, in order, with padding rows."""
-    # Padding is token 0 at position 0 with a context of 1, in a spare block that no sequence ever gets.
-    sequences = len(batch.contexts)
-    assert len(batch.tokens) == sequences <= shape.rows, f"{len(batch.tokens)} tokens of {sequences} sequences"
-    tables = np.full((shape.rows, shape.width), spare_block, np.int32)
+    """The parts of DecodeInputs.packed for a batch of sequences that decode, in order, with padding rows."""
+    # Padding is token 0 at position 0, in a spare block that no sequence ever gets; what it reads is of no interest.
+    sequences, counts = len(batch.contexts), np.diff(batch.query_starts)
+    assert sequences <= shape.sequences and counts.max() <= shape.queries, f"{counts} tokens do not fit {shape}"
+    places = padded_places(batch, shape)
+    tables = np.full((shape.sequences, shape.width), spare_block, np.int32)
     tables[:sequences, : batch.tables.shape[1]] = batch.tables
-    facts = np.zeros((4, shape.rows), np.int32)
-    facts[2], facts[3] = spare_block * block_tokens, 1
-    facts[:, :sequences] = batch.tokens, batch.positions, batch.slots, batch.contexts
-    return [facts, draw_array(draws, batch.draw_rows, shape.rows), tables]
+    contexts = np.full(shape.sequences, shape.queries, np.int32)
+    contexts[:sequences] = batch.contexts - counts + shape.queries
+    facts = np.zeros((3, shape.rows), np.int32)
+    facts[2] = spare_block * block_tokens
+    facts[:, places] = batch.tokens, batch.positions, batch.slots
+    return [facts, draw_array(draws, places[batch.draw_rows], shape.rows), contexts, tables]
+
+
+def padded_places(batch: ForwardBatch, shape: DecodeShape) -> np.ndarray:
+    """[T]: rows of the shape in which the batch's tokens lie."""
+    counts = np.diff(batch.query_starts)
+    starts = np.arange(len(counts)) * shape.queries - batch.query_starts[:-1]
+    return np.arange(len(batch.tokens)) + np.repeat(starts, counts)
 
 
 class Staging:

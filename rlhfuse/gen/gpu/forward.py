@@ -1,6 +1,6 @@
 """The forward pass for generation as CUDA runs it: GEMMs and nine launches a layer (on CPU it runs too, slowly).
 
-    decode   one token of each sequence: padded to a DecodeShape, in CUDA graphs or launched kernel after kernel
+    decode   one token of each sequence, and guesses: padded to a DecodeShape, in CUDA graphs or launched one by one
     mixed    chunks of prompts among decoding sequences: packed without padding, launched kernel after kernel
 
 Neither waits: a token may be named by its place among the draws before. T tokens, H and G heads of this rank.
@@ -14,11 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.decisions.decode_shapes import rounded_queries
 from rlhfuse.gen.core.draws import DrawBatch
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.core.model_shard import ModelWeights, TensorParallel
-from rlhfuse.gen.gpu.decode_graphs import DecodeGraphs, DecodeInputs, DecodeShape, Recorder, Staging, padded_arrays
+from rlhfuse.gen.gpu.decode_graphs import (
+    DecodeGraphs,
+    DecodeInputs,
+    DecodeShape,
+    Recorder,
+    Staging,
+    padded_arrays,
+    padded_places,
+)
 from rlhfuse.gen.gpu.draws import DrawInputs, DrawKernels, DrawOutputs, StepInFlight, draw_array
 from rlhfuse.gen.gpu.layer_kernels import LayerKernels
 from rlhfuse.models.paged_attention import Attend, PagedAttention, PagedQueries
@@ -39,6 +48,7 @@ class DeviceForward:
         kernels: DrawKernels,
         attention: PagedAttention,
         layer_kernels: LayerKernels,
+        draft_rows: int = 0,
     ) -> None:
         """`recorder` None: no graphs. `bind` must be called before `launch`."""
         self.spec, self.parallel, self.device = spec, parallel, device
@@ -47,7 +57,7 @@ class DeviceForward:
         self._rotary = rotary_tables(spec, device)
         self._staging = Staging(device)
         self._graphs = DecodeGraphs(recorder, device) if recorder else None
-        self._kernels, self._outputs = kernels, DrawOutputs(device, max_sequences)
+        self._kernels, self._outputs = kernels, DrawOutputs(device, max(max_sequences, draft_rows))
         self._weights: ModelWeights | None = None
         self._weight_addresses: tuple[int, ...] = ()
 
@@ -68,6 +78,11 @@ class DeviceForward:
         self.release()
         self._weights, self._weight_addresses = None, ()
 
+    @staticmethod
+    def step_price(sequences: int, guesses: int) -> float:
+        """As `ModelRunner.step_price`: reading the weights is most of a step of few rows."""
+        return 1.0 + 0.02 * sequences + 0.01 * guesses
+
     def release(self) -> None:
         """Drop captured graphs and their memory, as before the cache is dropped."""
         if self._graphs is not None:
@@ -77,9 +92,8 @@ class DeviceForward:
     def launch(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> StepInFlight:
         """As `ModelRunner.launch`. A token ~i is what the step launched before drew at its place i."""
         assert cache.keys.shape[1] * cache.block_tokens < 2**31, "slots are sent as int32"
-        if len(batch.tokens) == len(batch.contexts):
-            self._decode_step(batch, draws, cache)
-            return self._outputs.send(batch.draw_rows)
+        if len(batch.tokens) == len(batch.contexts) or batch.guesses is not None:
+            return self._outputs.send(self._decode_step(batch, draws, cache))
         logits, inputs = self.mixed(batch, draws, cache)
         if inputs.rows:
             self._kernels.draw(logits, inputs, self._outputs.newest)
@@ -89,14 +103,19 @@ class DeviceForward:
         """Logits [rows, vocab] float32: of fixed shapes, never waiting; may be run twice."""
         self._kernels.feed(inputs.tokens, self._outputs.newest[0])
         tokens, positions, slots = inputs.indices()
-        attend = self._attention.decode(inputs.tables, inputs.contexts)
+        attend = self._attention.decode(inputs.tables, inputs.contexts, inputs.shape.queries)
         return self._logits(*self._layers(tokens, positions, slots, cache, attend))
 
-    def _decode_step(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> None:
+    def _decode_step(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> np.ndarray:
+        """Launch it; returns the rows that draw."""
         most_blocks, banned = -(-self.spec.context // cache.block_tokens), draws.banned.shape[1]
-        shape = DecodeShape.holding(
-            len(batch.contexts), batch.tables.shape[1], self.max_sequences, most_blocks, cache.block_tokens, banned
-        )
+        most = self.max_sequences, most_blocks
+        counts = np.diff(batch.query_starts)
+        queries = rounded_queries(int(counts.max()))
+        # a sequence with fewer than others is padded, and what pads it must find blocks in its table
+        blocks = -(-int((batch.contexts - counts).max() + queries) // cache.block_tokens)
+        blocks = max(blocks, batch.tables.shape[1])
+        shape = DecodeShape.holding(len(counts), blocks, *most, cache.block_tokens, banned, queries)
         arrays = padded_arrays(batch, draws, shape, cache.keys.shape[1] - 1, cache.block_tokens)
 
         def work(inputs: DecodeInputs) -> None:
@@ -107,6 +126,7 @@ class DeviceForward:
         else:
             self._graphs.keep_for((*self._weight_addresses, cache.keys.data_ptr(), cache.values.data_ptr()))
             self._graphs.run(shape, arrays, self._staging, work)
+        return padded_places(batch, shape)[batch.draw_rows]
 
     def mixed(self, batch: ForwardBatch, draws: DrawBatch, cache: KVCache) -> tuple[Tensor, DrawInputs]:
         """Logits [drawing rows, vocab] float32, and what their draws need."""

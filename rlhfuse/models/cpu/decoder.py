@@ -12,14 +12,16 @@ import numpy as np
 from numba import njit, prange
 
 from rlhfuse.models.cpu.elementwise import F32, exp32, store, widen
-from rlhfuse.models.cpu.tiles import GEMM_PANELS, GEMM_ROWS, LANES, make_tile
+from rlhfuse.models.cpu.tiles import FEW, GEMM_PANELS, GEMM_ROWS, LANES, make_tile
 
-GROUP = 8  # tiles that read one pair of panels, while it is near, before the next pair
+GROUP = 12  # tiles that read one pair of panels, while it is near, before the next pair
 
 _tile = make_tile(GEMM_ROWS, GEMM_PANELS, ahead="rows")
 _tile_narrow = make_tile(GEMM_ROWS, 1, ahead="rows")
+_tile_few = make_tile(GEMM_ROWS, 1, ahead="rows", lanes=FEW)
 _row = make_tile(1, GEMM_PANELS)
 _row_narrow = make_tile(1, 1)
+_row_few = make_tile(1, 1, lanes=FEW)
 
 
 @njit(forceinline=True)
@@ -30,11 +32,16 @@ def share(count, unit, part, parts):
 
 
 @njit(forceinline=True)
-def _product_tile(w, first, rows, x, offsets, panel, panels, out, out_at, out_row, out_panel):
-    """out = rows first:first + rows of w, times `panels` panels of x: the one place that chooses a tile."""
+def _product_tile(w, first, rows, x, offsets, panel, panels, few, out, out_at, out_row, out_panel):
+    """out = rows first:first + rows of w, times `panels` panels of x: the one place that chooses a tile.
+
+    `few`: there are FEW tokens at most; the other lanes of the result are left as they are, or not.
+    """
     k = w.shape[1]
     if rows == GEMM_ROWS:
-        if panels == GEMM_PANELS:
+        if few:
+            _tile_few(w, first * k, k, x, offsets, panel, LANES, k, out, out_at, out_row, out_panel)
+        elif panels == GEMM_PANELS:
             _tile(w, first * k, k, x, offsets, panel, LANES, k, out, out_at, out_row, out_panel)
         else:
             for p in range(panels):
@@ -43,7 +50,9 @@ def _product_tile(w, first, rows, x, offsets, panel, panels, out, out_at, out_ro
     else:
         for r in range(rows):
             w_at, at = (first + r) * k, out_at + r * out_row
-            if panels == GEMM_PANELS:
+            if few:
+                _row_few(w, w_at, k, x, offsets, panel, LANES, k, out, at, out_row, out_panel)
+            elif panels == GEMM_PANELS:
                 _row(w, w_at, k, x, offsets, panel, LANES, k, out, at, out_row, out_panel)
             else:
                 for p in range(panels):
@@ -90,9 +99,9 @@ def add_norm(x, delta, bias, weight, eps, normed):
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def multiply(w, x, offsets, out, threads):
-    """out [P, N, LANES] = w [N, K] @ x [P, K, LANES]."""
-    panels, n = out.shape[0], w.shape[0]
+def multiply(w, x, offsets, tokens, out, threads):
+    """out [P, N, LANES] = w [N, K] @ x [P, K, LANES], of the first `tokens` tokens."""
+    panels, n, few = out.shape[0], w.shape[0], tokens <= FEW
     for part in prange(threads):
         low, high = share(n, GEMM_ROWS, part, threads), share(n, GEMM_ROWS, part + 1, threads)
         for group in range(low, high, GROUP * GEMM_ROWS):
@@ -101,13 +110,14 @@ def multiply(w, x, offsets, out, threads):
                     # `wide` stands here because LLVM makes slower code, by an eighth, where it stands outside the loop
                     rows, wide = min(GEMM_ROWS, high - first), min(GEMM_PANELS, panels - panel)
                     at = (panel * n + first) * LANES
-                    _product_tile(w, first, rows, x, offsets, panel, wide, out, at, LANES, n * LANES)
+                    _product_tile(w, first, rows, x, offsets, panel, wide, few, out, at, LANES, n * LANES)
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def multiply_swiglu(w, x, offsets, out, threads):
+def multiply_swiglu(w, x, offsets, tokens, out, threads):
     """out [P, N, LANES] = silu(gate) * up with [gate; up] = w [2 N, K] @ x: what fc1 and its activation give."""
-    panels, n = out.shape[0], w.shape[0] // 2
+    panels, n, few = out.shape[0], w.shape[0] // 2, tokens <= FEW
+    lanes = FEW if few else LANES
     for part in prange(threads):
         low, high = share(n, GEMM_ROWS, part, threads), share(n, GEMM_ROWS, part + 1, threads)
         gate_up = np.empty((2, GEMM_PANELS, GEMM_ROWS, LANES), np.float32)
@@ -119,10 +129,11 @@ def multiply_swiglu(w, x, offsets, out, threads):
                     rows = min(GEMM_ROWS, high - first)
                     for side in range(2):
                         at, step = side * half, GEMM_ROWS * LANES
-                        _product_tile(w, side * n + first, rows, x, offsets, panel, wide, gate_up, at, LANES, step)
+                        row = side * n + first
+                        _product_tile(w, row, rows, x, offsets, panel, wide, few, gate_up, at, LANES, step)
                     for p in range(wide):
                         for r in range(rows):
-                            for lane in range(LANES):
+                            for lane in range(lanes):
                                 gate = gate_up[0, p, r, lane]
                                 sigmoid = F32(1.0) / (F32(1.0) + exp32(min(-gate, F32(88.0))))
                                 out[panel + p, first + r, lane] = gate * sigmoid * gate_up[1, p, r, lane]
@@ -132,7 +143,7 @@ def multiply_swiglu(w, x, offsets, out, threads):
 def multiply_to_rows(w, x, offsets, out, threads):
     """out [R, N] = (w [N, K] @ x)^T, the first R tokens of x, one row each: logits for the sampler."""
     n, rows_wanted = w.shape[0], out.shape[0]
-    panels = (rows_wanted + LANES - 1) // LANES
+    panels, few = (rows_wanted + LANES - 1) // LANES, rows_wanted <= FEW
     for part in prange(threads):
         low, high = share(n, GEMM_ROWS, part, threads), share(n, GEMM_ROWS, part + 1, threads)
         near = np.empty((GEMM_PANELS, GEMM_ROWS, LANES), np.float32)
@@ -141,7 +152,8 @@ def multiply_to_rows(w, x, offsets, out, threads):
                 wide = min(GEMM_PANELS, panels - panel)
                 for first in range(group, min(high, group + GROUP * GEMM_ROWS), GEMM_ROWS):
                     rows = min(GEMM_ROWS, high - first)
-                    _product_tile(w, first, rows, x, offsets, panel, wide, near, 0, LANES, GEMM_ROWS * LANES)
+                    step = GEMM_ROWS * LANES
+                    _product_tile(w, first, rows, x, offsets, panel, wide, few, near, 0, LANES, step)
                     for p in range(wide):
                         for lane in range(min(LANES, rows_wanted - (panel + p) * LANES)):
                             for r in range(rows):

@@ -81,7 +81,14 @@ class GenerationWork:
         self.engine = Engine(
             spec,
             dict(model.named_parameters()),
-            replace(run, num_blocks=blocks, max_sequences=sequences, max_batched_tokens=self._batched_tokens),
+            # without guesses: acceptance is the policy's, and a run measures it
+            replace(
+                run,
+                num_blocks=blocks,
+                max_sequences=sequences,
+                max_batched_tokens=self._batched_tokens,
+                draft_rows=0,
+            ),
             device=builder.device.torch_device,
             dtype=builder.dtype,
             tp_group=group if tp > 1 else None,

@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from rlhfuse.base.errors import InputError
 from rlhfuse.monitor.metrics import read_metrics
 
-IGNORED = ("timing_s/", "forecast_s/", "forecast_blind_s/", "perf/", "fusion/", "global_seqlen/", "actor/mfu")
+TIMES = ("timing_s/", "forecast_s/", "forecast_blind_s/", "perf/", "actor/mfu")
+IGNORED = (*TIMES, "fusion/", "speculation/", "global_seqlen/")
 EXPORTS = ("actor", "critic", "best/actor", "best/critic")
 
 

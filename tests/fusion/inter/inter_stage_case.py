@@ -60,6 +60,7 @@ class Case:
     bs_max: int = 8
     score_tokens: int = 64
     early_models: int = 0
+    guesses: bool = True  # else a step is a token
     tag: str = ""
 
     def requests(self) -> list[Request]:
@@ -220,7 +221,8 @@ def iterate(rank: int, folders: dict[str, Path], case: Case, number: int, distur
     rewarder = MeanTokenReward() if case.function_reward else None
     store = dist.PrefixStore(f"test{number}", dist.distributed_c10d._get_default_store())
     stage, scorer, made = inter_stage(rank, folders, case, number, rewarder=rewarder, store=store)
-    engine, own_step = made.engine, made.engine.step
+    engine, own_step, drafter = made.engine, made.engine.step, made.engine.drafter
+    engine.drafter = drafter if case.guesses else None
     if case.step_seconds:
         instance = made.placement.instance_of(rank)
         pause = case.step_seconds[min(instance, len(case.step_seconds) - 1)]
@@ -232,6 +234,7 @@ def iterate(rank: int, folders: dict[str, Path], case: Case, number: int, distur
         report = stage.run(0, case.requests(), case.threshold, case.limits())
     finally:
         engine.__dict__.pop("step", None)
+        engine.drafter = drafter
     assert engine._cache is None and not any(model.offloaded.loaded for model in made.frozen.values())
     assert not engine.has_unfinished()
     engine.check_integrity()

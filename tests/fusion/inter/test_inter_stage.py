@@ -126,14 +126,14 @@ def test_a_run_scores_with_what_it_has(run, scorers, function):
 
 def test_the_tail_moves_the_quicker_way_and_others_score_meanwhile(run):
     try:
-        by_kv = run(Case(STAIRS, 4, step_seconds=SLOW), disturb=stand_still)["report"]
+        by_kv = run(Case(STAIRS, 4, step_seconds=SLOW, guesses=False), disturb=stand_still)["report"]
     finally:
         run(Case((1,)), disturb=back_to_normal)
     assert by_kv.migrated_samples >= 1 and by_kv.migrated_bytes == by_kv.bytes_needed > 0
     assert by_kv.recomputed_samples == 0 and by_kv.scored_before_generation_end >= len(STAIRS) - 4
-    by_tokens = run(Case(STAIRS, 4, by="tokens", step_seconds=SLOW))["report"]
+    by_tokens = run(Case(STAIRS, 4, by="tokens", step_seconds=SLOW, guesses=False))["report"]
     assert by_tokens.recomputed_samples == by_tokens.migrated_samples >= 1 and by_tokens.migrated_bytes == 0
-    moved = run(Case((2,) * 12 + (40,) * 4, 3, step_seconds=SLOW))["report"]
+    moved = run(Case((2,) * 12 + (40,) * 4, 3, step_seconds=SLOW, guesses=False))["report"]
     assert moved.migrated_samples == 0  # the instance that holds the tail keeps it
 
 
@@ -300,7 +300,7 @@ def back_to_normal(stage, scorer, made, case, store):
 @pytest.mark.parametrize("layout, inference", [("d4t1p1", "d4t1p1"), ("d2t2p1", "d4t1p1"), ("d2t2p1", "d2t2p1")])
 def test_freed_instances_score_while_destinations_stand_still(run, layout, inference):
     lengths = (3, 5, 2, 4, 6, 3, 60, 4, 5, 2, 3, 7, 4, 44, 3, 50)
-    case = Case(lengths, 4, layout=layout, inference=inference)
+    case = Case(lengths, 4, layout=layout, inference=inference, guesses=False)
     try:
         result = run(case, disturb=stand_still)
     finally:

@@ -34,7 +34,7 @@ def batch_twin(work: list[ScheduledSequence], block_tokens: int) -> dict[str, li
     """What each field of a ForwardBatch means, token by token."""
     twin = {name: [] for name in ("tokens", "positions", "slots", "contexts", "tables", "draw_rows")}
     twin["query_starts"] = [0]
-    for seq, count, _ in work:
+    for seq, count, _, _ in work:
         everything = seq.prompt + seq.tokens
         for position in range(seq.computed_tokens, seq.computed_tokens + count):
             twin["tokens"].append(everything[position])
@@ -74,7 +74,9 @@ def test_batches_say_what_the_sequences_say(data):
             continue
         work = scheduler.schedule()
         batch = ForwardBatch.of(work, scheduler.table, block_tokens)
-        assert {name: getattr(batch, name).tolist() for name in vars(batch)} == batch_twin(work, block_tokens)
+        assert batch.guesses is None
+        twin = batch_twin(work, block_tokens)
+        assert {name: getattr(batch, name).tolist() for name in twin} == twin
         finished = run(scheduler, work)
         alive = [seq for seq in alive if seq not in finished]
         scheduler.check_integrity()

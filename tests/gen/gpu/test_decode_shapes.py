@@ -80,13 +80,13 @@ def test_padding_lies_in_the_spare_block_alone(contexts, block_tokens, more_rows
     places, found = inputs.draws.unpack()
     assert places.tolist() == list(range(real)), "padding draws nothing"
     for name, wanted in vars(draws).items():
-        assert np.array_equal(getattr(found, name), wanted), name
+        assert wanted is getattr(found, name) is None or np.array_equal(getattr(found, name), wanted), name
 
 
 def test_a_batch_with_a_chunk_is_no_decode_step():
     batch = decode_batch([3, 5], 4)
-    chunk = ForwardBatch(**{**vars(batch), "tokens": np.arange(5)})
-    with pytest.raises(AssertionError, match="5 tokens of 2 sequences"):
+    chunk = ForwardBatch(**{**vars(batch), "tokens": np.arange(5), "query_starts": np.array([0, 3, 5])})
+    with pytest.raises(AssertionError, match=r"\[3 2\] tokens do not fit"):
         padded_arrays(chunk, draw_batch([{}] * 2), DecodeShape(8, 4), 9, 4)
 
 

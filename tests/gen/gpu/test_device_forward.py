@@ -18,7 +18,7 @@ from rlhfuse.gen.core.draws import DrawBatch
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
-from rlhfuse.gen.gpu.decode_graphs import DecodeGraphs, DecodeInputs, DecodeShape, Staging, padded_arrays
+from rlhfuse.gen.gpu.decode_graphs import DecodeGraphs, DecodeInputs, DecodeShape, Staging, padded_arrays, padded_places
 from rlhfuse.gen.gpu.draws import DrawKernels
 from rlhfuse.gen.model_runner import ModelRunner
 
@@ -389,3 +389,27 @@ def test_triton_computes_what_torch_computes(changes, dtype):
 def test_an_unknown_attention_is_refused():
     with pytest.raises(InputError, match="attention='flash' is unknown; use one of auto, flashinfer, triton"):
         EngineOptions(attention="flash")
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_guesses_are_verified_in_a_decode_step_of_several_queries(prompts, kernels):
+    """Recorded like any decode step: logits are those of a mixed step over the same tokens, ragged ones padded."""
+    engine = torch_engine(tiny_spec(**WIDE), max_sequences=8, attention=kernels, draft_rows=32)
+    engine.drafter = None  # these are chosen here
+    filled(engine, prompts[:5])
+    scheduler, forward, cache = engine.scheduler, engine.runner._forward, engine._cache
+    guesses = [[3, 4, 5], [], [7], [9, 10], [11]]
+    scheduled = scheduler.add_guesses(scheduler.schedule(), guesses)
+    batch = ForwardBatch.of(scheduled, scheduler.table, cache.block_tokens)
+    assert batch.guesses.tolist() == [3, 4, 5, -1, -1, 7, -1, 9, 10, -1, 11, -1]
+    draws = greedy(len(batch.tokens))
+    wanted, _ = forward.mixed(batch, draws, cache)
+    shape = DecodeShape(8, 16, queries=4)
+    arrays = padded_arrays(batch, draws, shape, cache.keys.shape[1] - 1, cache.block_tokens)
+    with torch.inference_mode():
+        found = forward.decode(DecodeInputs(shape, Staging(CPU).send(arrays)), cache)[padded_places(batch, shape)]
+    assert (found - wanted).abs().max() < 1e-5 * max(1, wanted.abs().max())
+    repeater = Repeater()
+    forward._graphs = DecodeGraphs(repeater, CPU)
+    drawn = forward.launch(batch, draws, cache).read()
+    assert drawn.tokens == wanted.argmax(-1).tolist() and tuple(forward._graphs._recorded) == (shape,)

@@ -16,6 +16,7 @@ import torch
 import triton_interpreter  # noqa: F401
 from engine_pair import EnginePair, Request, Workload, draw_requests
 from gen_models import random_weights, tiny_spec
+from scripted_drafts import KINDS
 from test_device_forward import WIDE, Repeater, torch_engine
 
 from rlhfuse.gen.engine import Engine, EngineOptions, GenerationResult, SamplingParams
@@ -58,10 +59,12 @@ class AheadPair(EnginePair):
             self.seen[result.finish_reason] += 1
         self.check(which)
         self.seen["steps"] += 1
+        self.seen["guesses right"] += engine.last_step.accepted_tokens
+        self.seen["guesses wrong"] += engine.last_step.drafted_tokens - engine.last_step.accepted_tokens
         if (flying := engine._in_flight) is not None:
             self.seen["in flight"] += 1
-            self.seen["a row too many"] += sum(seq.finish_reason is not None for seq in flying.drawing)
-            self.seen["in flight and preempted"] += sum(seq in engine.scheduler.waiting for seq in flying.drawing)
+            self.seen["a row too many"] += sum(seq.finish_reason is not None for seq, _ in flying.drawing)
+            self.seen["in flight and preempted"] += sum(seq in engine.scheduler.waiting for seq, _ in flying.drawing)
 
 
 def same_sample(found: GenerationResult, wanted: GenerationResult) -> None:
@@ -79,10 +82,12 @@ def live(workload: Workload, rng: random.Random) -> Counter[str]:
             num_blocks=fewest * rng.choice((1, 2, 6)),
             max_sequences=rng.randint(2, 12),
             max_batched_tokens=rng.choice((5, 16, 200)),
+            draft_rows=rng.choice((0, 0, 8, 16)),
         )
         for _ in range(2)
     ]
     pair, coming = AheadPair(workload, options), list(samples)
+    pair.guess_by_rule((rng.choice(KINDS), rng.choice(KINDS)), rng)
     for _ in range(rng.randint(2, 8)):
         for _ in range(min(len(coming), rng.randint(1, 5))):
             pair.add(rng.randrange(2), coming.pop())
@@ -117,6 +122,7 @@ def test_random_lives_end_as_they_do_without_running_ahead():
     assert seen["in flight"] > seen["steps"] // 3
     for event in ("stop", "length", "aborted", "preempted by hand", "paused", "moved with KV", "moved as tokens"):
         assert seen[event] > CASES // 10, f"{event} happened {seen[event]} times"
+    assert seen["guesses right"] > CASES and seen["guesses wrong"] > CASES
     assert seen["a row too many"] > CASES // 3 and seen["weights loaded"] > 2
 
 

@@ -45,7 +45,8 @@ def test_moved_at_every_position(workload, budget, with_kv):
     for i, length in enumerate(LENGTHS):
         expected, request = workload.alone(i, BLOCK), workload.requests[i]
         for steps, computed in enumerate(computed_tokens_before_each_step(length, budget)):
-            source = workload.engine(num_blocks=9, block_tokens=BLOCK, max_batched_tokens=budget)
+            # without guesses a step is a token
+            source = workload.engine(num_blocks=9, block_tokens=BLOCK, max_batched_tokens=budget, draft_rows=0)
             destination = workload.engine(num_blocks=9, block_tokens=BLOCK, max_batched_tokens=BUDGETS[(i + steps) % 5])
             source.add(i, request.prompt, request.params)
             for _ in range(steps):
@@ -89,7 +90,7 @@ def test_moved_among_samples_that_share_its_prefix(workload):
     prompt, params = workload.requests[19].prompt, SamplingParams(max_tokens=9, seed=3)
     together = workload.engine(num_blocks=80, block_tokens=BLOCK).generate([prompt] * 8, params)
     for steps in range(1, 9):
-        source, destination = (workload.engine(num_blocks=80, block_tokens=BLOCK) for _ in range(2))
+        source, destination = (workload.engine(num_blocks=80, block_tokens=BLOCK, draft_rows=0) for _ in range(2))
         for sample_id in range(8):
             (source if sample_id < 6 else destination).add(sample_id, prompt, params)
         for _ in range(steps):

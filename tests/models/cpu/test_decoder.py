@@ -41,14 +41,14 @@ def from_panels(x: np.ndarray, tokens: int) -> np.ndarray:
 def multiply(w: np.ndarray, x: np.ndarray, threads: int = 1) -> np.ndarray:
     panels = to_panels(x)
     out = np.full((len(panels), w.shape[0], LANES), np.nan, np.float32)
-    decoder_cpu.multiply(w, panels, panel_offsets(len(panels), x.shape[1]), out, threads)
+    decoder_cpu.multiply(w, panels, panel_offsets(len(panels), x.shape[1]), len(x), out, threads)
     return from_panels(out, len(x))
 
 
 def swiglu(w: np.ndarray, x: np.ndarray, threads: int = 1) -> np.ndarray:
     panels = to_panels(x)
     out = np.full((len(panels), w.shape[0] // 2, LANES), np.nan, np.float32)
-    decoder_cpu.multiply_swiglu(w, panels, panel_offsets(len(panels), x.shape[1]), out, threads)
+    decoder_cpu.multiply_swiglu(w, panels, panel_offsets(len(panels), x.shape[1]), len(x), out, threads)
     return from_panels(out, len(x))
 
 
@@ -95,7 +95,7 @@ def test_value_and_bits(name):
     whole = function(w, x)
     expected = formula(w, x)
     assert (wide(whole) - expected).abs().max() < 1e-6 * expected.abs().max()
-    for tokens in (1, 2, 15, 16, 17, 33):
+    for tokens in (1, 2, 8, 9, 15, 16, 17, 33):
         assert np.array_equal(function(w, x[:tokens]), whole[:tokens])
     assert np.array_equal(function(w, x, 3), whole)
     assert np.array_equal(function(w, x[7:20]), whole[7:20])  # in other lanes

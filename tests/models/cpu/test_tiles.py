@@ -7,14 +7,14 @@ import pytest
 import torch
 from numba import njit
 
-from rlhfuse.models.cpu.tiles import LANES, make_tile, panel_offsets
+from rlhfuse.models.cpu.tiles import FEW, LANES, make_tile, panel_offsets
 
 SHAPES = [(1, 1), (1, 4), (2, 4), (4, 1), (4, 4), (12, 2)]
 K, ROWS, PANELS = 37, 12, 4
 
 
-def runner(rows: int, panels: int, add: bool):
-    tile = make_tile(rows, panels, add)
+def runner(rows: int, panels: int, add: bool, lanes: int = LANES):
+    tile = make_tile(rows, panels, add, lanes=lanes)
 
     @njit
     def run(w, x, offsets, out):
@@ -51,6 +51,9 @@ def test_every_shape_gives_the_same_bits(dtypes):
     assert np.abs(results[0] - expected).max() < 1e-5
     for other in results[1:]:
         assert np.array_equal(other, results[0])
+    out = np.full((PANELS, ROWS, LANES), np.nan, np.float32)
+    runner(12, 1, False, FEW)(stored(w), stored(x), panel_offsets(PANELS, K), out)
+    assert np.array_equal(out[..., :FEW], results[0][..., :FEW]) and np.isnan(out[..., FEW:]).all()
 
 
 def test_adding_continues_the_chain():

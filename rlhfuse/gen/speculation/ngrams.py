@@ -1,0 +1,217 @@
+"""Counts of what followed each short suffix, in two hash tables, and guesses made of them by numba kernels.
+
+guess = argmax(log p + noise): p interpolates over suffixes of ORDER tokens down to one (absolute discounting), noise is
+what the sampler is going to add to its logits. Were p the model's distribution, the guess would be the draw, at any
+entropy: a Gumbel coupling (Daliri, Musco, Suresh 2024). A colliding hash makes a worse guess, nothing else.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from rlhfuse.gen.cpu.sampling import exponential, noise_hash, noise_key
+from rlhfuse.models.cpu.elementwise import F32
+
+ORDER = 4
+MARGINS = 6  # classes of how far the guess is in front of the next token, each half as likely again
+CELLS = ORDER * MARGINS
+KEY, TOTAL, KINDS, FIRST = 0, 1, 2, 3  # of a suffix [N, 4] int32: key 0 is free; FIRST is a place in pairs plus 1
+TOKEN, COUNT, NEXT = 1, 2, 3  # of a pair of suffix and token, likewise
+DISCOUNT = F32(0.85)  # of each count, for what did not follow yet: shorter suffixes share it
+LEAST_GAIN = F32(0.02)  # tokens: guesses that promise less are not looked for
+LEAST_REST = F32(0.02)  # probability left for shorter suffixes, below which they are not looked at
+MOST_PAIRS = 1024  # looked at for one guess
+_U64 = np.uint64
+_SEED = _U64(0x9E3779B97F4A7C15)
+_PAIR = _U64(0xD6E8FEB86659FD93)
+
+
+@njit(forceinline=True)
+def _mix(h):
+    h = (h ^ (h >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
+    h = (h ^ (h >> _U64(27))) * _U64(0x94D049BB133111EB)
+    return h ^ (h >> _U64(31))
+
+
+@njit(forceinline=True)
+def _key(h):
+    return np.int32(np.int64(h >> _U64(33)) | 1)
+
+
+@njit(forceinline=True)
+def _place(table, h):
+    """Where the entry of hash h stands, or would stand."""
+    mask, key = _U64(table.shape[0] - 1), _key(h)
+    at = h & mask
+    while table[at, KEY] != 0 and table[at, KEY] != key:
+        at = (at + _U64(1)) & mask
+    return at
+
+
+@njit(cache=True, nogil=True)
+def count(text, start, end, suffixes, pairs, used):
+    """Count text[start:end], each token after the up to ORDER tokens before it; returns where room ended, or `end`.
+
+    text [tokens] int32; suffixes, pairs [a power of two, 4] int32, filled to two thirds; used [2] int64: of each.
+    """
+    for i in range(max(start, 1), end):
+        if 3 * (used[0] + ORDER) > 2 * suffixes.shape[0] or 3 * (used[1] + ORDER) > 2 * pairs.shape[0]:
+            return i
+        h = _SEED
+        for order in range(min(ORDER, i)):
+            h = _mix(h + _U64(text[i - 1 - order]) + _U64(1))
+            suffix = _place(suffixes, h)
+            if suffixes[suffix, KEY] == 0:
+                suffixes[suffix, KEY] = _key(h)
+                used[0] += 1
+            after = _mix(h ^ (_U64(text[i]) * _PAIR))
+            pair = _place(pairs, after)
+            if pairs[pair, KEY] == 0:
+                pairs[pair, KEY], pairs[pair, TOKEN] = _key(after), text[i]
+                pairs[pair, NEXT] = suffixes[suffix, FIRST]
+                suffixes[suffix, FIRST] = np.int32(np.int64(pair) + 1)
+                suffixes[suffix, KINDS] += 1
+                used[1] += 1
+            pairs[pair, COUNT] += 1
+            suffixes[suffix, TOTAL] += 1
+    return end
+
+
+@njit
+def _interpolate(text, length, suffixes, pairs, p, touched):
+    """Probabilities after text[:length] into p [vocab], zeros before; returns how many are not 0, and the order."""
+    where, highest, h = np.empty(ORDER, np.int64), 0, _SEED
+    for order in range(min(ORDER, length)):
+        h = _mix(h + _U64(text[length - 1 - order]) + _U64(1))
+        where[order] = np.int64(_place(suffixes, h))
+        if suffixes[where[order], KEY] == 0:
+            break
+        highest = order + 1
+    found, rest, seen = 0, F32(1), 0
+    for order in range(highest, 0, -1):
+        suffix = where[order - 1]
+        scale = rest / F32(suffixes[suffix, TOTAL])
+        pair = suffixes[suffix, FIRST] - 1
+        while pair >= 0 and seen < MOST_PAIRS:
+            token = pairs[pair, TOKEN]
+            if p[token] == F32(0):
+                touched[found] = token
+                found += 1
+            p[token] += scale * (F32(pairs[pair, COUNT]) - DISCOUNT)
+            pair = pairs[pair, NEXT] - 1
+            seen += 1
+        rest = scale * DISCOUNT * F32(suffixes[suffix, KINDS])
+        if rest < LEAST_REST:
+            break
+    return found, highest
+
+
+@njit
+def _keep_likeliest(p, touched, found, top_k, top_p):
+    """Take out what top-k and top-p would, were p the model's: p becomes 0 there."""
+    likeliest = np.sort(p[touched[:found]])[::-1]
+    if 0 < top_k < found:
+        likeliest = likeliest[:top_k]
+    cutoff, mass, enough = likeliest[-1], F32(0), F32(top_p) * likeliest.sum()
+    if top_p < 1:
+        for value in likeliest:
+            cutoff = value
+            mass += value
+            if mass >= enough:
+                break
+    for j in range(found):
+        if p[touched[j]] < cutoff:
+            p[touched[j]] = F32(0)
+
+
+@njit
+def _guess(text, length, stream, temperature, top_k, top_p, banned, suffixes, pairs, p, touched):
+    """(token, cell) that may follow text[:length]; (-1, 0) if nothing is known. p stays all zeros."""
+    found, order = _interpolate(text, length, suffixes, pairs, p, touched)
+    for token in banned:
+        if token >= 0:
+            p[token] = F32(0)
+    if temperature > 0 and found and (top_k > 0 or top_p < 1):
+        _keep_likeliest(p, touched, found, top_k, top_p)
+    key0, key1 = noise_key(stream, length)
+    best, second, guess = F32(np.inf), F32(np.inf), -1
+    for j in range(found):
+        token = touched[j]
+        if p[token] > F32(0):
+            # argmax(log p + noise) is argmin(e / p) of the exponential e that the noise is made of; e is at least u
+            if temperature > 0:
+                h = noise_hash(key0, key1, token)
+                score = F32(h) * F32(2.0**-32)
+                score = exponential(h) / p[token] if score < second * p[token] else F32(np.inf)
+            else:
+                score = F32(1) / p[token]
+            if score < best:
+                best, second, guess = score, best, token
+            elif score < second:
+                second = score
+        p[token] = F32(0)
+    if guess < 0:
+        return -1, 0
+    margin, ratio = 0, F32(1.5)
+    while margin + 1 < MARGINS and second >= best * ratio:
+        margin += 1
+        ratio *= F32(2)
+    return guess, (order - 1) * MARGINS + margin
+
+
+@njit(cache=True, nogil=True)
+def propose(
+    texts,
+    at,
+    lengths,
+    limits,
+    rows,
+    draws,
+    ends,
+    hopes,
+    prices,
+    tables,
+    room,
+):
+    """Guesses for S samples, `rows` in all, each where it is likeliest to be right: those before it have to be, too.
+
+    texts [rows, columns] int32, with room behind; at, lengths, limits [S] int64: row, tokens, most guesses; draws: what
+    these need, each [S], as in RunningTable; ends [S, E] end tokens, unused columns -1; hopes [CELLS] float32: how
+    often a guess of a class is right; prices [rows + 1] float32: what a step costs with so many guesses. There are as
+    many as give most tokens for the price. room: zeros [vocab] float32, [vocab] int32 to work in. Returns counts [S]
+    and the guesses' classes [S, most]; the guesses lie in `texts`.
+    """
+    suffixes, pairs = tables
+    p, touched = room
+    streams, temperatures, top_ks, top_ps, least_totals = draws
+    samples = at.shape[0]
+    counts, cells = np.zeros(samples, np.int64), np.zeros((samples, max(rows, 1)), np.int64)
+    chance, gain = np.ones(samples, np.float32), np.zeros(samples, np.float32)
+    tokens, first, last = F32(samples), 0, samples
+    best, bought, order = tokens / prices[0], 0, np.empty(max(rows, 1), np.int64)
+    for placed in range(rows):
+        for s in range(first, last):  # at first of all, then of the one that got a guess
+            gain[s] = F32(0)
+            length, held, text = lengths[s] + counts[s], counts[s], texts[at[s]]
+            if held < limits[s]:
+                banned = ends[s] if length < least_totals[s] else ends[s, :0]
+                facts = streams[s], temperatures[s], top_ks[s], top_ps[s], banned
+                token, cell = _guess(text, length, *facts, suffixes, pairs, p, touched)
+                if token >= 0:
+                    text[length], cells[s, held] = token, cell
+                    gain[s] = chance[s] * hopes[cell]
+        first = np.argmax(gain)
+        last = first + 1
+        if gain[first] < LEAST_GAIN:
+            break
+        tokens += gain[first]
+        chance[first] = gain[first]
+        counts[first] += 1
+        order[placed] = first
+        if tokens > best * prices[placed + 1]:
+            best, bought = tokens / prices[placed + 1], placed + 1
+    counts[:] = 0
+    for i in range(bought):
+        counts[order[i]] += 1
+    return counts, cells

@@ -1,0 +1,92 @@
+"""Steps with guesses are priced by what they cost and give; where none were seen nothing is assumed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.costs.job_cost import largest_flat_batch
+from rlhfuse.costs.measured import BytesObservation, MeasuredCost, TokensObservation
+from rlhfuse.costs.speculation import DecodeObservation, Speculation, fit_decode
+
+ROWS = 16
+
+
+def plain(batch: int, context: int) -> float:
+    return 1e-3 + 2e-5 * batch + 1e-7 * context
+
+
+def steps(count: int, accepted_of: float, seed: int = 0) -> list[DecodeObservation]:
+    """Up to ROWS rows a step; of a sequence's guesses this share is drawn on average."""
+    rng, found = random.Random(seed), []
+    for _ in range(count):
+        batch, context = rng.randint(1, 24), rng.randint(50, 4000)
+        guesses = max(0, ROWS - batch)
+        accepted = sum(rng.random() < accepted_of for _ in range(guesses))
+        found.append(DecodeObservation(batch, context, plain(batch, context) + 3e-5 * guesses, guesses, accepted))
+    return found
+
+
+def measured(decode: list[DecodeObservation]) -> MeasuredCost:
+    tokens = [TokensObservation(100, 1, 0.01)]
+    return MeasuredCost.fit(decode, tokens, tokens, [BytesObservation(0, 0.0)], [0.0])
+
+
+def test_a_steps_parts_are_found_again():
+    line, found = fit_decode(steps(3000, 0.2))
+    assert found is not None and found.guess_seconds == pytest.approx(3e-5, rel=1e-6)
+    assert line(3, 1000) == pytest.approx(plain(3, 1000), rel=1e-6)
+    for batch in (1, 4, 8, 15):
+        assert found.guesses[batch - 1] == pytest.approx((ROWS - batch) / batch, rel=0.3)
+        assert found.tokens[batch - 1] == pytest.approx(1 + 0.2 * (ROWS - batch) / batch, rel=0.2)
+
+
+def test_predicted_seconds_of_a_generation_are_those_that_it_takes():
+    """One sequence after another ends: steps of the fit over tokens, against the steps themselves."""
+    costs, rng = measured(steps(3000, 0.2)), random.Random(5)
+    left, seconds, predicted = [200 + 60 * i for i in range(20)], 0.0, 0.0
+    gained = dict.fromkeys(range(20), 0.0)
+    while any(left):
+        here = [i for i, tokens in enumerate(left) if tokens > 0]
+        context, guesses = 300 * len(here), max(0, ROWS - len(here))
+        seconds += plain(len(here), context) + 3e-5 * guesses
+        accepted = sum(rng.random() < 0.2 for _ in range(guesses))
+        for i in here:
+            gained[i] += 1 + accepted / len(here)
+        predicted += costs.decode_step_seconds(len(here), context) * (1 + accepted / len(here))
+        left = [max(0, 200 + 60 * i - int(gained[i])) for i in range(20)]
+    assert predicted == pytest.approx(seconds, rel=0.03)
+
+
+def test_without_guesses_nothing_changes():
+    observed = [DecodeObservation(s.batch, s.context_tokens, plain(s.batch, s.context_tokens)) for s in steps(200, 0)]
+    line, found = fit_decode(observed)
+    assert found is None
+    costs = measured(observed)
+    assert costs.decode_step_seconds(5, 900) == line(5, 900)
+    assert "speculation" in costs.to_dict() and MeasuredCost.from_dict(costs.to_dict()) == costs
+
+
+def test_more_sequences_share_the_rows_and_the_largest_flat_batch_falls():
+    guessing, guessless = measured(steps(3000, 0.3)), measured([s for s in steps(3000, 0.3) if not s.guesses])
+    seconds = [guessing.decode_step_seconds(batch, 300 * batch) for batch in range(1, 20)]
+    assert seconds == sorted(seconds)
+    assert largest_flat_batch(guessing, 300, 64) < largest_flat_batch(guessless, 300, 64)
+    assert MeasuredCost.from_dict(guessing.to_dict()) == guessing
+    assert "give" in str(guessing)
+
+
+def test_beyond_the_rows_a_step_is_plain():
+    found = Speculation(1e-5, (7.0, 3.0), (3.0, 2.0))
+    assert found.token_seconds(1.0, 1) == pytest.approx((1 + 7e-5) / 3)
+    assert found.token_seconds(1.0, 3) == found.token_seconds(1.0, 40) == 1.0
+
+
+@pytest.mark.parametrize(
+    "wrong", [((7.0,), ()), ((), ()), ((1.0,), (0.5,)), ((-1.0,), (1.0,))], ids=["lengths", "none", "tokens", "guesses"]
+)
+def test_what_cannot_be_is_refused(wrong):
+    with pytest.raises(InputError):
+        Speculation(1e-5, *wrong)

@@ -1,0 +1,49 @@
+"""Drafters that guess by a rule: at random, always right, always wrong, right up to somewhere."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from rlhfuse.gen.core.forward_batch import RunningTable
+from rlhfuse.gen.core.sequence import Sequence
+from rlhfuse.gen.speculation.drafter import Drafter
+
+Known = Callable[[int], tuple[int, ...]]  # sample id -> the response it will have
+KINDS = ("own", "own", "random", "right", "wrong", "right so far")
+
+
+class ScriptedDrafter(Drafter):
+    """Shares its rows out at random; learns as the real one, but guesses what `kind` says."""
+
+    def __init__(self, vocab: int, draft_rows: int, kind: str, known: Known, rng: random.Random) -> None:
+        super().__init__(vocab, draft_rows, lambda sequences, guesses: 1.0)
+        self._kind, self._known, self._rng, self._vocab = kind, known, rng, vocab
+
+    def is_due(self, sequences: int) -> bool:
+        return sequences < self.draft_rows
+
+    def propose(self, sequences: list[Sequence], table: RunningTable, rows: int, each: int) -> list[list[int]]:
+        guesses = []
+        for seq in sequences:
+            most = min(rows, each, seq.max_total_tokens - seq.total_tokens - 1)
+            count = self._rng.randint(0, max(most, 0))
+            rows -= count
+            guesses.append(self._guess(seq, count))
+        return guesses
+
+    def told(self, number: int, tried: int, right: int) -> None:
+        pass
+
+    def _guess(self, seq: Sequence, count: int) -> list[int]:
+        rng, drawn = self._rng, len(seq.tokens)
+        if self._kind == "random":
+            return [rng.randrange(self._vocab) for _ in range(count)]
+        coming = [*self._known(seq.sample_id)[drawn : drawn + count]]
+        coming += [rng.randrange(self._vocab) for _ in range(count - len(coming))]
+        if self._kind == "wrong":
+            return [(token + 1) % self._vocab for token in coming]
+        if self._kind == "right so far" and coming:
+            place = rng.randrange(count)
+            coming[place] = (coming[place] + 1) % self._vocab
+        return coming

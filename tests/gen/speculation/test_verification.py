@@ -1,0 +1,159 @@
+"""Guesses in the engine: tokens, log-probabilities and ends are those without; steps are fewer, blocks come back."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from gen_models import random_weights, tiny_spec
+from scripted_drafts import ScriptedDrafter
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.gen.engine import Engine, EngineOptions, GenerationResult, SamplingParams
+
+SPEC = tiny_spec()
+WEIGHTS = random_weights(SPEC)
+PROMPTS = [[9, 10, 11], [12], list(range(20, 60)), [300, 299], [9, 10, 11]]
+
+
+def make(**options) -> Engine:
+    return Engine(SPEC, WEIGHTS, EngineOptions(**({"num_blocks": 60} | options)), detokenize=spell)
+
+
+def spell(tokens: list[int]) -> str:
+    return "".join(f"<{token}>" for token in tokens)
+
+
+def serve(engine: Engine, params: SamplingParams) -> tuple[list[GenerationResult], int, int]:
+    """Results in order, steps, guesses that were right."""
+    for sample_id, prompt in enumerate(PROMPTS):
+        engine.add(sample_id, prompt, params)
+    results, steps, right = {}, 0, 0
+    while engine.has_unfinished():
+        results |= {result.sample_id: result for result in engine.step()}
+        engine.check_integrity()
+        steps += 1
+        right += engine.last_step.accepted_tokens
+        assert engine.last_step.accepted_tokens <= engine.last_step.drafted_tokens
+    assert engine.free_blocks == engine.options.num_blocks
+    return [results[i] for i in range(len(PROMPTS))], steps, right
+
+
+def scripted(kind: str, params: SamplingParams, draft_rows: int = 16, **options) -> Engine:
+    """An engine whose guesses are by rule, from what the samples will draw."""
+    expected, _, _ = serve(make(draft_rows=0), params)
+    engine = make(draft_rows=draft_rows, **options)
+    engine.drafter = ScriptedDrafter(SPEC.vocab, draft_rows, kind, lambda i: expected[i].tokens, random.Random(0))
+    return engine
+
+
+@pytest.mark.parametrize("draft_rows", [2, 16, 24, 64])
+def test_text_that_is_written_before_takes_fewer_steps(draft_rows):
+    """Each sample twice: the second time all is known."""
+    params = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
+    expected, steps, _ = serve(make(draft_rows=0), params)
+    engine = make(draft_rows=draft_rows)
+    assert serve(engine, params)[0] == expected
+    found, fewer, right = serve(engine, params)
+    assert found == expected
+    if draft_rows > len(PROMPTS):
+        assert fewer < 0.5 * steps and right > 300
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kind", ["right", "wrong", "right so far", "random"])
+@pytest.mark.parametrize(
+    "request_facts",
+    [
+        dict(stop_token_ids=(33, 101, 250)),
+        dict(stop=("<1", "5><", "99")),
+        dict(min_tokens=12, stop_token_ids=tuple(range(0, 300, 9))),
+        dict(top_k=3),
+        dict(top_p=0.6),
+        dict(max_tokens=1),
+        dict(max_tokens=2),
+    ],
+    ids=str,
+)
+def test_ends_and_bans_within_an_accepted_run(request_facts, kind, temperature):
+    params = replace(SamplingParams(temperature=temperature, max_tokens=30, seed=3), **request_facts)
+    expected, _, _ = serve(make(draft_rows=0), params)
+    assert serve(scripted(kind, params), params)[0] == expected
+
+
+def test_guesses_take_free_blocks_only_and_give_them_back():
+    """Room for what is drawn and one block more: guesses are cut to it, and no sample is preempted for them."""
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    blocks = sum(-(-(len(prompt) + 39) // 4) for prompt in PROMPTS) + 1
+    sizes = dict(num_blocks=blocks, block_tokens=4, max_batched_tokens=64)
+    expected, steps, _ = serve(make(draft_rows=0, **sizes), params)
+    found, fewer, right = serve(scripted("right", params, **sizes), params)
+    assert found == expected and fewer < steps / 1.5 and right > 50
+
+
+def test_rows_of_guesses_count_against_the_tokens_of_a_step():
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    engine = scripted("right", params, max_batched_tokens=8)
+    for sample_id, prompt in enumerate(PROMPTS):
+        engine.add(sample_id, prompt, params)
+    most = 0
+    while engine.has_unfinished():
+        engine.step()
+        ran = engine.last_step
+        most = max(most, ran.batch + ran.drafted_tokens if not ran.prefill_tokens else 0)
+        assert ran.prefill_tokens + ran.batch + ran.drafted_tokens <= 8 + len(PROMPTS)
+    assert most == 8
+
+
+def test_wrong_guesses_never_enter_the_prefix_index():
+    """Another sample whose prompt is what was guessed, not what was drawn, finds only what was drawn."""
+    params = SamplingParams(max_tokens=33, ignore_eos=True, seed=1)
+    expected = make(draft_rows=0).generate([PROMPTS[0]], params)[0]
+    engine = scripted("wrong", params, block_tokens=2)
+    engine.generate([PROMPTS[0]], params)
+    for known in (4, 9, 20):
+        engine.drafter = ScriptedDrafter(SPEC.vocab, 16, "random", lambda _: (), random.Random(0))
+        guessed = [
+            *PROMPTS[0],
+            *expected.tokens[:known],
+            *((token + 1) % SPEC.vocab for token in expected.tokens[known:]),
+        ]
+        plain = make(draft_rows=0).generate([guessed], params, [77])[0]
+        assert engine.generate([guessed], params, [77])[0] == plain
+        assert engine.last_step.reused_tokens == 0 or engine.last_step.reused_tokens <= len(PROMPTS[0]) + known
+
+
+def test_a_sample_whose_logits_are_not_finite_behind_a_wrong_guess_goes_on():
+    """A guess whose embedding is infinite gives no number; nobody looks at what follows a guess that was not drawn."""
+    weights = {name: weight.clone() for name, weight in WEIGHTS.items()}
+    params = SamplingParams(max_tokens=30, ignore_eos=True, seed=2)
+    expected = Engine(SPEC, weights, EngineOptions(num_blocks=60, draft_rows=0)).generate(PROMPTS, params)
+    unused = next(t for t in range(SPEC.vocab) if all(t not in (*r.tokens, *r.prompt_tokens) for r in expected))
+    weights["embedding.word_embeddings.weight"][unused] = torch.inf
+    engine = Engine(SPEC, weights, EngineOptions(num_blocks=60, draft_rows=16))
+    engine.drafter = ScriptedDrafter(SPEC.vocab, 16, "right", lambda _: (unused,) * 99, random.Random(0))
+    assert engine.generate(PROMPTS, params) == expected
+
+
+def test_history_of_earlier_iterations_is_a_cache():
+    """With it there are fewer steps, without it the same bits: as after a restart."""
+    params = SamplingParams(max_tokens=60, ignore_eos=True, seed=5)
+    knows, fresh = make(), make()
+    expected, steps, _ = serve(make(draft_rows=0), params)
+    knows.learn([(r.prompt_tokens, r.tokens) for r in expected])
+    found, fewer, _ = serve(knows, params)
+    assert found == expected == serve(fresh, params)[0]
+    assert fewer < 0.5 * steps
+
+
+def test_an_engine_that_never_guesses_right_is_as_fast_in_steps():
+    params = SamplingParams(max_tokens=60, ignore_eos=True, seed=6)
+    expected, steps, _ = serve(make(draft_rows=0), params)
+    assert serve(scripted("wrong", params), params)[:2] == (expected, steps)
+
+
+def test_negative_rows_are_refused():
+    with pytest.raises(InputError, match="draft_rows=-1"):
+        EngineOptions(draft_rows=-1)
