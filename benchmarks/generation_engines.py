@@ -15,6 +15,7 @@ from typing import Any
 ROW = 4096  # elements, of the matrix read to measure the memory
 SPARE = 200  # tokens that the first sequence may draw while others of `decode` are still in their prompts
 
+GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}  # of transformers
 Prompts = list[list[int]]
 
 
@@ -49,8 +50,10 @@ class Vllm(Measured):
             **configuration,
         )
 
-    def generate(self, prompts: Prompts, lengths: list[int], at_once: int, seed: int) -> dict[str, Any]:
-        params = [self._param(length) for length in lengths]
+    def generate(
+        self, prompts: Prompts, lengths: list[int], at_once: int, seed: int, greedy: bool = False
+    ) -> dict[str, Any]:
+        params = [self._param(length, temperature=float(not greedy)) for length in lengths]
         start = time.perf_counter()
         outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         seconds = time.perf_counter() - start
@@ -77,7 +80,9 @@ class Vllm(Measured):
         return {"seconds": statistics.median(times)}
 
     def _param(self, length: int, **more: Any) -> Any:
-        return self._params(temperature=1.0, max_tokens=length, min_tokens=0, ignore_eos=True, detokenize=False, **more)
+        return self._params(
+            **{"temperature": 1.0, "max_tokens": length, "ignore_eos": True, "detokenize": False} | more
+        )
 
 
 class Transformers(Measured):
@@ -105,13 +110,15 @@ class Transformers(Measured):
         self._model.generation_config.eos_token_id = None
         self._model.generation_config.pad_token_id = 0
 
-    def generate(self, prompts: Prompts, lengths: list[int], at_once: int, seed: int) -> dict[str, Any]:
+    def generate(
+        self, prompts: Prompts, lengths: list[int], at_once: int, seed: int, greedy: bool = False
+    ) -> dict[str, Any]:
         self._torch.manual_seed(seed)
         start = time.perf_counter()
         for first in range(0, len(prompts), at_once):
             asked = lengths[first : first + at_once]
             batch = self._torch.tensor(prompts[first : first + at_once])
-            output = self._sample(batch, max(asked))
+            output = self._sample(batch, max(asked), **GREEDY if greedy else {})
             assert output.shape[1] == batch.shape[1] + max(asked), f"{list(output.shape)}: ended early"
         return {"seconds": time.perf_counter() - start}
 
@@ -132,13 +139,8 @@ class Transformers(Measured):
             return self._model.generate(
                 batch,
                 attention_mask=self._torch.ones_like(batch),
-                do_sample=True,
-                temperature=1.0,
-                top_k=0,
-                top_p=1.0,
                 max_new_tokens=length,
-                **self._options,
-                **more,
+                **{"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} | self._options | more,
             )
 
 
@@ -158,8 +160,11 @@ class Rlhfuse(Measured):
             model, EngineOptions(num_blocks=num_blocks, max_sequences=max_sequences, **options)
         )
 
-    def generate(self, prompts: Prompts, lengths: list[int], at_once: int, seed: int) -> dict[str, Any]:
-        params = [self._params(max_tokens=length, ignore_eos=True, seed=seed) for length in lengths]
+    def generate(
+        self, prompts: Prompts, lengths: list[int], at_once: int, seed: int, greedy: bool = False
+    ) -> dict[str, Any]:
+        sampling = dict(ignore_eos=True, seed=seed, temperature=float(not greedy))
+        params = [self._params(max_tokens=length, **sampling) for length in lengths]
         start = time.perf_counter()
         results = self._engine.generate(prompts, params)
         seconds, made = time.perf_counter() - start, sum(len(result.tokens) for result in results)

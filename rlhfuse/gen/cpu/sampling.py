@@ -59,31 +59,38 @@ def exponential(h):
     return neg_log_one_minus(u if u < F32(1 - 2.0**-24) else F32(1 - 2.0**-24))
 
 
+@njit(forceinline=True)
+def _chunks(row):
+    """`row` as [whole chunks, CHUNK], and what is left: loops of a constant length become vector code."""
+    whole = row.shape[0] // CHUNK
+    return row[: whole * CHUNK].reshape(whole, CHUNK), row[whole * CHUNK :]
+
+
 @njit
-def _highest(row, lanes):
+def _highest(row):
     """max(row); a NaN is passed over, the sum of exponentials finds it."""
-    for j in range(CHUNK):
-        lanes[j] = F32(-np.inf)
-    for start in range(0, row.shape[0], CHUNK):
-        for j in range(min(CHUNK, row.shape[0] - start)):
-            x = row[start + j]
-            lanes[j] = x if x > lanes[j] else lanes[j]
-    highest = lanes[0]
-    for j in range(CHUNK):
-        highest = lanes[j] if lanes[j] > highest else highest
-    return highest
+    lanes = np.full(CHUNK, -np.inf, np.float32)
+    chunks, rest = _chunks(row)
+    for c in range(chunks.shape[0]):
+        for j in range(CHUNK):
+            lanes[j] = chunks[c, j] if chunks[c, j] > lanes[j] else lanes[j]
+    for j in range(rest.shape[0]):
+        lanes[j] = rest[j] if rest[j] > lanes[j] else lanes[j]
+    return lanes.max()
 
 
 @njit
 def _partition(row, temperature, highest, weights):
     """exp(row / temperature - highest) into `weights`, and their sum."""
+    for i in range(row.shape[0]):
+        weights[i] = exp32(row[i] / temperature - highest)
     lanes = np.zeros(CHUNK, np.float64)
-    for start in range(0, row.shape[0], CHUNK):
-        width = min(CHUNK, row.shape[0] - start)
-        for j in range(width):
-            weights[start + j] = exp32(row[start + j] / temperature - highest)
-        for j in range(width):
-            lanes[j] += np.float64(weights[start + j])
+    chunks, rest = _chunks(weights)
+    for c in range(chunks.shape[0]):
+        for j in range(CHUNK):
+            lanes[j] += np.float64(chunks[c, j])
+    for j in range(rest.shape[0]):
+        lanes[j] += np.float64(rest[j])
     total = 0.0
     for j in range(CHUNK):
         total += lanes[j]
@@ -91,48 +98,49 @@ def _partition(row, temperature, highest, weights):
 
 
 @njit
-def _score(row, start, width, temperature, cutoff, hashes, scores):
-    """scores[:width] = row / temperature + noise of tokens start and on; minus infinity below the cutoff."""
-    for j in range(width):
+def _score(row, temperature, cutoff, hashes, scores):
+    """Scores of a chunk's tokens, row / temperature + noise; minus infinity below the cutoff."""
+    for j in range(row.shape[0]):
         scores[j] = exponential(hashes[j])
+    for j in range(row.shape[0]):
+        score = row[j] / temperature - log32(scores[j])
+        scores[j] = score if row[j] >= cutoff else F32(-np.inf)
+
+
+@njit(forceinline=True)
+def _within(weights, width, start, key0, key1, reach, hashes):
+    """The tokens' hashes, and how many may have a noise that lifts them far enough."""
+    found = np.int32(0)
     for j in range(width):
-        score = row[start + j] / temperature - log32(scores[j])
-        scores[j] = score if row[start + j] >= cutoff else F32(-np.inf)
-
-
-@njit
-def _hash_chunk(start, width, key0, key1, hashes):
-    for j in range(width):
-        hashes[j] = noise_hash(key0, key1, start + j)
-
-
-@njit
-def _count_within(hashes, weights, start, width, reach):
-    """How many of a chunk's tokens may have a noise that lifts them far enough."""
-    found = 0
-    for j in range(width):
-        found += np.int32(F32(hashes[j]) * F32(2.0**-32) <= weights[start + j] * reach)
+        h = noise_hash(key0, key1, start + j)
+        hashes[j] = h
+        found += np.int32(F32(h) * F32(2.0**-32) <= weights[j] * reach)
     return found
 
 
 @njit
-def _sampled_token(row, weights, highest, key0, key1, temperature, cutoff, scores):
+def _sampled_token(row, weights, highest, key0, key1, temperature, cutoff):
     """The token of the highest score, the first of equal ones; -1 if all are minus infinity.
 
     A score is x - log(e) with e >= u, the hash as a number in (0, 1): a token whose u is above exp(x - best) loses, and
     neither logarithm is taken. A little slack stands for rounding; weights [vocab] are exp(x - highest).
     """
     best, token, reach = F32(-np.inf), -1, F32(0.0)
-    hashes = np.empty(CHUNK, np.uint32)
-    for start in range(0, row.shape[0], CHUNK):
-        width = min(CHUNK, row.shape[0] - start)
-        _hash_chunk(start, width, key0, key1, hashes)
-        if best > highest - FARTHEST and not _count_within(hashes, weights, start, width, reach):
+    hashes, scores = np.empty(CHUNK, np.uint32), np.empty(CHUNK, np.float32)
+    chunks, rest = _chunks(weights)
+    for c in range(chunks.shape[0] + 1):
+        start = np.uint32(c * CHUNK)
+        if c < chunks.shape[0]:
+            found = _within(chunks[c], CHUNK, start, key0, key1, reach, hashes)
+        else:
+            found = _within(rest, rest.shape[0], start, key0, key1, reach, hashes)
+        if best > highest - FARTHEST and not found:
             continue
-        _score(row, start, width, temperature, cutoff, hashes, scores)
+        width = min(CHUNK, row.shape[0] - c * CHUNK)
+        _score(row[c * CHUNK : c * CHUNK + width], temperature, cutoff, hashes, scores)
         for j in range(width):
             if scores[j] > best:
-                best, token = scores[j], start + j
+                best, token = scores[j], c * CHUNK + j
         if best > highest - FARTHEST:
             reach = F32(np.exp(np.float64(highest) - best + 1e-4 + 1e-6 * abs(np.float64(best))))
     return token
@@ -141,28 +149,24 @@ def _sampled_token(row, weights, highest, key0, key1, temperature, cutoff, score
 @njit
 def _greedy_token(row):
     """The highest logit's token, the first of equal ones."""
-    best, where = np.full(CHUNK, -np.inf, np.float32), np.zeros(CHUNK, np.int32)
-    for start in range(0, row.shape[0], CHUNK):
-        for j in range(min(CHUNK, row.shape[0] - start)):
-            where[j] = np.int32(start) if row[start + j] > best[j] else where[j]
-            best[j] = row[start + j] if row[start + j] > best[j] else best[j]
-    highest, token = F32(-np.inf), -1
-    for j in range(CHUNK):
-        if best[j] > highest or (best[j] == highest and token >= 0 and where[j] + j < token):
-            highest, token = best[j], where[j] + j
-    return token
+    highest = _highest(row)
+    for i in range(row.shape[0]):
+        if row[i] == highest and highest > -np.inf:
+            return i
+    return -1
 
 
 @njit
-def _extremes(row):
-    """The lowest and the highest logit, lane by lane."""
-    low, high = np.full(CHUNK, np.inf, np.float32), np.full(CHUNK, -np.inf, np.float32)
-    for start in range(0, row.shape[0], CHUNK):
-        for j in range(min(CHUNK, row.shape[0] - start)):
-            x = row[start + j]
-            low[j] = x if x < low[j] else low[j]
-            high[j] = x if x > high[j] else high[j]
-    return low.min(), high.max()
+def _lowest(row):
+    """min(row), of a row without NaN."""
+    lanes = np.full(CHUNK, np.inf, np.float32)
+    chunks, rest = _chunks(row)
+    for c in range(chunks.shape[0]):
+        for j in range(CHUNK):
+            lanes[j] = chunks[c, j] if chunks[c, j] < lanes[j] else lanes[j]
+    for j in range(rest.shape[0]):
+        lanes[j] = rest[j] if rest[j] < lanes[j] else lanes[j]
+    return lanes.min()
 
 
 @njit
@@ -197,10 +201,10 @@ def row_cutoff(row, temperature, top_k, top_p):
     row [vocab] float32 without NaN or infinity, but minus infinity where a token is ruled out; temperature > 0.
     A logit of the row, so that comparing with it is exact; ties with it stay.
     """
-    lowest, highest = _extremes(row)
+    highest = _highest(row)
     if highest == -np.inf:
         return highest
-    lowest, highest = lowest / temperature, highest / temperature
+    lowest, highest = _lowest(row) / temperature, highest / temperature
     vocab = row.shape[0]
     left = top_k if 0 < top_k < vocab else vocab  # tokens that top-k leaves, counted down bin by bin
     bins, weights = np.empty(vocab, np.uint16), np.empty(vocab, np.float32)
@@ -242,9 +246,9 @@ def row_cutoff(row, temperature, top_k, top_p):
 @njit(inline="never")
 def _draw_row(row, key0, key1, temperature, top_k, top_p, banned):
     """(token, log-probability) of one row; (-1, NaN) if it holds a number that is not finite."""
-    scratch, weights = np.empty(CHUNK, np.float32), np.empty(row.shape[0], np.float32)
+    weights = np.empty(row.shape[0], np.float32)
     unit = temperature if temperature > 0 else F32(1.0)
-    highest = _highest(row, scratch) / unit
+    highest = _highest(row) / unit
     log_total = np.log(_partition(row, unit, highest, weights))
     if not (np.isfinite(highest) and np.isfinite(log_total)):
         return -1, F32(np.nan)
@@ -258,7 +262,7 @@ def _draw_row(row, key0, key1, temperature, top_k, top_p, banned):
     if temperature > 0 and (0 < top_k < row.shape[0] or top_p < 1):
         cutoff = row_cutoff(allowed, temperature, top_k, top_p)
     if temperature > 0:
-        token = _sampled_token(allowed, weights, highest, key0, key1, temperature, cutoff, scratch)
+        token = _sampled_token(allowed, weights, highest, key0, key1, temperature, cutoff)
     else:
         token = _greedy_token(allowed)
     if token < 0:

@@ -146,18 +146,22 @@ def multiply_to_rows(w, x, offsets, out, threads):
     panels, few = (rows_wanted + LANES - 1) // LANES, rows_wanted <= FEW
     for part in prange(threads):
         low, high = share(n, GEMM_ROWS, part, threads), share(n, GEMM_ROWS, part + 1, threads)
-        near = np.empty((GEMM_PANELS, GEMM_ROWS, LANES), np.float32)
+        near = np.empty((GEMM_PANELS, GROUP * GEMM_ROWS, LANES), np.float32)
+        step = GROUP * GEMM_ROWS * LANES
         for group in range(low, high, GROUP * GEMM_ROWS):
+            width = min(GROUP * GEMM_ROWS, high - group)
             for panel in range(0, panels, GEMM_PANELS):
                 wide = min(GEMM_PANELS, panels - panel)
-                for first in range(group, min(high, group + GROUP * GEMM_ROWS), GEMM_ROWS):
-                    rows = min(GEMM_ROWS, high - first)
-                    step = GEMM_ROWS * LANES
-                    _product_tile(w, first, rows, x, offsets, panel, wide, few, near, 0, LANES, step)
-                    for p in range(wide):
-                        for lane in range(min(LANES, rows_wanted - (panel + p) * LANES)):
-                            for r in range(rows):
-                                out[(panel + p) * LANES + lane, first + r] = near[p, r, lane]
+                for first in range(0, width, GEMM_ROWS):
+                    rows = min(GEMM_ROWS, width - first)
+                    _product_tile(
+                        w, group + first, rows, x, offsets, panel, wide, few, near, first * LANES, LANES, step
+                    )
+                for p in range(wide):
+                    for lane in range(min(LANES, rows_wanted - (panel + p) * LANES)):
+                        row, column = out[(panel + p) * LANES + lane, group : group + width], near[p, :width, lane]
+                        for r in range(width):
+                            row[r] = column[r]
 
 
 @njit(cache=True, nogil=True)
