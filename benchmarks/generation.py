@@ -17,8 +17,8 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,12 @@ WORDS = dict(vocab_size=32_000)
 LARGE = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4)
 LARGE |= dict(intermediate_size=2048, vocab_size=16384)
 GOALS = {("A", "vllm"): 1.2, ("A", "transformers"): 1.7, ("B", "vllm"): 1.5, ("B", "transformers"): 5.0}
-GOALS |= {("A.vocabulary", "vllm"): 1.7, ("A.greedy", "vllm"): 1.7}
+GOALS |= {("A.vocabulary", "vllm"): 1.7, ("A.greedy", "vllm"): 1.7, ("B", "vllm_ngrams"): 2.2}
 OUTSIDE_GOAL = 0.25  # of a decode step outside the forward pass, at the sequences of A
+SPECULATION = {  # vLLM's own, without a draft model
+    "speculative_config": dict(method="ngram", num_speculative_tokens=4, prompt_lookup_max=4, prompt_lookup_min=2)
+}
+GUESSING = "vllm_ngrams"  # vLLM with it, in its best configuration for any sequences
 LIMIT_GOAL = 0.6  # of the machine's limit reached by one sequence of the large model
 
 LONG_ROUNDS = 3  # of B at most: static batches of long sequences take minutes
@@ -263,13 +267,21 @@ class Bench:
         count = self.sizes.sequences if kind == "many" else 2
         return self.generate([self.sizes.response_tokens // 2] * count, number)
 
-    def turns(self, model: str, kind: str, request: Asked, rounds: int, warm_up: bool = True) -> dict[str, list[float]]:
-        """Seconds of every engine, by round; of decode steps those of one."""
+    def turns(
+        self, model: str, kind: str, request: Asked, rounds: int, warm_up: bool = True, guessing: bool = False
+    ) -> dict[str, list[float]]:
+        """Seconds of every engine, by round; of decode steps those of one. `guessing`: of vLLM with n-grams too."""
 
-        def side(peer: str) -> Callable[[int], float]:
+        def side(peer: str, kind: str) -> Callable[[int], float]:
             return lambda number: self.fleet.ask(peer, self.models[model], kind, **request(number))["seconds"]
 
-        return take_turns({peer: side(peer) for peer in self.fleet.engines}, rounds, warm_up)
+        sides = {peer: side(peer, kind) for peer in self.fleet.engines}
+        if guessing and "vllm" in sides:
+            plain = self.fleet.chosen["vllm"][kind]
+            guesses = replace(plain, name=f"{plain.name}, n-grams", arguments={**plain.arguments, **SPECULATION})
+            self.fleet.chosen["vllm"]["guessing"] = guesses
+            sides[GUESSING] = side("vllm", "guessing")
+        return take_turns(sides, rounds, warm_up)
 
     def compare(self, case: str, seconds: dict[str, list[float]], scale: float, unit: str) -> list[str]:
         """Figures of every engine and of the ratios; cells of a table: medians, then ratios."""
@@ -284,8 +296,9 @@ class Bench:
                 ratios.append(ratio.text())
         return [*cells, *ratios]
 
-    def heads(self) -> list[str]:
-        return [*self.fleet.engines, *(f"over {peer}" for peer in self.fleet.engines if peer != OWN)]
+    def heads(self, engines: Iterable[str] = ()) -> list[str]:
+        engines = [*(engines or self.fleet.engines)]
+        return [*engines, *(f"over {peer}" for peer in engines if peer != OWN)]
 
 
 def throughput(bench: Bench) -> None:
@@ -311,11 +324,12 @@ def throughput(bench: Bench) -> None:
 def long_tail(bench: Bench) -> None:
     """B: 256 requests with real long-tailed lengths, 64 at a time; transformers in static batches"""
     lengths, rounds = bench.lengths, min(LONG_ROUNDS, bench.fleet.rounds)
-    seconds = bench.turns("small", "any", lambda i: bench.generate(lengths, i), rounds)
+    model = "policy" if "policy" in bench.models else "small"
+    seconds = bench.turns(model, "any", lambda i: bench.generate(lengths, i), rounds, guessing=True)
     row, ordered = bench.compare("B", seconds, sum(lengths), "tokens/s"), sorted(lengths)
     p50, p99 = ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
-    name = f"p50 {p50}, p99 {p99}, max {ordered[-1]}"
-    bench.measurement.table("b", "B: long-tailed lengths", ["tokens/s of", *bench.heads()], [[name, *row]])
+    name = f"{model}, p50 {p50}, p99 {p99}, max {ordered[-1]}"
+    bench.measurement.table("b", "B: long-tailed lengths", ["tokens/s of", *bench.heads(seconds)], [[name, *row]])
 
 
 def small_batches(bench: Bench) -> None:
@@ -415,11 +429,15 @@ def main() -> None:
         cases.remove("B")
         measurement.say(f"B is left out: no --trace, and {TRACE.name} is not beside the repository")
     elif "B" in cases:
-        longest = sizes.prompt_tokens, sizes.context - sizes.prompt_tokens
+        context = ModelSpec.from_config(Path(arguments.policy)).context if arguments.policy else sizes.context
+        longest = sizes.prompt_tokens, min(context, sizes.context) - sizes.prompt_tokens
         lengths = list(trace_lengths(arguments.trace or TRACE, sizes.requests, *longest, arguments.seed).output)
     rounds = 1 if arguments.quick else arguments.rounds
     with tempfile.TemporaryDirectory() as name:
         models = write_models(Path(name), sizes, arguments.quick, arguments.seed)
+        if arguments.policy:
+            policy = Path(arguments.policy).resolve()
+            models["policy"] = replace(models["small"], folder=policy, spec=ModelSpec.from_config(policy))
         with Fleet(pythons, arguments.threads, rounds, Path(name)) as fleet:
             bench = Bench(fleet, sizes, arguments.seed, models, lengths, measurement, arguments.plot)
             tried = fleet.choose(models["small"], None if arguments.quick else bench.trial, measurement.say)
@@ -440,6 +458,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vllm-python", metavar="FILE", help="Python of vLLM's environment; none leaves vLLM out")
     parser.add_argument("--threads", type=counting, default=os.cpu_count(), help="of each engine")
     parser.add_argument("--trace", metavar="FILE", help=f"requests' lengths, for B [{TRACE.name}]")
+    parser.add_argument("--policy", metavar="FOLDER", help="a trained model for B, as speculation.py keeps [random]")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the curves of F")
     arguments = parser.parse_args()
     names = {word.strip().upper() for word in arguments.cases.split(",")}

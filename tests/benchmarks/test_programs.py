@@ -62,17 +62,17 @@ def test_quick_run(program, arguments, figures, tmp_path, trace):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(not MODEL.is_dir(), reason="stories260K is not beside the repository")
-@pytest.mark.parametrize("program", ["learning.py", "end_to_end.py"])
+@pytest.mark.parametrize("program", ["learning.py", "end_to_end.py", "speculation.py"])
 def test_quick_run_on_the_story_model(program, tmp_path):
     pytest.importorskip("vaderSentiment", reason="the sentiment reward needs the vaderSentiment package")
-    words = ["--seeds", "1", "--tasks", "grpo,ppo"]
+    words = ["--seeds", "1", "--tasks", "grpo,ppo"] if program == "learning.py" else ["--threads", "1"]
     if program == "end_to_end.py":
         if not TRL_PYTHON:
             pytest.skip("RLHFUSE_TRL_PYTHON names no Python of an environment with TRL")
         words = ["--trl-python", TRL_PYTHON]
     finished = run(program, "--quick", *words, "--out", tmp_path / "out.json")
     assert finished.returncode == 0, finished.stderr
-    assert {"reached", "ratio"} & set(json.loads((tmp_path / "out.json").read_text())["figures"])
+    assert {"reached", "ratio", "guess"} & set(json.loads((tmp_path / "out.json").read_text())["figures"])
 
 
 @pytest.mark.mpi

@@ -67,6 +67,9 @@ class Workspace:
         return self._arrays[name][:panels]
 
 
+WEIGHT_BYTES = 25e6  # that a step reads in the unit of prices, about a millisecond
+
+
 class CpuForward:
     """Runs steps with the weights that were bound last."""
 
@@ -94,17 +97,19 @@ class CpuForward:
         if self.parallel.size == 1:
             self.output = self.output[: self.spec.vocab]  # without the rows that only fill up
         self.final_norm = as_array(weights.final_norm)
+        read = self.output.nbytes + sum(w.nbytes for layer in self.layers for w in vars(layer).values())
+        self.weights_price = read / WEIGHT_BYTES
 
     def unbind(self) -> None:
         """Let go of the weights."""
         del self.layers, self.embedding, self.output, self.final_norm
 
-    @staticmethod
-    def step_price(sequences: int, guesses: int) -> float:
-        """As `ModelRunner.step_price`: panels cost most; then attention, and the host's work for guesses."""
+    def step_price(self, sequences: int, guesses: int) -> float:
+        """As `ModelRunner.step_price`, about milliseconds: weights once and panels; each row; the host's work."""
         rows = sequences + guesses
         panels = 1.0 if rows <= FEW else 0.35 + 0.95 * -(-rows // LANES)
-        return panels + 0.1 * sequences + (0.05 + 0.025 * guesses if guesses else 0.0)
+        host = 0.3 + 0.06 * sequences + (0.2 + 0.03 * guesses if guesses else 0.0)
+        return self.weights_price * (panels + 0.01 * rows) + host
 
     def release(self) -> None:
         """Give the working memory back."""

@@ -20,7 +20,7 @@ from rlhfuse.gen.speculation.ngrams import CELLS, ORDER, count, propose
 
 FEWEST_ENTRIES, MOST_SUFFIXES, MOST_PAIRS = 1 << 12, 1 << 20, 1 << 21  # of 16 bytes: together at most 48 MiB
 LONGEST_PAUSE = 16  # steps between two tries while there is nothing to promise
-PRIOR = 4.0  # guesses, half of them right, that stand for what was not seen yet
+PRIOR, HOPE = 3.0, 0.6  # guesses, and how many of them right, that stand for what was not seen yet: bold, to find out
 MEMORY = 4096.0  # guesses of one class after which the older ones fade
 
 
@@ -54,7 +54,7 @@ class Drafter:
         self._now: list[Piece] = []
         self._counted = 0  # pieces of `_now` that stand in the tables
         self._tables = _empty_tables(FEWEST_ENTRIES, FEWEST_ENTRIES)
-        self._used = np.zeros(2, np.int64)
+        self._used = np.zeros(3, np.int64)
         self._tried, self._right = np.zeros(CELLS), np.zeros(CELLS)
         self._cells: np.ndarray = np.zeros((0, 0), np.int64)  # classes of the guesses proposed last
         self._pause = self._waited = 0
@@ -84,7 +84,7 @@ class Drafter:
             ends[number, : len(seq.stop_ids)] = list(seq.stop_ids)
         draws = table.streams, table.temperatures, table.top_ks, table.top_ps, table.least_totals
         draws = tuple(column[running] for column in draws)
-        hopes = ((self._right + PRIOR / 2) / (self._tried + PRIOR)).astype(np.float32)
+        hopes = ((self._right + HOPE * PRIOR) / (self._tried + PRIOR)).astype(np.float32)
         prices = self._prices_of(len(sequences))
         texts = self._texts, at, lengths, limits
         counts, self._cells = propose(*texts, rows, draws, ends, hopes, prices, self._tables, self._room)
@@ -154,9 +154,9 @@ class Drafter:
 
     def _count_all(self) -> None:
         """Count everything anew, the newest first, in tables half filled; what the largest cannot hold is forgotten."""
-        suffixes, pairs = (len(table) for table in self._tables)
+        suffixes, pairs, _ = (len(table) for table in self._tables)
         while True:
-            self._tables, self._used = _empty_tables(suffixes, pairs), np.zeros(2, np.int64)
+            self._tables, self._used = _empty_tables(suffixes, pairs), np.zeros(3, np.int64)
             for row, prompt, total in self._rows.values():
                 count(self._texts[row], prompt, total, *self._tables, self._used)
             now = [piece for piece in reversed(self._now) if self._fits(piece)]
@@ -167,7 +167,7 @@ class Drafter:
                 self._now = now[::-1]
                 self._before = deque(before[::-1], maxlen=DRAFT_ITERATIONS)
                 break
-            suffixes, pairs = min(4 * suffixes, MOST_SUFFIXES), min(4 * pairs, MOST_PAIRS)
+            suffixes, pairs = min(2 * suffixes, MOST_SUFFIXES), min(2 * pairs, MOST_PAIRS)
         self._counted = len(self._now)
 
     def _fits(self, piece: Piece) -> bool:
@@ -178,8 +178,9 @@ class Drafter:
         return count(piece.tokens, piece.start, end, *self._tables, self._used) == end
 
 
-def _empty_tables(suffixes: int, pairs: int) -> tuple[np.ndarray, np.ndarray]:
-    return np.zeros((suffixes, 4), np.int32), np.zeros((pairs, 4), np.int32)
+def _empty_tables(suffixes: int, pairs: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Suffixes, pairs, lists."""
+    return np.zeros((suffixes, 4), np.int32), np.zeros((pairs, 2), np.int32), np.zeros((pairs, 2), np.int32)
 
 
 def _wider(array: np.ndarray, rows: int, columns: int) -> np.ndarray:

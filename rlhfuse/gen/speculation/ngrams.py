@@ -1,4 +1,4 @@
-"""Counts of what followed each short suffix, in two hash tables, and guesses made of them by numba kernels.
+"""Counts of what followed each short suffix, in hash tables and lists, and guesses made of them by numba kernels.
 
 guess = argmax(log p + noise): p interpolates over suffixes of ORDER tokens down to one (absolute discounting), noise is
 what the sampler is going to add to its logits. Were p the model's distribution, the guess would be the draw, at any
@@ -16,11 +16,13 @@ from rlhfuse.models.cpu.elementwise import F32
 ORDER = 4
 MARGINS = 6  # classes of how far the guess is in front of the next token, each half as likely again
 CELLS = ORDER * MARGINS
-KEY, TOTAL, KINDS, FIRST = 0, 1, 2, 3  # of a suffix [N, 4] int32: key 0 is free; FIRST is a place in pairs plus 1
-TOKEN, COUNT, NEXT = 1, 2, 3  # of a pair of suffix and token, likewise
+# What followed a suffix stands side by side in a list: a step leaves the caches empty, and a line brings 8 tokens.
+KEY, TOTAL, KINDS, FIRST = 0, 1, 2, 3  # of a suffix [N, 4] int32: key 0 is free; its list is KINDS long, from FIRST on
+PLACE = 1  # in the list, of a pair of suffix and token [M, 2] int32: key 0 is free
+TOKEN, COUNT = 0, 1  # of an entry of the lists [M, 2] int32; a list that is full moves to twice its room
 DISCOUNT = F32(0.85)  # of each count, for what did not follow yet: shorter suffixes share it
-LEAST_GAIN = F32(0.02)  # tokens: guesses that promise less are not looked for
-LEAST_REST = F32(0.02)  # probability left for shorter suffixes, below which they are not looked at
+LEAST_GAIN = F32(0.05)  # tokens: guesses that promise less are not looked for
+LEAST_REST = F32(0.1)  # probability left for shorter suffixes, below which they are not looked at
 MOST_PAIRS = 1024  # looked at for one guess
 _U64 = np.uint64
 _SEED = _U64(0x9E3779B97F4A7C15)
@@ -49,11 +51,30 @@ def _place(table, h):
     return at
 
 
+@njit(forceinline=True)
+def _append(suffix, token, lists, used):
+    """Put a token at the end of a suffix's list, counted 0 times; whether there was room."""
+    kinds, first = np.int64(suffix[KINDS]), np.int64(suffix[FIRST])
+    if kinds & (kinds - 1) == 0:  # 0, 1, 2, 4: full
+        room = max(1, 2 * kinds)
+        if used[2] + room > lists.shape[0]:
+            return False
+        for i in range(kinds):
+            lists[used[2] + i, TOKEN], lists[used[2] + i, COUNT] = lists[first + i, TOKEN], lists[first + i, COUNT]
+        first = used[2]
+        suffix[FIRST] = np.int32(first)
+        used[2] += room
+    lists[first + kinds, TOKEN], lists[first + kinds, COUNT] = token, 0
+    suffix[KINDS] += 1
+    return True
+
+
 @njit(cache=True, nogil=True)
-def count(text, start, end, suffixes, pairs, used):
+def count(text, start, end, suffixes, pairs, lists, used):
     """Count text[start:end], each token after the up to ORDER tokens before it; returns where room ended, or `end`.
 
-    text [tokens] int32; suffixes, pairs [a power of two, 4] int32, filled to two thirds; used [2] int64: of each.
+    text [tokens] int32; suffixes [a power of two, 4], pairs [a power of two, 2], both filled to two thirds, and lists
+    [L, 2], int32; used [3] int64: of each.
     """
     for i in range(max(start, 1), end):
         if 3 * (used[0] + ORDER) > 2 * suffixes.shape[0] or 3 * (used[1] + ORDER) > 2 * pairs.shape[0]:
@@ -61,25 +82,26 @@ def count(text, start, end, suffixes, pairs, used):
         h = _SEED
         for order in range(min(ORDER, i)):
             h = _mix(h + _U64(text[i - 1 - order]) + _U64(1))
-            suffix = _place(suffixes, h)
-            if suffixes[suffix, KEY] == 0:
-                suffixes[suffix, KEY] = _key(h)
+            suffix = suffixes[_place(suffixes, h)]
+            if suffix[KEY] == 0:
+                suffix[KEY] = _key(h)
                 used[0] += 1
             after = _mix(h ^ (_U64(text[i]) * _PAIR))
-            pair = _place(pairs, after)
-            if pairs[pair, KEY] == 0:
-                pairs[pair, KEY], pairs[pair, TOKEN] = _key(after), text[i]
-                pairs[pair, NEXT] = suffixes[suffix, FIRST]
-                suffixes[suffix, FIRST] = np.int32(np.int64(pair) + 1)
-                suffixes[suffix, KINDS] += 1
+            pair = pairs[_place(pairs, after)]
+            if pair[KEY] == 0:
+                place = suffix[KINDS]
+                if not _append(suffix, text[i], lists, used):
+                    return i
+                pair[KEY], pair[PLACE] = _key(after), place
                 used[1] += 1
-            pairs[pair, COUNT] += 1
-            suffixes[suffix, TOTAL] += 1
+            if pair[PLACE] < suffix[KINDS]:  # or it is another suffix's pair, of the same hash
+                lists[suffix[FIRST] + pair[PLACE], COUNT] += 1
+                suffix[TOTAL] += 1
     return end
 
 
 @njit
-def _interpolate(text, length, suffixes, pairs, p, touched):
+def _interpolate(text, length, suffixes, lists, p, touched):
     """Probabilities after text[:length] into p [vocab], zeros before; returns how many are not 0, and the order."""
     where, highest, h = np.empty(ORDER, np.int64), 0, _SEED
     for order in range(min(ORDER, length)):
@@ -90,18 +112,19 @@ def _interpolate(text, length, suffixes, pairs, p, touched):
         highest = order + 1
     found, rest, seen = 0, F32(1), 0
     for order in range(highest, 0, -1):
-        suffix = where[order - 1]
-        scale = rest / F32(suffixes[suffix, TOTAL])
-        pair = suffixes[suffix, FIRST] - 1
-        while pair >= 0 and seen < MOST_PAIRS:
-            token = pairs[pair, TOKEN]
+        suffix = suffixes[where[order - 1]]
+        if suffix[TOTAL] == 0:  # all its pairs have the hashes of others
+            continue
+        scale = rest / F32(suffix[TOTAL])
+        first, kinds = np.int64(suffix[FIRST]), min(np.int64(suffix[KINDS]), MOST_PAIRS - seen)
+        for pair in range(first, first + kinds):
+            token = lists[pair, TOKEN]
             if p[token] == F32(0):
                 touched[found] = token
                 found += 1
-            p[token] += scale * (F32(pairs[pair, COUNT]) - DISCOUNT)
-            pair = pairs[pair, NEXT] - 1
-            seen += 1
-        rest = scale * DISCOUNT * F32(suffixes[suffix, KINDS])
+            p[token] += scale * (F32(lists[pair, COUNT]) - DISCOUNT)
+        seen += kinds
+        rest = scale * DISCOUNT * F32(suffix[KINDS])
         if rest < LEAST_REST:
             break
     return found, highest
@@ -126,9 +149,9 @@ def _keep_likeliest(p, touched, found, top_k, top_p):
 
 
 @njit
-def _guess(text, length, stream, temperature, top_k, top_p, banned, suffixes, pairs, p, touched):
+def _guess(text, length, stream, temperature, top_k, top_p, banned, suffixes, lists, p, touched):
     """(token, cell) that may follow text[:length]; (-1, 0) if nothing is known. p stays all zeros."""
-    found, order = _interpolate(text, length, suffixes, pairs, p, touched)
+    found, order = _interpolate(text, length, suffixes, lists, p, touched)
     for token in banned:
         if token >= 0:
             p[token] = F32(0)
@@ -160,6 +183,16 @@ def _guess(text, length, stream, temperature, top_k, top_p, banned, suffixes, pa
     return guess, (order - 1) * MARGINS + margin
 
 
+@njit(forceinline=True)
+def _may_pay(tokens, gain, best, prices):
+    """Whether more guesses, none likelier than the next one, can give more than `best` tokens for their price."""
+    for price in prices:
+        tokens += gain
+        if tokens > best * price:
+            return True
+    return False
+
+
 @njit(cache=True, nogil=True)
 def propose(
     texts,
@@ -182,7 +215,7 @@ def propose(
     many as give most tokens for the price. room: zeros [vocab] float32, [vocab] int32 to work in. Returns counts [S]
     and the guesses' classes [S, most]; the guesses lie in `texts`.
     """
-    suffixes, pairs = tables
+    suffixes, _, lists = tables
     p, touched = room
     streams, temperatures, top_ks, top_ps, least_totals = draws
     samples = at.shape[0]
@@ -197,13 +230,13 @@ def propose(
             if held < limits[s]:
                 banned = ends[s] if length < least_totals[s] else ends[s, :0]
                 facts = streams[s], temperatures[s], top_ks[s], top_ps[s], banned
-                token, cell = _guess(text, length, *facts, suffixes, pairs, p, touched)
+                token, cell = _guess(text, length, *facts, suffixes, lists, p, touched)
                 if token >= 0:
                     text[length], cells[s, held] = token, cell
                     gain[s] = chance[s] * hopes[cell]
         first = np.argmax(gain)
         last = first + 1
-        if gain[first] < LEAST_GAIN:
+        if gain[first] < LEAST_GAIN or not _may_pay(tokens, gain[first], best, prices[placed + 1 :]):
             break
         tokens += gain[first]
         chance[first] = gain[first]

@@ -17,7 +17,8 @@ VOCAB = 40
 
 
 def tables(suffixes: int = 1 << 12, pairs: int = 1 << 13):
-    return np.zeros((suffixes, 4), np.int32), np.zeros((pairs, 4), np.int32), np.zeros(2, np.int64)
+    kept = np.zeros((suffixes, 4), np.int32), np.zeros((pairs, 2), np.int32), np.zeros((2 * pairs, 2), np.int32)
+    return kept, np.zeros(3, np.int64)
 
 
 def text(length: int, seed: int) -> np.ndarray:
@@ -58,9 +59,7 @@ def interpolated(context: np.ndarray, counts) -> dict[int, float]:
     return p
 
 
-def guesses(
-    context, limit, suffixes, pairs, *, seed=7, temperature=1.0, hopes=None, top_k=0, top_p=1.0, ban=(), **plan
-):
+def guesses(context, limit, kept, *, seed=7, temperature=1.0, hopes=None, top_k=0, top_p=1.0, ban=(), **plan):
     """What `propose` gives for one sample: guesses and their classes."""
     room = np.zeros((1, len(context) + limit + 1), np.int32)
     room[0, : len(context)] = context
@@ -72,7 +71,7 @@ def guesses(
     prices = np.array(plan.get("prices", np.ones(rows + 1)), np.float32)
     counts, cells = ngrams.propose(
         room, np.array([0]), np.array([len(context)]), np.array([limit]), rows, (*facts, least_total),
-        ends, hopes, prices, (suffixes, pairs), work,
+        ends, hopes, prices, kept, work,
     )  # fmt: skip
     assert not work[0].any(), "the room is left as it was"
     return room[0, len(context) : len(context) + counts[0]].tolist(), cells[0, : counts[0]].tolist()
@@ -86,16 +85,16 @@ def noise(seed: int, position: int, token: int) -> float:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_guess_is_the_best_of_interpolated_counts_and_the_samplers_noise(seed, temperature):
-    suffixes, pairs, used = tables()
+    kept, used = tables()
     history = [text(300, seed), text(200, seed + 100)]
     for tokens in history:
-        assert ngrams.count(tokens, 1, len(tokens), suffixes, pairs, used) == len(tokens)
+        assert ngrams.count(tokens, 1, len(tokens), *kept, used) == len(tokens)
     counts, compared = counted(history), 0
     assert used[0] == len(counts) and used[1] == sum(map(len, counts.values()))
     for length in range(1, 200, 3):
         context = history[1][:length] if length % 2 else text(length, seed + 7)
         p = interpolated(context, counts)
-        found, _ = guesses(context, 1, suffixes, pairs, seed=seed, temperature=temperature)
+        found, _ = guesses(context, 1, kept, seed=seed, temperature=temperature)
         scores = {t: math.log(x) + (noise(seed, length, t) if temperature else 0) for t, x in p.items()}
         if not scores:
             assert found == []
@@ -107,13 +106,13 @@ def test_the_guess_is_the_best_of_interpolated_counts_and_the_samplers_noise(see
 
 
 def test_guesses_go_on_after_guesses():
-    suffixes, pairs, used = tables()
+    kept, used = tables()
     tokens = text(400, 3)
-    ngrams.count(tokens, 1, 400, suffixes, pairs, used)
-    several, _ = guesses(tokens[:50], 6, suffixes, pairs)
+    ngrams.count(tokens, 1, 400, *kept, used)
+    several, _ = guesses(tokens[:50], 6, kept)
     assert len(several) == 6
     for place in range(6):
-        one, _ = guesses(np.array([*tokens[:50], *several[:place]], np.int32), 1, suffixes, pairs)
+        one, _ = guesses(np.array([*tokens[:50], *several[:place]], np.int32), 1, kept)
         assert one == several[place : place + 1]
 
 
@@ -127,8 +126,8 @@ def test_a_policy_that_is_known_is_foreseen_whatever_its_entropy():
         scores = [logits[tokens[-1], t] for t in range(VOCAB)]
         tokens.append(int(np.argmax(np.array(scores) + rng.gumbel(size=VOCAB))))
     history = np.array(tokens, np.int32)
-    suffixes, pairs, used = tables(1 << 17, 1 << 18)
-    ngrams.count(history, 1, len(history), suffixes, pairs, used)
+    kept, used = tables(1 << 17, 1 << 18)
+    ngrams.count(history, 1, len(history), *kept, used)
     right = {0.0: 0, 1.0: 0}
     for position in range(2, 400):
         context = history[:position]
@@ -139,38 +138,38 @@ def test_a_policy_that_is_known_is_foreseen_whatever_its_entropy():
             np.empty((1, 0), int), np.zeros(1, int), np.full(1, -1),
         )  # fmt: skip
         for temperature in right:
-            found, _ = guesses(context, 1, suffixes, pairs, seed=9, temperature=temperature)
+            found, _ = guesses(context, 1, kept, seed=9, temperature=temperature)
             right[temperature] += found == drawn.tolist()
     assert right[1.0] > 2 * right[0.0] and right[1.0] > 100, right
 
 
 def test_end_tokens_are_not_guessed_before_they_are_allowed():
-    suffixes, pairs, used = tables()
+    kept, used = tables()
     tokens = np.array([1, 2, 3] * 60, np.int32)
-    ngrams.count(tokens, 1, 180, suffixes, pairs, used)
-    free, _ = guesses(tokens[:10], 3, suffixes, pairs, temperature=0.0, ban=(3,), least_total=5)
-    held, _ = guesses(tokens[:10], 3, suffixes, pairs, temperature=0.0, ban=(3,), least_total=12)
+    ngrams.count(tokens, 1, 180, *kept, used)
+    free, _ = guesses(tokens[:10], 3, kept, temperature=0.0, ban=(3,), least_total=5)
+    held, _ = guesses(tokens[:10], 3, kept, temperature=0.0, ban=(3,), least_total=12)
     assert free == [2, 3, 1] and 3 not in held[:2]
 
 
 @pytest.mark.parametrize("cut", [dict(top_k=1), dict(top_p=0.01)], ids=str)
 def test_top_k_and_top_p_leave_the_guess_what_they_leave_the_draw(cut):
-    suffixes, pairs, used = tables()
+    kept, used = tables()
     tokens = text(500, 5)
-    ngrams.count(tokens, 1, 500, suffixes, pairs, used)
+    ngrams.count(tokens, 1, 500, *kept, used)
     counts = counted([tokens])
     for length in range(20, 120):
         p = interpolated(tokens[:length], counts)
-        (found,), _ = guesses(tokens[:length], 1, suffixes, pairs, **cut)
+        (found,), _ = guesses(tokens[:length], 1, kept, **cut)
         assert p[found] > (1 - 1e-5) * max(p.values()), "one of the likeliest"
 
 
 def two_samples(prices) -> tuple[list[int], list[list[int]]]:
     """One that repeats itself and one of which nothing is known but its last token: their counts and guesses."""
-    suffixes, pairs, used = tables()
+    kept, used = tables()
     known = np.array([5, 6, 7, 8] * 40, np.int32)
-    ngrams.count(known, 1, 160, suffixes, pairs, used)
-    ngrams.count(text(100, 1), 1, 100, suffixes, pairs, used)
+    ngrams.count(known, 1, 160, *kept, used)
+    ngrams.count(text(100, 1), 1, 100, *kept, used)
     room = np.zeros((2, 200), np.int32)
     room[0, :9] = np.array([5, 6, 7, 8, 5, 6, 7, 8, 5])
     room[1, :9] = np.array([30, 31, 32, 33, 34, 35, 36, 37, 8])
@@ -180,7 +179,7 @@ def two_samples(prices) -> tuple[list[int], list[list[int]]]:
     draws = np.arange(2).astype(np.uint64), np.zeros(2, np.float32), np.zeros(2, int), np.ones(2), np.zeros(2, int)
     counts, _ = ngrams.propose(
         room, np.arange(2), np.array([9, 9]), np.array([20, 20]), len(prices) - 1, draws, np.full((2, 1), -1), hopes,
-        np.array(prices, np.float32), (suffixes, pairs), work,
+        np.array(prices, np.float32), kept, work,
     )  # fmt: skip
     return counts.tolist(), [room[s, 9 : 9 + counts[s]].tolist() for s in range(2)]
 
@@ -202,8 +201,8 @@ def test_as_many_guesses_as_give_most_tokens_for_the_price():
 
 
 def test_full_tables_say_where_counting_stopped():
-    suffixes, pairs, used = tables(64, 64)
+    kept, used = tables(64, 64)
     tokens = text(300, 2)
-    reached = ngrams.count(tokens, 1, 300, suffixes, pairs, used)
+    reached = ngrams.count(tokens, 1, 300, *kept, used)
     assert 1 < reached < 300
     assert used[0] <= 2 / 3 * 64 and used[1] <= 2 / 3 * 64
