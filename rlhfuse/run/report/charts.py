@@ -32,7 +32,8 @@ def curve(rows: Rows, metrics: Sequence[str], title: str) -> str:
     for name in drawn:
         values = [_number(row.get(name)) for row in rows]
         gaps = [math.nan if value is None else value for value in values]
-        axes.plot(steps, gaps, linewidth=1.2, marker="." if len(rows) < 60 else None, markersize=3, label=name)
+        marker = "." if len(rows) < 60 or None in values else None  # a value between two gaps has no line
+        axes.plot(steps, gaps, linewidth=1.2, marker=marker, markersize=3, label=name)
     if len(drawn) > 1:
         axes.legend(frameon=False, fontsize=7)
     return _svg(figure, axes, title)

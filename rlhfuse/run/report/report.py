@@ -34,6 +34,9 @@ CURVES = (  # title, metrics drawn together
     ("learning rate", ("actor/lr", "critic/lr")),
     ("log-probability, generation against training", ("rollout/train_logprob_abs_diff",)),
     ("samples per second", ("perf/samples_per_second",)),
+    ("share of guesses that were right", ("speculation/accepted_share",)),
+    ("tokens of a sample in a step with guesses", ("speculation/tokens_per_step",)),
+    ("seconds saved by guesses", ("speculation/seconds_saved",)),
     ("model FLOP utilisation", ("perf/mfu/actor", "perf/mfu/critic", "perf/mfu/gen_infer")),
     ("peak memory, GB", tuple(f"perf/peak_memory_gb/{phase}" for phase in ("generation", "inference", "training"))),
 )
@@ -63,7 +66,8 @@ def render_report(run: RunFiles) -> str:
     rows, held_out = run.rows, run.evaluations
     ends = [*held_out[:1], *held_out[1:][-1:]]
     timeline, reason = _timeline(run)
-    curves = [held_out_curve(held_out), *(charts.curve(rows, metrics, title) for title, metrics in CURVES)]
+    drawn = [row | accepted_share(row) for row in rows]
+    curves = [held_out_curve(held_out), *(charts.curve(drawn, metrics, title) for title, metrics in CURVES)]
     return environment.get_template("report.html").render(
         run=run,
         name=run.folder.resolve().name,
@@ -89,6 +93,12 @@ def held_out_curve(evaluations: Sequence[dict[str, Any]]) -> str:
     """Mean score of the held-out prompts, and where there were several samples of each, of the best of them."""
     names = {name for row in evaluations for name in row if name.startswith("val/score/best@")}
     return charts.curve(evaluations, ("val/score/mean", *sorted(names)), "held-out score")
+
+
+def accepted_share(row: dict[str, Any]) -> dict[str, float]:
+    """Of the guesses in an iteration, those that were right; nothing where there were none."""
+    drafted = row.get("speculation/drafted")
+    return {"speculation/accepted_share": row["speculation/accepted"] / drafted} if drafted else {}
 
 
 def compare_plan(run: RunFiles) -> list[PlannedSeconds]:

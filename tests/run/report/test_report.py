@@ -11,8 +11,9 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.monitor.metrics import MetricsWriter
 from rlhfuse.monitor.samples import SampleText, SampleWriter, read_samples
 from rlhfuse.monitor.trace import Span, save_trace
+from rlhfuse.run.report import charts
 from rlhfuse.run.report.phase_times import phase_times, render_phase_times, samples_per_second
-from rlhfuse.run.report.report import compare_plan, render_report
+from rlhfuse.run.report.report import accepted_share, compare_plan, render_report
 from rlhfuse.run.report.run_files import RunFiles
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
@@ -95,6 +96,41 @@ def test_the_page_holds_everything_itself(folder):
         assert words in reader.text, words
     assert page.count("<svg") == 2 + 4, "score and speed; time, timeline, schedule, R_t"
     assert page == render_report(RunFiles.read(folder)), "the same run gives the same page"
+
+
+GUESSES = ("share of guesses that were right", "tokens of a sample in a step with guesses", "seconds saved by guesses")
+
+
+def write_guesses(folder, iterations, guessed, **more):
+    """Metrics of so many iterations, of which those in `guessed` had guesses."""
+    (folder / "metrics.jsonl").unlink()
+    with closing(MetricsWriter(folder / "metrics.jsonl")) as writer:
+        for i in range(iterations):
+            found = {"drafted": 8, "accepted": i + 1, "tokens_per_step": 1.5, **more} if i in guessed else {}
+            writer.write(row(i, **{f"speculation/{name}": value for name, value in found.items()}))
+
+
+def test_curves_of_guesses_only_where_there_were_some(folder):
+    shown = [words in read(render_report(RunFiles.read(folder))).text for words in GUESSES]
+    assert shown == [False] * 3
+    write_guesses(folder, 3, {0, 2}, seconds_saved=-0.1)  # they may cost more than they save
+    page = render_report(RunFiles.read(folder))
+    assert [words in read(page).text for words in GUESSES] == [True] * 3 and page.count("<svg") == 6 + 3
+    rows = RunFiles.read(folder).rows
+    assert [accepted_share(row) for row in rows] == [
+        {"speculation/accepted_share": 1 / 8},
+        {},
+        {"speculation/accepted_share": 3 / 8},
+    ]
+    write_guesses(folder, 3, {1})  # R_t knew no costs yet: nothing says what was saved
+    assert [words in read(render_report(RunFiles.read(folder))).text for words in GUESSES] == [True, True, False]
+
+
+@pytest.mark.parametrize("iterations", [9, 90])
+def test_a_value_between_two_gaps_is_seen(folder, iterations):
+    write_guesses(folder, iterations, {2, 5})
+    svg = charts.curve(RunFiles.read(folder).rows, ("speculation/tokens_per_step",), "guesses")
+    assert svg.count("fill: #1f77b4") == 2, "as a dot each"
 
 
 def test_parts_that_a_run_did_not_keep_are_named(folder):
