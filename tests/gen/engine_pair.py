@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from gen_models import random_weights, tiny_spec
 from moves import import_sequences, through_bytes
 from scripted_drafts import ScriptedDrafter
@@ -44,7 +45,7 @@ def draw_requests(count: int, seed: int, longest_stem: int = 40, most_tokens: in
         most = rng.randint(1, most_tokens)
         params = SamplingParams(
             temperature=rng.choice((0.0, 0.7, 1.0, 1.0)),
-            top_k=rng.choice((0, 0, 5)),
+            top_k=rng.choice((0, 0, 5, 1)),
             top_p=rng.choice((1.0, 1.0, 0.8)),
             max_tokens=most,
             min_tokens=rng.choice((0, min(2, most))),
@@ -58,15 +59,22 @@ def draw_requests(count: int, seed: int, longest_stem: int = 40, most_tokens: in
 class Workload:
     """A model, its requests, and what each of them gives alone."""
 
-    def __init__(self, requests: list[Request], spec: ModelSpec = SPEC, dtype: torch.dtype = torch.float32) -> None:
-        self.spec, self.dtype = spec, dtype
-        self.weights = {name: weight.to(dtype) for name, weight in random_weights(spec).items()}
+    def __init__(
+        self,
+        requests: list[Request],
+        spec: ModelSpec = SPEC,
+        dtype: torch.dtype = torch.float32,
+        tp_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.spec, self.dtype, self.tp_group = spec, dtype, tp_group
+        share = (dist.get_rank(tp_group), dist.get_world_size(tp_group)) if tp_group else (0, 1)
+        self.weights = {name: weight.to(dtype) for name, weight in random_weights(spec, 0, *share).items()}
         self.requests = {request.sample_id: request for request in requests}
         self._single_engines: dict[int, Engine] = {}
         self._alone: dict[tuple[int, int], GenerationResult] = {}
 
     def engine(self, **options: int) -> Engine:
-        return Engine(self.spec, self.weights, EngineOptions(**options), dtype=self.dtype)
+        return Engine(self.spec, self.weights, EngineOptions(**options), dtype=self.dtype, tp_group=self.tp_group)
 
     def alone(self, sample_id: int, block_tokens: int) -> GenerationResult:
         """The sample in an engine that holds nothing else, remembers nothing and guesses nothing."""
@@ -193,6 +201,8 @@ class EnginePair:
 
     def _note(self, engine: Engine, ran_before: set[int]) -> None:
         states = engine.unfinished()
+        for state in states:  # none for a guess that was wrong
+            assert state.blocks == -(-state.kv_tokens // self.block_tokens), f"{state}\n{engine.options}"
         self.seen["steps"] += 1
         self.seen["guesses right"] += engine.last_step.accepted_tokens
         self.seen["guesses wrong"] += engine.last_step.drafted_tokens - engine.last_step.accepted_tokens

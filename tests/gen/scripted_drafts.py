@@ -1,4 +1,4 @@
-"""Drafters that guess by a rule: at random, always right, always wrong, right up to somewhere."""
+"""Drafters that guess by a rule: at random, always right, always wrong, right up to somewhere or to the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from rlhfuse.gen.core.sequence import Sequence
 from rlhfuse.gen.speculation.drafter import Drafter
 
 Known = Callable[[int], tuple[int, ...]]  # sample id -> the response it will have
-KINDS = ("own", "own", "random", "right", "wrong", "right so far")
+RULES = (
+    "random",
+    "right",
+    "wrong",
+    "right so far",  # wrong somewhere, right again behind it
+    "right but the last",  # that which is looked at last is wrong: the end itself, or what stands before max_tokens
+    "end tokens",  # right up to somewhere, then tokens that end the sample, also where min_tokens bans them
+)
+KINDS = ("own", "own", *RULES)
 
 
 class ScriptedDrafter(Drafter):
@@ -40,10 +48,15 @@ class ScriptedDrafter(Drafter):
         if self._kind == "random":
             return [rng.randrange(self._vocab) for _ in range(count)]
         coming = [*self._known(seq.sample_id)[drawn : drawn + count]]
+        known = len(coming)
         coming += [rng.randrange(self._vocab) for _ in range(count - len(coming))]
         if self._kind == "wrong":
             return [(token + 1) % self._vocab for token in coming]
-        if self._kind == "right so far" and coming:
-            place = rng.randrange(count)
+        place = rng.randrange(count) if count else 0
+        if self._kind == "right but the last":
+            place = known - 1
+        if self._kind.startswith("right ") and known:
             coming[place] = (coming[place] + 1) % self._vocab
+        if self._kind == "end tokens" and seq.stop_ids:
+            coming[place:] = rng.choices(sorted(seq.stop_ids), k=count - place)
         return coming

@@ -2,8 +2,8 @@
 
 A case draws sizes of both engines (blocks, sequences, tokens of a step), samples that share prefixes, and what
 happens to them between the steps: arrivals, aborts, preemption, moves with keys and values or as tokens, pauses,
-loading of weights; and what is guessed of their next tokens: by counts, at random, all right, all wrong. A tenth of the
-cases has 32 samples that end with more than four blocks each. Four shapes of model, one in bfloat16.
+loading of weights; and what is guessed of their next tokens: by counts, or by a rule of scripted_drafts.py. A tenth of
+the cases has 32 samples that end with more than four blocks each. Four shapes of model; bfloat16; two ranks.
 """
 
 from __future__ import annotations
@@ -13,12 +13,17 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from engine_pair import SPEC, EnginePair, Workload, draw_requests
 from gen_models import tiny_spec
 from scripted_drafts import KINDS
 
+from rlhfuse.base.errors import leave
+
 ORDINARY, LONG = 1000, 20_000
 WIDE = 32
+REQUESTS = draw_requests(96, seed=11, longest_stem=24, most_tokens=10)
 SMALL = dict(hidden=32, mlp=40, vocab=SPEC.vocab, context=SPEC.context, eos_token_ids=(7, 11))
 MODELS = {
     "llama": (SPEC, torch.float32),
@@ -34,7 +39,7 @@ MODELS = {
 
 @pytest.fixture(params=MODELS)
 def workload(request) -> Workload:
-    return Workload(draw_requests(96, seed=11, longest_stem=24, most_tokens=10), *MODELS[request.param])
+    return Workload(REQUESTS, *MODELS[request.param])
 
 
 def draw_pair(workload: Workload, rng: random.Random, wide: bool) -> tuple[EnginePair, list[int]]:
@@ -145,3 +150,21 @@ def test_a_thousand_random_workloads_equal_alone(workload):
 def test_many_more_random_workloads_equal_alone(workload):
     count = LONG // len(MODELS)
     check_seen(run_cases(workload, 1_000_000, count), count)
+
+
+def run_rank(rank: int, folder: str, count: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    seen = run_cases(Workload(REQUESTS, tp_group=dist.group.WORLD), 2_000_000, count)
+    torch.save(dict(seen), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+    leave(0)
+
+
+@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+def test_random_workloads_on_two_ranks_equal_alone(tmp_path, count):
+    """Compared on each rank with what two ranks give for the sample alone."""
+    mp.spawn(run_rank, (str(tmp_path), count), nprocs=2)
+    first, second = (Counter(torch.load(tmp_path / f"{rank}.pt")) for rank in (0, 1))
+    assert first == second, "ranks disagree"
+    check_seen(first, count)

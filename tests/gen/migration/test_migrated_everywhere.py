@@ -8,8 +8,12 @@ the prompt into other chunks again.
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
-from engine_pair import SPEC, Request, Workload, move
+from engine_pair import SPEC, EnginePair, Request, Workload, move
+from scripted_drafts import RULES
 
 from rlhfuse.gen.engine import SamplingParams
 
@@ -26,7 +30,14 @@ def workload() -> Workload:
             Request(
                 i,
                 tuple((7 * i + 5 * j) % SPEC.vocab for j in range(length)),
-                SamplingParams(temperature=(1.0, 0.0, 0.7)[i % 3], top_k=(0, 9)[i % 2], max_tokens=TOKENS, seed=i),
+                SamplingParams(
+                    temperature=(1.0, 0.0, 0.7)[i % 3],
+                    top_k=(0, 9)[i % 2],
+                    max_tokens=TOKENS,
+                    min_tokens=TOKENS,  # the stop tokens are banned: guesses of them are wrong
+                    stop_token_ids=(1, 2, 3),
+                    seed=i,
+                ),
             )
             for i, length in enumerate(LENGTHS)
         ]
@@ -64,6 +75,29 @@ def test_moved_at_every_position(workload, budget, with_kv):
             assert destination.free_blocks == 9
             moves += 1
     assert moves == sum(-(-length // budget) + TOKENS - 1 for length in LENGTHS)
+
+
+@pytest.mark.parametrize("with_kv", [True, False])
+@pytest.mark.parametrize("kind", RULES)
+def test_moved_at_every_position_among_guesses(workload, kind, with_kv):
+    """Both engines guess: the source stands where its guesses took it, with rows of wrong ones behind in its blocks."""
+    positions, seen = set(), Counter()
+    for i, length in enumerate(LENGTHS):
+        for steps in range(1 + TOKENS):
+            sizes = dict(num_blocks=9, block_tokens=BLOCK, draft_rows=8)
+            pair = EnginePair(workload, [sizes, sizes])
+            pair.guess_by_rule((kind, kind), random.Random(100 * i + steps))
+            pair.add(0, i)
+            for _ in range(steps):
+                pair.step(0)
+            if not pair.finished:
+                positions.add(pair.engines[0].unfinished()[0].total_tokens - length)
+                pair.move(0, [i], with_kv, as_bytes=steps % 2 == 0)
+            pair.drain()
+            assert pair.finished == {i}
+            seen += pair.seen
+    assert seen["guesses right"] + seen["guesses wrong"] > 200
+    assert positions == set(range(TOKENS))
 
 
 def test_moved_back_and_forth_after_every_step(workload):

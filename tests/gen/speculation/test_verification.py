@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from gen_models import random_weights, tiny_spec
-from scripted_drafts import ScriptedDrafter
+from scripted_drafts import RULES, ScriptedDrafter
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.gen.engine import Engine, EngineOptions, GenerationResult, SamplingParams
@@ -63,7 +63,7 @@ def test_text_that_is_written_before_takes_fewer_steps(draft_rows):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("kind", ["right", "wrong", "right so far", "random"])
+@pytest.mark.parametrize("kind", RULES)
 @pytest.mark.parametrize(
     "request_facts",
     [
