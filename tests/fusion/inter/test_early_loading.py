@@ -42,7 +42,7 @@ def watched(rank, folders, case, number):
 
 @pytest.mark.parametrize("early", [1, 2, 3])
 def test_serial_instances_load_once_nothing_waits(run, early):
-    case = Case(LENGTHS, step_seconds=SLOW)
+    case = Case(LENGTHS, step_seconds=SLOW, guesses=False)
     digest = {one[0] for one in run(watched, case)}
     results = run(watched, replace(case, early_models=early))
     assert {one[0] for one in results} == digest and len(digest) == 1
@@ -58,7 +58,7 @@ def test_without_room_they_come_when_the_cache_has_gone(run):
 
 
 def test_who_decodes_the_tail_loads_meanwhile(run):
-    case = Case(LENGTHS, 2, step_seconds=SLOW)
+    case = Case(LENGTHS, 2, step_seconds=SLOW, guesses=False)
     (digest,) = {one[0] for one in run(watched, replace(case, threshold=0))}
     results = run(watched, replace(case, early_models=3))
     plan = results[0][2]
@@ -70,7 +70,7 @@ def test_who_decodes_the_tail_loads_meanwhile(run):
 
 @pytest.mark.parametrize("layout", ["d2t2p1"])
 def test_tensor_parallel_instances(run, layout):
-    case = Case(LENGTHS, 2, layout=layout, inference=layout, step_seconds=SLOW)
+    case = Case(LENGTHS, 2, layout=layout, inference=layout, step_seconds=SLOW, guesses=False)
     (digest,) = {one[0] for one in run(watched, case)}
     results = run(watched, replace(case, early_models=2))
     assert {one[0] for one in results} == {digest}

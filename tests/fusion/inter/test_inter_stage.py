@@ -70,7 +70,7 @@ def test_every_threshold_gives_the_bits_of_the_serial_run(run, name):
 
 @pytest.mark.parametrize("by", ["kv", "tokens"])
 def test_what_a_migration_reports(run, by):
-    case = Case(STAIRS, 6, by=by, bs_max=4, step_seconds=SLOW)
+    case = Case(STAIRS, 6, by=by, bs_max=4, step_seconds=SLOW, guesses=False)
     result = run(case)
     report = result["report"]
     assert result["digest"] == run.serial_digest(case) and len(report.plan.destinations) == 2
@@ -167,7 +167,7 @@ def test_observations_are_of_all_that_was_done(run):
 
 def test_several_waiting_samples_of_the_tail_are_scored_together(run):
     lengths = (2,) * 8 + (30,) * 16  # six of each of the last two instances end in one step, for four workers
-    report = run(Case(lengths, 16, score_tokens=512, step_seconds=SLOWER, bs_max=16))["report"]
+    report = run(Case(lengths, 16, score_tokens=512, step_seconds=SLOWER, bs_max=16, guesses=False))["report"]
     assert report.plan and any(row[1] > 1 and row[0] > 30 * row[1] for row in report.observations["score"])
 
 
@@ -251,7 +251,7 @@ def moved_ids(plan):
 @pytest.mark.parametrize("blocks", [9, 16])
 def test_a_destination_without_room_loses_nothing(run, blocks):
     """A sequence at full length takes up to 9 blocks: then one runs at a time, and all the others wait."""
-    case = Case(STAIRS, 8, blocks=blocks, step_seconds=SLOW)
+    case = Case(STAIRS, 8, blocks=blocks, step_seconds=SLOW, guesses=False)
     result = run(case)
     assert result["digest"] == run.serial_digest(case)
     report = result["report"]
