@@ -107,8 +107,8 @@ class CpuForward:
     def step_price(self, sequences: int, guesses: int) -> float:
         """As `ModelRunner.step_price`, about milliseconds: weights once and panels; each row; the host's work."""
         rows = sequences + guesses
-        panels = 1.0 if rows <= FEW else 0.35 + 0.95 * -(-rows // LANES)
-        host = 0.3 + 0.06 * sequences + (0.2 + 0.03 * guesses if guesses else 0.0)
+        panels = 1.0 if rows <= FEW else 0.12 + 1.05 * -(-rows // LANES)
+        host = 0.3 + 0.06 * sequences + (0.1 + 0.02 * guesses if guesses else 0.0)
         return self.weights_price * (panels + 0.01 * rows) + host
 
     def release(self) -> None:
