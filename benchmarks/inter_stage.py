@@ -1,10 +1,11 @@
 """Generation and inference of one iteration, fused beside serial, on two instances of one CPU machine.
 
-    python benchmarks/inter_stage.py [--sizes 1:2,2:1]
+    python benchmarks/inter_stage.py [--sizes 1:2,2:1] [--policy FOLDER]
 
 Two processes of one thread hold a generation instance and an inference worker each, of random Llamas; lengths are those
 of a real trace, scaled, and forced. Costs are fitted to a few runs, as a training fits them to its iterations; every
 R_t is predicted with them and run in turn, the chosen and the fastest once more. All runs must give the same bits.
+--policy measures an actor that can be guessed instead (speculation.py writes some), guessed and not.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from harness import TRACE, Figure, Measurement, named, options, take_turns, trace_lengths
@@ -58,8 +60,12 @@ class Sizes:
     max_prompt: int
     max_output: int
     score_tokens: int  # of one pack
+    policy: str = ""  # Hugging Face folder of the actor; it is guessed for from what it wrote before
+    draft_rows: int = 16
 
     def spec(self, role: str) -> ModelSpec:
+        if role == "actor" and self.policy:
+            return ModelSpec.from_config(Path(self.policy))
         layers = self.layers if role in ("actor", "reference") else self.scorer_layers
         heads, context = self.hidden // HEAD_DIM, self.max_prompt + self.max_output
         return ModelSpec("llama", layers, self.hidden, heads, heads, HEAD_DIM, self.mlp, self.vocab, context)
@@ -86,6 +92,10 @@ class Sizes:
 
 FULL = tuple(Sizes(*pair, 640, 1728, 1024, 64, 32, 384, 512) for pair in (("1:2", 6, 12), ("2:1", 6, 3)))
 QUICK = (Sizes("1:2", 2, 4, 256, 704, 512, 12, 16, 64, 128),)
+POLICY, QUICK_POLICY = (
+    Sizes("guessed", 6, 12, 256, 688, 0, 64, 32, 384, 512),
+    replace(QUICK[0], name="guessed", vocab=0),
+)
 
 
 @dataclass(frozen=True)
@@ -189,9 +199,14 @@ def fit_costs(runs: Sequence[Run], free_moves: bool = False) -> MeasuredCost:
 def main() -> None:
     parser = options(__doc__, rounds=3)
     parser.add_argument("--sizes", default=FULL[0].name, help=f"some of {', '.join(sizes.name for sizes in FULL)}")
+    parser.add_argument("--policy", metavar="FOLDER", help="measure this actor, with and without guesses, instead")
     parser.add_argument("--lengths", default=TRACE, metavar="FILE", help="csv, jsonl or parquet with both lengths")
     arguments = parser.parse_args()
     cases = named("--sizes", arguments.sizes, {sizes.name: sizes for sizes in (QUICK if arguments.quick else FULL)})
+    if arguments.policy:
+        policy, vocab = arguments.policy, ModelSpec.from_config(Path(arguments.policy)).vocab
+        guessed = replace(QUICK_POLICY if arguments.quick else POLICY, policy=policy, vocab=vocab)
+        cases = [guessed, replace(guessed, name="plain", draft_rows=0)]
     lengths = {
         one.name: trace_lengths(arguments.lengths, one.samples, one.max_prompt, one.max_output, arguments.seed)
         for one in cases
@@ -311,6 +326,8 @@ class Case:
         errors = Figure.of([abs(point.error) for point in points.values()])
         mean = statistics.mean(abs(point.error) for point in points.values())
         error = self._figure("mean_error", replace(errors, value=mean).at_most(ERROR_GOAL))
+        generation = [abs(p.predicted.generation_seconds / p.generation_seconds - 1) for p in points.values()]
+        self._figure("generation_error", replace(Figure.of(generation), value=statistics.mean(generation)))
         runs = final[str(chosen)]
         agreement = [run.ranks[0]["agreement_seconds"] / run.generation_seconds for run in runs]
         migration = [run.migration_seconds / run.seconds for run in runs]

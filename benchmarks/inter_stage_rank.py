@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from rlhfuse.fusion.inter.inference import FrozenModel, Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
 from rlhfuse.gen.core.sequence import SamplingParams
 from rlhfuse.gen.engine import Engine, EngineOptions
+from rlhfuse.gen.speculation.drafter import Drafter
+from rlhfuse.models.hf import load_weights
 from rlhfuse.models.stage import PipelineStage
 from rlhfuse.parallel.device import choose_device
 from rlhfuse.parallel.groups import GroupMaker, plain_grid
@@ -43,12 +46,14 @@ class FusionRank:
         join_ranks(rank, INSTANCES)
         self.rank, self.sizes, self.seed = rank, Sizes(**sizes), seed
         self.device, self.maker = choose_device("cpu", 0, 1), GroupMaker(TIMEOUT_SECONDS)
-        modules = {role: self._model(role) for role in ROLES}
-        self.engine = Engine(
-            self.sizes.spec("actor"),
-            dict(modules["actor"].named_parameters()),
-            EngineOptions(self.sizes.blocks, BLOCK_TOKENS, self.sizes.samples, max_batched_tokens=2048),
-        )
+        modules = {role: self._model(role) for role in ROLES if role != "actor" or not self.sizes.policy}
+        spec, rows = self.sizes.spec("actor"), self.sizes.draft_rows
+        options = EngineOptions(self.sizes.blocks, BLOCK_TOKENS, self.sizes.samples, 2048, draft_rows=rows)
+        if self.sizes.policy:
+            weights = load_weights(Path(self.sizes.policy), spec, dtype=torch.float32)
+        else:
+            weights = dict(modules["actor"].named_parameters())
+        self.engine = Engine(spec, weights, options)
         self.engine.pause()
         scorer = Scorer(
             *(self._frozen(role, modules[role]) for role in ROLES[1:]),
@@ -69,7 +74,7 @@ class FusionRank:
             timeout_seconds=TIMEOUT_SECONDS,
             progress=lambda _: None,
         )
-        self.iteration = 0
+        self.iteration, self.history = 0, []
 
     def _groups(self, name: str) -> Any:
         return self.maker.for_model(name, plain_grid(LAYOUT), self.rank)
@@ -86,20 +91,36 @@ class FusionRank:
         return FrozenModel(stage, weights, self._groups(role).tp)
 
     def load(self, lengths: SampleLengths, seed: int) -> None:
-        """Take a batch: random prompts of these lengths, outputs forced to theirs."""
+        """Take a batch: prompts of these lengths, random or begun by the policy; outputs forced to theirs."""
         generator = torch.Generator().manual_seed(seed)
 
         def tokens(count: int) -> tuple[int, ...]:
             return tuple(torch.randint(FIRST_TOKEN, self.sizes.vocab, (count,), generator=generator).tolist())
 
+        prompts = [tokens(prompt) for prompt in lengths.prompt]
+        if self.sizes.policy:
+            written = self._write([(1,)] * len(prompts), max(lengths.prompt), seed=2)
+            prompts = [tuple(text[: len(prompt)]) for text, prompt in zip(written, prompts)]
+            self.history = list(zip(prompts, self._write(prompts, max(lengths.output), seed=3)))
         self.requests = [
-            Request(sample, tokens(prompt), SamplingParams(max_tokens=output, ignore_eos=True, seed=1))
-            for sample, (prompt, output) in enumerate(zip(lengths.prompt, lengths.output))
+            Request(sample, prompt, SamplingParams(max_tokens=output, ignore_eos=True, seed=1))
+            for sample, (prompt, output) in enumerate(zip(prompts, lengths.output))
         ]
+
+    def _write(self, prompts: Sequence[tuple[int, ...]], count: int, seed: int) -> list[tuple[int, ...]]:
+        """What the actor answers."""
+        self.engine.resume()
+        params = SamplingParams(max_tokens=count, ignore_eos=True, seed=seed)
+        results = self.engine.generate(prompts, params)
+        self.engine.pause()
+        return [tuple(result.tokens) for result in results]
 
     def run(self, threshold: int, limits: FusionLimits) -> dict[str, Any]:
         """Generate and score the batch, from a barrier on; the sums are over all ranks, equal on each."""
         self.engine.resume()
+        if self.engine.drafter:  # each run is a first one: it must not remember what it is going to write
+            self.engine.drafter = Drafter(self.engine.spec.vocab, self.sizes.draft_rows, self.engine.runner.step_price)
+            self.engine.learn(self.history)
         self.iteration += 1
         gc.collect()
         gc.disable()
