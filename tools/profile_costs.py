@@ -2,15 +2,18 @@
 
     torchrun --nproc-per-node 4 tools/profile_costs.py --config run.yaml --out profile.json [key=value ...]
     python tools/profile_costs.py --config run.yaml --out profile.json            alone: one instance
+    torchrun --nproc-per-node 4 tools/profile_costs.py --config run.yaml --out profile.json --tensor 1,2,4
 
 Use as many ranks as the run has: all instances measure at the same time, as they work in a run. Models get random
-weights of the configured shapes.
+weights of the configured shapes. --tensor measures all tasks at each of these tensor degrees, whatever the config's
+layouts: any layouts of these degrees can then be priced.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import os
 import time
 import warnings
@@ -29,11 +32,12 @@ from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.load import load_config
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.costs.tensor_profiles import TensorProfiles
 from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import check_layouts
 from rlhfuse.parallel.first_error import prints_error
 from rlhfuse.planning.draft import read_specs
-from rlhfuse.run.profiling.points import check_world
+from rlhfuse.run.profiling.points import check_world, with_tensor
 
 
 def main() -> int:
@@ -42,6 +46,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
     parser.add_argument("--out", required=True, help="profile.json to write")
     parser.add_argument("--limit", type=float, default=240.0, metavar="SECONDS", help="measure no longer than this")
+    parser.add_argument("--tensor", metavar="DEGREES", help="such as 1,2,4; default: the degrees of the config")
     parser.add_argument("--force", action="store_true", help="replace an existing --out")
     args = parser.parse_intermixed_args()
     if not args.limit > 0:
@@ -51,10 +56,19 @@ def main() -> int:
         raise InputError(f"--out {out} exists; give another name or --force to replace it")
     if not out.resolve().parent.is_dir():
         raise InputError(f"--out {out}: the folder {out.resolve().parent} does not exist; make it first")
-    return measure(load_config(args.config, args.overrides), out, args.limit)
+    return measure(load_config(args.config, args.overrides), out, args.limit, degrees_of(args.tensor))
 
 
-def measure(config: RunConfig, out: Path, limit_seconds: float) -> int:
+def degrees_of(text: str | None) -> tuple[int, ...]:
+    """Ascending, each once; () where none are named."""
+    words = text.split(",") if text is not None else []
+    for word in words:
+        if not word.isdecimal() or int(word) < 1:
+            raise InputError(f"--tensor {text}: {word!r} is not a tensor degree; give some such as 1,2,4")
+    return tuple(sorted(set(map(int, words))))
+
+
+def measure(config: RunConfig, out: Path, limit_seconds: float, degrees: tuple[int, ...] = ()) -> int:
     """One rank of the measurement; rank 0 writes."""
     from rlhfuse.run.preflight import resolve_lengths
 
@@ -62,7 +76,9 @@ def measure(config: RunConfig, out: Path, limit_seconds: float) -> int:
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     config = resolve_batch(resolve_lengths(config, specs))
     check_layouts(resolve_device(config), specs, ParallelLayout.parse(config.parallel.actor_train).size)
-    check_world(config, world)
+    configs = [with_tensor(config, specs, degree, world) for degree in degrees] or [config]
+    for one in configs:
+        check_world(one, world)
 
     import torch  # loads only for a config that can be profiled
     import torch.distributed as dist
@@ -72,8 +88,9 @@ def measure(config: RunConfig, out: Path, limit_seconds: float) -> int:
     from rlhfuse.run.profiling.profiler import Profiler
 
     if config.trainer.device == "auto":
-        config = config.with_(trainer={"device": "cuda" if torch.cuda.is_available() else "cpu"})
-    config = resolve_device(config)
+        trainer = {"device": "cuda" if torch.cuda.is_available() else "cpu"}
+        config, configs = config.with_(trainer=trainer), [one.with_(trainer=trainer) for one in configs]
+    config, configs = resolve_device(config), [resolve_device(one) for one in configs]
     device = choose_device(config.trainer.device, local_rank(), config.trainer.threads_per_rank)
     allow_many_files()
     timeout = datetime.timedelta(seconds=config.trainer.hang_seconds)
@@ -90,7 +107,13 @@ def measure(config: RunConfig, out: Path, limit_seconds: float) -> int:
         if rank == 0:
             print(f"[{time.monotonic() - began:6.1f} s] {line}", flush=True)
 
-    costs = Profiler(config, specs, device, limit_seconds, say).run()
+    made = []
+    for one in configs:
+        if degrees:
+            say(f"tensor degree {degrees[len(made)]}")
+        made.append(Profiler(one, specs, device, limit_seconds / len(configs), say).run())
+        gc.collect()  # its models, before those of the next degree
+    costs = TensorProfiles(tuple(made)) if degrees else made[0]
     if rank == 0:
         write_json(out, costs.to_dict())
         print(f"{costs}\nwritten: {out}", flush=True)

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.json_values import from_json, read_json, to_json
+from rlhfuse.base.json_values import from_json, to_json
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel, RewardCost
 from rlhfuse.costs.fits import Grid
-from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds
 from rlhfuse.schedule.ir.problem import StageCosts
 
@@ -154,19 +152,3 @@ def made_for(config: RunConfig, specs: Mapping[Role, ModelSpec]) -> dict[str, An
         **{f"{task}_tp": ParallelLayout.parse(getattr(config.parallel, task)).tp for task in tasks},
         **{role: shape_text(specs[role]) for role in config.roles()},
     }
-
-
-def load_costs(path: str | Path) -> CostModel:
-    """A profile of tools/profile_costs.py or the costs.json of a run. Raises InputError naming the file."""
-    raw = read_json(path)
-    kind = ProfiledCost if isinstance(raw, dict) and raw.get("kind") == "profile" else MeasuredCost
-    return kind.from_dict(raw, str(path))
-
-
-def load_run_costs(config: RunConfig, specs: Mapping[Role, ModelSpec], path: str | Path = "") -> CostModel:
-    """What `path`, default fusion.profile, holds. Raises InputError, also for a profile of other models or settings."""
-    file = path or config.fusion.profile
-    costs = load_costs(file)
-    if isinstance(costs, ProfiledCost):
-        costs.check(made_for(config, specs), str(file))
-    return costs

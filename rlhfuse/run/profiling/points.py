@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.planning.draft import kv_blocks
 
 SMALLEST_CONTEXT = 64
@@ -79,3 +81,13 @@ def check_world(config: RunConfig, world: int) -> None:
         if world % tp:
             fault = f"{world} ranks % tp({tp}) of parallel.{task} = {world % tp}, must be 0"
             raise InputError(f"{fault}; start a multiple of {tp} ranks with torchrun")
+
+
+def with_tensor(config: RunConfig, specs: Mapping[Role, ModelSpec], tp: int, world: int) -> RunConfig:
+    """The same run with tensor degree `tp` in every task, on `world` ranks. Raises InputError where it cannot be."""
+    if world % tp:
+        raise InputError(f"{world} ranks % tp({tp}) = {world % tp}, must be 0; start a multiple of {tp} with torchrun")
+    layout = ParallelLayout(world // tp, tp, 1)
+    for role in config.roles():
+        layout.check_model(specs[role], role)
+    return config.with_(parallel=dict.fromkeys(tensor_degrees(config), str(layout)))

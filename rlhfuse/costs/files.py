@@ -1,0 +1,34 @@
+"""Files of costs: a profile, profiles by tensor degree, or what a run measured of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlhfuse.base.json_values import read_json
+from rlhfuse.config.role import Role
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import ModelSpec
+from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.costs.measured import MeasuredCost
+from rlhfuse.costs.profiled import ProfiledCost, made_for
+from rlhfuse.costs.tensor_profiles import KIND, TensorProfiles
+
+
+def load_costs(path: str | Path) -> CostModel | TensorProfiles:
+    """profile.json of tools/profile_costs.py or the costs.json of a run. Raises InputError naming the file."""
+    raw = read_json(path)
+    kind = raw.get("kind") if isinstance(raw, dict) else None
+    read = {"profile": ProfiledCost, KIND: TensorProfiles}.get(kind, MeasuredCost)
+    return read.from_dict(raw, str(path))
+
+
+def load_run_costs(config: RunConfig, specs: Mapping[Role, ModelSpec], path: str | Path = "") -> CostModel:
+    """What `path`, default fusion.profile, holds. Raises InputError, also for a profile of other models or settings."""
+    file = path or config.fusion.profile
+    costs = load_costs(file)
+    if isinstance(costs, TensorProfiles):
+        costs = costs.of(config, str(file))
+    if isinstance(costs, ProfiledCost):
+        costs.check(made_for(config, specs), str(file))
+    return costs

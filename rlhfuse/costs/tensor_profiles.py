@@ -1,0 +1,68 @@
+"""Profiles of one machine by tensor degree, in one file: of them the profile of any layouts is put together.
+
+A table of layouts whose every degree was measured is priced with what was measured; no other is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.base.json_values import from_json, to_json
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.costs.profiled import VERSION, ProfiledCost
+
+KIND = "profiles"
+
+
+@dataclass(frozen=True)
+class TensorProfiles:
+    """`profiles`: in each every task has the same degree."""
+
+    profiles: tuple[ProfiledCost, ...]
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        return tuple(int(profile.made_for["generation_tp"]) for profile in self.profiles)
+
+    def of(self, config: RunConfig, where: str = "profile") -> ProfiledCost:
+        """What a run with these layouts would have measured: each task's grids from the profile of its degree.
+
+        Raises InputError naming `where` and a degree that was not measured.
+        """
+        decoding = self._at("generation", config, where)
+        scorers = {role: self._at(f"{role}_inference", config, where) for role in config.scorers()}
+        training = {role: self._at(f"{role}_train", config, where).training[role] for role in config.trained()}
+        degrees = {f"{role}_inference_tp": profile.made_for["generation_tp"] for role, profile in scorers.items()}
+        return replace(
+            decoding,
+            made_for={**decoding.made_for, **degrees},
+            score={role: profile.score[role] for role, profile in scorers.items()},
+            swap_in=max((profile.swap_in for profile in scorers.values()), default=0.0),
+            training=training,
+        )
+
+    def _at(self, task: str, config: RunConfig, where: str) -> ProfiledCost:
+        layout = getattr(config.parallel, task)
+        degree, known = ParallelLayout.parse(layout).tp, self.degrees
+        if degree not in known:
+            have = ", ".join(map(str, known))
+            wanted = ",".join(map(str, sorted({*known, degree})))
+            raise InputError(
+                f"{where} has tensor degrees {have}, parallel.{task}={layout} needs {degree}; run "
+                f"tools/profile_costs.py --tensor {wanted} with this config"
+            )
+        return self.profiles[known.index(degree)]
+
+    def __str__(self) -> str:
+        return "\n".join(f"tensor degree {tp}\n{profile}" for tp, profile in zip(self.degrees, self.profiles))
+
+    def to_dict(self) -> dict:
+        return {"version": VERSION, "kind": KIND, **to_json(self)}
+
+    @staticmethod
+    def from_dict(raw: Any, where: str = "profile") -> TensorProfiles:
+        """Inverse of `to_dict`. Raises InputError naming `where` and the field."""
+        return from_json(TensorProfiles, raw, where, VERSION)

@@ -1,0 +1,83 @@
+"""Profiles by tensor degree: each task's grids come from its own degree, and what was not measured is not priced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import write_json
+from rlhfuse.config.load import load_config
+from rlhfuse.costs.files import load_costs, load_run_costs
+from rlhfuse.costs.fits import Grid
+from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
+from rlhfuse.costs.tensor_profiles import TensorProfiles
+from rlhfuse.planning.draft import read_specs
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "examples" / "tiny"
+BASE = [f"actor.path={TINY}/actor", f"reward.path={TINY}/reward", "trainer.device=cpu", "fusion.least_threshold=0"]
+
+
+def config_of(**parallel: str):
+    tasks = dict(generation="d2t2p1", actor_train="d1t1p4", critic_train="d1t2p2")
+    tasks |= {f"{role}_inference": "d4t1p1" for role in ("reference", "critic", "reward")}
+    settings = [f"parallel.{task}={layout}" for task, layout in (tasks | parallel).items()]
+    return load_config(ROOT / "examples" / "quickstart.yaml", [*BASE, *settings])
+
+
+def profile(degree: int) -> ProfiledCost:
+    """All of whose seconds are the degree."""
+    config = config_of()
+    plane = Grid(((1.0, 2.0), (1.0, 2.0)), (float(degree),) * 4)
+    line = Grid(((1.0, 2.0),), (float(degree),) * 2)
+    facts = made_for(config, read_specs(config))
+    facts |= {key: degree for key in facts if key.endswith("_tp")}
+    return ProfiledCost(
+        made_for=facts,
+        decode=plane,
+        prefill=plane,
+        score={role: plane for role in config.scorers()},
+        swap_in=float(degree),
+        move=line,
+        all_reduce=line,
+        training={role: TrainingGrids(degree, line, line, line, line) for role in config.trained()},
+    )
+
+
+def test_each_task_is_priced_by_the_profile_of_its_degree(tmp_path):
+    config, file = config_of(), tmp_path / "profile.json"
+    profiles = TensorProfiles((profile(1), profile(2)))
+    write_json(file, profiles.to_dict())
+    assert load_costs(file) == profiles and profiles.degrees == (1, 2)
+    costs = load_run_costs(config, read_specs(config), file)
+    assert isinstance(costs, ProfiledCost)
+    assert costs.decode_step_seconds(1, 1) == 2 and costs.migration_seconds(1) == 2
+    assert costs.score_seconds(2, 2) == 3.0 and costs.swap_in_seconds() == 1.0  # three scorers of degree 1
+    assert {role: grids.tp for role, grids in costs.training.items()} == {"actor": 1, "critic": 2}
+    assert costs.made_for["generation_tp"] == 2 and costs.made_for["reward_inference_tp"] == 1
+
+
+def test_profiles_of_the_runs_own_degrees_are_its_profile():
+    alike = {task: "d2t2p1" for task in ("actor_train", "critic_train")}
+    alike |= {f"{role}_inference": "d2t2p1" for role in ("reference", "critic", "reward")}
+    assert TensorProfiles((profile(1), profile(2))).of(config_of(**alike)) == profile(2)
+
+
+def test_a_degree_that_was_not_measured_is_refused_by_name():
+    with pytest.raises(InputError) as caught:
+        TensorProfiles((profile(1),)).of(config_of(), "p.json")
+    assert str(caught.value) == (
+        "p.json has tensor degrees 1, parallel.generation=d2t2p1 needs 2; run tools/profile_costs.py --tensor 1,2 "
+        "with this config"
+    )
+
+
+def test_profiles_of_other_models_are_refused(tmp_path):
+    other = [replace(one, made_for={**one.made_for, "actor": "1 layer"}) for one in (profile(1), profile(2))]
+    write_json(tmp_path / "p.json", TensorProfiles(tuple(other)).to_dict())
+    config = config_of()
+    with pytest.raises(InputError, match="p.json was made for actor=1 layer, this run has"):
+        load_run_costs(config, read_specs(config), tmp_path / "p.json")
