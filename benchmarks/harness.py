@@ -154,7 +154,7 @@ class Measurement:
         result = {
             "benchmark": self.name,
             "quick": self.quick,
-            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "command": command(sys.argv),
             "commit": git("rev-parse", "--short", "HEAD"),
             "dirty": git("status", "--porcelain", "--untracked-files=no") != "",
             "date": time.strftime("%Y-%m-%d"),
@@ -288,3 +288,8 @@ def git(*arguments: str) -> str:
     """What git says of this checkout; "" where there is none."""
     finished = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     return finished.stdout.strip()
+
+
+def command(words: Sequence[str]) -> str:
+    """As it was given, but of files elsewhere the name alone: results are read on other machines."""
+    return shlex.join([Path(words[0]).name, *(Path(w).name if Path(w).is_absolute() else w for w in words[1:])])

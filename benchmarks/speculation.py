@@ -146,7 +146,7 @@ class Bench:
         if key in self._written:
             return self._written[key]
         prompts = self.policies[name].prompts(iteration)
-        param = SamplingParams(LONGEST if natural else HISTORY_TOKENS, ignore_eos=not natural, seed=1)
+        param = SamplingParams(max_tokens=LONGEST if natural else HISTORY_TOKENS, ignore_eos=not natural, seed=1)
         engine = open_engine(self.policies[name].folder(iteration), 0)
         made = generate(engine, prompts, [param] * len(prompts), 1000 * iteration)
         self._written[key] = [(prompt, tokens) for prompt, tokens, *_ in made.responses]

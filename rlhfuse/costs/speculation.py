@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.optimize import isotonic_regression
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.costs.fits import Line
@@ -76,8 +77,9 @@ def fit_decode(steps: Sequence[DecodeObservation]) -> tuple[Line, Speculation | 
         if step.batch <= most:
             sums[step.batch] += step.batch, step.guesses, step.accepted
     means = [_near(sums, batch) for batch in range(1, most + 1)]
-    # more sequences share the rows: what noise says against it would let the best batch jump about
-    tokens = np.minimum.accumulate([1 + accepted for _, accepted in means])
+    # More sequences share the rows: what noise says against it would let the best batch jump about. Neighbours are
+    # pooled; were it the least so far, a last sample that is hard to guess would stand for every batch.
+    tokens = isotonic_regression([1 + accepted for _, accepted in means], weights=sums[1:, 0] + 1, increasing=False).x
     return plain, Speculation(guess_seconds, tuple(g for g, _ in means), tuple(map(float, tokens)))
 
 

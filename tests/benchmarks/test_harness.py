@@ -45,6 +45,11 @@ def test_a_results_file_says_what_was_measured_where(tmp_path):
     assert {"command", "commit", "dirty", "date", "load_before", "other_cores"} <= found.keys()
 
 
+def test_a_results_command_holds_no_path_of_the_machine():
+    words = ["/a/b/generation.py", "--policy", "/c/d", "--out", "e/f.json", "--cases", "A"]
+    assert harness.command(words) == "generation.py --policy d --out e/f.json --cases A"
+
+
 def test_a_quick_run_has_no_goals_and_no_place_among_the_results(tmp_path, capsys):
     measurement = measured(tmp_path, "--quick")
     measurement.figure("speed", Figure(1.0).at_least(2))

@@ -78,6 +78,14 @@ def test_more_sequences_share_the_rows_and_the_largest_flat_batch_falls():
     assert "give" in str(guessing)
 
 
+def test_a_last_sample_that_is_hard_to_guess_stands_for_few_batches():
+    hard = [DecodeObservation(1, 300, 1e-3, 4, 0)] * 150
+    easy = [DecodeObservation(batch, 300 * batch, 1e-3, 12, 4) for batch in range(3, 7)] * 150
+    _, found = fit_decode([*hard, *easy])
+    assert found is not None and min(found.tokens[2:]) > 1.5
+    assert list(found.tokens) == sorted(found.tokens, reverse=True)
+
+
 def test_beyond_the_rows_a_step_is_plain():
     found = Speculation(1e-5, (7.0, 3.0), (3.0, 2.0))
     assert found.token_seconds(1.0, 1) == pytest.approx((1 + 7e-5) / 3)
