@@ -13,21 +13,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from harness import Figure, Measurement, options
-from real.calls import GraphCall, ModelCall, graph_seconds
+from real.calls import ModelCall
+from real.space import INFERENCES, CallWork
 from real.tables import (
     BATCH,
     EAGER_END_TO_END,
     END_TO_END,
-    MINIBATCHES,
-    OUTPUT_TOKENS,
-    PROMPT_TOKENS,
     RealRow,
     real_rows,
 )
 
 from rlhfuse.base.errors import run_program
-from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.hardware import ASSUMED, REAL_H100, Calibration, data_sheets
+from rlhfuse.planning.meshes.call_graph import GraphCall, graph_seconds
 
 HUBER = 0.1  # errors above grow linearly only, so that a row that no constants explain does not bend the others
 FITTED = {  # with the range in which a value is credible; network and host links hardly touch these rows
@@ -41,7 +39,6 @@ FITTED = {  # with the range in which a value is credible; network and host link
 }
 # where the descent begins: a floor that no row touches has no slope, so both floors begin high
 START = replace(ASSUMED, name="start", forward_layer_seconds=1e-3, decode_layer_seconds=2e-4, call_seconds=1.0)
-INFERENCES = ("RewInf", "RefInf", "CriticInf")
 PARENTS = {
     "ActorGen": (),
     **dict.fromkeys(INFERENCES, ("ActorGen",)),
@@ -88,8 +85,23 @@ def main() -> None:
         parts.append([table, f"{fitted:.1%}", f"{held_out:.1%}", f"{max(abs(one.error) for one in held):.1%}", *ends])
     head = ("table", "mean error", "fitted to the others", "its worst row", "end to end", "without graphs")
     measurement.table("tables", "Tables", head, parts)
+    terms = [
+        [key, *(f"{mean_error(compare(rows, one)):.1%}" for one in taken_from_the_fit(key, calibration))]
+        for key in (*FITTED, "decode_layer_seconds eager_decode_layer_seconds call_seconds")
+    ]
+    head = ("constant", "taken from the fit, others assumed", "assumed, others from the fit")
+    measurement.table("terms", "Mean error of all rows: which constants of the fit matter", head, terms)
     measurement.facts(constants=asdict(calibration))
     measurement.finish()
+
+
+def taken_from_the_fit(keys: str, fitted: Calibration) -> tuple[Calibration, Calibration]:
+    """The assumed constants with `keys` of the fit, and the fit with `keys` as assumed."""
+    names = keys.split()
+    return (
+        replace(ASSUMED, **{key: getattr(fitted, key) for key in names}),
+        replace(fitted, **{key: getattr(ASSUMED, key) for key in names}),
+    )
 
 
 def cells(one: RowError) -> list[str]:
@@ -100,20 +112,14 @@ def cells(one: RowError) -> list[str]:
 
 
 def model_call(row: RealRow, calibration: Calibration) -> ModelCall:
-    """The row's model in its layout, in bf16 on H100s."""
+    """The row's model in its layout on H100s."""
     machine = calibration.reached(data_sheets()["h100"], captured_graphs=not row.eager)
-    training = row.call.endswith("Train")
-    return ModelCall(AnalyticCost(row.spec, row.layout, machine, 2, row.scalar_head, recompute=training))
+    return CallWork.of(row).on(row.layout, machine)
 
 
 def predicted_seconds(row: RealRow, calibration: Calibration) -> float:
     """What the cost model says about a row's call."""
-    call, tokens = model_call(row, calibration), PROMPT_TOKENS + OUTPUT_TOKENS
-    if row.call == "ActorGen":
-        return call.generate_seconds(row.batch, PROMPT_TOKENS, OUTPUT_TOKENS, passes=row.microbatches)
-    if row.call.endswith("Train"):
-        return call.train_seconds(row.batch, tokens, MINIBATCHES, 2 * row.layout.pp * row.microbatches)
-    return call.infer_seconds(row.batch, tokens, passes=row.microbatches)
+    return CallWork.of(row).seconds(model_call(row, calibration))
 
 
 def compare(rows: Iterable[RealRow], calibration: Calibration) -> tuple[RowError, ...]:

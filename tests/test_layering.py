@@ -31,6 +31,7 @@ WITHIN = {
         "migration": ("core", "engine"),
     },
     "models": {"cpu": (), "gpu": ()},
+    "planning": {"meshes": ()},
     "run": {"report": (), "profiling": ("rank_models",)},
     "schedule": {
         "ir": (),

@@ -1,4 +1,4 @@
-"""Seconds of one call of a model on its mesh, and when the calls of an iteration run (REAL, appendix A, Algorithm 1).
+"""Seconds of one call of a model on its mesh, as REAL runs it (appendix A).
 
 The batch is cut over dp replicas, then into passes, then into the micro-batches that a pipeline keeps in flight. A
 pipeline of unequal stages with m micro-batches takes the sum of its stages + (m - 1) x its slowest stage, forward or,
@@ -7,11 +7,8 @@ for 1F1B, forward and backward together. Decoding keeps PP micro-batches in flig
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhfuse.base.errors import InputError
 from rlhfuse.costs.analytic import AnalyticCost, link_bandwidth, ring_gather_seconds
 from rlhfuse.costs.stage_cut import MicrobatchTokens
 
@@ -86,45 +83,3 @@ class ModelCall:
         ]
         stages[-1] += self.model.head_seconds(outputs)
         return stages
-
-
-@dataclass(frozen=True)
-class GraphCall:
-    """A node of the graph: `nodes` are the first and last node of its mesh, both included."""
-
-    name: str
-    nodes: tuple[int, int]
-    seconds: float
-    parents: tuple[str, ...] = ()
-
-    def overlaps(self, other: GraphCall) -> bool:
-        return self.nodes[0] <= other.nodes[1] and other.nodes[0] <= self.nodes[1]
-
-
-def graph_seconds(calls: Sequence[GraphCall]) -> float:
-    """The end of the last call."""
-    return max(end for _, end in place_calls(calls).values())
-
-
-def place_calls(calls: Sequence[GraphCall]) -> dict[str, tuple[float, float]]:
-    """Start and end of every call, by name.
-
-    Raises InputError for calls that wait for one another.
-    """
-    by_name = {call.name: call for call in calls}
-    number = {call.name: index for index, call in enumerate(calls)}
-    queue = [(0.0, number[call.name]) for call in calls if not call.parents]
-    placed: dict[str, tuple[float, float]] = {}
-    while queue:
-        ready, index = heapq.heappop(queue)
-        call = calls[index]
-        busy = max((end for name, (_, end) in placed.items() if by_name[name].overlaps(call)), default=0.0)
-        start = max(ready, busy)
-        placed[call.name] = (start, start + call.seconds)
-        for child in calls:
-            if call.name in child.parents and all(parent in placed for parent in child.parents):
-                heapq.heappush(queue, (max(placed[parent][1] for parent in child.parents), number[child.name]))
-    if len(placed) < len(calls):
-        waiting = ", ".join(name for name in by_name if name not in placed)
-        raise InputError(f"the calls {waiting} wait for one another; a graph has no circle")
-    return placed

@@ -1,0 +1,137 @@
+"""What an iteration's calls may choose from, and what a choice for all of them takes.
+
+Calls come in phases; each phase waits for all of the one before, as generation, inference and training do. Within a
+phase calls run side by side where their meshes are disjoint, else one after the other in the best order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import permutations
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.planning.meshes.call_graph import GraphCall
+from rlhfuse.planning.meshes.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Option:
+    """A layout of a call: its seconds, and bytes of each rank of its mesh."""
+
+    layout: ParallelLayout
+    seconds: float
+    held_bytes: float = 0.0  # all the time: gradients and optimizer states
+    passing_bytes: float = 0.0  # while the call runs
+    fetch_seconds: float = 0.0  # bringing the weights here first, where the call's source lies otherwise
+
+
+@dataclass(frozen=True)
+class Call:
+    """One model's work in a phase. `options`: by the number of ranks of a mesh; `source`: the call whose weights it
+    needs, empty where they never change."""
+
+    name: str
+    options: Mapping[int, Sequence[Option]] = field(hash=False)
+    source: str = ""
+
+    @property
+    def resident(self) -> bool:
+        """Whether it takes memory from calls of other phases."""
+        return any(option.held_bytes for options in self.options.values() for option in options)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Where and how a call runs."""
+
+    mesh: Mesh
+    option: Option
+
+    def __str__(self) -> str:
+        return f"{self.option.layout}{self.mesh}"
+
+
+MeshPlan = Mapping[str, Choice]  # by the name of the call
+
+
+@dataclass(frozen=True)
+class MeshProblem:
+    """Calls by phase on `ranks` equal ranks; no mesh has fewer than `least` of them.
+
+    Raises InputError for a source that holds nothing, so that there would be no saying where weights stay.
+    """
+
+    ranks: int
+    least: int
+    memory_bytes: float
+    phases: tuple[tuple[Call, ...], ...]
+
+    def __post_init__(self) -> None:
+        residents = [call.name for call in self.residents]
+        for call in self.calls.values():
+            if call.source and (call.source not in residents or call.name in residents):
+                raise InputError(f"call {call.name} takes weights from {call.source!r}; sources are {residents}")
+
+    @cached_property
+    def calls(self) -> dict[str, Call]:
+        return {call.name: call for phase in self.phases for call in phase}
+
+    @cached_property
+    def residents(self) -> tuple[Call, ...]:
+        """Those that hold memory all the time, which decide on the room of the others."""
+        return tuple(call for phase in self.phases for call in phase if call.resident)
+
+    def call_seconds(self, call: Call, plan: MeshPlan) -> float:
+        """The call, and bringing its weights unless it runs where and as its source does."""
+        own = plan[call.name]
+        if call.source:
+            source = plan[call.source]
+            if (source.mesh, source.option.layout) != (own.mesh, own.option.layout):
+                return own.option.seconds + own.option.fetch_seconds
+        return own.option.seconds
+
+    def seconds(self, plan: MeshPlan) -> float:
+        """Of an iteration."""
+        return sum(self._phase(phase, plan)[0] for phase in self.phases)
+
+    def graph(self, plan: MeshPlan) -> list[GraphCall]:
+        """The calls so that `place_calls` runs them in the best order."""
+        graph, parents = [], ()
+        for phase in self.phases:
+            for call in self._phase(phase, plan)[1]:
+                mesh = plan[call.name].mesh
+                graph.append(GraphCall(call.name, (mesh.first, mesh.last), self.call_seconds(call, plan), parents))
+            parents = tuple(call.name for call in phase)
+        return graph
+
+    def fits(self, plan: MeshPlan) -> bool:
+        return self.need_bytes(plan) <= self.memory_bytes
+
+    def need_bytes(self, plan: MeshPlan) -> float:
+        """Of the fullest rank: what its calls hold, and the most of what passes while one of them runs."""
+        most = 0.0
+        for rank in {choice.mesh.first for choice in plan.values()}:  # no rank has more calls than some mesh's first
+            there = [choice.option for choice in plan.values() if choice.mesh.first <= rank <= choice.mesh.last]
+            held = sum(option.held_bytes for option in there)
+            most = max(most, held + max(option.passing_bytes for option in there))
+        return most
+
+    def _phase(self, phase: Sequence[Call], plan: MeshPlan) -> tuple[float, tuple[Call, ...]]:
+        """Its seconds, and the best order of its calls."""
+        work = {call.name: (plan[call.name].mesh, self.call_seconds(call, plan)) for call in phase}
+        return min(
+            ((_end_in_order([work[call.name] for call in order]), order) for order in permutations(phase)),
+            key=lambda found: found[0],
+        )
+
+
+def _end_in_order(work: Sequence[tuple[Mesh, float]]) -> float:
+    """The end of calls that are all ready at 0 and start in this order, each when its ranks are free."""
+    placed: list[tuple[Mesh, float]] = []
+    for mesh, seconds in work:
+        start = max((end for other, end in placed if other.overlaps(mesh)), default=0.0)
+        placed.append((mesh, start + seconds))
+    return max(end for _, end in placed)

@@ -1,0 +1,136 @@
+"""The exact search over meshes against trying every plan, on clusters small enough for that."""
+
+import random
+from itertools import product
+
+import pytest
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.planning.meshes.call_graph import GraphCall, graph_seconds, place_calls
+from rlhfuse.planning.meshes.mesh import Mesh, aligned_meshes
+from rlhfuse.planning.meshes.problem import Call, Choice, MeshProblem, Option
+from rlhfuse.planning.meshes.search import best_plan
+from rlhfuse.planning.meshes.walk import greedy_plan, walk
+
+
+def call(name, generator, sizes, layouts, held=False, source=""):
+    """Random options for meshes of these sizes: whole numbers, so that ties and exact fits come about."""
+    options = {}
+    for size in sizes:
+        degrees = [tp for tp in (1, 2, 4) if size % tp == 0][:layouts]
+        options[size] = [
+            Option(
+                ParallelLayout(size // tp, tp, 1),
+                seconds=float(generator.randint(4, 40) * 8 // size),
+                held_bytes=float(generator.randint(1, 4)) if held else 0.0,
+                passing_bytes=float(generator.randint(1, 6)),
+                fetch_seconds=float(generator.randint(0, 3)) if source else 0.0,
+            )
+            for tp in degrees
+        ]
+    return Call(name, options, source)
+
+
+def iteration(seed, ranks, least, layouts, memory, scorers=("reference", "critic")):
+    """Generation, scorers and two trainings: the actor's weights are fetched to generate, the critic's to score."""
+    generator = random.Random(seed)
+    sizes = sorted({mesh.size for mesh in aligned_meshes(ranks, least).meshes()})
+    some = (generator, sizes, layouts)
+    phases = (
+        (call("generation", *some, source="actor_train"),),
+        tuple(call(name, *some, source="critic_train" if name == "critic" else "") for name in scorers),
+        (call("critic_train", *some, held=True), call("actor_train", *some, held=True)),
+    )
+    return MeshProblem(ranks, least, memory, phases)
+
+
+def least_of_all(problem):
+    """Seconds of the fastest plan, by trying all of them; None where none fits."""
+    meshes = aligned_meshes(problem.ranks, problem.least).meshes()
+    every = [
+        [Choice(mesh, one) for mesh in meshes for one in call.options[mesh.size]] for call in problem.calls.values()
+    ]
+    plans = (dict(zip(problem.calls, chosen)) for chosen in product(*every))
+    return min((problem.seconds(plan) for plan in plans if problem.fits(plan)), default=None)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("ranks, least, layouts", [(4, 2, 2), (4, 1, 1), (6, 2, 1), (8, 4, 2)])
+def test_no_plan_is_faster(ranks, least, layouts, seed):
+    problem = iteration(seed, ranks, least, layouts, memory=4.0 + seed % 7)
+    expected = least_of_all(problem)
+    if expected is None:
+        with pytest.raises(InputError, match=f"on {ranks} ranks fits into .* GB of a rank"):
+            best_plan(problem)
+        return
+    found = best_plan(problem)
+    assert problem.fits(found.plan) and problem.seconds(found.plan) == found.seconds == expected
+    assert found.bound >= found.seconds and found.priced <= found.placements
+    assert graph_seconds(problem.graph(found.plan)) == pytest.approx(found.seconds)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_three_scorers_and_no_critic(seed):
+    problem = iteration(seed, 4, 2, 1, 8.0, ("reference", "reward", "critic"))
+    assert best_plan(problem).seconds == least_of_all(problem)
+    generation, scorers, (_, actor) = problem.phases
+    alone = MeshProblem(4, 1, 8.0, (generation, scorers[:2], (actor,)))
+    alone = MeshProblem(4, 2, 8.0, alone.phases)
+    assert best_plan(alone).seconds == least_of_all(alone)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_walk_is_never_worse_than_its_start_nor_better_than_the_best(seed):
+    problem = iteration(seed, 8, 1, 2, 9.0)
+    meshes, found = aligned_meshes(8, 1).meshes(), best_plan(problem)
+    walked = walk(problem, greedy_plan(problem, meshes), meshes, 2000, seed)
+    assert not walked.fits or walked.seconds >= found.seconds
+    from_best = walk(problem, found.plan, meshes, 300, seed)
+    assert from_best.fits and from_best.seconds == found.seconds
+    assert walk(problem, found.plan, meshes, 300, seed) == from_best
+
+
+def test_aligned_meshes_nest():
+    assert [str(mesh) for mesh in aligned_meshes(8, 2).meshes()] == "@0-7 @0-3 @0-1 @2-3 @4-7 @4-5 @6-7".split()
+    assert [str(mesh) for mesh in aligned_meshes(6, 2).meshes()] == "@0-5 @0-3 @0-1 @2-3 @4-5".split()
+    for one, other in product(aligned_meshes(24, 4).meshes(), repeat=2):
+        assert one.holds(other) or other.holds(one) or not one.overlaps(other)
+    assert Mesh(16, 8) in aligned_meshes(24, 4).meshes()
+
+
+def option(layout, seconds, held=0.0, passing=0.0, fetch=0.0):
+    return Option(ParallelLayout.parse(layout), seconds, held, passing, fetch)
+
+
+def test_a_phase_in_its_best_order_and_what_weights_cost():
+    """Left and right halves beside each other after what needs both, whichever was named first."""
+    halves = {4: [option("d4t1p1", 3)], 8: [option("d8t1p1", 2), option("d4t2p1", 2)]}
+    calls = [Call(name, halves) for name in ("left", "both", "right")]
+    train = Call("train", {8: [option("d8t1p1", 5, held=1)]})
+    generate = Call("generate", {8: [option("d8t1p1", 2, fetch=1), option("d4t2p1", 2, fetch=1)]}, "train")
+    problem = MeshProblem(8, 4, 10.0, ((generate,), tuple(calls), (train,)))
+    whole, left, right = Mesh(0, 8), Mesh(0, 4), Mesh(4, 4)
+    plan = {
+        "left": Choice(left, halves[4][0]),
+        "both": Choice(whole, halves[8][0]),
+        "right": Choice(right, halves[4][0]),
+        "train": Choice(whole, train.options[8][0]),
+        "generate": Choice(whole, generate.options[8][0]),
+    }
+    assert problem.seconds(plan) == 2 + (2 + 3) + 5
+    times = place_calls(problem.graph(plan))
+    assert times["train"] == (7, 12) and {times["left"], times["right"]} == {times["left"]}
+    assert problem.seconds(plan | {"generate": Choice(whole, generate.options[8][1])}) == 13  # another layout: fetched
+    with pytest.raises(InputError, match=r"call generate takes weights from 'nobody'; sources are \['train'\]"):
+        MeshProblem(8, 4, 1.0, ((Call("generate", {}, "nobody"), train),))
+
+
+def test_calls_share_devices_and_wait_for_parents():
+    """Two halves run side by side; a call on both waits for both (REAL, Algorithm 1)."""
+    tree = (("gen", (1, 2), 10), ("left", (1, 1), 3, ("gen",)), ("right", (2, 2), 5, ("gen",)))
+    calls = [GraphCall(*one) for one in (*tree, ("more", (1, 1), 1, ("gen",)), ("both", (1, 2), 2, ("left",)))]
+    expected = {"gen": (0, 10), "left": (10, 13), "right": (10, 15), "more": (13, 14), "both": (15, 17)}
+    assert place_calls(calls) == expected and graph_seconds(calls) == 17
+    with pytest.raises(InputError, match="a, b wait for one another"):
+        place_calls((GraphCall("a", (1, 1), 1.0, ("b",)), GraphCall("b", (1, 1), 1.0, ("a",))))
