@@ -1,0 +1,71 @@
+"""The reproduction page: it holds what it says, by itself, and its rows follow from results and formulas."""
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+from markupsafe import escape
+from paper import of_puzzle, of_rlhfuse
+from paper.page import Row, Section, claim_row, page, range_row, value_row
+from paper_page import MISSING, NEEDED
+from test_programs import ROOT, run
+
+
+class Tags(HTMLParser):
+    """Counts of tags, and what they refer to outside of the page."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts, self.outside = {}, []
+
+    def handle_starttag(self, tag, attributes):
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+        self.outside += [value for key, value in attributes if key in ("src", "href", "xlink:href") and value[0] != "#"]
+
+
+@pytest.mark.timeout(600)
+def test_one_command_makes_one_page(tmp_path):
+    finished = run("paper_page.py", "--out", tmp_path / "page.html")
+    assert finished.returncode == 0, finished.stderr
+    sections, rows = map(int, re.search(r"(\d+) sections, (\d+) rows", finished.stdout).groups())
+    tags, text = Tags(), (tmp_path / "page.html").read_text()
+    tags.feed(text)
+    assert tags.counts["h2"] == sections + 1 and tags.counts["svg"] >= 6 and tags.counts["tr"] > rows > 150
+    assert tags.outside == [] and "<script" not in text and "prefers-color-scheme: dark" in text
+    for name in NEEDED:
+        assert f"benchmarks/results/{name}.json of 20" in text
+    for what, *_ in MISSING:
+        assert str(escape(what.split(",")[0])) in text
+
+
+def test_rows_say_how_far_off_they_are():
+    assert value_row("x", "paper", 2.0, 1.9).difference == "-5.0%"
+    assert range_row("x", "paper", (1.2, 1.6), (1.16, 1.3, 1.7)) == Row(
+        "x", "paper", "1.2-1.6", "1.16-1.70", "2 of 3 inside"
+    )
+    assert [claim_row("x", "paper", "a", "b", holds).difference for holds in (True, False)] == [
+        "holds",
+        "does not hold",
+    ]
+    section = Section("x", "A <title>", "computed", rows=(Row("what", "where", "", "1"),))
+    text = page("t", "f", [section], [("gone", "paper", "why")])
+    assert "A &lt;title&gt;" in text and "not at hand" in text and "gone" in text
+
+
+def test_what_formulas_give_is_exact():
+    rows = {row.what: row for row in of_puzzle.time_shared().rows}
+    assert {row.difference for row in rows.values()} == {"+0.0%"}
+    assert {row.printed for row in rows.values()} >= {"1.273", "1.349", "1.319", "9", "15"}
+    assert [(row.printed, row.difference) for row in of_rlhfuse.bubbles().rows] == [
+        ("0.429", "+0.0%"),
+        ("0.273", "+0.0%"),
+    ]
+
+
+def test_a_missing_result_is_named(tmp_path):
+    code = "import paper_page; from pathlib import Path; paper_page.RESULTS = Path('nowhere'); paper_page.main()"
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = ['{ROOT}', '{ROOT}/benchmarks']; {code}"]
+    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "nowhere/paper_settings.json is not there; run benchmarks/paper_settings.py" in finished.stderr
