@@ -2,7 +2,8 @@
 
     python benchmarks/real_tables.py [--refit]
 
-Every row beside its prediction, each table predicted with constants fitted to the other three, and whole iterations.
+Every row beside its prediction, each table predicted with constants fitted to the other three, and whole iterations;
+`planned` are the costs of a plan for GPUs, to which nothing was fitted: assumed constants and this project's kernels.
 Errors of the fit are those of logarithms, so that a call of five seconds counts as much as one of five minutes.
 """
 
@@ -25,6 +26,7 @@ from real.tables import (
 
 from rlhfuse.base.errors import run_program
 from rlhfuse.costs.hardware import ASSUMED, REAL_H100, Calibration, data_sheets
+from rlhfuse.costs.kernels import Kernels
 from rlhfuse.planning.meshes.call_graph import GraphCall, graph_seconds
 
 HUBER = 0.1  # errors above grow linearly only, so that a row that no constants explain does not bend the others
@@ -71,6 +73,11 @@ def main() -> None:
     measurement.figure("mean_error", Figure(mean_error(errors)).at_most(0.10))
     measurement.figure("worst_error", Figure(max(abs(one.error) for one in errors)).at_most(0.35))
     measurement.figure("assumed.mean_error", mean_error(compare(rows, ASSUMED)))
+    planned = compare(rows, ASSUMED, Kernels())
+    measurement.figure("planned.mean_error", Figure(mean_error(planned)).at_most(0.15))
+    for kind in ("Gen", "Inf", "Train"):
+        own = [one for one in planned if one.row.call.endswith(kind) and not one.row.eager]
+        measurement.figure(f"planned.{kind}.mean_error", mean_error(own))
     parts = []
     for table in BATCH:
         own, others = [row for row in rows if row.table == table], [row for row in rows if row.table != table]
@@ -111,19 +118,19 @@ def cells(one: RowError) -> list[str]:
     return [row.table, call, str(row.layout), str(row.microbatches), *seconds, f"{one.error:+.1%}"]
 
 
-def model_call(row: RealRow, calibration: Calibration) -> ModelCall:
+def model_call(row: RealRow, calibration: Calibration, kernels: Kernels | None = None) -> ModelCall:
     """The row's model in its layout on H100s."""
     machine = calibration.reached(data_sheets()["h100"], captured_graphs=not row.eager)
-    return CallWork.of(row).on(row.layout, machine)
+    return CallWork.of(row).on(row.layout, machine, kernels)
 
 
-def predicted_seconds(row: RealRow, calibration: Calibration) -> float:
+def predicted_seconds(row: RealRow, calibration: Calibration, kernels: Kernels | None = None) -> float:
     """What the cost model says about a row's call."""
-    return CallWork.of(row).seconds(model_call(row, calibration))
+    return CallWork.of(row).seconds(model_call(row, calibration, kernels))
 
 
-def compare(rows: Iterable[RealRow], calibration: Calibration) -> tuple[RowError, ...]:
-    return tuple(RowError(row, predicted_seconds(row, calibration)) for row in rows)
+def compare(rows: Iterable[RealRow], calibration: Calibration, kernels: Kernels | None = None) -> tuple[RowError, ...]:
+    return tuple(RowError(row, predicted_seconds(row, calibration, kernels)) for row in rows)
 
 
 def mean_error(errors: Sequence[RowError]) -> float:

@@ -64,9 +64,10 @@ def calls_of_real(results: Results) -> Section:
         f"fitted to the other three is off by at most {held:.1%} on average.",
         "Readings that the paper leaves open: batch 4096 where a 70B model takes part; #Micro-Batches of generation "
         "and inference are passes; training recomputes; the GPU is an H100.",
-        f"Constants fitted to nothing of REAL's are off by {figures['assumed.mean_error']['value']:.1%}. The second "
-        "table says by which of them: what its software adds to every call and to every layer of a decode step, and "
-        "how little of NVLink it reaches. No data sheet knows these.",
+        f"Constants fitted to nothing of REAL's are off by {figures['assumed.mean_error']['value']:.1%}, with what the "
+        f"kernels between products move, as plans for GPUs count it, by {figures['planned.mean_error']['value']:.1%}. "
+        "The second table says by which constants: what REAL's software adds to every call and to every layer of a decode "
+        "step, and how little of NVLink it reaches. No data sheet knows these.",
     ]
     picture = scatter(groups, "published seconds", "predicted seconds")
     terms = result["tables"]["terms"]

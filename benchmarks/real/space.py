@@ -14,6 +14,7 @@ from real.tables import MINIBATCHES, OUTPUT_TOKENS, PROMPT_TOKENS, RealRow
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.kernels import Kernels
 from rlhfuse.planning.meshes.problem import Call, MeshProblem, Option
 
 HELD_BYTES, WEIGHT_BYTES = 16, 2  # of a trained parameter: float32 gradient, weight and two moments; bfloat16 weight
@@ -49,10 +50,11 @@ class CallWork:
     def sample_tokens(self) -> int:
         return self.prompt_tokens + self.output_tokens
 
-    def on(self, layout: ParallelLayout, machine: HardwareSpec) -> ModelCall:
-        """In bf16; training recomputes."""
-        scalar_head = self.name.startswith(("Rew", "Critic"))
-        return ModelCall(AnalyticCost(self.spec, layout, machine, WEIGHT_BYTES, scalar_head, recompute=self.trains))
+    def on(self, layout: ParallelLayout, machine: HardwareSpec, kernels: Kernels | None = None) -> ModelCall:
+        """In bf16; training recomputes. `kernels`: those of this project between the products."""
+        head = self.name.startswith(("Rew", "Critic"))
+        cost = AnalyticCost(self.spec, layout, machine, WEIGHT_BYTES, head, recompute=self.trains, kernels=kernels)
+        return ModelCall(cost)
 
     def seconds(self, call: ModelCall) -> float:
         if self.name.endswith("Gen"):
