@@ -50,7 +50,7 @@ MISSING = (
         "measurements of their runtime",
     ),
     (
-        "hours saved, Table 5; +42% where the critic trains beside the next generation, 8.4",
+        "+42% where the critic trains beside the next generation, 8.4",
         "ReaLHF",
         "the search over meshes prices one iteration by itself; calls of the next one are not placed yet",
     ),

@@ -7,10 +7,12 @@ from html.parser import HTMLParser
 
 import pytest
 from markupsafe import escape
-from paper import of_puzzle, of_rlhfuse
+from paper import of_puzzle, of_real, of_rlhfuse
 from paper.page import Row, Section, claim_row, page, range_row, value_row
 from paper_page import MISSING, NEEDED
 from test_programs import ROOT, run
+
+from rlhfuse.planning.meshes.search import best_plan
 
 
 class Tags(HTMLParser):
@@ -69,3 +71,9 @@ def test_a_missing_result_is_named(tmp_path):
     command = [sys.executable, "-c", f"import sys; sys.path[:0] = ['{ROOT}', '{ROOT}/benchmarks']; {code}"]
     finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert "nowhere/paper_settings.json is not there; run benchmarks/paper_settings.py" in finished.stderr
+
+
+@pytest.mark.parametrize("actor, critic, gpus", [("7B", "7B", 8), ("7B", "70B", 64), ("70B", "7B", 64)])
+def test_no_heuristic_beats_the_search(actor, critic, gpus):
+    problem = of_real.problem_of(actor, critic, gpus, 384)
+    assert of_real.heuristic_seconds(problem) > best_plan(problem).seconds
