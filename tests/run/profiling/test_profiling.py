@@ -138,7 +138,7 @@ def test_a_run_at_another_tensor_degree_has_it_in_all_tasks():
 def test_the_program_measures_each_degree(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["tools/profile_costs.py", "--config", "examples/quickstart.yaml", *SETTINGS, "--limit", "2"]
-    command += ["--tensor", "1,2", "--out", str(tmp_path / "p.json")]
+    command += ["parallel.inference=d2t1p1", "--tensor", "1,2", "--out", str(tmp_path / "p.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr
     profiles = load_costs(tmp_path / "p.json")
