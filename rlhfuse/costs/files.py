@@ -19,8 +19,9 @@ def load_costs(path: str | Path) -> CostModel | TensorProfiles:
     """profile.json of tools/profile_costs.py or the costs.json of a run. Raises InputError naming the file."""
     raw = read_json(path)
     kind = raw.get("kind") if isinstance(raw, dict) else None
-    read = {"profile": ProfiledCost, KIND: TensorProfiles}.get(kind, MeasuredCost)
-    return read.from_dict(raw, str(path))
+    if kind == KIND:
+        return TensorProfiles.from_dict(raw, str(path))
+    return (ProfiledCost if kind == "profile" else MeasuredCost).from_dict(raw, str(path))
 
 
 def load_run_costs(config: RunConfig, specs: Mapping[Role, ModelSpec], path: str | Path = "") -> CostModel:
