@@ -1,4 +1,4 @@
-"""The best tables of a search run as users' jobs do, and what cannot be tried is refused before anything is launched."""
+"""The best tables of a search run as users' jobs do; what cannot be tried is refused before anything is launched."""
 
 from __future__ import annotations
 
