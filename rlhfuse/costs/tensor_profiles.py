@@ -34,14 +34,15 @@ class TensorProfiles:
         """
         decoding = self._at("generation", config, where)
         scorers = {role: self._at(f"{role}_inference", config, where) for role in config.scorers()}
-        training = {role: self._at(f"{role}_train", config, where).training[role] for role in config.trained()}
+        trained = {role: self._at(f"{role}_train", config, where).training for role in config.trained()}
         degrees = {f"{role}_inference_tp": profile.made_for["generation_tp"] for role, profile in scorers.items()}
         return replace(
             decoding,
             made_for={**decoding.made_for, **degrees},
-            score={role: profile.score[role] for role, profile in scorers.items()},
+            # a role that was not profiled is named by `check`, as are other models
+            score={role: profile.score[role] for role, profile in scorers.items() if role in profile.score},
             swap_in=max((profile.swap_in for profile in scorers.values()), default=0.0),
-            training=training,
+            training={role: grids[role] for role, grids in trained.items() if role in grids},
         )
 
     def _at(self, task: str, config: RunConfig, where: str) -> ProfiledCost:

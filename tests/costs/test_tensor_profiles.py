@@ -81,3 +81,16 @@ def test_profiles_of_other_models_are_refused(tmp_path):
     config = config_of()
     with pytest.raises(InputError, match="p.json was made for actor=1 layer, this run has"):
         load_run_costs(config, read_specs(config), tmp_path / "p.json")
+
+
+def test_profiles_without_a_role_of_the_run_are_refused_by_its_name(tmp_path):
+    """Made for a run without a critic, given to one that has it."""
+    bare = []
+    for one in (profile(1), profile(2)):
+        facts = {key: value for key, value in one.made_for.items() if not key.startswith("critic")}
+        score, training = ({r: g for r, g in grids.items() if r != "critic"} for grids in (one.score, one.training))
+        bare.append(replace(one, made_for=facts, score=score, training=training))
+    write_json(tmp_path / "p.json", TensorProfiles(tuple(bare)).to_dict())
+    config = config_of()
+    with pytest.raises(InputError, match="p.json was made for critic=None, this run has .* layers"):
+        load_run_costs(config, read_specs(config), tmp_path / "p.json")
