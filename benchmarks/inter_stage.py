@@ -212,10 +212,15 @@ def main() -> None:
         for one in cases
     }
     measurement, rows, choices = Measurement("inter_stage", arguments), [], []
+    digests: set[str] = set()
     for sizes in cases:
         made = {"sizes": asdict(sizes), "seed": arguments.seed}
         with Ranks("inter_stage_rank:FusionRank", INSTANCES, ALLOCATOR, **made) as ranks:
-            row, choice = Case(sizes, lengths[sizes.name], ranks, measurement).measure()
+            case = Case(sizes, lengths[sizes.name], ranks, measurement)
+            row, choice = case.measure()
+        digests |= case.digests
+        if arguments.policy and len(digests) != 1:
+            raise RuntimeError("guesses changed a sample")
         rows.append(row)
         choices.append(choice)
     head = ("models", "samples", "output p50, max", "T_inf/T_gen", "serial", "fused", "speedup", "predicted")

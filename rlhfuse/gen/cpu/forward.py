@@ -19,6 +19,8 @@ from rlhfuse.models.cpu.paged_attention import Queries, paged_attention
 from rlhfuse.models.cpu.tiles import FEW, LANES, lanes_up, panel_offsets, share_threads
 from rlhfuse.models.rotary import rotary_tables
 
+WEIGHT_BYTES = 25e6  # that a step reads in the unit of prices, about a millisecond
+
 
 class LaneKVCache(KVCache):
     """The layout that the CPU kernels read, the last dimension padded to whole panels.
@@ -65,9 +67,6 @@ class Workspace:
 
     def take(self, name: str, panels: int) -> np.ndarray:
         return self._arrays[name][:panels]
-
-
-WEIGHT_BYTES = 25e6  # that a step reads in the unit of prices, about a millisecond
 
 
 class CpuForward:
