@@ -78,7 +78,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--prompt-column", help="column of prompt lengths; default: a known name, or none")
     parser.add_argument("--out", required=True, help="threshold.json to write")
     parser.add_argument("--instances", type=int, help="generation instances; default dp of parallel.generation")
-    parser.add_argument("--hardware", help="cpu, a100, h100, h800 or h200; default trainer.hardware")
+    parser.add_argument("--hardware", help="as trainer.hardware, which is the default")
     parser.add_argument("--cost", metavar="JSON", help="costs.json of a run or a profile, instead of analytic costs")
     parser.add_argument("--draws", type=int, default=5, help="batches drawn and averaged")
     parser.add_argument("--plot", metavar="PNG", help="draw the curve of the paper's Figure 9")

@@ -30,4 +30,5 @@ def resolve_device(config: RunConfig) -> RunConfig:
 
 def is_for_gpus(trainer: TrainerConfig) -> bool:
     """As the device says; where it is open, as the hardware does that the run is planned for."""
-    return trainer.device == "cuda" or (trainer.device == AUTO and trainer.hardware not in (AUTO, "cpu"))
+    kind = trainer.hardware.partition(":")[0]  # of a list the first: it is of GPUs, or of CPUs alone
+    return trainer.device == "cuda" or (trainer.device == AUTO and kind not in (AUTO, "cpu"))

@@ -356,7 +356,11 @@ class TrainerConfig(Settings):
         "all ranks of a node on one GPU, what they exchange passing through the host: for tests, and for people with "
         "one GPU. Results are those of a GPU each, times mean nothing",
     )
-    hardware: Text = key("auto", "auto, cpu, a100, h100, h800, h200: used by the planner")
+    hardware: Text = key(
+        "auto",
+        "auto, cpu, a100, h100, h800, h200, or machines of several kinds with counts in the order of the ranks, as "
+        "a100:8,h100:8: used by the planner",
+    )
     memory_limit_gb: NonNegative = key(
         0.0,
         "most memory of one rank, in 10^9 bytes; 0 = the GPU's, or its equal part of a shared one or, on CPU, of the "

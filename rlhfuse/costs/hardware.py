@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import HardwareSpec
+from rlhfuse.costs.machines import Machines
 
 _GB = 1e9
 
@@ -134,11 +135,27 @@ def known_hardware() -> dict[str, HardwareSpec]:
     return {"cpu": cpu, **{name: ASSUMED.reached(sheet) for name, sheet in data_sheets().items()}}
 
 
-def hardware_by_name(name: str, device: str = "auto") -> HardwareSpec:
-    """The entry called `name`; `auto` is the cpu, or h100 where `device` is cuda. Raises InputError."""
+def hardware_by_name(name: str, device: str = "auto", ranks: int | None = None) -> HardwareSpec:
+    """What a task on all ranks of `machines_by_name` can count on. Raises InputError."""
+    return machines_by_name(name, device, ranks).whole()
+
+
+def machines_by_name(name: str, device: str = "auto", ranks: int | None = None) -> Machines:
+    """The kind called `name`, or the kinds of a list with counts (a100:8,h100:8) that adds up to so many `ranks`.
+
+    `auto` is the cpu, or h100 where `device` is cuda. Raises InputError.
+    """
     table = known_hardware()
     if name == "auto":
         name = "h100" if device == "cuda" else "cpu"
-    if name not in table:
-        raise InputError(f"hardware {name!r} is not known; use auto or one of {', '.join(table)}")
-    return table[name]
+    if name in table:
+        return Machines.of([(table[name], ranks or 1)])
+    kinds = []
+    for part in name.split(","):
+        kind, colon, count = part.strip().partition(":")
+        if kind not in table:
+            raise InputError(f"hardware {kind!r} is not known; use auto or one of {', '.join(table)}")
+        if not (count.isdecimal() and int(count) > 0):
+            raise InputError(f"hardware {name!r}: {part.strip()!r} names no number of ranks; write {kind}:8")
+        kinds.append((table[kind], int(count)))
+    return Machines.of(kinds, ranks)

@@ -98,7 +98,7 @@ def draft_plan(
     tasks = check_layouts(config, specs, world_size)
     batch = batch_arithmetic(config, tasks)
     try:
-        hardware = hardware_by_name(config.trainer.hardware, config.trainer.device)
+        hardware = hardware_by_name(config.trainer.hardware, config.trainer.device, world_size)
     except InputError as error:
         raise InputError(f"trainer.hardware: {error}") from None
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens

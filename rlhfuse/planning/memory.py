@@ -342,7 +342,7 @@ def memory_limit(config: RunConfig, hardware: HardwareSpec, world_size: int) -> 
     if config.trainer.memory_limit_gb:
         return config.trainer.memory_limit_gb * 1e9, "trainer.memory_limit_gb"
     if hardware.name != "cpu" and not config.trainer.share_gpu:
-        return hardware.memory_bytes, f"of one {hardware.name}"
+        return hardware.memory_bytes, f"of {'the smallest of' if ',' in hardware.name else 'one'} {hardware.name}"
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     whole, owner = (machine_bytes(), "machine") if hardware.name == "cpu" else (hardware.memory_bytes, hardware.name)
     return whole / ranks, f"this {owner}'s {readable_bytes(whole)} / {ranks} ranks"

@@ -77,8 +77,10 @@ def of_costs(config: RunConfig, hardware: HardwareSpec, costs: CostModel, costs_
         return f"generation and inference are priced by {costs_name}, {training}"
     unsure = config.trainer.hardware == "auto" and hardware.name != "cpu"
     assumed = " (trainer.hardware=auto: assumed)" if unsure else ""
+    mixed = "," in hardware.name
+    rates = f"worst rates of {hardware.name}" if mixed else f"rates of a {hardware.name}"
     return (
-        f"times are a roofline with the rates of a {hardware.name}{assumed}; nothing was measured here: set "
+        f"times are a roofline with the {rates}{assumed}; nothing was measured here: set "
         "fusion.profile to a past run's costs.json, or to what tools/profile_costs.py measures"
     )
 

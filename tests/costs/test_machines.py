@@ -1,0 +1,63 @@
+"""Machines of several kinds: how they are written, what a task on some of them can count on, and what is refused."""
+
+from dataclasses import fields
+
+import pytest
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.config.device_defaults import is_for_gpus
+from rlhfuse.config.settings import TrainerConfig
+from rlhfuse.config.spec import HardwareSpec
+from rlhfuse.costs.hardware import hardware_by_name, known_hardware, machines_by_name
+
+KNOWN = known_hardware()
+
+
+def test_a_list_is_the_worst_of_its_kinds_on_all_ranks_and_its_own_kind_on_few():
+    machines = machines_by_name("a100:8, h200:16", ranks=24)
+    assert machines.ranks == 24 and machines.text == "a100:8,h200:16"
+    assert machines.on(0, 7) == KNOWN["a100"] and machines.on(8, 23) == KNOWN["h200"] == machines.on(12, 15)
+    whole = machines.whole()
+    assert whole.name == "a100:8,h200:16" and machines.on(0, 15).name == "a100:8,h200:8"
+    assert whole.memory_bytes == KNOWN["a100"].memory_bytes and whole.flops == KNOWN["a100"].flops
+    assert not whole.switch_sums and KNOWN["h200"].switch_sums
+    assert hardware_by_name("a100:8,h200:16", "cuda", 24) == whole
+
+
+def test_no_rate_of_a_mixture_is_better_than_of_any_of_its_kinds():
+    for kinds in (("a100", "h100"), ("h800", "h200", "a100")):
+        mixed = hardware_by_name(",".join(f"{kind}:8" for kind in kinds))
+        for field in fields(HardwareSpec):
+            for kind in kinds if field.name != "name" else ():
+                mine, theirs = getattr(mixed, field.name), getattr(KNOWN[kind], field.name)
+                is_floor = field.name.endswith("_seconds") or field.name == "process_bytes"
+                assert mine >= theirs if is_floor else mine <= theirs, field.name
+
+
+def test_one_kind_is_that_kind_whether_counted_or_not():
+    assert machines_by_name("h100:8,h100:8", ranks=16) == machines_by_name("h100", ranks=16)
+    assert machines_by_name("h100:4", ranks=4).whole() == KNOWN["h100"]  # part of a machine, alone
+    assert hardware_by_name("cpu:4") == KNOWN["cpu"]
+
+
+@pytest.mark.parametrize(
+    "text, ranks, message",
+    [
+        ("b200:8,h100:8", 16, "hardware 'b200' is not known; use auto or one of cpu, a100"),
+        ("a100:8,h100", 16, "'h100' names no number of ranks; write h100:8"),
+        ("a100:0,h100:8", 8, "'a100:0' names no number of ranks"),
+        ("a100:8,h100:8", 24, r"a100:8,h100:8: 8 \+ 8 = 16 ranks != world_size\(24\)"),
+        ("a100:4,h100:4", 8, "4 of a100 are no whole machines of 8"),
+        ("a100:8,h100:4,h100:8", 20, "12 of h100 are no whole machines"),
+        ("cpu:64,h100:8", 72, "on CPUs or on GPUs, not on both"),
+        ("a100:8,", 8, "hardware '' is not known"),
+    ],
+)
+def test_what_is_no_list_of_whole_machines_is_refused(text, ranks, message):
+    with pytest.raises(InputError, match=message):
+        machines_by_name(text, ranks=ranks)
+
+
+def test_a_list_says_what_device_it_is_for():
+    assert is_for_gpus(TrainerConfig(hardware="a100:8,h100:8")) and not is_for_gpus(TrainerConfig(hardware="cpu:4"))
+    assert not is_for_gpus(TrainerConfig(device="cpu", hardware="a100:8,h100:8"))
