@@ -71,7 +71,8 @@ def judge(
     priced = time.process_time()
     found = best_plan(problem)
     measurement.figure(
-        f"{table}.options", sum(len(one) for call in problem.calls.values() for one in call.options.values())
+        f"{table}.options",
+        sum(len(one) for call in problem.calls.values() for mesh, one in call.options.items() if mesh.first == 0),
     )
     measurement.figure(f"{table}.price_seconds", priced - begun, "s")
     measurement.figure(f"{table}.search_seconds", Figure(time.process_time() - priced, "s").at_most(5))
@@ -130,11 +131,7 @@ def random_walks(measurement: Measurement, table: str, rows: Sequence[RealRow], 
     fitting = [one.seconds / found.seconds for one in walks if one.fits]
     measurement.figure(f"{table}.walks_that_fit", len(fitting), f"of {seeds}")
     over = measurement.figure(f"{table}.walk_over_best", Figure.of(fitting, "x")).text() if fitting else "-"
-    anywhere = [
-        Mesh(first, size)
-        for size in next(iter(problem.calls.values())).options
-        for first in range(0, problem.ranks - size + 1, LEAST_MESH)
-    ]
+    anywhere = list(next(iter(problem.calls.values())).options)
     free = walk(problem, found.plan, anywhere, steps, 1).seconds / found.seconds
     measurement.figure(f"{table}.unaligned_over_best", free, "x")
     return [f"{steps}", f"{seeds}", f"{len(fitting)}", over, f"{seconds:.2f}", f"{free:.3f}"]
@@ -155,17 +152,17 @@ def published_plan(problem: MeshProblem, table: str, rows: Iterable[RealRow]) ->
     for row in of_table(rows, table):
         if not row.eager:
             mesh = Mesh(MACHINE_RANKS * (row.nodes[0] - 1), row.layout.size)
-            plan[row.call] = Choice(mesh, option_of(problem, row.call, row.layout))
+            plan[row.call] = Choice(mesh, option_of(problem, row.call, mesh, row.layout))
     return plan
 
 
 def repriced(problem: MeshProblem, plan: MeshPlan) -> MeshPlan:
     """The same meshes and layouts as priced by another problem."""
-    return {name: Choice(one.mesh, option_of(problem, name, one.option.layout)) for name, one in plan.items()}
+    return {name: Choice(one.mesh, option_of(problem, name, one.mesh, one.option.layout)) for name, one in plan.items()}
 
 
-def option_of(problem: MeshProblem, name: str, layout: ParallelLayout) -> Option:
-    return next(one for one in problem.calls[name].options[layout.size] if one.layout == layout)
+def option_of(problem: MeshProblem, name: str, mesh: Mesh, layout: ParallelLayout) -> Option:
+    return next(one for one in problem.calls[name].options[mesh] if one.layout == layout)
 
 
 def with_published_degrees(problem: MeshProblem, rows: Sequence[RealRow]) -> MeshProblem:
@@ -175,7 +172,7 @@ def with_published_degrees(problem: MeshProblem, rows: Sequence[RealRow]) -> Mes
         calls = []
         for call in phase:
             known = published_degrees(call.name, rows)
-            some = {size: [one for one in found if one.layout.tp in known] for size, found in call.options.items()}
+            some = {mesh: [one for one in found if one.layout.tp in known] for mesh, found in call.options.items()}
             calls.append(replace(call, options=some))
         phases.append(tuple(calls))
     return replace(problem, phases=tuple(phases))

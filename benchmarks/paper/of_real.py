@@ -222,8 +222,7 @@ def heuristic_seconds(problem: MeshProblem) -> float:
     whole, best = Mesh(0, problem.ranks), None
     models = (("ActorGen", "RefInf", "ActorTrain"), ("RewInf", "CriticInf", "CriticTrain"))
     degrees = [
-        {one.layout.pp for one in problem.calls[names[-1]].options[problem.ranks] if one.layout.tp == 8}
-        for names in models
+        {one.layout.pp for one in problem.calls[names[-1]].options[whole] if one.layout.tp == 8} for names in models
     ]
     for actor_pp in degrees[0]:
         for critic_pp in degrees[1]:
@@ -231,9 +230,7 @@ def heuristic_seconds(problem: MeshProblem) -> float:
             for names, pp in zip(models, (actor_pp, critic_pp)):
                 for name in names:
                     fitting = [
-                        one
-                        for one in problem.calls[name].options[problem.ranks]
-                        if one.layout.tp == 8 and one.layout.pp == pp
+                        one for one in problem.calls[name].options[whole] if one.layout.tp == 8 and one.layout.pp == pp
                     ]
                     if fitting:
                         plan[name] = Choice(whole, fitting[0])

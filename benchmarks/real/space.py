@@ -15,7 +15,8 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.kernels import Kernels
-from rlhfuse.planning.meshes.problem import Call, MeshProblem, Option
+from rlhfuse.planning.meshes.mesh import meshes_anywhere
+from rlhfuse.planning.meshes.problem import Call, MeshProblem, Option, on_equal_meshes
 
 HELD_BYTES, WEIGHT_BYTES = 16, 2  # of a trained parameter: float32 gradient, weight and two moments; bfloat16 weight
 INFERENCES = ("RewInf", "RefInf", "CriticInf")
@@ -101,12 +102,12 @@ class CallWork:
 
 
 def mesh_problem(works: dict[str, CallWork], ranks: int, sizes: list[int], machine: HardwareSpec) -> MeshProblem:
-    """The calls of PHASES by name, on meshes of these sizes."""
-    phases = tuple(
-        tuple(
-            Call(name, {size: works[name].options(size, machine) for size in sizes}, SOURCES.get(name, ""))
-            for name in phase
-        )
-        for phase in PHASES
-    )
-    return MeshProblem(ranks, min(sizes), machine.memory_bytes, phases)
+    """The calls of PHASES by name, on meshes of these sizes wherever they begin at a multiple of the smallest."""
+    meshes, least = meshes_anywhere(ranks, sizes, min(sizes)), min(sizes)
+
+    def call(name: str) -> Call:
+        options = {size: works[name].options(size, machine) for size in sizes}
+        return Call(name, on_equal_meshes(meshes, options), SOURCES.get(name, ""))
+
+    phases = tuple(tuple(map(call, phase)) for phase in PHASES)
+    return MeshProblem((machine.memory_bytes,) * ranks, least, phases)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -42,6 +43,16 @@ class MeshTree:
 def aligned_meshes(ranks: int, least: int) -> MeshTree:
     """All ranks, and every block of a power of two of them, at least `least`, that begins at a multiple of its size."""
     return _tree(Mesh(0, ranks), least)
+
+
+def meshes_anywhere(ranks: int, sizes: Iterable[int], step: int) -> list[Mesh]:
+    """Of these sizes, wherever they begin at a multiple of `step`."""
+    return [Mesh(first, size) for size in sizes for first in range(0, ranks - size + 1, step)]
+
+
+def split_meshes(ranks: int, left: int, least: int) -> MeshTree:
+    """All ranks, the first `left` of them and the others, and what each of these is made of."""
+    return MeshTree(Mesh(0, ranks), (_tree(Mesh(0, left), least), _tree(Mesh(left, ranks - left), least)))
 
 
 def _tree(mesh: Mesh, least: int) -> MeshTree:

@@ -6,7 +6,7 @@ phase calls run side by side where their meshes are disjoint, else one after the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import permutations
@@ -30,11 +30,11 @@ class Option:
 
 @dataclass(frozen=True)
 class Call:
-    """One model's work in a phase. `options`: by the number of ranks of a mesh; `source`: the call whose weights it
+    """One model's work in a phase. `options`: by mesh, none where it may not run; `source`: the call whose weights it
     needs, empty where they never change."""
 
     name: str
-    options: Mapping[int, Sequence[Option]] = field(hash=False)
+    options: Mapping[Mesh, Sequence[Option]] = field(hash=False)
     source: str = ""
 
     @property
@@ -59,14 +59,13 @@ MeshPlan = Mapping[str, Choice]  # by the name of the call
 
 @dataclass(frozen=True)
 class MeshProblem:
-    """Calls by phase on `ranks` equal ranks; no mesh has fewer than `least` of them.
+    """Calls by phase; `memory_bytes`: of each rank. The largest mesh is all of them, no mesh has fewer than `least`.
 
     Raises InputError for a source that holds nothing, so that there would be no saying where weights stay.
     """
 
-    ranks: int
+    memory_bytes: tuple[float, ...]
     least: int
-    memory_bytes: float
     phases: tuple[tuple[Call, ...], ...]
 
     def __post_init__(self) -> None:
@@ -74,6 +73,10 @@ class MeshProblem:
         for call in self.calls.values():
             if call.source and (call.source not in residents or call.name in residents):
                 raise InputError(f"call {call.name} takes weights from {call.source!r}; sources are {residents}")
+
+    @property
+    def ranks(self) -> int:
+        return len(self.memory_bytes)
 
     @cached_property
     def calls(self) -> dict[str, Call]:
@@ -108,16 +111,26 @@ class MeshProblem:
         return graph
 
     def fits(self, plan: MeshPlan) -> bool:
-        return self.need_bytes(plan) <= self.memory_bytes
+        return all(need <= self.memory_bytes[rank] for rank, need in self._needs(plan))
 
     def need_bytes(self, plan: MeshPlan) -> float:
         """Of the fullest rank: what its calls hold, and the most of what passes while one of them runs."""
-        most = 0.0
-        for rank in {choice.mesh.first for choice in plan.values()}:  # no rank has more calls than some mesh's first
+        return max(need for _, need in self._needs(plan))
+
+    def _needs(self, plan: MeshPlan) -> Iterator[tuple[int, float]]:
+        """Ranks and their bytes. No rank has more calls than some mesh's first, nor less memory than the first of
+        those that have as much."""
+        for rank in {choice.mesh.first for choice in plan.values()} | self._borders:
             there = [choice.option for choice in plan.values() if choice.mesh.first <= rank <= choice.mesh.last]
-            held = sum(option.held_bytes for option in there)
-            most = max(most, held + max(option.passing_bytes for option in there))
-        return most
+            if there:
+                held = sum(option.held_bytes for option in there)
+                yield rank, held + max(option.passing_bytes for option in there)
+
+    @cached_property
+    def _borders(self) -> frozenset[int]:
+        """Ranks with other memory than the one before."""
+        pairs = enumerate(zip(self.memory_bytes, self.memory_bytes[1:]), 1)
+        return frozenset(rank for rank, (before, own) in pairs if before != own)
 
     def _phase(self, phase: Sequence[Call], plan: MeshPlan) -> tuple[float, tuple[Call, ...]]:
         """Its seconds, and the best order of its calls."""
@@ -126,6 +139,11 @@ class MeshProblem:
             ((_end_in_order([work[call.name] for call in order]), order) for order in permutations(phase)),
             key=lambda found: found[0],
         )
+
+
+def on_equal_meshes(meshes: Iterable[Mesh], options: Mapping[int, Sequence[Option]]) -> dict[Mesh, Sequence[Option]]:
+    """Where all ranks are alike: options by the number of ranks of a mesh."""
+    return {mesh: options.get(mesh.size, ()) for mesh in meshes}
 
 
 def _end_in_order(work: Sequence[tuple[Mesh, float]]) -> float:

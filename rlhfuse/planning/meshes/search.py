@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
+from itertools import groupby, product
 from math import inf
 
 from rlhfuse.base.errors import InputError
@@ -33,16 +33,17 @@ class Found:
     bound: float
 
 
-def best_plan(problem: MeshProblem) -> Found:
-    """The plan of least seconds that fits. Nothing is random; of equal ones the first by its text.
+def best_plan(problem: MeshProblem, tree: MeshTree | None = None) -> Found:
+    """The plan of least seconds that fits, on the meshes of a tree, or on all that are aligned.
 
-    Raises InputError where nothing fits.
+    Nothing is random; of equal plans the first by its text. Raises InputError where nothing fits.
     """
-    tree = aligned_meshes(problem.ranks, problem.least)
-    rooms = _Rooms(problem)
+    tree = tree or aligned_meshes(problem.ranks, problem.least)
+    kinds = mesh_kinds(problem, tree)
+    rooms = _Rooms(problem, kinds)
     alone = [rooms.least_seconds(number, tree) for number in range(len(problem.phases))]
     queue = []
-    for plan in _resident_placements(problem, tree):
+    for plan in _resident_placements(problem, tree, kinds):
         parts = [max(alone[number], _load(problem, number, plan)) for number in range(len(problem.phases))]
         queue.append((sum(parts), " ".join(map(str, plan.values())), plan, parts))
     queue.sort(key=lambda one: one[:2])
@@ -57,7 +58,7 @@ def best_plan(problem: MeshProblem) -> Found:
     else:
         bound = inf
     if best is None:
-        names, size = ", ".join(call.name for call in problem.residents), problem.memory_bytes / 1e9
+        names, size = ", ".join(call.name for call in problem.residents), max(problem.memory_bytes) / 1e9
         what = f"no placement beside {names}" if queue else f"no placement of {names}"
         raise InputError(
             f"{what} on {problem.ranks} ranks fits into {size:.4g} GB of a rank; use more ranks or larger devices"
@@ -65,10 +66,38 @@ def best_plan(problem: MeshProblem) -> Found:
     return Found(best, problem.seconds(best), len(queue), priced, bound)
 
 
-def _resident_placements(problem: MeshProblem, tree: MeshTree) -> Iterator[dict[str, Choice]]:
+def mesh_kinds(problem: MeshProblem, tree: MeshTree) -> dict[Mesh, int]:
+    """A number for each mesh; equal where calls have the same options and ranks as much memory, in it and in the parts
+    that it is made of."""
+    options: dict[tuple, int] = {}
+    seen: dict[int, int] = {}  # by identity: most meshes share their options
+    kinds: dict[tuple, int] = {}
+    found: dict[Mesh, int] = {}
+
+    def number(some: Sequence[Option]) -> int:
+        if id(some) not in seen:
+            seen[id(some)] = options.setdefault(tuple(some), len(options))
+        return seen[id(some)]
+
+    def visit(tree: MeshTree) -> int:
+        mesh = tree.mesh
+        own = tuple(number(call.options.get(mesh, ())) for call in problem.calls.values())
+        memory = problem.memory_bytes[mesh.first : mesh.last + 1]
+        runs = tuple((size, len(list(same))) for size, same in groupby(memory))
+        parts = tuple((part.mesh.first - mesh.first, visit(part)) for part in tree.parts)
+        found[mesh] = kinds.setdefault((mesh.size, own, runs, parts), len(kinds))
+        return found[mesh]
+
+    visit(tree)
+    return found
+
+
+def _resident_placements(
+    problem: MeshProblem, tree: MeshTree, kinds: Mapping[Mesh, int]
+) -> Iterator[dict[str, Choice]]:
     """Of the calls that hold memory, those that fit by themselves, one of each kind."""
-    for meshes in _kinds(tree, len(problem.residents), ()):
-        options = [call.options.get(mesh.size, ()) for call, mesh in zip(problem.residents, meshes)]
+    for meshes in _unlike(tree, len(problem.residents), (), kinds):
+        options = [call.options.get(mesh, ()) for call, mesh in zip(problem.residents, meshes)]
         for chosen in product(*options):
             pairs = zip(problem.residents, meshes, chosen)
             plan = {call.name: Choice(mesh, option) for call, mesh, option in pairs}
@@ -76,25 +105,27 @@ def _resident_placements(problem: MeshProblem, tree: MeshTree) -> Iterator[dict[
                 yield plan
 
 
-def _kinds(tree: MeshTree, count: int, marked: tuple[Mesh, ...]) -> Iterator[tuple[Mesh, ...]]:
+def _unlike(
+    tree: MeshTree, count: int, marked: tuple[Mesh, ...], kinds: Mapping[Mesh, int]
+) -> Iterator[tuple[Mesh, ...]]:
     """Meshes for so many calls, one tuple of all that differ by the numbers of equal parts alone."""
     if len(marked) == count:
         yield marked
         return
-    for mesh in _first_of_equals(tree, marked):
-        yield from _kinds(tree, count, (*marked, mesh))
+    for mesh in _first_of_equals(tree, marked, kinds):
+        yield from _unlike(tree, count, (*marked, mesh), kinds)
 
 
-def _first_of_equals(tree: MeshTree, marked: tuple[Mesh, ...]) -> Iterator[Mesh]:
-    """Meshes, of parts of one size that no marked mesh has touched only those of the first."""
+def _first_of_equals(tree: MeshTree, marked: tuple[Mesh, ...], kinds: Mapping[Mesh, int]) -> Iterator[Mesh]:
+    """Meshes, of parts of one kind that no marked mesh has touched only those of the first."""
     yield tree.mesh
     seen = set()
     for part in tree.parts:
         if not any(part.mesh.holds(mesh) for mesh in marked):
-            if part.mesh.size in seen:
+            if kinds[part.mesh] in seen:
                 continue
-            seen.add(part.mesh.size)
-        yield from _first_of_equals(part, marked)
+            seen.add(kinds[part.mesh])
+        yield from _first_of_equals(part, marked, kinds)
 
 
 def _load(problem: MeshProblem, number: int, plan: MeshPlan) -> float:
@@ -110,21 +141,24 @@ def _load(problem: MeshProblem, number: int, plan: MeshPlan) -> float:
 class _Rooms:
     """Places the calls that hold nothing into what the others leave."""
 
-    def __init__(self, problem: MeshProblem) -> None:
-        self.problem = problem
+    def __init__(self, problem: MeshProblem, kinds: Mapping[Mesh, int]) -> None:
+        self.problem, self._kinds = problem, kinds
         self.free = [[call for call in phase if not call.resident] for phase in problem.phases]
+        first = {kind: mesh for mesh, kind in reversed(kinds.items())}
         self._stairs = {
-            (call.name, size): _stairs(options)
+            (call.name, kind): _stairs(call.options.get(mesh, ()))
             for calls in self.free
             for call in calls
-            for size, options in call.options.items()
+            for kind, mesh in first.items()
         }
-        self._untouched: dict[tuple[int, int, float], Table] = {}
+        self._untouched: dict[tuple[int, int, float], Table] = {}  # by phase, kind of mesh, and bytes held above
+        self._memory: dict[Mesh, float] = {}
 
     def least_seconds(self, number: int, tree: MeshTree) -> float:
         """Of the phase with nothing else placed and no weights to fetch: no plan takes less."""
         calls = [_without_fetching(call) for call in self.free[number]]
-        alone = _Rooms(MeshProblem(self.problem.ranks, self.problem.least, self.problem.memory_bytes, (tuple(calls),)))
+        only = replace(self.problem, phases=(tuple(calls),))
+        alone = _Rooms(only, self._kinds)
         return alone._table(0, tree, {}, 0.0)[0][-1][0]
 
     def fill(
@@ -141,19 +175,19 @@ class _Rooms:
         return seconds, whole
 
     def _table(self, number: int, tree: MeshTree, plan: Mapping[str, Choice], above: float) -> tuple[Table, float]:
-        """Of a phase on a mesh where calls on larger ones hold `above` bytes; with it the most that a rank holds."""
+        """Of a phase on a mesh where calls on larger ones hold `above` bytes; with it the least room of a rank."""
         mesh = tree.mesh
         inside = [choice for choice in plan.values() if mesh.holds(choice.mesh)]
-        key = number, mesh.size, above
+        key = number, self._kinds[mesh], above
         if not inside and key in self._untouched:
-            return self._untouched[key], above
+            return self._untouched[key], self._least_memory(mesh) - above
         held = above + sum(choice.option.held_bytes for choice in inside if choice.mesh == mesh)
         whole = (1 << len(self.free[number])) - 1
         table: Table = [(0.0, ()), *[(inf, ())] * whole]
-        most = held
+        room = self._least_memory(mesh) - held
         for place, part in enumerate(tree.parts):
-            inner, inner_most = self._table(number, part, plan, held)
-            most, offset = max(most, inner_most), part.mesh.first - mesh.first
+            inner, inner_room = self._table(number, part, plan, held)
+            room, offset = min(room, inner_room), part.mesh.first - mesh.first
             inner = [
                 (seconds, tuple((name, offset + first, option, size) for name, first, option, size in placed))
                 for seconds, placed in inner
@@ -164,11 +198,16 @@ class _Rooms:
             for call in self.problem.phases[number]
             if call.name in plan and plan[call.name].mesh == mesh
         )
-        here = [self._fastest(call, mesh, plan, self.problem.memory_bytes - most) for call in self.free[number]]
+        here = [self._fastest(call, mesh, plan, room) for call in self.free[number]]
         table = [self._with_here(table, here, calls, pinned, number, mesh) for calls in range(whole + 1)]
         if not inside:
             self._untouched[key] = table
-        return table, most
+        return table, room
+
+    def _least_memory(self, mesh: Mesh) -> float:
+        if mesh not in self._memory:
+            self._memory[mesh] = min(self.problem.memory_bytes[mesh.first : mesh.last + 1])
+        return self._memory[mesh]
 
     def _with_here(
         self, table: Table, here: list[tuple[float, Option | None]], calls: int, pinned: float, number: int, mesh: Mesh
@@ -187,12 +226,12 @@ class _Rooms:
 
     def _fastest(self, call: Call, mesh: Mesh, plan: MeshPlan, room: float) -> tuple[float, Option | None]:
         """The call's best option on the mesh with so many bytes left, and its seconds."""
-        passing, fastest = self._stairs.get((call.name, mesh.size), ((), ()))
+        passing, fastest = self._stairs[call.name, self._kinds[mesh]]
         step = bisect_right(passing, room) - 1
         best = fastest[step] if step >= 0 else (inf, None)
         source = plan.get(call.source)
         if source is not None and source.mesh == mesh:
-            for option in call.options[mesh.size]:  # where and as the source: nothing to fetch
+            for option in call.options.get(mesh, ()):  # where and as the source: nothing to fetch
                 if option.layout == source.option.layout and option.passing_bytes <= room and option.seconds < best[0]:
                     best = option.seconds, option
         return best
@@ -210,8 +249,8 @@ def _stairs(options: Sequence[Option]) -> tuple[tuple[float, ...], tuple[tuple[f
 
 def _without_fetching(call: Call) -> Call:
     options = {
-        size: tuple(Option(one.layout, one.seconds, 0.0, one.passing_bytes) for one in some)
-        for size, some in call.options.items()
+        mesh: tuple(Option(one.layout, one.seconds, 0.0, one.passing_bytes) for one in some)
+        for mesh, some in call.options.items()
     }
     return Call(call.name, options)
 

@@ -32,7 +32,7 @@ def greedy_plan(problem: MeshProblem, meshes: Sequence[Mesh]) -> MeshPlan:
     """ReaLHF's start: every call as if it were alone, wherever it is fastest; it may not fit."""
     plan = {}
     for call in problem.calls.values():
-        choices = [Choice(mesh, option) for mesh in meshes for option in call.options.get(mesh.size, ())]
+        choices = [Choice(mesh, option) for mesh in meshes for option in call.options.get(mesh, ())]
         plan[call.name] = min(choices, key=lambda choice: choice.option.seconds)
     return plan
 
@@ -41,7 +41,7 @@ def walk(problem: MeshProblem, start: MeshPlan, meshes: Sequence[Mesh], steps: i
     """So many steps from `start` over placements on `meshes`; nothing worse than the start comes back."""
     generator, names = random.Random(seed), list(problem.calls)
     choices = {
-        name: [Choice(mesh, option) for mesh in meshes for option in problem.calls[name].options.get(mesh.size, ())]
+        name: [Choice(mesh, option) for mesh in meshes for option in problem.calls[name].options.get(mesh, ())]
         for name in names
     }
     plan = dict(start)

@@ -1,6 +1,7 @@
 """The exact search over meshes against trying every plan, on clusters small enough for that."""
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -8,48 +9,51 @@ import pytest
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.planning.meshes.call_graph import GraphCall, graph_seconds, place_calls
-from rlhfuse.planning.meshes.mesh import Mesh, aligned_meshes
-from rlhfuse.planning.meshes.problem import Call, Choice, MeshProblem, Option
-from rlhfuse.planning.meshes.search import best_plan
+from rlhfuse.planning.meshes.mesh import Mesh, aligned_meshes, split_meshes
+from rlhfuse.planning.meshes.problem import Call, Choice, MeshProblem, Option, on_equal_meshes
+from rlhfuse.planning.meshes.search import best_plan, mesh_kinds
 from rlhfuse.planning.meshes.walk import greedy_plan, walk
 
 
-def call(name, generator, sizes, layouts, held=False, source=""):
-    """Random options for meshes of these sizes: whole numbers, so that ties and exact fits come about."""
-    options = {}
-    for size in sizes:
-        degrees = [tp for tp in (1, 2, 4) if size % tp == 0][:layouts]
-        options[size] = [
-            Option(
-                ParallelLayout(size // tp, tp, 1),
-                seconds=float(generator.randint(4, 40) * 8 // size),
-                held_bytes=float(generator.randint(1, 4)) if held else 0.0,
-                passing_bytes=float(generator.randint(1, 6)),
-                fetch_seconds=float(generator.randint(0, 3)) if source else 0.0,
-            )
-            for tp in degrees
-        ]
-    return Call(name, options, source)
+def options(generator, size, layouts, held, fetched):
+    """Random ones: whole numbers, so that ties and exact fits come about."""
+    degrees = [tp for tp in (1, 2, 4) if size % tp == 0][:layouts]
+    return [
+        Option(
+            ParallelLayout(size // tp, tp, 1),
+            seconds=float(generator.randint(4, 40) * 8 // size),
+            held_bytes=float(generator.randint(1, 4)) if held else 0.0,
+            passing_bytes=float(generator.randint(1, 6)),
+            fetch_seconds=float(generator.randint(0, 3)) if fetched else 0.0,
+        )
+        for tp in degrees
+    ]
+
+
+def call(name, generator, meshes, layouts, held=False, source=""):
+    """The same options for all meshes of a size."""
+    sizes = sorted({mesh.size for mesh in meshes})
+    by_size = {size: options(generator, size, layouts, held, bool(source)) for size in sizes}
+    return Call(name, on_equal_meshes(meshes, by_size), source)
 
 
 def iteration(seed, ranks, least, layouts, memory, scorers=("reference", "critic")):
     """Generation, scorers and two trainings: the actor's weights are fetched to generate, the critic's to score."""
     generator = random.Random(seed)
-    sizes = sorted({mesh.size for mesh in aligned_meshes(ranks, least).meshes()})
-    some = (generator, sizes, layouts)
+    some = (generator, aligned_meshes(ranks, least).meshes(), layouts)
     phases = (
         (call("generation", *some, source="actor_train"),),
         tuple(call(name, *some, source="critic_train" if name == "critic" else "") for name in scorers),
         (call("critic_train", *some, held=True), call("actor_train", *some, held=True)),
     )
-    return MeshProblem(ranks, least, memory, phases)
+    return MeshProblem((memory,) * ranks, least, phases)
 
 
-def least_of_all(problem):
+def least_of_all(problem, tree=None):
     """Seconds of the fastest plan, by trying all of them; None where none fits."""
-    meshes = aligned_meshes(problem.ranks, problem.least).meshes()
+    meshes = (tree or aligned_meshes(problem.ranks, problem.least)).meshes()
     every = [
-        [Choice(mesh, one) for mesh in meshes for one in call.options[mesh.size]] for call in problem.calls.values()
+        [Choice(mesh, one) for mesh in meshes for one in call.options.get(mesh, ())] for call in problem.calls.values()
     ]
     plans = (dict(zip(problem.calls, chosen)) for chosen in product(*every))
     return min((problem.seconds(plan) for plan in plans if problem.fits(plan)), default=None)
@@ -75,9 +79,66 @@ def test_three_scorers_and_no_critic(seed):
     problem = iteration(seed, 4, 2, 1, 8.0, ("reference", "reward", "critic"))
     assert best_plan(problem).seconds == least_of_all(problem)
     generation, scorers, (_, actor) = problem.phases
-    alone = MeshProblem(4, 1, 8.0, (generation, scorers[:2], (actor,)))
-    alone = MeshProblem(4, 2, 8.0, alone.phases)
+    alone = MeshProblem((8.0,) * 4, 2, (generation, scorers[:2], (actor,)))
     assert best_plan(alone).seconds == least_of_all(alone)
+
+
+def unlike(seed, ranks, least, layouts):
+    """The same iteration where ranks of the left half have other memory, and meshes there other options."""
+    generator = random.Random(seed)
+    problem = iteration(seed, ranks, least, layouts, 0.0)
+    left = Mesh(0, ranks // 2)
+
+    def slower(some):
+        factor = generator.choice((1.0, 2.0, 3.0))
+        return [replace(one, seconds=one.seconds * factor, passing_bytes=one.passing_bytes + 1) for one in some]
+
+    def moved(call):
+        kinds = {mesh: slower(some) if mesh.overlaps(left) else some for mesh, some in call.options.items()}
+        missing = generator.choice([None, *kinds])
+        return replace(call, options={mesh: some for mesh, some in kinds.items() if mesh != missing})
+
+    phases = tuple(tuple(map(moved, phase)) for phase in problem.phases)
+    memory = [generator.randint(6, 10)] * (ranks // 2) + [generator.randint(4, 12) for _ in range(ranks // 2)]
+    return MeshProblem(tuple(map(float, memory)), least, phases)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("ranks, least, layouts", [(4, 2, 2), (4, 1, 1), (8, 4, 2)])
+def test_no_plan_is_faster_where_ranks_differ(ranks, least, layouts, seed):
+    problem = unlike(seed, ranks, least, layouts)
+    expected = least_of_all(problem)
+    if expected is None:
+        with pytest.raises(InputError, match="fits into"):
+            best_plan(problem)
+    else:
+        assert best_plan(problem).seconds == expected
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_plan_is_faster_on_two_parts(seed):
+    tree = split_meshes(6, 2, 2)
+    assert [str(mesh) for mesh in tree.meshes()] == "@0-5 @0-1 @2-5 @2-3 @4-5".split()
+    problem = iteration(seed, 6, 2, 1, 9.0)
+    generator, meshes = random.Random(seed), tree.meshes()
+    phases = tuple(
+        tuple(call(one.name, generator, meshes, 1, one.resident, one.source) for one in phase)
+        for phase in problem.phases
+    )
+    problem = MeshProblem((9.0,) * 6, 2, phases)
+    assert best_plan(problem, tree).seconds == least_of_all(problem, tree)
+
+
+def test_meshes_are_of_a_kind_where_all_is_alike_in_their_parts():
+    problem, tree = iteration(1, 8, 2, 1, 8.0), aligned_meshes(8, 2)
+    kinds = mesh_kinds(problem, tree)
+    assert kinds[Mesh(0, 4)] == kinds[Mesh(4, 4)] and len(set(kinds.values())) == 3
+    less = mesh_kinds(replace(problem, memory_bytes=(8.0,) * 7 + (7.0,)), tree)
+    assert less[Mesh(0, 4)] != less[Mesh(4, 4)] and less[Mesh(4, 2)] == less[Mesh(0, 2)] != less[Mesh(6, 2)]
+    copied = replace(problem.phases[0][0], options={m: list(some) for m, some in problem.phases[0][0].options.items()})
+    assert mesh_kinds(replace(problem, phases=((copied,), *problem.phases[1:])), tree) == kinds
+    other = replace(copied, options={**copied.options, Mesh(2, 2): []})
+    assert len(set(mesh_kinds(replace(problem, phases=((other,), *problem.phases[1:])), tree).values())) == 5
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -105,25 +166,27 @@ def option(layout, seconds, held=0.0, passing=0.0, fetch=0.0):
 
 def test_a_phase_in_its_best_order_and_what_weights_cost():
     """Left and right halves beside each other after what needs both, whichever was named first."""
-    halves = {4: [option("d4t1p1", 3)], 8: [option("d8t1p1", 2), option("d4t2p1", 2)]}
-    calls = [Call(name, halves) for name in ("left", "both", "right")]
-    train = Call("train", {8: [option("d8t1p1", 5, held=1)]})
-    generate = Call("generate", {8: [option("d8t1p1", 2, fetch=1), option("d4t2p1", 2, fetch=1)]}, "train")
-    problem = MeshProblem(8, 4, 10.0, ((generate,), tuple(calls), (train,)))
     whole, left, right = Mesh(0, 8), Mesh(0, 4), Mesh(4, 4)
+    half, both = [option("d4t1p1", 3)], [option("d8t1p1", 2), option("d4t2p1", 2)]
+    calls = [Call(name, {left: half, right: half, whole: both}) for name in ("left", "both", "right")]
+    train = Call("train", {whole: [option("d8t1p1", 5, held=1)]})
+    generate = Call("generate", {whole: [option("d8t1p1", 2, fetch=1), option("d4t2p1", 2, fetch=1)]}, "train")
+    problem = MeshProblem((10.0,) * 8, 4, ((generate,), tuple(calls), (train,)))
     plan = {
-        "left": Choice(left, halves[4][0]),
-        "both": Choice(whole, halves[8][0]),
-        "right": Choice(right, halves[4][0]),
-        "train": Choice(whole, train.options[8][0]),
-        "generate": Choice(whole, generate.options[8][0]),
+        "left": Choice(left, half[0]),
+        "both": Choice(whole, both[0]),
+        "right": Choice(right, half[0]),
+        "train": Choice(whole, train.options[whole][0]),
+        "generate": Choice(whole, generate.options[whole][0]),
     }
     assert problem.seconds(plan) == 2 + (2 + 3) + 5
     times = place_calls(problem.graph(plan))
     assert times["train"] == (7, 12) and {times["left"], times["right"]} == {times["left"]}
-    assert problem.seconds(plan | {"generate": Choice(whole, generate.options[8][1])}) == 13  # another layout: fetched
+    assert (
+        problem.seconds(plan | {"generate": Choice(whole, generate.options[whole][1])}) == 13
+    )  # another layout: fetched
     with pytest.raises(InputError, match=r"call generate takes weights from 'nobody'; sources are \['train'\]"):
-        MeshProblem(8, 4, 1.0, ((Call("generate", {}, "nobody"), train),))
+        MeshProblem((1.0,) * 8, 4, ((Call("generate", {}, "nobody"), train),))
 
 
 def test_calls_share_devices_and_wait_for_parents():
