@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.config.machines import Machines
 from rlhfuse.config.spec import HardwareSpec
-from rlhfuse.costs.machines import Machines
 
 _GB = 1e9
 
