@@ -12,8 +12,6 @@ from itertools import groupby
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import HardwareSpec
 
-FLOORS = ("launch_seconds", "decode_layer_seconds", "call_seconds", "process_bytes")  # the most is the worst
-
 
 @dataclass(frozen=True)
 class Machines:
@@ -78,7 +76,7 @@ def worst(kinds: Sequence[tuple[HardwareSpec, int]]) -> HardwareSpec:
         return specs[0]
     values = {}
     for field in fields(HardwareSpec):
-        every = [getattr(spec, field.name) for spec in specs]
+        every, is_floor = [getattr(spec, field.name) for spec in specs], field.name.endswith("_seconds")
         if field.name != "name":
-            values[field.name] = max(every) if field.name in FLOORS else min(every)
+            values[field.name] = max(every) if is_floor or field.name == "process_bytes" else min(every)
     return replace(specs[0], **values, name=",".join(f"{spec.name}:{count}" for spec, count in kinds))

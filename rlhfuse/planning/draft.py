@@ -242,19 +242,21 @@ def _task_costs(
     config: RunConfig, specs: Mapping[Role, ModelSpec], tasks: Sequence[Task], hardware: HardwareSpec
 ) -> dict[str, AnalyticCost]:
     """One roofline per task."""
-    return {
-        task.name: AnalyticCost(
-            specs[task.role],
-            task.layout,
-            hardware,
-            element_bytes(config),
-            task.role.scalar_head,
-            sequence_parallel=task.training and config.parallel.sequence_parallel,
-            recompute=task.training and config.trainer.recompute == "full",
-            kernels=None if hardware.name == "cpu" else Kernels(switch_sums=config.rollout.all_reduce != "nccl"),
-        )
-        for task in tasks
-    }
+    return {task.name: task_cost(config, specs[task.role], task, hardware) for task in tasks}
+
+
+def task_cost(config: RunConfig, spec: ModelSpec, task: Task, hardware: HardwareSpec) -> AnalyticCost:
+    """The roofline of a task as a run of this configuration would do it."""
+    return AnalyticCost(
+        spec,
+        task.layout,
+        hardware,
+        element_bytes(config),
+        task.role.scalar_head,
+        sequence_parallel=task.training and config.parallel.sequence_parallel,
+        recompute=task.training and config.trainer.recompute == "full",
+        kernels=None if hardware.name == "cpu" else Kernels(switch_sums=config.rollout.all_reduce != "nccl"),
+    )
 
 
 def _job_cost(costs: Mapping[str, AnalyticCost], world_size: int, lengths: SampleLengths) -> JobCost:

@@ -261,6 +261,14 @@ def memory_budget(
     return MemoryBudget(tuple(kinds.values()), hardware, *limit, tokens, needs.generation, passing=passing)
 
 
+def input_bytes(config: RunConfig, samples: float) -> int:
+    """What a GPU holds of a mini-batch's samples while it trains on them, `samples` to a micro-batch, before dp."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    minibatch = config.samples_per_iteration // config.algorithm.minibatches
+    sample = TOKEN_BYTES * longest + RESPONSE_BYTES * config.rollout.max_response_tokens
+    return int(minibatch * (sample + SMALL_BYTES / samples))
+
+
 class _Needs:
     """Bytes of the phases, rank by rank.
 
@@ -288,9 +296,7 @@ class _Needs:
         self._scoring = max((cost.scoring_bytes(batched) for cost in scorers), default=0)
         longest = config.data.max_prompt_tokens + rollout.max_response_tokens
         self.microbatch_tokens = samples * longest
-        minibatch = config.samples_per_iteration // config.algorithm.minibatches
-        sample = TOKEN_BYTES * longest + RESPONSE_BYTES * rollout.max_response_tokens
-        self._inputs = int(minibatch * (sample + SMALL_BYTES / samples))
+        self._inputs = input_bytes(config, samples)
         self._gathering = max(cost.gathering_bytes(self.microbatch_tokens) for cost in self._trained)
         self._rotations = generation.rotation_bytes(generation.spec.context)
         self._rotations += sum(cost.rotation_bytes(longest) for cost in (*scorers, *self._trained))

@@ -26,6 +26,7 @@ class Option:
     held_bytes: float = 0.0  # all the time: gradients and optimizer states
     passing_bytes: float = 0.0  # while the call runs
     fetch_seconds: float = 0.0  # bringing the weights here first, where the call's source lies otherwise
+    note: str = ""  # what the layout does not say, for people
 
 
 @dataclass(frozen=True)

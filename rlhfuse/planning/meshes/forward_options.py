@@ -1,0 +1,93 @@
+"""What generation and inference may choose from on a mesh: tensor degrees, and of generation how much cache it has;
+each with seconds of an iteration and bytes of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlhfuse.config.role import Role
+from rlhfuse.config.spec import HardwareSpec
+from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.job_cost import JobCost
+from rlhfuse.decisions.packing import deal, scoring_packs, split_samples
+from rlhfuse.planning.draft import instance_limits, kv_blocks
+from rlhfuse.planning.meshes.problem import Option
+from rlhfuse.planning.meshes.run_work import RunWork
+from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.iteration import simulate_gen_infer
+
+CACHES = (1, 2, 4, 8)  # of the cache that has room for all samples at full length: the whole, a half, ...
+
+
+def generation_options(
+    work: RunWork, ranks: int, hardware: HardwareSpec, world_size: int, room: float
+) -> Iterator[Option]:
+    """By the simulation of one batch without migration; what is larger than `room` is left out."""
+    rollout = work.config.rollout
+    for layout in work.layouts("generation", ranks, hardware.devices_per_node):
+        cost = work.cost("generation", layout, hardware)
+        drawing = min(rollout.max_sequences_per_instance, rollout.max_batched_tokens)
+        passing = cost.weights_bytes() + cost.prefilling_bytes(rollout.max_batched_tokens, drawing)
+        passing += work.config.fusion.bucket_mib << 20
+        if hardware.name != "cpu":
+            passing += cost.rotation_bytes(cost.spec.context)
+            passing += cost.prefilling_bytes(drawing, drawing) if rollout.cuda_graphs else 0
+        fetch, known = _fetch_seconds(cost, world_size), {}
+        for limits in _caches(work, cost):
+            need = passing + limits.kv_capacity_bytes / layout.tp
+            if need > room:
+                continue
+            tokens = min(limits.kv_capacity_tokens, _most_tokens(work, layout.dp))  # more are never used
+            if tokens not in known:
+                batch = work.lengths, layout.dp, JobCost(cost, ()), limits
+                known[tokens] = simulate_gen_infer(*batch, threshold=0).generation_seconds
+            yield Option(layout, known[tokens], 0.0, need, fetch, f"KV of {limits.kv_capacity_tokens} tokens")
+
+
+def scoring_options(
+    work: RunWork, task: str, ranks: int, hardware: HardwareSpec, world_size: int, room: float
+) -> Iterator[Option]:
+    """Of one model: its weights come from the host, the critic's from its training first; replicas share the batch by
+    tokens and score in packs."""
+    budget = work.config.rollout.max_batched_tokens
+    for layout in work.layouts(task, ranks, hardware.devices_per_node):
+        cost = work.cost(task, layout, hardware)
+        need = cost.weights_bytes() + cost.scoring_bytes(budget) + cost.rotation_bytes(max(work.tokens))
+        if need > room:
+            continue
+        costs, seconds = JobCost(cost, (cost,), output_share=work.output_share), 0.0
+        for share in deal(work.tokens, layout.dp):
+            own = [work.tokens[sample] for sample in share]
+            packs = scoring_packs(own, 1, budget)
+            seconds = max(seconds, sum(costs.score_seconds(sum(own[i] for i in pack), len(pack)) for pack in packs))
+        loaded, fetch = costs.swap_in_seconds(), 0.0
+        if task == f"{Role.CRITIC}_inference":
+            loaded, fetch = 0.0, 2 * loaded + _fetch_seconds(cost, world_size)  # rests on the host until then
+        yield Option(layout, loaded + seconds, 0.0, need, fetch)
+
+
+def _caches(work: RunWork, cost: AnalyticCost) -> Iterator[InstanceLimits]:
+    """Of one instance, from the largest; no smaller one than a sample needs."""
+    config, dp = work.config, cost.layout.dp
+    whole, least = kv_blocks(config, dp), kv_blocks(config, len(work.lengths))
+    counts = {max(least, -(-whole // part)) for part in CACHES}
+    for blocks in sorted({whole} if config.rollout.kv_blocks_per_instance else counts, reverse=True):
+        made = config.with_(rollout={"kv_blocks_per_instance": blocks})
+        yield instance_limits(made, cost.spec, dp, JobCost(cost, ()), work.lengths.median_context)
+
+
+def _most_tokens(work: RunWork, instances: int) -> int:
+    """That the fullest instance could hold at once, one more for each sample's next token."""
+    shares = split_samples(len(work.lengths), instances)
+    return max(sum(work.tokens[sample] + 1 for sample in share) for share in shares)
+
+
+def _fetch_seconds(cost: AnalyticCost, world_size: int) -> float:
+    """Bringing a model's weights here from another layout (`weight_moves.plan_moves`): where there are several nodes,
+    each is sent the model once, shared by its links; then every rank has its part from its node."""
+    machine, layout = cost.hardware, cost.layout
+    seconds = cost.weights_bytes() / machine.node_link_bandwidth
+    if world_size <= machine.devices_per_node:
+        return seconds
+    links = min(layout.size, machine.devices_per_node)
+    return seconds + layout.tp * cost.weights_bytes() / links / machine.cross_link_bandwidth
