@@ -1,6 +1,6 @@
 """Print the plan of a run; nothing is launched.
 
-    python tools/plan.py --config run.yaml [key=value ...] [--world-size N] [--json] [--problem problem.json] [--what-if]
+    python tools/plan.py --config run.yaml [key=value ...] [--world-size N] [--json] [--what-if] [--problem FILE]
 
 Layouts, batch arithmetic, memory per rank and phase, predicted times, the training schedule, R_t, and why.
 --what-if adds what other placements would take, which no run can execute yet: models on parts of the ranks, the critic

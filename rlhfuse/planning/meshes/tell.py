@@ -4,33 +4,37 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import Any
 
+from rlhfuse.decisions.layouts import TASK_ROLES
+from rlhfuse.planning.memory import TRAINED
 from rlhfuse.planning.meshes.mesh import Mesh
 from rlhfuse.planning.meshes.placements import OVERLAPPED, Placement
 
 TODAY = "colocated, fused"
+TEXT_COLUMNS = 110
+LEGEND = (
+    "x: seconds of what runs today over the placement's, above 1 where it would be faster",
+    f"{' and '.join(OVERLAPPED)}: seconds are from the end of one iteration to the end of the next",
+    "priced by the roofline, without a profile, for one batch; no CUDA graphs are recorded, here and in the first row",
+)
 
 
 def as_text(found: Sequence[Placement], today_seconds: float) -> str:
     """A row for each placement; `today_seconds`: predicted of an iteration as the run will do it."""
     lines = [
-        "what if: other placements, predicted; none of them runs today, phases of the others are not fused",
-        f"  {'placement':26s}{'seconds':>9s}  {'x':>5s}  meshes with their layouts",
-        f"  {TODAY:26s}{today_seconds:9.4g}  {1:5.2f}  all ranks: this plan, what runs today",
+        "what if: other placements, predicted; none of them runs today, and none fuses its phases",
+        _line("placement", "seconds", "x", "meshes with their layouts"),
+        _line(TODAY, f"{today_seconds:.4g}", "1.00", "all ranks: this plan, what runs today"),
     ]
     for one in found:
         if one.why_not:
-            lines.append(f"  {one.name:26s}{'-':>9s}  {'-':>5s}  {one.why_not}")
-            continue
-        first, *others = _meshes(one)
-        lines.append(f"  {one.name:26s}{one.seconds:9.4g}  {today_seconds / one.seconds:5.2f}  {first}")
-        lines += [f"{'':44s}{other}" for other in others]
+            lines += _rows(one.name, "-", "-", [one.why_not])
+        else:
+            lines += _rows(one.name, f"{one.seconds:.4g}", f"{today_seconds / one.seconds:.2f}", _meshes(one))
     lines += [f"  {one.name}: {one.note}" for one in found if one.note]
-    lines.append("  x: seconds of what runs today over the placement's, above 1 where it would be faster. Seconds of")
-    lines.append(f"  {' and '.join(OVERLAPPED)} are from one iteration's end to the next's.")
-    lines.append("  Prices: the roofline alone, no profile; CUDA graphs are not recorded anew; one batch is simulated.")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"  {line}" for line in LEGEND)])
 
 
 def as_dict(found: Sequence[Placement], today_seconds: float) -> dict[str, Any]:
@@ -55,9 +59,21 @@ def _row(one: Placement, today_seconds: float) -> dict[str, Any]:
 
 
 def _meshes(one: Placement) -> list[str]:
-    """A line for each mesh: what runs there."""
+    """A text for each mesh: what runs there, in the order of an iteration."""
     there: dict[Mesh, list[str]] = defaultdict(list)
-    for name, choice in one.plan.items():
-        note = f" ({choice.option.note})" if name.endswith("_train") and choice.option.note else ""
-        there[choice.mesh].append(f"{name.replace('_inference', '')} {choice.option.layout}{note}")
-    return [f"{mesh} {', '.join(sorted(calls))}" for mesh, calls in sorted(there.items())]
+    for task, _ in TASK_ROLES:
+        if task in one.plan:
+            option, trains = one.plan[task].option, task in TRAINED
+            note = f" ({option.note})" if trains and option.note else ""
+            there[one.plan[task].mesh].append(f"{task.removesuffix('_inference')} {option.layout}{note}")
+    return [f"{mesh} {', '.join(calls)}" for mesh, calls in sorted(there.items())]
+
+
+def _rows(name: str, seconds: str, ratio: str, texts: Sequence[str]) -> list[str]:
+    broken = [line for text in texts for line in wrap(text, TEXT_COLUMNS, subsequent_indent="  ")]
+    first, *others = broken
+    return [_line(name, seconds, ratio, first), *(_line("", "", "", other) for other in others)]
+
+
+def _line(name: str, seconds: str, ratio: str, text: str) -> str:
+    return f"  {name:25s}{seconds:>8s}{ratio:>7s}  {text}"

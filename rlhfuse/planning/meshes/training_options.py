@@ -1,10 +1,13 @@
 """What the training of a model may choose from on a mesh: layout, micro-batches, recomputation, where its optimizer
-rests; each with seconds of an iteration and bytes of the fullest rank. A model trains alone, by 1F1B."""
+rests; each with seconds of an iteration and bytes of the fullest rank.
+
+A model trains alone, as fast as no order of its pipeline beats and a search nearly always is; it keeps what 1F1B does.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rlhfuse.config.spec import HardwareSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
@@ -17,10 +20,10 @@ RECOMPUTE = (False, True)
 
 
 def pipeline_seconds(stages: Sequence[tuple[float, float]], microbatches: int) -> float:
-    """1F1B of one model over stages (forward, backward): a stage begins when all before it have had the first
-    micro-batch, does all of them, and those before end after it.
+    """Of one model over stages (forward, backward): each begins when all before it have had the first micro-batch, does
+    all of them, and those before end after it.
 
-    No order of work is faster (`latency_bound`), and 1F1B is as fast where stages are about even.
+    No order of work is faster (`latency_bound`), and 1F1B is as fast where no stage before the last is slower than it.
     """
     before = most = 0.0
     for forward, backward in stages:
@@ -39,75 +42,85 @@ def training_options(work: RunWork, task: str, ranks: int, hardware: HardwareSpe
 
 
 class _Training:
-    """One layout of a model that trains, its layers cut as a run would cut them."""
+    """One layout of a model that trains; with each number of micro-batches its layers are cut as a run would."""
 
     def __init__(self, work: RunWork, cost: AnalyticCost) -> None:
-        self.work, self.layout = work, cost.layout
-        self.cost = replace(cost, layout=self._cut(work, cost))
-        self._cuts = tuple(map(len, self.cost.layout.stage_layers(cost.spec.layers)))
-        self._places = self._full_places()
-        self._weights = [self.cost.weights_bytes(place) for place in self._places]
-        self._optimizer = [self.cost.optimizer_bytes(place) for place in self._places]
-        self._gradients = [self.cost.gradient_bytes(place) for place in self._places]
-        self._steps = self.cost.optimizer_step_seconds()
-
-    def _full_places(self) -> list[int]:
-        """Of a pipeline: its ends, and of the places between those that no other is fuller than. Of places with as
-        many layers the first has the most micro-batches under way."""
-        last = self.layout.pp - 1
-        between = {layers: place for place, layers in reversed(list(enumerate(self._cuts))[1:last])}
-        return sorted({0, last, *between.values()})
-
-    @staticmethod
-    def _cut(work: RunWork, cost: AnalyticCost) -> ParallelLayout:
-        """For micro-batches of a sample: shares of a layer and of the ends hardly depend on how many there are."""
-        layout, spec = cost.layout, cost.spec
-        if layout.pp == 1 or work.config.parallel.stage_layers != "auto":
-            return layout
-        seconds = cost.stage_seconds(work.longest_microbatch(1))
-        cut = fastest_cut(spec.layers, layout.pp, seconds, spec.layer_parameters, cost.end_parameters())
-        return layout.with_cut(cut)
+        self.work, self.cost = work, cost
+        self._by_cut: dict[ParallelLayout, _Cut] = {}
 
     def options(self, room: float) -> Iterator[Option]:
-        samples = self.work.samples_per_minibatch / self.layout.dp  # of a pipeline
+        layout, samples = self.cost.layout, self.work.samples_per_minibatch / self.cost.layout.dp  # of a pipeline
         offloading, on_gpu = self.work.config.trainer.offload_optimizer, self.cost.hardware.name != "cpu"
         for microbatches in divisors(int(samples)):
             each = samples / microbatches
-            stages = self.cost.stage_seconds(self.work.microbatch(each)).of(self._cuts)
+            cut = self._cut(each)
+            stages = cut.cost.stage_seconds(self.work.microbatch(each)).of(cut.layers)
             step = pipeline_seconds(stages, microbatches)
-            seconds = self.work.optimizer_steps * (step + self._steps)
-            standing, passing = self._activations(each, microbatches)
+            seconds = self.work.optimizer_steps * (step + cut.step_seconds)
+            note = f"M{microbatches}" + (", recompute" if self.cost.recompute else "")
+            beside, passing = cut.activations(self.work, each, microbatches)
             if offloading != "true" or not on_gpu:
-                held = [sum(parts) for parts in zip(self._weights, self._optimizer, standing)]
-                passes = [sum(parts) for parts in zip(self._gradients, passing)]
-                yield from self._fitting(seconds, held, passes, room, f"M{microbatches}")
+                held = [sum(parts) for parts in zip(cut.weights, cut.optimizer, beside)]
+                passes = [sum(parts) for parts in zip(cut.gradients, passing)]
+                yield from _fitting(Option(layout, seconds, note=note), held, passes, room)
             if offloading != "false" and on_gpu:
-                most = max(self._optimizer)
+                most = max(cut.optimizer)
                 rests = OptimizerOffload(RESTING[0], most, most / self.cost.hardware.host_bandwidth)
-                held = [sum(parts) for parts in zip(self._weights, standing)]
-                passes = [sum(parts) for parts in zip(self._optimizer, self._gradients, passing)]
+                held = [sum(parts) for parts in zip(cut.weights, beside)]
+                passes = [sum(parts) for parts in zip(cut.optimizer, cut.gradients, passing)]
                 seen = seconds + rests.seen_seconds(0.0, step)
-                yield from self._fitting(seen, held, passes, room, f"M{microbatches}, optimizer on the host")
+                yield from _fitting(Option(layout, seen, note=f"{note}, optimizer on the host"), held, passes, room)
 
-    def _fitting(
-        self, seconds: float, held: list[float], passing: list[float], room: float, note: str
-    ) -> Iterator[Option]:
-        """Of the fullest ranks: while it trains, and while it does not."""
-        most, rests = max(map(sum, zip(held, passing))), max(held)
-        if most <= room:
-            note += ", recompute" if self.cost.recompute else ""
-            yield Option(self.layout, seconds, rests, most - rests, note=note)
+    def _cut(self, samples: float) -> _Cut:
+        """For micro-batches of so many samples, the longest."""
+        layout, spec = self.cost.layout, self.cost.spec
+        if layout.pp > 1 and self.work.config.parallel.stage_layers == "auto":
+            seconds = self.cost.stage_seconds(self.work.longest_microbatch(samples))
+            ends = spec.layer_parameters, self.cost.end_parameters()
+            layout = layout.with_cut(fastest_cut(spec.layers, layout.pp, seconds, *ends))
+        if layout not in self._by_cut:
+            self._by_cut[layout] = _Cut.of(replace(self.cost, layout=layout))
+        return self._by_cut[layout]
 
-    def _activations(self, samples: float, microbatches: int) -> tuple[list[float], list[float]]:
-        """Of the places: buffers that stay, and what 1F1B keeps and what passes, of the longest."""
-        cost, longest, pp = self.cost, self.work.longest_microbatch(samples), self.layout.pp
-        sample = self.work.longest_microbatch(1).tokens
+
+@dataclass(frozen=True)
+class _Cut:
+    """A model's layers on the stages of a pipeline; bytes of the `places` that none is fuller than: the ends, and of
+    those between the first with so many layers, which has the most micro-batches under way."""
+
+    cost: AnalyticCost
+    layers: tuple[int, ...]
+    places: tuple[int, ...]
+    weights: tuple[int, ...]
+    optimizer: tuple[int, ...]
+    gradients: tuple[int, ...]
+    step_seconds: float
+
+    @staticmethod
+    def of(cost: AnalyticCost) -> _Cut:
+        layers = tuple(map(len, cost.layout.stage_layers(cost.spec.layers)))
+        last = len(layers) - 1
+        between = {count: place for place, count in reversed(list(enumerate(layers))[1:last])}
+        places = tuple(sorted({0, last, *between.values()}))
+        kinds = (tuple(map(of, places)) for of in (cost.weights_bytes, cost.optimizer_bytes, cost.gradient_bytes))
+        return _Cut(cost, layers, places, *kinds, cost.optimizer_step_seconds())
+
+    def activations(self, work: RunWork, samples: float, microbatches: int) -> tuple[list[float], list[float]]:
+        """Of each place: buffers that stay; and what 1F1B keeps and what passes, of the longest samples."""
+        cost, longest, pp = self.cost, work.longest_microbatch(samples), self.cost.layout.pp
         kept = cost.stage_costs(longest).activation
-        inputs = input_bytes(self.work.config, samples) // self.layout.dp if cost.hardware.name != "cpu" else 0
-        stays = cost.gathering_bytes(longest.tokens) + cost.rotation_bytes(sample)
-        standing, passing = [], []
-        for place in self._places:
-            standing.append(stays + cost.receiving_bytes(longest.tokens, place))
+        inputs = input_bytes(work.config, samples) // cost.layout.dp if cost.hardware.name != "cpu" else 0
+        stays = cost.gathering_bytes(longest.tokens) + cost.rotation_bytes(work.longest_microbatch(1).tokens)
+        beside, passing = [], []
+        for place in self.places:
+            beside.append(stays + cost.receiving_bytes(longest.tokens, place))
             under_way = min(microbatches, pp - place) * kept[place]
             passing.append(inputs + under_way + cost.passing_bytes(longest.tokens, place))
-        return standing, passing
+        return beside, passing
+
+
+def _fitting(option: Option, held: list[float], passing: list[float], room: float) -> Iterator[Option]:
+    """With the bytes of the fullest ranks: while it trains, and while it does not."""
+    most, rests = max(map(sum, zip(held, passing))), max(held)
+    if most <= room:
+        yield replace(option, held_bytes=rests, passing_bytes=most - rests)

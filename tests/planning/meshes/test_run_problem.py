@@ -1,0 +1,255 @@
+"""What a run's calls take on meshes: as its plan says for the same layouts, by closed formulas that are held here."""
+
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from four_ranks import run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sim_helpers import long_tail
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.config.machines import Machines
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.costs.hardware import hardware_by_name, machines_by_name
+from rlhfuse.costs.job_cost import JobCost
+from rlhfuse.planning.draft import draft_plan
+from rlhfuse.planning.efficiency import optimizer_step_seconds
+from rlhfuse.planning.meshes.mesh import Mesh
+from rlhfuse.planning.meshes.problem import Option
+from rlhfuse.planning.meshes.run_problem import RunProblem, leanest_fastest, run_meshes, split_points
+from rlhfuse.planning.meshes.run_work import RunWork, divisors
+from rlhfuse.planning.meshes.search import best_plan
+from rlhfuse.planning.meshes.training_options import pipeline_seconds, training_options
+from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.training_problem import TICK_SECONDS
+from rlhfuse.schedule.bounds.bounds import latency_bound
+from rlhfuse.schedule.ir.problem import StageCosts, fused_problem
+from rlhfuse.schedule.rules.builders import serial_makespan
+from rlhfuse.simulator.iteration import simulate_gen_infer
+
+SMALL = ModelSpec("llama", 16, 2048, 16, 8, 128, 5632, 32000, 2048)
+SPECS = {role: SMALL for role in ("actor", "critic", "reference", "reward")}
+H100 = hardware_by_name("h100")
+
+
+def on_gpus(**keys):
+    keys = {"trainer__hardware": "h100", "trainer__dtype": "bfloat16", **keys}
+    return run(**{"fusion__intra_stage": "serial", "rollout__prompts_per_iteration": 64, **keys})
+
+
+def problem_of(**keys):
+    return RunProblem.of_draft(draft_plan(on_gpus(**keys), SPECS, 4))
+
+
+def option(run_problem, task, layout, note=""):
+    whole = run_problem.problem.calls[task].options[run_problem.whole]
+    return next(one for one in whole if str(one.layout) == layout and one.note.startswith(note))
+
+
+def all_trainings(work, task, ranks=4):
+    return {(str(one.layout), one.note): one for one in training_options(work, task, ranks, H100, 80e9)}
+
+
+def bound_of(pipeline):
+    costs = StageCosts(pipeline.forward, pipeline.backward, (1,) * pipeline.stages)
+    layout = {"actor": ParallelLayout(1, 1, pipeline.stages)}
+    return latency_bound(fused_problem(layout, pipeline.microbatches, {"actor": costs})) * TICK_SECONDS
+
+
+@pytest.mark.parametrize("lengths", [None, long_tail(300, longest=256)])
+def test_the_same_layouts_take_what_the_plan_says(lengths):
+    """Mini-batches at the bound, one model after the other; generation of a batch."""
+    config = on_gpus(fusion__actor_microbatches=8, trainer__offload_optimizer="false", fusion__inter_stage=False)
+    draft = draft_plan(config, SPECS, 4, lengths)
+    seconds, work = make_plan(draft).report.seconds, RunWork.of(draft.config, SPECS, lengths)
+    actor = all_trainings(work, "actor_train")["d1t1p4", "M8"]
+    critic = all_trainings(work, "critic_train")["d2t1p2", "M4"]
+    step = sum(bound_of(draft.problem.pipeline(name)) for name in ("actor", "critic.0"))
+    exact = 1e-3 if lengths is None else 0.1  # else of other draws
+    both = 4 * (step + optimizer_step_seconds(draft.analytic))
+    assert actor.seconds + critic.seconds == pytest.approx(both, rel=exact)
+    assert both * (1 - exact) <= seconds.training_serial <= 1.1 * both
+    generated = option(RunProblem.of(work, machines_by_name("h100", ranks=4)), "generation", "d4t1p1")
+    assert generated.seconds == pytest.approx(seconds.generation_serial, rel=exact)
+
+
+def test_scoring_takes_what_the_simulation_says():
+    """Of one model after generation, its weights loaded first."""
+    draft, lengths = draft_plan(on_gpus(), SPECS, 4), long_tail(300, longest=256)
+    work = RunWork.of(draft.config, SPECS, lengths)
+    costs = {name: work.cost(name, draft.tasks[0].layout, H100) for name in ("generation", "reference_inference")}
+    job = JobCost(costs["generation"], (costs["reference_inference"],), output_share=work.output_share)
+    limits = replace(draft.limits, scoring_models=1, early_models=0)
+    line = simulate_gen_infer(work.lengths, 4, job, limits, threshold=0)
+    scored = option(RunProblem.of(work, machines_by_name("h100", ranks=4)), "reference_inference", "d4t1p1")
+    assert scored.seconds == pytest.approx(line.total_seconds - line.generation_seconds)
+
+
+@pytest.mark.parametrize("layout, microbatches", [("d1t1p4", 8), ("d2t1p2", 4), ("d4t1p1", 2), ("d1t4p1", 8)])
+@pytest.mark.parametrize("offload", ["true", "false"])
+def test_a_model_that_trains_alone_needs_what_the_plan_says(layout, microbatches, offload):
+    keys = {"parallel__actor_train": layout, "fusion__actor_microbatches": microbatches, "algorithm__name": "grpo"}
+    keys |= {"parallel__critic_train": layout, "trainer__offload_optimizer": offload}
+    config, specs = on_gpus(**keys), {role: SMALL for role in ("actor", "reference", "reward")}
+    draft = draft_plan(config, specs, 4)
+    memory = draft.memory.phases(draft.memory.held_by(make_plan(draft).schedule))
+    work = RunWork.of(draft.config, specs, None)
+    note = f"M{microbatches}" + (", optimizer on the host" if offload == "true" else "")
+    found = all_trainings(work, "actor_train")[layout, note]
+    training, before = memory[-1], next(phase for phase in memory if phase.phase == "generation")
+    assert found.held_bytes + found.passing_bytes == pytest.approx(training.device, rel=0.01)
+    rests = training.weights + before.optimizer  # of the rank that is fullest while it trains
+    assert found.held_bytes >= rests * 0.98 and (layout.endswith("p4") or found.held_bytes <= rests * 1.02)
+
+
+def stages_of(seed, even):
+    generator = random.Random(seed)
+    count = generator.choice((1, 2, 3, 4, 8))
+    if even:
+        layer = generator.randint(1, 9)
+        stages = [(layer, 2 * layer)] * (count - 1) + [(layer + generator.randint(0, 3), 2 * layer + 3)]
+    else:
+        stages = [(generator.randint(1, 20), generator.randint(1, 40)) for _ in range(count)]
+    return stages, generator.randint(1, 12)
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_a_pipeline_takes_at_least_so_long_and_as_long_where_it_is_even(even):
+    for seed in range(50):
+        stages, microbatches = stages_of(seed, even)
+        forward, backward = zip(*stages)
+        costs = {"actor": StageCosts(forward, backward, (1,) * len(stages))}
+        problem = fused_problem({"actor": ParallelLayout(1, 1, len(stages))}, microbatches, costs)
+        closed, bound = pipeline_seconds(stages, microbatches), latency_bound(problem)
+        assert closed <= bound <= serial_makespan(problem)
+        if even:
+            assert closed == serial_makespan(problem)
+
+
+number = st.integers(0, 6).map(float)
+some_options = st.lists(
+    st.builds(
+        lambda t, p, s, h, w: Option(ParallelLayout(4, t, p), s, h, w),
+        *([st.sampled_from((1, 2)), st.sampled_from((1, 2))] + [number] * 3),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(some_options, some_options, st.integers(2, 14))
+@settings(max_examples=200, deadline=None)
+def test_what_is_left_out_is_never_needed(left, right, memory):
+    """Two calls on one rank: the sum of what they hold, and the more of what passes, within memory."""
+
+    def least(some, others):
+        pairs = (
+            one.seconds + other.seconds
+            for one, other in product(some, others)
+            if one.held_bytes + other.held_bytes + max(one.passing_bytes, other.passing_bytes) <= memory
+        )
+        return min(pairs, default=None)
+
+    kept = [leanest_fastest(one, loose=False) for one in (left, right)]
+    assert least(left, right) == least(*kept)
+    loose = leanest_fastest(left, loose=True)
+    assert set(kept[0]) <= set(loose) <= set(left)
+    for tp in {one.layout.tp for one in left if one.layout.pp == 1}:  # of each such layout the fastest is there
+        same = [one for one in left if one.layout == ParallelLayout(4, tp, 1)]
+        assert min(one.seconds for one in same) in {one.seconds for one in loose if one.layout == same[0].layout}
+
+
+def test_meshes_are_whole_machines_or_within_one():
+    nodes = machines_by_name("h100", ranks=64)
+    meshes = run_meshes(nodes)
+    assert split_points(nodes) == [8, 16, 24, 32, 40, 48, 56] and Mesh(24, 40) in meshes and Mesh(8, 32) in meshes
+    for mesh in meshes:
+        inside = mesh.first // 8 == mesh.last // 8
+        assert inside and mesh.size >= 4 or mesh.first % 8 == 0 and mesh.size % 8 == 0
+    eight = machines_by_name("h100", ranks=8)
+    assert split_points(eight) == [4] and [str(mesh) for mesh in run_meshes(eight)] == ["@0-3", "@0-7", "@4-7"]
+    assert split_points(machines_by_name("h100", ranks=1)) == [] == split_points(machines_by_name("h100", ranks=3))
+    assert split_points(machines_by_name("h100", ranks=12)) == [8] and split_points(
+        machines_by_name("h100", ranks=1024)
+    ) == list(range(128, 1024, 128))
+
+
+def test_every_option_cuts_the_model_and_the_batch():
+    made = problem_of()
+    for task, call in made.problem.calls.items():
+        for mesh, some in call.options.items():
+            assert len(set(map(str, some))) <= len(some)
+            for one in some:
+                one.layout.check_model(SMALL, task)
+                assert one.layout.size == mesh.size and one.held_bytes + one.passing_bytes <= 80e9
+                assert one.layout.pp == 1 or task.endswith("_train")
+    assert made.problem.calls["generation"].source == "actor_train"
+    assert [call.name for call in made.problem.phases[-1]] == ["critic_train", "actor_train"]
+
+
+def test_a_smaller_cache_is_leaner_and_no_faster():
+    """Of responses of one length on one instance, that wait for one another where not all have room."""
+    config = on_gpus(rollout__prompts_per_iteration=512, rollout__max_sequences_per_instance=2048)
+    work = RunWork.of(draft_plan(config, SPECS, 4).config.with_(rollout={"kv_blocks_per_instance": 0}), SPECS, None)
+    caches = RunProblem.of(work, machines_by_name("h100", ranks=4)).problem.calls["generation"]
+    caches = [one for one in caches.options[Mesh(0, 4)] if str(one.layout) == "d4t1p1"]
+    assert len(caches) >= 2
+    ordered = sorted(caches, key=lambda one: one.passing_bytes)
+    assert [one.seconds for one in ordered] == sorted((one.seconds for one in caches), reverse=True)
+
+
+def test_runs_without_a_critic_or_a_reference_have_fewer_calls():
+    draft = draft_plan(on_gpus(algorithm__name="grpo"), SPECS, 4)
+    assert set(RunProblem.of_draft(draft).problem.calls) == {
+        "generation",
+        "reference_inference",
+        "reward_inference",
+        "actor_train",
+    }
+
+
+def test_a_model_that_no_rank_can_hold_is_refused():
+    work = RunWork.of(draft_plan(on_gpus(), SPECS, 4).config.with_(trainer={"memory_limit_gb": 2.0}), SPECS, None)
+    with pytest.raises(
+        InputError, match=r"critic_train of 4 ranks of h100: no layout cuts .* fits into 2 GB of a rank"
+    ):
+        RunProblem.of(work, machines_by_name("h100", ranks=4))
+
+
+def machines(*kinds):
+    """Machines of four ranks each."""
+    return Machines.of([(replace(spec, devices_per_node=4), count) for spec, count in kinds])
+
+
+def test_a_mesh_is_priced_with_the_kinds_of_its_own_ranks():
+    slow = replace(H100, name="slow", flops=H100.flops / 3, memory_bytes=40e9)
+    work = RunWork.of(draft_plan(on_gpus(), SPECS, 4).config, SPECS, None)
+    made = RunProblem.of(work, machines((slow, 4), (H100, 4)))
+    assert made.problem.memory_bytes == (40e9,) * 4 + (80e9,) * 4
+    alone = {kind: RunProblem.of(work, machines((kind, 4))) for kind in (slow, H100)}
+    for task, call in made.problem.calls.items():
+        for mesh, kind in ((Mesh(0, 4), slow), (Mesh(4, 4), H100)):
+            mine = [(one.layout, one.seconds) for one in call.options[mesh]]
+            theirs = alone[kind].problem.calls[task].options[Mesh(0, 4)]
+            assert mine == [(one.layout, one.seconds) for one in theirs]
+    whole = RunProblem.of(work, machines((slow, 8)))
+    for task, call in made.problem.calls.items():
+        assert [one.seconds for one in call.options[Mesh(0, 8)]] == [
+            one.seconds for one in whole.problem.calls[task].options[Mesh(0, 8)]
+        ]
+
+
+def test_machines_that_are_far_slower_are_left_alone():
+    slow = replace(H100, name="slow", flops=H100.flops / 100, memory_bandwidth=H100.memory_bandwidth / 100)
+    work = RunWork.of(draft_plan(on_gpus(), SPECS, 4).config, SPECS, None)
+    for kinds, fast in ((((slow, 4), (H100, 4)), Mesh(4, 4)), (((H100, 4), (slow, 4)), Mesh(0, 4))):
+        made = RunProblem.of(work, machines(*kinds))
+        plan = best_plan(made.problem).plan
+        assert all(fast.holds(choice.mesh) for choice in plan.values())
+
+
+def test_divisors():
+    assert divisors(12) == [1, 2, 3, 4, 6, 12] and divisors(1) == [1]
