@@ -1,0 +1,254 @@
+"""Placements by name: each is the best of all that obey its definition, found here by trying them all."""
+
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from four_ranks import run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfuse.config.machines import Machines
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.costs.hardware import hardware_by_name
+from rlhfuse.planning.draft import draft_plan
+from rlhfuse.planning.meshes.across_iterations import best_lanes, period_seconds, repeated
+from rlhfuse.planning.meshes.call_graph import place_calls
+from rlhfuse.planning.meshes.mesh import Mesh
+from rlhfuse.planning.meshes.placements import OVERLAPPED, SHAPES, placements
+from rlhfuse.planning.meshes.problem import Call, Choice, MeshProblem, Option
+from rlhfuse.planning.meshes.run_problem import SOURCES, RunProblem, least_mesh, run_meshes
+from rlhfuse.planning.meshes.run_work import RunWork
+from rlhfuse.planning.meshes.tell import as_dict, as_text
+
+H100 = replace(hardware_by_name("h100"), devices_per_node=4)
+A100 = replace(hardware_by_name("a100"), devices_per_node=4)
+PHASES = (
+    ("generation",),
+    ("reference_inference", "reward_inference", "critic_inference"),
+    ("critic_train", "actor_train"),
+)
+
+
+def random_run(seed, kinds=((H100, 4),), degrees=(1, 2), phases=PHASES):
+    """Random options, the same for meshes of one size and kind: whole numbers, so that ties come about."""
+    generator, machines = random.Random(seed), Machines.of(kinds)
+    meshes = run_meshes(machines)
+
+    def options(name, size):
+        found = []
+        for tp in (tp for tp in degrees if size % tp == 0):
+            held = generator.randint(1, 4) if name.endswith("_train") else 0
+            fetch = generator.randint(0, 3) if name in SOURCES else 0
+            seconds = generator.randint(4, 40) * 8 // size
+            found.append(Option(ParallelLayout(size // tp, tp, 1), seconds, held, generator.randint(1, 6), fetch))
+        return tuple(found)
+
+    def call(name):
+        known = {}
+        for mesh in meshes:
+            known.setdefault((mesh.size, machines.on(mesh.first, mesh.last)), options(name, mesh.size))
+        by_mesh = {mesh: known[mesh.size, machines.on(mesh.first, mesh.last)] for mesh in meshes}
+        return Call(name, by_mesh, SOURCES.get(name, ""))
+
+    memory = sum(((float(generator.randint(5, 12)),) * count for _, count in machines.kinds), ())
+    calls = tuple(tuple(map(call, phase)) for phase in phases)
+    return RunProblem(MeshProblem(memory, least_mesh(machines), calls), machines, meshes)
+
+
+def plans(run_problem):
+    """Every plan on aligned meshes that fits."""
+    problem, meshes = run_problem.problem, run_problem.aligned.meshes()
+    every = [[Choice(mesh, one) for mesh in meshes for one in call.options[mesh]] for call in problem.calls.values()]
+    for chosen in product(*every):
+        plan = dict(zip(problem.calls, chosen))
+        if problem.fits(plan):
+            yield plan
+
+
+def divide(run_problem, *meshes):
+    """Whether two meshes are all ranks, and have none in common."""
+    one, other = meshes
+    return not one.overlaps(other) and one.size + other.size == run_problem.machines.ranks
+
+
+def rest_is_everywhere(run_problem, plan, *names):
+    return all(choice.mesh == run_problem.whole for name, choice in plan.items() if name not in names)
+
+
+def obeys(name, run_problem, plan):
+    """The definitions."""
+    at, whole = {call: choice.mesh for call, choice in plan.items()}, run_problem.whole
+    actor, critic = at["actor_train"], at["critic_train"]
+    reference, reward = at["reference_inference"], at["reward_inference"]
+    if name == "colocated, serial":
+        return rest_is_everywhere(run_problem, plan)
+    if name == "split training":
+        return divide(run_problem, actor, critic) and rest_is_everywhere(
+            run_problem, plan, "actor_train", "critic_train"
+        )
+    if name == "interleaving 1":
+        return divide(run_problem, reference, reward) and rest_is_everywhere(
+            run_problem, plan, "reference_inference", "reward_inference"
+        )
+    if name == "interleaving 2":
+        trainings = divide(run_problem, actor, critic) and at["critic_inference"] == critic
+        scorers = divide(run_problem, reference, reward) and {reference, reward} == {actor, critic}
+        return trainings and scorers and at["generation"] in (actor, whole)
+    if name == "disaggregated":
+        trains = [at["actor_train"], at["critic_train"]]
+        others = [mesh for call, mesh in at.items() if not call.endswith("_train")]
+        return not any(one.overlaps(other) for one in trains for other in others)
+    if name == "critic across iterations":
+        lanes = divide(run_problem, actor, critic)
+        own = {actor: ("generation", "reference_inference"), critic: ("reward_inference", "critic_inference")}
+        return lanes and all(at[call] == mesh for mesh, calls in own.items() for call in calls)
+    assert name in ("REAL's heuristic", "free")
+    return name == "free" or rest_is_everywhere(run_problem, plan)
+
+
+def steady_state(problem, plan):
+    """From the end of the third actor's training to that of the fourth."""
+    ends = place_calls(repeated(problem, plan, 4))
+    return ends["actor_train.3"][1] - ends["actor_train.2"][1]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_each_is_the_best_of_all_that_obey_its_definition(seed):
+    """On four ranks with parts of two, and on two machines of a rank's size each."""
+    kinds = [((H100, 4),), ((replace(A100, devices_per_node=2), 2), (replace(H100, devices_per_node=2), 2))][seed % 2]
+    run_problem = random_run(seed, kinds, degrees=(1, 2) if seed % 2 == 0 else (1,))
+    if seed % 2:  # meshes of one rank are for the walk alone: too many plans to try
+        only = {Mesh(0, 4), Mesh(0, 2), Mesh(2, 2)}
+        phases = tuple(
+            tuple(replace(one, options={m: some for m, some in one.options.items() if m in only}) for one in phase)
+            for phase in run_problem.problem.phases
+        )
+        problem = replace(run_problem.problem, phases=phases, least=2)
+        run_problem = replace(run_problem, problem=problem, meshes=tuple(sorted(only)))
+    problem = run_problem.problem
+    best = {}
+    for plan in plans(run_problem):
+        for name in (*SHAPES, "free"):
+            if name != "REAL's heuristic" and obeys(name, run_problem, plan):
+                seconds = steady_state(problem, plan) if name in OVERLAPPED else problem.seconds(plan)
+                best[name] = min(best.get(name, float("inf")), seconds)
+    found = {one.name: one for one in placements(run_problem)}
+    assert list(found) == [*SHAPES, "free"]
+    for name, one in found.items():
+        if one.plan:
+            assert problem.fits(one.plan) and obeys(name, run_problem, one.plan)
+            assert one.seconds >= found["free"].seconds or name in OVERLAPPED
+        if name != "REAL's heuristic":
+            assert one.seconds == pytest.approx(best.get(name, float("inf"))), name
+        assert bool(one.why_not) == (not one.plan)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_on_more_ranks_each_obeys_its_definition_and_none_beats_the_free_one(seed):
+    kinds = ((H100, 16),) if seed % 2 else ((A100, 4), (H100, 12))
+    run_problem = random_run(seed, kinds)
+    found = {one.name: one for one in placements(run_problem)}
+    assert run_problem.problem.fits(found["free"].plan)
+    for name, one in found.items():
+        if one.plan:
+            assert obeys(name, run_problem, one.plan) and run_problem.problem.fits(one.plan), name
+            assert one.seconds >= found["free"].seconds or name in OVERLAPPED
+    assert found["free"] == placements(run_problem)[-1]  # nothing is random
+
+
+def test_the_heuristic_has_as_many_tensor_ranks_as_fit():
+    run_problem = random_run(3)
+    wide = replace(run_problem, problem=replace(run_problem.problem, memory_bytes=(99.0,) * 4))
+    chosen = next(one for one in placements(wide) if one.name == "REAL's heuristic")
+    assert {choice.option.layout.tp for choice in chosen.plan.values()} == {2}
+
+    def heavier(option):
+        return replace(option, passing_bytes=1e9) if option.layout.tp == 2 else option
+
+    calls = tuple(
+        tuple(replace(one, options={m: tuple(map(heavier, some)) for m, some in one.options.items()}) for one in phase)
+        for phase in run_problem.problem.phases
+    )
+    full = replace(run_problem, problem=replace(run_problem.problem, memory_bytes=(99.0,) * 4, phases=calls))
+    chosen = next(one for one in placements(full) if one.name == "REAL's heuristic")
+    assert {choice.option.layout.tp for choice in chosen.plan.values()} == {1}
+
+
+seconds = st.integers(0, 40).map(float)
+
+
+@given(st.tuples(*[seconds] * 6), st.booleans(), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_a_period_is_what_repeated_iterations_come_to(took, with_reference, with_reward):
+    left, right = Mesh(0, 2), Mesh(2, 2)
+    names = ("generation", "reference_inference", "actor_train", "reward_inference", "critic_inference", "critic_train")
+    has = {"reference_inference": with_reference, "reward_inference": with_reward}
+    gone = {name for name, there in has.items() if not there}
+    calls, plan = {}, {}
+    for number, (name, lasts) in enumerate(zip(names, took)):
+        mesh = left if number < 3 else right
+        option = Option(ParallelLayout(2, 1, 1), lasts, 1.0 if name.endswith("_train") else 0.0)
+        calls[name] = Call(name, {mesh: (option,)}, SOURCES.get(name, ""))
+        if name not in gone:
+            plan[name] = Choice(mesh, option)
+    phases = tuple(tuple(calls[name] for name in phase if name not in gone) for phase in PHASES)
+    problem = MeshProblem((9.0,) * 4, 2, phases)
+    assert steady_state(problem, plan) == pytest.approx(period_seconds(problem, plan))
+    found = best_lanes(problem, left, right)
+    assert found and found[0] == period_seconds(problem, plan) and found[1] == plan
+    assert best_lanes(replace(problem, memory_bytes=(0.5,) * 4), left, right) is None
+
+
+def test_what_a_run_does_not_have_is_said():
+    without = random_run(1, phases=(("generation",), ("reference_inference",), ("actor_train",)))
+    found = {one.name: one for one in placements(without)}
+    assert found["split training"].why_not == "this run has no critic_train"
+    assert found["interleaving 1"].why_not == "this run has no reward_inference"
+    assert found["disaggregated"].plan and found["free"].plan
+    one = random_run(2, kinds=((H100, 1),))
+    found = {one.name: one for one in placements(one)}
+    assert found["split training"].why_not.startswith("1 ranks have no two parts")
+    full = replace(without, problem=replace(without.problem, memory_bytes=(0.5,) * 4))
+    assert all("fits into" in one.why_not or "this run has no" in one.why_not for one in placements(full))
+
+
+SMALL = ModelSpec("llama", 16, 2048, 16, 8, 128, 5632, 32000, 2048)
+SPECS = {role: SMALL for role in ("actor", "critic", "reference", "reward")}
+
+
+def test_slow_machines_get_less():
+    """Of a run's own prices on machines of two kinds, either way round."""
+    draft = draft_plan(run(trainer__hardware="h100", fusion__intra_stage="serial"), SPECS, 4)
+    work, half = RunWork.of(draft.config, SPECS, None), {"flops": H100.flops / 2}
+    slow = replace(H100, name="slow", memory_bandwidth=H100.memory_bandwidth / 2, **half)
+    shares = []
+    for kinds, slow_ranks in ((((slow, 4), (H100, 4)), Mesh(0, 4)), (((H100, 4), (slow, 4)), Mesh(4, 4))):
+        found = {one.name: one for one in placements(RunProblem.of(work, Machines.of(kinds)))}
+        taken = [0.0, 0.0]
+        for choice in found["free"].plan.values():
+            for index, ranks in enumerate((slow_ranks, Mesh(4 - slow_ranks.first, 4))):
+                taken[index] += choice.option.seconds if choice.mesh.overlaps(ranks) else 0
+        assert taken[0] < taken[1] and found["free"].seconds < found["colocated, serial"].seconds
+        shares.append((found["free"].seconds, taken))
+    assert shares[0] == shares[1]
+
+
+def test_the_table_names_all_and_compares_with_what_runs_today():
+    run_problem = random_run(4)
+    found = placements(run_problem)
+    text, raw = as_text(found, 50.0), as_dict(found, 50.0)
+    assert max(map(len, text.splitlines())) < 200
+    for one in found:
+        assert any(line.startswith(f"  {one.name} ") for line in text.splitlines())
+    assert "colocated, fused" in text and "50   1.00" in text
+    assert raw["today_seconds"] == 50 and [row["name"] for row in raw["placements"]] == [one.name for one in found]
+    row = raw["placements"][0]
+    assert row["over_today"] == 50 / found[0].seconds
+    call = row["calls"]["generation"]
+    assert call["ranks"] == [0, 3] and ParallelLayout.parse(call["layout"]).size == 4
+    assert f"@0-3 generation {call['layout']}" in text
+    full = replace(run_problem, problem=replace(run_problem.problem, memory_bytes=(0.5,) * 4))
+    refused = as_dict(placements(full), 50.0)["placements"][0]
+    assert set(refused) == {"name", "why_not"} and refused["why_not"].split(" on ")[0] in as_text(placements(full), 1.0)
