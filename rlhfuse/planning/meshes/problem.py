@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import permutations
 
 from rlhfuse.base.errors import InputError
@@ -135,16 +135,22 @@ class MeshProblem:
 
     def _phase(self, phase: Sequence[Call], plan: MeshPlan) -> tuple[float, tuple[Call, ...]]:
         """Its seconds, and the best order of its calls."""
-        work = {call.name: (plan[call.name].mesh, self.call_seconds(call, plan)) for call in phase}
-        return min(
-            ((_end_in_order([work[call.name] for call in order]), order) for order in permutations(phase)),
-            key=lambda found: found[0],
-        )
+        seconds, order = _best_order(tuple((plan[call.name].mesh, self.call_seconds(call, plan)) for call in phase))
+        return seconds, tuple(phase[number] for number in order)
 
 
 def on_equal_meshes(meshes: Iterable[Mesh], options: Mapping[int, Sequence[Option]]) -> dict[Mesh, Sequence[Option]]:
     """Where all ranks are alike: options by the number of ranks of a mesh."""
     return {mesh: options.get(mesh.size, ()) for mesh in meshes}
+
+
+@lru_cache(maxsize=1024)  # a walk changes one call at a time: most phases stay
+def _best_order(work: tuple[tuple[Mesh, float], ...]) -> tuple[float, tuple[int, ...]]:
+    """The end of calls in their best order, of equal ones the first, and this order."""
+    return min(
+        ((_end_in_order([work[number] for number in order]), order) for order in permutations(range(len(work)))),
+        key=lambda found: found[0],
+    )
 
 
 def _end_in_order(work: Sequence[tuple[Mesh, float]]) -> float:

@@ -42,10 +42,14 @@ def best_plan(problem: MeshProblem, tree: MeshTree | None = None) -> Found:
     kinds = mesh_kinds(problem, tree)
     rooms = _Rooms(problem, kinds)
     alone = [rooms.least_seconds(number, tree) for number in range(len(problem.phases))]
+    training = [any(call.resident for call in phase) for phase in problem.phases]
     queue = []
-    for plan in _resident_placements(problem, tree, kinds):
-        parts = [max(alone[number], _load(problem, number, plan)) for number in range(len(problem.phases))]
-        queue.append((sum(parts), " ".join(map(str, plan.values())), plan, parts))
+    for text, plan in _resident_placements(problem, tree, kinds):
+        parts = [
+            max(least, _load(problem, number, plan)) if training[number] else least
+            for number, least in enumerate(alone)
+        ]
+        queue.append((sum(parts), text, plan, parts))
     queue.sort(key=lambda one: one[:2])
     best, best_seconds, priced, bound = None, inf, 0, inf
     for bound, _, plan, parts in queue:
@@ -94,15 +98,19 @@ def mesh_kinds(problem: MeshProblem, tree: MeshTree) -> dict[Mesh, int]:
 
 def _resident_placements(
     problem: MeshProblem, tree: MeshTree, kinds: Mapping[Mesh, int]
-) -> Iterator[dict[str, Choice]]:
-    """Of the calls that hold memory, those that fit by themselves, one of each kind."""
-    for meshes in _unlike(tree, len(problem.residents), (), kinds):
-        options = [call.options.get(mesh, ()) for call, mesh in zip(problem.residents, meshes)]
-        for chosen in product(*options):
-            pairs = zip(problem.residents, meshes, chosen)
-            plan = {call.name: Choice(mesh, option) for call, mesh, option in pairs}
+) -> Iterator[tuple[str, dict[str, Choice]]]:
+    """Of the calls that hold memory, those that fit by themselves, one of each kind; first their text."""
+    choices = {
+        (call.name, mesh): [(str(one), one) for one in (Choice(mesh, option) for option in call.options.get(mesh, ()))]
+        for call in problem.residents
+        for mesh in kinds
+    }
+    names = [call.name for call in problem.residents]
+    for meshes in _unlike(tree, len(names), (), kinds):
+        for chosen in product(*(choices[key] for key in zip(names, meshes))):
+            plan = {name: choice for name, (_, choice) in zip(names, chosen)}
             if not plan or problem.fits(plan):
-                yield plan
+                yield " ".join(text for text, _ in chosen), plan
 
 
 def _unlike(
@@ -132,7 +140,7 @@ def _load(problem: MeshProblem, number: int, plan: MeshPlan) -> float:
     """The largest sum of the phase's placed calls on a rank."""
     placed = [plan[call.name] for call in problem.phases[number] if call.name in plan]
     on_rank = (
-        sum(one.option.seconds for one in placed if one.mesh.holds(Mesh(rank, 1)))
+        sum(one.option.seconds for one in placed if one.mesh.first <= rank <= one.mesh.last)
         for rank in {one.mesh.first for one in placed}
     )
     return max(on_rank, default=0.0)
