@@ -110,18 +110,18 @@ def _critic_across(run: RunProblem) -> Found:
 
 def _heuristic(run: RunProblem) -> Found:
     """All calls on all ranks with as many tensor ranks as fit; of pipelines the fastest."""
-    whole = {one.layout.tp for call in run.problem.calls.values() for one in call.options.get(run.whole, ())}
-    for most in sorted(whole, reverse=True):
+    here = {name: call.options.get(run.whole, ()) for name, call in run.problem.calls.items()}
+    why = InputError("no layout fits on all ranks")
+    for most in sorted({one.layout.tp for some in here.values() for one in some}, reverse=True):
         calls = {}
-        for name, call in run.problem.calls.items():
-            allowed = [one for one in call.options.get(run.whole, ()) if one.layout.tp <= most]
-            degree = max((one.layout.tp for one in allowed), default=0)
-            calls[name] = {run.whole: tuple(one for one in allowed if one.layout.tp == degree)}
+        for name, some in here.items():
+            degree = max((one.layout.tp for one in some if one.layout.tp <= most), default=0)
+            calls[name] = {run.whole: tuple(one for one in some if one.layout.tp == degree)}
         try:
             return _exact(_with_options(run.problem, calls), run.aligned)
         except InputError as error:
-            last = error
-    raise last if whole else InputError("no layout fits on all ranks")
+            why = error
+    raise why
 
 
 SHAPES: Mapping[str, Callable[[RunProblem], Found]] = {

@@ -152,7 +152,7 @@ class _Rooms:
     def __init__(self, problem: MeshProblem, kinds: Mapping[Mesh, int]) -> None:
         self.problem, self._kinds = problem, kinds
         self.free = [[call for call in phase if not call.resident] for phase in problem.phases]
-        first = {kind: mesh for mesh, kind in reversed(kinds.items())}
+        first = {kind: mesh for mesh, kind in reversed(list(kinds.items()))}
         self._stairs = {
             (call.name, kind): _stairs(call.options.get(mesh, ()))
             for calls in self.free

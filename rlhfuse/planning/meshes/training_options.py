@@ -102,8 +102,9 @@ class _Cut:
         last = len(layers) - 1
         between = {count: place for place, count in reversed(list(enumerate(layers))[1:last])}
         places = tuple(sorted({0, last, *between.values()}))
-        kinds = (tuple(map(of, places)) for of in (cost.weights_bytes, cost.optimizer_bytes, cost.gradient_bytes))
-        return _Cut(cost, layers, places, *kinds, cost.optimizer_step_seconds())
+        weights, optimizer = map(cost.weights_bytes, places), map(cost.optimizer_bytes, places)
+        gradients, step = map(cost.gradient_bytes, places), cost.optimizer_step_seconds()
+        return _Cut(cost, layers, places, tuple(weights), tuple(optimizer), tuple(gradients), step)
 
     def activations(self, work: RunWork, samples: float, microbatches: int) -> tuple[list[float], list[float]]:
         """Of each place: buffers that stay; and what 1F1B keeps and what passes, of the longest samples."""
