@@ -24,7 +24,7 @@ SPLITS = 8  # two blocks divide the ranks at multiples of so large a part of the
 
 @dataclass(frozen=True)
 class RunProblem:
-    """`problem` has options on all meshes that `meshes` of these machines names."""
+    """`problem` has options on all of `meshes`, the parts of these machines on which a call may run."""
 
     problem: MeshProblem
     machines: Machines
@@ -125,7 +125,8 @@ def leanest_fastest(options: Iterable[Option], loose: bool) -> tuple[Option, ...
 
 
 class _Pricer:
-    """Options by mesh; of equal meshes they are priced once."""
+    """Options by mesh; of equal meshes they are priced once. What rests on hosts is not counted, even on CPUs, where it
+    shares the ranks' memory."""
 
     def __init__(self, work: RunWork, machines: Machines) -> None:
         self.work, self.machines = work, machines
