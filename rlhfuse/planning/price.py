@@ -1,0 +1,137 @@
+"""Seconds of an iteration by part: what tools/plan.py prints for one table of layouts and a search ranks tables by.
+
+Training is priced at the proved bound of its schedule (paper section 7.3): a search for a schedule nearly always
+reaches it, and no two ranks of a job would find the same within a time limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning.efficiency import optimizer_step_seconds
+from rlhfuse.planning.graph_capture import graph_capture
+from rlhfuse.planning.training_problem import TICK_SECONDS
+from rlhfuse.schedule.bounds.bounds import latency_bound
+from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.rules.builders import min_memory
+from rlhfuse.simulator.iteration import BatchSimulation
+from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.threshold import Threshold, sweep_threshold
+
+GENERATION, SCHEDULES, STEPS = "generation and inference", "schedules of training", "optimizer steps"
+MOVES, OFFLOAD, CAPTURE = "weight moves", "optimizer to the host and back", "graphs recorded"
+
+
+@dataclass(frozen=True)
+class GenerationPrice:
+    """Generation and inference of an iteration, means over the batches; R_t, its curve if there is one, and why.
+
+    `threshold_samples` None: chosen once the first iteration has shown its lengths; serial until then. Generation alone
+    is None where a file with the curve does not say it.
+    """
+
+    threshold_samples: int | None
+    threshold: Threshold | None
+    why: str
+    serial: float
+    fused: float
+    generation_serial: float | None
+    generation_fused: float | None
+
+
+@dataclass(frozen=True)
+class Price:
+    """Of a draft; all seconds are of an iteration."""
+
+    generation: GenerationPrice
+    schedules: float  # of training, all mini-batches
+    steps: float
+    moves: float
+    offload: float  # what is not hidden of it
+    capture: float
+
+    @property
+    def parts(self) -> Mapping[str, float]:
+        return {
+            GENERATION: self.generation.fused,
+            SCHEDULES: self.schedules,
+            STEPS: self.steps,
+            MOVES: self.moves,
+            OFFLOAD: self.offload,
+            CAPTURE: self.capture,
+        }
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+def price(draft: PlanDraft, generation: GenerationPrice, moves: float) -> Price:
+    """`generation`: of `price_generation`; `moves`: of all weights. Raises InputError where no schedule fits."""
+    count, makespan = draft.batch.optimizer_steps, minibatch_seconds(draft)
+    offload = draft.memory.offload
+    seen = offload.seen_seconds(moves, makespan) if offload else 0.0
+    capture = graph_capture(draft, draft.memory.keeps_generation(min_memory(draft.problem)))
+    again = capture.seconds if capture and capture.each_iteration else 0.0
+    return Price(generation, count * makespan, count * optimizer_step_seconds(draft.analytic), moves, seen, again)
+
+
+def minibatch_seconds(draft: PlanDraft) -> float:
+    """The makespan of a schedule that is given, else the proved bound of the one that will be searched."""
+    ticks = evaluate(draft.given[0]).makespan if draft.given else latency_bound(draft.problem)
+    return float(ticks) * TICK_SECONDS
+
+
+def generation_key(draft: PlanDraft) -> Hashable:
+    """Drafts of one configuration and the same batches whose keys are equal have one generation price."""
+    return draft.costs, draft.limits, draft.batch.instances
+
+
+def price_generation(draft: PlanDraft, batches: tuple[SampleLengths, ...]) -> GenerationPrice:
+    """With R_t as the run will have it, chosen by simulation where it is open and past lengths are known."""
+    config, instances = draft.config, draft.batch.instances
+    if not config.fusion.inter_stage:
+        return _at(draft, batches, 0, "R_t = 0: fusion.inter_stage is false")
+    if instances == 1:
+        return _at(draft, batches, 0, "R_t = 0: with one generation instance none can be freed")
+    if (given := config.threshold()) is not None:
+        return _at(draft, batches, given, f"R_t = {given}: fusion.threshold says so")
+    if threshold := draft.threshold_file:
+        why = f"{config.fusion.threshold_file}: {threshold.explain()}"
+        if draft.lengths is not None:
+            return _at(draft, batches, threshold.threshold, why, threshold)
+        return _of_curve(threshold, why)  # its curve is all there is
+    if draft.lengths is not None:
+        least = config.fusion.least_threshold
+        threshold = sweep_threshold(batches, instances, draft.costs, draft.limits, least=least)
+        return _of_curve(threshold, threshold.explain())
+    why = "R_t is chosen by simulation once the first iteration has shown its lengths"
+    return _at(draft, batches, None, why)
+
+
+def _of_curve(threshold: Threshold, why: str) -> GenerationPrice:
+    alone = {point.threshold: point.generation_seconds for point in threshold.sweep}
+    ends = alone.get(0), alone.get(threshold.threshold)
+    return GenerationPrice(
+        threshold.threshold, threshold, why, threshold.serial_seconds, threshold.fused_seconds, *ends
+    )
+
+
+def _at(
+    draft: PlanDraft,
+    batches: tuple[SampleLengths, ...],
+    samples: int | None,
+    why: str,
+    threshold: Threshold | None = None,
+) -> GenerationPrice:
+    totals: list[tuple[float, float, float, float]] = []
+    for lengths in batches:
+        batch = BatchSimulation(lengths, draft.batch.instances, draft.costs, draft.limits)
+        serial = batch.timeline(0)
+        fused = batch.timeline(samples) if samples else serial
+        seconds = serial.total_seconds, fused.total_seconds, serial.generation_seconds, fused.generation_seconds
+        totals.append(seconds)
+    means = (sum(column) / len(totals) for column in zip(*totals))
+    return GenerationPrice(samples, threshold, why, *means)
