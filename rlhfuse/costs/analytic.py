@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
 from rlhfuse.costs import gpu_bytes
@@ -53,6 +53,10 @@ class AnalyticCost:
     sequence_parallel: bool = False  # in training
     recompute: bool = False  # in training: each layer runs again before its backward
     kernels: Kernels | None = None  # None: of other software, or a CPU, where rates hold for all of a layer
+
+    def with_cut(self, cut: tuple[int, ...] | None) -> AnalyticCost:
+        """The same with so many layers on each stage."""
+        return self if cut == self.layout.cut else replace(self, layout=replace(self.layout, cut=cut))
 
     # ---- seconds
 

@@ -27,9 +27,16 @@ def load_costs(path: str | Path) -> CostModel | TensorProfiles:
 def load_run_costs(config: RunConfig, specs: Mapping[Role, ModelSpec], path: str | Path = "") -> CostModel:
     """What `path`, default fusion.profile, holds. Raises InputError, also for a profile of other models or settings."""
     file = path or config.fusion.profile
-    costs = load_costs(file)
+    return run_costs(load_costs(file), config, specs, str(file))
+
+
+def run_costs(
+    costs: CostModel | TensorProfiles, config: RunConfig, specs: Mapping[Role, ModelSpec], where: str = ""
+) -> CostModel:
+    """What was loaded from `where`, default fusion.profile, for the layouts of `config`. Raises InputError as above."""
+    where = where or config.fusion.profile
     if isinstance(costs, TensorProfiles):
-        costs = costs.of(config, str(file))
+        costs = costs.of(config, where)
     if isinstance(costs, ProfiledCost):
-        costs.check(made_for(config, specs), str(file))
+        costs.check(made_for(config, specs), where)
     return costs

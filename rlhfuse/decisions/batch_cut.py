@@ -30,3 +30,13 @@ def resolve_batch(config: RunConfig) -> RunConfig:
         most = min(MOST, samples // minibatches // actor)
         microbatches = max(step, most // step * step)
     return config.with_(algorithm={"minibatches": minibatches}, fusion={"actor_microbatches": microbatches})
+
+
+def resolve_minibatches(config: RunConfig) -> RunConfig:
+    """`config` with a number for algorithm.minibatches where layouts are still open: what is computed follows from the
+    batch alone."""
+    if config.algorithm.minibatches != AUTO:
+        return config
+    samples = config.samples_per_iteration
+    cuts = (count for count in range(MOST, 1, -1) if samples % count == 0 and samples // count >= LEAST_SAMPLES)
+    return config.with_(algorithm={"minibatches": next(cuts, 1)})

@@ -188,9 +188,20 @@ def _check_vocab_shares(task: Task, spec: ModelSpec, vocab: int) -> None:
 def batch_arithmetic(config: RunConfig, tasks: tuple[Task, ...]) -> BatchArithmetic:
     """Resolve the batch for a table that `check_layouts` accepted."""
     layouts = {task.name: task.layout for task in tasks}
-    samples, instances = config.samples_per_iteration, layouts["generation"].dp
-    actor, critic = layouts["actor_train"], layouts.get("critic_train")
-    microbatches = actor.dp * config.fusion.actor_microbatches
+    rows = layouts["generation"], layouts["actor_train"], layouts.get("critic_train")
+    return batch_of(config, *rows, config.fusion.actor_microbatches)
+
+
+def batch_of(
+    config: RunConfig,
+    generation: ParallelLayout,
+    actor: ParallelLayout,
+    critic: ParallelLayout | None,
+    actor_microbatches: int,
+) -> BatchArithmetic:
+    """The same of layouts and micro-batches that `config` need not name."""
+    samples, instances = config.samples_per_iteration, generation.dp
+    microbatches = actor.dp * actor_microbatches
     return BatchArithmetic(
         prompts=config.rollout.prompts_per_iteration,
         samples_per_prompt=config.rollout.samples_per_prompt,
@@ -200,7 +211,7 @@ def batch_arithmetic(config: RunConfig, tasks: tuple[Task, ...]) -> BatchArithme
         minibatches=config.algorithm.minibatches,
         samples_per_minibatch=samples // config.algorithm.minibatches,
         actor_pipelines=actor.dp,
-        actor_microbatches=config.fusion.actor_microbatches,
+        actor_microbatches=actor_microbatches,
         critic_pipelines=critic.dp if critic else 0,
         critic_microbatches=microbatches // critic.dp if critic else 0,
         epochs=config.algorithm.epochs,

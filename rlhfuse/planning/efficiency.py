@@ -14,9 +14,8 @@ from rlhfuse.costs.flops import IterationFlops
 from rlhfuse.costs.hardware import MEASURED_RATES, data_sheets
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.memory import TRAINED
-from rlhfuse.planning.training_problem import TICK_SECONDS, longest_microbatch
+from rlhfuse.planning.training_problem import TICK_SECONDS, equal_microbatch, longest_microbatch
 from rlhfuse.schedule.ir.problem import FusionProblem
-from rlhfuse.schedule.ir.ranks import FusedRanks
 from rlhfuse.schedule.rules.builders import pipeline_work
 
 WORSE = 0.8  # of every rate
@@ -28,7 +27,7 @@ class TrainingUse:
     """Seconds of one rank's training per iteration, mean over ranks; they add up.
 
     `useful`: the models' FLOPs at the data sheet's rate; `products`: what the same products take longer at the rate
-    reached; `other`: other kernels, all-reduces, layers and logits run again; `idle`: bubbles and unequal stages;
+    reached; `other`: other kernels, all-reduces, layers and logits run again; `idle`: bubbles, unequal stages and
     `steps`: optimizer steps, gradients and weights on their way over dp.
     """
 
@@ -51,7 +50,7 @@ class TrainingUse:
             "useful": self.useful,
             "products below the data sheet's rate": self.products,
             "other kernels, all-reduces, what runs again": self.other,
-            "bubbles and unequal stages": self.idle,
+            "bubbles, unequal stages and micro-batches": self.idle,
             "optimizer steps": self.steps,
         }
         return ", ".join(f"{seconds / self.seconds:.1%} {what}" for what, seconds in parts.items())
@@ -132,7 +131,7 @@ def efficiency(draft: PlanDraft, problem: FusionProblem, training_seconds: float
     models = draft.specs, config.trained(), config.scorers(), lengths.prompt, lengths.output, config.algorithm.epochs
     flops = sum(IterationFlops.of(*models).training.values()) * draft.batch.samples / len(lengths)
     useful = flops / (draft.world_size * sheet.flops)
-    busy = count * _busy_seconds(problem, draft.ranks)
+    busy = count * _busy_seconds(draft, problem)
     idle = (training_seconds - count * optimizer_step_seconds(draft.analytic)) / busy - 1
     uses = []
     for name, rated in rated_hardware(hardware):
@@ -159,11 +158,16 @@ def rated_hardware(hardware: HardwareSpec) -> Iterator[tuple[str, HardwareSpec]]
         yield f"these and links {1 - WORSE:.0%} worse", replace(rated, **worse)
 
 
-def _busy_seconds(problem: FusionProblem, ranks: FusedRanks) -> float:
-    """Of one mini-batch, mean over ranks; a rank of a merged stage is busy with its own alone."""
-    ticks = 0.0
+def _busy_seconds(draft: PlanDraft, problem: FusionProblem) -> float:
+    """Of one mini-batch, mean over ranks; a rank of a merged stage is busy with its own alone.
+
+    The problem's micro-batches are as heavy as the waiting makes them: what is above the mean is none of the work.
+    """
+    ticks, mean = 0.0, draft.drawn.mean(draft.batch.microbatches)
     for pipeline in problem.pipelines:
-        ticks += pipeline.microbatches * pipeline_work(pipeline) / ranks.merge(pipeline.name)
+        share = draft.ranks.shape.share(pipeline.model)
+        work = pipeline_work(pipeline) * mean.tokens / equal_microbatch(draft.drawn, draft.batch, share).tokens
+        ticks += pipeline.microbatches * work / share.merge
     return ticks * TICK_SECONDS / problem.nodes
 
 

@@ -41,6 +41,14 @@ REMEDIES = {
 }
 
 
+class MemoryRefusal(InputError):
+    """A phase needs `missing_bytes` more than a rank may use."""
+
+    def __init__(self, phase: str, missing_bytes: float, message: str) -> None:
+        super().__init__(message)
+        self.phase, self.missing_bytes = phase, missing_bytes
+
+
 @dataclass(frozen=True)
 class PhaseMemory:
     """Bytes on one rank during one phase; `host` is host memory, all else device memory."""
@@ -233,9 +241,11 @@ class MemoryBudget:
                 remedy = f"set fusion.intra_stage=search without fusion.schedule to find one that fits, {remedy}"
         elif not self.offload and self.hardware.name != "cpu" and self.with_optimizer_offloaded().fits_beside_training:
             remedy = f"set trainer.offload_optimizer=auto, {remedy}"
-        raise InputError(
+        raise MemoryRefusal(
+            fullest.phase,
+            needed - self.limit,
             f"memory: {fullest.phase} needs {readable_bytes(needed)} per rank ({', '.join(parts)}){which}, but a rank "
-            f"of this {self.hardware.name} has {readable_bytes(self.limit)}; {remedy}, or set trainer.memory_limit_gb"
+            f"of this {self.hardware.name} has {readable_bytes(self.limit)}; {remedy}, or set trainer.memory_limit_gb",
         )
 
 

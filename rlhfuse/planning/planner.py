@@ -27,8 +27,6 @@ from rlhfuse.schedule.rules.builders import serial_makespan
 from rlhfuse.schedule.search.search import SearchSettings, search
 from rlhfuse.simulator.iteration import IterationSeconds, move_cost
 
-DRAWS = 5  # batches drawn from past lengths and averaged
-
 
 def make_plan(draft: PlanDraft) -> RunPlan:
     """Decide what is left to decide. Raises ScheduleError where the schedule could hang or passes the memory cap."""
@@ -64,10 +62,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
     kept = draft.memory.keeps_generation(peaks)
     memory = draft.memory.with_generation_kept() if kept else draft.memory
     capture = graph_capture(draft, kept)
-    batches = (draft.planned_lengths,)
-    if draft.lengths is not None:
-        batches = draft.planned_lengths.draw(batch.samples, DRAWS, config.trainer.seed)
-    generation = price_generation(draft, batches)
+    generation = price_generation(draft)
     hints = reasons.threshold_hints(config, generation.threshold_samples, draft.lengths)
     moves = layout_moves(draft.tasks, draft.ranks, draft.specs, element_bytes(config), draft.hardware)
     steps = optimizer_step_seconds(draft.analytic)
@@ -107,7 +102,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
         reasons=(
             *reasons.of_choices(draft.asked, config, draft.specs, batch),
             reasons.of_ends(config, draft.specs[Role.ACTOR]),
-            reasons.of_lengths(config, draft.lengths, DRAWS),
+            reasons.of_lengths(config, draft.lengths, len(draft.drawn.batches)),
             reasons.of_costs(config, draft.hardware, draft.costs, draft.costs_name),
             *reasons.of_reward(config, draft.costs),
             draft.split.why,

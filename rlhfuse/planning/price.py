@@ -6,18 +6,18 @@ reaches it, and no two ranks of a job would find the same within a time limit.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning.draft import PlanDraft, kv_blocks
 from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.rules.builders import min_memory
+from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.iteration import BatchSimulation
-from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 
 GENERATION, SCHEDULES, STEPS = "generation and inference", "schedules of training", "optimizer steps"
@@ -39,6 +39,10 @@ class GenerationPrice:
     fused: float
     generation_serial: float | None
     generation_fused: float | None
+
+    def at_least(self, floor: GenerationPrice) -> GenerationPrice:
+        """With no fewer seconds than `floor` has."""
+        return replace(self, serial=max(self.serial, floor.serial), fused=max(self.fused, floor.fused))
 
 
 @dataclass(frozen=True)
@@ -67,15 +71,23 @@ class Price:
     def seconds(self) -> float:
         return sum(self.parts.values())
 
+    @property
+    def beside_training(self) -> float:
+        return self.seconds - self.schedules - self.steps - self.offload
+
 
 def price(draft: PlanDraft, generation: GenerationPrice, moves: float) -> Price:
     """`generation`: of `price_generation`; `moves`: of all weights. Raises InputError where no schedule fits."""
-    count, makespan = draft.batch.optimizer_steps, minibatch_seconds(draft)
-    offload = draft.memory.offload
-    seen = offload.seen_seconds(moves, makespan) if offload else 0.0
+    return with_schedules(draft, generation, moves, minibatch_seconds(draft))
+
+
+def with_schedules(draft: PlanDraft, generation: GenerationPrice, moves: float, minibatch: float) -> Price:
+    """`price` of a draft whose schedule takes so long for a mini-batch."""
+    count, offload = draft.batch.optimizer_steps, draft.memory.offload
+    seen = offload.seen_seconds(moves, minibatch) if offload else 0.0
     capture = graph_capture(draft, draft.memory.keeps_generation(min_memory(draft.problem)))
     again = capture.seconds if capture and capture.each_iteration else 0.0
-    return Price(generation, count * makespan, count * optimizer_step_seconds(draft.analytic), moves, seen, again)
+    return Price(generation, count * minibatch, count * optimizer_step_seconds(draft.analytic), moves, seen, again)
 
 
 def minibatch_seconds(draft: PlanDraft) -> float:
@@ -84,31 +96,45 @@ def minibatch_seconds(draft: PlanDraft) -> float:
     return float(ticks) * TICK_SECONDS
 
 
-def generation_key(draft: PlanDraft) -> Hashable:
-    """Drafts of one configuration and the same batches whose keys are equal have one generation price."""
-    return draft.costs, draft.limits, draft.batch.instances
+def price_generation(draft: PlanDraft) -> GenerationPrice:
+    """With R_t as the run will have it, chosen by simulation where it is open and past lengths are known.
+
+    Less memory is never priced as faster, though the simulated order of admissions may be luckier.
+    """
+    made, ideal = simulate_generation(draft, draft.limits), ideal_limits(draft)
+    return made if ideal == draft.limits else made.at_least(simulate_generation(draft, ideal))
 
 
-def price_generation(draft: PlanDraft, batches: tuple[SampleLengths, ...]) -> GenerationPrice:
-    """With R_t as the run will have it, chosen by simulation where it is open and past lengths are known."""
+def ideal_limits(draft: PlanDraft) -> InstanceLimits:
+    """As if generation had all memory that it can use, for its cache and for models that come early to score."""
+    asked = draft.asked.rollout.kv_blocks_per_instance
+    config = draft.config.with_(rollout={"kv_blocks_per_instance": asked})
+    blocks, block_bytes = kv_blocks(config, draft.batch.instances), draft.limits.block_tokens
+    early = len(config.scorers()) if draft.hardware.name != "cpu" else 0
+    capacity = blocks * block_bytes * draft.limits.kv_bytes_per_token
+    return replace(draft.limits, kv_capacity_bytes=capacity, early_models=early)
+
+
+def simulate_generation(draft: PlanDraft, limits: InstanceLimits) -> GenerationPrice:
+    """The price with these limits; it depends on them, the costs and the number of instances alone."""
     config, instances = draft.config, draft.batch.instances
     if not config.fusion.inter_stage:
-        return _at(draft, batches, 0, "R_t = 0: fusion.inter_stage is false")
+        return _at(draft, limits, 0, "R_t = 0: fusion.inter_stage is false")
     if instances == 1:
-        return _at(draft, batches, 0, "R_t = 0: with one generation instance none can be freed")
+        return _at(draft, limits, 0, "R_t = 0: with one generation instance none can be freed")
     if (given := config.threshold()) is not None:
-        return _at(draft, batches, given, f"R_t = {given}: fusion.threshold says so")
+        return _at(draft, limits, given, f"R_t = {given}: fusion.threshold says so")
     if threshold := draft.threshold_file:
         why = f"{config.fusion.threshold_file}: {threshold.explain()}"
         if draft.lengths is not None:
-            return _at(draft, batches, threshold.threshold, why, threshold)
+            return _at(draft, limits, threshold.threshold, why, threshold)
         return _of_curve(threshold, why)  # its curve is all there is
     if draft.lengths is not None:
         least = config.fusion.least_threshold
-        threshold = sweep_threshold(batches, instances, draft.costs, draft.limits, least=least)
+        threshold = sweep_threshold(draft.drawn.batches, instances, draft.costs, limits, least=least)
         return _of_curve(threshold, threshold.explain())
     why = "R_t is chosen by simulation once the first iteration has shown its lengths"
-    return _at(draft, batches, None, why)
+    return _at(draft, limits, None, why)
 
 
 def _of_curve(threshold: Threshold, why: str) -> GenerationPrice:
@@ -121,14 +147,14 @@ def _of_curve(threshold: Threshold, why: str) -> GenerationPrice:
 
 def _at(
     draft: PlanDraft,
-    batches: tuple[SampleLengths, ...],
+    limits: InstanceLimits,
     samples: int | None,
     why: str,
     threshold: Threshold | None = None,
 ) -> GenerationPrice:
     totals: list[tuple[float, float, float, float]] = []
-    for lengths in batches:
-        batch = BatchSimulation(lengths, draft.batch.instances, draft.costs, draft.limits)
+    for lengths in draft.drawn.batches:
+        batch = BatchSimulation(lengths, draft.batch.instances, draft.costs, limits)
         serial = batch.timeline(0)
         fused = batch.timeline(samples) if samples else serial
         seconds = serial.total_seconds, fused.total_seconds, serial.generation_seconds, fused.generation_seconds

@@ -1,29 +1,149 @@
 """Seconds and bytes that no run of a table goes below, cheap enough to be asked of every table.
 
-A price lies above its floors, and a table that is refused for its floor's bytes would be refused for its own
-(tests/planning/search). Each floor of training is cached: what tables share is computed once.
+A price lies above its floors, and a table that is refused for its floor's bytes would be refused for its own. What
+tables have in common is computed once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
 from rlhfuse.config.role import Role
+from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel
-from rlhfuse.costs.job_cost import JobCost
-from rlhfuse.costs.stage_cut import MicrobatchTokens
-from rlhfuse.planning.draft import DraftInputs, fastest_cost, step_costs, training_costs
 from rlhfuse.planning.efficiency import optimizer_step_seconds
+from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.space import TrainingRow
-from rlhfuse.planning.stage_cuts import stage_seconds
-from rlhfuse.planning.training_problem import TICK_SECONDS, stage_costs
-from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
-from rlhfuse.schedule.rules.builders import min_memory
+from rlhfuse.planning.stage_cuts import stage_seconds, with_cut
+from rlhfuse.planning.training_problem import TICK_SECONDS, equal_microbatch, stage_costs
+from rlhfuse.schedule.ir.problem import FusionProblem, fused_problem
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
+
+BATCHES = tuple(1 << bit for bit in range(12))  # at which decoding is asked what a token costs
+
+
+class TrainingFloors:
+    """Of training rows: first from the work of all models shared evenly, then from that of every node."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self._known: dict[Any, Any] = {}
+
+    def rough_seconds(self, row: TrainingRow) -> float:
+        """Of an iteration: the mean work of a node, and the optimizer's steps. Raises InputError where a profile has
+        not measured a tensor degree of the row."""
+        batch, ticks = self.setting.batch(row), 0.0
+        for share in row.shape.shares:
+            micro = equal_microbatch(self.setting.inputs.drawn, batch, share)
+            key = "work", share.model, share.layout.tp, row.recompute, row.sequence_parallel, micro
+            if key not in self._known:
+                cost = self._cost(row, Role(share.model))
+                seconds = stage_seconds(share.model, cost, self._costs(cost), micro)
+                whole = cost.spec.layers * sum(seconds.layer) + sum(map(sum, seconds.ends))
+                self._known[key] = whole / TICK_SECONDS
+            rounding = share.layout.stages  # half a tick for each of a stage's two times
+            ticks += batch.microbatches_of[share.model] * (self._known[key] - rounding) / share.depth
+        return batch.optimizer_steps * (max(0.0, ticks) * TICK_SECONDS + self._steps(row))
+
+    def rough_bytes(self, row: TrainingRow) -> tuple[float, float]:
+        """What a mean rank holds while it trains, activations apart, and the weights alone, which it always holds."""
+        held = weights = 0.0
+        for role, layout in row.layouts.items():
+            cost = self._cost(row, role)
+            key = "parameters", role, layout.tp, layout.pp
+            if key not in self._known:
+                self._known[key] = fmean(cost.place_parameters())
+            parameters, main = self._known[key], 0 if cost.element_bytes == 4 else 4
+            weights += parameters * cost.element_bytes
+            held += parameters * (cost.element_bytes + 4 + (8 + main) / layout.dp)
+        return held, weights
+
+    def problem(self, row: TrainingRow) -> FusionProblem:
+        """The scheduling problem of the row, without a cap."""
+        batch, stages = self.setting.batch(row), {}
+        for share in row.shape.shares:
+            cost = self._cut(row, share.layout, Role(share.model))
+            micro, longest = equal_microbatch(self.setting.inputs.drawn, batch, share), self.setting.longest(batch)
+            cut = cost.layout.tp, cost.layout.pp, cost.layout.chunks, cost.layout.cut
+            key = "stages", share.model, cut, row.recompute, row.sequence_parallel, micro, longest
+            if key not in self._known:
+                self._known[key] = stage_costs(share.model, cost, micro, longest, self._costs(cost))
+            stages[share.model] = self._known[key]
+        layouts = {share.model: share.layout for share in row.shape.shares}
+        return fused_problem(layouts, row.microbatches, stages, alternate=self.setting.config.fusion.alternates)
+
+    def seconds(self, row: TrainingRow, problem: FusionProblem) -> float:
+        """Of an iteration: the work of every node with the shortest ways to it and from it, and the steps."""
+        steps = self.setting.batch(row).optimizer_steps
+        return steps * (work_bound(problem) * TICK_SECONDS + self._steps(row))
+
+    def _steps(self, row: TrainingRow) -> float:
+        key = "steps", row.actor, row.critic, row.sequence_parallel
+        if key not in self._known:
+            self._known[key] = optimizer_step_seconds({f"{role}_train": self._cost(row, role) for role in row.layouts})
+        return self._known[key]
+
+    def _cost(self, row: TrainingRow, role: Role) -> AnalyticCost:
+        """Its stages have the same number of layers."""
+        table = row.actor, row.critic, row.recompute, row.sequence_parallel
+        if (role, table) not in self._known:
+            for task, cost in self.setting.training_costs(row).items():
+                self._known[task.removesuffix("_train"), table] = cost
+        return self._known[role, table]
+
+    def _cut(self, row: TrainingRow, layout: ParallelLayout, role: Role) -> AnalyticCost:
+        """Its stages have the layers that the run's have."""
+        cost, longest = self._cost(row, role), self.setting.longest(self.setting.batch(row))
+        stages = layout.tp, layout.pp, layout.chunks, layout.cut
+        key = "cut", role, stages, row.recompute, row.sequence_parallel, longest
+        if key not in self._known:
+            self._known[key] = with_cut(self.setting.config, role, cost, self._costs(cost), longest).cut
+        return cost.with_cut(self._known[key])
+
+    def _costs(self, cost: AnalyticCost) -> CostModel | None:
+        return self.setting.training_profile(cost.layout.tp)
+
+
+def work_bound(problem: FusionProblem) -> float:
+    """Ticks that no schedule beats: of every node all its work, the shortest way to the first operation of it and the
+    shortest from the last."""
+    load, chain = [0.0] * problem.nodes, 0.0
+    head, tail = [float("inf")] * problem.nodes, [float("inf")] * problem.nodes
+    for pipeline in problem.pipelines:
+        before = after = 0.0
+        weights, last = pipeline.weight_gradient or (0,) * pipeline.stages, pipeline.placement[0]
+        for node, forward, backward, weight in zip(pipeline.placement, pipeline.forward, pipeline.backward, weights):
+            hop, last = problem.transfer if node != last else 0, node
+            before, after = before + hop, after + hop
+            load[node] += pipeline.microbatches * (forward + backward + weight)
+            head[node], tail[node] = min(head[node], before), min(tail[node], 0 if pipeline.split else after)
+            before, after = before + forward, after + backward
+        chain = max(chain, before + after)
+    return max(chain, *(first + work + last for first, work, last in zip(head, load, tail)))
+
+
+def generation_floor(
+    batches: tuple[SampleLengths, ...], costs: CostModel, limits: InstanceLimits, instances: int
+) -> float:
+    """Generation and inference of an iteration, mean over the batches, of each the larger of two: the longest sample
+    alone on an instance; all decode steps and scores shared evenly, every token at the cheapest batch there may be."""
+    return fmean(_batch_floor(batch, costs, limits, instances) for batch in batches)
+
+
+def _batch_floor(batch: SampleLengths, costs: CostModel, limits: InstanceLimits, instances: int) -> float:
+    steps = [output - 1 for output in batch.output]  # a prefill makes the first token
+    reached = [prompt + output / 2 for prompt, output in zip(batch.prompt, batch.output)]
+    longest = max(range(len(batch)), key=lambda sample: (steps[sample], batch.prompt[sample]))
+    alone = costs.prefill_seconds(batch.prompt[longest], 1)
+    alone += steps[longest] * costs.decode_step_seconds(1, reached[longest])
+    alone += costs.score_seconds(batch.prompt[longest] + batch.output[longest], 1)
+    context = sum(count * tokens for count, tokens in zip(steps, reached)) / max(1, sum(steps))
+    most = min(limits.max_sequences, len(batch))
+    sizes = {*(size for size in BATCHES if size < most), most}
+    decoding = sum(steps) * min(costs.decode_step_seconds(size, size * context) / size for size in sizes)
+    tokens, pack = sum(batch.prompt) + sum(batch.output), max(limits.score_tokens, limits.longest)
+    scoring = tokens * costs.score_seconds(pack, pack) / pack  # sequences of one token attend to nothing else
+    return max(alone, (decoding + scoring) / instances)

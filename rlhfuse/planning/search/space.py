@@ -101,8 +101,8 @@ def space_of(
             fixed = [f"parallel.{name}={getattr(given, name)}" for name in names if getattr(given, name)]
             told = f"{' and '.join(fixed)}: " if fixed else ""
             raise InputError(
-                f"{told}no layouts of {' and '.join(names)} fit {world_size} ranks and these models; use another number "
-                "of ranks, or auto for these rows"
+                f"{told}no layouts of {' and '.join(names)} fit {world_size} ranks and these models; use another "
+                "number of ranks, or auto for these rows"
             )
     return Space(tuple(training), tuple(generation), refused)
 
