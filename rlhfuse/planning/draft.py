@@ -30,6 +30,7 @@ from rlhfuse.decisions.layouts import (
     check_layouts,
     training_layouts,
 )
+from rlhfuse.planning.drawn_batches import DrawnBatches
 from rlhfuse.planning.memory import SCORERS, MemoryBudget, memory_budget
 from rlhfuse.planning.split_choice import SplitChoice, choose_split
 from rlhfuse.planning.stage_cuts import StageBalance, stage_balances, with_cuts
@@ -53,6 +54,7 @@ class PlanDraft:
 
     `config` has a number wherever `asked`, the configuration as it was given, leaves one open.
     `lengths`: of past samples, or None; `planned_lengths`: these cut to the run's, else all as long as they can become.
+    `drawn`: batches of these, for which all seconds are.
     `given`: the training schedule with where it is from, unless it is to be searched.
     """
 
@@ -62,6 +64,7 @@ class PlanDraft:
     world_size: int
     lengths: SampleLengths | None
     planned_lengths: SampleLengths
+    drawn: DrawnBatches
     tasks: tuple[Task, ...]
     batch: BatchArithmetic
     ranks: FusedRanks
@@ -104,6 +107,7 @@ def draft_plan(
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     samples = config.samples_per_iteration  # without lengths an upper bound
     planned = lengths.clip(prompt, response) if lengths else SampleLengths((prompt,) * samples, (response,) * samples)
+    drawn = DrawnBatches.of(config, planned, known=lengths is not None)
     analytic, longest = _task_costs(config, specs, tasks, hardware), longest_microbatch(config, batch)
     if config.fusion.profile:
         costs, costs_name = load_run_costs(config, specs), f"costs of fusion.profile={config.fusion.profile}"
@@ -134,7 +138,7 @@ def draft_plan(
     limits = replace(limits, early_models=len(memory.early))
 
     def stated(split: frozenset[str]) -> FusionProblem:
-        made = training_problem(analytic, batch, planned, longest, costs, config.fusion.alternates, split)
+        made = training_problem(analytic, batch, drawn, longest, costs, config.fusion.alternates, split)
         return replace(made, memory_cap=memory.limit, static_memory=memory.training_bytes)
 
     split = choose_split(config, costs, stated)
@@ -149,6 +153,7 @@ def draft_plan(
         world_size,
         lengths,
         planned,
+        drawn,
         tasks,
         batch,
         ranks,

@@ -26,10 +26,7 @@ from rlhfuse.schedule.program.verify import verify
 from rlhfuse.schedule.rules.builders import serial_makespan
 from rlhfuse.schedule.search.search import SearchSettings, search
 from rlhfuse.simulator.iteration import IterationSeconds, move_cost, simulate_iteration
-from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
-
-DRAWS = 5  # batches drawn from past lengths and averaged
 
 
 def make_plan(draft: PlanDraft) -> RunPlan:
@@ -66,16 +63,13 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
     kept = draft.memory.keeps_generation(peaks)
     memory = draft.memory.with_generation_kept() if kept else draft.memory
     capture = graph_capture(draft, kept)
-    batches = (draft.planned_lengths,)
-    if draft.lengths is not None:
-        batches = draft.planned_lengths.draw(batch.samples, DRAWS, config.trainer.seed)
-    threshold_samples, threshold, why = _choose_threshold(draft, batches)
+    threshold_samples, threshold, why = _choose_threshold(draft)
     hints = reasons.threshold_hints(config, threshold_samples, draft.lengths)
     moves = layout_moves(draft.tasks, draft.ranks, draft.specs, element_bytes(config), draft.hardware)
     steps = optimizer_step_seconds(draft.analytic)
     moving, offload = sum(move.seconds for move in moves), draft.memory.offload
     seen = offload.seen_seconds(moving, summary.makespan_seconds) if offload else 0.0
-    predicted = _predict(draft, batches, summary, threshold_samples, threshold, moving + seen, steps)
+    predicted = _predict(draft, summary, threshold_samples, threshold, moving + seen, steps)
     if capture and capture.each_iteration:
         predicted = replace(predicted, capture=capture.seconds)
     return PlanReport(
@@ -102,7 +96,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
         reasons=(
             *reasons.of_choices(draft.asked, config, draft.specs, batch),
             reasons.of_ends(config, draft.specs[Role.ACTOR]),
-            reasons.of_lengths(config, draft.lengths, DRAWS),
+            reasons.of_lengths(config, draft.lengths, len(draft.drawn.batches)),
             reasons.of_costs(config, draft.hardware, draft.costs, draft.costs_name),
             *reasons.of_reward(config, draft.costs),
             draft.split.why,
@@ -115,7 +109,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
         keeps_generation=kept,
         capture=capture,
         stages=draft.stages,
-        efficiency=efficiency(draft, schedule.problem, predicted.training_fused),
+        efficiency=efficiency(draft, predicted.training_fused),
         offload=offload,
     )
 
@@ -134,7 +128,7 @@ def _summary(draft: PlanDraft, schedule: Schedule, source: str) -> ScheduleSumma
     )
 
 
-def _choose_threshold(draft: PlanDraft, batches: tuple[SampleLengths, ...]) -> tuple[int | None, Threshold | None, str]:
+def _choose_threshold(draft: PlanDraft) -> tuple[int | None, Threshold | None, str]:
     """R_t, its curve if there is one, and the sentence that says why."""
     config, instances = draft.config, draft.batch.instances
     if not config.fusion.inter_stage:
@@ -147,14 +141,13 @@ def _choose_threshold(draft: PlanDraft, batches: tuple[SampleLengths, ...]) -> t
         return threshold.threshold, threshold, f"{config.fusion.threshold_file}: {threshold.explain()}"
     if draft.lengths is not None:
         least = config.fusion.least_threshold
-        threshold = sweep_threshold(batches, instances, draft.costs, draft.limits, least=least)
+        threshold = sweep_threshold(draft.drawn.batches, instances, draft.costs, draft.limits, least=least)
         return threshold.threshold, threshold, threshold.explain()
     return None, None, "R_t is chosen by simulation once the first iteration has shown its lengths"
 
 
 def _predict(
     draft: PlanDraft,
-    batches: tuple[SampleLengths, ...],
     summary: ScheduleSummary,
     threshold_samples: int | None,
     threshold: Threshold | None,
@@ -170,5 +163,5 @@ def _predict(
         generated = (generation.get(samples) for samples in (0, threshold.threshold))
         return IterationSeconds(moves, threshold.serial_seconds, threshold.fused_seconds, *training, *generated)
     setting = draft.batch.instances, draft.costs, draft.limits, threshold_samples or 0, minibatch, count, moves
-    runs = [vars(simulate_iteration(lengths, *setting)) for lengths in batches]
+    runs = [vars(simulate_iteration(lengths, *setting)) for lengths in draft.drawn.batches]
     return IterationSeconds(**{name: sum(run[name] for run in runs) / len(runs) for name in runs[0]})

@@ -11,9 +11,10 @@ from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.layouts import TASK_ROLES, BatchArithmetic
+from rlhfuse.planning.drawn_batches import DrawnBatches
 from rlhfuse.planning.memory import TRAINED
 from rlhfuse.schedule.ir.problem import FusionProblem, fused_problem
-from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.schedule.ir.ranks import ModelShare, fused_shape
 
 TICK_SECONDS = 1e-6  # schedules are searched in whole microseconds, so that ties are exact
 
@@ -24,10 +25,16 @@ def longest_microbatch(config: RunConfig, batch: BatchArithmetic) -> MicrobatchT
     return MicrobatchTokens(samples * (config.data.max_prompt_tokens + response), samples, samples * response)
 
 
+def equal_microbatch(drawn: DrawnBatches, batch: BatchArithmetic, share: ModelShare) -> MicrobatchTokens:
+    """The micro-batch that times of a model are for. Its pipelines are as deep as they have nodes: the second chunk of
+    an interleaved one begins while others run its first."""
+    return drawn.microbatch(share.layout.dp, batch.microbatches_of[share.model], share.depth)
+
+
 def training_problem(
     analytic: Mapping[str, AnalyticCost],
     batch: BatchArithmetic,
-    lengths: SampleLengths,
+    drawn: DrawnBatches,
     longest: MicrobatchTokens,
     costs: CostModel,
     alternate: bool = True,
@@ -35,22 +42,19 @@ def training_problem(
 ) -> FusionProblem:
     """One mini-batch on one fused group, without a memory cap; backwards of the models in `split` in two parts.
 
-    Times are for samples of mean `lengths`, in ticks of TICK_SECONDS: measured where `costs` is a ProfiledCost, else
+    Times are for the micro-batches of `drawn`, in ticks of TICK_SECONDS: measured where `costs` is a ProfiledCost, else
     analytic. Activations are for the `longest`, in bytes.
     """
-    each = batch.samples_per_microbatch / len(lengths)
-    outputs = each * sum(lengths.output)
-    micro = MicrobatchTokens(each * sum(lengths.prompt) + outputs, batch.samples_per_microbatch, outputs)
-    stages, layouts = {}, {}
-    for task in TRAINED:
-        if task not in analytic:
-            continue
-        model, cost = dict(TASK_ROLES)[task], analytic[task]
+    trained = {dict(TASK_ROLES)[task]: analytic[task] for task in TRAINED if task in analytic}
+    layouts, stages = {model: cost.layout for model, cost in trained.items()}, {}
+    shape = fused_shape(layouts, alternate)
+    for model, cost in trained.items():
+        micro = equal_microbatch(drawn, batch, shape.share(model))
         if isinstance(costs, ProfiledCost):
             times = costs.stage_costs(model, cost, micro, TICK_SECONDS, model in split)
         else:
             times = cost.stage_costs(micro, TICK_SECONDS, model in split)
         most = cost.stage_costs(longest, split=model in split)
         held = dict(activation=most.activation, weight_activation=most.weight_activation)
-        layouts[model], stages[model] = cost.layout, replace(times, **held)
+        stages[model] = replace(times, **held)
     return fused_problem(layouts, batch.actor_microbatches, stages, alternate=alternate)
