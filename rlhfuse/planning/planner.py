@@ -10,7 +10,7 @@ import json
 from dataclasses import replace
 
 from rlhfuse.config.role import Role
-from rlhfuse.decisions.weight_moves import layout_moves
+from rlhfuse.decisions.layout_moves import layout_moves
 from rlhfuse.planning import reasons
 from rlhfuse.planning.draft import PlanDraft, element_bytes
 from rlhfuse.planning.efficiency import efficiency, optimizer_step_seconds
