@@ -21,11 +21,15 @@ DRAWS = 5  # batches drawn from past lengths and averaged
 
 @dataclass(frozen=True)
 class DrawnBatches:
-    """Batches of an iteration, each cut into mini-batches as the first epoch of a run with this seed begins."""
+    """Batches of an iteration, each cut into mini-batches as the first epoch of a run with this seed begins.
+
+    `even`: micro-batches are of mean tokens, as if samples could be cut.
+    """
 
     batches: tuple[SampleLengths, ...]
     minibatches: int
     seed: int
+    even: bool = False
 
     @staticmethod
     def of(config: RunConfig, planned: SampleLengths, known: bool) -> DrawnBatches:
@@ -38,13 +42,11 @@ class DrawnBatches:
         """The micro-batch of which `microbatches` take a pipeline of `depth` stages as long as the real ones take the
         slowest of `pipelines`: (their sum + (depth - 1) * heaviest) / (microbatches + depth - 1), means over
         mini-batches and batches. Raises InputError where samples are fewer than micro-batches."""
+        if self.even:
+            return self._proportioned(self._sums[:, 0] / (self.minibatches * pipelines * microbatches))
         total, heaviest = self._pipelines(pipelines, microbatches)
         slowest = (total + (depth - 1) * heaviest).max(axis=1) / (microbatches + depth - 1)
         return self._proportioned(slowest.reshape(len(self.batches), self.minibatches).mean(axis=1))
-
-    def mean(self, microbatches: int) -> MicrobatchTokens:
-        """Of all micro-batches of a mini-batch, `microbatches` over all its pipelines."""
-        return self._proportioned(self._sums[:, 0] / (self.minibatches * microbatches))
 
     def _proportioned(self, tokens: np.ndarray) -> MicrobatchTokens:
         """Micro-batches of so many tokens, one of each batch, in the proportions of the batch: their mean."""

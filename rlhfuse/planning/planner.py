@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 
 from rlhfuse.config.role import Role
-from rlhfuse.decisions.weight_moves import layout_moves
+from rlhfuse.decisions.layout_moves import layout_moves
 from rlhfuse.planning import reasons
 from rlhfuse.planning.draft import PlanDraft, element_bytes
 from rlhfuse.planning.efficiency import efficiency, optimizer_step_seconds
@@ -115,7 +115,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
         keeps_generation=kept,
         capture=capture,
         stages=draft.stages,
-        efficiency=efficiency(draft, schedule.problem, predicted.training_fused),
+        efficiency=efficiency(draft, predicted.training_fused),
         offload=offload,
     )
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from rlhfuse.config.role import Role
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.hardware import hardware_by_name
+from rlhfuse.decisions.layout_moves import layout_moves
 from rlhfuse.decisions.layouts import Task, training_layouts
 from rlhfuse.decisions.shards import Shard, model_shards, tensor_segments
 from rlhfuse.decisions.weight_moves import (
     Traffic,
     Transfer,
     in_buckets,
-    layout_moves,
     minimum_across,
     move_seconds,
     plan_moves,

@@ -58,7 +58,7 @@ def at_the_bound(draft: PlanDraft) -> Efficiency:
     """Where the schedule is 1% longer than its lower bound."""
     makespan = 1.01 * float(latency_bound(replace(draft.problem, memory_cap=None))) * TICK_SECONDS
     steps = optimizer_step_seconds(draft.analytic)
-    return efficiency(draft, draft.problem, draft.batch.optimizer_steps * (makespan + steps))
+    return efficiency(draft, draft.batch.optimizer_steps * (makespan + steps))
 
 
 def test_the_run_that_the_readme_names_fits_eight_h100(sizes):

@@ -19,7 +19,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.weight_moves import layout_moves
+from rlhfuse.decisions.layout_moves import layout_moves
 from rlhfuse.planning.draft import PlanDraft, element_bytes
 from rlhfuse.planning.memory import MemoryRefusal, PhaseMemory, memory_limit, readable_bytes
 from rlhfuse.planning.price import GenerationPrice, Price, ideal_limits, price, simulate_generation, with_schedules
