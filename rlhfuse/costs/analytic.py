@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
 from rlhfuse.costs import gpu_bytes
@@ -338,6 +339,10 @@ class AnalyticCost:
 
         Norms, and the row of a scalar head, are whole on every tensor rank.
         """
+        return self._by_place
+
+    @cached_property
+    def _by_place(self) -> tuple[int, ...]:
         spec, tp, places = self.spec, self.layout.tp, [0] * self.layout.pp
         for stage, layers in enumerate(self.layout.stage_layers(spec.layers)):
             whole = len(layers) * spec.norm_parameters

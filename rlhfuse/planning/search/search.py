@@ -21,7 +21,8 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.layout_moves import layout_moves
 from rlhfuse.planning.draft import PlanDraft, element_bytes
-from rlhfuse.planning.memory import MemoryRefusal, PhaseMemory, memory_limit, readable_bytes
+from rlhfuse.planning.graph_capture import graph_capture
+from rlhfuse.planning.memory import KEEPING_PART, MemoryRefusal, PhaseMemory, memory_limit, readable_bytes
 from rlhfuse.planning.price import GenerationPrice, Price, ideal_limits, price, simulate_generation, with_schedules
 from rlhfuse.planning.search.floors import TrainingFloors, generation_floor
 from rlhfuse.planning.search.setting import Setting
@@ -98,9 +99,12 @@ class Ranking:
         self.limit = memory_limit(config, hardware, setting.world_size)[0] - hardware.process_bytes
         self.refused = Counter(self.space.refused)
         self._floors = TrainingFloors(setting)
+        self._generation_bytes = [0.0] * len(self.space.generation)  # on each rank, with room for all samples
         self._generation_floors = [self._generation_floor(number) for number in range(len(self.space.generation))]
         self._training_floors = [self._training_floor(row) for row in self.space.training]
+        self._captures = [0.0] * len(self.space.generation)  # seconds of an iteration that records graphs
         self._works: dict[int, float | None] = {}
+        self._held: dict[int, float] = {}
         self._drafts: dict[tuple[int, int], PlanDraft | None] = {}
         self._generated: dict[Hashable, GenerationPrice] = {}
         self._moved: dict[Hashable, float] = {}
@@ -164,20 +168,22 @@ class Ranking:
             self.refused["not measured"] += len(self.space.training)
             return None
         limits = setting.limits(table, costs)
+        self._generation_bytes[number] = setting.generation_bytes(table, limits)
         return generation_floor(setting.inputs.drawn.batches, costs, limits, table.generation.dp)
 
     def _by_work(self, t: int, g: int) -> float | None:
         if t not in self._works:
             row = self.space.training[t]
             problem, held = self._floors.problem(row), self._floors.rough_bytes(row)[0]
-            fits = held + fmean(min_memory(problem)) <= self.limit
-            self._works[t] = self._floors.seconds(row, problem) if fits else None
+            self._held[t] = held + fmean(min_memory(problem))
+            self._works[t] = self._floors.seconds(row, problem) if self._held[t] <= self.limit else None
         generation = self._generation_floors[g]
         if (training := self._works[t]) is None or generation is None:
             self.refused["memory of training"] += (t, g) not in self._drafts
             self._drafts[t, g] = None
             return None
-        return training + generation
+        kept = self._held[t] + self._generation_bytes[g] <= KEEPING_PART * self.limit
+        return training + generation + (0.0 if kept else self._captures[g])
 
     def _by_draft(self, t: int, g: int) -> float | None:
         """With generation and moves as they are priced."""
@@ -196,6 +202,8 @@ class Ranking:
             return None
         generation = self._simulated(draft, ideal_limits(draft))
         self._generation_floors[g] = generation.fused  # of all tables with these rows
+        if capture := graph_capture(draft, kept=False):
+            self._captures[g] = capture.seconds
         return self._with(t, draft, generation)
 
     def _by_room(self, t: int, g: int) -> float:

@@ -98,3 +98,9 @@ class Setting:
         batch = batch_of(self.config, table.generation, table.actor_train, table.critic_train, table.microbatches)
         context = self.inputs.planned.median_context
         return instance_limits(self.config, self.specs[Role.ACTOR], batch.instances, costs, context)
+
+    def generation_bytes(self, table: Table, limits: InstanceLimits) -> float:
+        """The actor's copy and the cache on a rank."""
+        tasks = [Task("generation", Role.ACTOR, table.generation, (0, self.world_size - 1))]
+        copy = task_costs(self.config, self.specs, tasks, self.inputs.hardware)["generation"].weights_bytes()
+        return copy + limits.kv_capacity_bytes / table.generation.tp
