@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.profiled import ProfiledCost
@@ -13,7 +14,7 @@ from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.layouts import TASK_ROLES, BatchArithmetic
 from rlhfuse.planning.drawn_batches import DrawnBatches
 from rlhfuse.planning.memory import TRAINED
-from rlhfuse.schedule.ir.problem import FusionProblem, fused_problem
+from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import ModelShare, fused_shape
 
 TICK_SECONDS = 1e-6  # schedules are searched in whole microseconds, so that ties are exact
@@ -46,7 +47,8 @@ def training_problem(
     analytic. Activations are for the `longest`, in bytes.
     """
     trained = {dict(TASK_ROLES)[task]: analytic[task] for task in TRAINED if task in analytic}
-    layouts, stages = {model: cost.layout for model, cost in trained.items()}, {}
+    layouts: dict[str, ParallelLayout] = {model: cost.layout for model, cost in trained.items()}
+    stages: dict[str, StageCosts] = {}
     shape = fused_shape(layouts, alternate)
     for model, cost in trained.items():
         micro = equal_microbatch(drawn, batch, shape.share(model))
