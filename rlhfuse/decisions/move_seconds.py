@@ -59,8 +59,10 @@ class MoveLoad:
 
     def seconds(self, hardware: HardwareSpec) -> float:
         """Until the busiest rank is done, as `weight_moves.move_seconds` has it."""
-        busier = self.bytes.max(axis=1)
-        return float(max(sum(kind / rate for kind, rate in zip(busier, move_rates(hardware).values()))))
+        busy = np.zeros(self.bytes.shape[-1])
+        for kind, rate in zip(self.bytes.max(axis=1), move_rates(hardware).values()):
+            busy += kind / rate
+        return float(busy.max())
 
     def host_copy_seconds(self, hardware: HardwareSpec) -> float:
         """What was received, on to host memory."""
@@ -69,9 +71,9 @@ class MoveLoad:
     @property
     def traffic(self) -> Traffic:
         """As `Traffic.of` counts it."""
-        totals = self.bytes[:, RECEIVED].sum(axis=1)
-        fullest = (self.bytes[WITHIN] + self.bytes[ACROSS]).max(axis=1)
-        return Traffic(*map(int, totals), self.minimum_across, *map(int, fullest))
+        stays, within, across = self.bytes[:, RECEIVED].sum(axis=1).tolist()
+        sender, receiver = (self.bytes[WITHIN] + self.bytes[ACROSS]).max(axis=1).tolist()
+        return Traffic(stays, within, across, self.minimum_across, sender, receiver)
 
 
 def move_seconds_by_class(
@@ -187,7 +189,7 @@ def _replay(
                 continue
             near, end = held_on[source, node], held_on[source, node + 1]
             if near == end:
-                far = _least(sent_across, holders, held_on[source, 0], held_on[source, nodes], node)
+                far = _least(sent_across, holders, held_on[source, 0], int(held_on[source, nodes]), node)
                 first = _least(received_across, needers, low, high, start)
                 sent_across[far] += size
                 received_across[first] += size

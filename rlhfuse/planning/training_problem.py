@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.profiled import ProfiledCost
@@ -46,7 +47,8 @@ def training_problem(
     analytic. Activations are for the `longest`, in bytes.
     """
     trained = {dict(TASK_ROLES)[task]: analytic[task] for task in TRAINED if task in analytic}
-    layouts, stages = {model: cost.layout for model, cost in trained.items()}, {}
+    layouts: dict[str, ParallelLayout] = {model: cost.layout for model, cost in trained.items()}
+    stages: dict[str, StageCosts] = {}
     shape = fused_shape(layouts, alternate)
     for model, cost in trained.items():
         micro = equal_microbatch(drawn, batch, shape.share(model))
