@@ -259,7 +259,7 @@ def memory_budget(
     """The budget of a run; `costs` has one entry per task, `kv_capacity_bytes` is C of a whole instance."""
     needs = _Needs(config, costs, kv_capacity_bytes, samples_per_microbatch)
     kinds: dict[tuple[int, ...], RankMemory] = {}
-    for rank in range(ranks.size):
+    for rank in range(ranks.shape.nodes * ranks.shape.node_ranks):  # every replica has ranks at the same places
         places = tuple(ranks.locate(model, rank)[1] for model in ranks.shape.layouts)
         if places not in kinds:
             kinds[places] = RankMemory(places, ranks.node_of(rank), needs.phases(places))

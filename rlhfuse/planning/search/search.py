@@ -25,7 +25,7 @@ from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.memory import KEEPING_PART, MemoryRefusal, PhaseMemory, memory_limit, readable_bytes
 from rlhfuse.planning.price import GenerationPrice, Price, ideal_limits, price, simulate_generation, with_schedules
 from rlhfuse.planning.search.floors import TrainingFloors, generation_floor
-from rlhfuse.planning.search.setting import Setting
+from rlhfuse.planning.search.setting import GenerationBytes, Setting
 from rlhfuse.planning.search.space import GenerationRow, TrainingRow, space_of
 from rlhfuse.planning.search.table import Table
 from rlhfuse.schedule.rules.builders import min_memory
@@ -99,7 +99,7 @@ class Ranking:
         self.limit = memory_limit(config, hardware, setting.world_size)[0] - hardware.process_bytes
         self.refused = Counter(self.space.refused)
         self._floors = TrainingFloors(setting)
-        self._generation_bytes = [0.0] * len(self.space.generation)  # on each rank, with room for all samples
+        self._generation_bytes: list[GenerationBytes | None] = [None] * len(self.space.generation)
         self._generation_floors = [self._generation_floor(number) for number in range(len(self.space.generation))]
         self._training_floors = [self._training_floor(row) for row in self.space.training]
         self._captures = [0.0] * len(self.space.generation)  # seconds of an iteration that records graphs
@@ -168,7 +168,10 @@ class Ranking:
             self.refused["not measured"] += len(self.space.training)
             return None
         limits = setting.limits(table, costs)
-        self._generation_bytes[number] = setting.generation_bytes(table, limits)
+        self._generation_bytes[number] = needs = setting.generation_bytes(table, limits)
+        if needs.least > self.limit:
+            self.refused["memory of generation and inference"] += len(self.space.training)
+            return None
         return generation_floor(setting.inputs.drawn.batches, costs, limits, table.generation.dp)
 
     def _by_work(self, t: int, g: int) -> float | None:
@@ -177,12 +180,15 @@ class Ranking:
             problem, held = self._floors.problem(row), self._floors.rough_bytes(row)[0]
             self._held[t] = held + fmean(min_memory(problem))
             self._works[t] = self._floors.seconds(row, problem) if self._held[t] <= self.limit else None
-        generation = self._generation_floors[g]
-        if (training := self._works[t]) is None or generation is None:
-            self.refused["memory of training"] += (t, g) not in self._drafts
-            self._drafts[t, g] = None
+        generation, needs = self._generation_floors[g], self._generation_bytes[g]
+        assert generation is not None and needs is not None, "only rows with floors are paired"
+        if (training := self._works[t]) is None:
+            self.refused["memory of training"] += 1
             return None
-        kept = self._held[t] + self._generation_bytes[g] <= KEEPING_PART * self.limit
+        if self._floors.rough_bytes(self.space.training[t])[1] + needs.least > self.limit:
+            self.refused["memory of generation and inference"] += 1
+            return None
+        kept = self._held[t] + needs.copy + needs.cache <= KEEPING_PART * self.limit
         return training + generation + (0.0 if kept else self._captures[g])
 
     def _by_draft(self, t: int, g: int) -> float | None:

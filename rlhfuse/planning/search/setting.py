@@ -28,6 +28,21 @@ from rlhfuse.simulator.lengths import SampleLengths
 
 
 @dataclass(frozen=True)
+class GenerationBytes:
+    """The actor's copy; a cache with room for all samples, and for the longest alone; the models that score."""
+
+    copy: float
+    cache: float
+    sample: float
+    scorers: float
+
+    @property
+    def least(self) -> float:
+        """Beside which the weights of the models that train must have room."""
+        return max(self.copy + self.sample, self.scorers)
+
+
+@dataclass(frozen=True)
 class Setting:
     """`config` trains with whole backwards while tables are ranked: the plan of the winner splits where that helps."""
 
@@ -99,8 +114,14 @@ class Setting:
         context = self.inputs.planned.median_context
         return instance_limits(self.config, self.specs[Role.ACTOR], batch.instances, costs, context)
 
-    def generation_bytes(self, table: Table, limits: InstanceLimits) -> float:
-        """The actor's copy and the cache on a rank."""
-        tasks = [Task("generation", Role.ACTOR, table.generation, (0, self.world_size - 1))]
-        copy = task_costs(self.config, self.specs, tasks, self.inputs.hardware)["generation"].weights_bytes()
-        return copy + limits.kv_capacity_bytes / table.generation.tp
+    def generation_bytes(self, table: Table, limits: InstanceLimits) -> GenerationBytes:
+        """Of every rank."""
+        last, roles = self.world_size - 1, self.config.scorers()
+        tasks = [Task("generation", Role.ACTOR, table.generation, (0, last))]
+        tasks += [Task(f"{role}_inference", role, table.inference, (0, last)) for role in roles]
+        copy, *scorers = (cost.weights_bytes() for cost in self._costs(tasks).values())
+        tp = table.generation.tp
+        return GenerationBytes(copy, limits.kv_capacity_bytes / tp, limits.sample_kv_bytes / tp, sum(scorers))
+
+    def _costs(self, tasks: list[Task]) -> dict[str, AnalyticCost]:
+        return task_costs(self.config, self.specs, tasks, self.inputs.hardware)
