@@ -46,7 +46,7 @@ class TrainingFloors:
                 self._known[key] = whole / TICK_SECONDS
             rounding = share.layout.stages  # half a tick for each of a stage's two times
             ticks += batch.microbatches_of[share.model] * (self._known[key] - rounding) / share.depth
-        return batch.optimizer_steps * (max(0.0, ticks) * TICK_SECONDS + self._steps(row))
+        return batch.optimizer_steps * (max(0.0, ticks) * TICK_SECONDS + self._least_steps(row))
 
     def rough_bytes(self, row: TrainingRow) -> tuple[float, float]:
         """What a mean rank holds while it trains, activations apart, and the weights alone, which it always holds."""
@@ -80,10 +80,21 @@ class TrainingFloors:
         steps = self.setting.batch(row).optimizer_steps
         return steps * (work_bound(problem) * TICK_SECONDS + self._steps(row))
 
-    def _steps(self, row: TrainingRow) -> float:
-        key = "steps", row.actor, row.critic, row.sequence_parallel
+    def _least_steps(self, row: TrainingRow) -> float:
+        """Of the optimizers of a mini-batch as if every rank held as much; an optimizer waits for the fullest."""
+        key = "least steps", row.actor, row.critic, row.sequence_parallel
         if key not in self._known:
-            self._known[key] = optimizer_step_seconds({f"{role}_train": self._cost(row, role) for role in row.layouts})
+            costs = {f"{role}_train": self._cost(row, role) for role in row.layouts}
+            even = min(fmean(cost.place_parameters()) / cost.rank_parameters() for cost in costs.values())
+            self._known[key] = even * optimizer_step_seconds(costs)
+        return self._known[key]
+
+    def _steps(self, row: TrainingRow) -> float:
+        """Of the optimizers of a mini-batch."""
+        costs = {f"{role}_train": self._cut(row, layout, role) for role, layout in row.layouts.items()}
+        key = "steps", tuple(costs.values())
+        if key not in self._known:
+            self._known[key] = optimizer_step_seconds(costs)
         return self._known[key]
 
     def _cost(self, row: TrainingRow, role: Role) -> AnalyticCost:
