@@ -110,6 +110,16 @@ def mean_problem(draft):
     return training_problem(draft.analytic, draft.batch, drawn, longest, draft.costs, split=draft.split.models)
 
 
+@pytest.mark.parametrize("critic, depth", [("d1t1p4v2", 4), ("d1t2p2", 2), ("d2t1p2", 1)])
+def test_a_pipeline_is_as_deep_as_it_has_nodes(critic, depth):
+    """Chunks add none, and stages that are merged on one node are one; d2t1p2 is merged beside an actor of tp 2."""
+    actor = {"d2t1p2": "d1t2p2"}.get(critic, "d1t1p4" if "v2" in critic else "d1t2p2")
+    draft = draft_plan(run(parallel__actor_train=actor, parallel__critic_train=critic), SPECS, 4, TAIL)
+    share = draft.ranks.shape.share("critic")
+    counts = share.layout.dp, draft.batch.microbatches_of["critic"]
+    assert equal_microbatch(draft.drawn, draft.batch, share) == draft.drawn.microbatch(*counts, depth)
+
+
 def test_the_real_cut_chooses_other_microbatches_than_the_mean():
     """Many micro-batches leave the longest sample alone in one, for which each stage of the pipeline waits."""
     drafts = {m: draft_plan(run(fusion__actor_microbatches=m), SPECS, 4, TAIL) for m in (2, 4, 8, 16)}
