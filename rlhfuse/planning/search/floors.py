@@ -9,6 +9,8 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from rlhfuse.config.role import Role
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
@@ -119,21 +121,29 @@ class TrainingFloors:
 
 
 def work_bound(problem: FusionProblem) -> float:
-    """Ticks that no schedule beats: of every node all its work, the shortest way to the first operation of it and the
-    shortest from the last."""
-    load, chain = [0.0] * problem.nodes, 0.0
-    head, tail = [float("inf")] * problem.nodes, [float("inf")] * problem.nodes
+    """Ticks that no schedule beats: of every node the work of some of its stages, the shortest way to the first
+    operation of these and the shortest from their last; and of every pipeline the way of its last micro-batch."""
+    stages: list[list[tuple[float, float, float]]] = [[] for _ in range(problem.nodes)]  # by node: way to, work, from
+    longest = 0.0
     for pipeline in problem.pipelines:
         before = after = 0.0
-        weights, last = pipeline.weight_gradient or (0,) * pipeline.stages, pipeline.placement[0]
+        count, last = pipeline.microbatches, pipeline.placement[0]
+        weights = pipeline.weight_gradient or (0,) * pipeline.stages
         for node, forward, backward, weight in zip(pipeline.placement, pipeline.forward, pipeline.backward, weights):
             hop, last = problem.transfer if node != last else 0, node
             before, after = before + hop, after + hop
-            load[node] += pipeline.microbatches * (forward + backward + weight)
-            head[node], tail[node] = min(head[node], before), min(tail[node], 0 if pipeline.split else after)
+            stages[node].append((before, count * (forward + backward + weight), 0 if pipeline.split else after))
             before, after = before + forward, after + backward
-        chain = max(chain, before + after)
-    return max(chain, *(first + work + last for first, work, last in zip(head, load, tail)))
+        slowest = max(max(pipeline.forward), max(pipeline.backward))
+        longest = max(longest, before + after + (count - 1) * slowest)
+    most = max(map(len, stages))
+    padded = np.array([[*rows, *[(-np.inf, 0.0, -np.inf)] * (most - len(rows))] for rows in stages])
+    first, work, rest = np.moveaxis(padded, 2, 0)  # each [node, stage of it]
+    later = (first[:, None, :] >= first[:, :, None])[:, :, None, :] & (rest[:, None, :] >= rest[:, :, None])[
+        :, None, :, :
+    ]
+    bounds = first[:, :, None] + rest[:, None, :] + (later * work[:, None, None, :]).sum(-1)
+    return max(longest, float(bounds.max()))
 
 
 def generation_floor(
