@@ -7,7 +7,7 @@ bit. A model is known by its methods, so that a subclass that changes one of the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from rlhfuse.costs.fits import Line
 from rlhfuse.costs.job_cost import JobCost
 from rlhfuse.costs.measured import MeasuredCost, TrialCost
 
+Known = TypeVar("Known")
 STEP = np.dtype(  # what a decode step of so many sequences depends on beside its context
     [
         ("flops", np.float64),  # of a layer
@@ -108,7 +109,7 @@ def numbers_of(costs: CostModel, most: int) -> CostNumbers | None:
     return CostNumbers(decode, prefill, score, transfer, *once, *reward)
 
 
-def _is(costs: CostModel, known: type, method: str) -> bool:
+def _is(costs: CostModel, known: type[Known], method: str) -> TypeGuard[Known]:
     """Whether this method is that of a known cost model."""
     return isinstance(costs, known) and getattr(type(costs), method) is getattr(known, method)
 
@@ -119,7 +120,7 @@ def _are_rooflines(models: Sequence[Any]) -> bool:
 
 def _decode(costs: CostModel, most: int) -> DecodeNumbers | None:
     batches = range(most + 1)
-    if _is(costs, JobCost, "decode_step_seconds") and isinstance(costs, JobCost) and _are_rooflines([costs.actor]):
+    if _is(costs, JobCost, "decode_step_seconds") and _are_rooflines([costs.actor]):
         actor, spec, machine, tp = costs.actor, costs.actor.spec, costs.actor.hardware, costs.actor.layout.tp
         return DecodeNumbers(
             by_batch=np.array([(2 * spec.layer_parameters * n, *_added(actor, n), 1) for n in batches], STEP),
@@ -131,43 +132,40 @@ def _decode(costs: CostModel, most: int) -> DecodeNumbers | None:
             kv_bytes=float(2 * spec.kv_heads * spec.head_dim * actor.element_bytes),
             byte_rate=float(tp * machine.memory_bandwidth),
         )
-    for known in (MeasuredCost, TrialCost):
-        if _is(costs, known, "decode_step_seconds") and isinstance(costs, (MeasuredCost, TrialCost)):
-            per_sequence, per_token = costs.decode.slopes
-            steps = [costs.speculation.step(batch) if costs.speculation else (0.0, 1.0) for batch in batches]
-            rows = [(per_sequence * n, 0, guessing, 0, tokens) for n, (guessing, tokens) in zip(batches, steps)]
-            floor, per_token = float(costs.decode.constant), float(per_token)
-            return DecodeNumbers(np.array(rows, STEP), 1.0, floor, per_token, 1.0, 0.0, 0.0, 1.0)
+    if _is(costs, MeasuredCost, "decode_step_seconds") or _is(costs, TrialCost, "decode_step_seconds"):
+        per_sequence, per_token = map(float, costs.decode.slopes)
+        steps = [costs.speculation.step(n) if costs.speculation else (0.0, 1.0) for n in batches]
+        rows = [(per_sequence * n, 0, guessing, 0, tokens) for n, (guessing, tokens) in zip(batches, steps)]
+        return DecodeNumbers(np.array(rows, STEP), 1.0, float(costs.decode.constant), per_token, 1.0, 0.0, 0.0, 1.0)
     return None
 
 
 def _prefill(costs: CostModel) -> ForwardNumbers | None:
-    if _is(costs, JobCost, "prefill_seconds") and isinstance(costs, JobCost) and _are_rooflines([costs.actor]):
+    if _is(costs, JobCost, "prefill_seconds") and _are_rooflines([costs.actor]):
         return _rooflines([costs.actor], costs.actor.layout.tp, 0.0)
-    for known in (MeasuredCost, TrialCost):
-        if _is(costs, known, "prefill_seconds") and isinstance(costs, (MeasuredCost, TrialCost)):
-            return _line(costs.prefill)
+    if _is(costs, MeasuredCost, "prefill_seconds") or _is(costs, TrialCost, "prefill_seconds"):
+        return _line(costs.prefill)
     return None
 
 
 def _score(costs: CostModel) -> ForwardNumbers | None:
-    if _is(costs, JobCost, "score_seconds") and isinstance(costs, JobCost) and _are_rooflines(costs.scorers):
+    if _is(costs, JobCost, "score_seconds") and _are_rooflines(costs.scorers):
         return _rooflines(costs.scorers, costs.actor.layout.tp, costs.output_share)
-    if _is(costs, MeasuredCost, "score_seconds") and isinstance(costs, MeasuredCost):
+    if _is(costs, MeasuredCost, "score_seconds"):
         return _line(costs.score)
-    if _is(costs, TrialCost, "score_seconds") and isinstance(costs, TrialCost):
+    if _is(costs, TrialCost, "score_seconds"):
         return _score(costs.rest)
     return None
 
 
 def _transfer(costs: CostModel) -> TransferNumbers | None:
-    if _is(costs, JobCost, "migration_seconds") and isinstance(costs, JobCost):
+    if _is(costs, JobCost, "migration_seconds"):
         machine = costs.actor.hardware
         link = machine.cross_link_bandwidth if costs.cross_node else machine.node_link_bandwidth
         return TransferNumbers(0.0, 1.0, float(costs.actor.layout.tp), float(link))
-    if _is(costs, MeasuredCost, "migration_seconds") and isinstance(costs, MeasuredCost):
+    if _is(costs, MeasuredCost, "migration_seconds"):
         return TransferNumbers(float(costs.migration.constant), float(costs.migration.slopes[0]), 1.0, 1.0)
-    if _is(costs, TrialCost, "migration_seconds") and isinstance(costs, TrialCost):
+    if _is(costs, TrialCost, "migration_seconds"):
         return _transfer(costs.rest)
     return None
 

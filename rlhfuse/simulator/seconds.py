@@ -1,17 +1,18 @@
 """Seconds of generation and inference by R_t, without time lines: what a sweep and a search ask for.
 
-Costs that have a form in numbers (cost_numbers.py) are simulated by a kernel, others by BatchSimulation; both give the
-same seconds to the last bit.
+Costs that have a form in numbers (cost_numbers.py) are simulated by a kernel once it is compiled, others by time lines:
+with the same seconds to the last bit. To compile it takes as long as many sweeps without it, so that a program says
+when (`compile_kernel_apart`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfuse.base.kernel_cache import compile_apart
+from rlhfuse.base.kernel_cache import compile_apart, is_cached, tell_what_is_compiled
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
@@ -26,7 +27,7 @@ from rlhfuse.simulator.lengths import SampleLengths
 
 @dataclass(frozen=True)
 class GenInferSeconds:
-    """Of a batch; `generation`: until the last sample is finished."""
+    """Mean over batches; `generation`: until the last sample is finished."""
 
     total: float
     generation: float
@@ -46,7 +47,8 @@ def gen_infer_seconds(
         for threshold in thresholds:
             check_threshold(threshold, len(lengths))
     falling = sorted(set(thresholds), reverse=True)  # large R_t come first in time: simulated so
-    numbers = numbers_of(costs, min(limits.max_sequences, max(map(len, batches))))
+    most = min(limits.max_sequences, max(map(len, batches)))
+    numbers = numbers_of(costs, most) if is_kernel_ready() else None
     if numbers is None:
         simulations = [BatchSimulation(lengths, instances, costs, limits) for lengths in batches]
         found = np.array([_by_time_lines(simulation, falling) for simulation in simulations])
@@ -71,8 +73,6 @@ def _by_kernel(
     thresholds: Sequence[int],
 ) -> np.ndarray:
     """[thresholds, 3] seconds."""
-    if not seconds_by_threshold.signatures:
-        compile_apart(seconds_by_threshold, "rlhfuse.simulator.seconds")
     sizes = limits.bs_max, limits.sample_kv_bytes, limits.kv_capacity_bytes
     counts = [destination_count(threshold, *sizes, instances) if instances > 1 else 0 for threshold in thresholds]
     batch = _kernel_batch(lengths, instances, limits, fusion)
@@ -104,7 +104,18 @@ def _kernel_batch(lengths: SampleLengths, instances: int, limits: InstanceLimits
     )
 
 
-def compile_kernel() -> None:
+def is_kernel_ready() -> bool:
+    """Whether the kernel has been compiled, in this process or by another on this machine."""
+    return bool(seconds_by_threshold.signatures) or is_cached(seconds_by_threshold)
+
+
+def compile_kernel_apart(progress: Callable[[str], None] = lambda _: None) -> None:
+    """Compile the kernel in another process, unless it is ready. Raises CalledProcessError where that fails."""
+    if not is_kernel_ready():
+        compile_apart(seconds_by_threshold, "rlhfuse.simulator.seconds", progress=progress)
+
+
+def _compile_kernel() -> None:
     """Simulate one sample, so that the kernel is in numba's cache afterwards."""
     line = Line(1.0, (0.0, 0.0))
     costs = MeasuredCost(line, line, line, Line(1.0, (0.0,)), swap_in=0.0, meeting=0.0, release=0.0)
@@ -116,4 +127,5 @@ def compile_kernel() -> None:
 
 
 if __name__ == "__main__":
-    compile_kernel()
+    tell_what_is_compiled()
+    _compile_kernel()
