@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
 from rlhfuse.costs import gpu_bytes
+from rlhfuse.costs.collectives import link_bandwidth, ring_all_reduce_seconds, ring_gather_seconds
 from rlhfuse.costs.kept_products import kept_by_layer
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds
@@ -15,21 +16,6 @@ from rlhfuse.schedule.ir.problem import StageCosts
 BACKWARD_OVER_FORWARD = 2  # gradients of inputs and of weights are one forward's products each
 LAUNCHES = 0.2  # of W, as a share of those of a layer's forward
 GATHERS = 2  # in W: inputs of the layers whose outputs tensor ranks share
-
-
-def link_bandwidth(machine: HardwareSpec, span: int) -> float:
-    """Bytes/s per rank of a group that spans `span` consecutive ranks, the first of them on a node's first device."""
-    return machine.node_link_bandwidth if span <= machine.devices_per_node else machine.cross_link_bandwidth
-
-
-def ring_all_reduce_seconds(message_bytes: float, ranks: int, bandwidth: float) -> float:
-    """Every rank sends 2 (n - 1) / n of the message: a reduce-scatter and an all-gather."""
-    return 2 * ring_gather_seconds(message_bytes, ranks, bandwidth)
-
-
-def ring_gather_seconds(whole_bytes: float, ranks: int, bandwidth: float) -> float:
-    """All-gather or reduce-scatter of a message of `whole_bytes`: every rank sends (n - 1) / n of it."""
-    return (ranks - 1) / ranks * whole_bytes / bandwidth
 
 
 @dataclass(frozen=True)
