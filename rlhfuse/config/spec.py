@@ -293,6 +293,9 @@ class HardwareSpec:
     decode_layer_seconds: float = 0.0  # of a layer's decode step, beside its work: kernels that start and end
     call_seconds: float = 0.0  # of every call of a model on its mesh: gathering its batch, asking its workers
     switch_sums: bool = False  # the switch between the devices of a node adds what they send
+    collective_seconds: float = 0.0  # start-up of one step of a collective, or a send, within a node
+    cross_collective_seconds: float = 0.0  # the same between nodes
+    gather_share: float = 1.0  # of its links' bandwidth, what reduce-scatters and all-gathers of weights reach
     process_bytes: int = 0  # of `memory_bytes`, what a rank's process takes beside models: interpreter, libraries
 
     def __post_init__(self) -> None:

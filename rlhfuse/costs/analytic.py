@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
 from rlhfuse.costs import gpu_bytes
-from rlhfuse.costs.collectives import link_bandwidth, ring_all_reduce_seconds, ring_gather_seconds
+from rlhfuse.costs.collectives import RankGroup
 from rlhfuse.costs.kept_products import kept_by_layer
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds
@@ -24,7 +24,7 @@ class AnalyticCost:
 
     One layer of a forward over T tokens takes
 
-        max(FLOPs / rate, bytes moved / bandwidth, floor) + two ring all-reduces of T x hidden elements,
+        max(FLOPs / rate, bytes moved / bandwidth, floor) + two all-reduces of T x hidden elements,
 
     with FLOPs = 2 x parameters x T + 4 x heads x head_dim x (query, key) pairs, and bytes = weights + keys and values.
     A decode step is the same with T = batch, but what its short kernels need to start and end is added. With `kernels`
@@ -85,13 +85,16 @@ class AnalyticCost:
     def decode_all_reduce_seconds(self, batch: float) -> float:
         """Of one layer of a decode step: two, whose messages are short."""
         kernels, tp = self.kernels, self.layout.tp
-        if kernels is None or tp == 1:
+        if not self._on_gpu:
             return 2 * self._all_reduce_seconds(batch)
+        volume = self._tensor_ranks.sum_seconds(self._message_bytes(batch))
+        if kernels is None or tp == 1:  # starting them up is in the floor of other software's step
+            return 2 * volume
         if kernels.switch_sums and self.hardware.switch_sums and tp <= self.hardware.devices_per_node:
             # every rank sends its part to the switch once, and its share of the sum
             sent = (1 + 1 / tp) * batch * self.spec.hidden * self.element_bytes
             return 2 * max(kernels.switch_sum_seconds, sent / self.hardware.node_link_bandwidth)
-        return 2 * max(kernels.all_reduce_seconds, self._all_reduce_seconds(batch))
+        return 2 * max(kernels.all_reduce_seconds, volume)
 
     def _moved_seconds(self, tokens: float) -> float:
         """What the kernels of a layer's forward move beside its products."""
@@ -124,8 +127,14 @@ class AnalyticCost:
 
     def _all_reduce_seconds(self, tokens: float) -> float:
         """The hidden states of `tokens` tokens over the tensor-parallel group."""
-        tp, message = self.layout.tp, tokens * self.spec.hidden * self.element_bytes
-        return ring_all_reduce_seconds(message, tp, link_bandwidth(self.hardware, span=tp))
+        return self._tensor_ranks.all_reduce_seconds(self._message_bytes(tokens))
+
+    def _message_bytes(self, tokens: float) -> float:
+        return tokens * self.spec.hidden * self.element_bytes
+
+    @property
+    def _tensor_ranks(self) -> RankGroup:
+        return RankGroup(self.hardware, self.layout.tp)
 
     # ---- training
 
@@ -181,19 +190,22 @@ class AnalyticCost:
         read = kept_by_layer(spec, tokens, tp, self._whole_hidden, self.element_bytes) / machine.memory_bandwidth
         gathered = 0.0
         if self._cuts_tokens:
-            message, link = tokens * spec.hidden * self.element_bytes, link_bandwidth(machine, span=tp)
-            gathered = GATHERS * ring_gather_seconds(message, tp, link)
+            gathered = GATHERS * self._tensor_ranks.gather_seconds(self._message_bytes(tokens))
         return backward - product, max(product + read, LAUNCHES * machine.launch_seconds) + gathered
 
     def optimizer_step_seconds(self) -> float:
-        """After the last micro-batch of a mini-batch: gradients summed over dp, Adam, weights gathered (ZeRO-1)."""
-        if not self.kernels:
+        """After the last micro-batch of a mini-batch: gradients summed over dp, Adam, weights gathered (ZeRO-1).
+
+        Ranks go tensor, pipeline, data: replicas are tp x pp ranks apart. On a CPU Adam is bound by memory too.
+        """
+        kernels = self.kernels or (None if self._on_gpu else Kernels())
+        if not kernels:
             return 0.0
-        layout, machine = self.layout, self.hardware
-        whole = self.gradient_bytes() + self.weights_bytes()
-        exchanged = ring_gather_seconds(whole, layout.dp, link_bandwidth(machine, layout.size))
-        per_parameter = self.kernels.zero_bytes + self.kernels.adam_bytes / layout.dp
-        return self.rank_parameters() * per_parameter / machine.memory_bandwidth + exchanged
+        layout = self.layout
+        replicas = RankGroup(self.hardware, layout.dp, stride=layout.tp * layout.pp)
+        exchanged = replicas.gather_seconds(self.gradient_bytes()) + replicas.gather_seconds(self.weights_bytes())
+        per_parameter = kernels.zero_bytes + kernels.adam_bytes / layout.dp
+        return self.rank_parameters() * per_parameter / self.hardware.memory_bandwidth + exchanged
 
     def kept_layer_bytes(self, tokens: float) -> float:
         """What one layer keeps from its forward to its backward on one rank: its input alone where it is run again."""
