@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
 from rlhfuse.costs import gpu_bytes
-from rlhfuse.costs.collectives import RankGroup
+from rlhfuse.costs.collectives import RankGroup, send_seconds
 from rlhfuse.costs.kept_products import kept_by_layer
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds
@@ -271,6 +271,16 @@ class AnalyticCost:
     def hidden_bytes(self, tokens: float) -> float:
         """One hidden state between two stages, on one rank."""
         return tokens * self._whole_hidden * self.element_bytes
+
+    def send_seconds(self, tokens: float) -> float:
+        """One hidden state to the next stage, each tensor rank to its peer; 0 without a pipeline.
+
+        A pipeline is tp x pp ranks in a row: where these do not lie within one machine its slowest hop counts.
+        """
+        devices, ranks = self.hardware.devices_per_node, self.layout.tp * self.layout.pp
+        if self.layout.pp == 1:
+            return 0.0
+        return send_seconds(self.hardware, self.hidden_bytes(tokens), across=devices % ranks > 0)
 
     def gathering_bytes(self, tokens: float) -> float:
         """On a GPU, memory that stays: Megatron's buffer for hidden states that sequence parallelism has cut."""

@@ -35,6 +35,7 @@ def training_problem(
 ) -> FusionProblem:
     """One mini-batch on one fused group, without a memory cap; backwards of the models in `split` in two parts.
 
+    What a stage computes reaches the next one a `transfer` later, by the slowest hop of any model; the sender goes on.
     Times are for samples of mean `lengths`, in ticks of TICK_SECONDS: measured where `costs` is a ProfiledCost, else
     analytic. Activations are for the `longest`, in bytes.
     """
@@ -42,10 +43,9 @@ def training_problem(
     outputs = each * sum(lengths.output)
     micro = MicrobatchTokens(each * sum(lengths.prompt) + outputs, batch.samples_per_microbatch, outputs)
     stages, layouts = {}, {}
-    for task in TRAINED:
-        if task not in analytic:
-            continue
-        model, cost = dict(TASK_ROLES)[task], analytic[task]
+    trained = {task: analytic[task] for task in TRAINED if task in analytic}
+    for task, cost in trained.items():
+        model = dict(TASK_ROLES)[task]
         if isinstance(costs, ProfiledCost):
             times = costs.stage_costs(model, cost, micro, TICK_SECONDS, model in split)
         else:
@@ -53,4 +53,5 @@ def training_problem(
         most = cost.stage_costs(longest, split=model in split)
         held = dict(activation=most.activation, weight_activation=most.weight_activation)
         layouts[model], stages[model] = cost.layout, replace(times, **held)
-    return fused_problem(layouts, batch.actor_microbatches, stages, alternate=alternate)
+    transfer = max(round(cost.send_seconds(micro.tokens) / TICK_SECONDS) for cost in trained.values())
+    return replace(fused_problem(layouts, batch.actor_microbatches, stages, alternate=alternate), transfer=transfer)
