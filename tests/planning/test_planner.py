@@ -366,7 +366,8 @@ def test_a_profile_reaches_the_programs(tmp_path):
             pipeline = times[action.pipeline]
             return (pipeline.forward if action.kind is Kind.F else pipeline.backward)[action.stage] * TICK_SECONDS
 
-        spent = makespan(program_times(plan.programs.by_rank, plan.ranks, seconds))
+        transfer = plan.schedule.problem.transfer * TICK_SECONDS
+        spent = makespan(program_times(plan.programs.by_rank, plan.ranks, seconds, transfer))
         assert plan.report.schedule.makespan_seconds == pytest.approx(spent, rel=1e-9)
         received = parse_plan(draft_plan(run(**keys), SPECS, 4), plan.to_text())
         assert received == plan
