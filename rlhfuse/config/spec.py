@@ -296,6 +296,7 @@ class HardwareSpec:
     collective_seconds: float = 0.0  # start-up of one step of a collective, or a send, within a node
     cross_collective_seconds: float = 0.0  # the same between nodes
     gather_share: float = 1.0  # of its links' bandwidth, what reduce-scatters and all-gathers of weights reach
+    step_waiting: float = 1.0  # how many times longer an optimizer step takes while other ranks have this one's cores
     process_bytes: int = 0  # of `memory_bytes`, what a rank's process takes beside models: interpreter, libraries
 
     def __post_init__(self) -> None:

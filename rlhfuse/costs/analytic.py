@@ -205,7 +205,8 @@ class AnalyticCost:
         replicas = RankGroup(self.hardware, layout.dp, stride=layout.tp * layout.pp)
         exchanged = replicas.gather_seconds(self.gradient_bytes()) + replicas.gather_seconds(self.weights_bytes())
         per_parameter = kernels.zero_bytes + kernels.adam_bytes / layout.dp
-        return self.rank_parameters() * per_parameter / self.hardware.memory_bandwidth + exchanged
+        updated = self.rank_parameters() * per_parameter / self.hardware.memory_bandwidth
+        return (updated + exchanged) * self.hardware.step_waiting
 
     def kept_layer_bytes(self, tokens: float) -> float:
         """What one layer keeps from its forward to its backward on one rank: its input alone where it is run again."""

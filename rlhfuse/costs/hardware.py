@@ -6,7 +6,7 @@ below which no work gets. `calibration.reached(sheet)` is the HardwareSpec that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import HardwareSpec
@@ -156,6 +156,15 @@ def known_hardware() -> dict[str, HardwareSpec]:
         process_bytes=720_000_000,
     )
     return {"cpu": cpu, **{name: ASSUMED.reached(sheet) for name, sheet in data_sheets().items()}}
+
+
+def at_speed(core: HardwareSpec, cores: float) -> HardwareSpec:
+    """A rank that computes with so many cores; with less than one its links, loads and launches wait for it too."""
+    part, links = min(1.0, cores), ("node_link_bandwidth", "cross_link_bandwidth", "host_bandwidth")
+    starts = ("launch_seconds", "decode_layer_seconds", "collective_seconds", "cross_collective_seconds")
+    changed = {name: cores * getattr(core, name) for name in ("flops", "memory_bandwidth")}
+    changed |= {name: part * getattr(core, name) for name in links}
+    return replace(core, **changed, **{name: getattr(core, name) / part for name in starts})
 
 
 def hardware_by_name(name: str, device: str = "auto") -> HardwareSpec:

@@ -30,6 +30,7 @@ from rlhfuse.decisions.layouts import (
     check_layouts,
     training_layouts,
 )
+from rlhfuse.planning.machine import SharedCores
 from rlhfuse.planning.memory import SCORERS, MemoryBudget, memory_budget
 from rlhfuse.planning.split_choice import SplitChoice, choose_split
 from rlhfuse.planning.stage_cuts import StageBalance, stage_balances, with_cuts
@@ -76,6 +77,7 @@ class PlanDraft:
     split: SplitChoice
     given: tuple[Schedule, str] | None
     threshold_file: Threshold | None
+    cores: SharedCores
 
     @property
     def tied(self) -> frozenset[str]:
@@ -101,16 +103,17 @@ def draft_plan(
         hardware = hardware_by_name(config.trainer.hardware, config.trainer.device)
     except InputError as error:
         raise InputError(f"trainer.hardware: {error}") from None
+    cores = SharedCores.of(config, hardware, world_size)
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     samples = config.samples_per_iteration  # without lengths an upper bound
     planned = lengths.clip(prompt, response) if lengths else SampleLengths((prompt,) * samples, (response,) * samples)
-    analytic, longest = _task_costs(config, specs, tasks, hardware), longest_microbatch(config, batch)
+    analytic, longest = _task_costs(config, specs, tasks, hardware, cores), longest_microbatch(config, batch)
     if config.fusion.profile:
         costs, costs_name = load_run_costs(config, specs), f"costs of fusion.profile={config.fusion.profile}"
     else:
         costs, costs_name = _job_cost(analytic, world_size, planned), "analytic costs"
     tasks = with_cuts(config, tasks, analytic, costs, longest)
-    analytic = _task_costs(config, specs, tasks, hardware)
+    analytic = _task_costs(config, specs, tasks, hardware, cores)
     ranks = rank_map(training_layouts(tasks), config.fusion.alternates)
     samples = batch.samples_per_microbatch
 
@@ -163,6 +166,7 @@ def draft_plan(
         split,
         given,
         _threshold_file(config, batch),
+        cores,
     )
 
 
@@ -184,7 +188,8 @@ def generation_cost(
     scored = [task for task in SCORERS if dict(TASK_ROLES)[task] in config.roles()]
     tasks = [Task(name, dict(TASK_ROLES)[name], layouts[name], (0, world_size - 1)) for name in ("generation", *scored)]
     longest = SampleLengths((config.data.max_prompt_tokens,), (config.rollout.max_response_tokens,))
-    return _job_cost(_task_costs(config, specs, tasks, hardware), world_size, longest)
+    cores = SharedCores.of(config, hardware, world_size)
+    return _job_cost(_task_costs(config, specs, tasks, hardware, cores), world_size, longest)
 
 
 def kv_blocks(config: RunConfig, instances: int) -> int:
@@ -239,14 +244,18 @@ def instance_limits(
 
 
 def _task_costs(
-    config: RunConfig, specs: Mapping[Role, ModelSpec], tasks: Sequence[Task], hardware: HardwareSpec
+    config: RunConfig,
+    specs: Mapping[Role, ModelSpec],
+    tasks: Sequence[Task],
+    hardware: HardwareSpec,
+    cores: SharedCores,
 ) -> dict[str, AnalyticCost]:
     """One roofline per task."""
     return {
         task.name: AnalyticCost(
             specs[task.role],
             task.layout,
-            hardware,
+            cores.in_turns(hardware) if task.training else cores.together(hardware),
             element_bytes(config),
             task.role.scalar_head,
             sequence_parallel=task.training and config.parallel.sequence_parallel,

@@ -8,17 +8,16 @@ activations of its schedule is the static memory of the scheduling problem, whos
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from pathlib import Path
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.decisions.decode_shapes import draft_bytes
+from rlhfuse.planning.machine import machine_bytes, ranks_on_machine
 from rlhfuse.planning.passing import PassingMemory
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.ranks import FusedRanks
@@ -29,7 +28,6 @@ TRAINED = ("actor_train", "critic_train")
 TOKEN_BYTES, RESPONSE_BYTES = 16, 36  # of a mini-batch: ids and positions; which row, which id, and five numbers
 KEEPING_PART = 0.9  # of the limit, where generation is kept: graphs have a memory pool of their own, two fragment more
 SMALL_BYTES = 8 * 512  # of a micro-batch: borders, sums of its loss and whether it is finite, of 512 bytes each
-CGROUP = Path("/sys/fs/cgroup/memory.max")
 RESTING = ("moves", "generation", "inference")  # phases in which the optimizer may rest on the host
 DEVICE_PARTS = ("weights", "optimizer", "gradients", "activations", "kv", "buckets")
 REMEDIES = {
@@ -343,16 +341,9 @@ def memory_limit(config: RunConfig, hardware: HardwareSpec, world_size: int) -> 
         return config.trainer.memory_limit_gb * 1e9, "trainer.memory_limit_gb"
     if hardware.name != "cpu" and not config.trainer.share_gpu:
         return hardware.memory_bytes, f"of one {hardware.name}"
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    ranks = ranks_on_machine(hardware, world_size)
     whole, owner = (machine_bytes(), "machine") if hardware.name == "cpu" else (hardware.memory_bytes, hardware.name)
     return whole / ranks, f"this {owner}'s {readable_bytes(whole)} / {ranks} ranks"
-
-
-def machine_bytes() -> int:
-    """Memory of this machine, or of the container that this process is in."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    allowed = CGROUP.read_text().strip() if CGROUP.exists() else "max"
-    return total if allowed == "max" else min(total, int(allowed))
 
 
 def readable_bytes(count: float) -> str:

@@ -71,7 +71,9 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
         batches = draft.planned_lengths.draw(batch.samples, DRAWS, config.trainer.seed)
     threshold_samples, threshold, why = _choose_threshold(draft, batches)
     hints = reasons.threshold_hints(config, threshold_samples, draft.lengths)
-    moves = layout_moves(draft.tasks, draft.ranks, draft.specs, element_bytes(config), draft.hardware)
+    moves = layout_moves(
+        draft.tasks, draft.ranks, draft.specs, element_bytes(config), draft.cores.together(draft.hardware)
+    )
     steps = optimizer_step_seconds(draft.analytic)
     moving, offload = sum(move.seconds for move in moves), draft.memory.offload
     seen = offload.seen_seconds(moving, summary.makespan_seconds) if offload else 0.0
@@ -104,6 +106,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
             reasons.of_ends(config, draft.specs[Role.ACTOR]),
             reasons.of_lengths(config, draft.lengths, DRAWS),
             reasons.of_costs(config, draft.hardware, draft.costs, draft.costs_name),
+            *draft.cores.lines(draft.world_size),
             *reasons.of_reward(config, draft.costs),
             draft.split.why,
             reasons.of_memory(memory, peaks),
@@ -163,7 +166,8 @@ def _predict(
 ) -> IterationSeconds:
     """Means over the batches; `moves`: seconds of the weights' moves, `steps`: of a mini-batch's optimizer steps."""
     makespans, count = (summary.serial_makespan_seconds, summary.makespan_seconds), draft.batch.optimizer_steps
-    minibatch = makespans[0] + steps, makespans[1] + steps
+    least = float(draft.cores.least_time(draft.problem, draft.ranks)) * TICK_SECONDS
+    minibatch = max(makespans[0], least) + steps, max(makespans[1], least) + steps
     if threshold is not None and draft.lengths is None:  # read from a file: its curve is all there is
         generation = {point.threshold: point.generation_seconds for point in threshold.sweep}
         training = (seconds * count for seconds in minibatch)

@@ -18,7 +18,8 @@ from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
 from rlhfuse.decisions.decode_shapes import draft_bytes
 from rlhfuse.planning.draft import draft_plan, fitting_blocks, kv_blocks
-from rlhfuse.planning.memory import machine_bytes, memory_limit, readable_bytes
+from rlhfuse.planning.machine import machine_bytes
+from rlhfuse.planning.memory import memory_limit, readable_bytes
 from rlhfuse.planning.planner import make_plan, parse_plan
 from rlhfuse.planning.reasons import output_files
 from rlhfuse.planning.run_plan import PlanReport, RunPlan
