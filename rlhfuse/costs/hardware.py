@@ -12,6 +12,11 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import HardwareSpec
 
 _GB = 1e9
+# Of a process on a GPU, assumed, as nothing here was measured: a CUDA context with the modules of torch and its
+# libraries; NCCL's buffers of all channels of a group, and of a pair of ranks, which has the four that it is given; in
+# host memory interpreter, libraries and page-locked buffers.
+CONTEXT_BYTES, COMMUNICATOR_BYTES, CHANNEL_BYTES = 600_000_000, 250_000_000, 40_000_000
+HOST_PROCESS_BYTES = 3_000_000_000
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,7 @@ class DataSheet:
     switch_sums: bool = True  # by multicast addresses, of Hopper GPUs on
     cross_link: float = 25 * _GB  # a NIC of 200 Gb/s for each device
     devices_per_node: int = 8
+    host_memory: float = 2000 * _GB  # of a node, as DGX have it: assumed for any other
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,11 @@ class Calibration:
             decode_layer_seconds=self.decode_layer_seconds if captured_graphs else self.eager_decode_layer_seconds,
             call_seconds=self.call_seconds,
             switch_sums=sheet.switch_sums,
+            process_bytes=CONTEXT_BYTES,
+            communicator_bytes=COMMUNICATOR_BYTES,
+            channel_bytes=CHANNEL_BYTES,
+            host_memory_bytes=sheet.host_memory,
+            host_process_bytes=HOST_PROCESS_BYTES,
             collective_seconds=self.collective_seconds,
             cross_collective_seconds=self.cross_collective_seconds,
         )

@@ -31,7 +31,7 @@ from rlhfuse.decisions.layouts import (
     training_layouts,
 )
 from rlhfuse.planning.machine import SharedCores
-from rlhfuse.planning.memory import SCORERS, MemoryBudget, memory_budget
+from rlhfuse.planning.memory import SCORERS, MemoryBudget, check_host_memory, memory_budget
 from rlhfuse.planning.split_choice import SplitChoice, choose_split
 from rlhfuse.planning.stage_cuts import StageBalance, stage_balances, with_cuts
 from rlhfuse.planning.training_orders import given_schedule
@@ -135,6 +135,7 @@ def draft_plan(
     config, limits, memory = sizes
     memory = memory.with_early_loading([analytic[f"{role}_inference"].weights_bytes() for role in config.scorers()])
     limits = replace(limits, early_models=len(memory.early))
+    check_host_memory(config, memory, world_size)
 
     def stated(split: frozenset[str]) -> FusionProblem:
         made = training_problem(analytic, batch, planned, longest, costs, config.fusion.alternates, split)

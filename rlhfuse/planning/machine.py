@@ -5,13 +5,16 @@ A plan counts this machine, as the process may use it, for each of the run's: al
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import HardwareSpec
+from rlhfuse.config.spec import HardwareSpec, ParallelLayout
 from rlhfuse.costs.hardware import at_speed
 from rlhfuse.schedule.ir.problem import FusionProblem, Number
 from rlhfuse.schedule.ir.ranks import FusedRanks
@@ -38,6 +41,38 @@ def machine_cores() -> float:
     cores = float(len(os.sched_getaffinity(0)))
     quota, _, period = QUOTA.read_text().partition(" ") if QUOTA.exists() else ("max", "", "")
     return cores if quota == "max" else min(cores, int(quota) / int(period))
+
+
+def host_memory(config: RunConfig, hardware: HardwareSpec) -> tuple[float, str]:
+    """Host memory of a machine of the run in bytes, and where the number is from."""
+    if config.trainer.host_memory_gb:
+        return config.trainer.host_memory_gb * 1e9, "trainer.host_memory_gb"
+    if hardware.name == "cpu":
+        return machine_bytes(), "this machine's"
+    return hardware.host_memory_bytes, f"assumed of {hardware.name} nodes"
+
+
+def communicator_bytes(hardware: HardwareSpec, layouts: Mapping[str, ParallelLayout], ranks: FusedRanks) -> int:
+    """On a GPU, buffers of the groups of the rank that has most; `layouts`: by task.
+
+    A group each for the tensor ranks of every task, for a model's replicas, for all ranks of a model, whose gradients
+    have one norm, and for the ends of its pipeline, which may be tied; for weights on the move; and one for each
+    direction between neighbouring stages, for all models together.
+    """
+    trained = ranks.shape.layouts
+    groups = sum(layout.tp > 1 for layout in layouts.values()) + (ranks.size > 1) * (1 + len(trained))
+    groups += sum((layout.dp > 1) + (layout.pp > 1) for layout in trained.values())
+    pairs = {
+        pair
+        for model in trained
+        for name in ranks.shape.share(model).names
+        for here, there in itertools.pairwise(ranks.stages(0, name))
+        for pair in zip(here, there)
+        if pair[0] != pair[1]
+    }
+    ends = Counter(rank for pair in pairs | {pair[::-1] for pair in pairs} for rank in pair)
+    channels = max(ends.values(), default=0)
+    return groups * hardware.communicator_bytes + channels * hardware.channel_bytes
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
         memory_limit=memory.limit,
         memory_limit_source=memory.limit_source,
         microbatch_tokens=memory.microbatch_tokens,
-        process_bytes=draft.hardware.process_bytes,
+        process_bytes=draft.memory.process,
         ranks_per_node=min(draft.world_size, draft.hardware.devices_per_node),
         weight_moves=moves,
         seconds=predicted,
