@@ -252,12 +252,10 @@ def check_host_memory(config: RunConfig, memory: MemoryBudget, world_size: int) 
     fullest = max(memory.static, key=lambda phase: phase.host)
     needed = ranks * (fullest.host + hardware.host_process_bytes)
     if needed > has:
-        remedy = "use more tensor ranks for parallel.inference" + (
-            ", set trainer.offload_optimizer=false" if memory.offload else ""
-        )
-        each = (
-            f"copies {readable_bytes(fullest.host)} and the process {readable_bytes(hardware.host_process_bytes)} each"
-        )
+        remedy = "set trainer.offload_optimizer=false, " if memory.offload else ""
+        remedy += "use more tensor ranks for parallel.inference"
+        process = readable_bytes(hardware.host_process_bytes)
+        each = f"copies {readable_bytes(fullest.host)} and the process {process} each"
         raise InputError(
             f"host memory: {fullest.phase} needs {readable_bytes(needed)} on a node of {ranks} ranks ({each}), but a "
             f"node has {readable_bytes(has)} ({source}); {remedy}, or set trainer.host_memory_gb"

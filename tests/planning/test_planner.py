@@ -33,6 +33,9 @@ from rlhfuse.schedule.program.verify import verify
 from rlhfuse.schedule.rules.builders import greedy, min_memory, serial_1f1b
 
 
+MB = 10**6
+
+
 def problem_of(made):
     return draft_plan(made, SPECS, 4).problem
 
@@ -67,13 +70,8 @@ def test_lengths_give_a_threshold():
     "keys, needed, limit",
     [
         ({"trainer__memory_limit_gb": 2.0}, lambda phase: phase.device + phase.host + 720_000_000, 2e9),
-        # a context; groups of tensor ranks none, replicas 1, ends of pipelines 2, models 2, moves 1; neighbours of three
-        # ranks, both ways
-        (
-            {"trainer__hardware": "a100"},
-            lambda phase: phase.device + 600_000_000 + 6 * 250_000_000 + 4 * 40_000_000,
-            80e9,
-        ),
+        # a context; groups of replicas 1, of ends of pipelines 2, of models 2, for moves 1; two neighbours, both ways
+        ({"trainer__hardware": "a100"}, lambda phase: phase.device + 600 * MB + 6 * 250 * MB + 4 * 40 * MB, 80e9),
     ],
 )
 def test_memory_is_shown_against_what_a_rank_has(keys, needed, limit):
