@@ -32,7 +32,6 @@ from rlhfuse.schedule.program.times import makespan, program_times
 from rlhfuse.schedule.program.verify import verify
 from rlhfuse.schedule.rules.builders import greedy, min_memory, serial_1f1b
 
-
 MB = 10**6
 
 
