@@ -30,9 +30,9 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.cost_model import CostModel
-from rlhfuse.costs.files import load_run_costs
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.measured import TrialCost
+from rlhfuse.costs.profile_files import load_run_costs
 from rlhfuse.planning.draft import generation_cost, instance_limits, read_specs
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold

@@ -32,7 +32,7 @@ from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.load import load_config
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
-from rlhfuse.costs.tensor_profiles import TensorProfiles
+from rlhfuse.costs.profile_files import TensorProfiles
 from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import check_layouts
 from rlhfuse.parallel.first_error import prints_error

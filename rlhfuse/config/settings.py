@@ -363,6 +363,11 @@ class TrainerConfig(Settings):
         "machine. "
         "A run whose plan needs more is refused",
     )
+    host_memory_gb: NonNegative = key(
+        0.0,
+        "host memory of a machine, in 10^9 bytes, which its ranks share; 0 = on CPU this machine's, else 2000, assumed "
+        "of nodes with GPUs",
+    )
     peak_tflops: NonNegative = key(
         0.0,
         "what `perf/mfu/*` is a share of: 10^12 FLOP/s of one rank at its best; 0 = the data sheet's bf16 "

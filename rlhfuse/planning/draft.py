@@ -17,11 +17,10 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel
-from rlhfuse.costs.files import load_costs, run_costs
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.job_cost import JobCost, largest_flat_batch
 from rlhfuse.costs.kernels import Kernels
-from rlhfuse.costs.tensor_profiles import TensorProfiles
+from rlhfuse.costs.profile_files import TensorProfiles, load_costs, run_costs
 from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import (
     TASK_ROLES,
@@ -31,8 +30,8 @@ from rlhfuse.decisions.layouts import (
     check_layouts,
     training_layouts,
 )
-from rlhfuse.planning.drawn_batches import DrawnBatches
-from rlhfuse.planning.memory import SCORERS, MemoryBudget, memory_budget
+from rlhfuse.planning.machine import SharedCores
+from rlhfuse.planning.memory import SCORERS, MemoryBudget, check_host_memory, memory_budget
 from rlhfuse.planning.split_choice import SplitChoice, choose_split
 from rlhfuse.planning.stage_cuts import StageBalance, stage_balances, with_cuts
 from rlhfuse.planning.training_orders import given_schedule
@@ -42,6 +41,7 @@ from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import min_memory
+from rlhfuse.simulator.drawn_batches import DrawnBatches
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import Threshold, load_threshold
@@ -59,13 +59,14 @@ class DraftInputs:
     """
 
     hardware: HardwareSpec
+    cores: SharedCores
     lengths: SampleLengths | None
     planned: SampleLengths
     drawn: DrawnBatches
     measured: CostModel | TensorProfiles | None
 
     @staticmethod
-    def of(config: RunConfig, lengths: SampleLengths | None) -> DraftInputs:
+    def of(config: RunConfig, world_size: int, lengths: SampleLengths | None) -> DraftInputs:
         """`algorithm.minibatches` is a number. Raises InputError for an unknown machine, or naming a file."""
         try:
             hardware = hardware_by_name(config.trainer.hardware, config.trainer.device)
@@ -78,7 +79,8 @@ class DraftInputs:
         )
         drawn = DrawnBatches.of(config, planned, known=lengths is not None)
         measured = load_costs(config.fusion.profile) if config.fusion.profile else None
-        return DraftInputs(hardware, lengths, planned, drawn, measured)
+        cores = SharedCores.of(config, hardware, world_size)
+        return DraftInputs(hardware, cores, lengths, planned, drawn, measured)
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class PlanDraft:
     split: SplitChoice
     given: tuple[Schedule, str] | None
     threshold_file: Threshold | None
+    cores: SharedCores
 
     @property
     def tied(self) -> frozenset[str]:
@@ -134,9 +137,9 @@ def draft_plan(
     asked, config = asked or config, resolve_batch(resolve_device(config))
     tasks = check_layouts(config, specs, world_size)
     batch = batch_arithmetic(config, tasks)
-    inputs = inputs or DraftInputs.of(config, lengths)
-    hardware, planned, drawn = inputs.hardware, inputs.planned, inputs.drawn
-    analytic, longest = task_costs(config, specs, tasks, hardware), longest_microbatch(config, batch)
+    inputs = inputs or DraftInputs.of(config, world_size, lengths)
+    hardware, cores, planned, drawn = inputs.hardware, inputs.cores, inputs.planned, inputs.drawn
+    analytic, longest = task_costs(config, specs, tasks, hardware, cores), longest_microbatch(config, batch)
     if inputs.measured is not None:
         costs, costs_name = (
             run_costs(inputs.measured, config, specs),
@@ -145,7 +148,7 @@ def draft_plan(
     else:
         costs, costs_name = _job_cost(analytic, world_size, planned), "analytic costs"
     tasks = with_cuts(config, tasks, analytic, costs, longest)
-    analytic = task_costs(config, specs, tasks, hardware)
+    analytic = task_costs(config, specs, tasks, hardware, cores)
     ranks = rank_map(training_layouts(tasks), config.fusion.alternates)
     samples = batch.samples_per_microbatch
 
@@ -167,6 +170,7 @@ def draft_plan(
     config, limits, memory = sizes
     memory = memory.with_early_loading([analytic[f"{role}_inference"].weights_bytes() for role in config.scorers()])
     limits = replace(limits, early_models=len(memory.early))
+    check_host_memory(config, memory, world_size)
 
     def stated(split: frozenset[str]) -> FusionProblem:
         made = training_problem(analytic, batch, drawn, longest, costs, config.fusion.alternates, split)
@@ -199,6 +203,7 @@ def draft_plan(
         split,
         given,
         _threshold_file(config, batch),
+        cores,
     )
 
 
@@ -220,7 +225,8 @@ def generation_cost(
     scored = [task for task in SCORERS if dict(TASK_ROLES)[task] in config.roles()]
     tasks = [Task(name, dict(TASK_ROLES)[name], layouts[name], (0, world_size - 1)) for name in ("generation", *scored)]
     longest = SampleLengths((config.data.max_prompt_tokens,), (config.rollout.max_response_tokens,))
-    return _job_cost(task_costs(config, specs, tasks, hardware), world_size, longest)
+    cores = SharedCores.of(config, hardware, world_size)
+    return _job_cost(task_costs(config, specs, tasks, hardware, cores), world_size, longest)
 
 
 def kv_blocks(config: RunConfig, instances: int) -> int:
@@ -281,6 +287,7 @@ def task_costs(
     specs: Mapping[Role, ModelSpec],
     tasks: Sequence[Task],
     hardware: HardwareSpec,
+    cores: SharedCores,
     recompute: str = "",
     sequence_parallel: bool | None = None,
 ) -> dict[str, AnalyticCost]:
@@ -291,7 +298,7 @@ def task_costs(
         task.name: AnalyticCost(
             specs[task.role],
             task.layout,
-            hardware,
+            cores.in_turns(hardware) if task.training else cores.together(hardware),
             element_bytes(config),
             task.role.scalar_head,
             sequence_parallel=task.training and cuts,

@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 
 from rlhfuse.config.role import Role
-from rlhfuse.decisions.layout_moves import layout_moves
 from rlhfuse.planning import reasons
 from rlhfuse.planning.draft import PlanDraft, element_bytes
 from rlhfuse.planning.efficiency import efficiency, optimizer_step_seconds
 from rlhfuse.planning.graph_capture import graph_capture
-from rlhfuse.planning.price import price_generation
+from rlhfuse.planning.price import minibatch_seconds, price_generation, weight_moves
 from rlhfuse.planning.run_plan import PlanReport, RunPlan, ScheduleSummary, reduction_on
 from rlhfuse.planning.training_orders import other_promises
 from rlhfuse.planning.training_problem import TICK_SECONDS
@@ -64,7 +63,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
     capture = graph_capture(draft, kept)
     generation = price_generation(draft)
     hints = reasons.threshold_hints(config, generation.threshold_samples, draft.lengths)
-    moves = layout_moves(draft.tasks, draft.ranks, draft.specs, element_bytes(config), draft.hardware)
+    moves = weight_moves(draft)
     steps = optimizer_step_seconds(draft.analytic)
     moving, offload = sum(move.seconds for move in moves), draft.memory.offload
     seen = offload.seen_seconds(moving, summary.makespan_seconds) if offload else 0.0
@@ -72,8 +71,8 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
         moving + seen,
         generation.serial,
         generation.fused,
-        batch.optimizer_steps * (summary.serial_makespan_seconds + steps),
-        batch.optimizer_steps * (summary.makespan_seconds + steps),
+        batch.optimizer_steps * (minibatch_seconds(draft, summary.serial_makespan_seconds) + steps),
+        batch.optimizer_steps * (minibatch_seconds(draft, summary.makespan_seconds) + steps),
         generation.generation_serial,
         generation.generation_fused,
         capture.seconds if capture and capture.each_iteration else 0.0,
@@ -88,7 +87,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
         memory_limit=memory.limit,
         memory_limit_source=memory.limit_source,
         microbatch_tokens=memory.microbatch_tokens,
-        process_bytes=draft.hardware.process_bytes,
+        process_bytes=draft.memory.process,
         ranks_per_node=min(draft.world_size, draft.hardware.devices_per_node),
         weight_moves=moves,
         seconds=predicted,
@@ -104,6 +103,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
             reasons.of_ends(config, draft.specs[Role.ACTOR]),
             reasons.of_lengths(config, draft.lengths, len(draft.drawn.batches)),
             reasons.of_costs(config, draft.hardware, draft.costs, draft.costs_name),
+            *draft.cores.lines(draft.world_size),
             *reasons.of_reward(config, draft.costs),
             draft.split.why,
             reasons.of_memory(memory, peaks),

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rlhfuse.planning.draft import PlanDraft, kv_blocks
+from rlhfuse.decisions.layout_moves import LayoutMove, layout_moves
+from rlhfuse.planning.draft import PlanDraft, element_bytes, kv_blocks
 from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.training_problem import TICK_SECONDS
@@ -78,7 +79,7 @@ class Price:
 
 def price(draft: PlanDraft, generation: GenerationPrice, moves: float) -> Price:
     """`generation`: of `price_generation`; `moves`: of all weights. Raises InputError where no schedule fits."""
-    return with_schedules(draft, generation, moves, minibatch_seconds(draft))
+    return with_schedules(draft, generation, moves, minibatch_seconds(draft, schedule_seconds(draft)))
 
 
 def with_schedules(draft: PlanDraft, generation: GenerationPrice, moves: float, minibatch: float) -> Price:
@@ -90,10 +91,21 @@ def with_schedules(draft: PlanDraft, generation: GenerationPrice, moves: float, 
     return Price(generation, count * minibatch, count * optimizer_step_seconds(draft.analytic), moves, seen, again)
 
 
-def minibatch_seconds(draft: PlanDraft) -> float:
+def schedule_seconds(draft: PlanDraft) -> float:
     """The makespan of a schedule that is given, else the proved bound of the one that will be searched."""
     ticks = evaluate(draft.given[0]).makespan if draft.given else latency_bound(draft.problem)
     return float(ticks) * TICK_SECONDS
+
+
+def minibatch_seconds(draft: PlanDraft, makespan: float) -> float:
+    """With a schedule of so many seconds, where ranks share cores."""
+    return max(makespan, float(draft.cores.least_time(draft.problem, draft.ranks.shape)) * TICK_SECONDS)
+
+
+def weight_moves(draft: PlanDraft) -> tuple[LayoutMove, ...]:
+    """Of all models that train, into the layouts of generation and inference."""
+    machine = draft.cores.together(draft.hardware)
+    return layout_moves(draft.tasks, draft.ranks, draft.specs, element_bytes(draft.config), machine)
 
 
 def price_generation(draft: PlanDraft) -> GenerationPrice:

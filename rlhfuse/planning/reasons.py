@@ -121,9 +121,13 @@ def of_limits(config: RunConfig, limits: InstanceLimits) -> str:
 def of_memory(memory: MemoryBudget, activations: Sequence[float]) -> str:
     """The fullest phase beside the limit of a rank; `activations`: of the training schedule, by node."""
     fullest = memory.fullest(activations)
-    with_host = ", host copies and the process itself included," if memory.hardware.name == "cpu" else ""
+    process = f"the process itself, {readable_bytes(memory.process)},"
+    if memory.communicators:
+        process += f" of them {readable_bytes(memory.communicators)} communicators (assumed),"
+    included = f"host copies and {process}" if memory.hardware.name == "cpu" else process
+    needed = readable_bytes(memory.needed(fullest))
     return (
-        f"the fullest phase, {fullest.phase}, needs {readable_bytes(memory.needed(fullest))} per rank{with_host} and "
+        f"the fullest phase, {fullest.phase}, needs {needed} per rank, {included} included, and "
         f"fits in {readable_bytes(memory.limit)}"
     )
 

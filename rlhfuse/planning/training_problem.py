@@ -12,10 +12,10 @@ from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.layouts import TASK_ROLES, BatchArithmetic
-from rlhfuse.planning.drawn_batches import DrawnBatches
 from rlhfuse.planning.memory import TRAINED
 from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import ModelShare, fused_shape
+from rlhfuse.simulator.drawn_batches import DrawnBatches
 
 TICK_SECONDS = 1e-6  # schedules are searched in whole microseconds, so that ties are exact
 
@@ -43,17 +43,24 @@ def training_problem(
 ) -> FusionProblem:
     """One mini-batch on one fused group, without a memory cap; backwards of the models in `split` in two parts.
 
+    What a stage computes reaches the next one a `transfer` later, by the slowest hop of any model; the sender goes on.
     Times are for the micro-batches of `drawn`, in ticks of TICK_SECONDS: measured where `costs` is a ProfiledCost, else
     analytic. Activations are for the `longest`, in bytes.
     """
     trained = {dict(TASK_ROLES)[task]: analytic[task] for task in TRAINED if task in analytic}
     layouts: dict[str, ParallelLayout] = {model: cost.layout for model, cost in trained.items()}
     stages: dict[str, StageCosts] = {}
-    shape = fused_shape(layouts, alternate)
+    shape, transfer = fused_shape(layouts, alternate), 0
     for model, cost in trained.items():
         micro = equal_microbatch(drawn, batch, shape.share(model))
+        transfer = max(transfer, transfer_ticks(cost, micro))
         stages[model] = stage_costs(model, cost, micro, longest, costs, model in split)
-    return fused_problem(layouts, batch.actor_microbatches, stages, alternate=alternate)
+    return replace(fused_problem(layouts, batch.actor_microbatches, stages, alternate=alternate), transfer=transfer)
+
+
+def transfer_ticks(cost: AnalyticCost, micro: MicrobatchTokens) -> int:
+    """Of a hidden state to the next stage."""
+    return round(cost.send_seconds(micro.tokens) / TICK_SECONDS)
 
 
 def stage_costs(

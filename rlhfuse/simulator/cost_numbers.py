@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import numpy as np
 
-from rlhfuse.costs.analytic import AnalyticCost, link_bandwidth
+from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.collectives import RankGroup
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.job_cost import JobCost
@@ -44,6 +45,7 @@ FORWARD = np.dtype(  # a forward of one model by the roofline; bytes, FLOPs and 
         ("hidden", np.float64),
         ("element_bytes", np.float64),
         ("link", np.float64),
+        ("sum_start", np.float64),  # seconds of an all-reduce beside its message
         ("output_share", np.float64),  # of the tokens
         ("head_flops", np.float64),  # per output
         ("head_floor", np.float64),  # seconds
@@ -182,7 +184,7 @@ def _rooflines(models: Sequence[AnalyticCost], instance_tp: int, output_share: f
 def _roofline(cost: AnalyticCost, output_share: float) -> tuple[float, ...]:
     """Fields of FORWARD from `layers` on."""
     spec, machine, tp, kernels = cost.spec, cost.hardware, cost.layout.tp, cost.kernels
-    whole = spec.hidden / (tp if cost.sequence_parallel else 1)
+    whole, group = spec.hidden / (tp if cost.sequence_parallel else 1), RankGroup(machine, tp)
     head = 0 if cost.scalar_head else spec.embedding_parameters
     return (
         spec.layers,
@@ -198,7 +200,8 @@ def _roofline(cost: AnalyticCost, output_share: float) -> tuple[float, ...]:
         (tp - 1) / tp,
         spec.hidden,
         cost.element_bytes,
-        link_bandwidth(machine, span=tp),
+        group.bandwidth,
+        group.all_reduce_seconds(0),
         output_share,
         2 * head,
         head * cost.element_bytes / (tp * machine.memory_bandwidth),

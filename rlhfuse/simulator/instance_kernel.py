@@ -107,7 +107,7 @@ def _forward(m, tokens, sequences, outputs):
     roofline = max(flops / m.flop_rate, moved / m.byte_rate)
     between = tokens * m.moved_per_token / m.bandwidth
     ring = m.ring_share * (tokens * m.hidden * m.element_bytes) / m.link
-    layer = max(roofline, m.floor) + between + 2 * (2 * ring)
+    layer = max(roofline, m.floor) + between + 2 * (2 * ring + m.sum_start)
     return m.layers * layer + max(m.head_flops * outputs / m.flop_rate, m.head_floor)
 
 

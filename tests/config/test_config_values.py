@@ -151,6 +151,7 @@ TRAINER = dict(
     keep_checkpoints=AT_LEAST_1,
     seed=((0, 2**63 - 1), (-1, 2**63)),
     memory_limit_gb=REAL_0,
+    host_memory_gb=REAL_0,
     peak_tflops=REAL_0,
     threads_per_rank=PROCESSES,
     watchdog_seconds=SECONDS,

@@ -86,7 +86,7 @@ def test_how_far_the_slowest_stage_is_above_the_mean(spec, layout, scalar, least
     found = fastest_cut(spec.layers, pp, seconds, spec.layer_parameters, made.end_parameters())
     assert sum(found) == spec.layers
     ranks = seconds.of_ranks(found, pp)
-    assert least <= max(ranks) * pp / sum(ranks) - 1 <= most
+    assert least - 1e-9 <= max(ranks) * pp / sum(ranks) - 1 <= most
     even = seconds.of_ranks(made.layout.even_cut(spec.layers), pp)
     assert max(ranks) <= max(even) and (spec is LLAMA3_70B or max(even) > 1.05 * max(ranks))
 

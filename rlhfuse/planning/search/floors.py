@@ -6,6 +6,7 @@ tables have in common is computed once.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -19,7 +20,7 @@ from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.space import TrainingRow
 from rlhfuse.planning.stage_cuts import stage_seconds, with_cut
-from rlhfuse.planning.training_problem import TICK_SECONDS, equal_microbatch, stage_costs
+from rlhfuse.planning.training_problem import TICK_SECONDS, equal_microbatch, stage_costs, transfer_ticks
 from rlhfuse.schedule.ir.problem import FusionProblem, fused_problem
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
@@ -65,7 +66,7 @@ class TrainingFloors:
 
     def problem(self, row: TrainingRow) -> FusionProblem:
         """The scheduling problem of the row, without a cap."""
-        batch, stages = self.setting.batch(row), {}
+        batch, stages, transfer = self.setting.batch(row), {}, 0
         for share in row.shape.shares:
             cost = self._cut(row, share.layout, Role(share.model))
             micro, longest = equal_microbatch(self.setting.inputs.drawn, batch, share), self.setting.longest(batch)
@@ -74,13 +75,15 @@ class TrainingFloors:
             if key not in self._known:
                 self._known[key] = stage_costs(share.model, cost, micro, longest, self._costs(cost))
             stages[share.model] = self._known[key]
+            transfer = max(transfer, transfer_ticks(cost, micro))
         layouts = {share.model: share.layout for share in row.shape.shares}
-        return fused_problem(layouts, row.microbatches, stages, alternate=self.setting.config.fusion.alternates)
+        problem = fused_problem(layouts, row.microbatches, stages, alternate=self.setting.config.fusion.alternates)
+        return replace(problem, transfer=transfer)
 
     def seconds(self, row: TrainingRow, problem: FusionProblem) -> float:
         """Of an iteration: the work of every node with the shortest ways to it and from it, and the steps."""
-        steps = self.setting.batch(row).optimizer_steps
-        return steps * (work_bound(problem) * TICK_SECONDS + self._steps(row))
+        ticks = max(work_bound(problem), self.setting.inputs.cores.least_time(problem, row.shape))
+        return self.setting.batch(row).optimizer_steps * (ticks * TICK_SECONDS + self._steps(row))
 
     def _least_steps(self, row: TrainingRow) -> float:
         """Of the optimizers of a mini-batch as if every rank held as much; an optimizer waits for the fullest."""

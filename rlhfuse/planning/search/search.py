@@ -19,11 +19,18 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.decisions.layout_moves import layout_moves
-from rlhfuse.planning.draft import PlanDraft, element_bytes
+from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.graph_capture import graph_capture
 from rlhfuse.planning.memory import KEEPING_PART, MemoryRefusal, PhaseMemory, memory_limit, readable_bytes
-from rlhfuse.planning.price import GenerationPrice, Price, ideal_limits, price, simulate_generation, with_schedules
+from rlhfuse.planning.price import (
+    GenerationPrice,
+    Price,
+    ideal_limits,
+    price,
+    simulate_generation,
+    weight_moves,
+    with_schedules,
+)
 from rlhfuse.planning.search.floors import TrainingFloors, generation_floor
 from rlhfuse.planning.search.setting import GenerationBytes, Setting
 from rlhfuse.planning.search.space import GenerationRow, TrainingRow, space_of
@@ -250,9 +257,7 @@ class Ranking:
     def _moves(self, draft: PlanDraft) -> float:
         key = tuple((task.name, str(task.layout)) for task in draft.tasks)
         if key not in self._moved:
-            config, hardware = draft.config, draft.hardware
-            moves = layout_moves(draft.tasks, draft.ranks, draft.specs, element_bytes(config), hardware)
-            self._moved[key] = sum(move.seconds for move in moves)
+            self._moved[key] = sum(move.seconds for move in weight_moves(draft))
         return self._moved[key]
 
     def _nothing_fits(self) -> InputError:

@@ -13,10 +13,9 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel
-from rlhfuse.costs.files import run_costs
 from rlhfuse.costs.measured import MeasuredCost
+from rlhfuse.costs.profile_files import TensorProfiles, run_costs
 from rlhfuse.costs.stage_cut import MicrobatchTokens
-from rlhfuse.costs.tensor_profiles import TensorProfiles
 from rlhfuse.decisions.batch_cut import resolve_minibatches
 from rlhfuse.decisions.layouts import BatchArithmetic, Task, batch_of
 from rlhfuse.planning.draft import DraftInputs, PlanDraft, draft_plan, generation_cost, instance_limits, task_costs
@@ -64,7 +63,7 @@ class Setting:
         given, config = given or Given.of(config), resolve_minibatches(resolve_device(config))
         if config.fusion.split_backward == AUTO:
             config = config.with_(fusion={"split_backward": "false"})
-        inputs = DraftInputs.of(config, lengths)
+        inputs = DraftInputs.of(config, world_size, lengths)
         if isinstance(inputs.measured, MeasuredCost) and not (given.generation and given.inference):
             raise InputError(
                 f"fusion.profile={config.fusion.profile} was measured by a run in its layouts and says nothing of "
@@ -90,7 +89,7 @@ class Setting:
         last = self.world_size - 1
         tasks = [Task(f"{role}_train", role, layout, (0, last)) for role, layout in row.layouts.items()]
         how = {"recompute": row.recompute, "sequence_parallel": row.sequence_parallel}
-        return task_costs(self.config, self.specs, tasks, self.inputs.hardware, **how)
+        return task_costs(self.config, self.specs, tasks, self.inputs.hardware, self.inputs.cores, **how)
 
     def training_profile(self, tp: int) -> CostModel | None:
         """The costs that training in this degree is priced by, None: analytic. Raises InputError where not measured."""
@@ -124,4 +123,4 @@ class Setting:
         return GenerationBytes(copy, limits.kv_capacity_bytes / tp, limits.sample_kv_bytes / tp, sum(scorers))
 
     def _costs(self, tasks: list[Task]) -> dict[str, AnalyticCost]:
-        return task_costs(self.config, self.specs, tasks, self.inputs.hardware)
+        return task_costs(self.config, self.specs, tasks, self.inputs.hardware, self.inputs.cores)

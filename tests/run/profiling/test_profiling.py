@@ -12,7 +12,7 @@ from gloo import Workers
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.load import load_config
-from rlhfuse.costs.files import load_costs
+from rlhfuse.costs.profile_files import load_costs
 from rlhfuse.planning.draft import read_specs
 from rlhfuse.run.profiling.points import check_world, points_of, tensor_degrees, with_tensor
 
