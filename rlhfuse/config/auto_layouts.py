@@ -37,5 +37,5 @@ def searched_keys(config: RunConfig) -> tuple[str, ...]:
 def refuse_auto(config: RunConfig, why: str) -> None:
     """Raise InputError where a search has something to decide, for a program that makes none."""
     if keys := searched_keys(config):
-        fix = "give values, such as those that tools/plan.py prints or that stand in the config.yaml of a run"
+        fix = "or give values, such as those in the config.yaml of a run"
         raise InputError(f"{keys[0]}=auto: {why}; {fix}")

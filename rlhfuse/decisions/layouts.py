@@ -151,7 +151,7 @@ def _task_table(config: RunConfig, world_size: int) -> tuple[Task, ...]:
 
 def check_layouts(config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int) -> tuple[Task, ...]:
     """The task table, held against every rule with models and batch. Raises InputError with the equation that fails."""
-    refuse_auto(config, "no layouts are searched here")
+    refuse_auto(config, "no layouts are searched here: tools/plan.py chooses some")
     tasks = check_given_layouts(config, specs, world_size)
     _check_batch(config, fused_shape(training_layouts(tasks)))
     return tasks
@@ -185,6 +185,16 @@ def _check_divides(name: str, layout: ParallelLayout, generation: ParallelLayout
             f"parallel.{name}={layout}: generation tp({generation.tp}) % tp({layout.tp}) = "
             f"{generation.tp % layout.tp}, must be 0, so that a freed instance can score alone; use a divisor"
         )
+
+
+def inference_layout(config: RunConfig) -> str:
+    """Of the models that score, AUTO where it is to be chosen. Raises InputError where rows are different."""
+    rows = {f"parallel.{role}_inference": getattr(config.parallel, f"{role}_inference") for role in config.scorers()}
+    given = {str(ParallelLayout.parse(text)): text for text in rows.values() if text != AUTO}
+    if len(given) > 1:
+        told = ", ".join(f"{name}={text}" for name, text in rows.items())
+        raise InputError(f"{told}: different layouts of these are not yet runnable; set parallel.inference alone")
+    return next(iter(given.values()), AUTO if rows else config.parallel.generation)
 
 
 def least_vocab(specs: Mapping[Role, ModelSpec]) -> int:

@@ -65,7 +65,7 @@ def test_layouts_of_models_that_the_run_has_not_are_not_searched(tmp_path):
 
 def test_a_program_without_a_search_refuses_them(tmp_path):
     config = load(tmp_path, MINIMAL, ["parallel=auto"])
-    with pytest.raises(InputError, match="parallel.generation=auto: it takes layouts; give values, such as"):
+    with pytest.raises(InputError, match="parallel.generation=auto: it takes layouts; or give values, such as"):
         refuse_auto(config, "it takes layouts")
     refuse_auto(load(tmp_path), "it takes layouts")
 

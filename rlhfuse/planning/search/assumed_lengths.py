@@ -24,12 +24,8 @@ def search_lengths(config: RunConfig) -> tuple[SampleLengths, str]:
 
     data.max_prompt_tokens is a number: every assumed prompt has as many. Raises InputError naming the file.
     """
-    prompt, response, source = (
-        config.data.max_prompt_tokens,
-        config.rollout.max_response_tokens,
-        config.parallel.lengths,
-    )
-    if not source:
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    if not (source := config.parallel.lengths):
         lengths = assumed_lengths(prompt, response)
         marks = lengths.percentiles()
         return lengths, (

@@ -17,7 +17,7 @@ from rlhfuse.config.settings import ParallelConfig, RunConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.decisions.batch_cut import resolve_batch
-from rlhfuse.decisions.layouts import check_given_layouts, check_layouts
+from rlhfuse.decisions.layouts import check_given_layouts, check_layouts, inference_layout
 from rlhfuse.planning.search.assumed_lengths import search_lengths
 from rlhfuse.planning.search.search import Found, search_tables
 
@@ -70,14 +70,9 @@ def resolve_layouts(
 
 
 def _settled(config: RunConfig) -> RunConfig:
-    """What is to be searched: the device's defaults and mini-batches known, and one layout for all models that score."""
+    """What is to be searched: the device's defaults and mini-batches known, one layout for all models that score."""
     config = resolve_batch(resolve_device(config))
-    rows = [f"{role}_inference" for role in config.scorers()]
-    given = sorted({getattr(config.parallel, row) for row in rows} - {AUTO})
-    if len(given) > 1:
-        told = ", ".join(f"parallel.{row}={getattr(config.parallel, row)}" for row in rows)
-        raise InputError(f"{told}: different layouts of these are not yet runnable; set parallel.inference alone")
-    inference = (given or [AUTO])[0] if rows else config.parallel.generation
+    inference, rows = inference_layout(config), (f"{role}_inference" for role in config.scorers())
     return config.with_(parallel={"inference": inference, **dict.fromkeys(rows, inference)})
 
 
