@@ -102,7 +102,7 @@ class Checkpoint:
 # finding --------------------------------------------------------------------------------------------------------
 
 
-def open_checkpoint(config: RunConfig) -> Checkpoint | None:
+def find_checkpoint(config: RunConfig) -> Checkpoint | None:
     """What `trainer.resume` asks for, its files whole; None for a fresh start or a finished run.
 
     Under `auto` the newest checkpoint of output_dir is taken. A broken one is not passed over in silence: the

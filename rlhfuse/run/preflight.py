@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.checkpoint.checkpoint import METRICS, Checkpoint, check_resumed, checkpoints_in, open_checkpoint
+from rlhfuse.checkpoint.checkpoint import METRICS, Checkpoint, check_resumed, checkpoints_in, find_checkpoint
 from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.checkpoint.contents import contents_of
 from rlhfuse.config.auto_layouts import searched_keys
@@ -77,7 +77,7 @@ def check_inputs(config: RunConfig, world_size: int, dry: bool = False) -> RunIn
     config, prompts, val_prompts = resolve_prompts(config, specs, tokenizer)
     if config.reward.function:
         config = check_reward_function(config, (*prompts.prompts, *val_prompts.prompts))
-    resume = open_checkpoint(config)
+    resume = find_checkpoint(config)
     layouts = resolve_layouts(config, specs, world_size, _stored(resume))
     config = without_shared_graphs(layouts.config)
     draft = draft_plan(config, specs, world_size, asked=asked)

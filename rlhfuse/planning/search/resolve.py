@@ -54,8 +54,9 @@ def resolve_layouts(
     """
     if not searched_keys(config):
         return Resolved(_completed(config))
-    asked = _settled(config)
-    check_given_layouts(asked, specs, world_size)
+    config = resolve_batch(resolve_device(config))
+    check_given_layouts(config, specs, world_size)
+    asked = _with_one_inference(config)
     anew: tuple[str, ...] = ()
     if stored and auto_layouts(asked):
         try:
@@ -69,9 +70,8 @@ def resolve_layouts(
     return Resolved(made, found, (*anew, f"layouts of the search: {_values(asked, made)}: {why}", told))
 
 
-def _settled(config: RunConfig) -> RunConfig:
-    """What is to be searched: the device's defaults and mini-batches known, one layout for all models that score."""
-    config = resolve_batch(resolve_device(config))
+def _with_one_inference(config: RunConfig) -> RunConfig:
+    """All models that score have one layout: what a row says holds for those that are auto."""
     inference, rows = inference_layout(config), (f"{role}_inference" for role in config.scorers())
     return config.with_(parallel={"inference": inference, **dict.fromkeys(rows, inference)})
 
