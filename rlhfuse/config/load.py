@@ -115,7 +115,8 @@ def _argument(text: str) -> DictConfig:
 def _check_source(source: DictConfig, where: str) -> DictConfig:
     """`source`, `parallel: auto` spelled out. Raises InputError for unknown keys and wrong types; a range is looked at
     after merging."""
-    if OmegaConf.to_container(source).get("parallel") == AUTO:
+    raw = OmegaConf.to_container(source)
+    if isinstance(raw, dict) and raw.get("parallel") == AUTO:
         source["parallel"] = ALL_AUTO
     try:
         RunConfig.model_validate(OmegaConf.to_container(source))

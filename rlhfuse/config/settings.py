@@ -7,7 +7,7 @@ tools/generate_docs.py. What several keys must keep together is in rules.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -425,7 +425,7 @@ class RunConfig(Settings):
     eval: EvalConfig = EvalConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     fusion: FusionConfig = FusionConfig()
-    parallel: ParallelConfig = Field(ParallelConfig(), json_schema_extra=_or_auto)  # load.py spells the word out
+    parallel: Annotated[ParallelConfig, Field(json_schema_extra=_or_auto)] = ParallelConfig()  # load.py spells it out
     trainer: TrainerConfig = TrainerConfig()
 
     @property
