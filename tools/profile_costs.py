@@ -76,12 +76,13 @@ def measure(config: RunConfig, out: Path, limit_seconds: float, degrees: tuple[i
     specs = read_specs(config)
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     config = resolve_lengths(config, specs)
-    if degrees and searched_keys(config):  # of which none is needed
+    if searched := bool(degrees and searched_keys(config)):  # layouts are not known, nor needed
         known = config.with_(parallel={"sequence_parallel": False}, trainer={"recompute": "none"})
         config = with_tensor(known, specs, degrees[0], world)
     refuse_auto(config, "costs are measured at tensor degrees that are known; name them, such as --tensor 1,2,4")
     config = resolve_batch(config)
-    check_layouts(resolve_device(config), specs, ParallelLayout.parse(config.parallel.actor_train).size)
+    if not searched:
+        check_layouts(resolve_device(config), specs, ParallelLayout.parse(config.parallel.actor_train).size)
     configs = [with_tensor(config, specs, degree, world) for degree in degrees] or [config]
     for one in configs:
         check_world(one, world)

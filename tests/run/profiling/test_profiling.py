@@ -129,7 +129,8 @@ def test_ranks_that_hold_no_whole_replica_are_refused():
 def test_a_run_at_another_tensor_degree_has_it_in_all_tasks():
     config = quickstart()
     specs = read_specs(config)
-    assert set(tensor_degrees(with_tensor(config, specs, 2, 4)).values()) == {2}
+    for made in (config, quickstart("parallel=auto")):
+        assert set(tensor_degrees(with_tensor(made, specs, 2, 4)).values()) == {2}
     with pytest.raises(InputError, match="heads.* % tp\\(3\\)"):
         with_tensor(config, specs, 3, 3)
 
