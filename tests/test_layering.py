@@ -31,7 +31,7 @@ WITHIN = {
         "migration": ("core", "engine"),
     },
     "models": {"cpu": (), "gpu": ()},
-    "planning": {"meshes": ()},
+    "planning": {"meshes": (), "search": ("draft", "memory")},
     "run": {"report": (), "profiling": ("rank_models",)},
     "schedule": {
         "ir": (),

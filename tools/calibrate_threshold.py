@@ -23,6 +23,7 @@ warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_json
 from rlhfuse.base.json_values import to_json
+from rlhfuse.config.auto_layouts import refuse_auto
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.load import load_config
 from rlhfuse.config.role import Role
@@ -47,6 +48,7 @@ def main() -> int:
 
         config = with_device(config)
     config = resolve_device(config)
+    refuse_auto(config, "R_t is simulated for layouts that are known: tools/plan.py chooses some")
     instances = args.instances if args.instances is not None else ParallelLayout.parse(config.parallel.generation).dp
     _check(args, config, instances)
     if config.data.max_prompt_tokens == AUTO:

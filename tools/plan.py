@@ -27,6 +27,7 @@ from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.models.tokenizer import has_tokenizer, load_tokenizer, resolve_tokens
 from rlhfuse.planning.draft import draft_plan, read_specs
 from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.search.resolve import resolve_layouts
 from rlhfuse.simulator.lengths import load_lengths
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia")
@@ -57,10 +58,13 @@ def main() -> int:
 
         config = resolve_lengths(config, specs)
     lengths = load_lengths(args.lengths, default_prompt=config.data.max_prompt_tokens).lengths if args.lengths else None
-    plan = make_plan(draft_plan(config, specs, world_size, lengths, asked))
+    if args.lengths:
+        config = config.with_(parallel={"lengths": args.lengths})  # a search is for the same
+    layouts = resolve_layouts(config, specs, world_size)
+    plan = make_plan(draft_plan(layouts.config, specs, world_size, lengths, asked))
     if args.problem:
         write_json(args.problem, plan.schedule.problem.to_dict())
-    for note in filter(None, (*notes, idle_settings(config))):
+    for note in filter(None, (*layouts.lines, *notes, idle_settings(asked))):
         print(note, file=sys.stderr)
     print(json.dumps(plan.report.to_dict(), indent=1) if args.json else plan.report.render())
     return 0

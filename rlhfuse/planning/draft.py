@@ -220,10 +220,10 @@ def generation_cost(
     config: RunConfig, specs: Mapping[Role, ModelSpec], instances: int, hardware: HardwareSpec
 ) -> JobCost:
     """The analytic CostModel of `instances` generation instances, whatever the world of the other tasks."""
-    layouts = {name: ParallelLayout.parse(getattr(config.parallel, name)) for name, _ in TASK_ROLES}
-    world_size = instances * layouts["generation"].tp
     scored = [task for task in SCORERS if dict(TASK_ROLES)[task] in config.roles()]
-    tasks = [Task(name, dict(TASK_ROLES)[name], layouts[name], (0, world_size - 1)) for name in ("generation", *scored)]
+    layouts = {name: ParallelLayout.parse(getattr(config.parallel, name)) for name in ("generation", *scored)}
+    world_size = instances * layouts["generation"].tp
+    tasks = [Task(name, dict(TASK_ROLES)[name], layout, (0, world_size - 1)) for name, layout in layouts.items()]
     longest = SampleLengths((config.data.max_prompt_tokens,), (config.rollout.max_response_tokens,))
     cores = SharedCores.of(config, hardware, world_size)
     return _job_cost(task_costs(config, specs, tasks, hardware, cores), world_size, longest)

@@ -171,6 +171,7 @@ GROUPS = {
     "trainer": TRAINER,
     "reward": REWARD,
     "data": dict(max_prompt_tokens=AT_LEAST_1),
+    "parallel": dict(headroom=((0.0, 0.9999999), (-TINY, 1.0))),
 }
 LIMITS = {f"{group}.{name}": row for group, rows in GROUPS.items() for name, row in rows.items()}
 

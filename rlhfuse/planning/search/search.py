@@ -103,7 +103,9 @@ class Ranking:
         self.setting = setting
         hardware, config = setting.inputs.hardware, setting.config
         self.space = space_of(config, setting.specs, setting.world_size, hardware.devices_per_node, setting.given)
-        self.limit = memory_limit(config, hardware, setting.world_size)[0] - hardware.process_bytes
+        limit = memory_limit(config, hardware, setting.world_size)[0]
+        self.limit = limit - hardware.process_bytes
+        self.training_limit = limit * (1 - config.parallel.headroom) - hardware.process_bytes
         self.refused = Counter(self.space.refused)
         self._floors = TrainingFloors(setting)
         self._generation_bytes: list[GenerationBytes | None] = [None] * len(self.space.generation)
@@ -158,7 +160,7 @@ class Ranking:
     # ---- the four steps; None: refused
 
     def _training_floor(self, row: TrainingRow) -> float | None:
-        if self._floors.rough_bytes(row)[0] > self.limit:
+        if self._floors.rough_bytes(row)[0] > self.training_limit:
             self.refused["memory of training"] += len(self.space.generation)
             return None
         try:
@@ -186,7 +188,7 @@ class Ranking:
             row = self.space.training[t]
             problem, held = self._floors.problem(row), self._floors.rough_bytes(row)[0]
             self._held[t] = held + fmean(min_memory(problem))
-            self._works[t] = self._floors.seconds(row, problem) if self._held[t] <= self.limit else None
+            self._works[t] = self._floors.seconds(row, problem) if self._held[t] <= self.training_limit else None
         generation, needs = self._generation_floors[g], self._generation_bytes[g]
         assert generation is not None and needs is not None, "only rows with floors are paired"
         if (training := self._works[t]) is None:
@@ -203,13 +205,15 @@ class Ranking:
         if (t, g) not in self._drafts:
             table = self.space.table(t, g)
             try:
-                self._drafts[t, g] = self.setting.draft(table)
+                draft = self.setting.draft(table)
+                check_headroom(draft, self.setting.config.parallel.headroom)
             except InputError as error:
-                self._drafts[t, g] = None
+                draft = None
                 rule = f"memory of {error.phase}" if isinstance(error, MemoryRefusal) else "room for one sample"
                 self.refused[rule] += 1
                 if isinstance(error, MemoryRefusal):
                     self._lacking.append((error.missing_bytes, table.text, error.phase))
+            self._drafts[t, g] = draft
         draft = self._drafts[t, g]
         if draft is None:
             return None
@@ -278,3 +282,15 @@ class Ranking:
             f"{table}, lacks {readable_bytes(missing)} of a rank in {phase}; use more ranks, or set "
             "trainer.memory_limit_gb"
         )
+
+
+def check_headroom(draft: PlanDraft, share: float) -> None:
+    """Raise MemoryRefusal unless every phase leaves so much of a rank free: with the leanest training schedule, and
+    without generation, whose cache takes what it may have."""
+    memory, least = draft.memory, min_memory(draft.problem)
+    phases = [phase for phase in memory.phases(least) if phase.phase != "generation"]
+    fullest = max(phases, key=memory.needed)
+    missing = memory.needed(fullest) - memory.limit * (1 - share)
+    if missing > 0:
+        message = f"{fullest.phase} leaves less than parallel.headroom={share:g} of a rank's memory"
+        raise MemoryRefusal(fullest.phase, missing, message)

@@ -16,7 +16,7 @@ from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.profile_files import TensorProfiles, run_costs
 from rlhfuse.costs.stage_cut import MicrobatchTokens
-from rlhfuse.decisions.batch_cut import resolve_minibatches
+from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import BatchArithmetic, Task, batch_of
 from rlhfuse.planning.draft import DraftInputs, PlanDraft, draft_plan, generation_cost, instance_limits, task_costs
 from rlhfuse.planning.search.space import Given, TrainingRow
@@ -60,7 +60,7 @@ class Setting:
         given: Given | None = None,
     ) -> Setting:
         """`given`: in place of what `config` gives. Raises InputError for costs that hold for one table alone."""
-        given, config = given or Given.of(config), resolve_minibatches(resolve_device(config))
+        given, config = given or Given.of(config), resolve_batch(resolve_device(config))
         if config.fusion.split_backward == AUTO:
             config = config.with_(fusion={"split_backward": "false"})
         inputs = DraftInputs.of(config, world_size, lengths)

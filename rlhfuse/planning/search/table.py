@@ -9,8 +9,6 @@ from functools import cached_property
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
 
-SCORERS = ("reference_inference", "reward_inference", "critic_inference")
-
 
 @dataclass(frozen=True)
 class Table:
@@ -42,9 +40,9 @@ class Table:
 
     def of(self, config: RunConfig) -> RunConfig:
         """`config` with this table; models that score share one layout."""
-        critic = self.critic_train or self.actor_train  # without effect where there is none
-        rows = {"generation": self.generation, "inference": self.inference}
-        rows |= {"actor_train": self.actor_train, "critic_train": critic, **dict.fromkeys(SCORERS, self.inference)}
+        rows = {"generation": self.generation, "inference": self.inference, "actor_train": self.actor_train}
+        rows |= {"critic_train": self.critic_train} if self.critic_train else {}
+        rows |= dict.fromkeys((f"{role}_inference" for role in config.scorers()), self.inference)
         parallel = {row: str(layout) for row, layout in rows.items()}
         return config.with_(
             parallel={**parallel, "sequence_parallel": self.sequence_parallel},
