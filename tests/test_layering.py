@@ -31,7 +31,10 @@ WITHIN = {
         "migration": ("core", "engine"),
     },
     "models": {"cpu": (), "gpu": ()},
-    "planning": {"meshes": (), "search": ("draft", "memory")},
+    "planning": {
+        "meshes": (),
+        "search": ("draft", "efficiency", "graph_capture", "memory", "price", "stage_cuts", "training_problem"),
+    },
     "run": {"report": (), "profiling": ("rank_models",)},
     "schedule": {
         "ir": (),

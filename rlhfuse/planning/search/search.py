@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from math import inf
 from statistics import fmean
 
 from rlhfuse.base.errors import InputError
@@ -81,6 +82,15 @@ class Found:
     def best(self) -> Row:
         return self.rows[0]
 
+    def __str__(self) -> str:
+        """The winner in a line, and the proof in another."""
+        tables = f"{self.training_rows:,} training tables x {self.generation_rows} of generation"
+        proof = "no other table fits" if self.bound == inf else f"all others have a bound of {self.bound:.4g} s or more"
+        return (
+            f"predicted {self.best.seconds:.4g} s an iteration, the fastest of {tables} on {self.world_size} "
+            f"{self.hardware}\n{self.priced} priced exactly, {self.drafted} drafted; {proof}"
+        )
+
 
 def search_tables(
     config: RunConfig,
@@ -133,7 +143,7 @@ class Ranking:
             len(self.space.training),
             len(self.space.generation),
             rows,
-            following[0].seconds if following else float("inf"),
+            following[0].seconds if following else inf,
             dict(sorted(self.refused.items())),
             len(self._drafts),
             len(self._rows),
