@@ -19,7 +19,8 @@ from harness import Figure, Measurement, counting, named, options
 
 from rlhfuse.base.errors import run_program
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
-from rlhfuse.costs.analytic import AnalyticCost, ring_all_reduce_seconds
+from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.collectives import ring_all_reduce_seconds
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.job_cost import JobCost
 from rlhfuse.costs.stage_cut import MicrobatchTokens

@@ -40,7 +40,15 @@ FITTED = {  # with the range in which a value is credible; network and host link
     "call_seconds": (1e-2, 10.0),
 }
 # where the descent begins: a floor that no row touches has no slope, so both floors begin high
-START = replace(ASSUMED, name="start", forward_layer_seconds=1e-3, decode_layer_seconds=2e-4, call_seconds=1.0)
+START = replace(
+    ASSUMED,
+    name="start",
+    forward_layer_seconds=1e-3,
+    decode_layer_seconds=2e-4,
+    call_seconds=1.0,
+    collective_seconds=0.0,  # the floors hold these
+    cross_collective_seconds=0.0,
+)
 PARENTS = {
     "ActorGen": (),
     **dict.fromkeys(INFERENCES, ("ActorGen",)),

@@ -31,7 +31,10 @@ WITHIN = {
         "migration": ("core", "engine"),
     },
     "models": {"cpu": (), "gpu": ()},
-    "planning": {"meshes": ("draft", "memory")},
+    "planning": {
+        "meshes": ("draft", "machine", "memory"),
+        "search": ("draft", "efficiency", "graph_capture", "memory", "price", "stage_cuts", "training_problem"),
+    },
     "run": {"report": (), "profiling": ("rank_models",)},
     "schedule": {
         "ir": (),

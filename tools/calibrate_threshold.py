@@ -23,6 +23,7 @@ warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_json
 from rlhfuse.base.json_values import to_json
+from rlhfuse.config.auto_layouts import refuse_auto
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.load import load_config
 from rlhfuse.config.role import Role
@@ -30,9 +31,9 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.cost_model import CostModel
-from rlhfuse.costs.files import load_run_costs
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.measured import TrialCost
+from rlhfuse.costs.profile_files import load_run_costs
 from rlhfuse.planning.draft import generation_cost, instance_limits, read_specs
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
@@ -47,6 +48,7 @@ def main() -> int:
 
         config = with_device(config)
     config = resolve_device(config)
+    refuse_auto(config, "R_t is simulated for layouts that are known: tools/plan.py chooses some")
     instances = args.instances if args.instances is not None else ParallelLayout.parse(config.parallel.generation).dp
     _check(args, config, instances)
     if config.data.max_prompt_tokens == AUTO:

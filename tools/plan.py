@@ -34,6 +34,7 @@ from rlhfuse.planning.meshes.placements import Placement, placements
 from rlhfuse.planning.meshes.run_problem import RunProblem
 from rlhfuse.planning.meshes.tell import as_dict, as_text
 from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.search.resolve import resolve_layouts
 from rlhfuse.simulator.lengths import load_lengths
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia")
@@ -69,11 +70,14 @@ def main() -> int:
 
         config = resolve_lengths(config, specs)
     lengths = load_lengths(args.lengths, default_prompt=config.data.max_prompt_tokens).lengths if args.lengths else None
-    draft = draft_plan(config, specs, world_size, lengths, asked)
+    if args.lengths:
+        config = config.with_(parallel={"lengths": args.lengths})  # a search is for the same
+    layouts = resolve_layouts(config, specs, world_size)
+    draft = draft_plan(layouts.config, specs, world_size, lengths, asked)
     plan = make_plan(draft)
     if args.problem:
         write_json(args.problem, plan.schedule.problem.to_dict())
-    for note in filter(None, (*notes, idle_settings(config))):
+    for note in filter(None, (*layouts.lines, *notes, idle_settings(asked))):
         print(note, file=sys.stderr)
     found = _placements(draft) if args.what_if else ()
     today = plan.report.seconds.fused - plan.report.seconds.capture  # placements record no graphs either

@@ -28,11 +28,12 @@ set_cuda_environment(os.environ)  # before any of the following imports torch
 
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_json
+from rlhfuse.config.auto_layouts import refuse_auto, searched_keys
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.load import load_config
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
-from rlhfuse.costs.tensor_profiles import TensorProfiles
+from rlhfuse.costs.profile_files import TensorProfiles
 from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import check_layouts
 from rlhfuse.parallel.first_error import prints_error
@@ -74,8 +75,14 @@ def measure(config: RunConfig, out: Path, limit_seconds: float, degrees: tuple[i
 
     specs = read_specs(config)
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    config = resolve_batch(resolve_lengths(config, specs))
-    check_layouts(resolve_device(config), specs, ParallelLayout.parse(config.parallel.actor_train).size)
+    config = resolve_lengths(config, specs)
+    if searched := bool(degrees and searched_keys(config)):  # layouts are not known, nor needed
+        known = config.with_(parallel={"sequence_parallel": False}, trainer={"recompute": "none"})
+        config = with_tensor(known, specs, degrees[0], world)
+    refuse_auto(config, "costs are measured at tensor degrees that are known; name them, such as --tensor 1,2,4")
+    config = resolve_batch(config)
+    if not searched:
+        check_layouts(resolve_device(config), specs, ParallelLayout.parse(config.parallel.actor_train).size)
     configs = [with_tensor(config, specs, degree, world) for degree in degrees] or [config]
     for one in configs:
         check_world(one, world)

@@ -41,6 +41,7 @@ def main() -> int:
     if args.rank is not None and not 0 <= args.rank < draft.world_size:
         raise InputError(f"--rank {args.rank} is none of {draft.world_size} ranks; give 0 to {draft.world_size - 1}")
     plan = make_plan(draft)
+    limit = plan.report.memory_limit - plan.report.process_bytes  # contexts and communicators are not counted here
     ranks = distinct_ranks(draft) if args.rank is None else (args.rank,)
     print(f"rehearsing rank {', '.join(map(str, ranks))} of {draft.world_size}, one after the other", flush=True)
     reports = []
@@ -49,7 +50,7 @@ def main() -> int:
             found = rehearse(Path(args.config), args.overrides, plan, rank, args.phase or WHOLE, _tell)
         except subprocess.CalledProcessError as error:
             return error.returncode
-        reports.append(RankReport(found, planned_bytes(draft, plan, rank), plan.report.memory_limit))
+        reports.append(RankReport(found, planned_bytes(draft, plan, rank), limit))
         print(reports[-1].text(), flush=True)
     fullest = max(reports, key=lambda report: report.fullest["peak"])
     print(fullest.table())

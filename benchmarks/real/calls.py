@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhfuse.costs.analytic import AnalyticCost, link_bandwidth, ring_gather_seconds
+from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.collectives import link_bandwidth, ring_gather_seconds
 from rlhfuse.costs.stage_cut import MicrobatchTokens
 
 

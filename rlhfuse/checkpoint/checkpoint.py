@@ -102,8 +102,8 @@ class Checkpoint:
 # finding --------------------------------------------------------------------------------------------------------
 
 
-def find_checkpoint(config: RunConfig, facts: RunCompatibility) -> Checkpoint | None:
-    """What `trainer.resume` asks for; None for a fresh start or a finished run. Checks everything.
+def find_checkpoint(config: RunConfig) -> Checkpoint | None:
+    """What `trainer.resume` asks for, its files whole; None for a fresh start or a finished run.
 
     Under `auto` the newest checkpoint of output_dir is taken. A broken one is not passed over in silence: the
     InputError names the newest whole one before it.
@@ -111,10 +111,12 @@ def find_checkpoint(config: RunConfig, facts: RunCompatibility) -> Checkpoint | 
     trainer = config.trainer
     if trainer.resume == "never" or is_finished(config):
         return None
-    found = _open_newest(config) if trainer.resume == "auto" else Checkpoint.open(Path(trainer.resume))
-    if found is None:
-        return None
-    where = str(found.folder)
+    return _open_newest(config) if trainer.resume == "auto" else Checkpoint.open(Path(trainer.resume))
+
+
+def check_resumed(found: Checkpoint, config: RunConfig, facts: RunCompatibility) -> None:
+    """Raise InputError unless the run of `facts` can go on from `found`."""
+    trainer, where = config.trainer, str(found.folder)
     facts.check(found.manifest.facts, where)
     if trainer.output_dir:
         _check_metrics(found, Path(trainer.output_dir))
@@ -122,7 +124,6 @@ def find_checkpoint(config: RunConfig, facts: RunCompatibility) -> Checkpoint | 
         raise InputError(
             f"{where} has {found.iteration} iterations done, trainer.iterations={trainer.iterations}; set it higher"
         )
-    return found
 
 
 def checkpoints_in(run_dir: Path) -> list[Path]:

@@ -6,6 +6,7 @@ On CPU float32, of which results are exact; on GPUs what their kernels are fast 
 from __future__ import annotations
 
 from rlhfuse.config.settings import RunConfig, TrainerConfig
+from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.config.values import AUTO
 
 BLOCK_TOKENS = 16  # flashinfer's smallest, and enough for a Triton tile's row of loads: little is wasted at ends
@@ -26,6 +27,15 @@ def resolve_device(config: RunConfig) -> RunConfig:
     if rows == AUTO:
         rows = 0 if gpu else DRAFT_ROWS
     return config.with_(trainer={"dtype": dtype}, rollout={"block_tokens": block, "draft_rows": rows})
+
+
+def without_shared_graphs(config: RunConfig) -> RunConfig:
+    """`config` with rollout.cuda_graphs off where ranks share a GPU under tensor parallelism: what they add up passes
+    through the host. A generation layout that is auto is looked at when it is chosen."""
+    generation = config.parallel.generation
+    if config.trainer.share_gpu and generation != AUTO and ParallelLayout.parse(generation).tp > 1:
+        return config.with_(rollout={"cuda_graphs": False})
+    return config
 
 
 def is_for_gpus(trainer: TrainerConfig) -> bool:

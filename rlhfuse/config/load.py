@@ -21,11 +21,15 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.role import Role
 from rlhfuse.config.rules import check_config
 from rlhfuse.config.settings import RunConfig, Settings
-from rlhfuse.config.values import AUTO, LARGEST, LARGEST_REAL
+from rlhfuse.config.values import AUTO, LARGEST, LARGEST_REAL, takes_auto
 
 BOUNDS = ("gt", "ge", "lt", "le")
 UNKNOWN = ("extra_forbidden", "invalid_key")
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Literal: "a text"}
+ALL_AUTO = {  # what the word auto for the group `parallel` stands for
+    **dict.fromkeys(("actor_train", "critic_train", "generation", "inference", "sequence_parallel"), AUTO),
+    **dict.fromkeys(("reference_inference", "reward_inference", "critic_inference"), ""),
+}
 LISTS = {str: ("a list of texts like [a.jsonl, b.jsonl]", "a text"), int: ("a list of ids like [2, 7]", "an id >= 0")}
 
 
@@ -109,7 +113,11 @@ def _argument(text: str) -> DictConfig:
 
 
 def _check_source(source: DictConfig, where: str) -> DictConfig:
-    """`source` itself. Raises InputError for unknown keys and wrong types; a range is looked at after merging."""
+    """`source`, `parallel: auto` spelled out. Raises InputError for unknown keys and wrong types; a range is looked at
+    after merging."""
+    raw = OmegaConf.to_container(source)
+    if isinstance(raw, dict) and raw.get("parallel") == AUTO:
+        source["parallel"] = ALL_AUTO
     try:
         RunConfig.model_validate(OmegaConf.to_container(source))
     except ValidationError as error:
@@ -134,7 +142,8 @@ def _refusal(fault: Mapping[str, Any], where: str) -> tuple[str, bool]:
     if value == "???":
         return f"{where}: {key}='???' must be a value, not OmegaConf's mark of a missing one", False
     if field is None:
-        return f"{where}: {key} must be a mapping, not {value!r}", "${" in str(value)
+        kind = "auto or a mapping" if key == "parallel" else "a mapping"
+        return f"{where}: {key} must be {kind}, not {value!r}", "${" in str(value)
     if limits := _limits(field, kind):
         return f"{key}={float(value) if field.annotation is float else value} must be {limits}", True
     if isinstance(reason := fault.get("ctx", {}).get("error"), InputError):
@@ -144,7 +153,7 @@ def _refusal(fault: Mapping[str, Any], where: str) -> tuple[str, bool]:
     inside = fault["loc"][len(key.split(".")) :]  # of a list
     kind = get_origin(field.annotation) or field.annotation
     expected = LISTS[_element(field)][bool(inside)] if kind is tuple else KINDS[kind]
-    expected = f"auto or {expected}" if kind is int and field.default == AUTO else expected
+    expected = f"auto or {expected}" if takes_auto(field.metadata) else expected
     return f"{where}: {key}{''.join(f'[{i}]' for i in inside)}={value!r} must be {expected}", "${" in str(value)
 
 

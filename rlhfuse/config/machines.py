@@ -12,6 +12,9 @@ from itertools import groupby
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import HardwareSpec
 
+# Of a HardwareSpec, beside its seconds, what is worse where it is more.
+COSTS = ("step_waiting", "process_bytes", "communicator_bytes", "channel_bytes", "host_process_bytes")
+
 
 @dataclass(frozen=True)
 class Machines:
@@ -70,13 +73,14 @@ class Machines:
 
 
 def worst(kinds: Sequence[tuple[HardwareSpec, int]]) -> HardwareSpec:
-    """The least of every rate and of memory, the most of every floor; one kind is as it is."""
+    """The least of every rate and of memory, the most of every floor and of what a process takes; one kind is as it
+    is."""
     specs = [spec for spec, _ in kinds]
     if len(set(specs)) == 1:
         return specs[0]
     values = {}
     for field in fields(HardwareSpec):
-        every, is_floor = [getattr(spec, field.name) for spec in specs], field.name.endswith("_seconds")
+        every, is_cost = [getattr(spec, field.name) for spec in specs], field.name.endswith("_seconds")
         if field.name != "name":
-            values[field.name] = max(every) if is_floor or field.name == "process_bytes" else min(every)
+            values[field.name] = max(every) if is_cost or field.name in COSTS else min(every)
     return replace(specs[0], **values, name=",".join(f"{spec.name}:{count}" for spec, count in kinds))

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.config.auto_layouts import searched_keys
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.values import AUTO
 
 
 def check_config(config: RunConfig) -> None:
@@ -203,6 +205,7 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
     (("fusion.search_seconds",), lambda config: bool(config.fusion.schedule), "fusion.schedule is given"),
     (TRIGGERS, lambda config: not config.fusion.inter_stage, "fusion.inter_stage=false"),
     (("fusion.threshold_file",), lambda config: config.threshold() is not None, "fusion.threshold is given"),
+    (("parallel.lengths", "parallel.headroom"), lambda config: not searched_keys(config), "no layout is auto"),
     (("trainer.keep_checkpoints",), lambda config: not config.trainer.save_every, "trainer.save_every=0"),
     (("eval.",), lambda config: not config.data.val_files, "data.val_files is empty"),
     (("data.val_files", "eval."), _never_evaluates, "trainer.eval_every=0"),
@@ -222,6 +225,7 @@ def idle_settings(config: RunConfig) -> str:
     algorithm, inference = config.algorithm, config.parallel.inference
     tasks = ("reference_inference", "reward_inference", "critic_inference")
     fills: dict[str, object] = {f"parallel.{task}": inference for task in tasks}
+    fills["parallel.critic_train"] = AUTO  # of the whole group
     fills["algorithm.kl_in"] = algorithm.with_(kl_in="auto").kl_place
     fills["algorithm.kl_estimator"] = algorithm.with_(kl_estimator="auto").estimator
     defaults, told = {key: value for key, value, _ in RunConfig().leaves()}, []

@@ -7,7 +7,7 @@ tools/generate_docs.py. What several keys must keep together is in rules.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -34,6 +34,7 @@ from rlhfuse.config.values import (
     TokenId,
     TrainingOrder,
     Truth,
+    TruthOrAuto,
     Wait,
     Whole,
 )
@@ -44,6 +45,11 @@ Model = TypeVar("Model", bound="Settings")
 def key(default: Any, help: str, **limits: Any) -> Any:
     """A key of the configuration; `limits`: ge, gt, le, lt."""
     return Field(default, description=help, **limits)
+
+
+def _or_auto(schema: dict[str, Any]) -> None:
+    """A group that a file may also give as the word auto."""
+    schema["anyOf"] = [{"const": AUTO}, {"$ref": schema.pop("$ref")}]
 
 
 class Settings(BaseModel):
@@ -279,7 +285,9 @@ class FusionConfig(Settings):
     schedule: Text = key("", "schedule.json made by tools/search_schedule.py; empty = search at start")
     search_seconds: Wait = key(5.0, "time of the search at start")
     actor_microbatches: PositiveOrAuto = key(
-        AUTO, "per actor pipeline and mini-batch (M1); auto: 4, or what layouts and samples allow"
+        AUTO,
+        "per actor pipeline and mini-batch (M1); auto: 4, or what layouts and samples allow; where a layout is auto, "
+        "chosen with it",
     )
     bucket_mib: Positive = key(
         64, "most memory of a rank, beside caches, that weights, keys and values on their way take, in MiB"
@@ -298,7 +306,11 @@ class FusionConfig(Settings):
 
 
 class ParallelConfig(Settings):
-    actor_train: Layout = key("d1t1p1", "layout of actor training, dXtYpZ")
+    actor_train: Layout = key(
+        "d1t1p1",
+        "layout of actor training, dXtYpZ; auto, as for every layout here: searched at the start, or as in the "
+        "checkpoint that is resumed. `parallel: auto` says so for all layouts and sequence_parallel",
+    )
     critic_train: Layout = key(
         "d1t1p1", "layout of critic training; the same number of ranks; without effect where there is no critic"
     )
@@ -307,14 +319,24 @@ class ParallelConfig(Settings):
         "layers of each stage of a training pipeline: auto: as the costs make the slowest stage fastest, embedding, "
         "output layer and loss counted; even; a layout may also list them: actor_train=d1t1p4:9,9,8,6",
     )
-    sequence_parallel: Truth = key(
-        False, "training cuts tokens, not only weights, over the tensor ranks; needs t2 or more"
+    sequence_parallel: TruthOrAuto = key(
+        False, "training cuts tokens, not only weights, over the tensor ranks; needs t2 or more; auto: searched"
     )
     generation: Layout = key("d1t1p1", "layout of generation; p1")
-    inference: LayoutOrDefault = key("", "default of the three below; empty = the generation layout")
+    inference: LayoutOrDefault = key(
+        "", "default of the three below; empty = the generation layout, or auto where that is auto"
+    )
     reference_inference: LayoutOrDefault = key("", "default: parallel.inference")
     reward_inference: LayoutOrDefault = key("", "default: parallel.inference")
     critic_inference: LayoutOrDefault = key("", "default: parallel.inference")
+    lengths: Text = key(
+        "",
+        "for the search of layouts: FILE[:COLUMN] of past lengths, or a past run's folder; empty = an assumption: "
+        "lognormal, p99.9 at rollout.max_response_tokens, median a tenth of it",
+    )
+    headroom: Float = key(
+        0.1, "part of a rank's memory that layouts chosen by the search leave free, in [0, 1)", ge=0, lt=1
+    )
 
 
 class TrainerConfig(Settings):
@@ -342,8 +364,10 @@ class TrainerConfig(Settings):
     transformer_impl: Literal["auto", "local", "transformer_engine"] = key(
         "auto", "whose layers train and score on GPUs: transformer_engine, local, or auto: the first where installed"
     )
-    recompute: Literal["none", "full"] = key(
-        "none", "none, or full: training keeps each layer's input alone and runs the layer again; same bits"
+    recompute: Literal["none", "full", "auto"] = key(
+        "none",
+        "none, or full: training keeps each layer's input alone and runs the layer again; same bits; auto: searched, "
+        "as layouts are",
     )
     offload_optimizer: AutoOrTruth = key(
         "auto",
@@ -366,6 +390,11 @@ class TrainerConfig(Settings):
         "most memory of one rank, in 10^9 bytes; 0 = the GPU's, or its equal part of a shared one or, on CPU, of the "
         "machine. "
         "A run whose plan needs more is refused",
+    )
+    host_memory_gb: NonNegative = key(
+        0.0,
+        "host memory of a machine, in 10^9 bytes, which its ranks share; 0 = on CPU this machine's, else 2000, assumed "
+        "of nodes with GPUs",
     )
     peak_tflops: NonNegative = key(
         0.0,
@@ -405,7 +434,7 @@ class RunConfig(Settings):
     eval: EvalConfig = EvalConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     fusion: FusionConfig = FusionConfig()
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: Annotated[ParallelConfig, Field(json_schema_extra=_or_auto)] = ParallelConfig()  # load.py spells it out
     trainer: TrainerConfig = TrainerConfig()
 
     @property

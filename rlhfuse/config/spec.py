@@ -293,7 +293,15 @@ class HardwareSpec:
     decode_layer_seconds: float = 0.0  # of a layer's decode step, beside its work: kernels that start and end
     call_seconds: float = 0.0  # of every call of a model on its mesh: gathering its batch, asking its workers
     switch_sums: bool = False  # the switch between the devices of a node adds what they send
+    collective_seconds: float = 0.0  # start-up of one step of a collective, or a send, within a node
+    cross_collective_seconds: float = 0.0  # the same between nodes
+    gather_share: float = 1.0  # of its links' bandwidth, what reduce-scatters and all-gathers of weights reach
+    step_waiting: float = 1.0  # how many times longer an optimizer step takes while other ranks have this one's cores
     process_bytes: int = 0  # of `memory_bytes`, what a rank's process takes beside models: interpreter, libraries
+    communicator_bytes: int = 0  # the same of each group of its in which many ranks communicate
+    channel_bytes: int = 0  # and of each that only sends to one rank, or receives from one
+    host_memory_bytes: float = 0.0  # of a machine with GPUs
+    host_process_bytes: int = 0  # of those, a rank's process beside copies of weights
 
     def __post_init__(self) -> None:
         for name in ("flops", "memory_bandwidth", "memory_bytes", "node_link_bandwidth", "cross_link_bandwidth"):

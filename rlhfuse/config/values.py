@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -46,12 +47,18 @@ def _not_negative(token: int) -> int:
 
 
 def _check_layout(text: str) -> str:
-    ParallelLayout.parse(text)
+    if text != AUTO:
+        ParallelLayout.parse(text)
     return text
 
 
 def _auto_or(value: Any, number: ValidatorFunctionWrapHandler) -> Any:
     return value if value == AUTO else number(value)
+
+
+def takes_auto(metadata: Iterable[object]) -> bool:
+    """Whether a number or truth of these annotations may also be auto."""
+    return any(isinstance(item, WrapValidator) and item.func is _auto_or for item in metadata)
 
 
 def _truth_as_text(value: Any) -> Any:
@@ -83,6 +90,13 @@ CountOrAuto = Annotated[  # likewise
     PlainSerializer(lambda value: value, return_type=Any),
     WithJsonSchema({"anyOf": [{"const": AUTO}, {"type": "integer", "minimum": 0, "maximum": LARGEST}]}),
 ]
+TruthOrAuto = Annotated[  # likewise
+    bool,
+    _refuse(int, float),
+    WrapValidator(_auto_or),
+    PlainSerializer(lambda value: value, return_type=Any),
+    WithJsonSchema({"anyOf": [{"const": AUTO}, {"type": "boolean"}]}),
+]
 Processes = Annotated[int, Field(ge=1, le=1024), _WHOLE]
 Float = Annotated[float, _REAL]
 Real = Annotated[float, Field(ge=-LARGEST_REAL, le=LARGEST_REAL), _REAL]
@@ -93,7 +107,7 @@ Wait = Annotated[float, Field(gt=0, le=LONGEST_SECONDS), _REAL]
 Text = Annotated[str, AfterValidator(_not_missing)]
 Name = Annotated[Text, Field(strict=True)]  # not even a number
 TokenId = Annotated[int, _WHOLE, AfterValidator(_not_negative)]
-Layout = Annotated[str, AfterValidator(_check_layout)]
+Layout = Annotated[str, AfterValidator(_check_layout)]  # or AUTO, until planning/search has chosen one
 LayoutOrDefault = Annotated[str, AfterValidator(lambda text: text and _check_layout(text))]
 AutoOrTruth = Annotated[  # texts that YAML may give as true and false
     Literal["auto", "true", "false"],

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
 from rlhfuse.costs import gpu_bytes
+from rlhfuse.costs.collectives import RankGroup, send_seconds
 from rlhfuse.costs.kept_products import kept_by_layer
 from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds
@@ -17,28 +19,13 @@ LAUNCHES = 0.2  # of W, as a share of those of a layer's forward
 GATHERS = 2  # in W: inputs of the layers whose outputs tensor ranks share
 
 
-def link_bandwidth(machine: HardwareSpec, span: int) -> float:
-    """Bytes/s per rank of a group that spans `span` consecutive ranks, the first of them on a node's first device."""
-    return machine.node_link_bandwidth if span <= machine.devices_per_node else machine.cross_link_bandwidth
-
-
-def ring_all_reduce_seconds(message_bytes: float, ranks: int, bandwidth: float) -> float:
-    """Every rank sends 2 (n - 1) / n of the message: a reduce-scatter and an all-gather."""
-    return 2 * ring_gather_seconds(message_bytes, ranks, bandwidth)
-
-
-def ring_gather_seconds(whole_bytes: float, ranks: int, bandwidth: float) -> float:
-    """All-gather or reduce-scatter of a message of `whole_bytes`: every rank sends (n - 1) / n of it."""
-    return (ranks - 1) / ranks * whole_bytes / bandwidth
-
-
 @dataclass(frozen=True)
 class AnalyticCost:
     """Roofline of one replica of one model. `layout.dp` does not matter to a replica except to ZeRO-1.
 
     One layer of a forward over T tokens takes
 
-        max(FLOPs / rate, bytes moved / bandwidth, floor) + two ring all-reduces of T x hidden elements,
+        max(FLOPs / rate, bytes moved / bandwidth, floor) + two all-reduces of T x hidden elements,
 
     with FLOPs = 2 x parameters x T + 4 x heads x head_dim x (query, key) pairs, and bytes = weights + keys and values.
     A decode step is the same with T = batch, but what its short kernels need to start and end is added. With `kernels`
@@ -53,6 +40,10 @@ class AnalyticCost:
     sequence_parallel: bool = False  # in training
     recompute: bool = False  # in training: each layer runs again before its backward
     kernels: Kernels | None = None  # None: of other software, or a CPU, where rates hold for all of a layer
+
+    def with_cut(self, cut: tuple[int, ...] | None) -> AnalyticCost:
+        """The same with so many layers on each stage."""
+        return self if cut == self.layout.cut else replace(self, layout=replace(self.layout, cut=cut))
 
     # ---- seconds
 
@@ -99,13 +90,16 @@ class AnalyticCost:
     def decode_all_reduce_seconds(self, batch: float) -> float:
         """Of one layer of a decode step: two, whose messages are short."""
         kernels, tp = self.kernels, self.layout.tp
-        if kernels is None or tp == 1:
+        if not self._on_gpu:
             return 2 * self._all_reduce_seconds(batch)
+        volume = self._tensor_ranks.sum_seconds(self._message_bytes(batch))
+        if kernels is None or tp == 1:  # starting them up is in the floor of other software's step
+            return 2 * volume
         if kernels.switch_sums and self.hardware.switch_sums and tp <= self.hardware.devices_per_node:
             # every rank sends its part to the switch once, and its share of the sum
             sent = (1 + 1 / tp) * batch * self.spec.hidden * self.element_bytes
             return 2 * max(kernels.switch_sum_seconds, sent / self.hardware.node_link_bandwidth)
-        return 2 * max(kernels.all_reduce_seconds, self._all_reduce_seconds(batch))
+        return 2 * max(kernels.all_reduce_seconds, volume)
 
     def _moved_seconds(self, tokens: float) -> float:
         """What the kernels of a layer's forward move beside its products."""
@@ -138,8 +132,14 @@ class AnalyticCost:
 
     def _all_reduce_seconds(self, tokens: float) -> float:
         """The hidden states of `tokens` tokens over the tensor-parallel group."""
-        tp, message = self.layout.tp, tokens * self.spec.hidden * self.element_bytes
-        return ring_all_reduce_seconds(message, tp, link_bandwidth(self.hardware, span=tp))
+        return self._tensor_ranks.all_reduce_seconds(self._message_bytes(tokens))
+
+    def _message_bytes(self, tokens: float) -> float:
+        return tokens * self.spec.hidden * self.element_bytes
+
+    @property
+    def _tensor_ranks(self) -> RankGroup:
+        return RankGroup(self.hardware, self.layout.tp)
 
     # ---- training
 
@@ -195,19 +195,23 @@ class AnalyticCost:
         read = kept_by_layer(spec, tokens, tp, self._whole_hidden, self.element_bytes) / machine.memory_bandwidth
         gathered = 0.0
         if self._cuts_tokens:
-            message, link = tokens * spec.hidden * self.element_bytes, link_bandwidth(machine, span=tp)
-            gathered = GATHERS * ring_gather_seconds(message, tp, link)
+            gathered = GATHERS * self._tensor_ranks.gather_seconds(self._message_bytes(tokens))
         return backward - product, max(product + read, LAUNCHES * machine.launch_seconds) + gathered
 
     def optimizer_step_seconds(self) -> float:
-        """After the last micro-batch of a mini-batch: gradients summed over dp, Adam, weights gathered (ZeRO-1)."""
-        if not self.kernels:
+        """After the last micro-batch of a mini-batch: gradients summed over dp, Adam, weights gathered (ZeRO-1).
+
+        Ranks go tensor, pipeline, data: replicas are tp x pp ranks apart. On a CPU Adam is bound by memory too.
+        """
+        kernels = self.kernels or (None if self._on_gpu else Kernels())
+        if not kernels:
             return 0.0
-        layout, machine = self.layout, self.hardware
-        whole = self.gradient_bytes() + self.weights_bytes()
-        exchanged = ring_gather_seconds(whole, layout.dp, link_bandwidth(machine, layout.size))
-        per_parameter = self.kernels.zero_bytes + self.kernels.adam_bytes / layout.dp
-        return self.rank_parameters() * per_parameter / machine.memory_bandwidth + exchanged
+        layout = self.layout
+        replicas = RankGroup(self.hardware, layout.dp, stride=layout.tp * layout.pp)
+        exchanged = replicas.gather_seconds(self.gradient_bytes()) + replicas.gather_seconds(self.weights_bytes())
+        per_parameter = kernels.zero_bytes + kernels.adam_bytes / layout.dp
+        updated = self.rank_parameters() * per_parameter / self.hardware.memory_bandwidth
+        return (updated + exchanged) * self.hardware.step_waiting
 
     def kept_layer_bytes(self, tokens: float) -> float:
         """What one layer keeps from its forward to its backward on one rank: its input alone where it is run again."""
@@ -274,6 +278,16 @@ class AnalyticCost:
         """One hidden state between two stages, on one rank."""
         return tokens * self._whole_hidden * self.element_bytes
 
+    def send_seconds(self, tokens: float) -> float:
+        """One hidden state to the next stage, each tensor rank to its peer; 0 without a pipeline.
+
+        A pipeline is tp x pp ranks in a row: where these do not lie within one machine its slowest hop counts.
+        """
+        devices, ranks = self.hardware.devices_per_node, self.layout.tp * self.layout.pp
+        if self.layout.pp == 1:
+            return 0.0
+        return send_seconds(self.hardware, self.hidden_bytes(tokens), across=devices % ranks > 0)
+
     def gathering_bytes(self, tokens: float) -> float:
         """On a GPU, memory that stays: Megatron's buffer for hidden states that sequence parallelism has cut."""
         return tokens * self.spec.hidden * self.element_bytes if self._on_gpu and self._cuts_tokens else 0.0
@@ -334,6 +348,10 @@ class AnalyticCost:
 
         Norms, and the row of a scalar head, are whole on every tensor rank.
         """
+        return self._by_place
+
+    @cached_property
+    def _by_place(self) -> tuple[int, ...]:
         spec, tp, places = self.spec, self.layout.tp, [0] * self.layout.pp
         for stage, layers in enumerate(self.layout.stage_layers(spec.layers)):
             whole = len(layers) * spec.norm_parameters

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
-from scipy.optimize import nnls
 
 from rlhfuse.base.errors import InputError
 
@@ -37,6 +36,8 @@ class Line:
 
         Residuals sum to zero while the constant is in use: predicted totals are unbiased over the work that was seen.
         """
+        from scipy.optimize import nnls  # 0.3 s that most programs need not wait
+
         target = np.asarray(seconds, dtype=np.float64)
         matrix = np.column_stack([np.ones(len(target)), np.asarray(counts, dtype=np.float64).reshape(len(target), -1)])
         scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)

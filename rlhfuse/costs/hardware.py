@@ -6,13 +6,18 @@ below which no work gets. `calibration.reached(sheet)` is the HardwareSpec that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.machines import Machines
 from rlhfuse.config.spec import HardwareSpec
 
 _GB = 1e9
+# Of a process on a GPU, assumed, as nothing here was measured: a CUDA context with the modules of torch and its
+# libraries; NCCL's buffers of all channels of a group, and of a pair of ranks, which has the four that it is given; in
+# host memory interpreter, libraries and page-locked buffers.
+CONTEXT_BYTES, COMMUNICATOR_BYTES, CHANNEL_BYTES = 600_000_000, 250_000_000, 40_000_000
+HOST_PROCESS_BYTES = 3_000_000_000
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,7 @@ class DataSheet:
     switch_sums: bool = True  # by multicast addresses, of Hopper GPUs on
     cross_link: float = 25 * _GB  # a NIC of 200 Gb/s for each device
     devices_per_node: int = 8
+    host_memory: float = 2000 * _GB  # of a node, as DGX have it: assumed for any other
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,8 @@ class Calibration:
     decode_layer_seconds: float  # added to a layer's decode step, replayed from a captured graph
     eager_decode_layer_seconds: float  # the same, launched kernel by kernel
     call_seconds: float  # added to every call of a model on its mesh
+    collective_seconds: float = 0.0  # start-up of a collective's step within a node
+    cross_collective_seconds: float = 0.0  # and between nodes
 
     def reached(self, sheet: DataSheet, captured_graphs: bool = True) -> HardwareSpec:
         """The rates that formulas use."""
@@ -60,13 +68,21 @@ class Calibration:
             decode_layer_seconds=self.decode_layer_seconds if captured_graphs else self.eager_decode_layer_seconds,
             call_seconds=self.call_seconds,
             switch_sums=sheet.switch_sums,
+            process_bytes=CONTEXT_BYTES,
+            communicator_bytes=COMMUNICATOR_BYTES,
+            channel_bytes=CHANNEL_BYTES,
+            host_memory_bytes=sheet.host_memory,
+            host_process_bytes=HOST_PROCESS_BYTES,
+            collective_seconds=self.collective_seconds,
+            cross_collective_seconds=self.cross_collective_seconds,
         )
 
 
 # What large kernels reach. The shares follow what public fits of analytic cost models to measured runs find (GEMM
 # 0.5, HBM 0.8-1.0, NVLink 0.3-0.6); they are assumptions until costs are measured on the machine at hand. The nine
 # launches of a layer's decode step, which overlap nothing, take 1.5 us each when replayed from a captured graph, and
-# nearer to 0.7 ms when launched one by one.
+# nearer to 0.7 ms when launched one by one. A collective's step starts up in what NCCL's own cost model counts: 4 us
+# over NVLink, 14 us over a network (tuning.cc; protocol Simple), assumed here too.
 ASSUMED = Calibration(
     name="assumed",
     gemm=0.5,
@@ -78,10 +94,13 @@ ASSUMED = Calibration(
     decode_layer_seconds=9 * 1.5e-6,
     eager_decode_layer_seconds=0.7e-3,
     call_seconds=0.0,
+    collective_seconds=4e-6,
+    cross_collective_seconds=14e-6,
 )
 
 # The fit of calibration.py to the 28 rows of REAL's appendix (real_tables.py), an H100 cluster under an eager engine
-# of 2024 that asks every worker over the network: `fit_calibration(real_rows(), "real-h100")`.
+# of 2024 that asks every worker over the network: `fit_calibration(real_rows(), "real-h100")`. Its floors and its share
+# of links were fitted without a start-up of collectives, which they hold.
 REAL_H100 = Calibration(
     name="real-h100",
     gemm=0.5666,
@@ -129,10 +148,35 @@ def known_hardware() -> dict[str, HardwareSpec]:
     # gloo on the loopback; a layer's 200 us are the dispatch of its twenty or so operators. A process with torch's
     # CPU build, Megatron and transformers, connected to three others, was measured at 0.675e9 bytes in the quickstart,
     # 0.719e9 where kernels had just been compiled.
-    rates = (20e9, 8 * _GB, 8 * _GB, 1 * _GB, 1 * _GB, 4 * _GB)
-    floor = 200e-6
-    cpu = HardwareSpec("cpu", *rates, floor, devices_per_node=64, decode_layer_seconds=floor, process_bytes=720_000_000)
+    # Medians of gloo between two processes on two cores: 133 us for an all-reduce of 4 KiB, which is two steps; 102 us
+    # to send as much there and back; reductions and gathers of a ModelOptimizer 14 ms for 1.2 million parameters,
+    # 540 ms for 29 million: each rank sends 0.34 and 0.22 GB/s. Between machines assumed alike.
+    cpu = HardwareSpec(
+        name="cpu",
+        flops=20e9,
+        memory_bandwidth=8 * _GB,
+        memory_bytes=8 * _GB,
+        node_link_bandwidth=1 * _GB,
+        cross_link_bandwidth=1 * _GB,
+        host_bandwidth=4 * _GB,
+        launch_seconds=200e-6,
+        devices_per_node=64,
+        decode_layer_seconds=200e-6,
+        collective_seconds=65e-6,
+        cross_collective_seconds=65e-6,
+        gather_share=0.25,
+        process_bytes=720_000_000,
+    )
     return {"cpu": cpu, **{name: ASSUMED.reached(sheet) for name, sheet in data_sheets().items()}}
+
+
+def at_speed(core: HardwareSpec, cores: float) -> HardwareSpec:
+    """A rank that computes with so many cores; with less than one its links, loads and launches wait for it too."""
+    part, links = min(1.0, cores), ("node_link_bandwidth", "cross_link_bandwidth", "host_bandwidth")
+    starts = ("launch_seconds", "decode_layer_seconds", "collective_seconds", "cross_collective_seconds")
+    changed = {name: cores * getattr(core, name) for name in ("flops", "memory_bandwidth")}
+    changed |= {name: part * getattr(core, name) for name in links}
+    return replace(core, **changed, **{name: getattr(core, name) / part for name in starts})
 
 
 def hardware_by_name(name: str, device: str = "auto", ranks: int | None = None) -> HardwareSpec:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import isotonic_regression
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.costs.fits import Line
@@ -55,16 +54,23 @@ class Speculation:
 
     def token_seconds(self, plain: float, batch: float) -> float:
         """Seconds in which each of `batch` sequences gains a token, if a step without guesses takes `plain`."""
+        guessing, tokens = self.step(batch)
+        return (plain + guessing) / tokens
+
+    def step(self, batch: float) -> tuple[float, float]:
+        """Of a step of `batch` sequences: seconds that its guesses add, and tokens that each sequence gains."""
         points = np.arange(1, len(self.tokens) + 2)
         guesses, tokens = (
             float(np.interp(batch, points, (*values, beyond)))
             for values, beyond in ((self.guesses, 0.0), (self.tokens, 1.0))
         )
-        return (plain + self.guess_seconds * guesses * batch) / tokens
+        return self.guess_seconds * guesses * batch, tokens
 
 
 def fit_decode(steps: Sequence[DecodeObservation]) -> tuple[Line, Speculation | None]:
     """Seconds of a plain step of (batch, context tokens), and what guesses do to it; None where there were none."""
+    from scipy.optimize import isotonic_regression  # 0.3 s that most programs need not wait
+
     counts = [(step.batch, step.context_tokens, step.guesses) for step in steps]
     line = Line.fit(counts, [step.seconds for step in steps])
     *slopes, guess_seconds = line.slopes

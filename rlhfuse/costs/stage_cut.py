@@ -6,6 +6,7 @@ layers are dealt one by one to the least loaded rank, which is exact and needs n
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -67,8 +68,10 @@ def fastest_cut(
         dealt = _deal(layers, unit, fixed, least, most)
         largest = max(count * unit + end for count, end in zip(dealt, fixed))
         most = [min(limit, (largest - end) // unit) if unit else limit for limit, end in zip(most, fixed)]
-    cut = [0] * stages
-    for place, count in enumerate(_deal(layers, 1, [0] * places, least, most)):
+    dealt, cut = _deal(layers, 1, [0] * places, least, most), [0] * stages
+    if chunks == 1:
+        return tuple(dealt)
+    for place, count in enumerate(dealt):
         cut[place::places] = _deal(count, layer_ticks, end_ticks[place::places], [1] * chunks, [count] * chunks)
     return tuple(cut)
 
@@ -77,8 +80,13 @@ def _deal(layers: int, unit: int, fixed: Sequence[int], least: Sequence[int], mo
     """`least` layers to each, the others to whoever is then least loaded, up to `most`; ties to the first with the
     fewest layers."""
     counts = list(least)
+    heap = [((n + 1) * unit + fixed[place], n, place) for place, n in enumerate(counts) if n < most[place]]
+    heapq.heapify(heap)
     for _ in range(layers - sum(least)):
-        free = [place for place, count in enumerate(counts) if count < most[place]]
-        chosen = min(free, key=lambda place: ((counts[place] + 1) * unit + fixed[place], counts[place], place))
-        counts[chosen] += 1
+        load, count, place = heap[0]
+        counts[place] = count + 1
+        if count + 1 < most[place]:
+            heapq.heapreplace(heap, (load + unit, count + 1, place))
+        else:
+            heapq.heappop(heap)
     return counts

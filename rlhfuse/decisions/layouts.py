@@ -15,9 +15,11 @@ from typing import Annotated
 from pydantic import PlainSerializer, PlainValidator
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.config.auto_layouts import auto_layouts, layout_rows, refuse_auto
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.values import AUTO
 from rlhfuse.schedule.ir.ranks import FusedShape, fused_shape
 
 # Config key of each task and the role of the model it runs, in the order of an iteration. A run has those of its roles.
@@ -105,24 +107,32 @@ class BatchArithmetic:
 
 
 def planned_world_size(config: RunConfig, given: int | None) -> int:
-    """Ranks to plan for: as given, else WORLD_SIZE, else as many as parallel.actor_train has. Raises InputError."""
+    """Ranks to plan for: as given, else WORLD_SIZE, else as many as a layout has, parallel.actor_train's first.
+
+    Raises InputError, also where all layouts are auto.
+    """
     if given is not None:
         return given
     text = os.environ.get("WORLD_SIZE", "")
     if not text:
-        return ParallelLayout.parse(config.parallel.actor_train).size
+        layouts = (getattr(config.parallel, row) for row in ("actor_train", *layout_rows(config)))
+        if (layout := next((layout for layout in layouts if layout != AUTO), None)) is None:
+            fix = "start under torchrun, which says how many, or give a layout or --world-size"
+            raise InputError(f"parallel.actor_train=auto: the number of ranks is not known; {fix}")
+        return ParallelLayout.parse(layout).size
     if not text.isdigit() or int(text) < 1:
         raise InputError(f"WORLD_SIZE={text!r} is no number of ranks; unset it or give --world-size")
     return int(text)
 
 
 def _task_table(config: RunConfig, world_size: int) -> tuple[Task, ...]:
-    """The rows of the run's models. Raises InputError for one that does not fill the world, or cannot run yet."""
+    """The rows of the run's models that are not auto. Raises InputError for one that does not fill the world, or
+    cannot run yet."""
     rows = []
     for name, role in TASK_ROLES:
-        if role not in config.roles():
-            continue
         text = getattr(config.parallel, name)
+        if role not in config.roles() or text == AUTO:
+            continue
         layout = ParallelLayout.parse(text)
         where = f"parallel.{name}={text}"
         if layout.ranks and layout.ranks != (0, world_size - 1):
@@ -133,7 +143,7 @@ def _task_table(config: RunConfig, world_size: int) -> tuple[Task, ...]:
         if layout.size != world_size:
             raise InputError(
                 f"{where}: dp({layout.dp}) * tp({layout.tp}) * pp({layout.pp}) = {layout.size} "
-                f"!= world_size({world_size})"
+                f"!= world_size({world_size})" + ("; or auto, as other layouts are" if auto_layouts(config) else "")
             )
         rows.append(Task(name, role, replace(layout, ranks=None), (0, world_size - 1)))
     return tuple(rows)
@@ -141,6 +151,14 @@ def _task_table(config: RunConfig, world_size: int) -> tuple[Task, ...]:
 
 def check_layouts(config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int) -> tuple[Task, ...]:
     """The task table, held against every rule with models and batch. Raises InputError with the equation that fails."""
+    refuse_auto(config, "no layouts are searched here: tools/plan.py chooses some")
+    tasks = check_given_layouts(config, specs, world_size)
+    _check_batch(config, fused_shape(training_layouts(tasks)))
+    return tasks
+
+
+def check_given_layouts(config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int) -> tuple[Task, ...]:
+    """The rows that are not auto, held against world, models and each other. Raises InputError that names a row."""
     tasks, vocab = _task_table(config, world_size), least_vocab(specs)
     for task in tasks:
         where = f"parallel.{task.name}"
@@ -152,18 +170,31 @@ def check_layouts(config: RunConfig, specs: Mapping[Role, ModelSpec], world_size
         if not task.role.scalar_head and task.name != "generation":
             _check_vocab_shares(task, specs[task.role], vocab)
     layouts = {task.name: task.layout for task in tasks}
-    generation = layouts["generation"]
-    for name in ("reference_inference", "reward_inference", "critic_inference"):
-        layout = layouts.get(name, generation)
-        if generation.tp % layout.tp:
-            raise InputError(
-                f"parallel.{name}={layout}: generation tp({generation.tp}) % tp({layout.tp}) = "
-                f"{generation.tp % layout.tp}, must be 0, so that a freed instance can score alone; use a divisor"
-            )
-    fused = _check_training(config, tasks)
+    if generation := layouts.get("generation"):
+        for name in ("reference_inference", "reward_inference", "critic_inference"):
+            _check_divides(name, layouts.get(name, generation), generation)
+    if len(training_layouts(tasks)) == len(config.trained()):
+        _check_training(config, tasks)
     _check_models(config, specs)
-    _check_batch(config, fused)
     return tasks
+
+
+def _check_divides(name: str, layout: ParallelLayout, generation: ParallelLayout) -> None:
+    if generation.tp % layout.tp:
+        raise InputError(
+            f"parallel.{name}={layout}: generation tp({generation.tp}) % tp({layout.tp}) = "
+            f"{generation.tp % layout.tp}, must be 0, so that a freed instance can score alone; use a divisor"
+        )
+
+
+def inference_layout(config: RunConfig) -> str:
+    """Of the models that score, AUTO where it is to be chosen. Raises InputError where rows are different."""
+    rows = {f"parallel.{role}_inference": getattr(config.parallel, f"{role}_inference") for role in config.scorers()}
+    given = {str(ParallelLayout.parse(text)): text for text in rows.values() if text != AUTO}
+    if len(given) > 1:
+        told = ", ".join(f"{name}={text}" for name, text in rows.items())
+        raise InputError(f"{told}: different layouts of these are not yet runnable; set parallel.inference alone")
+    return next(iter(given.values()), AUTO if rows else config.parallel.generation)
 
 
 def least_vocab(specs: Mapping[Role, ModelSpec]) -> int:
@@ -188,9 +219,20 @@ def _check_vocab_shares(task: Task, spec: ModelSpec, vocab: int) -> None:
 def batch_arithmetic(config: RunConfig, tasks: tuple[Task, ...]) -> BatchArithmetic:
     """Resolve the batch for a table that `check_layouts` accepted."""
     layouts = {task.name: task.layout for task in tasks}
-    samples, instances = config.samples_per_iteration, layouts["generation"].dp
-    actor, critic = layouts["actor_train"], layouts.get("critic_train")
-    microbatches = actor.dp * config.fusion.actor_microbatches
+    rows = layouts["generation"], layouts["actor_train"], layouts.get("critic_train")
+    return batch_of(config, *rows, config.fusion.actor_microbatches)
+
+
+def batch_of(
+    config: RunConfig,
+    generation: ParallelLayout,
+    actor: ParallelLayout,
+    critic: ParallelLayout | None,
+    actor_microbatches: int,
+) -> BatchArithmetic:
+    """The same of layouts and micro-batches that `config` need not name."""
+    samples, instances = config.samples_per_iteration, generation.dp
+    microbatches = actor.dp * actor_microbatches
     return BatchArithmetic(
         prompts=config.rollout.prompts_per_iteration,
         samples_per_prompt=config.rollout.samples_per_prompt,
@@ -200,7 +242,7 @@ def batch_arithmetic(config: RunConfig, tasks: tuple[Task, ...]) -> BatchArithme
         minibatches=config.algorithm.minibatches,
         samples_per_minibatch=samples // config.algorithm.minibatches,
         actor_pipelines=actor.dp,
-        actor_microbatches=config.fusion.actor_microbatches,
+        actor_microbatches=actor_microbatches,
         critic_pipelines=critic.dp if critic else 0,
         critic_microbatches=microbatches // critic.dp if critic else 0,
         epochs=config.algorithm.epochs,
@@ -212,10 +254,10 @@ def training_layouts(tasks: tuple[Task, ...]) -> dict[str, ParallelLayout]:
     return {task.role: task.layout for task in tasks if task.training}
 
 
-def _check_training(config: RunConfig, tasks: tuple[Task, ...]) -> FusedShape:
+def _check_training(config: RunConfig, tasks: tuple[Task, ...]) -> None:
     layouts = training_layouts(tasks)
     named = [f"parallel.{role}_train={layout}" for role, layout in layouts.items()]
-    if config.parallel.sequence_parallel and max(layout.tp for layout in layouts.values()) == 1:
+    if config.parallel.sequence_parallel is True and max(layout.tp for layout in layouts.values()) == 1:
         raise InputError(
             f"parallel.sequence_parallel=true cuts tokens over tensor ranks, but {' and '.join(named)} "
             f"{'has' if len(named) == 1 else 'have'} tp(1); set it to false or use t2"
@@ -226,12 +268,11 @@ def _check_training(config: RunConfig, tasks: tuple[Task, ...]) -> FusedShape:
         raise InputError(f"{' with '.join(named)}: {error}") from None
     k1, k2 = shape.shares[0].pipelines, shape.shares[-1].pipelines
     m1 = config.fusion.actor_microbatches
-    if k1 * m1 % k2:
+    if m1 != AUTO and k1 * m1 % k2:
         raise InputError(
             f"fusion.actor_microbatches={m1}: K1({k1}) * M1({m1}) = {k1 * m1} is no multiple of K2({k2}), so no M2 has "
             f"K1*M1 = K2*M2 ({' with '.join(map(str, layouts.values()))}); use a multiple of {k2}"
         )
-    return shape
 
 
 def _check_models(config: RunConfig, specs: Mapping[Role, ModelSpec]) -> None:

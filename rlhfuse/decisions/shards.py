@@ -68,10 +68,7 @@ def model_shards(
     spec: ModelSpec, layout: ParallelLayout, cells: Cells, element_bytes: int, scalar_head: bool = False
 ) -> list[Shard]:
     """Every shard of every rank, rank by rank. `cells` name the ranks of the layout (schedule/ir/ranks.py)."""
-    by_stage = [
-        list(_stage_weights(spec, layers, stage == 0, stage == layout.stages - 1, element_bytes, scalar_head))
-        for stage, layers in enumerate(layout.stage_layers(spec.layers))
-    ]
+    by_stage = weights_by_stage(spec, layout, element_bytes, scalar_head)
     return [
         Shard(weight.name, rank, weight.segments(tp_rank, layout.tp), weight.row_bytes)
         for pipeline in cells
@@ -79,6 +76,16 @@ def model_shards(
         for tp_rank, rank in enumerate(cell)
         for stage in range(place, layout.stages, layout.pp)
         for weight in by_stage[stage]
+    ]
+
+
+def weights_by_stage(
+    spec: ModelSpec, layout: ParallelLayout, element_bytes: int, scalar_head: bool = False
+) -> list[list[Weight]]:
+    """The weights of each stage, whole."""
+    return [
+        list(_stage_weights(spec, layers, stage == 0, stage == layout.stages - 1, element_bytes, scalar_head))
+        for stage, layers in enumerate(layout.stage_layers(spec.layers))
     ]
 
 

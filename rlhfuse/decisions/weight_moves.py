@@ -6,9 +6,9 @@ made; it runs in *buckets*, whose order is part of it (parallel/reshard.py).
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -205,16 +205,21 @@ def move_seconds(transfers: Iterable[Transfer], hardware: HardwareSpec, devices_
         sent, received = busy[_kind(transfer, devices_per_node)]
         sent[transfer.source] += transfer.bytes
         received[transfer.target] += transfer.bytes
-    rates = {
-        "stays": hardware.memory_bandwidth / 2,  # read and written
-        "within": hardware.node_link_bandwidth,
-        "across": hardware.cross_link_bandwidth,
-    }
+    rates = move_rates(hardware)
     ranks = {rank for pair in busy.values() for counts in pair for rank in counts}
     return max(
         (sum(max(side[rank] for side in busy[kind]) / rate for kind, rate in rates.items()) for rank in ranks),
         default=0.0,
     )
+
+
+def move_rates(hardware: HardwareSpec) -> dict[str, float]:
+    """Bytes per second of a rank, by kind of transfer."""
+    return {
+        "stays": hardware.memory_bandwidth / 2,  # read and written
+        "within": hardware.node_link_bandwidth,
+        "across": hardware.cross_link_bandwidth,
+    }
 
 
 def _by_tensor(shards: Sequence[Shard]) -> dict[str, list[Shard]]:
@@ -234,17 +239,6 @@ def _covers(shard: Shard, start: int) -> bool:
     return any(first <= start < stop for first, stop in shard.segments)
 
 
-@dataclass(frozen=True)
-class LayoutMove:
-    """One move: the model, its task before and after, bytes, and seconds, any copy to host memory included."""
-
-    model: str
-    source: str
-    target: str
-    traffic: Traffic
-    seconds: float
-
-
 def shards_of_move(
     tasks: tuple[Task, ...], ranks: FusedRanks, specs: Mapping[Role, ModelSpec], element_bytes: int, model: Role
 ) -> tuple[list[Shard], list[Shard]]:
@@ -253,29 +247,3 @@ def shards_of_move(
     training, target = layouts[f"{model}_train"], layouts[DESTINATIONS[model]]
     has = model_shards(specs[model], training, ranks.pipelines(model), element_bytes, model.scalar_head)
     return has, model_shards(specs[model], target, plain_cells(target), element_bytes, model.scalar_head)
-
-
-def layout_moves(
-    tasks: tuple[Task, ...],
-    ranks: FusedRanks,
-    specs: Mapping[Role, ModelSpec],
-    element_bytes: int,
-    hardware: HardwareSpec,
-) -> tuple[LayoutMove, ...]:
-    """The moves of the models that train, on `ranks`, with `hardware.devices_per_node` ranks on a node."""
-    rows, node = {task.name: task for task in tasks}, hardware.devices_per_node
-    moves = []
-    for model, layout in ((task.role, task.layout) for task in tasks if task.training):
-        target = rows[DESTINATIONS[model]]
-        has, wants = shards_of_move(tasks, ranks, specs, element_bytes, model)
-        transfers = plan_moves(has, wants, node)
-        seconds = move_seconds(transfers, hardware, node)
-        if target.name != "generation":
-            held: Counter[int] = Counter()
-            for shard in wants:
-                held[shard.rank] += shard.bytes
-            seconds += max(held.values()) / hardware.host_bandwidth
-        traffic = Traffic.of(transfers, minimum_across(has, wants, node), node)
-        source = f"{model}_train {replace(layout, cut=None)}"
-        moves.append(LayoutMove(model, source, f"{target.name} {target.layout}", traffic, seconds))
-    return tuple(moves)

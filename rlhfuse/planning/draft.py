@@ -17,10 +17,10 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel
-from rlhfuse.costs.files import load_run_costs
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.job_cost import JobCost, largest_flat_batch
 from rlhfuse.costs.kernels import Kernels
+from rlhfuse.costs.profile_files import TensorProfiles, load_costs, run_costs
 from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import (
     TASK_ROLES,
@@ -30,7 +30,8 @@ from rlhfuse.decisions.layouts import (
     check_layouts,
     training_layouts,
 )
-from rlhfuse.planning.memory import SCORERS, MemoryBudget, memory_budget
+from rlhfuse.planning.machine import SharedCores
+from rlhfuse.planning.memory import SCORERS, MemoryBudget, check_host_memory, memory_budget
 from rlhfuse.planning.split_choice import SplitChoice, choose_split
 from rlhfuse.planning.stage_cuts import StageBalance, stage_balances, with_cuts
 from rlhfuse.planning.training_orders import given_schedule
@@ -40,11 +41,46 @@ from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import min_memory
+from rlhfuse.simulator.drawn_batches import DrawnBatches
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.threshold import Threshold, load_threshold
 
+CACHE_PARTS = 16  # a cache that memory limits has a whole number of these, so that few sizes are to be simulated
 SPARE_BLOCKS = 1  # of a cache on a GPU, for rows of padding
+
+
+@dataclass(frozen=True)
+class DraftInputs:
+    """What the drafts of a run share whatever its layouts are.
+
+    `lengths`: of past samples, or None; `planned`: these cut to the run's, else all as long as they can become;
+    `drawn`: batches of these, for which all seconds are. `measured`: what fusion.profile holds, None without.
+    """
+
+    hardware: HardwareSpec
+    cores: SharedCores
+    lengths: SampleLengths | None
+    planned: SampleLengths
+    drawn: DrawnBatches
+    measured: CostModel | TensorProfiles | None
+
+    @staticmethod
+    def of(config: RunConfig, world_size: int, lengths: SampleLengths | None) -> DraftInputs:
+        """`algorithm.minibatches` is a number. Raises InputError for an unknown machine, or naming a file."""
+        try:
+            hardware = hardware_by_name(config.trainer.hardware, config.trainer.device, world_size)
+        except InputError as error:
+            raise InputError(f"trainer.hardware: {error}") from None
+        prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+        samples = config.samples_per_iteration  # without lengths an upper bound
+        planned = (
+            lengths.clip(prompt, response) if lengths else SampleLengths((prompt,) * samples, (response,) * samples)
+        )
+        drawn = DrawnBatches.of(config, planned, known=lengths is not None)
+        measured = load_costs(config.fusion.profile) if config.fusion.profile else None
+        cores = SharedCores.of(config, hardware, world_size)
+        return DraftInputs(hardware, cores, lengths, planned, drawn, measured)
 
 
 @dataclass(frozen=True)
@@ -52,8 +88,8 @@ class PlanDraft:
     """A run that can be planned and fits its ranks. `costs` price generation and inference until it has measured them.
 
     `config` has a number wherever `asked`, the configuration as it was given, leaves one open.
-    `lengths`: of past samples, or None; `planned_lengths`: these cut to the run's, else all as long as they can become.
-    `given`: the training schedule with where it is from, unless it is to be searched.
+    `lengths`, `planned_lengths` and `drawn`: see DraftInputs. `given`: the training schedule with where it is from,
+    unless it is to be searched.
     """
 
     asked: RunConfig
@@ -62,6 +98,7 @@ class PlanDraft:
     world_size: int
     lengths: SampleLengths | None
     planned_lengths: SampleLengths
+    drawn: DrawnBatches
     tasks: tuple[Task, ...]
     batch: BatchArithmetic
     ranks: FusedRanks
@@ -76,6 +113,7 @@ class PlanDraft:
     split: SplitChoice
     given: tuple[Schedule, str] | None
     threshold_file: Threshold | None
+    cores: SharedCores
 
     @property
     def tied(self) -> frozenset[str]:
@@ -89,28 +127,28 @@ def draft_plan(
     world_size: int,
     lengths: SampleLengths | None = None,
     asked: RunConfig | None = None,
+    inputs: DraftInputs | None = None,
 ) -> PlanDraft:
     """Check and price a run; searches nothing. Raises InputError: an equation, a file, a phase that does not fit.
 
-    `config`: data.max_prompt_tokens is a number; `asked`: as it was before that, for the plan's reasons.
+    `config`: data.max_prompt_tokens is a number; `asked`: as it was before that, for the plan's reasons. `inputs`: in
+    place of `lengths`, where several drafts share them.
     """
     asked, config = asked or config, resolve_batch(resolve_device(config))
     tasks = check_layouts(config, specs, world_size)
     batch = batch_arithmetic(config, tasks)
-    try:
-        hardware = hardware_by_name(config.trainer.hardware, config.trainer.device, world_size)
-    except InputError as error:
-        raise InputError(f"trainer.hardware: {error}") from None
-    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    samples = config.samples_per_iteration  # without lengths an upper bound
-    planned = lengths.clip(prompt, response) if lengths else SampleLengths((prompt,) * samples, (response,) * samples)
-    analytic, longest = _task_costs(config, specs, tasks, hardware), longest_microbatch(config, batch)
-    if config.fusion.profile:
-        costs, costs_name = load_run_costs(config, specs), f"costs of fusion.profile={config.fusion.profile}"
+    inputs = inputs or DraftInputs.of(config, world_size, lengths)
+    hardware, cores, planned, drawn = inputs.hardware, inputs.cores, inputs.planned, inputs.drawn
+    analytic, longest = task_costs(config, specs, tasks, hardware, cores), longest_microbatch(config, batch)
+    if inputs.measured is not None:
+        costs, costs_name = (
+            run_costs(inputs.measured, config, specs),
+            f"costs of fusion.profile={config.fusion.profile}",
+        )
     else:
         costs, costs_name = _job_cost(analytic, world_size, planned), "analytic costs"
     tasks = with_cuts(config, tasks, analytic, costs, longest)
-    analytic = _task_costs(config, specs, tasks, hardware)
+    analytic = task_costs(config, specs, tasks, hardware, cores)
     ranks = rank_map(training_layouts(tasks), config.fusion.alternates)
     samples = batch.samples_per_microbatch
 
@@ -132,9 +170,10 @@ def draft_plan(
     config, limits, memory = sizes
     memory = memory.with_early_loading([analytic[f"{role}_inference"].weights_bytes() for role in config.scorers()])
     limits = replace(limits, early_models=len(memory.early))
+    check_host_memory(config, memory, world_size)
 
     def stated(split: frozenset[str]) -> FusionProblem:
-        made = training_problem(analytic, batch, planned, longest, costs, config.fusion.alternates, split)
+        made = training_problem(analytic, batch, drawn, longest, costs, config.fusion.alternates, split)
         return replace(made, memory_cap=memory.limit, static_memory=memory.training_bytes)
 
     split = choose_split(config, costs, stated)
@@ -147,8 +186,9 @@ def draft_plan(
         config,
         specs,
         world_size,
-        lengths,
+        inputs.lengths,
         planned,
+        drawn,
         tasks,
         batch,
         ranks,
@@ -163,6 +203,7 @@ def draft_plan(
         split,
         given,
         _threshold_file(config, batch),
+        cores,
     )
 
 
@@ -179,12 +220,13 @@ def generation_cost(
     config: RunConfig, specs: Mapping[Role, ModelSpec], instances: int, hardware: HardwareSpec
 ) -> JobCost:
     """The analytic CostModel of `instances` generation instances, whatever the world of the other tasks."""
-    layouts = {name: ParallelLayout.parse(getattr(config.parallel, name)) for name, _ in TASK_ROLES}
-    world_size = instances * layouts["generation"].tp
     scored = [task for task in SCORERS if dict(TASK_ROLES)[task] in config.roles()]
-    tasks = [Task(name, dict(TASK_ROLES)[name], layouts[name], (0, world_size - 1)) for name in ("generation", *scored)]
+    layouts = {name: ParallelLayout.parse(getattr(config.parallel, name)) for name in ("generation", *scored)}
+    world_size = instances * layouts["generation"].tp
+    tasks = [Task(name, dict(TASK_ROLES)[name], layout, (0, world_size - 1)) for name, layout in layouts.items()]
     longest = SampleLengths((config.data.max_prompt_tokens,), (config.rollout.max_response_tokens,))
-    return _job_cost(_task_costs(config, specs, tasks, hardware), world_size, longest)
+    cores = SharedCores.of(config, hardware, world_size)
+    return _job_cost(task_costs(config, specs, tasks, hardware, cores), world_size, longest)
 
 
 def kv_blocks(config: RunConfig, instances: int) -> int:
@@ -209,7 +251,9 @@ def fitting_blocks(config: RunConfig, memory: MemoryBudget, instances: int) -> i
         return None
     block_bytes = generation.kv / kv_blocks(config, instances)  # on one rank
     left = int((generation.kv - missing) // block_bytes) - SPARE_BLOCKS
-    return left if left >= _blocks_of(config, config.longest_response_tokens) else None
+    least, part = _blocks_of(config, config.longest_response_tokens), kv_blocks(config, instances) / CACHE_PARTS
+    even = int(left // part * part)
+    return even if even >= least else left if left >= least else None
 
 
 def _blocks_of(config: RunConfig, response_tokens: int) -> int:
@@ -238,25 +282,31 @@ def instance_limits(
     )
 
 
-def _task_costs(
-    config: RunConfig, specs: Mapping[Role, ModelSpec], tasks: Sequence[Task], hardware: HardwareSpec
+def task_costs(
+    config: RunConfig,
+    specs: Mapping[Role, ModelSpec],
+    tasks: Sequence[Task],
+    hardware: HardwareSpec,
+    cores: SharedCores,
+    recompute: str = "",
+    sequence_parallel: bool | None = None,
 ) -> dict[str, AnalyticCost]:
-    """One roofline per task."""
-    return {task.name: task_cost(config, specs[task.role], task, hardware) for task in tasks}
-
-
-def task_cost(config: RunConfig, spec: ModelSpec, task: Task, hardware: HardwareSpec) -> AnalyticCost:
-    """The roofline of a task as a run of this configuration would do it."""
-    return AnalyticCost(
-        spec,
-        task.layout,
-        hardware,
-        element_bytes(config),
-        task.role.scalar_head,
-        sequence_parallel=task.training and config.parallel.sequence_parallel,
-        recompute=task.training and config.trainer.recompute == "full",
-        kernels=None if hardware.name == "cpu" else Kernels(switch_sums=config.rollout.all_reduce != "nccl"),
-    )
+    """One roofline per task. `recompute` and `sequence_parallel`: in place of what `config` says."""
+    cuts = config.parallel.sequence_parallel if sequence_parallel is None else sequence_parallel
+    again = (recompute or config.trainer.recompute) == "full"
+    return {
+        task.name: AnalyticCost(
+            specs[task.role],
+            task.layout,
+            cores.in_turns(hardware) if task.training else cores.together(hardware),
+            element_bytes(config),
+            task.role.scalar_head,
+            sequence_parallel=task.training and cuts,
+            recompute=task.training and again,
+            kernels=None if hardware.name == "cpu" else Kernels(switch_sums=config.rollout.all_reduce != "nccl"),
+        )
+        for task in tasks
+    }
 
 
 def _job_cost(costs: Mapping[str, AnalyticCost], world_size: int, lengths: SampleLengths) -> JobCost:

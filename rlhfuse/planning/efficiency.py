@@ -14,9 +14,7 @@ from rlhfuse.costs.flops import IterationFlops
 from rlhfuse.costs.hardware import MEASURED_RATES, data_sheets
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.memory import TRAINED
-from rlhfuse.planning.training_problem import TICK_SECONDS, longest_microbatch
-from rlhfuse.schedule.ir.problem import FusionProblem
-from rlhfuse.schedule.ir.ranks import FusedRanks
+from rlhfuse.planning.training_problem import TICK_SECONDS, longest_microbatch, training_problem
 from rlhfuse.schedule.rules.builders import pipeline_work
 
 WORSE = 0.8  # of every rate
@@ -28,8 +26,8 @@ class TrainingUse:
     """Seconds of one rank's training per iteration, mean over ranks; they add up.
 
     `useful`: the models' FLOPs at the data sheet's rate; `products`: what the same products take longer at the rate
-    reached; `other`: other kernels, all-reduces, layers and logits run again; `idle`: bubbles and unequal stages;
-    `steps`: optimizer steps, gradients and weights on their way over dp.
+    reached; `other`: other kernels, all-reduces, layers and logits run again; `idle`: bubbles, unequal stages and
+    micro-batches; `steps`: optimizer steps, gradients and weights on their way over dp.
     """
 
     useful: float
@@ -51,7 +49,7 @@ class TrainingUse:
             "useful": self.useful,
             "products below the data sheet's rate": self.products,
             "other kernels, all-reduces, what runs again": self.other,
-            "bubbles and unequal stages": self.idle,
+            "bubbles, unequal stages and micro-batches": self.idle,
             "optimizer steps": self.steps,
         }
         return ", ".join(f"{seconds / self.seconds:.1%} {what}" for what, seconds in parts.items())
@@ -120,7 +118,7 @@ def optimizer_step_seconds(analytic: Mapping[str, AnalyticCost]) -> float:
     return sum(analytic[task].optimizer_step_seconds() for task in TRAINED if task in analytic)
 
 
-def efficiency(draft: PlanDraft, problem: FusionProblem, training_seconds: float) -> Efficiency | None:
+def efficiency(draft: PlanDraft, training_seconds: float) -> Efficiency | None:
     """Of a plan whose training takes `training_seconds` an iteration; None where the hardware has no data sheet.
 
     At other rates than the plan's, bubbles are as long a part of the work as they are there.
@@ -132,7 +130,7 @@ def efficiency(draft: PlanDraft, problem: FusionProblem, training_seconds: float
     models = draft.specs, config.trained(), config.scorers(), lengths.prompt, lengths.output, config.algorithm.epochs
     flops = sum(IterationFlops.of(*models).training.values()) * draft.batch.samples / len(lengths)
     useful = flops / (draft.world_size * sheet.flops)
-    busy = count * _busy_seconds(problem, draft.ranks)
+    busy = count * _busy_seconds(draft)
     idle = (training_seconds - count * optimizer_step_seconds(draft.analytic)) / busy - 1
     uses = []
     for name, rated in rated_hardware(hardware):
@@ -159,11 +157,16 @@ def rated_hardware(hardware: HardwareSpec) -> Iterator[tuple[str, HardwareSpec]]
         yield f"these and links {1 - WORSE:.0%} worse", replace(rated, **worse)
 
 
-def _busy_seconds(problem: FusionProblem, ranks: FusedRanks) -> float:
-    """Of one mini-batch, mean over ranks; a rank of a merged stage is busy with its own alone."""
-    ticks = 0.0
+def _busy_seconds(draft: PlanDraft) -> float:
+    """Of one mini-batch, mean over ranks; a rank of a merged stage is busy with its own alone.
+
+    With even micro-batches: what a plan's are above the mean stands for waiting.
+    """
+    drawn, longest, ticks = replace(draft.drawn, even=True), longest_microbatch(draft.config, draft.batch), 0.0
+    alternates, split = draft.config.fusion.alternates, draft.split.models
+    problem = training_problem(draft.analytic, draft.batch, drawn, longest, draft.costs, alternates, split)
     for pipeline in problem.pipelines:
-        ticks += pipeline.microbatches * pipeline_work(pipeline) / ranks.merge(pipeline.name)
+        ticks += pipeline.microbatches * pipeline_work(pipeline) / draft.ranks.merge(pipeline.name)
     return ticks * TICK_SECONDS / problem.nodes
 
 

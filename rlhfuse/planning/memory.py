@@ -8,17 +8,16 @@ activations of its schedule is the static memory of the scheduling problem, whos
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from pathlib import Path
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.decisions.decode_shapes import draft_bytes
+from rlhfuse.planning.machine import communicator_bytes, host_memory, ranks_on_machine
 from rlhfuse.planning.passing import PassingMemory
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.ranks import FusedRanks
@@ -29,7 +28,6 @@ TRAINED = ("actor_train", "critic_train")
 TOKEN_BYTES, RESPONSE_BYTES = 16, 36  # of a mini-batch: ids and positions; which row, which id, and five numbers
 KEEPING_PART = 0.9  # of the limit, where generation is kept: graphs have a memory pool of their own, two fragment more
 SMALL_BYTES = 8 * 512  # of a micro-batch: borders, sums of its loss and whether it is finite, of 512 bytes each
-CGROUP = Path("/sys/fs/cgroup/memory.max")
 RESTING = ("moves", "generation", "inference")  # phases in which the optimizer may rest on the host
 DEVICE_PARTS = ("weights", "optimizer", "gradients", "activations", "kv", "buckets")
 REMEDIES = {
@@ -39,6 +37,14 @@ REMEDIES = {
     "inference": "lower rollout.max_batched_tokens or use more tensor ranks for parallel.inference",
     "training": "raise fusion.actor_microbatches, set trainer.recompute=full or use more stages or tensor ranks",
 }
+
+
+class MemoryRefusal(InputError):
+    """A phase needs `missing_bytes` more than a rank may use."""
+
+    def __init__(self, phase: str, missing_bytes: float, message: str) -> None:
+        super().__init__(message)
+        self.phase, self.missing_bytes = phase, missing_bytes
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,12 @@ class MemoryBudget:
     offload: OptimizerOffload | None = None  # None: the optimizer stays on the device
     early: tuple[int, ...] = ()  # weights of the first scorers, which are loaded before generation ends
     passing: PassingMemory | None = None  # on GPUs
+    communicators: int = 0  # bytes of their buffers on a GPU
+
+    @property
+    def process(self) -> int:
+        """Bytes of a rank that no phase names: its process or CUDA context, and communicators."""
+        return self.hardware.process_bytes + self.communicators
 
     def held_by(self, schedule: Schedule) -> tuple[float, ...]:
         """Activations of a schedule by node, so that with what passes at most they are training's peak."""
@@ -162,7 +174,7 @@ class MemoryBudget:
 
     def needed(self, phase: PhaseMemory) -> int:
         """Part of `limit` that a phase takes; on a CPU host copies share it."""
-        return phase.device + self.hardware.process_bytes + (phase.host if self.hardware.name == "cpu" else 0)
+        return phase.device + self.process + (phase.host if self.hardware.name == "cpu" else 0)
 
     @property
     def fits_beside_training(self) -> bool:
@@ -222,8 +234,8 @@ class MemoryBudget:
         parts = [f"{name} {readable_bytes(getattr(fullest, name))}" for name in DEVICE_PARTS if getattr(fullest, name)]
         if self.hardware.name == "cpu":
             parts.append(f"host copies {readable_bytes(fullest.host)}")
-        if self.hardware.process_bytes:
-            parts.append(f"the process {readable_bytes(self.hardware.process_bytes)}")
+        if self.process:
+            parts.append(f"the process {readable_bytes(self.process)}")
         which, remedy = "", REMEDIES[fullest.phase]
         if fullest.phase == "training":
             smallest = max(self.needed(rank.phases(least)[-1]) for rank in self.ranks)
@@ -233,9 +245,30 @@ class MemoryBudget:
                 remedy = f"set fusion.intra_stage=search without fusion.schedule to find one that fits, {remedy}"
         elif not self.offload and self.hardware.name != "cpu" and self.with_optimizer_offloaded().fits_beside_training:
             remedy = f"set trainer.offload_optimizer=auto, {remedy}"
-        raise InputError(
+        raise MemoryRefusal(
+            fullest.phase,
+            needed - self.limit,
             f"memory: {fullest.phase} needs {readable_bytes(needed)} per rank ({', '.join(parts)}){which}, but a rank "
-            f"of this {self.hardware.name} has {readable_bytes(self.limit)}; {remedy}, or set trainer.memory_limit_gb"
+            f"of this {self.hardware.name} has {readable_bytes(self.limit)}; {remedy}, or set trainer.memory_limit_gb",
+        )
+
+
+def check_host_memory(config: RunConfig, memory: MemoryBudget, world_size: int) -> None:
+    """Raise InputError unless a machine with GPUs has host memory for all copies of its ranks, and their processes."""
+    hardware = memory.hardware
+    if hardware.name == "cpu":  # where it is the limit of a rank
+        return
+    ranks, (has, source) = ranks_on_machine(hardware, world_size), host_memory(config, hardware)
+    fullest = max(memory.static, key=lambda phase: phase.host)
+    needed = ranks * (fullest.host + hardware.host_process_bytes)
+    if needed > has:
+        remedy = "set trainer.offload_optimizer=false, " if memory.offload else ""
+        remedy += "use more tensor ranks for parallel.inference"
+        process = readable_bytes(hardware.host_process_bytes)
+        each = f"copies {readable_bytes(fullest.host)} and the process {process} each"
+        raise InputError(
+            f"host memory: {fullest.phase} needs {readable_bytes(needed)} on a node of {ranks} ranks ({each}), but a "
+            f"node has {readable_bytes(has)} ({source}); {remedy}, or set trainer.host_memory_gb"
         )
 
 
@@ -249,7 +282,7 @@ def memory_budget(
     """The budget of a run; `costs` has one entry per task, `kv_capacity_bytes` is C of a whole instance."""
     needs = _Needs(config, costs, kv_capacity_bytes, samples_per_microbatch)
     kinds: dict[tuple[int, ...], RankMemory] = {}
-    for rank in range(ranks.size):
+    for rank in range(ranks.shape.nodes * ranks.shape.node_ranks):  # every replica has ranks at the same places
         places = tuple(ranks.locate(model, rank)[1] for model in ranks.shape.layouts)
         if places not in kinds:
             kinds[places] = RankMemory(places, ranks.node_of(rank), needs.phases(places))
@@ -258,7 +291,9 @@ def memory_budget(
     trained = {task.removesuffix("_train"): costs[task] for task in TRAINED if task in costs}
     tokens, on_gpu = needs.microbatch_tokens, hardware.name != "cpu"
     passing = PassingMemory.of(trained, tokens) if on_gpu else None
-    return MemoryBudget(tuple(kinds.values()), hardware, *limit, tokens, needs.generation, passing=passing)
+    layouts = {} if config.trainer.share_gpu else {task: cost.layout for task, cost in costs.items()}
+    buffers = communicator_bytes(hardware, layouts, ranks) if layouts else 0  # who shares a GPU talks through the host
+    return MemoryBudget(tuple(kinds.values()), hardware, *limit, tokens, needs.generation, None, (), passing, buffers)
 
 
 def input_bytes(config: RunConfig, samples: float) -> int:
@@ -349,16 +384,11 @@ def memory_limit(config: RunConfig, hardware: HardwareSpec, world_size: int) -> 
         return config.trainer.memory_limit_gb * 1e9, "trainer.memory_limit_gb"
     if hardware.name != "cpu" and not config.trainer.share_gpu:
         return hardware.memory_bytes, f"of {'the smallest of' if ',' in hardware.name else 'one'} {hardware.name}"
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    whole, owner = (machine_bytes(), "machine") if hardware.name == "cpu" else (hardware.memory_bytes, hardware.name)
-    return whole / ranks, f"this {owner}'s {readable_bytes(whole)} / {ranks} ranks"
-
-
-def machine_bytes() -> int:
-    """Memory of this machine, or of the container that this process is in."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    allowed = CGROUP.read_text().strip() if CGROUP.exists() else "max"
-    return total if allowed == "max" else min(total, int(allowed))
+    ranks = ranks_on_machine(hardware, world_size)
+    whole, owner = hardware.memory_bytes, f"this {hardware.name}'s"
+    if hardware.name == "cpu":
+        whole, owner = host_memory(config, hardware)
+    return whole / ranks, f"{owner} {readable_bytes(whole)} / {ranks} ranks"
 
 
 def readable_bytes(count: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 
+from rlhfuse.config.auto_layouts import auto_layouts
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
@@ -46,7 +47,7 @@ def of_choices(
     if asked.algorithm.minibatches == AUTO:
         cut = f"{batch.samples} samples evenly, into {batch.samples_per_minibatch} each"
         yield f"algorithm.minibatches = {batch.minibatches} (4 where possible): they cut {cut}"
-    if asked.fusion.actor_microbatches == AUTO:
+    if asked.fusion.actor_microbatches == AUTO and not auto_layouts(asked):  # else they were searched with those
         pipelines = f"{batch.actor_pipelines} actor pipelines"
         pipelines += f" and {batch.critic_pipelines} critic pipelines" if batch.critic_pipelines else ""
         filled = f"{batch.samples_per_minibatch} samples fill them on {pipelines}"
@@ -123,9 +124,13 @@ def of_limits(config: RunConfig, limits: InstanceLimits) -> str:
 def of_memory(memory: MemoryBudget, activations: Sequence[float]) -> str:
     """The fullest phase beside the limit of a rank; `activations`: of the training schedule, by node."""
     fullest = memory.fullest(activations)
-    with_host = ", host copies and the process itself included," if memory.hardware.name == "cpu" else ""
+    process = f"the process itself, {readable_bytes(memory.process)},"
+    if memory.communicators:
+        process += f" of them {readable_bytes(memory.communicators)} communicators (assumed),"
+    included = f"host copies and {process}" if memory.hardware.name == "cpu" else process
+    needed = readable_bytes(memory.needed(fullest))
     return (
-        f"the fullest phase, {fullest.phase}, needs {readable_bytes(memory.needed(fullest))} per rank{with_host} and "
+        f"the fullest phase, {fullest.phase}, needs {needed} per rank, {included} included, and "
         f"fits in {readable_bytes(memory.limit)}"
     )
 

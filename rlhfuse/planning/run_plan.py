@@ -13,9 +13,9 @@ from typing import Any
 
 from rlhfuse.base.json_values import from_json, to_json
 from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.decisions.layout_moves import LayoutMove
 from rlhfuse.decisions.layouts import BatchArithmetic, Task
 from rlhfuse.decisions.migration import SampleMoveCost
-from rlhfuse.decisions.weight_moves import LayoutMove
 from rlhfuse.planning.efficiency import Efficiency
 from rlhfuse.planning.graph_capture import GraphCapture
 from rlhfuse.planning.memory import DEVICE_PARTS, OptimizerOffload, PhaseMemory, readable_bytes

@@ -39,7 +39,7 @@ def stage_balances(
         if task.training and task.layout.stages > 1:
             cost = analytic[task.name]
             cut = tuple(map(len, cost.layout.stage_layers(cost.spec.layers)))
-            ranks = stage_seconds(task, cost, costs, micro).of_ranks(cut, cost.layout.pp)
+            ranks = stage_seconds(task.role, cost, costs, micro).of_ranks(cut, cost.layout.pp)
             found.append(StageBalance(task.role, cut, max(ranks), sum(ranks) / len(ranks)))
     return tuple(found)
 
@@ -55,21 +55,32 @@ def with_cuts(
 
     `micro`: of the longest samples, which need no known lengths.
     """
-    cut = []
-    for task in tasks:
-        cost = analytic[task.name]
-        if task.training and task.layout.cut is None and config.parallel.stage_layers == "auto":
-            layout = _fastest(cost, stage_seconds(task, cost, costs, micro))
-        else:
-            layout = task.layout.with_cut(task.layout.cut) if task.layout.cut else task.layout
-        cut.append(replace(task, layout=layout))
-    return tuple(cut)
+    return tuple(
+        replace(task, layout=with_cut(config, task.role, analytic[task.name], costs, micro))
+        if task.training
+        else replace(task, layout=_tidy(task.layout))
+        for task in tasks
+    )
 
 
-def stage_seconds(task: Task, cost: AnalyticCost, costs: CostModel, micro: MicrobatchTokens) -> StageSeconds:
+def with_cut(
+    config: RunConfig, role: str, cost: AnalyticCost, costs: CostModel | None, micro: MicrobatchTokens
+) -> ParallelLayout:
+    """The layout of a model that trains, likewise."""
+    if cost.layout.cut is None and config.parallel.stage_layers == "auto":
+        return _fastest(cost, stage_seconds(role, cost, costs, micro))
+    return _tidy(cost.layout)
+
+
+def _tidy(layout: ParallelLayout) -> ParallelLayout:
+    """An even cut needs no mention."""
+    return layout.with_cut(layout.cut) if layout.cut else layout
+
+
+def stage_seconds(role: str, cost: AnalyticCost, costs: CostModel | None, micro: MicrobatchTokens) -> StageSeconds:
     """Of one micro-batch: measured where `costs` is a profile, else analytic."""
     if isinstance(costs, ProfiledCost):
-        return costs.stage_seconds(task.role, cost.layout, micro)
+        return costs.stage_seconds(role, cost.layout, micro)
     return cost.stage_seconds(micro)
 
 

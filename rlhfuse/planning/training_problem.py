@@ -6,14 +6,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.layouts import TASK_ROLES, BatchArithmetic
 from rlhfuse.planning.memory import TRAINED
-from rlhfuse.schedule.ir.problem import FusionProblem, fused_problem
-from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
+from rlhfuse.schedule.ir.ranks import ModelShare, fused_shape
+from rlhfuse.simulator.drawn_batches import DrawnBatches
 
 TICK_SECONDS = 1e-6  # schedules are searched in whole microseconds, so that ties are exact
 
@@ -24,10 +26,16 @@ def longest_microbatch(config: RunConfig, batch: BatchArithmetic) -> MicrobatchT
     return MicrobatchTokens(samples * (config.data.max_prompt_tokens + response), samples, samples * response)
 
 
+def equal_microbatch(drawn: DrawnBatches, batch: BatchArithmetic, share: ModelShare) -> MicrobatchTokens:
+    """The micro-batch that times of a model are for. Its pipelines are as deep as they have nodes: the second chunk of
+    an interleaved one begins while others run its first."""
+    return drawn.microbatch(share.layout.dp, batch.microbatches_of[share.model], share.depth)
+
+
 def training_problem(
     analytic: Mapping[str, AnalyticCost],
     batch: BatchArithmetic,
-    lengths: SampleLengths,
+    drawn: DrawnBatches,
     longest: MicrobatchTokens,
     costs: CostModel,
     alternate: bool = True,
@@ -35,22 +43,38 @@ def training_problem(
 ) -> FusionProblem:
     """One mini-batch on one fused group, without a memory cap; backwards of the models in `split` in two parts.
 
-    Times are for samples of mean `lengths`, in ticks of TICK_SECONDS: measured where `costs` is a ProfiledCost, else
+    What a stage computes reaches the next one a `transfer` later, by the slowest hop of any model; the sender goes on.
+    Times are for the micro-batches of `drawn`, in ticks of TICK_SECONDS: measured where `costs` is a ProfiledCost, else
     analytic. Activations are for the `longest`, in bytes.
     """
-    each = batch.samples_per_microbatch / len(lengths)
-    outputs = each * sum(lengths.output)
-    micro = MicrobatchTokens(each * sum(lengths.prompt) + outputs, batch.samples_per_microbatch, outputs)
-    stages, layouts = {}, {}
-    for task in TRAINED:
-        if task not in analytic:
-            continue
-        model, cost = dict(TASK_ROLES)[task], analytic[task]
-        if isinstance(costs, ProfiledCost):
-            times = costs.stage_costs(model, cost, micro, TICK_SECONDS, model in split)
-        else:
-            times = cost.stage_costs(micro, TICK_SECONDS, model in split)
-        most = cost.stage_costs(longest, split=model in split)
-        held = dict(activation=most.activation, weight_activation=most.weight_activation)
-        layouts[model], stages[model] = cost.layout, replace(times, **held)
-    return fused_problem(layouts, batch.actor_microbatches, stages, alternate=alternate)
+    trained = {dict(TASK_ROLES)[task]: analytic[task] for task in TRAINED if task in analytic}
+    layouts: dict[str, ParallelLayout] = {model: cost.layout for model, cost in trained.items()}
+    stages: dict[str, StageCosts] = {}
+    shape, transfer = fused_shape(layouts, alternate), 0
+    for model, cost in trained.items():
+        micro = equal_microbatch(drawn, batch, shape.share(model))
+        transfer = max(transfer, transfer_ticks(cost, micro))
+        stages[model] = stage_costs(model, cost, micro, longest, costs, model in split)
+    return replace(fused_problem(layouts, batch.actor_microbatches, stages, alternate=alternate), transfer=transfer)
+
+
+def transfer_ticks(cost: AnalyticCost, micro: MicrobatchTokens) -> int:
+    """Of a hidden state to the next stage."""
+    return round(cost.send_seconds(micro.tokens) / TICK_SECONDS)
+
+
+def stage_costs(
+    model: str,
+    cost: AnalyticCost,
+    micro: MicrobatchTokens,
+    longest: MicrobatchTokens,
+    costs: CostModel | None,
+    split: bool = False,
+) -> StageCosts:
+    """Of a model's stages: times for `micro`, activations for `longest`, as in `training_problem`."""
+    if isinstance(costs, ProfiledCost):
+        times = costs.stage_costs(model, cost, micro, TICK_SECONDS, split)
+    else:
+        times = cost.stage_costs(micro, TICK_SECONDS, split)
+    most = cost.stage_costs(longest, split=split)
+    return replace(times, activation=most.activation, weight_activation=most.weight_activation)

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from rlhfuse.base.files import write_json, write_text
 from rlhfuse.checkpoint.checkpoint import is_finished
-from rlhfuse.config.device_defaults import is_for_gpus, resolve_device
+from rlhfuse.config.device_defaults import is_for_gpus, resolve_device, without_shared_graphs
 from rlhfuse.config.load import dump_config
 from rlhfuse.config.role import Role
 from rlhfuse.config.rules import check_config, idle_settings
@@ -54,7 +54,7 @@ def dry_run(config: RunConfig, world_size: int | None) -> int:
     print("\n".join((start_line(inputs), prompts_line(inputs), *inputs.notes)))
     if idle := idle_settings(config):
         print(idle)
-    print(sharing_line(config), end="")
+    print(sharing_line(inputs.config), end="")
     print(make_plan(inputs.draft).report.render())
     return 0
 
@@ -127,8 +127,7 @@ def with_device(config: RunConfig, planned: bool = False) -> RunConfig:
     follows from the device.
 
     Plan and run must be about the same device; what is only `planned` may be for GPUs that trainer.hardware names, on a
-    machine without. Ranks that share a GPU under tensor parallelism capture no graphs: what they add up passes through
-    the host.
+    machine without.
     """
     trainer, gpu = config.trainer, torch.cuda.is_available()
     if trainer.device == "auto":
@@ -137,9 +136,7 @@ def with_device(config: RunConfig, planned: bool = False) -> RunConfig:
         trainer = trainer.with_(hardware=GPU_NAMES.get(torch.cuda.get_device_name()) or "auto")
     config = resolve_device(config.with_(trainer=trainer))
     check_config(config)
-    if trainer.share_gpu and ParallelLayout.parse(config.parallel.generation).tp > 1:
-        config = config.with_(rollout={"cuda_graphs": False})
-    return config
+    return without_shared_graphs(config)
 
 
 def check_arithmetic(draft: PlanDraft) -> None:
@@ -195,7 +192,7 @@ def agree_on_plan(inputs: RunInputs, run_dir: Path, rank: int, device: Device) -
             plan = make_plan(inputs.draft)
             write_start(run_dir, inputs.config, plan)
             print(start_line(inputs), flush=True)
-            if idle := idle_settings(inputs.config):
+            if idle := idle_settings(inputs.draft.asked):
                 print(idle)
             print(f"run directory: {run_dir}")
             print(f"device: {device.torch_device} ({device.backend}), {prompts_line(inputs)}")

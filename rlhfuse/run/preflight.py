@@ -14,22 +14,24 @@ from pathlib import Path
 from typing import Any
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.checkpoint.checkpoint import METRICS, Checkpoint, checkpoints_in, find_checkpoint
+from rlhfuse.checkpoint.checkpoint import METRICS, Checkpoint, check_resumed, checkpoints_in, find_checkpoint
 from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.checkpoint.contents import contents_of
-from rlhfuse.config.device_defaults import resolve_device
+from rlhfuse.config.auto_layouts import searched_keys
+from rlhfuse.config.device_defaults import resolve_device, without_shared_graphs
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig, TrainerConfig
-from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO, LARGEST
 from rlhfuse.data.prompts import Prompt, PromptSet, load_prompts
 from rlhfuse.data.reward_function import RewardFunction
 from rlhfuse.decisions.batch_cut import resolve_batch
-from rlhfuse.decisions.layouts import check_layouts
+from rlhfuse.decisions.layouts import check_given_layouts, check_layouts, inference_layout
 from rlhfuse.models.hf import check_checkpoint, resolve_checkpoint
 from rlhfuse.models.tokenizer import load_tokenizer, resolve_tokens
 from rlhfuse.models.transformer_engine import choose_layers
 from rlhfuse.planning.draft import PlanDraft, draft_plan
+from rlhfuse.planning.search.resolve import StoredLayouts, resolve_layouts
 from rlhfuse.run.rank_models import ModelFolders
 
 
@@ -38,7 +40,7 @@ class RunInputs:
     """The inputs of a run that can be planned and fits; the plan itself is made from `draft`."""
 
     draft: PlanDraft
-    notes: tuple[str, ...]  # on tokens, for people
+    notes: tuple[str, ...]  # on layouts that were auto, and on tokens, for people
     models: ModelFolders
     tokenizer: Any
     prompts: PromptSet
@@ -69,12 +71,15 @@ def check_inputs(config: RunConfig, world_size: int, dry: bool = False) -> RunIn
     tokenizer = run_tokenizer(config, models.specs[Role.ACTOR])
     specs, notes = resolve_tokens(config, models.paths, models.specs, tokenizer, required=not dry)
     models = replace(models, specs=specs)
-    _check_inference_layouts(config)
+    inference_layout(config)
     _check_before_prompts(config, specs, world_size)
     asked = config
     config, prompts, val_prompts = resolve_prompts(config, specs, tokenizer)
     if config.reward.function:
         config = check_reward_function(config, (*prompts.prompts, *val_prompts.prompts))
+    resume = find_checkpoint(config)
+    layouts = resolve_layouts(config, specs, world_size, _stored(resume))
+    config = without_shared_graphs(layouts.config)
     draft = draft_plan(config, specs, world_size, asked=asked)
     for role in config.roles():
         check_checkpoint(models.paths[role], specs[role], role.scalar_head, role.fresh_head)
@@ -84,7 +89,16 @@ def check_inputs(config: RunConfig, world_size: int, dry: bool = False) -> RunIn
     blocks = asked.rollout.kv_blocks_per_instance  # what memory leaves may change from start to start, too
     compared = compared.with_(rollout={"kv_blocks_per_instance": blocks})
     facts = RunCompatibility.of(compared, specs, draft.tasks, world_size, tokenizer.get_vocab(), contents)
-    return RunInputs(draft, notes, models, tokenizer, prompts, val_prompts, facts, find_checkpoint(config, facts))
+    if resume:
+        check_resumed(resume, config, facts)
+    return RunInputs(draft, (*layouts.lines, *notes), models, tokenizer, prompts, val_prompts, facts, resume)
+
+
+def _stored(checkpoint: Checkpoint | None) -> StoredLayouts | None:
+    if checkpoint is None:
+        return None
+    facts = checkpoint.manifest.facts
+    return StoredLayouts(str(checkpoint.folder), facts.world_size, facts.layouts)
 
 
 def run_tokenizer(config: RunConfig, actor: ModelSpec) -> Any:
@@ -209,17 +223,11 @@ def _check_layers(trainer: TrainerConfig, specs: Mapping[Role, ModelSpec]) -> No
     choose_layers(trainer.transformer_impl, place, trainer.dtype, heads)
 
 
-def _check_inference_layouts(config: RunConfig) -> None:
-    rows = {f"{role}_inference": getattr(config.parallel, f"{role}_inference") for role in config.scorers()}
-    if len({str(ParallelLayout.parse(text)) for text in rows.values()}) > 1:
-        told = ", ".join(f"parallel.{name}={text}" for name, text in rows.items())
-        raise InputError(f"{told}: different layouts of these are not yet runnable; set parallel.inference alone")
-
-
 def _check_before_prompts(config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int) -> None:
     """What holds for samples of any length, before prompts are read, which takes a while."""
     shortest = config.with_(data={"max_prompt_tokens": 1}, rollout={"max_response_tokens": 1})
-    check_layouts(resolve_batch(shortest), specs, world_size)
+    check = check_given_layouts if searched_keys(config) else check_layouts
+    check(resolve_batch(shortest), specs, world_size)
 
 
 def check_output(config: RunConfig) -> None:

@@ -36,9 +36,10 @@ from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.run.iteration_metrics import lengths_of
 from rlhfuse.run.time_budget import TimeBudget
 from rlhfuse.simulator.instances import InstanceLimits
-from rlhfuse.simulator.iteration import BatchSimulation, fusion_limits
+from rlhfuse.simulator.iteration import fusion_limits
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.threshold import Threshold, predicted_seconds, sweep_threshold
+from rlhfuse.simulator.seconds import gen_infer_seconds
+from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 
 RECENT_ITERATIONS = 4
 LOOK_SHARE = 0.01  # of the time may go into simulating R_t again
@@ -165,7 +166,7 @@ class ThresholdController:
         found = sweep_threshold(list(self._lengths), *setting, least=least)
         if self.threshold < least:
             return found.threshold, found.explain()
-        seconds = predicted_seconds([BatchSimulation(lengths, *setting) for lengths in self._lengths], self.threshold)
+        seconds = gen_infer_seconds(list(self._lengths), *setting, (self.threshold,))[self.threshold].total
         chosen, gain = with_hysteresis(found, self.threshold, seconds), f"{seconds / found.fused_seconds - 1:.1%}"
         if chosen == self.threshold:
             return chosen, f"the best, {found.threshold}, would gain {gain}"

@@ -23,6 +23,7 @@ from rlhfuse.config.role import SCORING_ORDER, Role
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.data.sampler import PromptSampler, prompt_groups, sample_id
+from rlhfuse.decisions.balance import cut_minibatches
 from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.fusion.inter.inference import Scorer
 from rlhfuse.fusion.inter.inter_stage import InterStage
@@ -42,7 +43,6 @@ from rlhfuse.parallel.whole_weights import WholeWeights
 from rlhfuse.planning.run_plan import RunPlan
 from rlhfuse.ppo.adaptive import KLController, RunningMoments
 from rlhfuse.ppo.advantage import add_advantages
-from rlhfuse.ppo.balance import cut_minibatches
 from rlhfuse.ppo.rollout import RolloutBatch, given
 from rlhfuse.ppo.token_rewards import add_token_rewards, combine_rewards, sample_kl
 from rlhfuse.run.evaluation import BestScore, Evaluation, Evaluator

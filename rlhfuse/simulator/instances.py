@@ -264,6 +264,16 @@ def start_instances(
     lengths: SampleLengths, instances: int, costs: CostModel, limits: InstanceLimits
 ) -> list[InstanceRun]:
     """One run per instance at time 0, its share of the samples waiting. Raises InputError for too long ones."""
+    check_lengths(lengths, instances, limits)
+    shares = split_samples(len(lengths), instances)
+    return [
+        InstanceRun((SimulatedSequence(i, lengths.prompt[i], lengths.output[i]) for i in share), costs, limits)
+        for share in shares
+    ]
+
+
+def check_lengths(lengths: SampleLengths, instances: int, limits: InstanceLimits) -> None:
+    """Raise InputError without an instance, and for samples that are longer than the limits say."""
     if instances < 1:
         raise InputError(f"{instances} generation instances; at least 1 is needed")
     if max(lengths.prompt) > limits.max_prompt_tokens or max(lengths.output) > limits.max_output_tokens:
@@ -271,8 +281,3 @@ def start_instances(
             f"lengths up to {max(lengths.prompt)} + {max(lengths.output)} tokens exceed the run's "
             f"{limits.max_prompt_tokens} + {limits.max_output_tokens}; clip them first"
         )
-    shares = split_samples(len(lengths), instances)
-    return [
-        InstanceRun((SimulatedSequence(i, lengths.prompt[i], lengths.output[i]) for i in share), costs, limits)
-        for share in shares
-    ]

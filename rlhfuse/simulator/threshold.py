@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from pydantic import ConfigDict, NonNegativeInt
 
 from rlhfuse.base.errors import InputError
@@ -17,8 +16,8 @@ from rlhfuse.base.json_values import from_json, read_json
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.decisions.migration import destination_count
 from rlhfuse.simulator.instances import InstanceLimits
-from rlhfuse.simulator.iteration import BatchSimulation
 from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.seconds import gen_infer_seconds
 
 SWEEP_PERCENT = tuple(range(0, 100, 5))
 FLAT = 0.01  # R_t predicted within this part of the best are as good as it
@@ -116,12 +115,21 @@ def sweep_threshold(
     samples = len(batches[0])
     if any(len(batch) != samples for batch in batches):
         raise InputError(f"batches of {sorted({len(b) for b in batches})} samples; a sweep needs equal sizes")
-    simulations = [BatchSimulation(batch, instances, costs, limits) for batch in batches]
     ratios: dict[int, float] = {}  # of a small batch, several percentages are the same number: the least counts
     for percent in SWEEP_PERCENT if instances > 1 else (0,):
         ratios.setdefault((samples * percent + 50) // 100, percent / 100)
-    falling = [_point(simulations, threshold, ratio) for threshold, ratio in reversed(ratios.items())]
-    points = {point.threshold: point for point in reversed(falling)}  # large R_t come first in time: simulated so
+    seconds = gen_infer_seconds(batches, instances, costs, limits, tuple(ratios))
+    points = {
+        threshold: SweepPoint(
+            ratio=ratio,
+            threshold=threshold,
+            destinations=_destinations(threshold, instances, limits),
+            fused_seconds=seconds[threshold].total,
+            generation_seconds=seconds[threshold].generation,
+            migration_seconds=seconds[threshold].migration,
+        )
+        for threshold, ratio in ratios.items()
+    }
     allowed = [point for point in points.values() if point.threshold >= least] or list(points.values())
     best = middle_of_best(allowed)
     every = SampleLengths(sum((b.prompt for b in batches), ()), sum((b.output for b in batches), ()))
@@ -155,24 +163,9 @@ def middle_of_best(points: Sequence[SweepPoint]) -> SweepPoint:
     return points[(low + high) // 2]
 
 
-def predicted_seconds(simulations: Sequence[BatchSimulation], threshold: int) -> float:
-    """Mean seconds of generation and inference over the batches."""
-    return float(np.mean([batch.timeline(threshold).total_seconds for batch in simulations]))
-
-
-def _point(simulations: Sequence[BatchSimulation], threshold: int, ratio: float) -> SweepPoint:
-    lines = [batch.timeline(threshold) for batch in simulations]
-    limits, instances = simulations[0].limits, simulations[0].instances
+def _destinations(threshold: int, instances: int, limits: InstanceLimits) -> int:
     sizes = limits.bs_max, limits.sample_kv_bytes, limits.kv_capacity_bytes
-    count = destination_count(threshold, *sizes, instances) if threshold else 0
-    return SweepPoint(
-        ratio=ratio,
-        threshold=threshold,
-        destinations=count,
-        fused_seconds=float(np.mean([line.total_seconds for line in lines])),
-        generation_seconds=float(np.mean([line.generation_seconds for line in lines])),
-        migration_seconds=float(np.mean([line.migration_seconds for line in lines])),
-    )
+    return destination_count(threshold, *sizes, instances) if threshold else 0
 
 
 def load_threshold(path: str | Path) -> Threshold:

@@ -151,6 +151,7 @@ TRAINER = dict(
     keep_checkpoints=AT_LEAST_1,
     seed=((0, 2**63 - 1), (-1, 2**63)),
     memory_limit_gb=REAL_0,
+    host_memory_gb=REAL_0,
     peak_tflops=REAL_0,
     threads_per_rank=PROCESSES,
     watchdog_seconds=SECONDS,
@@ -170,6 +171,7 @@ GROUPS = {
     "trainer": TRAINER,
     "reward": REWARD,
     "data": dict(max_prompt_tokens=AT_LEAST_1),
+    "parallel": dict(headroom=((0.0, 0.9999999), (-TINY, 1.0))),
 }
 LIMITS = {f"{group}.{name}": row for group, rows in GROUPS.items() for name, row in rows.items()}
 

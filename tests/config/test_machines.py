@@ -1,16 +1,21 @@
 """Machines of several kinds: how they are written, what a task on some of them can count on, and what is refused."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.device_defaults import is_for_gpus
+from rlhfuse.config.machines import Machines
 from rlhfuse.config.settings import TrainerConfig
 from rlhfuse.config.spec import HardwareSpec
 from rlhfuse.costs.hardware import hardware_by_name, known_hardware, machines_by_name
 
 KNOWN = known_hardware()
+WORSE_IF_MORE = {
+    *("launch_seconds", "decode_layer_seconds", "call_seconds", "collective_seconds", "cross_collective_seconds"),
+    *("step_waiting", "process_bytes", "communicator_bytes", "channel_bytes", "host_process_bytes"),
+}
 
 
 def test_a_list_is_the_worst_of_its_kinds_on_all_ranks_and_its_own_kind_on_few():
@@ -30,8 +35,17 @@ def test_no_rate_of_a_mixture_is_better_than_of_any_of_its_kinds():
         for field in fields(HardwareSpec):
             for kind in kinds if field.name != "name" else ():
                 mine, theirs = getattr(mixed, field.name), getattr(KNOWN[kind], field.name)
-                is_floor = field.name.endswith("_seconds") or field.name == "process_bytes"
-                assert mine >= theirs if is_floor else mine <= theirs, field.name
+                assert mine >= theirs if field.name in WORSE_IF_MORE else mine <= theirs, field.name
+
+
+def test_each_number_of_a_mixture_is_the_worse_one():
+    """Of two machines of which the second has twice as much of everything, either way round."""
+    numbers = [field.name for field in fields(HardwareSpec) if field.name not in ("name", "switch_sums")]
+    one = replace(KNOWN["h100"], **{name: 8 for name in numbers}, switch_sums=False)
+    other = replace(one, name="other", **{name: 16 for name in numbers}, switch_sums=True)
+    for kinds in ([(one, 16), (other, 16)], [(other, 16), (one, 16)]):
+        mixed = Machines.of(kinds, 32).whole()
+        assert {name for name in numbers if getattr(mixed, name) == 16} == WORSE_IF_MORE and not mixed.switch_sums
 
 
 def test_one_kind_is_that_kind_whether_counted_or_not():

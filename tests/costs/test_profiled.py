@@ -14,9 +14,9 @@ from rlhfuse.base.files import write_json
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import RewardCost
-from rlhfuse.costs.files import load_costs
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.hardware import hardware_by_name
+from rlhfuse.costs.profile_files import load_costs
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids
 from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.run.profiling.points import powers_of_two

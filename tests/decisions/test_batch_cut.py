@@ -55,3 +55,14 @@ def test_the_former_default_where_it_runs_and_else_what_does(layouts):
         choices = [range(1, 41) if fixed == AUTO else (fixed,) for fixed in given]
         if not runs(found):
             assert not any(runs(run(samples, layouts, *pair)) for pair in product(*choices)), (samples, given)
+
+
+def test_beside_layouts_that_are_auto_minibatches_follow_from_samples_and_given_rows_alone():
+    opened = run(64, ("auto", "auto"), AUTO, AUTO)
+    found = resolve_batch(opened)
+    assert (found.algorithm.minibatches, found.fusion.actor_microbatches) == (4, AUTO)
+    for layouts in PIPELINES[:4]:
+        assert resolve_batch(run(64, layouts, AUTO, AUTO)).algorithm.minibatches == 4, "as with layouts that are given"
+    assert resolve_batch(run(6, ("auto", "auto"), AUTO, AUTO)).algorithm.minibatches == 1
+    assert resolve_batch(run(64, ("auto", "d4t1p1"), 2, 8)) == run(64, ("auto", "d4t1p1"), 2, 8)
+    assert resolve_batch(run(8, ("d4t1p1", "auto"), AUTO, AUTO)).algorithm.minibatches == 2

@@ -10,7 +10,14 @@ from four_ranks import SPECS, TINY, config
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.device_defaults import resolve_device
-from rlhfuse.decisions.layouts import batch_arithmetic, check_layouts
+from rlhfuse.decisions.batch_cut import resolve_batch
+from rlhfuse.decisions.layouts import (
+    batch_arithmetic,
+    check_given_layouts,
+    check_layouts,
+    inference_layout,
+    planned_world_size,
+)
 
 
 def test_a_good_table_and_its_batch():
@@ -195,3 +202,52 @@ def test_stop_tokens_are_ids_that_every_model_has():
     assert check_layouts(config(rollout__stop_token_ids=(399,)), specs, 4)
     with pytest.raises(InputError, match=re.escape("rollout.stop_token_ids=[3, 400]: 400 is not an id in [0, 400)")):
         check_layouts(config(rollout__stop_token_ids=(3, 400)), specs, 4)
+
+
+@pytest.mark.parametrize(
+    "world_size, keys, message",
+    [
+        (8, {}, "parallel.generation=d4t1p1: dp(4) * tp(1) * pp(1) = 4 != world_size(8); or auto, as other layouts"),
+        (4, {"generation": "d2t1p2"}, "parallel.generation=d2t1p2: pp(2) != 1"),
+        (4, {"reference_inference": "d2t2p1"}, "reference_inference=d2t2p1: generation tp(1) % tp(2) = 1"),
+        (4, {"critic_train": "d1t1p4", "generation": "d1t3p1"}, "parallel.generation=d1t3p1: dp(1)"),
+        (4, {"critic_train": "d2t1p1@0-1"}, "critic_train on ranks 0-1 of 4 is not yet runnable"),
+        (4, {"actor_train": "d1t4p1", "critic_train": "d4t1p1", "generation": "auto"}, "pp(1) % s(4) = 1, must be 0"),
+    ],
+)
+def test_rows_beside_an_auto_are_held_against_world_models_and_each_other(world_size, keys, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        keys = {f"parallel__{row}": layout for row, layout in ({"actor_train": "auto"} | keys).items()}
+        made = config(**keys)
+        check_given_layouts(resolve_batch(made), SPECS, world_size)
+
+
+def test_a_table_with_an_auto_is_no_table_yet():
+    made = resolve_batch(config(parallel__actor_train="auto", fusion__actor_microbatches="auto"))
+    assert [task.name for task in check_given_layouts(made, SPECS, 4)][-1] == "critic_train"
+    with pytest.raises(InputError, match="parallel.actor_train=auto: no layouts are searched here"):
+        check_layouts(made, SPECS, 4)
+    with pytest.raises(InputError, match="trainer.recompute=auto: no layouts are searched here"):
+        check_layouts(config(trainer__recompute="auto"), SPECS, 4)
+
+
+def test_models_that_score_have_one_layout():
+    assert inference_layout(config()) == "d4t1p1"
+    rows = {f"parallel__{role}_inference": "auto" for role in ("reference", "reward", "critic")}
+    assert inference_layout(config(**rows)) == "auto"
+    assert inference_layout(config(**rows | {"parallel__reward_inference": "d2t2p1"})) == "d2t2p1"
+    with pytest.raises(InputError, match="parallel.reward_inference=d2t2p1.*: different layouts of these are not yet"):
+        inference_layout(config(parallel__reward_inference="d2t2p1", parallel__critic_inference="auto"))
+
+
+def test_the_number_of_ranks_is_that_of_a_layout_that_is_given(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    made = config(parallel__actor_train="auto")
+    assert planned_world_size(made, None) == 4 and planned_world_size(made, 8) == 8
+    rows = ("actor_train", "critic_train", "generation", *(f"{r}_inference" for r in ("reference", "reward", "critic")))
+    nothing = config(**{f"parallel__{row}": "auto" for row in rows})
+    assert planned_world_size(nothing, 2) == 2
+    with pytest.raises(InputError, match="parallel.actor_train=auto: the number of ranks is not known; start under"):
+        planned_world_size(nothing, None)
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert planned_world_size(nothing, None) == 16

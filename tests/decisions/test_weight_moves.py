@@ -11,16 +11,17 @@ from hypothesis import strategies as st
 from rlhfuse.config.role import Role
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.hardware import hardware_by_name
+from rlhfuse.decisions.layout_moves import layout_moves
 from rlhfuse.decisions.layouts import Task, training_layouts
 from rlhfuse.decisions.shards import Shard, model_shards, tensor_segments
 from rlhfuse.decisions.weight_moves import (
     Traffic,
     Transfer,
     in_buckets,
-    layout_moves,
     minimum_across,
     move_seconds,
     plan_moves,
+    shards_of_move,
 )
 from rlhfuse.schedule.ir.ranks import plain_cells, rank_map
 
@@ -187,6 +188,9 @@ def test_moves_of_a_run():
     whole = sum(s.bytes for s in model_shards(SPEC, ParallelLayout(1, 1, 1), (((0,),),), 4))
     assert actor.traffic.across == whole  # half of it to each node; norms too, which both tensor ranks hold, once
     assert critic.traffic.across == 0 and 0 < critic.seconds < 1
+    has, wants = shards_of_move(tasks, ranks, {"actor": SPEC, "critic": SPEC}, 4, Role.CRITIC)
+    held = sum(shard.bytes for shard in wants if shard.rank == 0)  # goes on to host memory
+    assert critic.seconds == move_seconds(plan_moves(has, wants, 8), machine, 8) + held / machine.host_bandwidth
     alone = layout_moves(tuple(t for t in tasks if t.role == "actor"), ranks, {"actor": SPEC}, 4, machine)
     assert [move.model for move in alone] == ["actor"]
 

@@ -40,7 +40,8 @@ def budget(limit: float, hardware: str = "h100", inference: int = 9, graphs: int
         for place, trained in enumerate((4, 2))
     )
     generation = GenerationMemory(3 * GB, 5 * GB, graphs * GB)
-    return MemoryBudget(kinds, hardware_by_name(hardware), limit, "of a test", 100.0, generation)
+    machine = replace(hardware_by_name(hardware), process_bytes=0)
+    return MemoryBudget(kinds, machine, limit, "of a test", 100.0, generation)
 
 
 def test_what_stays_is_in_every_phase_once():

@@ -134,6 +134,11 @@ def test_one_rank_stands_for_each_combination_of_stages(run_yaml):
     assert len(distinct_ranks(rehearsal_draft(load_config(run_yaml, layouts), 16))) == 4
 
 
+def test_layouts_that_are_auto_are_rehearsed_as_every_rank_chooses_them(run_yaml):
+    drafts = [rehearsal_draft(load_config(run_yaml, ["parallel=auto"]), 16) for _ in range(2)]
+    assert drafts[0].tasks == drafts[1].tasks and {task.layout.size for task in drafts[0].tasks} == {16}
+
+
 @pytest.mark.parametrize(
     "arguments, complaint",
     [

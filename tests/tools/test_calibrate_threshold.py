@@ -85,6 +85,7 @@ def test_bad_input_exits_2_and_leaves_no_file(run_yaml, lengths_csv, tmp_path, t
         (("--plot", "curve.bmp"), "--plot curve.bmp"),
         (("--plot", str(tmp_path / "none/curve.png")), "does not exist"),
         (("fusion.threshold=65",), "fusion.threshold=65 > 64 samples of one iteration"),
+        (("parallel=auto",), "parallel.generation=auto: R_t is simulated for layouts that are known"),
     ):
         assert message in refused(tool, capsys, *base, *args)
         assert not out.exists() and not list(tmp_path.glob("*.tmp"))

@@ -53,6 +53,22 @@ def test_the_length_of_prompts_is_read_off_them(run_yaml, tmp_path):
     assert plan["limits"]["max_prompt_tokens"] == 5 and "the longest prompt" in plan["reasons"][0]
 
 
+def test_layouts_that_are_auto_are_searched_and_told(run_yaml, tmp_path):
+    words = ("--config", run_yaml, "--json", "fusion.intra_stage=false", "parallel=auto", "--world-size", "4")
+    done = program(*words, "fusion.actor_microbatches=auto")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    layouts = {task["name"]: task["layout"] for task in plan["tasks"]}
+    chosen = next(line for line in done.stderr.splitlines() if line.startswith("layouts of the search: "))
+    assert f"generation={layouts['generation']} " in chosen and f"actor_train={layouts['actor_train']} " in chosen
+    assert f"actor_microbatches={plan['batch']['actor_microbatches']}" in chosen
+    assert not any("actor_microbatches = " in reason for reason in plan["reasons"]), "not by the rule"
+    assert "lengths of the search: assumed" in done.stderr
+    (tmp_path / "past.csv").write_text("output_tokens\n3\n40\n")
+    done = program(*words, "--lengths", f"{tmp_path}/past.csv")
+    assert f"2 samples of parallel.lengths={tmp_path}/past.csv" in done.stderr
+
+
 @pytest.mark.parametrize(
     "args, env, message",
     [
@@ -63,6 +79,8 @@ def test_the_length_of_prompts_is_read_off_them(run_yaml, tmp_path):
         (("actor.path=/none",), {}, "/none/config.json is missing"),
         (("trainer.hardware=b200",), {}, "hardware 'b200' is not known"),
         (("--lengths", "none.csv"), {}, "none.csv does not exist"),
+        (("parallel=auto",), {}, "parallel.actor_train=auto: the number of ranks is not known; start under torchrun"),
+        (("parallel=auto", "parallel.generation=d2t1p1", "--world-size", "4"), {}, "parallel.generation=d2t1p1: dp(2)"),
         (("data.max_prompt_tokens=auto",), {}, "has no tokenizer files; set actor.tokenizer to a folder that has them"),
         (("data.max_prompt_tokens=auto",), {}, "=auto is read off the prompts: "),
     ],

@@ -18,6 +18,7 @@ from torch import Tensor
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.decisions.balance import cut_microbatches
 from rlhfuse.fusion.intra.dry_run import dry_run
 from rlhfuse.fusion.intra.executor import PipelineParts, PipelineWork, ProgramExecutor
 from rlhfuse.fusion.intra.p2p import Channels
@@ -27,7 +28,6 @@ from rlhfuse.models.stage import LossFunction, PackedTokens, TrainingStage
 from rlhfuse.parallel.collectives import all_gather_objects
 from rlhfuse.parallel.groups import ModelGrid
 from rlhfuse.parallel.optimizer import ModelOptimizer, StepResult
-from rlhfuse.ppo.balance import cut_microbatches
 from rlhfuse.ppo.losses import Stats, add_stats, kl_loss_sum, policy_loss_sum, value_loss_sum
 from rlhfuse.ppo.rollout import RolloutBatch
 from rlhfuse.schedule.ir.action import Action, Kind

@@ -4,6 +4,7 @@ each with seconds of an iteration and bytes of a rank."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import fmean
 
 from rlhfuse.config.role import Role
 from rlhfuse.config.spec import HardwareSpec
@@ -14,7 +15,8 @@ from rlhfuse.planning.draft import instance_limits, kv_blocks
 from rlhfuse.planning.meshes.problem import Option
 from rlhfuse.planning.meshes.run_work import RunWork
 from rlhfuse.simulator.instances import InstanceLimits
-from rlhfuse.simulator.iteration import simulate_gen_infer
+from rlhfuse.simulator.lengths import SampleLengths
+from rlhfuse.simulator.seconds import gen_infer_seconds
 
 CACHES = (1, 2, 4, 8)  # of the cache that has room for all samples at full length: the whole, a half, ...
 
@@ -22,7 +24,10 @@ CACHES = (1, 2, 4, 8)  # of the cache that has room for all samples at full leng
 def generation_options(
     work: RunWork, ranks: int, hardware: HardwareSpec, world_size: int, room: float
 ) -> Iterator[Option]:
-    """By the simulation of one batch without migration; what is larger than `room` is left out."""
+    """By simulation without migration, mean over the batches; what is larger than `room` is left out.
+
+    Less memory is never priced as faster, though its order of admissions may be luckier, as in a plan's price.
+    """
     rollout = work.config.rollout
     for layout in work.layouts("generation", ranks, hardware.devices_per_node):
         cost = work.cost("generation", layout, hardware)
@@ -32,54 +37,69 @@ def generation_options(
         if hardware.name != "cpu":
             passing += cost.rotation_bytes(cost.spec.context)
             passing += cost.prefilling_bytes(drawing, drawing) if rollout.cuda_graphs else 0
-        fetch, known = _fetch_seconds(cost, world_size), {}
-        for limits in _caches(work, cost):
-            need = passing + limits.kv_capacity_bytes / layout.tp
-            if need > room:
+        caches = [(limits, passing + limits.kv_capacity_bytes / layout.tp) for limits in _caches(work, cost)]
+        if min(need for _, need in caches) > room:
+            continue
+        most, fetch, known = _most_tokens(work, layout.dp), _fetch_seconds(cost, world_size), {}
+        for limits, need in caches:
+            if known and need > room:  # the first is simulated even so: what others are held to
                 continue
-            tokens = min(limits.kv_capacity_tokens, _most_tokens(work, layout.dp))  # more are never used
+            tokens = min(limits.kv_capacity_tokens, most)  # more are never used
             if tokens not in known:
-                batch = work.lengths, layout.dp, JobCost(cost, ()), limits
-                known[tokens] = simulate_gen_infer(*batch, threshold=0).generation_seconds
-            yield Option(layout, known[tokens], 0.0, need, fetch, f"KV of {limits.kv_capacity_tokens} tokens")
+                simulated = gen_infer_seconds(work.drawn.batches, layout.dp, JobCost(cost, ()), limits, [0])[0]
+                known[tokens] = max([simulated.generation, *known.values()])
+            if need <= room:
+                yield Option(layout, known[tokens], 0.0, need, fetch, f"KV of {limits.kv_capacity_tokens} tokens")
 
 
 def scoring_options(
     work: RunWork, task: str, ranks: int, hardware: HardwareSpec, world_size: int, room: float
 ) -> Iterator[Option]:
     """Of one model: its weights come from the host, the critic's from its training first; replicas share the batch by
-    tokens and score in packs."""
+    tokens and score in packs; mean over the batches."""
     budget = work.config.rollout.max_batched_tokens
     for layout in work.layouts(task, ranks, hardware.devices_per_node):
         cost = work.cost(task, layout, hardware)
-        need = cost.weights_bytes() + cost.scoring_bytes(budget) + cost.rotation_bytes(max(work.tokens))
+        need = cost.weights_bytes() + cost.scoring_bytes(budget)
+        need += cost.rotation_bytes(work.longest_microbatch(1).tokens)
         if need > room:
             continue
-        costs, seconds = JobCost(cost, (cost,), output_share=work.output_share), 0.0
-        for share in deal(work.tokens, layout.dp):
-            own = [work.tokens[sample] for sample in share]
-            packs = scoring_packs(own, 1, budget)
-            seconds = max(seconds, sum(costs.score_seconds(sum(own[i] for i in pack), len(pack)) for pack in packs))
+        costs = JobCost(cost, (cost,), output_share=work.output_share)
+        seconds = fmean(_scored_seconds(batch, layout.dp, costs, budget) for batch in work.drawn.batches)
         loaded, fetch = costs.swap_in_seconds(), 0.0
         if task == f"{Role.CRITIC}_inference":
             loaded, fetch = 0.0, 2 * loaded + _fetch_seconds(cost, world_size)  # rests on the host until then
         yield Option(layout, loaded + seconds, 0.0, need, fetch)
 
 
+def _scored_seconds(batch: SampleLengths, replicas: int, costs: JobCost, budget: int) -> float:
+    """Of the slowest replica."""
+    tokens, slowest = [prompt + output for prompt, output in zip(batch.prompt, batch.output)], 0.0
+    for share in deal(tokens, replicas):
+        own = [tokens[sample] for sample in share]
+        packs = scoring_packs(own, 1, budget)
+        slowest = max(slowest, sum(costs.score_seconds(sum(own[i] for i in pack), len(pack)) for pack in packs))
+    return slowest
+
+
 def _caches(work: RunWork, cost: AnalyticCost) -> Iterator[InstanceLimits]:
     """Of one instance, from the largest; no smaller one than a sample needs."""
-    config, dp = work.config, cost.layout.dp
-    whole, least = kv_blocks(config, dp), kv_blocks(config, len(work.lengths))
+    config, dp, batches = work.config, cost.layout.dp, work.drawn.batches
+    whole, least = kv_blocks(config, dp), kv_blocks(config, config.samples_per_iteration)
     counts = {max(least, -(-whole // part)) for part in CACHES}
     for blocks in sorted({whole} if config.rollout.kv_blocks_per_instance else counts, reverse=True):
         made = config.with_(rollout={"kv_blocks_per_instance": blocks})
-        yield instance_limits(made, cost.spec, dp, JobCost(cost, ()), work.lengths.median_context)
+        yield instance_limits(made, cost.spec, dp, JobCost(cost, ()), batches[0].median_context)
 
 
 def _most_tokens(work: RunWork, instances: int) -> int:
-    """That the fullest instance could hold at once, one more for each sample's next token."""
-    shares = split_samples(len(work.lengths), instances)
-    return max(sum(work.tokens[sample] + 1 for sample in share) for share in shares)
+    """That the fullest instance of any batch could hold at once, one more for each sample's next token."""
+    most = 0
+    for batch in work.drawn.batches:
+        held = [prompt + output + 1 for prompt, output in zip(batch.prompt, batch.output)]
+        shares = split_samples(len(held), instances)
+        most = max(most, *(sum(held[sample] for sample in share) for share in shares))
+    return most
 
 
 def _fetch_seconds(cost: AnalyticCost, world_size: int) -> float:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.machines import Machines
-from rlhfuse.config.spec import HardwareSpec
+from rlhfuse.config.spec import HardwareSpec, ParallelLayout
 from rlhfuse.costs.hardware import machines_by_name
+from rlhfuse.decisions.layouts import TASK_ROLES
 from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning.machine import communicator_bytes
 from rlhfuse.planning.memory import SCORERS, TRAINED, memory_limit
 from rlhfuse.planning.meshes.forward_options import generation_options, scoring_options
 from rlhfuse.planning.meshes.mesh import Mesh, MeshTree, aligned_meshes, split_meshes
 from rlhfuse.planning.meshes.problem import Call, MeshProblem, Option
 from rlhfuse.planning.meshes.run_work import RunWork
 from rlhfuse.planning.meshes.training_options import training_options
+from rlhfuse.schedule.ir.ranks import rank_map
 
 SOURCES = {"generation": "actor_train", "critic_inference": "critic_train"}
 SPLITS = 8  # two blocks divide the ranks at multiples of so large a part of them
@@ -37,7 +40,7 @@ class RunProblem:
         roles = {f"{role}_inference" for role in work.config.scorers()}
         scorers = tuple(task for task in SCORERS if task in roles)
         trainings = tuple(f"{role}_train" for role in work.config.trained())
-        pricer = _Pricer(work, machines)
+        pricer = _Pricer(work, machines, forwards=1 + len(scorers))
         phases = []
         for phase in (("generation",), scorers, tuple(task for task in reversed(TRAINED) if task in trainings)):
             calls = []
@@ -49,11 +52,10 @@ class RunProblem:
 
     @staticmethod
     def of_draft(draft: PlanDraft, told: Callable[[str], None] = lambda what: None) -> RunProblem:
-        """Of a run that has a plan: the same batch, whatever its layouts, and a cache as large as memory allows."""
-        blocks = draft.asked.rollout.kv_blocks_per_instance
-        config = draft.config.with_(rollout={"kv_blocks_per_instance": blocks})
-        machines = machines_by_name(config.trainer.hardware, config.trainer.device, draft.world_size)
-        return RunProblem.of(RunWork.of(config, draft.specs, draft.lengths), machines, told)
+        """Of a run that has a plan: the same batches, whatever its layouts."""
+        trainer = draft.config.trainer
+        machines = machines_by_name(trainer.hardware, trainer.device, draft.world_size)
+        return RunProblem.of(RunWork.of(draft), machines, told)
 
     @property
     def whole(self) -> Mesh:
@@ -126,15 +128,22 @@ def leanest_fastest(options: Iterable[Option], loose: bool) -> tuple[Option, ...
 
 class _Pricer:
     """Options by mesh; of equal meshes they are priced once. What rests on hosts is not counted, even on CPUs, where it
-    shares the ranks' memory."""
+    shares the ranks' memory. What parallel.headroom leaves free counts as needed by every call but generation, whose
+    cache takes what it may have; as in a search of layouts."""
 
-    def __init__(self, work: RunWork, machines: Machines) -> None:
+    def __init__(self, work: RunWork, machines: Machines, forwards: int) -> None:
+        """`forwards`: calls that are no training, for each of which a rank has a communicator at most."""
         self.work, self.machines = work, machines
+        self._talks = machines.ranks > 1 and not work.config.trainer.share_gpu  # else through the host
         self._priced: dict[tuple[str, int, HardwareSpec], tuple[Option, ...]] = {}
         self.memory_bytes: tuple[float, ...] = ()
+        self._headroom: tuple[float, ...] = ()
         for spec, count in machines.kinds:
-            room = memory_limit(work.config, spec, machines.ranks)[0] - spec.process_bytes
+            limit = memory_limit(work.config, spec, machines.ranks)[0]
+            groups = (forwards + 1) * self._talks  # one more for weights on the move
+            room = limit - spec.process_bytes - groups * spec.communicator_bytes
             self.memory_bytes += (room,) * count
+            self._headroom += (limit * work.config.parallel.headroom,) * count
 
     def options(self, task: str, meshes: Sequence[Mesh]) -> dict[Mesh, tuple[Option, ...]]:
         found = {}
@@ -142,15 +151,35 @@ class _Pricer:
             hardware = self.machines.on(mesh.first, mesh.last)
             key = task, mesh.size, hardware
             if key not in self._priced:
-                room = min(self.memory_bytes[mesh.first : mesh.last + 1])
-                self._priced[key] = leanest_fastest(self._all(task, mesh.size, hardware, room), loose=True)
+                self._priced[key] = leanest_fastest(self._fitting(task, mesh, hardware), loose=True)
             found[mesh] = self._priced[key]
         if not any(found.values()):
+            room = max(memory - free for memory, free in zip(self.memory_bytes, self._left_free(task)))
             raise InputError(
                 f"{task} of {self.machines.ranks} ranks of {self.machines.text}: no layout cuts the model and fits "
-                f"into {max(self.memory_bytes) / 1e9:.4g} GB of a rank; use more ranks or larger devices"
+                f"into the {room / 1e9:.4g} GB that a rank has for it; use more ranks or larger devices"
             )
         return found
+
+    def _left_free(self, task: str) -> tuple[float, ...]:
+        """Bytes of each rank."""
+        return self._headroom if task != "generation" else (0.0,) * self.machines.ranks
+
+    def _fitting(self, task: str, mesh: Mesh, hardware: HardwareSpec) -> Iterator[Option]:
+        """With what a rank needs beside models: communicators of a training, and what is to stay free."""
+        ranks = slice(mesh.first, mesh.last + 1)
+        room, free = min(self.memory_bytes[ranks]), min(self._left_free(task)[ranks])
+        for option in self._all(task, mesh.size, hardware, room - free):
+            held = option.held_bytes + (self._communicators(task, option.layout, hardware) if task in TRAINED else 0)
+            if held + option.passing_bytes + free <= room:
+                yield replace(option, held_bytes=held, passing_bytes=option.passing_bytes + free)
+
+    def _communicators(self, task: str, layout: ParallelLayout, hardware: HardwareSpec) -> int:
+        """Bytes of those of a model that trains, as a plan counts them; the group in which weights move is no part."""
+        if not self._talks or layout.size == 1:
+            return 0
+        ranks = rank_map({dict(TASK_ROLES)[task]: layout})
+        return communicator_bytes(hardware, {task: layout}, ranks) - hardware.communicator_bytes
 
     def _all(self, task: str, ranks: int, hardware: HardwareSpec, room: float) -> Iterable[Option]:
         world = self.machines.ranks

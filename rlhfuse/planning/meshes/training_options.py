@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from rlhfuse.config.spec import HardwareSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
@@ -16,28 +17,31 @@ from rlhfuse.planning.memory import RESTING, OptimizerOffload, input_bytes
 from rlhfuse.planning.meshes.problem import Option
 from rlhfuse.planning.meshes.run_work import RunWork, divisors
 
-RECOMPUTE = (False, True)
+RECOMPUTE = ("none", "full")
 
 
-def pipeline_seconds(stages: Sequence[tuple[float, float]], microbatches: int) -> float:
-    """Of one model over stages (forward, backward): each begins when all before it have had the first micro-batch, does
-    all of them, and those before end after it.
+def pipeline_seconds(stages: Sequence[tuple[float, float]], microbatches: int, transfer: float = 0.0) -> float:
+    """Of one model over stages (forward, backward), each a `transfer` from the next: each begins when all before it
+    have had the first micro-batch, does all of them, and those before end after it.
 
-    No order of work is faster (`latency_bound`), and 1F1B is as fast where no stage before the last is slower than it.
+    No order of work is faster (`latency_bound`), and without transfers 1F1B is as fast where no stage before the last
+    is slower than it.
     """
     before = most = 0.0
-    for forward, backward in stages:
-        most = max(most, before + microbatches * (forward + backward))
+    for hops, (forward, backward) in enumerate(stages):
+        way = before + 2 * hops * transfer
+        most = max(most, way + microbatches * (forward + backward))
         before += forward + backward
-    return max(most, before)
+    return max(most, before + 2 * (len(stages) - 1) * transfer)
 
 
 def training_options(work: RunWork, task: str, ranks: int, hardware: HardwareSpec, room: float) -> list[Option]:
     """Those of `actor_train` or `critic_train` that fit into `room` bytes of a rank."""
     found = []
     for layout in work.layouts(task, ranks, hardware.devices_per_node):
-        for recompute in RECOMPUTE:
-            found += _Training(work, replace(work.cost(task, layout, hardware), recompute=recompute)).options(room)
+        for recompute, cut in product(RECOMPUTE, work.cuts):
+            if not cut or layout.tp > 1 or work.cuts == (True,):
+                found += _Training(work, work.cost(task, layout, hardware, recompute, cut)).options(room)
     return found
 
 
@@ -54,10 +58,10 @@ class _Training:
         for microbatches in divisors(int(samples)):
             each = samples / microbatches
             cut = self._cut(each)
-            stages = cut.cost.stage_seconds(self.work.microbatch(each)).of(cut.layers)
-            step = pipeline_seconds(stages, microbatches)
+            step = cut.minibatch_seconds(self.work, microbatches)
             seconds = self.work.optimizer_steps * (step + cut.step_seconds)
             note = f"M{microbatches}" + (", recompute" if self.cost.recompute else "")
+            note += ", sequence parallel" if self.cost.sequence_parallel and len(self.work.cuts) > 1 else ""
             beside, passing = cut.activations(self.work, each, microbatches)
             if offloading != "true" or not on_gpu:
                 held = [sum(parts) for parts in zip(cut.weights, cut.optimizer, beside)]
@@ -105,6 +109,15 @@ class _Cut:
         weights, optimizer = map(cost.weights_bytes, places), map(cost.optimizer_bytes, places)
         gradients, step = map(cost.gradient_bytes, places), cost.optimizer_step_seconds()
         return _Cut(cost, layers, places, tuple(weights), tuple(optimizer), tuple(gradients), step)
+
+    def minibatch_seconds(self, work: RunWork, microbatches: int) -> float:
+        """Without its optimizer step; of micro-batches as the plan draws them. Where ranks share cores a mini-batch
+        takes the work of all at least, as `SharedCores.least_time` says."""
+        layout, cost = self.cost.layout, self.cost
+        micro = work.drawn.microbatch(layout.dp, microbatches, layout.pp)
+        stages = cost.stage_seconds(micro).of(self.layers)
+        worked = microbatches * sum(map(sum, stages)) / layout.pp
+        return max(pipeline_seconds(stages, microbatches, cost.send_seconds(micro.tokens)), worked * work.cores.waiting)
 
     def activations(self, work: RunWork, samples: float, microbatches: int) -> tuple[list[float], list[float]]:
         """Of each place: buffers that stay; and what 1F1B keeps and what passes, of the longest samples."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.config.auto_layouts import layout_rows
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
@@ -70,9 +71,7 @@ def points_of(config: RunConfig) -> Points:
 
 def tensor_degrees(config: RunConfig) -> dict[str, int]:
     """Tensor-parallel degree of every task: generation, ROLE_inference, ROLE_train."""
-    scoring, training = ([f"{r}_inference" for r in config.scorers()], [f"{r}_train" for r in config.trained()])
-    tasks = ("generation", *scoring, *training)
-    return {task: ParallelLayout.parse(getattr(config.parallel, task)).tp for task in tasks}
+    return {task: ParallelLayout.parse(getattr(config.parallel, task)).tp for task in layout_rows(config)}
 
 
 def check_world(config: RunConfig, world: int) -> None:
@@ -90,4 +89,4 @@ def with_tensor(config: RunConfig, specs: Mapping[Role, ModelSpec], tp: int, wor
     layout = ParallelLayout(world // tp, tp, 1)
     for role in config.roles():
         layout.check_model(specs[role], role)
-    return config.with_(parallel=dict.fromkeys(tensor_degrees(config), str(layout)))
+    return config.with_(parallel=dict.fromkeys(layout_rows(config), str(layout)))

@@ -45,7 +45,7 @@ class MemoryTable:
         kept = [row for row in after_warm_up(metrics) if f"perf/peak_memory_gb/{PROCESS}" in row]
         if not plan or not plan.get("memory") or not kept:
             return None
-        process = plan["process_bytes"]
+        process = _process(plan)
         rows = [MemoryRow(PROCESS, process, process, max(map(_peak_of(PROCESS), kept)))] if process else []
         for phase in plan["memory"]:
             if f"perf/peak_memory_gb/{phase['phase']}" not in kept[0]:
@@ -80,7 +80,12 @@ def _peak_of(phase: str):
 def _needed(plan: Mapping[str, Any], phase: Mapping[str, Any], activations: float) -> float:
     """Bytes of what was measured, with this share of the planned activations."""
     held = sum(phase[part] for part in DEVICE_PARTS) - (1 - activations) * phase["activations"]
-    return held + plan["process_bytes"] + (phase["host"] if plan["hardware"] == "cpu" else 0)
+    return held + _process(plan) + (phase["host"] if plan["hardware"] == "cpu" else 0)
+
+
+def _process(plan: Mapping[str, Any]) -> float:
+    """Of a process without models; on a GPU torch's allocator, whose peaks were measured, knows nothing of it."""
+    return plan["process_bytes"] if plan["hardware"] == "cpu" else 0
 
 
 def _share(plan: Mapping[str, Any], phase: Mapping[str, Any], row: Mapping[str, Any]) -> float:

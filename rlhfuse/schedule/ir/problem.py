@@ -252,7 +252,7 @@ def fused_problem(
     others: Mapping[str, int] | None = None,
     alternate: bool = True,
 ) -> FusionProblem:
-    """The problem of one fused group; every replica runs its schedule. `transfer` is 0 and there is no cap.
+    """The problem of one fused group; every replica runs its schedule. `transfer` is 0 here and there is no cap.
 
     `microbatches` are per pipeline of the first model; the other models' follow from K1*M1 = Kn*Mn, and those given
     in `others` are checked against it. A merged stage costs the sum of its sub-stages in time; in memory it counts

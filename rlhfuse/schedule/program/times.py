@@ -1,8 +1,8 @@
 """When every instruction of a step runs if its actions take the times given: what a measured run is held against.
 
 F, B, W begin when the rank is free and the neighbouring stage has computed what they need, TE and ST when all ranks of
-the collective have come to them. RG takes its time on its rank (the sum is waited for at the ST); transfers take none.
-Where evaluate.py prices a schedule of nodes, here every rank has a row of its own and the weights' instructions.
+the collective have come to them. RG takes its time on its rank (the sum is waited for at the ST); transfers occupy
+none. Where evaluate.py prices a schedule of nodes, here every rank has a row of its own and the weights' instructions.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ class TimedAction(NamedTuple):
 
 
 def program_times(
-    programs: Mapping[int, Program], ranks: FusedRanks, seconds: Callable[[Action], float]
+    programs: Mapping[int, Program], ranks: FusedRanks, seconds: Callable[[Action], float], transfer: float = 0
 ) -> dict[int, tuple[TimedAction, ...]]:
-    """Start and end of all that each rank does but transfers, in program order. Raises ScheduleError on deadlock."""
-    clock = _Clock(programs, ranks, seconds)
+    """Start and end of all that each rank does but transfers, in program order; what comes from another node is there
+    `transfer` after it was computed. Raises ScheduleError on deadlock."""
+    clock = _Clock(programs, ranks, seconds, transfer)
     while any([clock.advance(rank) for rank in programs]):  # every rank gets its turn in every sweep
         pass
     clock.check_finished()
@@ -46,9 +47,11 @@ def makespan(times: Mapping[int, tuple[TimedAction, ...]]) -> float:
 class _Clock:
     """Advances all programs at once."""
 
-    def __init__(self, programs: Mapping[int, Program], ranks: FusedRanks, seconds: Callable[[Action], float]) -> None:
+    def __init__(
+        self, programs: Mapping[int, Program], ranks: FusedRanks, seconds: Callable[[Action], float], transfer: float
+    ) -> None:
         self.rows: dict[int, list[TimedAction]] = {rank: [] for rank in programs}
-        self._programs, self._ranks, self._seconds = programs, ranks, seconds
+        self._programs, self._ranks, self._seconds, self._transfer = programs, ranks, seconds, transfer
         self._models = {name: share.model for share in ranks.shape.shares for name in share.names}
         self._position = dict.fromkeys(programs, 0)
         self._now = dict.fromkeys(programs, 0.0)
@@ -93,7 +96,9 @@ class _Clock:
         if source is None:  # whatever is needed was computed on this rank, before
             return 0.0
         step = -1 if action.kind is Kind.F else 1
-        return self._ends.get((source, action._replace(stage=action.stage + step)))
+        end = self._ends.get((source, action._replace(stage=action.stage + step)))
+        lag = self._transfer if self._ranks.node_of(source) != self._ranks.node_of(rank) else 0
+        return None if end is None else end + lag
 
     def check_finished(self) -> None:
         for rank, position in self._position.items():

@@ -8,7 +8,7 @@ import pytest
 from training_pair import LR, build_pair, make_batch, weights
 
 from rlhfuse.config.settings import AlgorithmConfig
-from rlhfuse.ppo.balance import cut_microbatches
+from rlhfuse.decisions.balance import cut_microbatches
 
 
 def spoiled(field: str, sample: int):

@@ -26,7 +26,7 @@ from whole_model import BETAS, EPS, SGD, Recipe
 
 from rlhfuse.config.settings import AlgorithmConfig, OptimizerConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
-from rlhfuse.ppo.balance import cut_microbatches
+from rlhfuse.decisions.balance import cut_microbatches
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem

@@ -221,7 +221,7 @@ SPECS = {role: SMALL for role in ("actor", "critic", "reference", "reward")}
 def test_slow_machines_get_less():
     """Of a run's own prices on machines of two kinds, either way round."""
     draft = draft_plan(run(trainer__hardware="h100", fusion__intra_stage="serial"), SPECS, 4)
-    work, half = RunWork.of(draft.config, SPECS, None), {"flops": H100.flops / 2}
+    work, half = RunWork.of(draft), {"flops": H100.flops / 2}
     slow = replace(H100, name="slow", memory_bandwidth=H100.memory_bandwidth / 2, **half)
     shares = []
     for kinds, slow_ranks in ((((slow, 4), (H100, 4)), Mesh(0, 4)), (((H100, 4), (slow, 4)), Mesh(4, 4))):

@@ -12,7 +12,7 @@ from gloo import Workers
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.load import load_config
-from rlhfuse.costs.files import load_costs
+from rlhfuse.costs.profile_files import load_costs
 from rlhfuse.planning.draft import read_specs
 from rlhfuse.run.profiling.points import check_world, points_of, tensor_degrees, with_tensor
 
@@ -129,16 +129,18 @@ def test_ranks_that_hold_no_whole_replica_are_refused():
 def test_a_run_at_another_tensor_degree_has_it_in_all_tasks():
     config = quickstart()
     specs = read_specs(config)
-    assert set(tensor_degrees(with_tensor(config, specs, 2, 4)).values()) == {2}
+    for made in (config, quickstart("parallel=auto")):
+        assert set(tensor_degrees(with_tensor(made, specs, 2, 4)).values()) == {2}
     with pytest.raises(InputError, match="heads.* % tp\\(3\\)"):
         with_tensor(config, specs, 3, 3)
 
 
 @pytest.mark.slow
-def test_the_program_measures_each_degree(tmp_path):
+@pytest.mark.parametrize("layouts", [["parallel.inference=d2t1p1"], ["parallel=auto", "trainer.recompute=auto"]])
+def test_the_program_measures_each_degree(tmp_path, layouts):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["tools/profile_costs.py", "--config", "examples/quickstart.yaml", *SETTINGS, "--limit", "2"]
-    command += ["parallel.inference=d2t1p1", "--tensor", "1,2", "--out", str(tmp_path / "p.json")]
+    command += [*layouts, "--tensor", "1,2", "--out", str(tmp_path / "p.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr
     profiles = load_costs(tmp_path / "p.json")
@@ -153,6 +155,8 @@ def test_the_program_measures_each_degree(tmp_path):
         (["--tensor", "1,two"], "--tensor 1,two: 'two' is not a tensor degree; give some such as 1,2,4"),
         (["--tensor", "2"], "1 ranks % tp(2) = 1, must be 0"),
         (["actor.path=/nowhere"], "config.json is missing"),
+        (["parallel=auto"], "parallel.generation=auto: costs are measured at tensor degrees that are known; name them"),
+        (["parallel=auto", "--tensor", "2"], "1 ranks % tp(2) = 1, must be 0"),
         (["parallel.actor_train=d1t1p8", "parallel.critic_train=d1t1p8"], "parallel.generation=d4t1p1"),
     ],
 )

@@ -37,7 +37,7 @@ def test_each_phase_shows_its_fullest_iteration_after_warm_up():
 
 
 def test_on_a_gpu_neither_the_process_nor_host_copies_count():
-    plan = {**PLAN, "hardware": "h100", "process_bytes": 0}
+    plan = {**PLAN, "hardware": "h100"}
     moves, training = MemoryTable.of(plan, [line(0, 3.0, 5.0, 1000)]).rows
     assert moves.planned == 3 * GB and training.planned == training.expected == 5 * GB
 

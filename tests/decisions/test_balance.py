@@ -1,13 +1,15 @@
 """Cuts: complete, balanced, never empty, the same everywhere; and refused with the arithmetic."""
 
 import itertools
+import time
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.ppo.balance import cut_microbatches, cut_minibatches, partition
+from rlhfuse.decisions.balance import cut_microbatches, cut_minibatches, microbatch_sums, partition
 
 
 def sums(weights, parts):
@@ -86,3 +88,50 @@ def test_every_epoch_has_an_order_of_its_own():
     cuts = [cut_minibatches(64, 4, 1, iteration, epoch) for iteration in (0, 1) for epoch in (0, 1, 2)]
     assert all(a != b for a, b in itertools.combinations(cuts, 2))
     assert all(sorted(itertools.chain(*cut)) == list(range(64)) for cut in cuts)
+
+
+def same_sums(weights, parts):
+    made = microbatch_sums(np.array(weights, np.int64), parts).tolist()
+    assert made == sums(weights, partition(weights, parts)), (weights, parts)
+    return made
+
+
+@settings(derandomize=True, deadline=None, max_examples=400)
+@given(
+    weights=st.integers(0, 3).flatmap(lambda scale: st.lists(st.integers(0, 10**scale), min_size=1, max_size=64)),
+    data=st.data(),
+)
+def test_sums_are_those_of_the_partition_in_its_order(weights, data):
+    """Few different weights tie often, and zeros are weights but no empty parts."""
+    same_sums(weights, data.draw(st.integers(1, len(weights))))
+
+
+@pytest.mark.parametrize("parts", [1, 16, 96, 256, 512])
+@pytest.mark.parametrize("spread", [0.0, 0.3, 1.2])
+def test_sums_of_a_large_minibatch(parts, spread):
+    drawn = np.random.default_rng(7).lognormal(6, spread, 512).astype(int)
+    made = same_sums(np.minimum(drawn, 4096).tolist(), parts)
+    assert len(made) == parts and sum(made) == np.minimum(drawn, 4096).sum()
+
+
+def test_sums_are_many_times_faster_than_the_partition():
+    weights = np.random.default_rng(7).lognormal(6, 1, 512).astype(int)
+
+    def seconds(cut) -> float:
+        start = time.perf_counter()
+        cut()
+        return time.perf_counter() - start
+
+    fast = min(seconds(lambda: microbatch_sums(weights, 512)) for _ in range(5))
+    assert fast < 0.1 * seconds(lambda: partition(weights.tolist(), 512))
+
+
+def test_sums_refuse_what_the_cut_refuses():
+    for weights, parts, words in (
+        ([5, 5, 5], 4, "3 samples cannot fill 4"),
+        ([1, -1], 1, "weights >= 0"),
+        ([1], 0, "parts"),
+    ):
+        for cut in (cut_microbatches, lambda weights, parts: microbatch_sums(np.array(weights), parts)):
+            with pytest.raises(InputError, match=words):
+                cut(weights, parts)

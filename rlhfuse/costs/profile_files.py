@@ -1,18 +1,24 @@
-"""Profiles of one machine by tensor degree, in one file: of them the profile of any layouts is put together.
+"""Files of costs: a profile, profiles by tensor degree, or what a run measured of itself.
 
-A table of layouts whose every degree was measured is priced with what was measured; no other is.
+Of profiles by tensor degree, in one file, the profile of any layouts is put together: a table of layouts whose every
+degree was measured is priced with what was measured; no other is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.json_values import from_json, to_json
+from rlhfuse.base.json_values import from_json, read_json, to_json
+from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ParallelLayout
-from rlhfuse.costs.profiled import VERSION, ProfiledCost
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.costs.measured import MeasuredCost
+from rlhfuse.costs.profiled import VERSION, ProfiledCost, made_for
 
 KIND = "profiles"
 
@@ -67,3 +73,30 @@ class TensorProfiles:
     def from_dict(raw: Any, where: str = "profile") -> TensorProfiles:
         """Inverse of `to_dict`. Raises InputError naming `where` and the field."""
         return from_json(TensorProfiles, raw, where, VERSION)
+
+
+def load_costs(path: str | Path) -> CostModel | TensorProfiles:
+    """profile.json of tools/profile_costs.py or the costs.json of a run. Raises InputError naming the file."""
+    raw = read_json(path)
+    kind = raw.get("kind") if isinstance(raw, dict) else None
+    if kind == KIND:
+        return TensorProfiles.from_dict(raw, str(path))
+    return (ProfiledCost if kind == "profile" else MeasuredCost).from_dict(raw, str(path))
+
+
+def load_run_costs(config: RunConfig, specs: Mapping[Role, ModelSpec], path: str | Path = "") -> CostModel:
+    """What `path`, default fusion.profile, holds. Raises InputError, also for a profile of other models or settings."""
+    file = path or config.fusion.profile
+    return run_costs(load_costs(file), config, specs, str(file))
+
+
+def run_costs(
+    costs: CostModel | TensorProfiles, config: RunConfig, specs: Mapping[Role, ModelSpec], where: str = ""
+) -> CostModel:
+    """What was loaded from `where`, default fusion.profile, for the layouts of `config`. Raises InputError as above."""
+    where = where or config.fusion.profile
+    if isinstance(costs, TensorProfiles):
+        costs = costs.of(config, where)
+    if isinstance(costs, ProfiledCost):
+        costs.check(made_for(config, specs), where)
+    return costs

@@ -10,10 +10,9 @@ import pytest
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.config.load import load_config
-from rlhfuse.costs.files import load_costs, load_run_costs
 from rlhfuse.costs.fits import Grid
+from rlhfuse.costs.profile_files import TensorProfiles, load_costs, load_run_costs
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
-from rlhfuse.costs.tensor_profiles import TensorProfiles
 from rlhfuse.planning.draft import read_specs
 
 ROOT = Path(__file__).resolve().parents[2]

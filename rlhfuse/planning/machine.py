@@ -1,0 +1,127 @@
+"""What the ranks of a machine share: memory, and on a machine without GPUs its cores.
+
+A plan counts this machine, as the process may use it, for each of the run's: all ranks must find the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import HardwareSpec, ParallelLayout
+from rlhfuse.costs.hardware import at_speed
+from rlhfuse.schedule.ir.problem import FusionProblem, Number
+from rlhfuse.schedule.ir.ranks import FusedRanks, FusedShape
+from rlhfuse.schedule.rules.builders import pipeline_work
+
+CGROUP = Path("/sys/fs/cgroup/memory.max")
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of cores, in so many microseconds
+
+
+def ranks_on_machine(hardware: HardwareSpec, world_size: int) -> int:
+    """Of a run, as its launcher says; else as many as a machine has places."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", min(world_size, hardware.devices_per_node)))
+
+
+def machine_bytes() -> int:
+    """Memory of this machine, or of the container that this process is in."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    allowed = CGROUP.read_text().strip() if CGROUP.exists() else "max"
+    return total if allowed == "max" else min(total, int(allowed))
+
+
+def machine_cores() -> float:
+    """Cores that this process may use, or its container's quota of them where that is less."""
+    cores = float(len(os.sched_getaffinity(0)))
+    quota, _, period = QUOTA.read_text().partition(" ") if QUOTA.exists() else ("max", "", "")
+    return cores if quota == "max" else min(cores, int(quota) / int(period))
+
+
+def host_memory(config: RunConfig, hardware: HardwareSpec) -> tuple[float, str]:
+    """Host memory of a machine of the run in bytes, and where the number is from."""
+    if config.trainer.host_memory_gb:
+        return config.trainer.host_memory_gb * 1e9, "trainer.host_memory_gb"
+    if hardware.name == "cpu":
+        return machine_bytes(), "this machine's"
+    return hardware.host_memory_bytes, f"assumed of {hardware.name} nodes"
+
+
+def communicator_bytes(hardware: HardwareSpec, layouts: Mapping[str, ParallelLayout], ranks: FusedRanks) -> int:
+    """On a GPU, buffers of the groups of the rank that has most; `layouts`: by task.
+
+    A group each for the tensor ranks of every task, for a model's replicas, for all ranks of a model, whose gradients
+    have one norm, and for the ends of its pipeline, which may be tied; for weights on the move; and one for each
+    direction between neighbouring stages, for all models together.
+    """
+    trained = ranks.shape.layouts
+    groups = sum(layout.tp > 1 for layout in layouts.values()) + (ranks.size > 1) * (1 + len(trained))
+    groups += sum((layout.dp > 1) + (layout.pp > 1) for layout in trained.values())
+    pairs = {
+        pair
+        for model in trained
+        for name in ranks.shape.share(model).names
+        for here, there in itertools.pairwise(ranks.stages(0, name))
+        for pair in zip(here, there)
+        if pair[0] != pair[1]
+    }
+    ends = Counter(rank for pair in pairs | {pair[::-1] for pair in pairs} for rank in pair)
+    channels = max(ends.values(), default=0)
+    return groups * hardware.communicator_bytes + channels * hardware.channel_bytes
+
+
+@dataclass(frozen=True)
+class SharedCores:
+    """`count` cores of a machine, on which `ranks` ranks compute with `threads` threads each; of GPUs no bound."""
+
+    count: float = math.inf
+    ranks: int = 1
+    threads: int = 1
+
+    @staticmethod
+    def of(config: RunConfig, hardware: HardwareSpec, world_size: int) -> SharedCores:
+        """Of this machine, whatever the plan is for."""
+        if hardware.name != "cpu":
+            return SharedCores()
+        return SharedCores(machine_cores(), ranks_on_machine(hardware, world_size), config.trainer.threads_per_rank)
+
+    @property
+    def waiting(self) -> float:
+        """How many times longer than alone a rank takes while all compute."""
+        return self._alone / min(self.threads, self.count / self.ranks)
+
+    @property
+    def _alone(self) -> float:
+        return min(self.threads, self.count)
+
+    def together(self, core: HardwareSpec) -> HardwareSpec:
+        """Rates of a rank while all compute, of those of a core."""
+        return at_speed(core, self._alone / self.waiting)
+
+    def in_turns(self, core: HardwareSpec) -> HardwareSpec:
+        """Rates of a rank in training, where others wait; its optimizer steps know that none does then."""
+        return replace(at_speed(core, self._alone), step_waiting=self.waiting)
+
+    def least_time(self, problem: FusionProblem, shape: FusedShape) -> Number:
+        """That no order of a problem undercuts: the work of all ranks of a machine over its cores.
+
+        A rank that waits for another leaves its core to it: where cores are short a pipeline's bubbles cost nothing.
+        """
+        work = sum(p.microbatches * pipeline_work(p) / shape.share(p.model).merge for p in problem.pipelines)
+        return work / problem.nodes * self.ranks * self._alone / self.count if self.waiting > 1 else 0
+
+    def lines(self, world_size: int) -> tuple[str, ...]:
+        """Why seconds are longer than a rank's own; nothing where every rank has its cores."""
+        if self.waiting == 1:
+            return ()
+        threads = f" with {self.threads} threads each" if self.threads > 1 else ""
+        others = ", and so is every other machine assumed to be" if world_size > self.ranks else ""
+        return (
+            f"{self.ranks} ranks{threads} share this machine's {self.count:g} cores{others}: work of all at once takes "
+            f"x{self.waiting:.3g}, and a mini-batch at least all ranks' work over the cores",
+        )

@@ -1,0 +1,175 @@
+"""Seconds of an iteration by part: what tools/plan.py prints for one table of layouts and a search ranks tables by.
+
+Training is priced at the proved bound of its schedule (paper section 7.3): a search for a schedule nearly always
+reaches it, and no two ranks of a job would find the same within a time limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from rlhfuse.decisions.layout_moves import LayoutMove, layout_moves
+from rlhfuse.planning.draft import PlanDraft, element_bytes, kv_blocks
+from rlhfuse.planning.efficiency import optimizer_step_seconds
+from rlhfuse.planning.graph_capture import graph_capture
+from rlhfuse.planning.training_problem import TICK_SECONDS
+from rlhfuse.schedule.bounds.bounds import latency_bound
+from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.rules.builders import min_memory
+from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.iteration import BatchSimulation
+from rlhfuse.simulator.threshold import Threshold, sweep_threshold
+
+GENERATION, SCHEDULES, STEPS = "generation and inference", "schedules of training", "optimizer steps"
+MOVES, OFFLOAD, CAPTURE = "weight moves", "optimizer to the host and back", "graphs recorded"
+
+
+@dataclass(frozen=True)
+class GenerationPrice:
+    """Generation and inference of an iteration, means over the batches; R_t, its curve if there is one, and why.
+
+    `threshold_samples` None: chosen once the first iteration has shown its lengths; serial until then. Generation alone
+    is None where a file with the curve does not say it.
+    """
+
+    threshold_samples: int | None
+    threshold: Threshold | None
+    why: str
+    serial: float
+    fused: float
+    generation_serial: float | None
+    generation_fused: float | None
+
+    def at_least(self, floor: GenerationPrice) -> GenerationPrice:
+        """With no fewer seconds than `floor` has."""
+        return replace(self, serial=max(self.serial, floor.serial), fused=max(self.fused, floor.fused))
+
+
+@dataclass(frozen=True)
+class Price:
+    """Of a draft; all seconds are of an iteration."""
+
+    generation: GenerationPrice
+    schedules: float  # of training, all mini-batches
+    steps: float
+    moves: float
+    offload: float  # what is not hidden of it
+    capture: float
+
+    @property
+    def parts(self) -> Mapping[str, float]:
+        return {
+            GENERATION: self.generation.fused,
+            SCHEDULES: self.schedules,
+            STEPS: self.steps,
+            MOVES: self.moves,
+            OFFLOAD: self.offload,
+            CAPTURE: self.capture,
+        }
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def beside_training(self) -> float:
+        return self.seconds - self.schedules - self.steps - self.offload
+
+
+def price(draft: PlanDraft, generation: GenerationPrice, moves: float) -> Price:
+    """`generation`: of `price_generation`; `moves`: of all weights. Raises InputError where no schedule fits."""
+    return with_schedules(draft, generation, moves, minibatch_seconds(draft, schedule_seconds(draft)))
+
+
+def with_schedules(draft: PlanDraft, generation: GenerationPrice, moves: float, minibatch: float) -> Price:
+    """`price` of a draft whose schedule takes so long for a mini-batch."""
+    count, offload = draft.batch.optimizer_steps, draft.memory.offload
+    seen = offload.seen_seconds(moves, minibatch) if offload else 0.0
+    capture = graph_capture(draft, draft.memory.keeps_generation(min_memory(draft.problem)))
+    again = capture.seconds if capture and capture.each_iteration else 0.0
+    return Price(generation, count * minibatch, count * optimizer_step_seconds(draft.analytic), moves, seen, again)
+
+
+def schedule_seconds(draft: PlanDraft) -> float:
+    """The makespan of a schedule that is given, else the proved bound of the one that will be searched."""
+    ticks = evaluate(draft.given[0]).makespan if draft.given else latency_bound(draft.problem)
+    return float(ticks) * TICK_SECONDS
+
+
+def minibatch_seconds(draft: PlanDraft, makespan: float) -> float:
+    """With a schedule of so many seconds, where ranks share cores."""
+    return max(makespan, float(draft.cores.least_time(draft.problem, draft.ranks.shape)) * TICK_SECONDS)
+
+
+def weight_moves(draft: PlanDraft) -> tuple[LayoutMove, ...]:
+    """Of all models that train, into the layouts of generation and inference."""
+    machine = draft.cores.together(draft.hardware)
+    return layout_moves(draft.tasks, draft.ranks, draft.specs, element_bytes(draft.config), machine)
+
+
+def price_generation(draft: PlanDraft) -> GenerationPrice:
+    """With R_t as the run will have it, chosen by simulation where it is open and past lengths are known.
+
+    Less memory is never priced as faster, though the simulated order of admissions may be luckier.
+    """
+    made, ideal = simulate_generation(draft, draft.limits), ideal_limits(draft)
+    return made if ideal == draft.limits else made.at_least(simulate_generation(draft, ideal))
+
+
+def ideal_limits(draft: PlanDraft) -> InstanceLimits:
+    """As if generation had all memory that it can use, for its cache and for models that come early to score."""
+    asked = draft.asked.rollout.kv_blocks_per_instance
+    config = draft.config.with_(rollout={"kv_blocks_per_instance": asked})
+    blocks, block_bytes = kv_blocks(config, draft.batch.instances), draft.limits.block_tokens
+    early = len(config.scorers()) if draft.hardware.name != "cpu" else 0
+    capacity = blocks * block_bytes * draft.limits.kv_bytes_per_token
+    return replace(draft.limits, kv_capacity_bytes=capacity, early_models=early)
+
+
+def simulate_generation(draft: PlanDraft, limits: InstanceLimits) -> GenerationPrice:
+    """The price with these limits; it depends on them, the costs and the number of instances alone."""
+    config, instances = draft.config, draft.batch.instances
+    if not config.fusion.inter_stage:
+        return _at(draft, limits, 0, "R_t = 0: fusion.inter_stage is false")
+    if instances == 1:
+        return _at(draft, limits, 0, "R_t = 0: with one generation instance none can be freed")
+    if (given := config.threshold()) is not None:
+        return _at(draft, limits, given, f"R_t = {given}: fusion.threshold says so")
+    if threshold := draft.threshold_file:
+        why = f"{config.fusion.threshold_file}: {threshold.explain()}"
+        if draft.lengths is not None:
+            return _at(draft, limits, threshold.threshold, why, threshold)
+        return _of_curve(threshold, why)  # its curve is all there is
+    if draft.lengths is not None:
+        least = config.fusion.least_threshold
+        threshold = sweep_threshold(draft.drawn.batches, instances, draft.costs, limits, least=least)
+        return _of_curve(threshold, threshold.explain())
+    why = "R_t is chosen by simulation once the first iteration has shown its lengths"
+    return _at(draft, limits, None, why)
+
+
+def _of_curve(threshold: Threshold, why: str) -> GenerationPrice:
+    alone = {point.threshold: point.generation_seconds for point in threshold.sweep}
+    ends = alone.get(0), alone.get(threshold.threshold)
+    return GenerationPrice(
+        threshold.threshold, threshold, why, threshold.serial_seconds, threshold.fused_seconds, *ends
+    )
+
+
+def _at(
+    draft: PlanDraft,
+    limits: InstanceLimits,
+    samples: int | None,
+    why: str,
+    threshold: Threshold | None = None,
+) -> GenerationPrice:
+    totals: list[tuple[float, float, float, float]] = []
+    for lengths in draft.drawn.batches:
+        batch = BatchSimulation(lengths, draft.batch.instances, draft.costs, limits)
+        serial = batch.timeline(0)
+        fused = batch.timeline(samples) if samples else serial
+        seconds = serial.total_seconds, fused.total_seconds, serial.generation_seconds, fused.generation_seconds
+        totals.append(seconds)
+    means = (sum(column) / len(totals) for column in zip(*totals))
+    return GenerationPrice(samples, threshold, why, *means)

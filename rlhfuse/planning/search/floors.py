@@ -1,0 +1,173 @@
+"""Seconds and bytes that no run of a table goes below, cheap enough to be asked of every table.
+
+A price lies above its floors, and a table that is refused for its floor's bytes would be refused for its own. What
+tables have in common is computed once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from rlhfuse.config.role import Role
+from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.planning.efficiency import optimizer_step_seconds
+from rlhfuse.planning.search.setting import Setting
+from rlhfuse.planning.search.space import TrainingRow
+from rlhfuse.planning.stage_cuts import stage_seconds, with_cut
+from rlhfuse.planning.training_problem import TICK_SECONDS, equal_microbatch, stage_costs, transfer_ticks
+from rlhfuse.schedule.ir.problem import FusionProblem, fused_problem
+from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.lengths import SampleLengths
+
+BATCHES = tuple(1 << bit for bit in range(12))  # at which decoding is asked what a token costs
+
+
+class TrainingFloors:
+    """Of training rows: first from the work of all models shared evenly, then from that of every node."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self._known: dict[Any, Any] = {}
+
+    def rough_seconds(self, row: TrainingRow) -> float:
+        """Of an iteration: the mean work of a node, and the optimizer's steps. Raises InputError where a profile has
+        not measured a tensor degree of the row."""
+        batch, ticks = self.setting.batch(row), 0.0
+        for share in row.shape.shares:
+            micro = equal_microbatch(self.setting.inputs.drawn, batch, share)
+            key = "work", share.model, share.layout.tp, row.recompute, row.sequence_parallel, micro
+            if key not in self._known:
+                cost = self._cost(row, Role(share.model))
+                seconds = stage_seconds(share.model, cost, self._costs(cost), micro)
+                whole = cost.spec.layers * sum(seconds.layer) + sum(map(sum, seconds.ends))
+                self._known[key] = whole / TICK_SECONDS
+            rounding = share.layout.stages  # half a tick for each of a stage's two times
+            ticks += batch.microbatches_of[share.model] * (self._known[key] - rounding) / share.depth
+        return batch.optimizer_steps * (max(0.0, ticks) * TICK_SECONDS + self._least_steps(row))
+
+    def rough_bytes(self, row: TrainingRow) -> tuple[float, float]:
+        """What a mean rank holds while it trains, activations apart, and the weights alone, which it always holds."""
+        held = weights = 0.0
+        for role, layout in row.layouts.items():
+            cost = self._cost(row, role)
+            key = "parameters", role, layout.tp, layout.pp
+            if key not in self._known:
+                self._known[key] = fmean(cost.place_parameters())
+            parameters, main = self._known[key], 0 if cost.element_bytes == 4 else 4
+            weights += parameters * cost.element_bytes
+            held += parameters * (cost.element_bytes + 4 + (8 + main) / layout.dp)
+        return held, weights
+
+    def problem(self, row: TrainingRow) -> FusionProblem:
+        """The scheduling problem of the row, without a cap."""
+        batch, stages, transfer = self.setting.batch(row), {}, 0
+        for share in row.shape.shares:
+            cost = self._cut(row, share.layout, Role(share.model))
+            micro, longest = equal_microbatch(self.setting.inputs.drawn, batch, share), self.setting.longest(batch)
+            cut = cost.layout.tp, cost.layout.pp, cost.layout.chunks, cost.layout.cut
+            key = "stages", share.model, cut, row.recompute, row.sequence_parallel, micro, longest
+            if key not in self._known:
+                self._known[key] = stage_costs(share.model, cost, micro, longest, self._costs(cost))
+            stages[share.model] = self._known[key]
+            transfer = max(transfer, transfer_ticks(cost, micro))
+        layouts = {share.model: share.layout for share in row.shape.shares}
+        problem = fused_problem(layouts, row.microbatches, stages, alternate=self.setting.config.fusion.alternates)
+        return replace(problem, transfer=transfer)
+
+    def seconds(self, row: TrainingRow, problem: FusionProblem) -> float:
+        """Of an iteration: the work of every node with the shortest ways to it and from it, and the steps."""
+        ticks = max(work_bound(problem), self.setting.inputs.cores.least_time(problem, row.shape))
+        return self.setting.batch(row).optimizer_steps * (ticks * TICK_SECONDS + self._steps(row))
+
+    def _least_steps(self, row: TrainingRow) -> float:
+        """Of the optimizers of a mini-batch as if every rank held as much; an optimizer waits for the fullest."""
+        key = "least steps", row.actor, row.critic, row.sequence_parallel
+        if key not in self._known:
+            costs = {f"{role}_train": self._cost(row, role) for role in row.layouts}
+            even = min(fmean(cost.place_parameters()) / cost.rank_parameters() for cost in costs.values())
+            self._known[key] = even * optimizer_step_seconds(costs)
+        return self._known[key]
+
+    def _steps(self, row: TrainingRow) -> float:
+        """Of the optimizers of a mini-batch."""
+        costs = {f"{role}_train": self._cut(row, layout, role) for role, layout in row.layouts.items()}
+        key = "steps", tuple(costs.values())
+        if key not in self._known:
+            self._known[key] = optimizer_step_seconds(costs)
+        return self._known[key]
+
+    def _cost(self, row: TrainingRow, role: Role) -> AnalyticCost:
+        """Its stages have the same number of layers."""
+        table = row.actor, row.critic, row.recompute, row.sequence_parallel
+        if (role, table) not in self._known:
+            for task, cost in self.setting.training_costs(row).items():
+                self._known[task.removesuffix("_train"), table] = cost
+        return self._known[role, table]
+
+    def _cut(self, row: TrainingRow, layout: ParallelLayout, role: Role) -> AnalyticCost:
+        """Its stages have the layers that the run's have."""
+        cost, longest = self._cost(row, role), self.setting.longest(self.setting.batch(row))
+        stages = layout.tp, layout.pp, layout.chunks, layout.cut
+        key = "cut", role, stages, row.recompute, row.sequence_parallel, longest
+        if key not in self._known:
+            self._known[key] = with_cut(self.setting.config, role, cost, self._costs(cost), longest).cut
+        return cost.with_cut(self._known[key])
+
+    def _costs(self, cost: AnalyticCost) -> CostModel | None:
+        return self.setting.training_profile(cost.layout.tp)
+
+
+def work_bound(problem: FusionProblem) -> float:
+    """Ticks that no schedule beats: of every node the work of some of its stages, the shortest way to the first
+    operation of these and the shortest from their last; and of every pipeline the way of its last micro-batch."""
+    stages: list[list[tuple[float, float, float]]] = [[] for _ in range(problem.nodes)]  # by node: way to, work, from
+    longest = 0.0
+    for pipeline in problem.pipelines:
+        before = after = 0.0
+        count, last = pipeline.microbatches, pipeline.placement[0]
+        weights = pipeline.weight_gradient or (0,) * pipeline.stages
+        for node, forward, backward, weight in zip(pipeline.placement, pipeline.forward, pipeline.backward, weights):
+            hop, last = problem.transfer if node != last else 0, node
+            before, after = before + hop, after + hop
+            stages[node].append((before, count * (forward + backward + weight), 0 if pipeline.split else after))
+            before, after = before + forward, after + backward
+        slowest = max(max(pipeline.forward), max(pipeline.backward))
+        longest = max(longest, before + after + (count - 1) * slowest)
+    most = max(map(len, stages))
+    padded = np.array([[*rows, *[(-np.inf, 0.0, -np.inf)] * (most - len(rows))] for rows in stages])
+    first, work, rest = np.moveaxis(padded, 2, 0)  # each [node, stage of it]
+    later = (first[:, None, :] >= first[:, :, None])[:, :, None, :] & (rest[:, None, :] >= rest[:, :, None])[
+        :, None, :, :
+    ]
+    bounds = first[:, :, None] + rest[:, None, :] + (later * work[:, None, None, :]).sum(-1)
+    return max(longest, float(bounds.max()))
+
+
+def generation_floor(
+    batches: tuple[SampleLengths, ...], costs: CostModel, limits: InstanceLimits, instances: int
+) -> float:
+    """Generation and inference of an iteration, mean over the batches, of each the larger of two: the longest sample
+    alone on an instance; all decode steps and scores shared evenly, every token at the cheapest batch there may be."""
+    return fmean(_batch_floor(batch, costs, limits, instances) for batch in batches)
+
+
+def _batch_floor(batch: SampleLengths, costs: CostModel, limits: InstanceLimits, instances: int) -> float:
+    steps = [output - 1 for output in batch.output]  # a prefill makes the first token
+    reached = [prompt + output / 2 for prompt, output in zip(batch.prompt, batch.output)]
+    longest = max(range(len(batch)), key=lambda sample: (steps[sample], batch.prompt[sample]))
+    alone = costs.prefill_seconds(batch.prompt[longest], 1)
+    alone += steps[longest] * costs.decode_step_seconds(1, reached[longest])
+    alone += costs.score_seconds(batch.prompt[longest] + batch.output[longest], 1)
+    context = sum(count * tokens for count, tokens in zip(steps, reached)) / max(1, sum(steps))
+    most = min(limits.max_sequences, len(batch))
+    sizes = {*(size for size in BATCHES if size < most), most}
+    decoding = sum(steps) * min(costs.decode_step_seconds(size, size * context) / size for size in sizes)
+    tokens, pack = sum(batch.prompt) + sum(batch.output), max(limits.score_tokens, limits.longest)
+    scoring = tokens * costs.score_seconds(pack, pack) / pack  # sequences of one token attend to nothing else
+    return max(alone, (decoding + scoring) / instances)

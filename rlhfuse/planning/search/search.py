@@ -1,0 +1,306 @@
+"""The fastest tables, by proof: best first, every table by a floor of its price until no other can be faster.
+
+A table takes five steps, each with a higher floor than the last: the mean work of a node; the work of every node;
+memory checked, generation simulated in all room; in the room there is; the proved bound of its training schedule.
+Whichever has the lowest floor takes its next step, so tables come out in the order of their price, ties in the order
+of their text (RLHFuse section 6 and REAL's plan search, exactly).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from math import inf
+from statistics import fmean
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.config.role import Role
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import ModelSpec
+from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning.graph_capture import graph_capture
+from rlhfuse.planning.memory import KEEPING_PART, MemoryRefusal, PhaseMemory, memory_limit, readable_bytes
+from rlhfuse.planning.price import (
+    GenerationPrice,
+    Price,
+    ideal_limits,
+    price,
+    simulate_generation,
+    weight_moves,
+    with_schedules,
+)
+from rlhfuse.planning.search.floors import TrainingFloors, generation_floor
+from rlhfuse.planning.search.setting import GenerationBytes, Setting
+from rlhfuse.planning.search.space import GenerationRow, TrainingRow, space_of
+from rlhfuse.planning.search.table import Table
+from rlhfuse.schedule.rules.builders import min_memory
+from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.lengths import SampleLengths
+
+TOP = 5
+CLOSEST = 50  # tables that are drafted to find which lacks least, where none fits
+Allowed = Callable[[TrainingRow, GenerationRow], bool]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A table that fits, its price, and the phase that fills a rank most with the leanest training schedule."""
+
+    table: Table
+    price: Price
+    fullest: PhaseMemory
+    needed_bytes: float
+    limit_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        return self.price.seconds
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best rows, first the fastest; no other table has a price below `bound` seconds.
+
+    `refused`: tables that cannot run, by rule, of those that were looked at; `drafted`: whose memory was checked;
+    `priced`: whose training schedule was bounded.
+    """
+
+    world_size: int
+    hardware: str
+    training_rows: int
+    generation_rows: int
+    rows: tuple[Row, ...]
+    bound: float
+    refused: Mapping[str, int]
+    drafted: int
+    priced: int
+
+    @property
+    def best(self) -> Row:
+        return self.rows[0]
+
+    def __str__(self) -> str:
+        """The winner in a line, and the proof in another."""
+        tables = f"{self.training_rows:,} training tables x {self.generation_rows} of generation"
+        proof = "no other table fits" if self.bound == inf else f"all others have a bound of {self.bound:.4g} s or more"
+        return (
+            f"predicted {self.best.seconds:.4g} s an iteration, the fastest of {tables} on {self.world_size} "
+            f"{self.hardware}\n{self.priced} priced exactly, {self.drafted} drafted; {proof}"
+        )
+
+
+def search_tables(
+    config: RunConfig,
+    specs: Mapping[Role, ModelSpec],
+    world_size: int,
+    lengths: SampleLengths | None = None,
+    top: int = TOP,
+) -> Found:
+    """The `top` fastest of the tables that `config` leaves open. Nothing is random and no clock is asked.
+
+    Raises InputError where nothing fits, with the table that lacks least.
+    """
+    return Ranking(Setting.of(config, specs, world_size, lengths)).found(top)
+
+
+class Ranking:
+    """Tables of a setting in the order of their price; what one question has computed the next one uses."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        hardware, config = setting.inputs.hardware, setting.config
+        self.space = space_of(config, setting.specs, setting.world_size, hardware.devices_per_node, setting.given)
+        limit = memory_limit(config, hardware, setting.world_size)[0]
+        self.limit = limit - hardware.process_bytes
+        self.training_limit = limit * (1 - config.parallel.headroom) - hardware.process_bytes
+        self.refused = Counter(self.space.refused)
+        self._floors = TrainingFloors(setting)
+        self._generation_bytes: list[GenerationBytes | None] = [None] * len(self.space.generation)
+        self._generation_floors = [self._generation_floor(number) for number in range(len(self.space.generation))]
+        self._training_floors = [self._training_floor(row) for row in self.space.training]
+        self._captures = [0.0] * len(self.space.generation)  # seconds of an iteration that records graphs
+        self._works: dict[int, float | None] = {}
+        self._held: dict[int, float] = {}
+        self._drafts: dict[tuple[int, int], PlanDraft | None] = {}
+        self._generated: dict[Hashable, GenerationPrice] = {}
+        self._moved: dict[Hashable, float] = {}
+        self._rows: dict[tuple[int, int], Row] = {}
+        self._lacking: list[tuple[float, str, str]] = []
+
+    def found(self, top: int) -> Found:
+        """Raises InputError where nothing fits."""
+        ranked = self.ranked()
+        rows = tuple(row for row, _ in islice(ranked, top))
+        if not rows:
+            raise self._nothing_fits()
+        following = next(ranked, None)
+        return Found(
+            self.setting.world_size,
+            self.setting.inputs.hardware.name,
+            len(self.space.training),
+            len(self.space.generation),
+            rows,
+            following[0].seconds if following else inf,
+            dict(sorted(self.refused.items())),
+            len(self._drafts),
+            len(self._rows),
+        )
+
+    def ranked(self, allowed: Allowed | None = None) -> Iterator[tuple[Row, int]]:
+        """The tables whose rows are `allowed`, the fastest first, each with how many were priced until then."""
+        queue = [
+            (training + generation, 0, t, g)
+            for t, training in enumerate(self._training_floors)
+            if training is not None
+            for g, generation in enumerate(self._generation_floors)
+            if generation is not None and (not allowed or allowed(self.space.training[t], self.space.generation[g]))
+        ]
+        heapq.heapify(queue)
+        steps = self._by_work, self._by_draft, self._by_room, self._by_price
+        while queue:
+            _, step, t, g = heapq.heappop(queue)
+            if step == len(steps):
+                yield self._rows[t, g], len(self._rows)
+            elif (floor := steps[step](t, g)) is not None:
+                heapq.heappush(queue, (floor, step + 1, t, g))
+
+    # ---- the four steps; None: refused
+
+    def _training_floor(self, row: TrainingRow) -> float | None:
+        if self._floors.rough_bytes(row)[0] > self.training_limit:
+            self.refused["memory of training"] += len(self.space.generation)
+            return None
+        try:
+            return self._floors.rough_seconds(row)
+        except InputError:
+            self.refused["not measured"] += len(self.space.generation)
+            return None
+
+    def _generation_floor(self, number: int) -> float | None:
+        setting, table = self.setting, self.space.table(0, number)
+        try:
+            costs = setting.generation_costs(table)
+        except InputError:
+            self.refused["not measured"] += len(self.space.training)
+            return None
+        limits = setting.limits(table, costs)
+        self._generation_bytes[number] = needs = setting.generation_bytes(table, limits)
+        if needs.least > self.limit:
+            self.refused["memory of generation and inference"] += len(self.space.training)
+            return None
+        return generation_floor(setting.inputs.drawn.batches, costs, limits, table.generation.dp)
+
+    def _by_work(self, t: int, g: int) -> float | None:
+        if t not in self._works:
+            row = self.space.training[t]
+            problem, held = self._floors.problem(row), self._floors.rough_bytes(row)[0]
+            self._held[t] = held + fmean(min_memory(problem))
+            self._works[t] = self._floors.seconds(row, problem) if self._held[t] <= self.training_limit else None
+        generation, needs = self._generation_floors[g], self._generation_bytes[g]
+        assert generation is not None and needs is not None, "only rows with floors are paired"
+        if (training := self._works[t]) is None:
+            self.refused["memory of training"] += 1
+            return None
+        if self._floors.rough_bytes(self.space.training[t])[1] + needs.least > self.limit:
+            self.refused["memory of generation and inference"] += 1
+            return None
+        kept = self._held[t] + needs.copy + needs.cache <= KEEPING_PART * self.limit
+        return training + generation + (0.0 if kept else self._captures[g])
+
+    def _by_draft(self, t: int, g: int) -> float | None:
+        """With generation and moves as they are priced."""
+        if (t, g) not in self._drafts:
+            table = self.space.table(t, g)
+            try:
+                draft = self.setting.draft(table)
+                check_headroom(draft, self.setting.config.parallel.headroom)
+            except InputError as error:
+                draft = None
+                rule = f"memory of {error.phase}" if isinstance(error, MemoryRefusal) else "room for one sample"
+                self.refused[rule] += 1
+                if isinstance(error, MemoryRefusal):
+                    self._lacking.append((error.missing_bytes, table.text, error.phase))
+            self._drafts[t, g] = draft
+        draft = self._drafts[t, g]
+        if draft is None:
+            return None
+        generation = self._simulated(draft, ideal_limits(draft))
+        self._generation_floors[g] = generation.fused  # of all tables with these rows
+        if capture := graph_capture(draft, kept=False):
+            self._captures[g] = capture.seconds
+        return self._with(t, draft, generation)
+
+    def _by_room(self, t: int, g: int) -> float:
+        draft = self._draft(t, g)
+        return self._with(t, draft, self._generation(draft))
+
+    def _by_price(self, t: int, g: int) -> float:
+        if (t, g) not in self._rows:
+            draft = self._draft(t, g)
+            made = price(draft, self._generation(draft), self._moves(draft))
+            least = min_memory(draft.problem)
+            fullest = draft.memory.fullest(least)
+            needed, limit = draft.memory.needed(fullest), draft.memory.limit
+            self._rows[t, g] = Row(self.space.table(t, g), made, fullest, needed, limit)
+        return self._rows[t, g].seconds
+
+    def _with(self, t: int, draft: PlanDraft, generation: GenerationPrice) -> float:
+        """With no more than its work known of training."""
+        training = self._works[t]
+        assert training is not None, "its work was priced"
+        return training + with_schedules(draft, generation, self._moves(draft), 0.0).beside_training
+
+    def _draft(self, t: int, g: int) -> PlanDraft:
+        draft = self._drafts[t, g]
+        assert draft is not None, "a table that is priced fits"
+        return draft
+
+    def _generation(self, draft: PlanDraft) -> GenerationPrice:
+        made, ideal = self._simulated(draft, draft.limits), ideal_limits(draft)
+        return made if ideal == draft.limits else made.at_least(self._simulated(draft, ideal))
+
+    def _simulated(self, draft: PlanDraft, limits: InstanceLimits) -> GenerationPrice:
+        key = draft.costs, limits, draft.batch.instances
+        if key not in self._generated:
+            self._generated[key] = simulate_generation(draft, limits)
+        return self._generated[key]
+
+    def _moves(self, draft: PlanDraft) -> float:
+        key = tuple((task.name, str(task.layout)) for task in draft.tasks)
+        if key not in self._moved:
+            self._moved[key] = sum(move.seconds for move in weight_moves(draft))
+        return self._moved[key]
+
+    def _nothing_fits(self) -> InputError:
+        if not self._lacking:  # not even floors fit: draft those that hold least
+            least = sorted(
+                range(len(self.space.training)), key=lambda t: self._floors.rough_bytes(self.space.training[t])
+            )
+            for t in least[:CLOSEST]:
+                self._works[t] = 0.0
+                for g in range(len(self.space.generation)):
+                    self._by_draft(t, g)
+        if not self._lacking:
+            told = ", ".join(f"{count} {rule}" for rule, count in self.refused.items())
+            return InputError(f"no layouts for {self.setting.world_size} ranks: {told}; use another number of ranks")
+        missing, table, phase = min(self._lacking)
+        return InputError(
+            f"no layouts fit {self.setting.world_size} ranks of {self.setting.inputs.hardware.name}: the closest, "
+            f"{table}, lacks {readable_bytes(missing)} of a rank in {phase}; use more ranks, or set "
+            "trainer.memory_limit_gb"
+        )
+
+
+def check_headroom(draft: PlanDraft, share: float) -> None:
+    """Raise MemoryRefusal unless every phase leaves so much of a rank free: with the leanest training schedule, and
+    without generation, whose cache takes what it may have."""
+    memory, least = draft.memory, min_memory(draft.problem)
+    phases = [phase for phase in memory.phases(least) if phase.phase != "generation"]
+    fullest = max(phases, key=memory.needed)
+    missing = memory.needed(fullest) - memory.limit * (1 - share)
+    if missing > 0:
+        message = f"{fullest.phase} leaves less than parallel.headroom={share:g} of a rank's memory"
+        raise MemoryRefusal(fullest.phase, missing, message)

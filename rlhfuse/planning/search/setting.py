@@ -1,0 +1,126 @@
+"""What all tables of a search share: the run, its lengths, its machine and its measured costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.config.device_defaults import resolve_device
+from rlhfuse.config.role import Role
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import ModelSpec
+from rlhfuse.config.values import AUTO
+from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.costs.measured import MeasuredCost
+from rlhfuse.costs.profile_files import TensorProfiles, run_costs
+from rlhfuse.costs.stage_cut import MicrobatchTokens
+from rlhfuse.decisions.batch_cut import resolve_batch
+from rlhfuse.decisions.layouts import BatchArithmetic, Task, batch_of
+from rlhfuse.planning.draft import DraftInputs, PlanDraft, draft_plan, generation_cost, instance_limits, task_costs
+from rlhfuse.planning.search.space import Given, TrainingRow
+from rlhfuse.planning.search.table import Table
+from rlhfuse.planning.training_problem import longest_microbatch
+from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.lengths import SampleLengths
+
+
+@dataclass(frozen=True)
+class GenerationBytes:
+    """The actor's copy; a cache with room for all samples, and for the longest alone; the models that score."""
+
+    copy: float
+    cache: float
+    sample: float
+    scorers: float
+
+    @property
+    def least(self) -> float:
+        """Beside which the weights of the models that train must have room."""
+        return max(self.copy + self.sample, self.scorers)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """`config` trains with whole backwards while tables are ranked: the plan of the winner splits where that helps."""
+
+    config: RunConfig
+    specs: Mapping[Role, ModelSpec]
+    world_size: int
+    given: Given
+    inputs: DraftInputs
+
+    @staticmethod
+    def of(
+        config: RunConfig,
+        specs: Mapping[Role, ModelSpec],
+        world_size: int,
+        lengths: SampleLengths | None,
+        given: Given | None = None,
+    ) -> Setting:
+        """`given`: in place of what `config` gives. Raises InputError for costs that hold for one table alone."""
+        given, config = given or Given.of(config), resolve_batch(resolve_device(config))
+        if config.fusion.split_backward == AUTO:
+            config = config.with_(fusion={"split_backward": "false"})
+        inputs = DraftInputs.of(config, world_size, lengths)
+        if isinstance(inputs.measured, MeasuredCost) and not (given.generation and given.inference):
+            raise InputError(
+                f"fusion.profile={config.fusion.profile} was measured by a run in its layouts and says nothing of "
+                "others; use what tools/profile_costs.py --tensor 1,2,4 writes, or leave it empty"
+            )
+        if inputs.measured is not None:  # with neither: what they would change was not measured
+            given = replace(given, recompute=given.recompute or "none", sequence_parallel=bool(given.sequence_parallel))
+        return Setting(config, specs, world_size, given, inputs)
+
+    def draft(self, table: Table) -> PlanDraft:
+        """Raises InputError where it cannot run."""
+        return draft_plan(table.of(self.config), self.specs, self.world_size, inputs=self.inputs)
+
+    def batch(self, row: TrainingRow) -> BatchArithmetic:
+        """Its instances are of no meaning."""
+        return batch_of(self.config, row.actor, row.actor, row.critic, row.microbatches)
+
+    def longest(self, batch: BatchArithmetic) -> MicrobatchTokens:
+        return longest_microbatch(self.config, batch)
+
+    def training_costs(self, row: TrainingRow) -> dict[str, AnalyticCost]:
+        """By task, whole layers cut evenly."""
+        last = self.world_size - 1
+        tasks = [Task(f"{role}_train", role, layout, (0, last)) for role, layout in row.layouts.items()]
+        how = {"recompute": row.recompute, "sequence_parallel": row.sequence_parallel}
+        return task_costs(self.config, self.specs, tasks, self.inputs.hardware, self.inputs.cores, **how)
+
+    def training_profile(self, tp: int) -> CostModel | None:
+        """The costs that training in this degree is priced by, None: analytic. Raises InputError where not measured."""
+        measured = self.inputs.measured
+        if not isinstance(measured, TensorProfiles):
+            return measured
+        if tp not in measured.degrees:
+            raise InputError(f"tensor degree {tp} was not measured")
+        return measured.profiles[measured.degrees.index(tp)]
+
+    def generation_costs(self, table: Table) -> CostModel:
+        """Raises InputError where a profile does not have the table's degrees."""
+        config = table.of(self.config)
+        if self.inputs.measured is not None:
+            return run_costs(self.inputs.measured, config, self.specs)
+        return generation_cost(config, self.specs, table.generation.dp, self.inputs.hardware)
+
+    def limits(self, table: Table, costs: CostModel) -> InstanceLimits:
+        """With room for all samples of an instance."""
+        batch = batch_of(self.config, table.generation, table.actor_train, table.critic_train, table.microbatches)
+        context = self.inputs.planned.median_context
+        return instance_limits(self.config, self.specs[Role.ACTOR], batch.instances, costs, context)
+
+    def generation_bytes(self, table: Table, limits: InstanceLimits) -> GenerationBytes:
+        """Of every rank."""
+        last, roles = self.world_size - 1, self.config.scorers()
+        tasks = [Task("generation", Role.ACTOR, table.generation, (0, last))]
+        tasks += [Task(f"{role}_inference", role, table.inference, (0, last)) for role in roles]
+        copy, *scorers = (cost.weights_bytes() for cost in self._costs(tasks).values())
+        tp = table.generation.tp
+        return GenerationBytes(copy, limits.kv_capacity_bytes / tp, limits.sample_kv_bytes / tp, sum(scorers))
+
+    def _costs(self, tasks: list[Task]) -> dict[str, AnalyticCost]:
+        return task_costs(self.config, self.specs, tasks, self.inputs.hardware, self.inputs.cores)

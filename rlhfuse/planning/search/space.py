@@ -1,0 +1,193 @@
+"""All tables that could run on so many ranks, as training rows and generation rows that combine freely.
+
+Tensor ranks stay within a node; stages are whole layers; inference replicas lie within a generation instance; two
+models that train have as many virtual stages. What a configuration says is held to.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.config.role import Role
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.config.values import AUTO
+from rlhfuse.planning.search.table import Table
+from rlhfuse.schedule.ir.ranks import FusedShape, fused_shape
+
+CHUNKS = (1, 2)  # virtual stages of a rank
+
+
+@dataclass(frozen=True)
+class TrainingRow:
+    """The part of a table that training is about; `shape`: of its fused group."""
+
+    actor: ParallelLayout
+    critic: ParallelLayout | None
+    microbatches: int
+    recompute: str
+    sequence_parallel: bool
+    shape: FusedShape
+
+    @property
+    def layouts(self) -> dict[Role, ParallelLayout]:
+        return {Role.ACTOR: self.actor, **({Role.CRITIC: self.critic} if self.critic else {})}
+
+
+@dataclass(frozen=True)
+class GenerationRow:
+    generation: ParallelLayout
+    inference: ParallelLayout
+
+
+@dataclass(frozen=True)
+class Space:
+    """Rows in the order of their text; `refused`: how many of them no run could have, by rule."""
+
+    training: tuple[TrainingRow, ...]
+    generation: tuple[GenerationRow, ...]
+    refused: Mapping[str, int]
+
+    def table(self, training: int, generation: int) -> Table:
+        row, decoding = self.training[training], self.generation[generation]
+        layouts = decoding.generation, decoding.inference, row.actor, row.critic
+        return Table(*layouts, row.microbatches, row.recompute, row.sequence_parallel)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a configuration leaves open is None; `inference` holds for all models that score."""
+
+    generation: ParallelLayout | None = None
+    inference: ParallelLayout | None = None
+    actor_train: ParallelLayout | None = None
+    critic_train: ParallelLayout | None = None
+    microbatches: int | None = None
+    recompute: str | None = None
+    sequence_parallel: bool | None = None
+
+    @staticmethod
+    def of(config: RunConfig) -> Given:
+        parallel, values = config.parallel, {}
+        for row in ("generation", "inference", "actor_train", "critic_train"):
+            text = getattr(parallel, row)
+            values[row] = None if text == AUTO else ParallelLayout.parse(text)
+        settings = config.fusion.actor_microbatches, config.trainer.recompute, parallel.sequence_parallel
+        return Given(**values, **dict(zip(("microbatches", "recompute", "sequence_parallel"), map(_known, settings))))
+
+    @property
+    def all_open(self) -> bool:
+        return self == Given()
+
+
+def _known(value: Any) -> Any:
+    return None if value == AUTO else value
+
+
+def space_of(
+    config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int, devices_per_node: int, given: Given
+) -> Space:
+    """Raises InputError naming a row that is given and can be with nothing, or for want of any row."""
+    refused: Counter[str] = Counter()
+    training = sorted(_training_rows(config, specs, world_size, devices_per_node, given, refused), key=_training_text)
+    generation = sorted(_generation_rows(config, specs, world_size, devices_per_node, given), key=_generation_text)
+    for rows, names in ((training, ("actor_train", "critic_train")), (generation, ("generation", "inference"))):
+        if not rows:
+            fixed = [f"parallel.{name}={getattr(given, name)}" for name in names if getattr(given, name)]
+            told = f"{' and '.join(fixed)}: " if fixed else ""
+            raise InputError(
+                f"{told}no layouts of {' and '.join(names)} fit {world_size} ranks and these models; use another "
+                "number of ranks, or auto for these rows"
+            )
+    return Space(tuple(training), tuple(generation), refused)
+
+
+def layouts_of(
+    spec: ModelSpec, world_size: int, devices_per_node: int, most_replicas: int, pipelines: bool
+) -> Iterator[ParallelLayout]:
+    """Every layout of a model over all ranks that its shape allows."""
+    for tp in _divisors(world_size):
+        if tp > devices_per_node or devices_per_node % tp:
+            continue
+        for pp in _divisors(world_size // tp) if pipelines else (1,):
+            dp = world_size // (tp * pp)
+            for chunks in CHUNKS if pp > 1 else CHUNKS[:1]:
+                layout = ParallelLayout(dp, tp, pp, chunks=chunks)
+                if dp <= most_replicas and fits_model(layout, spec):
+                    yield layout
+
+
+def fits_model(layout: ParallelLayout, spec: ModelSpec) -> bool:
+    try:
+        layout.check_model(spec, "")
+    except InputError:
+        return False
+    return True
+
+
+def _training_rows(
+    config: RunConfig,
+    specs: Mapping[Role, ModelSpec],
+    world_size: int,
+    devices: int,
+    given: Given,
+    refused: Counter[str],
+) -> Iterator[TrainingRow]:
+    samples = config.samples_per_iteration // config.algorithm.minibatches
+    rows = {Role.ACTOR: given.actor_train, Role.CRITIC: given.critic_train}
+    options = [
+        [layout] if (layout := rows[role]) else list(layouts_of(specs[role], world_size, devices, samples, True))
+        for role in config.trained()
+    ]
+    recomputes = [given.recompute] if given.recompute else ["none", "full"]
+    for layouts in product(*options):
+        if len({layout.chunks for layout in layouts}) > 1:
+            continue
+        try:
+            shape = fused_shape(dict(zip(config.trained(), layouts)), config.fusion.alternates)
+        except InputError:
+            refused["shapes that share no ranks"] += 1
+            continue
+        actor, critic = layouts[0], layouts[1] if len(layouts) > 1 else None
+        cuts = [given.sequence_parallel] if given.sequence_parallel is not None else [False, True]
+        cuts = [cut for cut in cuts if not cut or shape.node_ranks > 1]
+        k1, k2 = shape.shares[0].pipelines, shape.shares[-1].pipelines
+        counts = [given.microbatches] if given.microbatches else _divisors(samples // actor.dp)
+        for count in counts:
+            if k1 * count % k2:
+                refused["K1*M1 != K2*M2"] += 1
+            elif actor.dp * count <= samples:
+                for recompute, cut in product(recomputes, cuts):
+                    yield TrainingRow(actor, critic, count, recompute, cut, shape)
+
+
+def _generation_rows(
+    config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int, devices: int, given: Given
+) -> Iterator[GenerationRow]:
+    sizes = world_size, devices, config.samples_per_iteration, False
+    decoding = [given.generation] if given.generation else layouts_of(specs[Role.ACTOR], *sizes)
+    scorers = [specs[role] for role in config.scorers()]
+    for generation in decoding:
+        if given.inference or not scorers:
+            yield GenerationRow(generation, given.inference or generation)
+            continue
+        for scoring in layouts_of(scorers[0], world_size, devices, world_size, False):
+            if generation.tp % scoring.tp == 0 and all(fits_model(scoring, spec) for spec in scorers):
+                yield GenerationRow(generation, scoring)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _training_text(row: TrainingRow) -> str:
+    return f"{row.actor} {row.critic} {row.microbatches:06d} {row.recompute} {row.sequence_parallel}"
+
+
+def _generation_text(row: GenerationRow) -> str:
+    return f"{row.generation} {row.inference}"

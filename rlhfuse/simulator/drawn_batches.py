@@ -1,0 +1,90 @@
+"""The batches that an iteration is predicted for, and their micro-batches as a run would cut them.
+
+A pipeline waits for its heaviest micro-batch once for every stage, and a mini-batch for its slowest pipeline. So a
+mini-batch costs what equal micro-batches of somewhat more than the mean tokens would.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.costs.stage_cut import MicrobatchTokens
+from rlhfuse.decisions.balance import cut_minibatches, microbatch_sums
+from rlhfuse.simulator.lengths import SampleLengths
+
+DRAWS = 5  # batches drawn from past lengths and averaged
+
+
+@dataclass(frozen=True)
+class DrawnBatches:
+    """Batches of an iteration, each cut into mini-batches as the first epoch of a run with this seed begins.
+
+    `even`: micro-batches are of mean tokens, as if samples could be cut.
+    """
+
+    batches: tuple[SampleLengths, ...]
+    minibatches: int
+    seed: int
+    even: bool = False
+
+    @staticmethod
+    def of(config: RunConfig, planned: SampleLengths, known: bool) -> DrawnBatches:
+        """DRAWS batches of known lengths, or `planned` itself, one batch. `algorithm.minibatches` is a number."""
+        minibatches, seed = int(config.algorithm.minibatches), config.trainer.seed
+        batches = planned.draw(config.samples_per_iteration, DRAWS, seed) if known else (planned,)
+        return DrawnBatches(batches, minibatches, seed)
+
+    def microbatch(self, pipelines: int, microbatches: int, depth: int) -> MicrobatchTokens:
+        """The micro-batch of which `microbatches` take a pipeline of `depth` stages as long as the real ones take the
+        slowest of `pipelines`: (their sum + (depth - 1) * heaviest) / (microbatches + depth - 1), means over
+        mini-batches and batches. Raises InputError where samples are fewer than micro-batches."""
+        if self.even:
+            return self._proportioned(self._sums[:, 0] / (self.minibatches * pipelines * microbatches))
+        total, heaviest = self._pipelines(pipelines, microbatches)
+        slowest = (total + (depth - 1) * heaviest).max(axis=1) / (microbatches + depth - 1)
+        return self._proportioned(slowest.reshape(len(self.batches), self.minibatches).mean(axis=1))
+
+    def _proportioned(self, tokens: np.ndarray) -> MicrobatchTokens:
+        """Micro-batches of so many tokens, one of each batch, in the proportions of the batch: their mean."""
+        everything, samples, outputs = self._sums.T
+        means = (float(np.mean(tokens * share / everything)) for share in (samples, outputs))
+        return MicrobatchTokens(float(np.mean(tokens)), *means)
+
+    def _pipelines(self, pipelines: int, microbatches: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of each pipeline and of its heaviest micro-batch: [batch and mini-batch, pipeline]."""
+        key = pipelines, microbatches
+        if key not in self._by_pipeline:
+            parts = pipelines * microbatches
+            if parts not in self._by_parts:
+                self._by_parts[parts] = np.array([microbatch_sums(tokens, parts) for tokens in self._minibatch_tokens])
+            cut = self._by_parts[parts].reshape(-1, pipelines, microbatches)
+            self._by_pipeline[key] = cut.sum(axis=2), cut.max(axis=2)
+        return self._by_pipeline[key]
+
+    @cached_property
+    def _sums(self) -> np.ndarray:
+        """Of each batch: tokens, samples, response tokens."""
+        return np.array(
+            [(sum(one.prompt) + sum(one.output), len(one), sum(one.output)) for one in self.batches], np.float64
+        )
+
+    @cached_property
+    def _minibatch_tokens(self) -> tuple[np.ndarray, ...]:
+        """Tokens of each sample of each mini-batch, batch by batch."""
+        made = []
+        for batch in self.batches:
+            tokens = np.asarray(batch.prompt, np.int64) + np.asarray(batch.output, np.int64)
+            made += [tokens[part] for part in cut_minibatches(len(batch), self.minibatches, self.seed, iteration=0)]
+        return tuple(made)
+
+    @cached_property
+    def _by_parts(self) -> dict[int, np.ndarray]:
+        return {}
+
+    @cached_property
+    def _by_pipeline(self) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]:
+        return {}

@@ -1,0 +1,123 @@
+"""Loads of a move that are counted by lists of ranks: to the byte those of the plan that names every transfer."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
+from rlhfuse.costs.hardware import hardware_by_name
+from rlhfuse.decisions.move_seconds import ACROSS, STAYS, WITHIN, MoveLoad, move_seconds_by_class
+from rlhfuse.decisions.shards import model_shards
+from rlhfuse.decisions.weight_moves import Traffic, minimum_across, move_seconds, plan_moves
+from rlhfuse.schedule.ir.ranks import FusedRanks, plain_cells, rank_map
+
+MACHINE = hardware_by_name("a100")
+SPECS = (
+    ModelSpec("qwen2", 16, 16, 8, 8, 4, 24, 100, 64, qkv_bias=True),
+    ModelSpec("qwen3", 17, 32, 16, 8, 4, 40, 300, 64, tied_embeddings=True, qk_norm=True),
+    ModelSpec("llama", 19, 64, 8, 8, 8, 192, 512, 64, proj_bias=True),
+)
+
+
+def check(spec, layout, cells, target, node: int, head: bool, element_bytes: int = 2) -> MoveLoad:
+    """The load, held against the plan's transfers."""
+    has = model_shards(spec, layout, cells, element_bytes, head)
+    wants = model_shards(spec, target, plain_cells(target), element_bytes, head)
+    transfers, machine = plan_moves(has, wants, node), replace(MACHINE, devices_per_node=node)
+    load = MoveLoad.of(spec, layout, cells, target, element_bytes, node, head)
+    assert load.traffic == Traffic.of(transfers, minimum_across(has, wants, node), node)
+    counted = move_seconds_by_class(spec, layout, cells, target, element_bytes, machine, head)
+    assert counted == load.seconds(machine) == move_seconds(transfers, machine, node)
+    held: dict[int, int] = {}
+    for shard in wants:
+        held[shard.rank] = held.get(shard.rank, 0) + shard.bytes
+    assert load.host_copy_seconds(machine) == max(held.values()) / machine.host_bandwidth
+    return load
+
+
+def drawn_layout(draw: random.Random, world: int, layers: int) -> ParallelLayout:
+    tp = draw.choice([t for t in (1, 2, 4, 8) if world % t == 0])
+    pp = draw.choice([p for p in range(1, 9) if world // tp % p == 0])
+    chunks = draw.choice([v for v in (1, 1, 2) if pp * v <= layers]) if pp > 1 else 1
+    made = ParallelLayout.parse(f"d{world // tp // pp}t{tp}p{pp}" + (f"v{chunks}" if chunks > 1 else ""))
+    if draw.random() < 0.3:
+        borders = sorted(draw.sample(range(1, layers), made.stages - 1))
+        made = made.with_cut(tuple(b - a for a, b in zip((0, *borders), (*borders, layers))))
+    return made
+
+
+def drawn_ranks(draw: random.Random, world: int, layers: int) -> FusedRanks:
+    """Two layouts that can train together: the second one's pipelines run backwards, stages may be merged."""
+    while True:
+        pair = {model: drawn_layout(draw, world, layers) for model in ("actor", "critic")}
+        try:
+            return rank_map(pair)
+        except InputError:
+            continue
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_loads_are_those_of_the_plan(seed):
+    draw, merged, interleaved, crossing = random.Random(seed), 0, 0, 0
+    for _ in range(13):
+        world, spec = draw.choice([1, 2, 4, 6, 8, 12, 16, 16, 24, 32, 40, 64]), draw.choice(SPECS)
+        ranks, node = drawn_ranks(draw, world, spec.layers), draw.choice([2, 4, 8, 8, 8])
+        tp = draw.choice([t for t in (1, 2, 4, 8) if world % t == 0])
+        for model in ("actor", "critic"):
+            share = ranks.shape.share(model)
+            target = ParallelLayout(world // tp, tp, 1)
+            load = check(spec, share.layout, ranks.pipelines(model), target, node, model == "critic")
+            merged, interleaved = merged + (share.merge > 1), interleaved + (share.layout.chunks > 1)
+            crossing += load.traffic.across > 0
+    assert merged and interleaved and crossing, "the draw is too easy"
+
+
+@pytest.mark.parametrize(
+    "source, target", [("d2t2p4@8-23", "d4t4p1@0-15"), ("d16t1p1", "d2t2p4v2"), ("d1t8p1", "d8t1p1")]
+)
+def test_other_ranks_and_targets_in_pipelines(source, target):
+    source, target = ParallelLayout.parse(source), ParallelLayout.parse(target)
+    check(SPECS[0], source, plain_cells(source), target, 8, False)
+
+
+def test_what_the_seconds_are_made_of():
+    """One rank of a node needs what the other node has, and gives it on; by hand."""
+    spec, source, target = SPECS[0], ParallelLayout(1, 1, 1), ParallelLayout(4, 1, 1)
+    load = MoveLoad.of(spec, source, (((0,),),), target, 4, 2)
+    whole = 4 * spec.parameters() + 4 * 2 * (spec.padded_vocab - spec.vocab) * spec.hidden
+    assert load.bytes[STAYS].tolist() == [[whole, 0, 0, 0]] * 2 and load.fullest == whole
+    assert load.bytes[WITHIN].sum(axis=1).tolist() == [2 * whole] * 2
+    assert load.bytes[ACROSS, 0].tolist() == [whole, 0, 0, 0] and load.minimum_across == whole
+    rates = MACHINE.memory_bandwidth / 2, MACHINE.node_link_bandwidth, MACHINE.cross_link_bandwidth
+    assert load.seconds(MACHINE) == pytest.approx(sum(whole / rate for rate in rates))
+
+
+def test_what_nobody_has_is_named():
+    """The only stage of a model with tied weights has no output layer of its own."""
+    tied = SPECS[1]
+    with pytest.raises(ValueError, match="no rank has output_layer.weight"):
+        check(tied, ParallelLayout(2, 1, 1), plain_cells(ParallelLayout(2, 1, 1)), ParallelLayout(1, 1, 2), 8, False)
+    with pytest.raises(ValueError, match="no rank has output_layer.weight"):
+        MoveLoad.of(tied, ParallelLayout(2, 1, 1), (((0,),), ((1,),)), ParallelLayout(1, 1, 2), 2, 8)
+
+
+def test_a_search_can_ask():
+    """64 ranks, 80 layers: a small part of what the plan of all transfers takes."""
+    spec, target = ModelSpec("llama", 80, 8192, 64, 8, 128, 28672, 128256, 8192), ParallelLayout(8, 8, 1)
+    ranks = rank_map({"actor": ParallelLayout(2, 8, 4), "critic": ParallelLayout(4, 8, 2)})
+    layout, cells = ranks.shape.share("actor").layout, ranks.pipelines("actor")
+    check(spec, layout, cells, target, 8, False)
+
+    def seconds(function, *arguments) -> float:
+        start = time.perf_counter()
+        function(*arguments)
+        return time.perf_counter() - start
+
+    shards = [model_shards(spec, layout, cells, 2), model_shards(spec, target, plain_cells(target), 2)]
+    asked = min(seconds(move_seconds_by_class, spec, layout, cells, target, 2, MACHINE) for _ in range(5))
+    assert asked < 0.1 * seconds(plan_moves, *shards, 8)

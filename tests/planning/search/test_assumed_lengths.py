@@ -1,0 +1,56 @@
+"""Lengths that layouts are searched for: what is assumed has the shape that is said, what is named is read."""
+
+import json
+import math
+import statistics
+
+import pytest
+from four_ranks import config
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.planning.search.assumed_lengths import QUANTILES, assumed_lengths, search_lengths
+
+
+@pytest.mark.parametrize("response", [200, 1024, 30000])
+def test_the_assumption_is_lognormal_with_a_tenth_as_median_and_the_longest_at_999_of_1000(response):
+    lengths = assumed_lengths(64, response)
+    marks = lengths.percentiles()
+    assert set(lengths.prompt) == {64} and len(lengths) == QUANTILES
+    assert (marks["p50"], marks["p999"], marks["max"]) == (response // 10, response, response)
+    logs = [math.log(output) for output in lengths.output]
+    assert statistics.fmean(logs) == pytest.approx(math.log(response / 10), abs=0.02)
+    assert statistics.stdev(logs) == pytest.approx(math.log(10) / 3.0902, rel=0.02)
+    halves = [sum(lengths.output[part::2]) for part in (0, 1)]
+    assert max(halves) < 1.2 * min(halves), "in no order of length"
+    blocks = [sum(lengths.output[at : at + 250]) for at in range(0, 1000, 250)]
+    assert max(blocks) < 1.5 * min(blocks), blocks
+
+
+@pytest.mark.parametrize("response", range(1, 40))
+def test_short_responses_have_a_tail_too_and_at_least_a_token(response):
+    lengths = assumed_lengths(0, response)
+    assert min(lengths.output) >= 1 and max(lengths.output) == response
+    assert lengths == assumed_lengths(0, response)
+
+
+def test_named_lengths_are_read_and_cut_to_the_run(tmp_path):
+    file = tmp_path / "past.jsonl"
+    file.write_text("".join(json.dumps({"response_length": n, "other": 3}) + "\n" for n in (5, 50, 5000)))
+    made = config(parallel__lengths=str(file))
+    lengths, told = search_lengths(made)
+    assert lengths.output == (5, 50, made.rollout.max_response_tokens) and lengths.prompt == (128,) * 3
+    assert f"3 samples of parallel.lengths={file}" in told and "; 1 cut to this run's 256" in told
+    assert set(search_lengths(config(parallel__lengths=f"{file}:other"))[0].output) == {3}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"lengths/output": [7, 8], "lengths/prompt": [1, 2]}) + "\n")
+    assert search_lengths(config(parallel__lengths=str(tmp_path)))[0].output == (7, 8)
+
+
+def test_what_is_assumed_is_said():
+    lengths, told = search_lengths(config())
+    assert lengths == assumed_lengths(128, 256)
+    assert told.startswith("lengths of the search: assumed, lognormal with median 26 and p99.9 256 tokens;")
+
+
+def test_lengths_that_cannot_be_read_are_refused_by_their_key(tmp_path):
+    with pytest.raises(InputError, match="parallel.lengths=/nowhere.csv: lengths file /nowhere.csv does not exist"):
+        search_lengths(config(parallel__lengths="/nowhere.csv"))

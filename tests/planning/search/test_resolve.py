@@ -1,0 +1,208 @@
+"""Layouts that are auto get values: from the checkpoint that is resumed, else from a search; what is given stays."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from four_ranks import SPECS, config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.config.auto_layouts import layout_rows, searched_keys
+from rlhfuse.config.values import AUTO
+from rlhfuse.decisions.layouts import TASK_ROLES
+from rlhfuse.planning.draft import draft_plan
+from rlhfuse.planning.search.resolve import StoredLayouts, resolve_layouts
+
+ROOT = Path(__file__).resolve().parents[3]
+SCORERS = ("reference_inference", "reward_inference", "critic_inference")
+GIVEN = {"generation": "d2t2p1", "actor_train": "d1t1p4", "critic_train": "d2t1p2", **dict.fromkeys(SCORERS, "d4t1p1")}
+STORED = StoredLayouts(
+    "run/checkpoints/iteration-3",
+    4,
+    {
+        **dict.fromkeys(SCORERS, "d2t2p1"),
+        "generation": "d2t2p1",
+        "actor_train": "d1t1p4:1,2,3,2",
+        "critic_train": "d2t1p2",
+        "fusion.actor_microbatches": "2",
+        "parallel.sequence_parallel": "False",
+    },
+)
+
+
+def auto(*keys: str, **given_keys):
+    """The run of four ranks with these keys auto."""
+    return config(**{key.replace(".", "__"): AUTO for key in keys}, **given_keys)
+
+
+def everything(**keys):
+    rows = (*SCORERS, "inference", "generation", "actor_train", "critic_train", "sequence_parallel")
+    given_keys = {"fusion__actor_microbatches": AUTO, "algorithm__minibatches": AUTO} | keys
+    return auto(*(f"parallel.{row}" for row in rows if f"parallel__{row}" not in keys), **given_keys)
+
+
+def is_settled(made) -> bool:
+    values = [getattr(made.parallel, name) for name in type(made.parallel).model_fields if name != "stage_layers"]
+    return AUTO not in (*values, made.trainer.recompute, made.fusion.actor_microbatches, made.algorithm.minibatches)
+
+
+def test_where_nothing_is_auto_nothing_changes():
+    made = config()
+    found = resolve_layouts(made, SPECS, 4)
+    assert found.config is made and found.found is None and found.lines == ()
+
+
+def test_everything_auto_becomes_a_table_that_can_be_planned():
+    made = everything(trainer__recompute=AUTO)
+    found = resolve_layouts(made, SPECS, 4)
+    assert is_settled(found.config) and found.found is not None
+    draft = draft_plan(found.config, SPECS, 4, asked=made)
+    assert draft.memory.fullest([0.0] * draft.problem.nodes)
+    table = found.found.best.table
+    assert (found.config.parallel.generation, found.config.parallel.actor_train) == (
+        str(table.generation),
+        str(table.actor_train),
+    )
+    assert {getattr(found.config.parallel, row) for row in SCORERS} == {str(table.inference)}
+    chosen, lengths = found.lines
+    assert chosen.startswith("layouts of the search: generation=") and f"actor_train={table.actor_train}" in chosen
+    assert lengths.startswith("lengths of the search: assumed, lognormal")
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sets(st.sampled_from([*GIVEN, "sequence_parallel"])), st.booleans(), st.sampled_from([AUTO, 2, 4]))
+def test_what_is_given_stays_and_all_else_is_decided_the_same_every_time(rows, recompute, microbatches):
+    keys = {f"parallel__{row}": AUTO if row in rows else layout for row, layout in GIVEN.items()}
+    keys |= {"parallel__sequence_parallel": AUTO if "sequence_parallel" in rows else False}
+    keys |= {"fusion__actor_microbatches": microbatches, "trainer__recompute": AUTO if recompute else "none"}
+    made = config(**keys)
+    found = resolve_layouts(made, SPECS, 4)
+    assert found == resolve_layouts(made, SPECS, 4)
+    assert not searched_keys(found.config)
+    after = {key: value for key, value, _ in found.config.leaves()}
+    for key, value, _ in made.leaves():
+        if value != AUTO and key.startswith(("parallel.", "fusion.", "algorithm.")):
+            assert after[key] == value, key
+    if rows & {*SCORERS} and not rows >= {*SCORERS}:
+        assert {after[f"parallel.{row}"] for row in SCORERS} == {"d4t1p1"}, "one layout for all that score"
+    draft_plan(found.config, SPECS, 4)
+
+
+def test_minibatches_follow_from_the_samples_whatever_table_is_chosen():
+    assert resolve_layouts(everything(), SPECS, 4).config.algorithm.minibatches == 4
+    few = everything(rollout__prompts_per_iteration=6, rollout__samples_per_prompt=1)
+    assert resolve_layouts(few, SPECS, 4).config.algorithm.minibatches == 1
+
+
+def test_rows_of_models_that_the_run_has_not_are_as_if_nothing_was_said():
+    specs = {role: SPECS[role] for role in ("actor", "reference")}
+    made = everything(algorithm__name="grpo", reward__function="m:f")
+    found = resolve_layouts(made, specs, 4).config
+    assert is_settled(found) and found.parallel.critic_train == "d1t1p1"
+    assert found.parallel.reward_inference == found.parallel.inference == found.parallel.reference_inference
+    assert "critic" not in "".join(layout_rows(found))
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"parallel__generation": "d2t1p1"}, "parallel.generation=d2t1p1: dp(2) * tp(1) * pp(1) = 2 != world_size(4)"),
+        ({"parallel__critic_train": "d1t1p1"}, "parallel.critic_train=d1t1p1: .* != world_size(4); or auto"),
+        ({"parallel__inference": "d1t1p4", "parallel__reward_inference": "d1t1p4"}, "reward_inference=d1t1p4: pp(4)"),
+        ({"parallel__lengths": "/nowhere.csv"}, "parallel.lengths=/nowhere.csv: lengths file"),
+        ({"trainer__memory_limit_gb": 0.01}, "memory: "),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(keys, message):
+    with pytest.raises(InputError) as caught:
+        resolve_layouts(everything(**keys), SPECS, 4)
+    assert all(part in str(caught.value) for part in message.split(".*")) and "\n" not in str(caught.value)
+
+
+def test_headroom_is_left_free():
+    made = everything()
+    needed = needed_of(resolve_layouts(made, SPECS, 4).config)
+    close = {"trainer__memory_limit_gb": needed * 1.05 / 1e9}
+    tight = resolve_layouts(everything(**close, parallel__headroom=0.0), SPECS, 4).config
+    assert needed_of(tight) <= needed * 1.05
+    try:
+        roomy = resolve_layouts(everything(**close, parallel__headroom=0.2), SPECS, 4).config
+    except InputError as error:
+        assert "memory" in str(error)
+    else:
+        assert needed_of(roomy) <= 0.8 * needed * 1.05
+
+
+def needed_of(made) -> int:
+    draft = draft_plan(made, SPECS, 4)
+    return max(map(draft.memory.needed, draft.memory.static))
+
+
+# of a checkpoint --------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_has_the_layouts_that_it_had():
+    found = resolve_layouts(everything(), SPECS, 4, STORED)
+    parallel = found.config.parallel
+    assert found.found is None and is_settled(found.config)
+    assert {name: getattr(parallel, name) for name, _ in TASK_ROLES} == {
+        name: STORED.layouts[name] for name, _ in TASK_ROLES
+    }
+    assert parallel.sequence_parallel is False and found.config.fusion.actor_microbatches == 2
+    (line,) = found.lines
+    assert line.startswith(
+        "layouts of run/checkpoints/iteration-3, which had: generation=d2t2p1 inference=d2t2p1 actor"
+    )
+
+
+def test_recomputation_is_searched_beside_the_layouts_of_a_checkpoint():
+    found = resolve_layouts(everything(trainer__recompute=AUTO), SPECS, 4, STORED)
+    assert found.config.parallel.actor_train == "d1t1p4:1,2,3,2" and found.config.trainer.recompute == "none"
+    assert len(found.lines) == 3 and "layouts of the search: recompute=none" in found.lines[1]
+    alone = resolve_layouts(config(trainer__recompute=AUTO), SPECS, 4, STORED)
+    assert alone.config.parallel.actor_train == "d1t1p4" and alone.config.trainer.recompute == "none"
+    assert not any("checkpoints" in line for line in alone.lines), "no layout is open"
+
+
+def test_rows_that_are_given_stay_beside_those_of_a_checkpoint():
+    made = everything(parallel__critic_train="d1t1p4", fusion__actor_microbatches=4)
+    found = resolve_layouts(made, SPECS, 4, STORED).config
+    assert (found.parallel.critic_train, found.fusion.actor_microbatches) == ("d1t1p4", 4)
+    assert found.parallel.actor_train == "d1t1p4:1,2,3,2"
+
+
+@pytest.mark.parametrize(
+    "stored, why",
+    [
+        (StoredLayouts("there", 8, STORED.layouts), "it was saved by 8 ranks, these are 4"),
+        (StoredLayouts("there", 4, {"generation": "d4t1p1"}), "it does not say parallel."),
+        (StoredLayouts("there", 4, {**STORED.layouts, "actor_train": "d1t4p1"}), "critic_train=d2t1p2"),
+    ],
+)
+def test_layouts_of_a_checkpoint_that_cannot_be_are_searched_anew_and_it_is_said(stored, why):
+    found = resolve_layouts(everything(), SPECS, 4, stored)
+    anew = resolve_layouts(everything(), SPECS, 4)
+    assert found.config == anew.config and found.lines[1:] == anew.lines
+    assert found.lines[0].startswith("layouts that are auto are not those of there: ") and why in found.lines[0]
+
+
+def test_processes_of_any_hash_seed_decide_the_same():
+    code = "import test_resolve as t; print(*t.resolve_layouts(t.everything(), t.SPECS, 4).lines, sep='|')"
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", Path(__file__).parent)))
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(said) == 1 and "layouts of the search" in said.pop()

@@ -1,0 +1,121 @@
+"""Runs whose layouts are auto: one table on all ranks, told and kept; killed ones resume in it, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runs import PATHS, ROOT, finish, killed_forked, start
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.config.auto_layouts import searched_keys
+from rlhfuse.config.load import load_config
+from rlhfuse.monitor.metrics import read_metrics
+from rlhfuse.run.preflight import check_inputs
+from rlhfuse.run.report.compare import compare_runs
+
+pytestmark = pytest.mark.timeout(3600)
+
+QUICKSTART = ROOT / "examples" / "quickstart.yaml"
+AUTO = ["parallel=auto", "fusion.actor_microbatches=auto", "trainer.recompute=auto", "trainer.device=cpu"]
+ITERATIONS = 4
+SHORT = [
+    *(f"trainer.{key}" for key in (f"iterations={ITERATIONS}", "save_every=1", "tensorboard=false")),
+    *("trainer.watchdog_seconds=590", "fusion.search_seconds=0.5", "rollout.max_response_tokens=64"),
+]
+MOST_ADDED_SECONDS = 4.0
+
+
+def layout_lines(log: str) -> list[str]:
+    return [line for line in log.splitlines() if line.startswith(("layouts ", "lengths of the search"))]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple[Path, str]:
+    """The folder of a run that was left alone, and what it said."""
+    run_dir = tmp_path_factory.mktemp("auto") / "whole"
+    return run_dir, finish(start(QUICKSTART, *AUTO, *SHORT, f"trainer.output_dir={run_dir}", ranks=4))
+
+
+@pytest.mark.slow
+def test_a_run_says_and_keeps_the_table_that_a_dry_run_prints(whole):
+    run_dir, log = whole
+    chosen, lengths = layout_lines(log)
+    assert chosen.startswith("layouts of the search: generation=") and "lognormal" in lengths
+    kept = load_config(run_dir / "config.yaml")
+    assert searched_keys(kept) == () and "auto" not in kept.parallel.model_dump(exclude={"stage_layers"}).values()
+    assert f"generation={kept.parallel.generation} " in chosen and f"actor_train={kept.parallel.actor_train} " in chosen
+    command = [sys.executable, "tools/train_ppo.py", "--config", str(QUICKSTART), *AUTO, *SHORT]
+    dry = subprocess.run([*command, "--dry-run", "--world-size", "4"], cwd=ROOT, capture_output=True, text=True)
+    assert dry.returncode == 0, dry.stderr
+    assert layout_lines(dry.stdout) == [chosen, lengths]
+    assert [row["iteration"] for row in read_metrics(run_dir / "metrics.jsonl")] == list(range(ITERATIONS))
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_costs_no_bit(whole, tmp_path):
+    run_dir, _ = whole
+    broken = tmp_path / "killed"
+    settings = [*AUTO, *SHORT, f"trainer.output_dir={broken}", "trainer.resume=auto"]
+    killed_forked(QUICKSTART, "2 one 1 start.2, .*: generation: step", tmp_path / "log", *settings, ranks=4)
+    # another search might choose another table: what it is for has changed since
+    log = finish(start(QUICKSTART, *settings, "parallel.headroom=0.3", ranks=4))
+    first = layout_lines(log)[0]
+    assert first.startswith(f"layouts of {broken / 'checkpoints'}/iteration-") and ", which had: generation=" in first
+    comparisons = compare_runs(run_dir, broken)
+    assert len(comparisons) == 3 and all(c.entries > 10 and not c.differences for c in comparisons), comparisons
+
+
+@pytest.mark.slow
+def test_a_search_adds_few_seconds_to_the_start():
+    fixed = check_inputs(load_config(QUICKSTART, [*AUTO, *SHORT]), 4).config  # and what loads and compiles once
+    rows = [f"parallel.{row}={getattr(fixed.parallel, row)}" for row in ("generation", "actor_train", "critic_train")]
+    rows += [f"parallel.inference={fixed.parallel.inference}", "trainer.device=cpu"]
+    seconds = []
+    for settings in (rows, AUTO):
+        begin = time.perf_counter()
+        check_inputs(load_config(QUICKSTART, [*settings, *SHORT]), 4)
+        seconds.append(time.perf_counter() - begin)
+    added = seconds[1] - seconds[0]
+    print(f"inputs are checked in {seconds[0]:.2f} s with given layouts; a search adds {added:.2f} s")
+    assert added <= MOST_ADDED_SECONDS
+
+
+@pytest.mark.slow
+def test_where_nothing_fits_a_line_says_so_before_anything_is_launched(tmp_path):
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "tools/train_ppo.py", "--config", str(QUICKSTART), *AUTO, *SHORT]
+    command += [f"trainer.output_dir={run_dir}", "trainer.memory_limit_gb=0.01"]
+    nobody = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # whoever asked for the others would wait or fail
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "PYTHONPATH": PATHS}
+    environment = {**os.environ, **place, **nobody}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 2 and "actor_train" in line and "has " in line, done.stderr
+    assert not run_dir.exists() and "Traceback" not in done.stderr
+
+
+def test_layouts_of_a_checkpoint_are_not_asked_for_where_none_is_auto(tmp_path):
+    fixed = ["trainer.device=cpu", *SHORT, f"trainer.output_dir={tmp_path / 'run'}", "trainer.resume=auto"]
+    inputs = check_inputs(load_config(QUICKSTART, fixed), 4)
+    assert not layout_lines("\n".join(inputs.notes)) and inputs.config.parallel.critic_train == "d2t1p2"
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        (["parallel.generation=d2t1p1"], "parallel.generation=d2t1p1: dp(2) * tp(1) * pp(1) = 2 != world_size(4)"),
+        (["parallel.critic_train=d1t1p8"], "parallel.critic_train=d1t1p8"),
+        (["parallel.reference_inference=d2t2p1", "parallel.reward_inference=d4t1p1"], "are not yet runnable"),
+        (["parallel.lengths=/nowhere"], "parallel.lengths=/nowhere: "),
+        (["rollout.max_response_tokens=4000"], "context("),
+    ],
+)
+def test_an_auto_beside_what_cannot_be_is_refused_by_its_key(rows, message):
+    with pytest.raises(InputError) as caught:
+        check_inputs(load_config(QUICKSTART, [*AUTO, *SHORT, *rows]), 4)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
