@@ -32,7 +32,7 @@ WITHIN = {
     },
     "models": {"cpu": (), "gpu": ()},
     "planning": {
-        "meshes": ("draft", "machine", "memory"),
+        "meshes": ("draft", "machine", "memory", "stage_cuts"),
         "search": ("draft", "efficiency", "graph_capture", "memory", "price", "stage_cuts", "training_problem"),
     },
     "run": {"report": (), "profiling": ("rank_models",)},

@@ -17,7 +17,7 @@ TEXT_COLUMNS = 110
 LEGEND = (
     "x: seconds of what runs today over the placement's, above 1 where it would be faster",
     f"{' and '.join(OVERLAPPED)}: seconds are from the end of one iteration to the end of the next",
-    "priced by the roofline, without a profile, for one batch; no CUDA graphs are recorded, here and in the first row",
+    "priced by the roofline, without a profile, backwards in one part; no CUDA graphs are recorded, here and in row 1",
 )
 
 

@@ -12,10 +12,10 @@ from itertools import product
 
 from rlhfuse.config.spec import HardwareSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
-from rlhfuse.costs.stage_cut import fastest_cut
 from rlhfuse.planning.memory import RESTING, OptimizerOffload, input_bytes
 from rlhfuse.planning.meshes.problem import Option
 from rlhfuse.planning.meshes.run_work import RunWork, divisors
+from rlhfuse.planning.stage_cuts import with_cut
 
 RECOMPUTE = ("none", "full")
 
@@ -41,15 +41,15 @@ def training_options(work: RunWork, task: str, ranks: int, hardware: HardwareSpe
     for layout in work.layouts(task, ranks, hardware.devices_per_node):
         for recompute, cut in product(RECOMPUTE, work.cuts):
             if not cut or layout.tp > 1 or work.cuts == (True,):
-                found += _Training(work, work.cost(task, layout, hardware, recompute, cut)).options(room)
+                found += _Training(work, task, work.cost(task, layout, hardware, recompute, cut)).options(room)
     return found
 
 
 class _Training:
     """One layout of a model that trains; with each number of micro-batches its layers are cut as a run would."""
 
-    def __init__(self, work: RunWork, cost: AnalyticCost) -> None:
-        self.work, self.cost = work, cost
+    def __init__(self, work: RunWork, task: str, cost: AnalyticCost) -> None:
+        self.work, self.task, self.cost = work, task, cost
         self._by_cut: dict[ParallelLayout, _Cut] = {}
 
     def options(self, room: float) -> Iterator[Option]:
@@ -77,11 +77,7 @@ class _Training:
 
     def _cut(self, samples: float) -> _Cut:
         """For micro-batches of so many samples, the longest."""
-        layout, spec = self.cost.layout, self.cost.spec
-        if layout.pp > 1 and self.work.config.parallel.stage_layers == "auto":
-            seconds = self.cost.stage_seconds(self.work.longest_microbatch(samples))
-            ends = spec.layer_parameters, self.cost.end_parameters()
-            layout = layout.with_cut(fastest_cut(spec.layers, layout.pp, seconds, *ends))
+        layout = with_cut(self.work.config, self.task, self.cost, None, self.work.longest_microbatch(samples))
         if layout not in self._by_cut:
             self._by_cut[layout] = _Cut.of(replace(self.cost, layout=layout))
         return self._by_cut[layout]
