@@ -57,7 +57,8 @@ def main() -> int:
     for report in reports:
         for name in report.too_full:
             peak, limit = report.peaks[name]["peak"], report.limit
-            print(f"rank {report.found['rank']}: {name} takes {peak / 1e9:.1f} GB, a rank has {limit / 1e9:.1f} GB")
+            has = f"a rank has {limit / 1e9:.1f} GB beside its process"
+            print(f"rank {report.found['rank']}: {name} takes {peak / 1e9:.1f} GB, {has}")
     if any(report.too_full for report in reports):
         return EXIT_BAD_INPUT
     return EXIT_FAILED if any(report.found["problems"] for report in reports) else 0

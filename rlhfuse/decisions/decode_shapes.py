@@ -6,6 +6,8 @@ guesses are verified, to 1, 2, 4, 8.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 SHORTEST_TOKENS = 256  # narrower tables are widened to this: attention over so little costs nothing
 ROW_STEP = 16
 MOST_QUERIES = 8  # of one sequence in a step
@@ -43,6 +45,7 @@ def draft_bytes(tokens: int) -> int:
     return min(DRAFT_BYTES, DRAFT_BYTES_A_TOKEN * (1 + DRAFT_ITERATIONS) * tokens)
 
 
+@lru_cache(maxsize=64)  # asked again and again by searches
 def shapes_of_generation(sequences: int, tokens: range, context: int, block_tokens: int, most_sequences: int) -> int:
     """How many shapes `sequences` have that begin together, grow from the first of `tokens` to the last and end early.
 

@@ -177,7 +177,7 @@ def draft_plan(
         return replace(made, memory_cap=memory.limit, static_memory=memory.training_bytes)
 
     split = choose_split(config, costs, stated)
-    problem = stated(split.models)
+    problem = stated(split.models) if split.models else split.whole
     given = given_schedule(config, problem, ranks.shape)
     least = min_memory(problem)
     memory.check(evaluate(given[0]).node_peak_memory if given else least, least, given[1] if given else "")

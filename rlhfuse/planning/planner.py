@@ -13,6 +13,7 @@ from rlhfuse.planning import reasons
 from rlhfuse.planning.draft import PlanDraft, element_bytes
 from rlhfuse.planning.efficiency import efficiency, optimizer_step_seconds
 from rlhfuse.planning.graph_capture import graph_capture
+from rlhfuse.planning.machine import ranks_on_machine
 from rlhfuse.planning.price import minibatch_seconds, price_generation, weight_moves
 from rlhfuse.planning.run_plan import PlanReport, RunPlan, ScheduleSummary, reduction_on
 from rlhfuse.planning.training_orders import other_promises
@@ -88,7 +89,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
         memory_limit_source=memory.limit_source,
         microbatch_tokens=memory.microbatch_tokens,
         process_bytes=draft.memory.process,
-        ranks_per_node=min(draft.world_size, draft.hardware.devices_per_node),
+        ranks_per_node=ranks_on_machine(draft.hardware, draft.world_size),
         weight_moves=moves,
         seconds=predicted,
         schedule=summary,

@@ -18,7 +18,7 @@ from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.rules.builders import min_memory
 from rlhfuse.simulator.instances import InstanceLimits
-from rlhfuse.simulator.iteration import BatchSimulation
+from rlhfuse.simulator.seconds import gen_infer_seconds
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 
 GENERATION, SCHEDULES, STEPS = "generation and inference", "schedules of training", "optimizer steps"
@@ -164,12 +164,7 @@ def _at(
     why: str,
     threshold: Threshold | None = None,
 ) -> GenerationPrice:
-    totals: list[tuple[float, float, float, float]] = []
-    for lengths in draft.drawn.batches:
-        batch = BatchSimulation(lengths, draft.batch.instances, draft.costs, limits)
-        serial = batch.timeline(0)
-        fused = batch.timeline(samples) if samples else serial
-        seconds = serial.total_seconds, fused.total_seconds, serial.generation_seconds, fused.generation_seconds
-        totals.append(seconds)
-    means = (sum(column) / len(totals) for column in zip(*totals))
-    return GenerationPrice(samples, threshold, why, *means)
+    thresholds = (0, samples or 0)
+    made = gen_infer_seconds(draft.drawn.batches, draft.batch.instances, draft.costs, limits, thresholds)
+    serial, fused = (made[threshold] for threshold in thresholds)
+    return GenerationPrice(samples, threshold, why, serial.total, fused.total, serial.generation, fused.generation)

@@ -42,11 +42,18 @@ class DrawnBatches:
         """The micro-batch of which `microbatches` take a pipeline of `depth` stages as long as the real ones take the
         slowest of `pipelines`: (their sum + (depth - 1) * heaviest) / (microbatches + depth - 1), means over
         mini-batches and batches. Raises InputError where samples are fewer than micro-batches."""
+        key = pipelines, microbatches, depth
+        if key not in self._made:
+            self._made[key] = self._proportioned(self._slowest(*key))
+        return self._made[key]
+
+    def _slowest(self, pipelines: int, microbatches: int, depth: int) -> np.ndarray:
+        """Tokens of such a micro-batch of each batch."""
         if self.even:
-            return self._proportioned(self._sums[:, 0] / (self.minibatches * pipelines * microbatches))
+            return self._sums[:, 0] / (self.minibatches * pipelines * microbatches)
         total, heaviest = self._pipelines(pipelines, microbatches)
         slowest = (total + (depth - 1) * heaviest).max(axis=1) / (microbatches + depth - 1)
-        return self._proportioned(slowest.reshape(len(self.batches), self.minibatches).mean(axis=1))
+        return slowest.reshape(len(self.batches), self.minibatches).mean(axis=1)
 
     def _proportioned(self, tokens: np.ndarray) -> MicrobatchTokens:
         """Micro-batches of so many tokens, one of each batch, in the proportions of the batch: their mean."""
@@ -80,6 +87,10 @@ class DrawnBatches:
             tokens = np.asarray(batch.prompt, np.int64) + np.asarray(batch.output, np.int64)
             made += [tokens[part] for part in cut_minibatches(len(batch), self.minibatches, self.seed, iteration=0)]
         return tuple(made)
+
+    @cached_property
+    def _made(self) -> dict[tuple[int, int, int], MicrobatchTokens]:
+        return {}
 
     @cached_property
     def _by_parts(self) -> dict[int, np.ndarray]:

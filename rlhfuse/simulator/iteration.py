@@ -1,4 +1,4 @@
-"""One iteration simulated: generation and inference, serial or fused, then training (paper sections 4.2 and 6).
+"""Generation and inference of an iteration simulated, serial or fused (paper sections 4.2 and 6); its seconds by part.
 
 Block rounding, prefill chunks mixed with decode steps, what copies of one prompt share, and the store's round trips
 are left out.
@@ -309,27 +309,3 @@ class IterationSeconds:
     @property
     def speedup(self) -> float:
         return self.serial / self.fused
-
-
-def simulate_iteration(
-    lengths: SampleLengths,
-    instances: int,
-    costs: CostModel,
-    limits: InstanceLimits,
-    threshold: int,
-    minibatch_seconds: tuple[float, float],
-    minibatches: int,
-    weight_moves: float,
-) -> IterationSeconds:
-    """A whole iteration; `minibatch_seconds`: training makespans (serial, fused); `weight_moves`: seconds of all."""
-    batch = BatchSimulation(lengths, instances, costs, limits)
-    serial, fused = batch.timeline(0), batch.timeline(threshold)
-    return IterationSeconds(
-        weight_moves,
-        serial.total_seconds,
-        fused.total_seconds,
-        minibatch_seconds[0] * minibatches,
-        minibatch_seconds[1] * minibatches,
-        serial.generation_seconds,
-        fused.generation_seconds,
-    )

@@ -10,6 +10,7 @@ import csv
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class SampleLengths:
     def __len__(self) -> int:
         return len(self.output)
 
-    @property
+    @cached_property
     def median_context(self) -> float:
         """Tokens of context of a median sample halfway through its response."""
         return sorted(self.prompt)[len(self) // 2] + sorted(self.output)[len(self) // 2] / 2

@@ -56,7 +56,9 @@ class Table:
         rows = dict(word.split("=", 1) for word in overrides)
         critic = rows.get("parallel.critic_train")
         return Table(
-            *(ParallelLayout.parse(rows[f"parallel.{row}"]) for row in ("generation", "inference", "actor_train")),
+            ParallelLayout.parse(rows["parallel.generation"]),
+            ParallelLayout.parse(rows["parallel.inference"]),
+            ParallelLayout.parse(rows["parallel.actor_train"]),
             ParallelLayout.parse(critic) if critic else None,
             int(rows["fusion.actor_microbatches"]),
             rows["trainer.recompute"],
