@@ -1,39 +1,74 @@
 """Print the plan of a run; nothing is launched.
 
     python tools/plan.py --config run.yaml [key=value ...] [--world-size N] [--json] [--problem problem.json]
+    python tools/plan.py --config run.yaml --search [--lengths runs/past] [--best best.yaml] [--json > search.json]
 
 Layouts, batch arithmetic, memory per rank and phase, predicted times, the training schedule, R_t, and why.
---problem writes the training schedule's problem for tools/search_schedule.py: ticks of a microsecond, bytes. Exits
-with 2 and the equation that fails, or the memory that is missing, where the config cannot run on so many ranks.
+--problem writes the training schedule's problem for tools/search_schedule.py: ticks of a microsecond, bytes.
+--search ranks all layouts instead, as if layouts, micro-batches and recomputation were auto in the file; arguments
+that give a row still hold. Exits with 2 and the equation that fails, or the memory that is missing, where the config
+cannot run on so many ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
+import time
 import warnings
 from pathlib import Path
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 
-from rlhfuse.base.errors import run_program
-from rlhfuse.base.files import write_json
-from rlhfuse.config.load import load_config
+from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.files import write_json, write_text
+from rlhfuse.config.load import dump_config, load_config
 from rlhfuse.config.role import Role
 from rlhfuse.config.rules import idle_settings
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.models.tokenizer import has_tokenizer, load_tokenizer, resolve_tokens
 from rlhfuse.planning.draft import draft_plan, read_specs
 from rlhfuse.planning.planner import make_plan
-from rlhfuse.planning.search.resolve import resolve_layouts
+from rlhfuse.planning.search.resolve import open_setting, resolve_layouts, with_table
+from rlhfuse.planning.search.search import TOP, Ranking
+from rlhfuse.planning.search.tell import SearchAnswer, overrides
 from rlhfuse.simulator.lengths import load_lengths
+from rlhfuse.simulator.seconds import compile_kernel_apart
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
 
+SEARCHED = ("parallel=auto", "fusion.actor_microbatches=auto", "trainer.recompute=auto")
+
+
 def main() -> int:
+    args = parse_arguments()
+    loaded = load_config(args.config, [*(SEARCHED if args.search else ()), *args.overrides])
+    own = load_config(args.config, args.overrides) if args.search and args.world_size is None else loaded
+    world_size = planned_world_size(own, args.world_size)
+    asked, config, specs, notes = prepared(loaded)
+    lengths = load_lengths(args.lengths, default_prompt=config.data.max_prompt_tokens).lengths if args.lengths else None
+    if args.lengths:
+        config = config.with_(parallel={"lengths": args.lengths})  # a search is for the same
+    if args.search:
+        return search(args, loaded, config, specs, world_size)
+    layouts = resolve_layouts(config, specs, world_size)
+    plan = make_plan(draft_plan(layouts.config, specs, world_size, lengths, asked))
+    if args.problem:
+        write_json(args.problem, plan.schedule.problem.to_dict())
+    for note in filter(None, (*layouts.lines, *notes, idle_settings(asked))):
+        print(note, file=sys.stderr)
+    print(json.dumps(plan.report.to_dict(), indent=1) if args.json else plan.report.render())
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Raises InputError for options that do not go together."""
     parser = argparse.ArgumentParser(description="Print the plan of a run; nothing is launched.")
     parser.add_argument("--config", required=True, help="YAML file of the run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
@@ -41,9 +76,21 @@ def main() -> int:
     parser.add_argument("--lengths", metavar="FILE[:COLUMN]", help="past lengths, for predictions and R_t")
     parser.add_argument("--json", action="store_true", help="print plan.json instead of text")
     parser.add_argument("--problem", metavar="FILE", help="also write the problem of one mini-batch's schedule here")
+    parser.add_argument("--search", action="store_true", help="rank all layouts instead of printing one plan")
+    parser.add_argument("--top", type=int, metavar="N", help=f"with --search: the N fastest tables [{TOP}]")
+    parser.add_argument("--best", metavar="FILE", help="with --search: write the run with the fastest table here")
     args = parser.parse_intermixed_args()
-    config = load_config(args.config, args.overrides)
-    world_size = planned_world_size(config, args.world_size)
+    if alone := [name for name in ("top", "best") if getattr(args, name) is not None and not args.search]:
+        raise InputError(f"--{alone[0]} is of a search; add --search")
+    if args.search and args.problem:
+        raise InputError("--problem is of one plan, --search of many; leave one of them out")
+    if args.top is not None and args.top < 1:
+        raise InputError(f"--top {args.top} shows nothing; give 1 or more")
+    return args
+
+
+def prepared(config: RunConfig) -> tuple[RunConfig, RunConfig, dict[Role, ModelSpec], tuple[str, ...]]:
+    """The run on its device, the same with a number of prompt tokens, its models, and notes on these."""
     if NVIDIA_DRIVER.exists():
         from rlhfuse.run.launch import with_device  # torch, which takes seconds, is asked only where there may be a GPU
 
@@ -57,16 +104,28 @@ def main() -> int:
         from rlhfuse.run.preflight import resolve_lengths  # torch, once more
 
         config = resolve_lengths(config, specs)
-    lengths = load_lengths(args.lengths, default_prompt=config.data.max_prompt_tokens).lengths if args.lengths else None
-    if args.lengths:
-        config = config.with_(parallel={"lengths": args.lengths})  # a search is for the same
-    layouts = resolve_layouts(config, specs, world_size)
-    plan = make_plan(draft_plan(layouts.config, specs, world_size, lengths, asked))
-    if args.problem:
-        write_json(args.problem, plan.schedule.problem.to_dict())
-    for note in filter(None, (*layouts.lines, *notes, idle_settings(asked))):
-        print(note, file=sys.stderr)
-    print(json.dumps(plan.report.to_dict(), indent=1) if args.json else plan.report.render())
+    return asked, config, specs, notes
+
+
+def search(
+    args: argparse.Namespace, loaded: RunConfig, config: RunConfig, specs: dict[Role, ModelSpec], world_size: int
+) -> int:
+    """Print what is found; the plan of the best table is another command's. `loaded`: before it was prepared."""
+    compile_kernel_apart(lambda line: print(line, file=sys.stderr, flush=True))
+    setting, lengths = open_setting(config, specs, world_size)
+    answer = SearchAnswer(Ranking(setting).found(args.top or TOP), lengths)
+    best = answer.found.best
+    if args.best:
+        whole = with_table(loaded.with_(parallel={"lengths": config.parallel.lengths}), best.table)
+        write_text(args.best, f"# {str(answer.found).splitlines()[0]}\n{dump_config(whole)}")
+    if args.json:
+        print(json.dumps(answer.to_dict(), indent=1))
+        return 0
+    print(answer.render())
+    where = ["--config", args.best] if args.best else ["--config", args.config, *args.overrides, *overrides(best)]
+    words = [*where, *(["--lengths", args.lengths] if args.lengths else []), "--world-size", str(world_size)]
+    print(f"plan of the best: {shlex.join(['python', 'tools/plan.py', *words])}")
+    print(f"CPU time: {time.process_time():.1f} s")
     return 0
 
 
