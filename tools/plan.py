@@ -22,8 +22,8 @@ from pathlib import Path
 
 warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of Apex and kernels not used here
 
-from rlhfuse.base.errors import InputError, run_program
-from rlhfuse.base.files import write_json, write_text
+from rlhfuse.base.errors import EXIT_BAD_INPUT, InputError, run_program
+from rlhfuse.base.files import write_bytes, write_json, write_text
 from rlhfuse.config.load import dump_config, load_config
 from rlhfuse.config.role import Role
 from rlhfuse.config.rules import idle_settings
@@ -34,15 +34,18 @@ from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.models.tokenizer import has_tokenizer, load_tokenizer, resolve_tokens
 from rlhfuse.planning.draft import draft_plan, read_specs
 from rlhfuse.planning.planner import make_plan
+from rlhfuse.planning.search.memory_curve import draw_memory_curve
 from rlhfuse.planning.search.resolve import open_setting, resolve_layouts, with_table
 from rlhfuse.planning.search.search import TOP, Ranking
-from rlhfuse.planning.search.tell import SearchAnswer, overrides
+from rlhfuse.planning.search.sizes import render_sizes, sizes_of
+from rlhfuse.planning.search.tell import answer_of, overrides
 from rlhfuse.simulator.lengths import load_lengths
 from rlhfuse.simulator.seconds import compile_kernel_apart
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
 
+SEARCH_OPTIONS = ("top", "best", "draw", "thorough", "world_sizes")
 SEARCHED = ("parallel=auto", "fusion.actor_microbatches=auto", "trainer.recompute=auto")
 
 
@@ -50,12 +53,15 @@ def main() -> int:
     args = parse_arguments()
     loaded = load_config(args.config, [*(SEARCHED if args.search else ()), *args.overrides])
     own = load_config(args.config, args.overrides) if args.search and args.world_size is None else loaded
-    world_size = planned_world_size(own, args.world_size)
+    world_size = planned_world_size(own, args.world_sizes[0] if args.world_sizes else args.world_size)
     asked, config, specs, notes = prepared(loaded)
     lengths = load_lengths(args.lengths, default_prompt=config.data.max_prompt_tokens).lengths if args.lengths else None
     if args.lengths:
         config = config.with_(parallel={"lengths": args.lengths})  # a search is for the same
     if args.search:
+        compile_kernel_apart(lambda line: print(line, file=sys.stderr, flush=True))
+        if args.world_sizes:
+            return compare_sizes(args, config, specs)
         return search(args, loaded, config, specs, world_size)
     layouts = resolve_layouts(config, specs, world_size)
     plan = make_plan(draft_plan(layouts.config, specs, world_size, lengths, asked))
@@ -79,14 +85,37 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--search", action="store_true", help="rank all layouts instead of printing one plan")
     parser.add_argument("--top", type=int, metavar="N", help=f"with --search: the N fastest tables [{TOP}]")
     parser.add_argument("--best", metavar="FILE", help="with --search: write the run with the fastest table here")
+    parser.add_argument("--draw", metavar="FILE.png", help="with --search: draw memory against time")
+    thorough = "with --search: also what no fusion and less memory cost, and wrong constants; a few times longer"
+    parser.add_argument("--thorough", action="store_true", default=None, help=thorough)
+    sizes = "with --search: a line for each of these numbers of ranks, as 64,128,256"
+    parser.add_argument("--world-sizes", type=numbers, metavar="N,N,...", help=sizes)
     args = parser.parse_intermixed_args()
-    if alone := [name for name in ("top", "best") if getattr(args, name) is not None and not args.search]:
-        raise InputError(f"--{alone[0]} is of a search; add --search")
+    refuse_together(args)
+    return args
+
+
+def numbers(text: str) -> list[int]:
+    """Raises ValueError, which argparse tells of."""
+    found = [int(word) for word in text.split(",")]
+    if min(found) < 1:
+        raise ValueError(text)
+    return found
+
+
+def refuse_together(args: argparse.Namespace) -> None:
+    """Raise InputError for options that do not go together."""
+    given = [f"--{name.replace('_', '-')}" for name in SEARCH_OPTIONS if getattr(args, name) is not None]
+    if given and not args.search:
+        raise InputError(f"{given[0]} is of a search; add --search")
+    if args.world_sizes and (others := [name for name in given if name != "--world-sizes"]):
+        raise InputError(f"{others[0]} is of one number of ranks; leave --world-sizes out")
+    if args.world_sizes and args.world_size is not None:
+        raise InputError("--world-size and --world-sizes are given; leave one of them out")
     if args.search and args.problem:
         raise InputError("--problem is of one plan, --search of many; leave one of them out")
     if args.top is not None and args.top < 1:
         raise InputError(f"--top {args.top} shows nothing; give 1 or more")
-    return args
 
 
 def prepared(config: RunConfig) -> tuple[RunConfig, RunConfig, dict[Role, ModelSpec], tuple[str, ...]]:
@@ -111,13 +140,14 @@ def search(
     args: argparse.Namespace, loaded: RunConfig, config: RunConfig, specs: dict[Role, ModelSpec], world_size: int
 ) -> int:
     """Print what is found; the plan of the best table is another command's. `loaded`: before it was prepared."""
-    compile_kernel_apart(lambda line: print(line, file=sys.stderr, flush=True))
     setting, lengths = open_setting(config, specs, world_size)
-    answer = SearchAnswer(Ranking(setting).found(args.top or TOP), lengths)
+    answer = answer_of(Ranking(setting), lengths, args.top or TOP, bool(args.thorough))
     best = answer.found.best
     if args.best:
         whole = with_table(loaded.with_(parallel={"lengths": config.parallel.lengths}), best.table)
         write_text(args.best, f"# {str(answer.found).splitlines()[0]}\n{dump_config(whole)}")
+    if args.draw:
+        write_bytes(args.draw, draw_memory_curve(answer.priced, answer.curve))
     if args.json:
         print(json.dumps(answer.to_dict(), indent=1))
         return 0
@@ -127,6 +157,16 @@ def search(
     print(f"plan of the best: {shlex.join(['python', 'tools/plan.py', *words])}")
     print(f"CPU time: {time.process_time():.1f} s")
     return 0
+
+
+def compare_sizes(args: argparse.Namespace, config: RunConfig, specs: dict[Role, ModelSpec]) -> int:
+    """Print a line for each number of ranks; exit code 2 where nothing fits any."""
+    sizes = sizes_of(config, specs, args.world_sizes)
+    if args.json:
+        print(json.dumps({"sizes": [size.to_dict() for size in sizes]}, indent=1))
+    else:
+        print(f"{render_sizes(sizes)}\nCPU time: {time.process_time():.1f} s")
+    return 0 if any(size.row for size in sizes) else EXIT_BAD_INPUT
 
 
 def run() -> None:
