@@ -151,6 +151,11 @@ class Ranking:
             len(self._rows),
         )
 
+    @property
+    def priced(self) -> tuple[Row, ...]:
+        """All that any question has priced exactly until now."""
+        return tuple(self._rows.values())
+
     def ranked(self, allowed: Allowed | None = None) -> Iterator[tuple[Row, int]]:
         """The tables whose rows are `allowed`, the fastest first, each with how many were priced until then."""
         queue = [
