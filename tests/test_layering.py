@@ -33,7 +33,9 @@ WITHIN = {
     "models": {"cpu": (), "gpu": ()},
     "planning": {
         "meshes": ("draft", "machine", "memory", "stage_cuts"),
-        "search": ("draft", "efficiency", "graph_capture", "memory", "price", "stage_cuts", "training_problem"),
+        "search": tuple(
+            "draft efficiency graph_capture machine memory price stage_cuts training_problem".split()  # none of a plan
+        ),
     },
     "run": {"report": (), "profiling": ("rank_models",)},
     "schedule": {

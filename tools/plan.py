@@ -1,10 +1,12 @@
 """Print the plan of a run; nothing is launched.
 
     python tools/plan.py --config run.yaml [key=value ...] [--world-size N] [--json] [--what-if] [--problem FILE]
+    python tools/plan.py --config run.yaml --search [--lengths runs/past] [--best best.yaml] [--json > search.json]
 
 Layouts, batch arithmetic, memory per rank and phase, predicted times, the training schedule, R_t, and why.
---what-if adds what other placements would take, which no run can execute yet: models on parts of the ranks, the critic
-beside the next generation; each with the layouts that are best for it, whatever those of the config are.
+--search ranks all layouts instead, as if layouts, micro-batches and recomputation were auto in the file; arguments
+that give a row still hold. --what-if adds what other placements would take, which no run can execute yet: models on
+parts of the ranks, the critic beside the next generation; each with the layouts that are best for it.
 --problem writes the training schedule's problem for tools/search_schedule.py: ticks of a microsecond, bytes. Exits
 with 2 and the equation that fails, or the memory that is missing, where the config cannot run on so many ranks.
 """
@@ -13,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -21,11 +25,13 @@ warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of
 
 from rich.console import Console
 
-from rlhfuse.base.errors import run_program
-from rlhfuse.base.files import write_json
-from rlhfuse.config.load import load_config
+from rlhfuse.base.errors import EXIT_BAD_INPUT, InputError, run_program
+from rlhfuse.base.files import write_bytes, write_json, write_text
+from rlhfuse.config.load import dump_config, load_config
 from rlhfuse.config.role import Role
 from rlhfuse.config.rules import idle_settings
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.models.tokenizer import has_tokenizer, load_tokenizer, resolve_tokens
@@ -34,13 +40,54 @@ from rlhfuse.planning.meshes.placements import Placement, placements
 from rlhfuse.planning.meshes.run_problem import RunProblem
 from rlhfuse.planning.meshes.tell import as_dict, as_text
 from rlhfuse.planning.planner import make_plan
-from rlhfuse.planning.search.resolve import resolve_layouts
+from rlhfuse.planning.search.memory_curve import draw_memory_curve
+from rlhfuse.planning.search.resolve import open_setting, resolve_layouts, with_table
+from rlhfuse.planning.search.search import TOP, Ranking
+from rlhfuse.planning.search.sizes import render_sizes, sizes_of
+from rlhfuse.planning.search.tell import answer_of, overrides
 from rlhfuse.simulator.lengths import load_lengths
+from rlhfuse.simulator.seconds import compile_kernel_apart
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
 
+SEARCH_OPTIONS = ("top", "best", "draw", "thorough", "world_sizes")
+SEARCHED = ("parallel=auto", "fusion.actor_microbatches=auto", "trainer.recompute=auto")
+
+
 def main() -> int:
+    args = parse_arguments()
+    loaded = load_config(args.config, [*(SEARCHED if args.search else ()), *args.overrides])
+    own = load_config(args.config, args.overrides) if args.search and args.world_size is None else loaded
+    world_size = planned_world_size(own, args.world_sizes[0] if args.world_sizes else args.world_size)
+    asked, config, specs, notes = prepared(loaded)
+    lengths = load_lengths(args.lengths, default_prompt=config.data.max_prompt_tokens).lengths if args.lengths else None
+    if args.lengths:
+        config = config.with_(parallel={"lengths": args.lengths})  # a search is for the same
+    if args.search:
+        compile_kernel_apart(lambda line: print(line, file=sys.stderr, flush=True))
+        if args.world_sizes:
+            return compare_sizes(args, config, specs)
+        return search(args, loaded, config, specs, world_size)
+    layouts = resolve_layouts(config, specs, world_size)
+    draft = draft_plan(layouts.config, specs, world_size, lengths, asked)
+    plan = make_plan(draft)
+    if args.problem:
+        write_json(args.problem, plan.schedule.problem.to_dict())
+    for note in filter(None, (*layouts.lines, *notes, idle_settings(asked))):
+        print(note, file=sys.stderr)
+    found = what_if(draft) if args.what_if else ()
+    today = plan.report.seconds.fused - plan.report.seconds.capture  # placements record no graphs either
+    if args.json:
+        others = {"what_if": as_dict(found, today)} if args.what_if else {}
+        print(json.dumps({**plan.report.to_dict(), **others}, indent=1))
+    else:
+        print("\n".join([plan.report.render(), *([as_text(found, today)] if args.what_if else [])]))
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Raises InputError for options that do not go together."""
     parser = argparse.ArgumentParser(description="Print the plan of a run; nothing is launched.")
     parser.add_argument("--config", required=True, help="YAML file of the run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
@@ -53,9 +100,46 @@ def main() -> int:
         action="store_true",
         help="also list placements that no run can execute yet, with their best layouts and predicted seconds",
     )
+    parser.add_argument("--search", action="store_true", help="rank all layouts instead of printing one plan")
+    parser.add_argument("--top", type=int, metavar="N", help=f"with --search: the N fastest tables [{TOP}]")
+    parser.add_argument("--best", metavar="FILE", help="with --search: write the run with the fastest table here")
+    parser.add_argument("--draw", metavar="FILE.png", help="with --search: draw memory against time")
+    thorough = "with --search: also what no fusion and less memory cost, and wrong constants; a few times longer"
+    parser.add_argument("--thorough", action="store_true", default=None, help=thorough)
+    sizes = "with --search: a line for each of these numbers of ranks, as 64,128,256"
+    parser.add_argument("--world-sizes", type=numbers, metavar="N,N,...", help=sizes)
     args = parser.parse_intermixed_args()
-    config = load_config(args.config, args.overrides)
-    world_size = planned_world_size(config, args.world_size)
+    refuse_together(args)
+    return args
+
+
+def numbers(text: str) -> list[int]:
+    """Raises ValueError, which argparse tells of."""
+    found = [int(word) for word in text.split(",")]
+    if min(found) < 1:
+        raise ValueError(text)
+    return found
+
+
+def refuse_together(args: argparse.Namespace) -> None:
+    """Raise InputError for options that do not go together."""
+    given = [f"--{name.replace('_', '-')}" for name in SEARCH_OPTIONS if getattr(args, name) is not None]
+    if given and not args.search:
+        raise InputError(f"{given[0]} is of a search; add --search")
+    if args.world_sizes and (others := [name for name in given if name != "--world-sizes"]):
+        raise InputError(f"{others[0]} is of one number of ranks; leave --world-sizes out")
+    if args.world_sizes and args.what_if:
+        raise InputError("--what-if is of one number of ranks; leave --world-sizes out")
+    if args.world_sizes and args.world_size is not None:
+        raise InputError("--world-size and --world-sizes are given; leave one of them out")
+    if args.search and args.problem:
+        raise InputError("--problem is of one plan, --search of many; leave one of them out")
+    if args.top is not None and args.top < 1:
+        raise InputError(f"--top {args.top} shows nothing; give 1 or more")
+
+
+def prepared(config: RunConfig) -> tuple[RunConfig, RunConfig, dict[Role, ModelSpec], tuple[str, ...]]:
+    """The run on its device, the same with a number of prompt tokens, its models, and notes on these."""
     if NVIDIA_DRIVER.exists():
         from rlhfuse.run.launch import with_device  # torch, which takes seconds, is asked only where there may be a GPU
 
@@ -69,31 +153,50 @@ def main() -> int:
         from rlhfuse.run.preflight import resolve_lengths  # torch, once more
 
         config = resolve_lengths(config, specs)
-    lengths = load_lengths(args.lengths, default_prompt=config.data.max_prompt_tokens).lengths if args.lengths else None
-    if args.lengths:
-        config = config.with_(parallel={"lengths": args.lengths})  # a search is for the same
-    layouts = resolve_layouts(config, specs, world_size)
-    draft = draft_plan(layouts.config, specs, world_size, lengths, asked)
-    plan = make_plan(draft)
-    if args.problem:
-        write_json(args.problem, plan.schedule.problem.to_dict())
-    for note in filter(None, (*layouts.lines, *notes, idle_settings(asked))):
-        print(note, file=sys.stderr)
-    found = _placements(draft) if args.what_if else ()
-    today = plan.report.seconds.fused - plan.report.seconds.capture  # placements record no graphs either
+    return asked, config, specs, notes
+
+
+def search(
+    args: argparse.Namespace, loaded: RunConfig, config: RunConfig, specs: dict[Role, ModelSpec], world_size: int
+) -> int:
+    """Print what is found; the plan of the best table is another command's. `loaded`: before it was prepared."""
+    setting, lengths = open_setting(config, specs, world_size)
+    answer = answer_of(Ranking(setting), lengths, args.top or TOP, bool(args.thorough))
+    best = answer.found.best
+    if args.best:
+        whole = with_table(loaded.with_(parallel={"lengths": config.parallel.lengths}), best.table)
+        write_text(args.best, f"# {str(answer.found).splitlines()[0]}\n{dump_config(whole)}")
+    if args.draw:
+        write_bytes(args.draw, draw_memory_curve(answer.priced, answer.curve))
+    found = what_if(setting.draft(best.table)) if args.what_if else ()
+    today = best.seconds - best.price.capture
     if args.json:
         others = {"what_if": as_dict(found, today)} if args.what_if else {}
-        print(json.dumps({**plan.report.to_dict(), **others}, indent=1))
-    else:
-        print("\n".join([plan.report.render(), *([as_text(found, today)] if args.what_if else [])]))
+        print(json.dumps({**answer.to_dict(), **others}, indent=1))
+        return 0
+    print("\n".join([answer.render(), *([as_text(found, today)] if args.what_if else [])]))
+    where = ["--config", args.best] if args.best else ["--config", args.config, *args.overrides, *overrides(best)]
+    words = [*where, *(["--lengths", args.lengths] if args.lengths else []), "--world-size", str(world_size)]
+    print(f"plan of the best: {shlex.join(['python', 'tools/plan.py', *words])}")
+    print(f"CPU time: {time.process_time():.1f} s")
     return 0
 
 
-def _placements(draft: PlanDraft) -> tuple[Placement, ...]:
+def what_if(draft: PlanDraft) -> tuple[Placement, ...]:
     """While they are priced a terminal sees which."""
     with Console(stderr=True).status("what if") as status:
         run = RunProblem.of_draft(draft, lambda task: status.update(f"what if: pricing {task}"))
         return placements(run, lambda name: status.update(f"what if: {name}"))
+
+
+def compare_sizes(args: argparse.Namespace, config: RunConfig, specs: dict[Role, ModelSpec]) -> int:
+    """Print a line for each number of ranks; exit code 2 where nothing fits any."""
+    sizes = sizes_of(config, specs, args.world_sizes)
+    if args.json:
+        print(json.dumps({"sizes": [size.to_dict() for size in sizes]}, indent=1))
+    else:
+        print(f"{render_sizes(sizes)}\nCPU time: {time.process_time():.1f} s")
+    return 0 if any(size.row for size in sizes) else EXIT_BAD_INPUT
 
 
 def run() -> None:

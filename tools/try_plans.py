@@ -30,13 +30,14 @@ from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_json
 from rlhfuse.base.json_values import read_json
 from rlhfuse.config.load import load_config
+from rlhfuse.planning.price import GENERATION, MOVES, SCHEDULES, STEPS
 
 ROOT = Path(__file__).resolve().parents[1]
 END_SECONDS = 20.0  # that a launcher gets to end its ranks
 PHASES = {  # of metrics.jsonl, and the parts of a table's price
-    "gen+infer": (("timing_s/gen", "timing_s/infer"), ("generation and inference",)),
-    "train": (("timing_s/train",), ("schedules of training", "optimizer steps")),
-    "moves": (("timing_s/reshard",), ("weight moves",)),
+    "gen+infer": (("timing_s/gen", "timing_s/infer"), (GENERATION,)),
+    "train": (("timing_s/train",), (SCHEDULES, STEPS)),
+    "moves": (("timing_s/reshard",), (MOVES,)),
 }
 QUIET = ("trainer.export=false", "trainer.save_every=0", "trainer.tensorboard=false", "trainer.resume=never")
 

@@ -7,6 +7,7 @@ tables have in common is computed once.
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import mul
 from statistics import fmean
 from typing import Any
 
@@ -16,6 +17,8 @@ from rlhfuse.config.role import Role
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.costs.job_cost import JobCost
+from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.space import TrainingRow
@@ -24,8 +27,6 @@ from rlhfuse.planning.training_problem import TICK_SECONDS, equal_microbatch, st
 from rlhfuse.schedule.ir.problem import FusionProblem, fused_problem
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
-
-BATCHES = tuple(1 << bit for bit in range(12))  # at which decoding is asked what a token costs
 
 
 class TrainingFloors:
@@ -150,24 +151,43 @@ def work_bound(problem: FusionProblem) -> float:
 
 
 def generation_floor(
-    batches: tuple[SampleLengths, ...], costs: CostModel, limits: InstanceLimits, instances: int
+    batches: tuple[SampleLengths, ...], costs: CostModel, limits: InstanceLimits, instances: int, replicas: int
 ) -> float:
     """Generation and inference of an iteration, mean over the batches, of each the larger of two: the longest sample
-    alone on an instance; all decode steps and scores shared evenly, every token at the cheapest batch there may be."""
-    return fmean(_batch_floor(batch, costs, limits, instances) for batch in batches)
+    alone on an instance; all decode steps and scores shared evenly, every token at the cheapest batch there may be.
+
+    `replicas`: of the models that score, on an instance.
+    """
+    return fmean(_batch_floor(batch, costs, limits, instances, replicas) for batch in batches)
 
 
-def _batch_floor(batch: SampleLengths, costs: CostModel, limits: InstanceLimits, instances: int) -> float:
-    steps = [output - 1 for output in batch.output]  # a prefill makes the first token
-    reached = [prompt + output / 2 for prompt, output in zip(batch.prompt, batch.output)]
-    longest = max(range(len(batch)), key=lambda sample: (steps[sample], batch.prompt[sample]))
-    alone = costs.prefill_seconds(batch.prompt[longest], 1)
-    alone += steps[longest] * costs.decode_step_seconds(1, reached[longest])
-    alone += costs.score_seconds(batch.prompt[longest] + batch.output[longest], 1)
-    context = sum(count * tokens for count, tokens in zip(steps, reached)) / max(1, sum(steps))
-    most = min(limits.max_sequences, len(batch))
-    sizes = {*(size for size in BATCHES if size < most), most}
-    decoding = sum(steps) * min(costs.decode_step_seconds(size, size * context) / size for size in sizes)
-    tokens, pack = sum(batch.prompt) + sum(batch.output), max(limits.score_tokens, limits.longest)
-    scoring = tokens * costs.score_seconds(pack, pack) / pack  # sequences of one token attend to nothing else
+def _batch_floor(
+    batch: SampleLengths, costs: CostModel, limits: InstanceLimits, instances: int, replicas: int
+) -> float:
+    """What was measured ascends and need not be convex, so that contexts count as the shortest there."""
+    analytic, most = isinstance(costs, JobCost), min(limits.max_sequences, len(batch))
+    counts = [max(0, output - 2) for output in batch.output]  # a prefill makes a token, and one more of what moves
+    contexts = [prompt + (count + 1) / 2 for prompt, count in zip(batch.prompt, counts)]
+    shortest = min(batch.prompt) + 1.0
+    output, prompt = max(zip(batch.output, batch.prompt))
+    reached = prompt + (output - 1) / 2 if analytic else shortest
+    sizes = (1, most) if analytic else range(1, most + 1)  # a token is cheapest in the largest batch, alone a step is
+    step = min(costs.decode_step_seconds(size, reached if analytic else size * shortest) for size in sizes)
+    alone = costs.prefill_seconds(1, 1) + max(0, output - 2) * step + _least_score(costs, prompt + output, replicas)
+    context = sum(map(mul, counts, contexts)) / max(1, sum(counts)) if analytic else shortest
+    decoding = sum(counts) * min(costs.decode_step_seconds(size, size * context) / size for size in sizes)
+    packs = [max(limits.score_tokens, limits.longest), *_measured_packs(costs, replicas)]
+    scoring = (sum(batch.prompt) + sum(batch.output)) * min(_least_score(costs, p, replicas) / p for p in packs)
     return max(alone, (decoding + scoring) / instances)
+
+
+def _least_score(costs: CostModel, tokens: float, replicas: int) -> float:
+    """Of a pack of so many tokens, however many sequences: replicas share sequences. Analytic costs fall with their
+    number, measured ones rise."""
+    return min(costs.score_seconds(tokens, sequences) for sequences in (1, replicas, max(replicas, tokens)))
+
+
+def _measured_packs(costs: CostModel, replicas: int) -> tuple[float, ...]:
+    """Packs in which a token may cost least, where seconds bend."""
+    grids = costs.score.values() if isinstance(costs, ProfiledCost) else ()
+    return tuple(replicas * tokens for grid in grids for tokens in grid.axes[0])

@@ -20,6 +20,8 @@ from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import check_given_layouts, check_layouts, inference_layout
 from rlhfuse.planning.search.assumed_lengths import search_lengths
 from rlhfuse.planning.search.search import Found, search_tables
+from rlhfuse.planning.search.setting import Setting
+from rlhfuse.planning.search.table import Table
 
 SCORERS = ("reference_inference", "reward_inference", "critic_inference")
 
@@ -54,9 +56,7 @@ def resolve_layouts(
     """
     if not searched_keys(config):
         return Resolved(_completed(config))
-    config = resolve_batch(resolve_device(config))
-    check_given_layouts(config, specs, world_size)
-    asked = _with_one_inference(config)
+    asked = _open_layouts(config, specs, world_size)
     anew: tuple[str, ...] = ()
     if stored and auto_layouts(asked):
         try:
@@ -65,9 +65,28 @@ def resolve_layouts(
             anew = (f"layouts that are auto are not those of {stored.where}: {error}",)
     lengths, told = search_lengths(asked)
     found = search_tables(asked, specs, world_size, lengths)
-    made = _completed(found.best.table.of(asked))
+    made = with_table(asked, found.best.table)
     why = str(found).splitlines()[0]
     return Resolved(made, found, (*anew, f"layouts of the search: {_values(asked, made)}: {why}", told))
+
+
+def open_setting(config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int) -> tuple[Setting, str]:
+    """What a search of the layouts that are auto goes by, and a line on its lengths. Raises InputError as above."""
+    asked = _open_layouts(config, specs, world_size)
+    lengths, told = search_lengths(asked)
+    return Setting.of(asked, specs, world_size, lengths), told
+
+
+def with_table(config: RunConfig, table: Table) -> RunConfig:
+    """`config` with the layouts of a table; none is auto."""
+    return _completed(table.of(config))
+
+
+def _open_layouts(config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int) -> RunConfig:
+    """With all but layouts resolved. Raises InputError naming a row that is given and cannot be."""
+    config = resolve_batch(resolve_device(config))
+    check_given_layouts(config, specs, world_size)
+    return _with_one_inference(config)
 
 
 def _with_one_inference(config: RunConfig) -> RunConfig:

@@ -41,7 +41,8 @@ from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 
 TOP = 5
-CLOSEST = 50  # tables that are drafted to find which lacks least, where none fits
+CLOSEST = 50  # training rows that are drafted to find which table lacks least, where none fits
+ROUNDING = 1e-12  # of seconds: floors and prices add the same numbers up in other orders
 Allowed = Callable[[TrainingRow, GenerationRow], bool]
 
 
@@ -113,9 +114,9 @@ class Ranking:
         self.setting = setting
         hardware, config = setting.inputs.hardware, setting.config
         self.space = space_of(config, setting.specs, setting.world_size, hardware.devices_per_node, setting.given)
-        limit = memory_limit(config, hardware, setting.world_size)[0]
-        self.limit = limit - hardware.process_bytes
-        self.training_limit = limit * (1 - config.parallel.headroom) - hardware.process_bytes
+        self.whole_limit = memory_limit(config, hardware, setting.world_size)[0]  # bytes of a rank
+        self.limit = self.whole_limit - hardware.process_bytes
+        self.training_limit = self.whole_limit * (1 - config.parallel.headroom) - hardware.process_bytes
         self.refused = Counter(self.space.refused)
         self._floors = TrainingFloors(setting)
         self._generation_bytes: list[GenerationBytes | None] = [None] * len(self.space.generation)
@@ -125,10 +126,11 @@ class Ranking:
         self._works: dict[int, float | None] = {}
         self._held: dict[int, float] = {}
         self._drafts: dict[tuple[int, int], PlanDraft | None] = {}
-        self._generated: dict[Hashable, GenerationPrice] = {}
+        self._generated: dict[tuple[int, InstanceLimits], GenerationPrice] = {}
         self._moved: dict[Hashable, float] = {}
         self._rows: dict[tuple[int, int], Row] = {}
-        self._lacking: list[tuple[float, str, str]] = []
+        self._lacking: list[tuple[float, str, Table, str]] = []
+        self._said: dict[str, str] = {}  # by rule that refuses, the first error
 
     def found(self, top: int) -> Found:
         """Raises InputError where nothing fits."""
@@ -149,10 +151,15 @@ class Ranking:
             len(self._rows),
         )
 
+    @property
+    def priced(self) -> tuple[Row, ...]:
+        """All that any question has priced exactly until now."""
+        return tuple(self._rows.values())
+
     def ranked(self, allowed: Allowed | None = None) -> Iterator[tuple[Row, int]]:
         """The tables whose rows are `allowed`, the fastest first, each with how many were priced until then."""
         queue = [
-            (training + generation, 0, t, g)
+            ((training + generation) * (1 - ROUNDING), 0, t, g)
             for t, training in enumerate(self._training_floors)
             if training is not None
             for g, generation in enumerate(self._generation_floors)
@@ -165,7 +172,8 @@ class Ranking:
             if step == len(steps):
                 yield self._rows[t, g], len(self._rows)
             elif (floor := steps[step](t, g)) is not None:
-                heapq.heappush(queue, (floor, step + 1, t, g))
+                exact = step + 1 == len(steps)
+                heapq.heappush(queue, (floor if exact else floor * (1 - ROUNDING), step + 1, t, g))
 
     # ---- the four steps; None: refused
 
@@ -175,23 +183,24 @@ class Ranking:
             return None
         try:
             return self._floors.rough_seconds(row)
-        except InputError:
-            self.refused["not measured"] += len(self.space.generation)
+        except InputError as error:
+            self._refuse("not measured", error, len(self.space.generation))
             return None
 
     def _generation_floor(self, number: int) -> float | None:
         setting, table = self.setting, self.space.table(0, number)
         try:
             costs = setting.generation_costs(table)
-        except InputError:
-            self.refused["not measured"] += len(self.space.training)
+        except InputError as error:
+            self._refuse("not measured", error, len(self.space.training))
             return None
         limits = setting.limits(table, costs)
         self._generation_bytes[number] = needs = setting.generation_bytes(table, limits)
         if needs.least > self.limit:
             self.refused["memory of generation and inference"] += len(self.space.training)
             return None
-        return generation_floor(setting.inputs.drawn.batches, costs, limits, table.generation.dp)
+        replicas = table.generation.tp // table.inference.tp
+        return generation_floor(setting.inputs.drawn.batches, costs, limits, table.generation.dp, replicas)
 
     def _by_work(self, t: int, g: int) -> float | None:
         if t not in self._works:
@@ -207,40 +216,56 @@ class Ranking:
         if self._floors.rough_bytes(self.space.training[t])[1] + needs.least > self.limit:
             self.refused["memory of generation and inference"] += 1
             return None
-        kept = self._held[t] + needs.copy + needs.cache <= KEEPING_PART * self.limit
-        return training + generation + (0.0 if kept else self._captures[g])
+        return training + generation + (0.0 if self._may_keep(self._held[t], needs) else self._captures[g])
+
+    def _may_keep(self, held: float, needs: GenerationBytes) -> bool:
+        """Whether a rank that trains with so much may have room for generation beside it: for all of the cache, or for
+        what memory has cut it down to, which leaves no more free than a part of it."""
+        most = KEEPING_PART * self.limit
+        if held + needs.copy + needs.cache <= most:
+            return True
+        return held + needs.copy + needs.sample <= most and self.limit - needs.cut <= most
 
     def _by_draft(self, t: int, g: int) -> float | None:
         """With generation and moves as they are priced."""
         if (t, g) not in self._drafts:
-            table = self.space.table(t, g)
-            try:
-                draft = self.setting.draft(table)
-                check_headroom(draft, self.setting.config.parallel.headroom)
-            except InputError as error:
-                draft = None
-                rule = f"memory of {error.phase}" if isinstance(error, MemoryRefusal) else "room for one sample"
-                self.refused[rule] += 1
-                if isinstance(error, MemoryRefusal):
-                    self._lacking.append((error.missing_bytes, table.text, error.phase))
-            self._drafts[t, g] = draft
+            self._drafts[t, g] = self._drafted(self.space.table(t, g))
         draft = self._drafts[t, g]
         if draft is None:
             return None
-        generation = self._simulated(draft, ideal_limits(draft))
+        generation = self._simulated(g, draft, ideal_limits(draft))
         self._generation_floors[g] = generation.fused  # of all tables with these rows
         if capture := graph_capture(draft, kept=False):
             self._captures[g] = capture.seconds
         return self._with(t, draft, generation)
 
+    def _drafted(self, table: Table) -> PlanDraft | None:
+        draft, share = None, self.setting.config.parallel.headroom
+        try:
+            draft = self.setting.draft(table)
+            check_headroom(draft, share)
+        except MemoryRefusal as error:
+            self._refuse(f"memory of {error.phase}", error)
+            left = 0.0 if draft or error.phase == "generation" else share * self.whole_limit
+            self._lacking.append((error.missing_bytes + left, table.text, table, error.phase))
+            return None
+        except InputError as error:  # such as fusion.intra_stage=time_sharing: ..., or host memory: ...
+            self._refuse(str(error).partition(":")[0].partition("=")[0], error)
+            return None
+        return draft
+
+    def _refuse(self, rule: str, error: InputError, tables: int = 1) -> None:
+        self.refused[rule] += tables
+        self._said.setdefault(rule, str(error))
+
     def _by_room(self, t: int, g: int) -> float:
         draft = self._draft(t, g)
-        return self._with(t, draft, self._generation(draft))
+        return self._with(t, draft, self._generation(g, draft))
 
     def _by_price(self, t: int, g: int) -> float:
         if (t, g) not in self._rows:
             draft = self._draft(t, g)
-            made = price(draft, self._generation(draft), self._moves(draft))
+            made = price(draft, self._generation(g, draft), self._moves(draft))
             least = min_memory(draft.problem)
             fullest = draft.memory.fullest(least)
             needed, limit = draft.memory.needed(fullest), draft.memory.limit
@@ -258,15 +283,15 @@ class Ranking:
         assert draft is not None, "a table that is priced fits"
         return draft
 
-    def _generation(self, draft: PlanDraft) -> GenerationPrice:
-        made, ideal = self._simulated(draft, draft.limits), ideal_limits(draft)
-        return made if ideal == draft.limits else made.at_least(self._simulated(draft, ideal))
+    def _generation(self, g: int, draft: PlanDraft) -> GenerationPrice:
+        made, ideal = self._simulated(g, draft, draft.limits), ideal_limits(draft)
+        return made if ideal == draft.limits else made.at_least(self._simulated(g, draft, ideal))
 
-    def _simulated(self, draft: PlanDraft, limits: InstanceLimits) -> GenerationPrice:
-        key = draft.costs, limits, draft.batch.instances
-        if key not in self._generated:
-            self._generated[key] = simulate_generation(draft, limits)
-        return self._generated[key]
+    def _simulated(self, g: int, draft: PlanDraft, limits: InstanceLimits) -> GenerationPrice:
+        """Costs and instances are those of the generation row."""
+        if (g, limits) not in self._generated:
+            self._generated[g, limits] = simulate_generation(draft, limits)
+        return self._generated[g, limits]
 
     def _moves(self, draft: PlanDraft) -> float:
         key = tuple((task.name, str(task.layout)) for task in draft.tasks)
@@ -275,22 +300,23 @@ class Ranking:
         return self._moved[key]
 
     def _nothing_fits(self) -> InputError:
-        if not self._lacking:  # not even floors fit: draft those that hold least
-            least = sorted(
-                range(len(self.space.training)), key=lambda t: self._floors.rough_bytes(self.space.training[t])
-            )
-            for t in least[:CLOSEST]:
-                self._works[t] = 0.0
-                for g in range(len(self.space.generation)):
-                    self._by_draft(t, g)
+        """Which table lacks least, of those that were drafted and those that hold least."""
+        world, share = self.setting.world_size, self.setting.config.parallel.headroom
+        held = [self._floors.rough_bytes(row) for row in self.space.training]
+        for t in sorted(range(len(held)), key=lambda t: (held[t], t))[:CLOSEST]:
+            for g in range(len(self.space.generation)):
+                if (t, g) not in self._drafts:
+                    self._drafts[t, g] = self._drafted(self.space.table(t, g))
         if not self._lacking:
             told = ", ".join(f"{count} {rule}" for rule, count in self.refused.items())
-            return InputError(f"no layouts for {self.setting.world_size} ranks: {told}; use another number of ranks")
-        missing, table, phase = min(self._lacking)
+            return InputError(
+                f"no layouts can run on {world} ranks: {told}; the first: {next(iter(self._said.values()))}"
+            )
+        missing, _, table, phase = min(self._lacking)
+        free = f" beside parallel.headroom={share:g}" if share and phase != "generation" else ""
         return InputError(
-            f"no layouts fit {self.setting.world_size} ranks of {self.setting.inputs.hardware.name}: the closest, "
-            f"{table}, lacks {readable_bytes(missing)} of a rank in {phase}; use more ranks, or set "
-            "trainer.memory_limit_gb"
+            f"memory: no layouts fit {world} ranks of {self.setting.inputs.hardware.name}: the closest, {table}, lacks "
+            f"{readable_bytes(missing)} of a rank in {phase}{free}; use more ranks, or set trainer.memory_limit_gb"
         )
 
 

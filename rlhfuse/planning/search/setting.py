@@ -18,7 +18,16 @@ from rlhfuse.costs.profile_files import TensorProfiles, run_costs
 from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import BatchArithmetic, Task, batch_of
-from rlhfuse.planning.draft import DraftInputs, PlanDraft, draft_plan, generation_cost, instance_limits, task_costs
+from rlhfuse.planning.draft import (
+    CACHE_PARTS,
+    SPARE_BLOCKS,
+    DraftInputs,
+    PlanDraft,
+    draft_plan,
+    generation_cost,
+    instance_limits,
+    task_costs,
+)
 from rlhfuse.planning.search.space import Given, TrainingRow
 from rlhfuse.planning.search.table import Table
 from rlhfuse.planning.training_problem import longest_microbatch
@@ -28,12 +37,14 @@ from rlhfuse.simulator.lengths import SampleLengths
 
 @dataclass(frozen=True)
 class GenerationBytes:
-    """The actor's copy; a cache with room for all samples, and for the longest alone; the models that score."""
+    """The actor's copy; a cache with room for all samples, and for the longest alone; the models that score; what a
+    cache that memory cuts down may leave free, 0 where its size is given."""
 
     copy: float
     cache: float
     sample: float
     scorers: float
+    cut: float = 0.0
 
     @property
     def least(self) -> float:
@@ -101,8 +112,9 @@ class Setting:
         return measured.profiles[measured.degrees.index(tp)]
 
     def generation_costs(self, table: Table) -> CostModel:
-        """Raises InputError where a profile does not have the table's degrees."""
-        config = table.of(self.config)
+        """Whatever trains. Raises InputError where a profile does not have the degrees of the other rows."""
+        critic = table.generation if table.critic_train else None
+        config = replace(table, actor_train=table.generation, critic_train=critic).of(self.config)
         if self.inputs.measured is not None:
             return run_costs(self.inputs.measured, config, self.specs)
         return generation_cost(config, self.specs, table.generation.dp, self.inputs.hardware)
@@ -120,7 +132,9 @@ class Setting:
         tasks += [Task(f"{role}_inference", role, table.inference, (0, last)) for role in roles]
         copy, *scorers = (cost.weights_bytes() for cost in self._costs(tasks).values())
         tp = table.generation.tp
-        return GenerationBytes(copy, limits.kv_capacity_bytes / tp, limits.sample_kv_bytes / tp, sum(scorers))
+        cache, block = limits.kv_capacity_bytes / tp, limits.block_tokens * limits.kv_bytes_per_token / tp
+        cut = 0.0 if self.config.rollout.kv_blocks_per_instance else cache / CACHE_PARTS + (1 + SPARE_BLOCKS) * block
+        return GenerationBytes(copy, cache, limits.sample_kv_bytes / tp, sum(scorers), cut)
 
     def _costs(self, tasks: list[Task]) -> dict[str, AnalyticCost]:
         return task_costs(self.config, self.specs, tasks, self.inputs.hardware, self.inputs.cores)

@@ -99,6 +99,8 @@ def space_of(
     for rows, names in ((training, ("actor_train", "critic_train")), (generation, ("generation", "inference"))):
         if not rows:
             fixed = [f"parallel.{name}={getattr(given, name)}" for name in names if getattr(given, name)]
+            if rows is training and given.microbatches:
+                fixed.append(f"fusion.actor_microbatches={given.microbatches}")
             told = f"{' and '.join(fixed)}: " if fixed else ""
             raise InputError(
                 f"{told}no layouts of {' and '.join(names)} fit {world_size} ranks and these models; use another "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 from rlhfuse.config.settings import RunConfig
@@ -24,8 +24,12 @@ class Table:
 
     @cached_property
     def text(self) -> str:
-        """Ties between tables are broken by it."""
-        return " ".join(str(getattr(self, field.name)) for field in fields(self))
+        """Ties between tables are broken by it: the order of training rows, then of generation rows."""
+        training = f"{self.actor_train} {self.critic_train} {self.microbatches:06d} {self.recompute}"
+        return f"{training} {self.sequence_parallel} {self.generation} {self.inference}"
+
+    def __str__(self) -> str:
+        return " ".join(self.overrides())
 
     def overrides(self) -> tuple[str, ...]:
         """Arguments of tools/train_ppo.py that make a run have this table."""

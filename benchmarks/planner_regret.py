@@ -1,0 +1,350 @@
+"""How good the chosen tables of layouts are, measured: all that two ranks can have, run by the trainer.
+
+    python benchmarks/planner_regret.py [--settings balanced,tail]
+
+Two ranks of one thread each train random Llamas of 33 million parameters, with lengths that the planner knows. A run
+is a training table (layouts x M1) with one of generation, so that every phase of every table is measured, each by
+runs that take turns: the seconds of a table are the sum of its phases. Prices are of a profile of this machine made
+before, and of analytic costs.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from harness import ROOT, TRACE, Figure, Measurement, named, options, take_turns
+from planner_regret_rank import RANKS
+from processes import ALLOCATOR, Ranks, run, torchrun
+from random_models import write_llama
+
+from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.config.load import load_config
+from rlhfuse.config.spec import ModelSpec
+from rlhfuse.models.tokenizer import load_tokenizer
+from rlhfuse.planning.draft import read_specs
+from rlhfuse.planning.price import CAPTURE, GENERATION, MOVES, OFFLOAD, SCHEDULES, STEPS
+from rlhfuse.planning.search.search import Ranking
+from rlhfuse.planning.search.setting import Setting
+from rlhfuse.planning.search.table import Table
+from rlhfuse.simulator.drawn_batches import DRAWS
+from rlhfuse.simulator.lengths import load_lengths
+
+TOKENIZER = ROOT / "examples" / "tiny" / "actor"
+PROMPT = "Once upon a time there was a little dog ."  # every sample's
+MICROBATCHES = 2, 4, 8
+PHASES = {  # of a run's metrics, and the parts of a price
+    "generation and inference": (("timing_s/gen", "timing_s/infer"), (GENERATION, CAPTURE)),
+    "training": (("timing_s/train",), (SCHEDULES, STEPS)),
+    "weight moves": (("timing_s/reshard",), (MOVES, OFFLOAD)),
+}
+GEN_INFER, TRAINING, MOVING = PHASES
+PROFILE, ANALYTIC = "profile", "analytic"
+REGRET_GOALS = {PROFILE: 1.05, ANALYTIC: 1.15}
+ERROR_GOAL, CORRELATION_GOAL, SPREAD_GOAL = 0.15, 0.8, 1.25
+BEST = 5  # that also run as a whole
+SHAPE = dict(
+    hidden_size=512,
+    intermediate_size=1376,
+    num_hidden_layers=10,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    head_dim=64,
+    vocab_size=768,
+    max_position_embeddings=512,
+    bos_token_id=0,
+    eos_token_id=1,
+    pad_token_id=2,
+)
+QUICK_SHAPE = {**SHAPE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+QUICK_SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+
+Phased = Mapping[str, float]  # seconds by phase
+
+
+@dataclass(frozen=True)
+class Case:
+    """A setting: samples of an iteration, and the longest response."""
+
+    name: str
+    samples: int
+    response: int
+
+    def outputs(self, trace: str, seed: int) -> list[int]:
+        """Lengths that responses are drawn from: all alike within a quarter, or a trace's, scaled."""
+        if self.name == "balanced":
+            return np.random.default_rng(seed).integers(3 * self.response // 4, self.response + 1, 500).tolist()
+        outputs = np.array(load_lengths(trace).lengths.output)
+        scaled = np.ceil(outputs * (self.response / np.quantile(outputs, 0.999)))
+        return np.clip(scaled, 1, self.response).astype(int).tolist()
+
+
+CASES = {one.name: one for one in (Case("balanced", 16, 40), Case("tail", 32, 160))}
+QUICK_CASES = {one.name: one for one in (Case("balanced", 16, 8), Case("tail", 16, 24))}
+
+
+@dataclass
+class Measured:
+    """Seconds of iterations, by what they depend on; of each the batch that it had."""
+
+    seconds: dict[tuple, list[tuple[int, float]]] = field(default_factory=dict)
+
+    def add(self, table: Table, metrics: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+        for batch, row in metrics:
+            for phase, (keys, _) in PHASES.items():
+                key = phase, *part_of(table, phase)
+                self.seconds.setdefault(key, []).append((batch, sum(row.get(name, 0.0) for name in keys)))
+
+    def of(self, table: Table) -> Phased:
+        """Means over batches, of each the median of all iterations that had it."""
+        found = {}
+        for phase in PHASES:
+            batches: dict[int, list[float]] = {}
+            for batch, seconds in self.seconds[(phase, *part_of(table, phase))]:
+                batches.setdefault(batch, []).append(seconds)
+            found[phase] = statistics.fmean(map(statistics.median, batches.values()))
+        return found
+
+
+def part_of(table: Table, phase: str) -> tuple:
+    """What the seconds of a phase depend on."""
+    generation = str(table.generation), str(table.inference)
+    layouts = str(table.actor_train), str(table.critic_train)
+    return {GEN_INFER: generation, TRAINING: (*layouts, table.microbatches), MOVING: (*layouts, *generation)}[phase]
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    measurement = Measurement("planner_regret", arguments)
+    cases = named("--settings", arguments.settings, QUICK_CASES if arguments.quick else CASES)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_models(folder, QUICK_SHAPE if arguments.quick else SHAPE)
+        configs = {case: write_config(folder, case, arguments) for case in cases}
+        profile = measure_profile(folder, [*configs.values()][-1], arguments)
+        with Ranks("planner_regret_rank:JobRank", RANKS, ALLOCATOR) as ranks:
+            for case, config in configs.items():
+                Comparison(measurement, case, config, profile, ranks).run()
+    measurement.finish()
+
+
+def parse_arguments() -> Any:
+    parser = options(__doc__, rounds=2)
+    parser.add_argument("--settings", default=",".join(CASES), help="[%(default)s]")
+    parser.add_argument("--lengths", default=str(TRACE), metavar="FILE", help="of the tail's responses [arXiv's]")
+    parser.add_argument("--profile-seconds", type=float, default=120.0, help="for the profile [%(default)s]")
+    arguments = parser.parse_args()
+    if "tail" in arguments.settings:
+        load_lengths(arguments.lengths)  # refused before anything is measured
+    arguments.iterations = 1 if arguments.quick else 3
+    if arguments.quick:
+        arguments.rounds, arguments.profile_seconds = 1, 10.0
+    return arguments
+
+
+def write_models(folder: Path, shape: Mapping[str, int]) -> None:
+    write_llama(folder / "actor", 1, TOKENIZER, **shape)
+    write_llama(folder / "reward", 2, TOKENIZER, scalar_head=True, **shape)
+
+
+def write_config(folder: Path, case: Case, arguments: Any) -> Path:
+    """The run of a setting with every choice of the search open; samples as its lengths.jsonl says."""
+    prompts, lengths = folder / f"{case.name}.prompts.jsonl", folder / f"{case.name}.lengths.jsonl"
+    prompts.write_text(case.samples * (json.dumps({"prompt": PROMPT}) + "\n"))
+    tokens = prompt_tokens(folder / "actor")
+    rows = ({"prompt_length": tokens, "output_length": n} for n in case.outputs(arguments.lengths, arguments.seed))
+    lengths.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    layouts = "actor_train", "critic_train", "generation"
+    config = {
+        "actor": {"path": str(folder / "actor")},
+        "reward": {"path": str(folder / "reward")},
+        "data": {"train_files": [str(prompts)], "max_prompt_tokens": tokens},
+        "rollout": {
+            "prompts_per_iteration": case.samples,
+            "samples_per_prompt": 1,
+            "max_response_tokens": case.response,
+            "ignore_eos": True,
+            "draft_rows": 0,  # nothing can be guessed of a random model's tokens
+        },
+        "algorithm": {"minibatches": 1},
+        "fusion": {"search_seconds": 0.2, "split_backward": "false"},
+        "parallel": {**dict.fromkeys(layouts, "auto"), "lengths": str(lengths), "stage_layers": "even"},
+        "trainer": {
+            "device": "cpu",
+            "dtype": "float32",
+            "seed": arguments.seed,
+            "return_memory": False,
+            "tensorboard": False,
+            "export": False,
+        },
+    }
+    file = folder / f"{case.name}.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def prompt_tokens(actor: Path) -> int:
+    return len(load_tokenizer(actor, ModelSpec.from_config(actor))(PROMPT)["input_ids"])
+
+
+def measure_profile(folder: Path, config: Path, arguments: Any) -> Path:
+    """profile.json of this machine at both tensor degrees."""
+    out = folder / "profile.json"
+    program = [ROOT / "tools" / "profile_costs.py", "--config", config, "--out", out, "--tensor", "1,2"]
+    program += ["--limit", str(arguments.profile_seconds), f"fusion.actor_microbatches={min(MICROBATCHES)}"]
+    run([*torchrun(RANKS), *program], more=ALLOCATOR)
+    return out
+
+
+class Comparison:
+    """One setting: its tables, their prices, what they take, and what the choice by price loses."""
+
+    def __init__(self, measurement: Measurement, case: Case, config: Path, profile: Path, ranks: Ranks) -> None:
+        self._measurement, self._case, self._file, self._ranks = measurement, case, config, ranks
+        arguments = measurement.arguments
+        self._microbatches = MICROBATCHES[:1] if arguments.quick else MICROBATCHES
+        self._iterations, self._rounds, self._jobs = arguments.iterations, arguments.rounds, 0
+        self._lengths = load_lengths(load_config(str(config), []).parallel.lengths).lengths
+        self._batches = self._lengths.draw(case.samples, DRAWS, arguments.seed)  # as the planner draws them
+        costs = {PROFILE: [f"fusion.profile={profile}"], ANALYTIC: []}
+        self._prices = {kind: self._priced(more) for kind, more in costs.items()}
+        self._tables = list(self._prices[ANALYTIC])
+        measurement.say(f"{case.name}: {len(self._tables)} tables")
+
+    def _priced(self, overrides: Sequence[str]) -> dict[Table, Phased]:
+        """Every table's price by phase, the fastest first."""
+        config = load_config(str(self._file), overrides)
+        ranking = Ranking(Setting.of(config, read_specs(config), RANKS, self._lengths))
+        found = {}
+        for row, _ in ranking.ranked(
+            lambda training, _: (
+                training.microbatches in self._microbatches
+                and training.recompute == "none"
+                and not training.sequence_parallel
+            )
+        ):
+            parts = row.price.parts
+            found[row.table] = {phase: sum(parts[part] for part in own) for phase, (_, own) in PHASES.items()}
+        if not found:
+            raise InputError(f"{self._file}: no table fits this machine's memory")
+        return found
+
+    def run(self) -> None:
+        """Measure, compare, keep figures and tables."""
+        measured, covering = Measured(), self._covering()
+        sides = {table.text: partial(self._job, table) for table in covering}
+        rounds = take_turns(sides, self._rounds)
+        for table in covering:
+            for metrics in rounds[table.text]:
+                measured.add(table, metrics)
+        seconds = {table: measured.of(table) for table in self._tables}
+        totals = {table: sum(phases.values()) for table, phases in seconds.items()}
+        order = sorted(self._tables, key=totals.__getitem__)
+        name, best = self._case.name, totals[order[0]]
+        self._measurement.figure(f"{name}.tables", len(order))
+        self._measurement.figure(f"{name}.best", best, "s")
+        spread = Figure(totals[order[-1]] / best, "x").at_least(SPREAD_GOAL)
+        self._measurement.figure(f"{name}.worst_over_best", spread)
+        for kind, prices in self._prices.items():
+            self._compare(kind, prices, seconds, totals)
+        self._check(order, totals)
+        rows = [[table.text, seconds[table], *(prices[table] for prices in self._prices.values())] for table in order]
+        self._measurement.facts(**{f"{name}.tables": rows})
+
+    def _covering(self) -> list[Table]:
+        """Tables that have every phase of all: each training row with the generation that adds most, then the rest."""
+        seen: set[tuple] = set()
+        kept: list[Table] = []
+        trained: dict[tuple, list[Table]] = {}
+        for table in sorted(self._tables, key=lambda one: one.text):
+            trained.setdefault(part_of(table, TRAINING), []).append(table)
+        alone = [[table] for tables in trained.values() for table in tables]
+        for some in (*trained.values(), *alone):
+            best = max(some, key=lambda one: len(phases_of(one) - seen))
+            if phases_of(best) - seen:
+                kept.append(best)
+                seen |= phases_of(best)
+        return kept
+
+    def _job(self, table: Table, number: int) -> list[tuple[int, dict[str, Any]]]:
+        """Train; metrics of all iterations but the first, each with the number of its batch."""
+        self._jobs += 1
+        out = self._file.with_suffix(f".{self._jobs}")
+        which = [0, *((number * self._iterations + one) % DRAWS for one in range(self._iterations))]
+        overrides = [*table.overrides(), f"trainer.output_dir={out}", f"trainer.iterations={len(which)}"]
+        self._ranks.ask("run", self._file, overrides, [self._batches[one].output for one in which])
+        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        shutil.rmtree(out)
+        return list(zip(which, rows))[1:]
+
+    def _compare(
+        self, kind: str, prices: Mapping[Table, Phased], seconds: Mapping[Table, Phased], totals: Mapping[Table, float]
+    ) -> None:
+        """Prices of one kind of costs beside what was measured."""
+        name, figure = f"{self._case.name}.{kind}", self._measurement.figure
+        predicted = {table: sum(phases.values()) for table, phases in prices.items()}
+        chosen = next(iter(prices))
+        loss = totals[chosen] / min(totals.values())
+        figure(f"{name}.chosen_over_best", Figure(loss, "x").at_most(REGRET_GOALS[kind]))
+        errors = [abs(predicted[table] / totals[table] - 1) for table in totals]
+        figure(f"{name}.mean_error", Figure(statistics.fmean(errors)).at_most(ERROR_GOAL))
+        ranks = spearman([predicted[table] for table in totals], [totals[table] for table in totals])
+        figure(f"{name}.rank_correlation", Figure(ranks).at_least(CORRELATION_GOAL))
+        rows = []
+        for phase in PHASES:
+            parts = {part_of(table, phase): (seconds[table][phase], prices[table][phase]) for table in totals}
+            for part, (took, price) in sorted(parts.items(), key=lambda item: str(item[0])):
+                rows.append(
+                    [phase, " ".join(map(str, part)), f"{took:.3f}", f"{price:.3f}", f"{price / took - 1:+.0%}"]
+                )
+            error = statistics.fmean(abs(price / took - 1) for took, price in parts.values())
+            figure(f"{name}.{phase.replace(' ', '_')}.mean_error", error)
+        head = ("phase", "layouts", "measured s", "predicted s", "off by")
+        self._measurement.table(f"{name}.phases", f"Phases of {self._case.name}, priced by {kind} costs", head, rows)
+
+    def _check(self, order: Sequence[Table], totals: Mapping[Table, float]) -> None:
+        """The best by measured phases and those that are chosen, each run as a whole."""
+        chosen = {kind: next(iter(prices)) for kind, prices in self._prices.items()}
+        tables = list(dict.fromkeys((*order[:BEST], *chosen.values())))
+        sides = {table.text: partial(self._job, table) for table in tables}
+        whole = {}
+        for text, rounds in take_turns(sides, self._rounds).items():
+            batches: dict[int, list[float]] = {}
+            for batch, row in (one for metrics in rounds for one in metrics):
+                batches.setdefault(batch, []).append(row["timing_s/step"])
+            whole[text] = statistics.fmean(map(statistics.median, batches.values()))
+        best, rows = min(whole.values()), []
+        for table in tables:
+            names = " ".join(kind for kind, one in chosen.items() if one == table)
+            prices = [f"{sum(found[table].values()):.3f}" for found in self._prices.values()]
+            cells = f"{totals[table]:.3f}", f"{whole[table.text]:.3f}", *prices
+            rows.append([table.text, f"{order.index(table) + 1}", names, *cells])
+        for kind, table in chosen.items():
+            self._measurement.figure(f"{self._case.name}.{kind}.whole_over_best", whole[table.text] / best, "x")
+        head = ("table", "place", "chosen by", "sum of phases s", "whole s", *self._prices)
+        title = f"The best tables of {self._case.name} and the chosen: generation, inference, actor, critic, M1"
+        self._measurement.table(f"{self._case.name}.best", title, head, rows)
+
+
+def phases_of(table: Table) -> set[tuple]:
+    """All that its seconds depend on."""
+    return {(phase, *part_of(table, phase)) for phase in PHASES}
+
+
+def spearman(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Rank correlation."""
+    places = [np.argsort(np.argsort(values)) for values in (ours, theirs)]
+    return float(np.corrcoef(*places)[0, 1])
+
+
+if __name__ == "__main__":
+    run_program(main)

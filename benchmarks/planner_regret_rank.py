@@ -1,0 +1,84 @@
+"""One rank of the regret benchmark: jobs of the trainer one after the other, with responses of given lengths.
+
+Every job joins a process group of its own and leaves none behind, so that many tables of layouts are measured without
+the start of a process for each.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import random_models  # noqa: F401  # silences what importing Megatron says
+import torch
+import torch.distributed as dist
+from processes import TIMEOUT_SECONDS
+
+from rlhfuse.config.load import load_config
+from rlhfuse.data.prompts import Prompt
+from rlhfuse.fusion.inter.generation import Request
+from rlhfuse.gen.compile_kernels import compile_kernels
+from rlhfuse.monitor.heartbeat import Limits
+from rlhfuse.monitor.watchdog import Watchdog
+from rlhfuse.parallel.device import allow_many_files, choose_device
+from rlhfuse.run.launch import agree_on_plan
+from rlhfuse.run.preflight import check_inputs
+from rlhfuse.run.run_directory import run_directory
+from rlhfuse.run.trainer import Trainer
+
+RANKS = 2
+
+
+class FixedLengths(Trainer):
+    """Sample i of iteration j has batches[j][i] tokens of response."""
+
+    batches: Sequence[Sequence[int]]
+
+    def _requests(self, iteration: int, prompts: Sequence[Prompt]) -> list[Request]:
+        requests = super()._requests(iteration, prompts)
+        lengths = zip(requests, self.batches[iteration], strict=True)
+        return [replace(one, params=replace(one.params, max_tokens=tokens)) for one, tokens in lengths]
+
+
+class JobRank:
+    """A process that runs jobs as one of RANKS ranks."""
+
+    def __init__(self, rank: int) -> None:
+        os.environ["LOCAL_RANK"] = str(rank)
+        torch.set_num_threads(1)
+        allow_many_files()
+        self._rank, self._jobs = rank, 0
+        timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._store = dist.TCPStore(*address, RANKS, rank == 0, timeout)
+        if rank == 0:
+            compile_kernels(torch.float32)  # and keeps them for the other
+        self._store.set(f"compiled{rank}", "")
+        self._store.wait([f"compiled{one}" for one in range(RANKS)])
+
+    def run(self, config: Path, overrides: Sequence[str], batches: Sequence[Sequence[int]]) -> None:
+        """A job to its end; what it measures is in its run directory."""
+        self._jobs += 1
+        made = load_config(str(config), list(overrides))
+        inputs = check_inputs(made, RANKS)
+        trainer = inputs.config.trainer
+        device = choose_device("cpu", self._rank, 1)
+        torch.manual_seed(trainer.seed)
+        store = dist.PrefixStore(f"job{self._jobs}", self._store)
+        dist.init_process_group("gloo", store=store, rank=self._rank, world_size=RANKS)
+        watched = store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # torch's stubs lack it
+        limits = Limits(trainer.watchdog_seconds, trainer.hang_seconds)
+        with Watchdog(watched, self._rank, RANKS, limits) as watchdog:
+            with run_directory(inputs, "regret", self._rank) as directory:
+                plan = agree_on_plan(inputs, directory.path, self._rank, device)
+                job = FixedLengths(inputs, plan, self._rank, device, store, watchdog, directory)
+                job.batches = batches
+                job.fit()
+                dist.barrier()
+        dist.destroy_process_group()
+        del job
+        gc.collect()  # models and their groups form cycles

@@ -1,0 +1,138 @@
+"""CPU seconds of the exact search of layouts for 8 to 1024 GPUs, interpreter and imports included.
+
+    python benchmarks/planner_speed.py [--sizes 8,64]
+
+Every search is a process of its own with one thread (planner_speed_search.py); all of one size must print the same
+bytes. Layouts, micro-batches and recomputation are auto; models are shapes of LLaMA, lengths are drawn from a
+lognormal. A first search of each size, which compiles kernels, is not counted; the training schedule is not annealed.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from harness import Figure, Measurement, named, options, take_turns
+from processes import environment
+
+from rlhfuse.base.errors import run_program
+
+SEARCH = Path(__file__).with_name("planner_speed_search.py")
+SHAPES = {  # layers, hidden, heads, kv heads, mlp
+    "7B": (32, 4096, 32, 32, 11008),
+    "34B": (48, 8192, 64, 8, 22016),
+    "70B": (80, 8192, 64, 8, 28672),
+}
+PROMPT, RESPONSE, MEDIAN, SPREAD = 256, 1024, 200, 0.8  # tokens; SPREAD: of the logarithm
+DRAWN = 4000  # past samples
+
+
+@dataclass(frozen=True)
+class Size:
+    ranks: int
+    actor: str
+    critic: str
+    samples: int
+    goal: float  # CPU seconds
+
+    def write(self, folder: Path) -> Path:
+        """The run's configuration with shapes and lengths that lie in `folder`."""
+        config = {
+            "actor": {"path": str(folder / self.actor)},
+            **{role: {"path": str(folder / self.critic)} for role in ("critic", "reward")},
+            "data": {"train_files": ["none.jsonl"], "max_prompt_tokens": PROMPT},  # not read
+            "rollout": {
+                "prompts_per_iteration": self.samples // 4,
+                "samples_per_prompt": 4,
+                "max_response_tokens": RESPONSE,
+            },
+            "algorithm": {"minibatches": 8},
+            "parallel": {**dict.fromkeys(("actor_train", "critic_train", "generation", "sequence_parallel"), "auto")},
+            "trainer": {"device": "cuda", "hardware": "h100", "recompute": "auto"},
+        }
+        config["parallel"]["lengths"] = str(folder / "lengths.jsonl")
+        file = folder / f"{self.ranks}.yaml"
+        file.write_text(yaml.safe_dump(config))
+        return file
+
+
+SIZES = (
+    Size(8, "7B", "7B", 512, 2.0),
+    Size(64, "34B", "7B", 512, 3.0),
+    Size(256, "70B", "7B", 1024, 6.0),
+    Size(1024, "70B", "70B", 4096, 12.0),
+)
+
+
+def main() -> None:
+    parser = options(__doc__, rounds=3)
+    parser.add_argument("--sizes", default=",".join(str(size.ranks) for size in SIZES), help="GPUs [%(default)s]")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.sizes, arguments.rounds = "8", 2
+    measurement, rows = Measurement("planner_speed", arguments), []
+    sizes = named("--sizes", arguments.sizes, {str(size.ranks): size for size in SIZES})
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_inputs(folder, arguments.seed)
+        sides = {str(size.ranks): lambda _, size=size: search(size, folder) for size in sizes}
+        found = take_turns(sides, arguments.rounds, warm_up=True)
+    for size in sizes:
+        printed, seconds = zip(*found[str(size.ranks)])
+        if len(set(printed)) > 1:
+            raise RuntimeError(f"{size.ranks} GPUs: searches found different things:\n{'---'.join(set(printed))}")
+        rows.append(row(measurement, size, json.loads(printed[0]), Figure.of(seconds, "s")))
+    head = ("GPUs", "actor/critic", "samples", "tables", "drafted", "priced", "best s", "all others", "CPU s", "table")
+    measurement.table("sizes", "The search of layouts, in one process and thread", head, rows)
+    measurement.finish()
+
+
+def search(size: Size, folder: Path) -> tuple[str, float]:
+    """What one search printed, and the CPU seconds of its process."""
+    command = [sys.executable, str(SEARCH), str(size.write(folder)), str(size.ranks)]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    finished = subprocess.run(command, env=environment(1), capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if finished.returncode:
+        raise RuntimeError(f"the search for {size.ranks} GPUs failed:\n{finished.stderr}")
+    return finished.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def row(measurement: Measurement, size: Size, found: dict[str, Any], seconds: Figure) -> list[str]:
+    """Keep the figures of a size; its line of the table."""
+    best, bound = found["rows"][0], found["bound"]
+    values = {"tables": found["tables"], "drafted": found["drafted"], "priced": found["priced"]}
+    for name, value in values.items():
+        measurement.figure(f"{size.ranks}.{name}", value)
+    measurement.figure(f"{size.ranks}.best", best[1], "s")
+    spent = measurement.figure(f"{size.ranks}.cpu_seconds", seconds.at_most(size.goal))
+    counts = [f"{value:,}" for value in values.values()]
+    ends = [f"{best[1]:.4g}", f">= {bound:.4g}", spent.text(".1f"), best[0]]
+    return [f"{size.ranks}", f"{size.actor}/{size.critic}", f"{size.samples}", *counts, *ends]
+
+
+def write_inputs(folder: Path, seed: int) -> None:
+    """config.json of every shape, and past lengths."""
+    for name, (layers, hidden, heads, kv_heads, mlp) in SHAPES.items():
+        shape = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+        shape |= {"num_key_value_heads": kv_heads, "intermediate_size": mlp, "vocab_size": 32000}
+        shape |= {"model_type": "llama", "max_position_embeddings": 16384, "eos_token_id": 2}
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(shape))
+    generator = np.random.default_rng(seed)
+    prompts = generator.integers(PROMPT // 4, PROMPT + 1, DRAWN)
+    outputs = np.clip(generator.lognormal(np.log(MEDIAN), SPREAD, DRAWN), 1, RESPONSE).astype(int)
+    lines = (json.dumps({"prompt_length": int(p), "output_length": int(o)}) for p, o in zip(prompts, outputs))
+    (folder / "lengths.jsonl").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,226 @@
+"""Random runs whose layouts are searched, and all their tables priced one by one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from four_ranks import config
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import write_json
+from rlhfuse.config.device_defaults import resolve_device
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.config.spec import ModelSpec
+from rlhfuse.config.values import AUTO
+from rlhfuse.costs.fits import Grid
+from rlhfuse.costs.profile_files import TensorProfiles
+from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
+from rlhfuse.planning.draft import PlanDraft
+from rlhfuse.planning.price import Price, price, price_generation, weight_moves
+from rlhfuse.planning.search.search import check_headroom
+from rlhfuse.planning.search.setting import Setting
+from rlhfuse.planning.search.space import Space, space_of
+from rlhfuse.planning.search.table import Table
+from rlhfuse.schedule.rules.builders import min_memory
+from rlhfuse.simulator.lengths import SampleLengths
+
+ROWS = ("generation", "inference", "reference_inference", "reward_inference", "critic_inference")
+TRAINED = ("actor_train", "critic_train")
+PROMPT, RESPONSE = 64, 192  # tokens, at most
+
+
+@dataclass(frozen=True)
+class SearchCase:
+    """What `search_tables` is asked."""
+
+    config: RunConfig
+    specs: dict[str, ModelSpec]
+    world_size: int
+    lengths: SampleLengths | None
+
+    @property
+    def setting(self) -> Setting:
+        return Setting.of(self.config, self.specs, self.world_size, self.lengths)
+
+
+@dataclass(frozen=True)
+class PricedTable:
+    table: Table
+    draft: PlanDraft
+    price: Price
+
+
+def auto_config(**keys) -> RunConfig:
+    """A run whose layouts, micro-batches and recomputation are all searched but for these keys."""
+    rows = {f"parallel__{row}": AUTO for row in (*ROWS, *TRAINED, "sequence_parallel")}
+    base = {
+        "fusion__actor_microbatches": AUTO,
+        "trainer__recompute": AUTO,
+        "algorithm__minibatches": 2,
+        "data__max_prompt_tokens": PROMPT,
+        "rollout__max_response_tokens": RESPONSE,
+        "rollout__samples_per_prompt": 1,
+        "rollout__prompts_per_iteration": 16,
+        "parallel__headroom": 0.0,
+    }
+    return config(**{**rows, **base, **keys})
+
+
+def spec_of(layers: int, hidden: int, heads: int, kv_heads: int, vocab: int = 2048, tied: bool = False) -> ModelSpec:
+    return ModelSpec("llama", layers, hidden, heads, kv_heads, hidden // heads, 3 * hidden, vocab, 2048, tied)
+
+
+def long_tail(rng: random.Random, count: int = 40) -> SampleLengths:
+    outputs = tuple(min(RESPONSE, max(1, round(rng.lognormvariate(3, 1.2)))) for _ in range(count))
+    return SampleLengths(tuple(rng.randint(4, PROMPT) for _ in range(count)), outputs)
+
+
+def random_specs(rng: random.Random, critic: bool = True) -> dict[str, ModelSpec]:
+    def one() -> ModelSpec:
+        heads = rng.choice((2, 4, 8, 12))
+        kv_heads = rng.choice([n for n in (1, 2, 4) if heads % n == 0])
+        size = rng.choice((64, 128)) * heads
+        return spec_of(rng.choice((1, 2, 3, 4, 6)), size, heads, kv_heads, rng.choice((512, 8192)), rng.random() < 0.3)
+
+    actor = one()
+    critics = {"critic": one(), "reward": one()} if critic else {}
+    return {"actor": actor, "reference": actor, **critics}
+
+
+def random_case(seed: int, world_sizes: tuple[int, ...] = (4, 4, 4, 8)) -> SearchCase:
+    """Now and then without a critic, with rows that are given, serial, without fusion of stages, or with little
+    memory."""
+    rng = random.Random(seed)
+    world, critic = rng.choice(world_sizes), rng.random() < 0.75
+    keys: dict[str, object] = {
+        "trainer__hardware": rng.choice(("cpu", "cpu", "h100", "a100", "h800")),
+        "trainer__host_memory_gb": 500.0,
+        "algorithm__minibatches": rng.choice((1, 2)),
+        "rollout__prompts_per_iteration": rng.choice((8, 8, 16, 12)) * (2 if world == 16 else 1),
+        "fusion__inter_stage": rng.random() < 0.8,
+        "fusion__intra_stage": rng.choice(("search",) * 4 + ("serial", "time_sharing")),
+        "parallel__headroom": rng.choice((0.0, 0.1, 0.25)),
+        "parallel__stage_layers": rng.choice(("auto", "even")),
+        "rollout__max_sequences_per_instance": rng.choice((4, 256)),
+        "rollout__max_batched_tokens": rng.choice((256, 1024)),
+    }
+    if not critic:
+        keys |= {"algorithm__name": "grpo", "reward__function": "m:f"}
+    given: dict[str, object] = {
+        "parallel__sequence_parallel": rng.random() < 0.5,
+        "trainer__recompute": rng.choice(("none", "full")),
+        "fusion__actor_microbatches": rng.choice((1, 2)),
+        "parallel__generation": f"d{world // 2}t2p1",
+        "parallel__actor_train": rng.choice((f"d1t2p{world // 2}", f"d2t1p{world // 2}", f"d{world}t1p1")),
+    }
+    keys |= {key: value for key, value in given.items() if rng.random() < 0.3}
+    lengths = long_tail(rng) if rng.random() < 0.75 else None
+    if lengths is not None and rng.random() < 0.2:
+        keys["fusion__threshold"] = rng.choice((0, 2, 4))
+    case = SearchCase(auto_config(**keys), random_specs(rng, critic), world, lengths)
+    return with_little_memory(case, rng) if rng.random() < 0.6 else case
+
+
+def space_of_setting(setting: Setting) -> Space:
+    devices = setting.inputs.hardware.devices_per_node
+    return space_of(setting.config, setting.specs, setting.world_size, devices, setting.given)
+
+
+def with_little_memory(case: SearchCase, rng: random.Random) -> SearchCase:
+    """As much as one of its tables needs, of some that are drawn."""
+    try:
+        setting = with_memory(case, 1000.0).setting
+        space = space_of_setting(setting)
+    except InputError:
+        return case
+    needs = []
+    for _ in range(6):
+        table = space.table(rng.randrange(len(space.training)), rng.randrange(len(space.generation)))
+        try:
+            draft = setting.draft(table)
+        except InputError:
+            continue
+        needs.append(draft.memory.needed(draft.memory.fullest(min_memory(draft.problem))))
+    if not needs:
+        return case
+    return with_memory(case, rng.choice(needs) * rng.choice((0.9, 1.001, 1.2)) / 1e9)
+
+
+def with_memory(case: SearchCase, gigabytes: float) -> SearchCase:
+    config = case.config.with_(trainer={"memory_limit_gb": gigabytes})
+    return SearchCase(config, case.specs, case.world_size, case.lengths)
+
+
+def profiles_of(case: SearchCase, rng: random.Random, degrees: tuple[int, ...] = (1, 2)) -> TensorProfiles:
+    """As tools/profile_costs.py writes them for this run: grids that ascend, in no other order."""
+
+    def grid(*axes: tuple[float, ...], scale: float) -> Grid:
+        points = list(product(*axes))
+        base = {
+            point: scale * (0.2 + rng.random() + sum(c / axis[-1] for c, axis in zip(point, axes))) for point in points
+        }
+        return Grid.of(axes, base)
+
+    tokens, few = (16.0, 100.0, 700.0), (1.0, 3.0, 9.0)
+    made = []
+    for degree in degrees:
+        known = case.config.with_(
+            parallel={row: f"d1t{degree}p1" for row in (*ROWS, *TRAINED)} | {"sequence_parallel": False},
+            fusion={"actor_microbatches": 1},
+            trainer={"recompute": "none"},
+        )
+        known = resolve_device(known)
+        training = {
+            role: TrainingGrids(degree, *(grid(tokens, scale=scale) for scale in (2e-3, 4e-3, 1e-3, 2e-3)))
+            for role in known.trained()
+        }
+        made.append(
+            ProfiledCost(
+                made_for=made_for(known, case.specs),
+                decode=grid(few, (8.0, 60.0, 300.0), scale=1e-3),
+                prefill=grid(tokens, few, scale=1e-3),
+                score={role: grid(tokens, few, scale=2e-3) for role in known.scorers()},
+                swap_in=rng.random() * 1e-3,
+                move=grid((1e3, 1e6), scale=1e-4),
+                all_reduce=None,
+                training=training,
+            )
+        )
+    return TensorProfiles(tuple(made))
+
+
+def with_profiles(case: SearchCase, file: Path, seed: int) -> SearchCase:
+    """With measured costs, which are written to `file`."""
+    rng = random.Random(seed)
+    degrees = rng.choice(((1, 2), (1, 2, 4)))
+    write_json(file, profiles_of(case, rng, degrees).to_dict())
+    config = case.config.with_(
+        fusion={"profile": str(file)}, parallel={"sequence_parallel": AUTO}, trainer={"recompute": AUTO}
+    )
+    return SearchCase(config, case.specs, case.world_size, case.lengths)
+
+
+def priced_tables(setting: Setting) -> list[PricedTable]:
+    """Every table of the space that can run with its price, the fastest first."""
+    made, generated = [], {}
+    for table in tables_of(space_of_setting(setting)):
+        try:
+            draft = setting.draft(table)
+            check_headroom(draft, setting.config.parallel.headroom)
+        except InputError:
+            continue
+        key = str(table.generation), str(table.inference), draft.limits
+        if key not in generated:
+            generated[key] = price_generation(draft)
+        moves = sum(move.seconds for move in weight_moves(draft))
+        made.append(PricedTable(table, draft, price(draft, generated[key], moves)))
+    return sorted(made, key=lambda one: (one.price.seconds, one.table.text))
+
+
+def tables_of(space: Space) -> Iterator[Table]:
+    for training, generation in product(range(len(space.training)), range(len(space.generation))):
+        yield space.table(training, generation)
