@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from rlhfuse.schedule.ir.problem import FusionProblem, Number
 _PRECISION = SLACK * 10  # relative, of a latency bound whose times have no common tick
 
 
+@lru_cache(maxsize=64)  # tables of layouts that differ beside training have one problem
 def latency_bound(problem: FusionProblem) -> Number:
     """A time that no schedule of `problem` within its memory cap beats.
 
