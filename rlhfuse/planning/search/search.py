@@ -118,6 +118,7 @@ class Ranking:
         self.limit = self.whole_limit - hardware.process_bytes
         self.training_limit = self.whole_limit * (1 - config.parallel.headroom) - hardware.process_bytes
         self.refused = Counter(self.space.refused)
+        self._said: dict[str, str] = {}  # by rule that refuses, the first error
         self._floors = TrainingFloors(setting)
         self._generation_bytes: list[GenerationBytes | None] = [None] * len(self.space.generation)
         self._generation_floors = [self._generation_floor(number) for number in range(len(self.space.generation))]
@@ -130,7 +131,6 @@ class Ranking:
         self._moved: dict[Hashable, float] = {}
         self._rows: dict[tuple[int, int], Row] = {}
         self._lacking: list[tuple[float, str, Table, str]] = []
-        self._said: dict[str, str] = {}  # by rule that refuses, the first error
 
     def found(self, top: int) -> Found:
         """Raises InputError where nothing fits."""
@@ -310,7 +310,7 @@ class Ranking:
         if not self._lacking:
             told = ", ".join(f"{count} {rule}" for rule, count in self.refused.items())
             return InputError(
-                f"no layouts can run on {world} ranks: {told}; the first: {next(iter(self._said.values()))}"
+                f"no layouts can run on {world} ranks: {told}; the first: {next(iter(self._said.values()), '')}"
             )
         missing, _, table, phase = min(self._lacking)
         free = f" beside parallel.headroom={share:g}" if share and phase != "generation" else ""

@@ -175,10 +175,13 @@ def _generation_rows(
     decoding = [given.generation] if given.generation else layouts_of(specs[Role.ACTOR], *sizes)
     scorers = [specs[role] for role in config.scorers()]
     for generation in decoding:
-        if given.inference or not scorers:
+        if not scorers:
             yield GenerationRow(generation, given.inference or generation)
             continue
-        for scoring in layouts_of(scorers[0], world_size, devices, world_size, False):
+        scored = (
+            [given.inference] if given.inference else layouts_of(scorers[0], world_size, devices, world_size, False)
+        )
+        for scoring in scored:
             if generation.tp % scoring.tp == 0 and all(fits_model(scoring, spec) for spec in scorers):
                 yield GenerationRow(generation, scoring)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -80,20 +80,24 @@ def long_tail(rng: random.Random, count: int = 40) -> SampleLengths:
 
 
 def random_specs(rng: random.Random, critic: bool = True) -> dict[str, ModelSpec]:
+    vocab = rng.choice((512, 8192))
+
     def one() -> ModelSpec:
         heads = rng.choice((2, 4, 8, 12))
         kv_heads = rng.choice([n for n in (1, 2, 4) if heads % n == 0])
-        size = rng.choice((64, 128)) * heads
-        return spec_of(rng.choice((1, 2, 3, 4, 6)), size, heads, kv_heads, rng.choice((512, 8192)), rng.random() < 0.3)
+        own = vocab if rng.random() < 0.9 else 4096
+        return spec_of(
+            rng.choice((1, 2, 3, 4, 6)), rng.choice((64, 128)) * heads, heads, kv_heads, own, rng.random() < 0.3
+        )
 
     actor = one()
     critics = {"critic": one(), "reward": one()} if critic else {}
     return {"actor": actor, "reference": actor, **critics}
 
 
-def random_case(seed: int, world_sizes: tuple[int, ...] = (4, 4, 4, 8)) -> SearchCase:
-    """Now and then without a critic, with rows that are given, serial, without fusion of stages, or with little
-    memory."""
+def random_case(seed: int, world_sizes: tuple[int, ...] = (4, 4, 4, 8), most_tables: int = 100) -> SearchCase:
+    """Now and then without a critic, in an order by rule, without fusion between stages, or with little memory; rows
+    are given until no more tables are left than `most_tables`, and then now and then some more."""
     rng = random.Random(seed)
     world, critic = rng.choice(world_sizes), rng.random() < 0.75
     keys: dict[str, object] = {
@@ -103,26 +107,46 @@ def random_case(seed: int, world_sizes: tuple[int, ...] = (4, 4, 4, 8)) -> Searc
         "rollout__prompts_per_iteration": rng.choice((8, 8, 16, 12)) * (2 if world == 16 else 1),
         "fusion__inter_stage": rng.random() < 0.8,
         "fusion__intra_stage": rng.choice(("search",) * 4 + ("serial", "time_sharing")),
-        "parallel__headroom": rng.choice((0.0, 0.1, 0.25)),
+        "parallel__headroom": rng.choice((0.0, 0.0, 0.1, 0.25)),
         "parallel__stage_layers": rng.choice(("auto", "even")),
         "rollout__max_sequences_per_instance": rng.choice((4, 256)),
         "rollout__max_batched_tokens": rng.choice((256, 1024)),
     }
     if not critic:
         keys |= {"algorithm__name": "grpo", "reward__function": "m:f"}
-    given: dict[str, object] = {
-        "parallel__sequence_parallel": rng.random() < 0.5,
-        "trainer__recompute": rng.choice(("none", "full")),
-        "fusion__actor_microbatches": rng.choice((1, 2)),
-        "parallel__generation": f"d{world // 2}t2p1",
-        "parallel__actor_train": rng.choice((f"d1t2p{world // 2}", f"d2t1p{world // 2}", f"d{world}t1p1")),
-    }
-    keys |= {key: value for key, value in given.items() if rng.random() < 0.3}
     lengths = long_tail(rng) if rng.random() < 0.75 else None
     if lengths is not None and rng.random() < 0.2:
         keys["fusion__threshold"] = rng.choice((0, 2, 4))
     case = SearchCase(auto_config(**keys), random_specs(rng, critic), world, lengths)
-    return with_little_memory(case, rng) if rng.random() < 0.6 else case
+    case = with_little_memory(case, rng) if rng.random() < 0.7 else case
+    case = with_given_rows(case, rng) if rng.random() < 0.3 else case
+    while count_tables(case) > most_tables:
+        case = with_given_rows(case, rng)
+    return case
+
+
+def with_given_rows(case: SearchCase, rng: random.Random) -> SearchCase:
+    """With some rows of a table of its space."""
+    table, groups = drawn_table(space_of_setting(case.setting), rng), {"parallel": {}, "fusion": {}, "trainer": {}}
+    for word in table.overrides():
+        group, _, rest = word.partition(".")
+        name, _, value = rest.partition("=")
+        if rng.random() < 0.3:
+            groups[group][name] = int(value) if value.isdigit() else value
+    if "inference" in groups["parallel"]:
+        groups["parallel"] |= {f"{role}_inference": str(table.inference) for role in case.config.scorers()}
+    if "sequence_parallel" in groups["parallel"]:
+        groups["parallel"]["sequence_parallel"] = table.sequence_parallel
+    return replace(case, config=case.config.with_(**groups))
+
+
+def count_tables(case: SearchCase) -> int:
+    space = space_of_setting(case.setting)
+    return len(space.training) * len(space.generation)
+
+
+def drawn_table(space: Space, rng: random.Random) -> Table:
+    return space.table(rng.randrange(len(space.training)), rng.randrange(len(space.generation)))
 
 
 def space_of_setting(setting: Setting) -> Space:
@@ -132,16 +156,11 @@ def space_of_setting(setting: Setting) -> Space:
 
 def with_little_memory(case: SearchCase, rng: random.Random) -> SearchCase:
     """As much as one of its tables needs, of some that are drawn."""
-    try:
-        setting = with_memory(case, 1000.0).setting
-        space = space_of_setting(setting)
-    except InputError:
-        return case
-    needs = []
+    setting = with_memory(case, 1000.0).setting
+    space, needs = space_of_setting(setting), []
     for _ in range(6):
-        table = space.table(rng.randrange(len(space.training)), rng.randrange(len(space.generation)))
         try:
-            draft = setting.draft(table)
+            draft = setting.draft(drawn_table(space, rng))
         except InputError:
             continue
         needs.append(draft.memory.needed(draft.memory.fullest(min_memory(draft.problem))))
@@ -151,8 +170,7 @@ def with_little_memory(case: SearchCase, rng: random.Random) -> SearchCase:
 
 
 def with_memory(case: SearchCase, gigabytes: float) -> SearchCase:
-    config = case.config.with_(trainer={"memory_limit_gb": gigabytes})
-    return SearchCase(config, case.specs, case.world_size, case.lengths)
+    return replace(case, config=case.config.with_(trainer={"memory_limit_gb": gigabytes}))
 
 
 def profiles_of(case: SearchCase, rng: random.Random, degrees: tuple[int, ...] = (1, 2)) -> TensorProfiles:
@@ -201,7 +219,7 @@ def with_profiles(case: SearchCase, file: Path, seed: int) -> SearchCase:
     config = case.config.with_(
         fusion={"profile": str(file)}, parallel={"sequence_parallel": AUTO}, trainer={"recompute": AUTO}
     )
-    return SearchCase(config, case.specs, case.world_size, case.lengths)
+    return replace(case, config=config)
 
 
 def priced_tables(setting: Setting) -> list[PricedTable]:
