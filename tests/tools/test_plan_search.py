@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from rlhfuse.config.load import load_config
+from rlhfuse.planning.price import CAPTURE, OFFLOAD
 from rlhfuse.planning.search.table import Table
+from tools.try_plans import by_phase, read_search
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,6 +36,41 @@ def test_the_best_tables_are_shown_with_the_proof_and_the_same_bytes_every_time(
     rows = [line.split() for line in lines[head + 1 : head + 4]]
     assert [row[0] for row in rows] == ["1", "2", "3"]
     assert sorted(float(row[1]) for row in rows) == [float(row[1]) for row in rows]
+
+
+def test_wishes_memory_and_doubts_are_told_and_drawn(run_yaml, tmp_path):
+    small = ("rollout.prompts_per_iteration=4", "rollout.samples_per_prompt=1", "--world-size", "2", "--thorough")
+    done = program("--config", run_yaml, "--search", *small, "--draw", str(tmp_path / "curve.png"))
+    assert done.returncode == 0, done.stderr
+    for words in ("if you insist on", "serial (no fusion)", "trainer.memory_limit_gb=", "memory against time, ", "sure of"):
+        assert words in done.stdout, words
+    assert "each constant of the machine 20% down or up" in done.stdout and "tools/try_plans.py" in done.stdout
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    raw = json.loads(program("--config", run_yaml, "--search", *small, "--json").stdout)
+    assert {wish["wanted"].split("=")[0] for wish in raw["wishes"]} > {"serial (no fusion)", "trainer.memory_limit_gb"}
+    assert raw["sensitivity"] and raw["memory"][0]["seconds"] == raw["tables"][0]["seconds"]
+
+
+def test_what_is_printed_as_json_can_be_tried(run_yaml, tmp_path):
+    file = tmp_path / "search.json"
+    file.write_text(program("--config", run_yaml, "--search", "--json").stdout)
+    raw = json.loads(file.read_text())
+    world, tables = read_search(str(file))
+    assert world == raw["world_size"] == 4 and len(tables) == 5
+    predicted, _ = by_phase(tables[0]["parts"], [json.dumps({"timing_s/gen": 1.0})])
+    rest = sum(tables[0]["parts"][name] for name in (OFFLOAD, CAPTURE))
+    assert sum(predicted.values()) + rest == pytest.approx(tables[0]["seconds"])
+    config = load_config(run_yaml, ["parallel.reward_inference=d1t4p1", *tables[0]["overrides"]])
+    assert Table.parse(tables[0]["overrides"]).of(config) == config, "whatever layouts the file has"
+
+
+def test_numbers_of_ranks_are_compared(run_yaml):
+    done = program("--config", run_yaml, "--search", "--world-sizes", "2,4", "rollout.prompts_per_iteration=4")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:3]] == ["2", "4"]
+    assert "cheapest of a sample: " in done.stdout and "fastest: " in done.stdout
+    raw = program("--config", run_yaml, "--search", "--world-sizes", "2", "--json", "trainer.memory_limit_gb=0.01")
+    assert raw.returncode == 2 and "lacks" in json.loads(raw.stdout)["sizes"][0]["why_not"]
 
 
 def test_what_an_argument_gives_stays(run_yaml):
@@ -70,6 +107,10 @@ def test_the_command_that_is_named_prints_the_plan_of_the_best(run_yaml):
         (("--top", "3"), "--top is of a search; add --search"),
         (("--best", "best.yaml"), "--best is of a search; add --search"),
         (("--search", "--problem", "problem.json"), "--problem is of one plan, --search of many"),
+        (("--thorough",), "--thorough is of a search; add --search"),
+        (("--world-sizes", "2,4"), "--world-sizes is of a search; add --search"),
+        (("--search", "--world-sizes", "2,4", "--best", "a.yaml"), "--best is of one number of ranks; leave"),
+        (("--search", "--world-sizes", "2", "--world-size", "2"), "--world-size and --world-sizes are given"),
         (("--search", "--top", "0"), "--top 0 shows nothing; give 1 or more"),
         (("--search", "--best", "/none/best.yaml"), "cannot write /none/best.yaml"),
         (("--search", "trainer.memory_limit_gb=0.01"), "lacks"),

@@ -28,12 +28,13 @@ def draw_memory_curve(rows: Sequence[Row], curve: Sequence[Row]) -> bytes:
         axes = figure.add_subplot()
         axes.scatter(*_points(rows), s=12, color="#9ecae1", label="priced")
         axes.plot(*_points(curve), drawstyle="steps-post", marker="o", color="#08519c", label="none is better in both")
-        for row in curve:
+        for number, row in enumerate(curve, start=1):
             place = row.needed_bytes / 1e9, row.seconds
-            axes.annotate(_short(row), place, xytext=(4, 4), textcoords="offset points", fontsize=7)
+            axes.annotate(str(number), place, xytext=(0, -11), textcoords="offset points", ha="center")
+            axes.plot([], [], " ", label=f"{number}  {_short(row)}")
         axes.set_xlabel("peak memory of a rank, 10^9 bytes")
         axes.set_ylabel("predicted seconds of an iteration")
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, fontsize=7)
         axes.margins(0.15)
         stream = io.BytesIO()
         FigureCanvasAgg(figure).print_png(stream)

@@ -1,0 +1,119 @@
+"""The text and search.json of a search say what it found, and how sure that is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import inf
+
+import pytest
+from small_searches import GPUS, setting
+
+from rlhfuse.costs.fits import Grid
+from rlhfuse.costs.profile_files import TensorProfiles
+from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
+from rlhfuse.planning.search.search import Ranking
+from rlhfuse.planning.search.sensitivity import Swing
+from rlhfuse.planning.search.table import Table
+from rlhfuse.planning.search.tell import (
+    PHASES,
+    answer_of,
+    best_tables,
+    by_phase,
+    doubts_of,
+    proof,
+    swing_lines,
+    wishes_table,
+)
+from rlhfuse.planning.search.wishes import Wish
+
+
+@pytest.fixture(scope="module")
+def ranking() -> Ranking:
+    return Ranking(setting(4, parallel__generation="d2t2p1", **GPUS))
+
+
+@pytest.fixture(scope="module")
+def answer(ranking):
+    return answer_of(ranking, "lengths of the search: assumed", top=4)
+
+
+def test_the_table_has_a_line_for_each_of_the_best(answer):
+    head, *lines = best_tables(answer.found.rows)
+    columns = head.split()
+    assert len(lines) == 4
+    for number, (line, row) in enumerate(zip(lines, answer.found.rows), start=1):
+        cells = line.split()
+        assert cells[0] == str(number) and float(cells[1]) == pytest.approx(row.seconds, rel=1e-3)
+        parts = [float(cells[1 + at]) for at in range(1, 1 + len(PHASES))]
+        assert sum(parts) == pytest.approx(row.seconds, rel=0.02)
+        assert str(row.table.actor_train) in cells and row.fullest.phase in cells
+    assert columns[1 : 2 + len(PHASES)] == ["seconds", *PHASES]
+
+
+def test_no_part_of_a_price_is_left_out_of_the_columns(answer):
+    for row in answer.found.rows:
+        assert sum(by_phase(row.price.parts).values()) == pytest.approx(row.seconds)
+    assert sorted(name for names in PHASES.values() for name in names) == sorted(answer.found.best.price.parts)
+
+
+def test_the_proof_says_the_bound_or_that_nothing_else_fits(answer):
+    refused, looked = proof(answer.found)
+    assert all(f"{count:,} {rule}" in refused for rule, count in answer.found.refused.items())
+    assert f"a bound of {answer.found.bound:.4g} s or more: no table of this space is predicted" in looked
+    alone = replace(answer.found, bound=inf, refused={})
+    assert proof(alone) == ("  refused: none", f"  priced exactly: {alone.priced}; memory checked: {alone.drafted}; no other table fits")
+
+
+def test_json_says_the_same_without_rounding(answer):
+    raw = json.loads(json.dumps(answer.to_dict(), allow_nan=False))
+    assert raw["version"] == 1 and raw["world_size"] == 4 and raw["bound"] == answer.found.bound
+    for table, row in zip(raw["tables"], answer.found.rows, strict=True):
+        assert Table.parse(table["overrides"]) == row.table and table["overrides"][0] == "parallel=auto"
+        assert table["seconds"] == row.seconds and table["parts"] == dict(row.price.parts)
+        assert table["needed_bytes"] == row.needed_bytes <= table["limit_bytes"]
+    for wish, made in zip(raw["wishes"], answer.wishes, strict=True):
+        assert wish["wanted"] == made.wanted and wish["cost"] == made.cost
+        assert made.row and wish["table"]["seconds"] == made.row.seconds
+    assert json.loads(json.dumps(replace(answer, found=replace(answer.found, bound=inf)).to_dict()))["bound"] is None
+
+
+def test_wishes_are_told_with_what_they_cost_and_why(answer):
+    best, last = answer.found.rows[0], answer.found.rows[-1]
+    wish = Wish("another", best, last)
+    lines = wishes_table([wish, Wish("too much", best, None), Wish("the same", best, best)])
+    assert lines[0].split("  ")[0] == "if you insist on"
+    assert wish.because is not None and wish.because[0] in lines[1] and f"{last.seconds / best.seconds - 1:+.1%}" in lines[1]
+    assert lines[2].split("  ", 1)[1].strip() == "nothing fits" and "+0.0%" in lines[3]
+
+
+def test_the_whole_is_told_in_order(answer):
+    text = answer.render()
+    marks = ["searched ", "lengths of", "refused:", "priced exactly", "seconds  gen+inf", "if you insist", "memory against"]
+    places = [text.index(mark) for mark in [*marks, "sure of it?", "best and second differ", "tools/try_plans.py"]]
+    assert places == sorted(places)
+    assert text == answer.render() and not any(line.endswith(" ") for line in text.splitlines())
+
+
+def test_constants_under_which_another_table_wins_are_named():
+    kept, changed = Swing("flops", 0.8, 0.0, 1), Swing("host_bandwidth", 1.2, 0.031, 4)
+    assert swing_lines([]) == [] and "stays the fastest of them" in swing_lines([kept])[0]
+    head, line = swing_lines([kept, changed])
+    assert "the first stays within 3.1% of the best of them" in head
+    assert line == "  host_bandwidth x 1.2: table 4 is faster, the first +3.1%"
+
+
+def test_where_nothing_was_measured_it_is_said_with_the_degrees(ranking, answer):
+    following, measured, tried = doubts_of(ranking, answer.found)
+    share = answer.found.rows[1].seconds / answer.found.rows[0].seconds - 1
+    assert following == f"best and second differ by {share:.1%}"
+    assert "nothing was measured" in measured and "tools/profile_costs.py --tensor 1,2,4 " in measured
+    assert "--top 3" in tried
+    one = replace(answer.found, rows=answer.found.rows[:1])
+    assert doubts_of(ranking, one)[0].startswith("all others take ")
+    assert doubts_of(ranking, replace(one, bound=inf))[0] == "no other table fits"
+
+
+def profile(made, degree: int) -> ProfiledCost:
+    line = Grid((1.0, 2.0), (1.0, 2.0), ((1.0, 1.0), (1.0, 1.0)))
+    raise NotImplementedError(line, made_for, TrainingGrids, TensorProfiles, made, degree)
