@@ -263,7 +263,7 @@ class Ranking:
         return made if ideal == draft.limits else made.at_least(self._simulated(draft, ideal))
 
     def _simulated(self, draft: PlanDraft, limits: InstanceLimits) -> GenerationPrice:
-        key = draft.costs, limits, draft.batch.instances
+        key = tuple(str(task.layout) for task in draft.tasks if not task.training), limits
         if key not in self._generated:
             self._generated[key] = simulate_generation(draft, limits)
         return self._generated[key]
