@@ -42,7 +42,13 @@ def test_wishes_memory_and_doubts_are_told_and_drawn(run_yaml, tmp_path):
     small = ("rollout.prompts_per_iteration=4", "rollout.samples_per_prompt=1", "--world-size", "2", "--thorough")
     done = program("--config", run_yaml, "--search", *small, "--draw", str(tmp_path / "curve.png"))
     assert done.returncode == 0, done.stderr
-    for words in ("if you insist on", "serial (no fusion)", "trainer.memory_limit_gb=", "memory against time, ", "sure of"):
+    for words in (
+        "if you insist on",
+        "serial (no fusion)",
+        "trainer.memory_limit_gb=",
+        "memory against time, ",
+        "sure of",
+    ):
         assert words in done.stdout, words
     assert "each constant of the machine 20% down or up" in done.stdout and "tools/try_plans.py" in done.stdout
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

@@ -62,7 +62,10 @@ def test_the_proof_says_the_bound_or_that_nothing_else_fits(answer):
     assert all(f"{count:,} {rule}" in refused for rule, count in answer.found.refused.items())
     assert f"a bound of {answer.found.bound:.4g} s or more: no table of this space is predicted" in looked
     alone = replace(answer.found, bound=inf, refused={})
-    assert proof(alone) == ("  refused: none", f"  priced exactly: {alone.priced}; memory checked: {alone.drafted}; no other table fits")
+    assert proof(alone) == (
+        "  refused: none",
+        f"  priced exactly: {alone.priced}; memory checked: {alone.drafted}; no other table fits",
+    )
 
 
 def test_json_says_the_same_without_rounding(answer):
@@ -83,13 +86,25 @@ def test_wishes_are_told_with_what_they_cost_and_why(answer):
     wish = Wish("another", best, last)
     lines = wishes_table([wish, Wish("too much", best, None), Wish("the same", best, best)])
     assert lines[0].split("  ")[0] == "if you insist on"
-    assert wish.because is not None and wish.because[0] in lines[1] and f"{last.seconds / best.seconds - 1:+.1%}" in lines[1]
+    assert (
+        wish.because is not None
+        and wish.because[0] in lines[1]
+        and f"{last.seconds / best.seconds - 1:+.1%}" in lines[1]
+    )
     assert lines[2].split("  ", 1)[1].strip() == "nothing fits" and "+0.0%" in lines[3]
 
 
 def test_the_whole_is_told_in_order(answer):
     text = answer.render()
-    marks = ["searched ", "lengths of", "refused:", "priced exactly", "seconds  gen+inf", "if you insist", "memory against"]
+    marks = [
+        "searched ",
+        "lengths of",
+        "refused:",
+        "priced exactly",
+        "seconds  gen+inf",
+        "if you insist",
+        "memory against",
+    ]
     places = [text.index(mark) for mark in [*marks, "sure of it?", "best and second differ", "tools/try_plans.py"]]
     assert places == sorted(places)
     assert text == answer.render() and not any(line.endswith(" ") for line in text.splitlines())
