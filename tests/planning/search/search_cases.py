@@ -166,7 +166,9 @@ def with_little_memory(case: SearchCase, rng: random.Random) -> SearchCase:
         needs.append(draft.memory.needed(draft.memory.fullest(min_memory(draft.problem))))
     if not needs:
         return case
-    return with_memory(case, rng.choice(needs) * rng.choice((0.9, 1.001, 1.2)) / 1e9)
+    return with_memory(
+        case, rng.choice(needs) * rng.choice((0.9, 1.001, 1.2)) / (1 - case.config.parallel.headroom) / 1e9
+    )
 
 
 def with_memory(case: SearchCase, gigabytes: float) -> SearchCase:

@@ -1,0 +1,202 @@
+"""Floors of a search lie below what they are floors of: schedules, memory of drafts, simulated generation, prices."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from schedule_cases import random_instance, random_problem
+from search_cases import (
+    SearchCase,
+    drawn_table,
+    long_tail,
+    priced_tables,
+    profiles_of,
+    random_case,
+    random_specs,
+    space_of_setting,
+    with_profiles,
+)
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.costs.cost_model import CostModel
+from rlhfuse.costs.fits import Line
+from rlhfuse.costs.measured import MeasuredCost
+from rlhfuse.costs.speculation import Speculation
+from rlhfuse.planning import machine
+from rlhfuse.planning.search.floors import TrainingFloors, generation_floor, work_bound
+from rlhfuse.planning.search.search import Ranking
+from rlhfuse.planning.search.setting import Setting
+from rlhfuse.schedule.bounds.bounds import latency_bound
+from rlhfuse.schedule.bounds.windows import Windows
+from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.ir.problem import FusionProblem
+from rlhfuse.schedule.rules.builders import greedy, min_memory, serial_1f1b
+from rlhfuse.schedule.search.search import SearchSettings, search
+from rlhfuse.simulator.instances import InstanceLimits
+from rlhfuse.simulator.iteration import simulate_gen_infer
+
+ABOVE = 1 + 1e-9  # rounding
+
+
+def check_bounds(problem: FusionProblem, annealed: bool = False) -> None:
+    floor, least = work_bound(problem), Windows.of(problem).least_makespan()
+    assert 0 < floor <= least * ABOVE
+    bound = latency_bound(problem)
+    assert least <= bound * ABOVE
+    schedules = [greedy(problem), serial_1f1b(problem)]
+    if annealed:
+        schedules.append(search(problem, SearchSettings(iterations=300, seed=1))[0])
+    assert bound <= min(evaluate(schedule).makespan for schedule in schedules) * ABOVE
+
+
+@pytest.mark.parametrize("seeds", [range(start, start + 50) for start in range(0, 300, 50)], ids=lambda r: str(r[0]))
+def test_the_work_of_a_node_bounds_every_schedule(seeds):
+    """Any placement, nodes that are visited twice, split backwards, transfers."""
+    for seed in seeds:
+        check_bounds(random_problem(seed), annealed=seed % 10 == 0)
+        if seed % 5 == 0:
+            check_bounds(random_instance(seed)[1])
+
+
+def training_problems(seeds: range) -> list[tuple[SearchCase, FusionProblem]]:
+    """Of drawn rows of random runs."""
+    found = []
+    for seed in seeds:
+        case, rng = random_case(seed, (4, 8, 8, 16), most_tables=3000), random.Random(seed)
+        setting = case.setting
+        floors, rows = TrainingFloors(setting), space_of_setting(setting).training
+        found += [(case, floors.problem(row)) for row in rng.sample(rows, min(4, len(rows)))]
+    return found
+
+
+@pytest.mark.parametrize("seeds", [range(0, 25), range(25, 50)], ids=("first", "second"))
+def test_it_bounds_the_training_of_runs(seeds):
+    problems = training_problems(seeds)
+    for _, problem in problems:
+        check_bounds(problem)
+    made = [problem for _, problem in problems]
+    assert any(problem.transfer > 0 for problem in made)
+    assert any(len(set(p.placement)) < p.stages for problem in made for p in problem.pipelines), "virtual stages"
+    shapes = [(problem.nodes, case.world_size) for case, problem in problems]
+    assert any(nodes < world for nodes, world in shapes), "nodes of several ranks"
+
+
+def check_floors(case: SearchCase) -> int:
+    """Every step of every table that fits is below its price, and none of them is refused before it is drafted."""
+    setting = case.setting
+    ranking = Ranking(setting)
+    space, floors = ranking.space, TrainingFloors(setting)
+    numbers = {space.table(t, g): (t, g) for t in range(len(space.training)) for g in range(len(space.generation))}
+    every = priced_tables(setting)
+    for one in every:
+        t, g = numbers[one.table]
+        row, made, draft = space.training[t], one.price, one.draft
+        training = made.schedules + made.steps
+        rough, work = floors.rough_seconds(row), floors.seconds(row, floors.problem(row))
+        assert 0 < rough <= work * ABOVE and work <= training * ABOVE
+        least = min_memory(draft.problem)
+        process = draft.hardware.process_bytes
+        held = max(draft.memory.needed(rank.phases(least)[-1]) for rank in draft.memory.ranks) - process
+        always = min(draft.memory.needed(phase) for phase in draft.memory.static if phase.phase != "start") - process
+        assert floors.rough_bytes(row)[0] <= held and floors.rough_bytes(row)[1] <= always
+        below = ranking._generation_floor(g)
+        assert below is not None and 0 < below <= made.generation.fused * ABOVE
+        assert floors.problem(row).pipelines == draft.problem.pipelines
+        steps = [rough + below, ranking._by_work(t, g), ranking._by_draft(t, g), ranking._by_room(t, g)]
+        steps.append(ranking._by_price(t, g))
+        assert None not in steps and steps[-1] == made.seconds
+        assert all(step <= following * ABOVE for step, following in zip(steps, steps[1:]))
+        assert ranking._held[t] <= held
+    return len(every)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_floors_are_below_prices(seed, monkeypatch):
+    monkeypatch.setattr(machine, "machine_cores", lambda: (2.0, 64.0)[seed % 2])
+    check_floors(random_case(seed, most_tables=40))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_floors_are_below_measured_prices(seed, tmp_path):
+    assert check_floors(with_profiles(random_case(seed, most_tables=40), tmp_path / "profile.json", seed)) >= 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 200))
+def test_floors_are_below_prices_of_larger_spaces(seed):
+    check_floors(random_case(seed, (4, 8, 16), most_tables=300))
+
+
+def line(rng: random.Random, slopes: int) -> Line:
+    return Line(rng.random() * 1e-3, tuple(rng.random() * 1e-5 for _ in range(slopes)))
+
+
+def measured_cost(rng: random.Random) -> MeasuredCost:
+    guesses = tuple(sorted((rng.uniform(0, 8) for _ in range(6)), reverse=True))
+    tokens = tuple(sorted((rng.uniform(1, 3) for _ in range(6)), reverse=True))
+    speculation = Speculation(rng.random() * 1e-4, guesses, tokens) if rng.random() < 0.5 else None
+    lines = line(rng, 2), line(rng, 2), line(rng, 2), line(rng, 1)
+    return MeasuredCost(*lines, rng.random() * 1e-3, 1e-4, 1e-4, speculation=speculation)
+
+
+def costs_of(setting: Setting, rng: random.Random, kind: str) -> tuple[CostModel, InstanceLimits, int, int]:
+    """Of a drawn generation row; and its instances, and replicas of the models that score on one."""
+    table = drawn_table(space_of_setting(setting), rng)
+    costs = setting.generation_costs(table)
+    limits = setting.limits(table, costs)
+    if kind == "measured":
+        costs = measured_cost(rng)
+    return costs, limits, table.generation.dp, table.generation.tp // table.inference.tp
+
+
+@pytest.mark.parametrize("kind", ["analytic", "measured", "profiled"])
+@pytest.mark.parametrize("seed", range(12))
+def test_generation_is_never_simulated_below_its_floor(seed, kind, tmp_path):
+    """Any R_t, room for few or many sequences and tokens."""
+    rng = random.Random(seed)
+    case = random_case(seed)
+    if kind == "profiled":
+        case = with_profiles(case, tmp_path / "profile.json", seed)
+    for _ in range(4):
+        try:
+            costs, limits, instances, replicas = costs_of(case.setting, rng, kind)
+        except InputError as error:  # a drawn row of a degree that no profile has
+            assert "has tensor degrees" in str(error)
+            continue
+        batch = long_tail(rng, rng.randint(1, 24) + instances)
+        floor = generation_floor((batch,), costs, limits, instances, replicas)
+        for threshold in {0, 1, len(batch) // 2, len(batch)}:
+            seconds = simulate_gen_infer(batch, instances, costs, limits, threshold).total_seconds
+            assert 0 < floor <= seconds * ABOVE
+
+
+def test_a_profile_of_one_degree_prices_generation_whatever_trains(tmp_path):
+    """The first training row may have a degree that was not measured."""
+    for seed in range(40):
+        case = random_case(seed)
+        setting = with_profiles(case, tmp_path / f"{seed}.json", seed).setting
+        space = space_of_setting(setting)
+        first = space.table(0, 0)
+        degrees = setting.inputs.measured.degrees
+        if first.actor_train.tp not in degrees and {first.generation.tp, first.inference.tp} <= set(degrees):
+            assert setting.generation_costs(first).decode_step_seconds(1, 10) > 0
+            return
+    raise AssertionError("no run has such a row")
+
+
+def test_profiles_ascend():
+    """What floors of measured costs rest on."""
+    rng = random.Random(0)
+    case = random_case(0)
+    for profile in profiles_of(case, rng).profiles:
+        for grid in (profile.decode, profile.prefill, *profile.score.values()):
+            table = np.reshape(grid.seconds, [len(axis) for axis in grid.axes])
+            assert (np.diff(table, axis=0) >= 0).all() and (np.diff(table, axis=1) >= 0).all()
+
+
+def test_specs_are_of_several_shapes():
+    rng = random.Random(0)
+    shapes = {spec for _ in range(20) for spec in random_specs(rng).values()}
+    assert len(shapes) > 20 and any(spec.tied_embeddings for spec in shapes)
