@@ -8,7 +8,6 @@ from math import inf
 from typing import Any
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.planning.machine import SharedCores
 from rlhfuse.planning.price import price, price_generation, weight_moves
 from rlhfuse.planning.search.search import Row
 from rlhfuse.planning.search.setting import Setting
@@ -59,8 +58,7 @@ def with_constant(setting: Setting, constant: str, value: float) -> Setting:
     """The same on a machine that differs in that."""
     inputs = setting.inputs
     hardware = replace(inputs.hardware, **{constant: value})
-    cores = SharedCores.of(setting.config, hardware, setting.world_size)
-    return replace(setting, inputs=replace(inputs, hardware=hardware, cores=cores))
+    return replace(setting, inputs=replace(inputs, hardware=hardware))
 
 
 def seconds_of(setting: Setting, table: Table) -> float:

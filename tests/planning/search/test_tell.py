@@ -7,13 +7,14 @@ from dataclasses import replace
 from math import inf
 
 import pytest
-from small_searches import GPUS, setting
+from small_searches import GPUS, LAYOUTS, SCORERS, setting
 
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.profile_files import TensorProfiles
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
 from rlhfuse.planning.search.search import Ranking
 from rlhfuse.planning.search.sensitivity import Swing
+from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.table import Table
 from rlhfuse.planning.search.tell import (
     PHASES,
@@ -48,7 +49,7 @@ def test_the_table_has_a_line_for_each_of_the_best(answer):
         parts = [float(cells[1 + at]) for at in range(1, 1 + len(PHASES))]
         assert sum(parts) == pytest.approx(row.seconds, rel=0.02)
         assert str(row.table.actor_train) in cells and row.fullest.phase in cells
-    assert columns[1 : 2 + len(PHASES)] == ["seconds", *PHASES]
+    assert columns[: 1 + len(PHASES)] == ["seconds", *PHASES]
 
 
 def test_no_part_of_a_price_is_left_out_of_the_columns(answer):
@@ -62,10 +63,8 @@ def test_the_proof_says_the_bound_or_that_nothing_else_fits(answer):
     assert all(f"{count:,} {rule}" in refused for rule, count in answer.found.refused.items())
     assert f"a bound of {answer.found.bound:.4g} s or more: no table of this space is predicted" in looked
     alone = replace(answer.found, bound=inf, refused={})
-    assert proof(alone) == (
-        "  refused: none",
-        f"  priced exactly: {alone.priced}; memory checked: {alone.drafted}; no other table fits",
-    )
+    looked = f"  priced exactly: {alone.priced}; memory checked: {alone.drafted}; no other table fits"
+    assert proof(alone) == ("  refused: none", looked)
 
 
 def test_json_says_the_same_without_rounding(answer):
@@ -86,25 +85,15 @@ def test_wishes_are_told_with_what_they_cost_and_why(answer):
     wish = Wish("another", best, last)
     lines = wishes_table([wish, Wish("too much", best, None), Wish("the same", best, best)])
     assert lines[0].split("  ")[0] == "if you insist on"
-    assert (
-        wish.because is not None
-        and wish.because[0] in lines[1]
-        and f"{last.seconds / best.seconds - 1:+.1%}" in lines[1]
-    )
+    assert wish.because is not None and wish.because[0] in lines[1]
+    assert f"{last.seconds / best.seconds - 1:+.1%}" in lines[1]
     assert lines[2].split("  ", 1)[1].strip() == "nothing fits" and "+0.0%" in lines[3]
 
 
 def test_the_whole_is_told_in_order(answer):
     text = answer.render()
-    marks = [
-        "searched ",
-        "lengths of",
-        "refused:",
-        "priced exactly",
-        "seconds  gen+inf",
-        "if you insist",
-        "memory against",
-    ]
+    marks = ["searched ", "lengths of", "refused:", "priced exactly", "seconds  gen+inf", "if you insist"]
+    marks += ["memory against"]
     places = [text.index(mark) for mark in [*marks, "sure of it?", "best and second differ", "tools/try_plans.py"]]
     assert places == sorted(places)
     assert text == answer.render() and not any(line.endswith(" ") for line in text.splitlines())
@@ -129,6 +118,29 @@ def test_where_nothing_was_measured_it_is_said_with_the_degrees(ranking, answer)
     assert doubts_of(ranking, replace(one, bound=inf))[0] == "no other table fits"
 
 
-def profile(made, degree: int) -> ProfiledCost:
-    line = Grid((1.0, 2.0), (1.0, 2.0), ((1.0, 1.0), (1.0, 1.0)))
-    raise NotImplementedError(line, made_for, TrainingGrids, TensorProfiles, made, degree)
+def measured(made: Setting, *degrees: int) -> Ranking:
+    """Its search where every call was measured to take as many seconds as its tensor degree."""
+    profiles = []
+    for degree in degrees:
+        plane = Grid(((1.0, 2.0), (1.0, 2.0)), (float(degree),) * 4)
+        line = Grid(((1.0, 2.0),), (float(degree),) * 2)
+        facts = made_for(made.config.with_(parallel=dict.fromkeys((*LAYOUTS[:4], *SCORERS), "d4t1p1")), made.specs)
+        facts |= {key: degree for key in facts if key.endswith("_tp")}
+        training = {role: TrainingGrids(degree, line, line, line, line) for role in made.config.trained()}
+        score = dict.fromkeys(made.config.scorers(), plane)
+        profiles.append(ProfiledCost(facts, plane, plane, score, float(degree), line, line, training))
+    return Ranking(replace(made, inputs=replace(made.inputs, measured=TensorProfiles(tuple(profiles)))))
+
+
+def test_tables_whose_degrees_were_not_measured_are_counted():
+    keys = dict(fusion__actor_microbatches=1, trainer__recompute="none", parallel__sequence_parallel=False)
+    made = setting(4, **keys, **GPUS)
+    made = replace(made, config=made.config.with_(fusion={"profile": "profile.json"}))
+    partly, wholly = measured(made, 1, 2), measured(made, 1, 2, 4)
+    told = doubts_of(partly, partly.found(2))[1]
+    count = partly.refused["not measured"]
+    assert (
+        told == f"fusion.profile=profile.json has tensor degrees 1, 2: {count:,} tables with 4 left out" and count > 0
+    )
+    told = doubts_of(wholly, wholly.found(2))[1]
+    assert told == "fusion.profile=profile.json has every tensor degree of these tables: 1, 2, 4"
