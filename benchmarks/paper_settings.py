@@ -185,9 +185,8 @@ def main() -> None:
     parser.add_argument("--draws", type=counting, default=5, help="batches of lengths drawn and averaged")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="some of P,K,K.3")
     arguments = parser.parse_args()
-    variants = named("--variants", arguments.variants, {name: name for name in VARIANTS})[
-        : 1 if arguments.quick else None
-    ]
+    variants = named("--variants", arguments.variants, {name: name for name in VARIANTS})
+    variants = variants[:1] if arguments.quick else variants
     measurement = Measurement("paper_settings", arguments, timed=False)
     draws = 1 if arguments.quick else arguments.draws
     which = [(pair, length, variant) for variant in variants for length in MAX_LENGTHS for pair in PAIRS]
