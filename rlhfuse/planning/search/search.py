@@ -12,7 +12,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from math import inf
 from statistics import fmean
 
@@ -299,14 +299,22 @@ class Ranking:
             self._moved[key] = sum(move.seconds for move in weight_moves(draft))
         return self._moved[key]
 
+    def _is_measured(self, row: TrainingRow) -> bool:
+        try:
+            self._floors.rough_seconds(row)
+        except InputError:
+            return False
+        return True
+
     def _nothing_fits(self) -> InputError:
         """Which table lacks least, of those that were drafted and those that hold least."""
         world, share = self.setting.world_size, self.setting.config.parallel.headroom
-        held = [self._floors.rough_bytes(row) for row in self.space.training]
-        for t in sorted(range(len(held)), key=lambda t: (held[t], t))[:CLOSEST]:
-            for g in range(len(self.space.generation)):
-                if (t, g) not in self._drafts:
-                    self._drafts[t, g] = self._drafted(self.space.table(t, g))
+        generation = [g for g, needs in enumerate(self._generation_bytes) if needs]  # that were measured
+        training = [t for t, row in enumerate(self.space.training) if self._is_measured(row)]
+        training.sort(key=lambda t: (self._floors.rough_bytes(self.space.training[t]), t))
+        for t, g in product(training[:CLOSEST], generation):
+            if (t, g) not in self._drafts:
+                self._drafts[t, g] = self._drafted(self.space.table(t, g))
         if not self._lacking:
             told = ", ".join(f"{count} {rule}" for rule, count in self.refused.items())
             return InputError(

@@ -87,7 +87,7 @@ def random_specs(rng: random.Random, critic: bool = True) -> dict[str, ModelSpec
         kv_heads = rng.choice([n for n in (1, 2, 4) if heads % n == 0])
         own = vocab if rng.random() < 0.9 else 4096
         return spec_of(
-            rng.choice((1, 2, 3, 4, 6)), rng.choice((64, 128)) * heads, heads, kv_heads, own, rng.random() < 0.3
+            rng.choice((1, 2, 3, 4, 8)), rng.choice((64, 128)) * heads, heads, kv_heads, own, rng.random() < 0.3
         )
 
     actor = one()
@@ -118,6 +118,8 @@ def random_case(seed: int, world_sizes: tuple[int, ...] = (4, 4, 4, 8), most_tab
     if lengths is not None and rng.random() < 0.2:
         keys["fusion__threshold"] = rng.choice((0, 2, 4))
     case = SearchCase(auto_config(**keys), random_specs(rng, critic), world, lengths)
+    while not has_tables(case):  # such as few heads, few layers and few samples
+        case = replace(case, specs=random_specs(rng, critic))
     case = with_little_memory(case, rng) if rng.random() < 0.7 else case
     case = with_given_rows(case, rng) if rng.random() < 0.3 else case
     while count_tables(case) > most_tables:
@@ -138,6 +140,13 @@ def with_given_rows(case: SearchCase, rng: random.Random) -> SearchCase:
     if "sequence_parallel" in groups["parallel"]:
         groups["parallel"]["sequence_parallel"] = table.sequence_parallel
     return replace(case, config=case.config.with_(**groups))
+
+
+def has_tables(case: SearchCase) -> bool:
+    try:
+        return count_tables(case) > 0
+    except InputError:
+        return False
 
 
 def count_tables(case: SearchCase) -> int:

@@ -67,13 +67,12 @@ def training_problems(seeds: range) -> list[tuple[SearchCase, FusionProblem]]:
         case, rng = random_case(seed, (4, 8, 8, 16), most_tables=3000), random.Random(seed)
         setting = case.setting
         floors, rows = TrainingFloors(setting), space_of_setting(setting).training
-        found += [(case, floors.problem(row)) for row in rng.sample(rows, min(4, len(rows)))]
+        found += [(case, floors.problem(row)) for row in rng.sample(rows, min(6, len(rows)))]
     return found
 
 
-@pytest.mark.parametrize("seeds", [range(0, 25), range(25, 50)], ids=("first", "second"))
-def test_it_bounds_the_training_of_runs(seeds):
-    problems = training_problems(seeds)
+def test_it_bounds_the_training_of_runs():
+    problems = training_problems(range(60))
     for _, problem in problems:
         check_bounds(problem)
     made = [problem for _, problem in problems]
@@ -83,14 +82,13 @@ def test_it_bounds_the_training_of_runs(seeds):
     assert any(nodes < world for nodes, world in shapes), "nodes of several ranks"
 
 
-def check_floors(case: SearchCase) -> int:
+def check_floors(case: SearchCase) -> None:
     """Every step of every table that fits is below its price, and none of them is refused before it is drafted."""
     setting = case.setting
     ranking = Ranking(setting)
     space, floors = ranking.space, TrainingFloors(setting)
     numbers = {space.table(t, g): (t, g) for t in range(len(space.training)) for g in range(len(space.generation))}
-    every = priced_tables(setting)
-    for one in every:
+    for one in priced_tables(setting):
         t, g = numbers[one.table]
         row, made, draft = space.training[t], one.price, one.draft
         training = made.schedules + made.steps
@@ -109,7 +107,6 @@ def check_floors(case: SearchCase) -> int:
         assert None not in steps and steps[-1] == made.seconds
         assert all(step <= following * ABOVE for step, following in zip(steps, steps[1:]))
         assert ranking._held[t] <= held
-    return len(every)
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -120,7 +117,7 @@ def test_floors_are_below_prices(seed, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_floors_are_below_measured_prices(seed, tmp_path):
-    assert check_floors(with_profiles(random_case(seed, most_tables=40), tmp_path / "profile.json", seed)) >= 0
+    check_floors(with_profiles(random_case(seed, most_tables=40), tmp_path / "profile.json", seed))
 
 
 @pytest.mark.slow

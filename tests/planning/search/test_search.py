@@ -1,0 +1,248 @@
+"""A search finds the fastest of all tables, by brute force over them; says what fits where none does; and repeats."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import pytest
+from search_cases import (
+    ROWS,
+    PricedTable,
+    SearchCase,
+    auto_config,
+    priced_tables,
+    random_case,
+    space_of_setting,
+    spec_of,
+    tables_of,
+    with_memory,
+    with_profiles,
+)
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.planning import machine
+from rlhfuse.planning.draft import draft_plan
+from rlhfuse.planning.memory import MemoryRefusal, readable_bytes
+from rlhfuse.planning.search.search import Found, Ranking, search_tables
+from rlhfuse.planning.search.setting import Setting
+from rlhfuse.schedule.rules.builders import min_memory
+
+ROOT = Path(__file__).resolve().parents[3]
+SPEC = spec_of(4, 512, 8, 4)
+SPECS = dict.fromkeys(("actor", "critic", "reference", "reward"), SPEC)
+
+
+def found_of(case: SearchCase, top: int = 5) -> Found:
+    return search_tables(case.config, case.specs, case.world_size, case.lengths, top)
+
+
+def check_exact(case: SearchCase, top: int = 5) -> int:
+    """How many tables fit."""
+    every = priced_tables(case.setting)
+    if not every:
+        with pytest.raises(InputError):
+            found_of(case, top)
+        return 0
+    found = found_of(case, top)
+    assert [row.table.text for row in found.rows] == [one.table.text for one in every[:top]]
+    assert [row.price for row in found.rows] == [one.price for one in every[:top]]
+    assert found.bound == (every[top].price.seconds if len(every) > top else inf)
+    space = space_of_setting(case.setting)
+    assert (found.training_rows, found.generation_rows) == (len(space.training), len(space.generation))
+    assert len(found.rows) <= found.priced <= found.drafted <= found.training_rows * found.generation_rows
+    for row, one in zip(found.rows, every):
+        memory, least = one.draft.memory, min_memory(one.draft.problem)
+        assert row.needed_bytes == memory.needed(memory.fullest(least)) <= row.limit_bytes == memory.limit
+    return len(every)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_search_is_exact(seed, monkeypatch):
+    """A CPU run has a core for each rank, or shares two."""
+    monkeypatch.setattr(machine, "machine_cores", lambda: (2.0, 64.0)[seed % 2])
+    check_exact(random_case(seed), top=(5, 1, 5)[seed % 3])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_search_is_exact_with_measured_costs(seed, tmp_path):
+    check_exact(with_profiles(random_case(seed + 200), tmp_path / "profile.json", seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(300, 360))
+def test_the_search_of_a_larger_space_is_exact(seed):
+    check_exact(random_case(seed, (4, 8, 16), most_tables=1500))
+
+
+def test_most_of_these_settings_bind():
+    """Tables fit in most of them, others are refused for memory."""
+    fits, little = 0, 0
+    for seed in range(30):
+        case = random_case(seed)
+        try:
+            found = found_of(case)
+        except InputError:
+            little += 1
+            continue
+        fits += 1
+        little += any(rule.startswith("memory of") for rule in found.refused)
+    assert fits > 18 and little > 10
+
+
+def test_ties_are_broken_by_the_text(monkeypatch):
+    """Where costs of generation and of training are all alike every table is as good as any other."""
+    from rlhfuse.planning.search import search as module
+
+    keys = {"fusion__actor_microbatches": 2, "parallel__critic_train": "d2t2p1"}
+    case = SearchCase(auto_config(trainer__hardware="h100", **keys), SPECS, 4, None)
+    ranking = Ranking(case.setting)
+    made = replace(next(ranking.ranked())[0].price, schedules=0.0)
+    monkeypatch.setattr(module.Ranking, "_by_work", lambda self, t, g: 0.0)
+    monkeypatch.setattr(module.Ranking, "_by_room", lambda self, t, g: 0.0)
+    monkeypatch.setattr(module.Ranking, "_training_floor", lambda self, row: 0.0)
+    monkeypatch.setattr(module.Ranking, "_generation_floor", lambda self, number: 0.0)
+    monkeypatch.setattr(module.Ranking, "_with", lambda self, *given: 0.0)
+    monkeypatch.setattr(module, "price", lambda *given: made)
+    found = search_tables(case.config, case.specs, 4, None)
+    texts = sorted(table.text for table in tables_of(ranking.space))
+    assert [row.table.text for row in found.rows] == texts[:5] and found.bound == made.seconds
+
+
+def test_a_search_and_drafts_of_their_own_agree():
+    """Nothing that drafts of a search share changes a price."""
+    case = random_case(4)
+    best = found_of(case).best
+    config = best.table.of(case.setting.config)
+    draft = draft_plan(config, case.specs, case.world_size, case.lengths)
+    assert draft.problem == case.setting.draft(best.table).problem
+    assert draft.memory == case.setting.draft(best.table).memory
+
+
+def test_rows_that_are_given_stay():
+    keys = {"parallel__actor_train": "d1t2p2", "fusion__actor_microbatches": 4, "trainer__recompute": "full"}
+    rows = dict.fromkeys((f"parallel__{row}" for row in ROWS), "d2t2p1")
+    found = found_of(SearchCase(auto_config(**keys, **rows), SPECS, 4, None))
+    for row in found.rows:
+        table = row.table
+        assert (str(table.actor_train), table.microbatches, table.recompute) == ("d1t2p2", 4, "full")
+        assert str(table.generation) == str(table.inference) == "d2t2p1"
+
+
+# nothing fits ----------------------------------------------------------------------------------------------------
+
+
+def least_missing(case: SearchCase) -> tuple[float, str]:
+    """Bytes that the table lacks that lacks least, and the table; `parallel.headroom` is 0."""
+    found = []
+    for table in tables_of(space_of_setting(case.setting)):
+        with pytest.raises(MemoryRefusal) as caught:
+            case.setting.draft(table)
+        found.append((caught.value.missing_bytes, table.text, str(table)))
+    missing, _, table = min(found)
+    return missing, table
+
+
+def needed_beside_generation(one: PricedTable) -> int:
+    memory = one.draft.memory
+    phases = memory.phases(min_memory(one.draft.problem))
+    return max(memory.needed(phase) for phase in phases if phase.phase != "generation")
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "h100"])
+@pytest.mark.parametrize("share", [0.7, 0.97])
+def test_where_nothing_fits_the_closest_table_is_named_with_what_it_lacks(hardware, share):
+    keys = {"trainer__hardware": hardware, "fusion__actor_microbatches": 2, "parallel__sequence_parallel": False}
+    case = SearchCase(auto_config(**keys), SPECS, 4, None)
+    if hardware == "h100":  # what is as large as memory allows, or rests on the host
+        config = case.config.with_(rollout={"kv_blocks_per_instance": 64}, trainer={"offload_optimizer": "false"})
+        case = replace(case, config=config)
+    needs = [needed_beside_generation(one) for one in priced_tables(with_memory(case, 100.0).setting)]
+    process = case.setting.inputs.hardware.process_bytes
+    case = with_memory(case, (process + share * (min(needs) - process)) / 1e9)
+    missing, table = least_missing(case)
+    with pytest.raises(InputError) as caught:
+        found_of(case)
+    text = str(caught.value)
+    assert text.startswith(f"memory: no layouts fit 4 ranks of {hardware}: the closest, {table}, lacks ")
+    assert f"lacks {readable_bytes(missing)} of a rank in " in text and "\n" not in text
+    gigabytes = case.config.trainer.memory_limit_gb + missing / 1e9 * 1.0001
+    assert found_of(with_memory(case, gigabytes)).best.table in set(tables_of(space_of_setting(case.setting)))
+
+
+def test_where_memory_is_not_what_refuses_the_first_reason_is_told():
+    keys = {
+        "fusion__intra_stage": "time_sharing",
+        "parallel__actor_train": "d1t1p4",
+        "parallel__critic_train": "d2t1p2",
+    }
+    with pytest.raises(InputError) as caught:
+        found_of(SearchCase(auto_config(**keys), SPECS, 4, None))
+    text = str(caught.value)
+    assert text.startswith("no layouts can run on 4 ranks: ") and "\n" not in text
+    assert "fusion.intra_stage; the first: fusion.intra_stage=time_sharing: " in text
+    assert text.endswith("or set fusion.intra_stage=search")
+
+
+def test_degrees_that_were_not_measured_are_told(tmp_path):
+    case = SearchCase(auto_config(parallel__generation="d1t4p1"), SPECS, 4, None)
+    profiled = (with_profiles(case, tmp_path / f"{seed}.json", seed) for seed in range(10))
+    case = next(one for one in profiled if one.setting.inputs.measured.degrees == (1, 2))
+    with pytest.raises(InputError, match=r" [0-9]+ not measured; the first: .*parallel\.generation=d1t4p1 needs 4"):
+        found_of(case)
+
+
+# headroom --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "h100"])
+@pytest.mark.parametrize("share", [0.1, 0.3])
+def test_headroom_is_left_in_every_phase_but_generation(hardware, share):
+    keys = {"trainer__hardware": hardware, "fusion__actor_microbatches": 2, "trainer__recompute": "full"}
+    case = SearchCase(auto_config(**keys), SPECS, 4, None)
+    found = found_of(with_memory(case, 100.0))
+    tight = with_memory(case, found.best.needed_bytes * (1.05 if share < 0.3 else 1.5) / 1e9)
+    roomy = replace(tight, config=tight.config.with_(parallel={"headroom": share}))
+    assert found_of(tight).best.seconds <= found_of(roomy).best.seconds
+    for row in found_of(roomy).rows:
+        draft = roomy.setting.draft(row.table)
+        memory = draft.memory
+        for phase in memory.phases(min_memory(draft.problem)):
+            part = 1.0 if phase.phase == "generation" else 1 - share
+            assert memory.needed(phase) <= part * memory.limit
+    check_exact(roomy)
+
+
+# the same everywhere ---------------------------------------------------------------------------------------------
+
+
+def printed(seed: str, environment: dict[str, str]) -> str:
+    code = "import search_cases as c, test_search as t; print(*(repr(t.found_of(c.random_case(n))) for n in (4, 8)))"
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", Path(__file__).parent)))
+    given = {**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": seed, **environment}
+    return subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True).stdout
+
+
+def test_all_ranks_of_any_hash_seed_find_the_same():
+    launched = [
+        {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}
+        for rank in ("0", "3")
+    ]
+    said = {printed("1", {}), *(printed(seed, env) for seed, env in zip(("2", "3"), launched))}
+    assert len(said) == 1 and said.pop().count("Found(") == 2
+
+
+def test_a_cost_for_one_table_alone_is_refused(tmp_path):
+    from test_floors import measured_cost
+
+    from rlhfuse.base.files import write_json
+
+    write_json(tmp_path / "costs.json", measured_cost(random.Random(0)).to_dict())
+    config = auto_config(fusion__profile=str(tmp_path / "costs.json"))
+    with pytest.raises(InputError, match="was measured by a run in its layouts and says nothing of others"):
+        Setting.of(config, SPECS, 4, None)
