@@ -154,8 +154,8 @@ def parse_arguments() -> Any:
 
 
 def write_models(folder: Path, shape: Mapping[str, int]) -> None:
-    write_llama(folder / "actor", 1, TOKENIZER, **shape)
-    write_llama(folder / "reward", 2, TOKENIZER, scalar_head=True, **shape)
+    write_llama(folder / "actor", 1, TOKENIZER, False, **shape)
+    write_llama(folder / "reward", 2, TOKENIZER, True, **shape)
 
 
 def write_config(folder: Path, case: Case, arguments: Any) -> Path:
@@ -345,8 +345,8 @@ def phases_of(table: Table) -> set[tuple]:
 
 def spearman(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Rank correlation."""
-    places = [np.argsort(np.argsort(values)) for values in (ours, theirs)]
-    return float(np.corrcoef(*places)[0, 1])
+    first, second = (np.argsort(np.argsort(values)) for values in (ours, theirs))
+    return float(np.corrcoef(first, second)[0, 1])
 
 
 if __name__ == "__main__":
