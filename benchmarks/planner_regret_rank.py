@@ -17,6 +17,7 @@ import random_models  # noqa: F401  # silences what importing Megatron says
 import torch
 import torch.distributed as dist
 from processes import TIMEOUT_SECONDS
+from torch.distributed.distributed_c10d import PrefixStore
 
 from rlhfuse.config.load import load_config
 from rlhfuse.data.prompts import Prompt
@@ -54,7 +55,8 @@ class JobRank:
         self._rank, self._jobs = rank, 0
         timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._store = dist.TCPStore(*address, RANKS, rank == 0, timeout)
+        public = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]  # but not in torch's list
+        self._store = public(*address, RANKS, rank == 0, timeout)
         if rank == 0:
             compile_kernels(torch.float32)  # and keeps them for the other
         self._store.set(f"compiled{rank}", "")
@@ -68,7 +70,7 @@ class JobRank:
         trainer = inputs.config.trainer
         device = choose_device("cpu", self._rank, 1)
         torch.manual_seed(trainer.seed)
-        store = dist.PrefixStore(f"job{self._jobs}", self._store)
+        store = PrefixStore(f"job{self._jobs}", self._store)
         dist.init_process_group("gloo", store=store, rank=self._rank, world_size=RANKS)
         watched = store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # torch's stubs lack it
         limits = Limits(trainer.watchdog_seconds, trainer.hang_seconds)

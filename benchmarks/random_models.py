@@ -54,7 +54,7 @@ def random_llama(
     return model
 
 
-def write_llama(folder: Path, seed: int, tokenizer: Path, scalar_head: bool = False, **shape: int) -> Path:
+def write_llama(folder: Path, seed: int, tokenizer: Path, scalar_head: bool, **shape: int) -> Path:
     """A folder in Hugging Face layout of a Llama of this `shape`, with weights as a fresh one has them."""
     kind = "ForSequenceClassification" if scalar_head else "ForCausalLM"
     config = {"model_type": "llama", "architectures": [f"Llama{kind}"], "torch_dtype": "float32", **shape}

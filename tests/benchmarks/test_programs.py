@@ -97,6 +97,7 @@ def test_a_search_on_two_ranks(tmp_path):
         ("inter_stage.py", "--lengths nowhere.csv", "lengths file nowhere.csv does not exist"),
         ("inter_stage.py", "--rounds 0", "0 is not at least 1"),
         ("planner_speed.py", "--sizes 8,9", "'9' is unknown; give some of 8, 64, 256, 1024"),
+        ("planner_regret.py", "--rounds 6 --settings balanced", "--rounds 6: rounds share 5 batches; give at most as"),
         ("planner_regret.py", "--lengths nowhere.csv", "lengths file nowhere.csv does not exist"),
         ("intra_stage.py", "--microbatches 2,1", "'1' is not a number of at least 2"),
         ("learning.py", "--model nowhere", "holds no model; give --model"),
