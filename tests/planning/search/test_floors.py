@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from schedule_cases import random_instance, random_problem
 from search_cases import (
+    ROWS,
+    TRAINED,
     SearchCase,
+    auto_config,
     drawn_table,
     long_tail,
     priced_tables,
@@ -16,6 +19,8 @@ from search_cases import (
     random_case,
     random_specs,
     space_of_setting,
+    spec_of,
+    with_memory,
     with_profiles,
 )
 
@@ -25,6 +30,8 @@ from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.speculation import Speculation
 from rlhfuse.planning import machine
+from rlhfuse.planning.graph_capture import graph_capture
+from rlhfuse.planning.price import ideal_limits
 from rlhfuse.planning.search.floors import TrainingFloors, generation_floor, work_bound
 from rlhfuse.planning.search.search import Ranking
 from rlhfuse.planning.search.setting import Setting
@@ -124,6 +131,28 @@ def test_floors_are_below_measured_prices(seed, tmp_path):
 @pytest.mark.parametrize("seed", range(100, 200))
 def test_floors_are_below_prices_of_larger_spaces(seed):
     check_floors(random_case(seed, (4, 8, 16), most_tables=300))
+
+
+@pytest.mark.parametrize("gigabytes, kept", [(1.35, False), (1.5, True), (1.8, False), (2.1, True)])
+def test_a_cache_that_memory_cuts_down_may_be_kept(gigabytes, kept):
+    """It has whole parts, which may leave so much free that no iteration records its graphs again."""
+    keys: dict[str, object] = {f"parallel__{row}": "d2t2p1" for row in ROWS}
+    keys |= {f"parallel__{row}": "d1t2p2" for row in TRAINED}
+    keys |= {"trainer__hardware": "h100", "trainer__offload_optimizer": "false", "trainer__share_gpu": True}
+    keys |= {"rollout__prompts_per_iteration": 2048, "rollout__max_response_tokens": 1900, "trainer__recompute": "full"}
+    keys |= {"algorithm__minibatches": 512, "fusion__actor_microbatches": 4, "parallel__sequence_parallel": True}
+    specs = dict.fromkeys(("actor", "critic", "reference", "reward"), spec_of(8, 256, 2, 2))
+    setting = with_memory(SearchCase(auto_config(**keys), specs, 4, None), gigabytes).setting
+    ranking = Ranking(setting)
+    draft, needs = setting.draft(ranking.space.table(0, 0)), ranking._generation_bytes[0]
+    held, capture = ranking._floors.rough_bytes(ranking.space.training[0])[0], graph_capture(draft, kept=False)
+    assert draft.memory.keeps_generation(min_memory(draft.problem)) == kept
+    assert draft.limits.kv_capacity_bytes < ideal_limits(draft).kv_capacity_bytes and needs and capture
+    assert ranking._may_keep(held, needs) or not kept
+    before = ranking._by_work(0, 0)
+    ranking._captures[0] = capture.seconds
+    after = ranking._by_work(0, 0)
+    assert after == before or not kept
 
 
 def line(rng: random.Random, slopes: int) -> Line:

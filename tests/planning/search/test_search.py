@@ -158,6 +158,7 @@ def needed_beside_generation(one: PricedTable) -> int:
 @pytest.mark.parametrize("share", [0.7, 0.97])
 def test_where_nothing_fits_the_closest_table_is_named_with_what_it_lacks(hardware, share):
     keys = {"trainer__hardware": hardware, "fusion__actor_microbatches": 2, "parallel__sequence_parallel": False}
+    keys |= {"parallel__critic_train": "d2t2p1"}
     case = SearchCase(auto_config(**keys), SPECS, 4, None)
     if hardware == "h100":  # what is as large as memory allows, or rests on the host
         config = case.config.with_(rollout={"kv_blocks_per_instance": 64}, trainer={"offload_optimizer": "false"})
@@ -204,6 +205,7 @@ def test_degrees_that_were_not_measured_are_told(tmp_path):
 @pytest.mark.parametrize("share", [0.1, 0.3])
 def test_headroom_is_left_in_every_phase_but_generation(hardware, share):
     keys = {"trainer__hardware": hardware, "fusion__actor_microbatches": 2, "trainer__recompute": "full"}
+    keys |= {"parallel__critic_train": "d2t2p1"}
     case = SearchCase(auto_config(**keys), SPECS, 4, None)
     found = found_of(with_memory(case, 100.0))
     tight = with_memory(case, found.best.needed_bytes * (1.05 if share < 0.3 else 1.5) / 1e9)
