@@ -32,7 +32,7 @@ from rlhfuse.config.load import load_config
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.tokenizer import load_tokenizer
 from rlhfuse.planning.draft import read_specs
-from rlhfuse.planning.price import CAPTURE, GENERATION, MOVES, OFFLOAD, SCHEDULES, STEPS
+from rlhfuse.planning.price import Price
 from rlhfuse.planning.search.search import Ranking
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.table import Table
@@ -42,12 +42,13 @@ from rlhfuse.simulator.lengths import load_lengths
 TOKENIZER = ROOT / "examples" / "tiny" / "actor"
 PROMPT = "Once upon a time there was a little dog ."  # every sample's
 MICROBATCHES = 2, 4, 8
-PHASES = {  # of a run's metrics, and the parts of a price
-    "generation and inference": (("timing_s/gen", "timing_s/infer"), (GENERATION, CAPTURE)),
-    "training": (("timing_s/train",), (SCHEDULES, STEPS)),
-    "weight moves": (("timing_s/reshard",), (MOVES, OFFLOAD)),
+GENERATING, SCORING, TRAINING, MOVING = "generation", "inference beyond it", "training", "weight moves"
+PHASES = {  # and what it is called in a run's metrics
+    GENERATING: "timing_s/gen",
+    SCORING: "timing_s/infer",
+    TRAINING: "timing_s/train",
+    MOVING: "timing_s/reshard",
 }
-GEN_INFER, TRAINING, MOVING = PHASES
 PROFILE, ANALYTIC = "profile", "analytic"
 REGRET_GOALS = {PROFILE: 1.05, ANALYTIC: 1.15}  # seconds of the chosen table over those of the best
 ERROR_GOAL, CORRELATION_GOAL, SPREAD_GOAL = 0.15, 0.8, 1.25
@@ -100,9 +101,8 @@ class Measured:
 
     def add(self, table: Table, metrics: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         for batch, row in metrics:
-            for phase, (keys, _) in PHASES.items():
-                key = phase, *part_of(table, phase)
-                self.seconds.setdefault(key, []).append((batch, sum(row.get(name, 0.0) for name in keys)))
+            for phase, name in PHASES.items():
+                self.seconds.setdefault((phase, *part_of(table, phase)), []).append((batch, row[name]))
 
     def of(self, table: Table) -> Phased:
         """Means over batches, of each the median of all iterations that had it."""
@@ -119,7 +119,19 @@ def part_of(table: Table, phase: str) -> tuple:
     """What the seconds of a phase depend on."""
     generation = str(table.generation), str(table.inference)
     layouts = str(table.actor_train), str(table.critic_train)
-    return {GEN_INFER: generation, TRAINING: (*layouts, table.microbatches), MOVING: (*layouts, *generation)}[phase]
+    parts = {TRAINING: (*layouts, table.microbatches), MOVING: (*layouts, *generation)}
+    return parts.get(phase, generation)
+
+
+def priced_phases(price: Price) -> Phased:
+    alone = price.generation.generation_fused
+    assert alone is not None, "R_t is chosen by simulation"
+    return {
+        GENERATING: alone + price.capture,
+        SCORING: price.generation.fused - alone,
+        TRAINING: price.schedules + price.steps,
+        MOVING: price.moves + price.offload,
+    }
 
 
 def main() -> None:
@@ -234,8 +246,7 @@ class Comparison:
                 and not training.sequence_parallel
             )
         ):
-            parts = row.price.parts
-            found[row.table] = {phase: sum(parts[part] for part in own) for phase, (_, own) in PHASES.items()}
+            found[row.table] = priced_phases(row.price)
         if not found:
             raise InputError(f"{self._file}: no table fits this machine's memory")
         return found
@@ -305,13 +316,15 @@ class Comparison:
         rows = []
         for phase in PHASES:
             parts = {part_of(table, phase): (seconds[table][phase], prices[table][phase]) for table in totals}
-            for part, (took, price) in sorted(parts.items(), key=lambda item: str(item[0])):
-                rows.append(
-                    [phase, " ".join(map(str, part)), f"{took:.3f}", f"{price:.3f}", f"{price / took - 1:+.0%}"]
-                )
-            error = statistics.fmean(abs(price / took - 1) for took, price in parts.values())
-            figure(f"{name}.{phase.replace(' ', '_')}.mean_error", error)
-        head = ("phase", "layouts", "measured s", "predicted s", "off by")
+            took, price = (sum(column) for column in zip(*parts.values()))
+            off = sum(abs(theirs - ours) for ours, theirs in parts.values())
+            error = figure(f"{name}.{phase.replace(' ', '_')}.error", off / max(took, 1e-9)).value
+            count = len(parts)
+            rows.append([phase, str(count), f"{took / count:.3f}", f"{price / count:.3f}", f"{error:.1%}"])
+            for part, (ours, theirs) in sorted(parts.items(), key=lambda item: str(item[0])):
+                told = f"{name} {phase:20s} {' '.join(map(str, part)):40s}"
+                self._measurement.say(f"{told} {ours:.3f} s, priced {theirs:.3f} s")
+        head = ("phase", "kinds", "measured s", "predicted s", "differ by, mean")
         self._measurement.table(f"{name}.phases", f"Phases of {self._case.name}, priced by {kind} costs", head, rows)
 
     def _check(self, order: Sequence[Table], totals: Mapping[Table, float]) -> None:
