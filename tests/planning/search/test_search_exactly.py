@@ -208,7 +208,7 @@ def test_headroom_is_left_in_every_phase_but_generation(hardware, share):
     keys |= {"parallel__critic_train": "d2t2p1"}
     case = SearchCase(auto_config(**keys), SPECS, 4, None)
     found = found_of(with_memory(case, 100.0))
-    tight = with_memory(case, found.best.needed_bytes * (1.05 if share < 0.3 else 1.5) / 1e9)
+    tight = with_memory(case, found.best.needed_bytes * (1.25 if share < 0.3 else 1.6) / 1e9)
     roomy = replace(tight, config=tight.config.with_(parallel={"headroom": share}))
     assert found_of(tight).best.seconds <= found_of(roomy).best.seconds
     for row in found_of(roomy).rows:
@@ -224,7 +224,8 @@ def test_headroom_is_left_in_every_phase_but_generation(hardware, share):
 
 
 def printed(seed: str, environment: dict[str, str]) -> str:
-    code = "import search_cases as c, test_search as t; print(*(repr(t.found_of(c.random_case(n))) for n in (4, 8)))"
+    searched = "(repr(t.found_of(c.random_case(seed))) for seed in (4, 8))"
+    code = f"import search_cases as c, test_search_exactly as t; print(*{searched})"
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", Path(__file__).parent)))
     given = {**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": seed, **environment}
     return subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True).stdout
