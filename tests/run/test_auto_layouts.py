@@ -95,7 +95,7 @@ def test_where_nothing_fits_a_line_says_so_before_anything_is_launched(tmp_path)
     environment = {**os.environ, **place, **nobody}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 2 and "actor_train" in line and "has " in line, done.stderr
+    assert done.returncode == 2 and "actor_train" in line and "lacks " in line, done.stderr
     assert not run_dir.exists() and "Traceback" not in done.stderr
 
 
