@@ -6,13 +6,24 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 
 def is_cached(kernel: Any) -> bool:
-    """Whether a process compiled this numba function before, for whatever types, and the machine still has it."""
-    return any(Path(kernel.stats.cache_path).glob(f"*.{kernel.__name__}-*.nbi"))
+    """Whether a process compiled this numba function before, for whatever types, and the machine still has it.
+
+    What was compiled before a file of its folder changed is thrown away: numba looks at a kernel's own file alone, not
+    at those of the kernels that it calls.
+    """
+    folder, sources = Path(kernel.stats.cache_path), Path(kernel.py_func.__code__.co_filename).parent
+    changed = max(file.stat().st_mtime for file in sources.glob("*.py"))
+    for index in folder.glob("*.nbi"):
+        with suppress(FileNotFoundError):  # another rank's process does the same
+            if index.stat().st_mtime < changed:
+                index.unlink()
+    return any(folder.glob(f"*.{kernel.__name__}-*.nbi"))
 
 
 def compile_apart(kernel: Any, module: str, *arguments: str, progress: Callable[[str], None] = lambda _: None) -> None:

@@ -1,8 +1,7 @@
 """InstanceRun in numba: the same events in the same order with the same operations, equal to the last bit.
 
 instances.py says what they mean. Waiting and running samples of an instance are linked lists over all samples; -1 ends
-them. Costs come as numbers (cost_numbers.py). Who changes this file touches gen_infer_kernel.py too: numba looks only
-there to see whether its cached kernel is old.
+them. Costs come as numbers (cost_numbers.py).
 """
 
 from __future__ import annotations

@@ -58,3 +58,16 @@ def test_what_another_process_compiled_is_loaded(kernel, tmp_path):
 def test_a_failure_there_is_one_here(kernel):
     with pytest.raises(subprocess.CalledProcessError):
         compile_apart(kernel, "kernel_of_a_test")
+
+
+def test_a_kernel_is_compiled_again_when_a_file_beside_it_changes(kernel, tmp_path):
+    said = tmp_path / "said"
+    compile_apart(kernel, "kernel_of_a_test", str(said))
+    helper = tmp_path / "called_by_it.py"
+    helper.write_text("")
+    later = helper.stat().st_mtime + 10
+    os.utime(helper, (later, later))
+    assert not is_cached(kernel)
+    os.utime(helper, (0, 0))
+    compile_apart(kernel, "kernel_of_a_test", str(said))
+    assert is_cached(kernel) and len(said.read_text().split()) == 2
