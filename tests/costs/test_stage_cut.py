@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import combinations
 
 import pytest
@@ -130,14 +129,3 @@ def deals(draw):
 def test_layers_are_dealt_as_one_by_one(deal):
     """Ties and places that are full included; layers may weigh nothing."""
     assert _deal(*deal) == dealt_one_by_one(*deal)
-
-
-def test_dealing_a_deep_model_is_quick():
-    deal = 80, 1000, [7 * place % 5 * 500 for place in range(32)], [1] * 32, [80] * 32
-
-    def seconds(function) -> float:
-        start = time.perf_counter()
-        function(*deal)
-        return time.perf_counter() - start
-
-    assert min(seconds(_deal) for _ in range(20)) < 0.25 * min(seconds(dealt_one_by_one) for _ in range(5))
