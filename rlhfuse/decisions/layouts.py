@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Annotated
@@ -195,6 +195,34 @@ def inference_layout(config: RunConfig) -> str:
         told = ", ".join(f"{name}={text}" for name, text in rows.items())
         raise InputError(f"{told}: different layouts of these are not yet runnable; set parallel.inference alone")
     return next(iter(given.values()), AUTO if rows else config.parallel.generation)
+
+
+def possible_layouts(
+    spec: ModelSpec, ranks: int, devices_per_node: int, most_replicas: int, chunks: Sequence[int] = ()
+) -> Iterator[ParallelLayout]:
+    """Layouts of a model over so many ranks that its shape allows: whole tensor groups in a node, at most so many
+    replicas, and pipelines with any of these numbers of virtual stages; none: no pipelines."""
+    for tp in divisors(ranks):
+        if devices_per_node % tp:
+            continue
+        for pp in divisors(ranks // tp) if chunks else (1,):
+            for count in chunks if pp > 1 else (1,):
+                layout = ParallelLayout(ranks // (tp * pp), tp, pp, chunks=count)
+                if layout.dp <= most_replicas and fits_model(layout, spec):
+                    yield layout
+
+
+def fits_model(layout: ParallelLayout, spec: ModelSpec) -> bool:
+    """Whether `check_model` accepts it."""
+    try:
+        layout.check_model(spec, "")
+    except InputError:
+        return False
+    return True
+
+
+def divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def least_vocab(specs: Mapping[Role, ModelSpec]) -> int:

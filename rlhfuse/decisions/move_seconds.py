@@ -76,20 +76,6 @@ class MoveLoad:
         return Traffic(stays, within, across, self.minimum_across, sender, receiver)
 
 
-def move_seconds_by_class(
-    spec: ModelSpec,
-    source: ParallelLayout,
-    cells: Cells,
-    target: ParallelLayout,
-    element_bytes: int,
-    hardware: HardwareSpec,
-    scalar_head: bool = False,
-) -> float:
-    """Seconds of the move from `source` on `cells` to `target`; a copy to host memory comes on top."""
-    node = hardware.devices_per_node
-    return MoveLoad.of(spec, source, cells, target, element_bytes, node, scalar_head).seconds(hardware)
-
-
 @dataclass(frozen=True)
 class _Lists:
     """Ranks of a layout in ascending lists: of each place of a pipeline all, then those of each tensor rank.

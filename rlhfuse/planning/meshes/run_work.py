@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rlhfuse.base.errors import InputError
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import HardwareSpec, ModelSpec, ParallelLayout
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.stage_cut import MicrobatchTokens
-from rlhfuse.decisions.layouts import TASK_ROLES, Task
+from rlhfuse.decisions.layouts import TASK_ROLES, Task, possible_layouts
 from rlhfuse.planning.draft import PlanDraft, task_costs
 from rlhfuse.planning.machine import SharedCores
 from rlhfuse.simulator.drawn_batches import DrawnBatches
@@ -73,22 +72,4 @@ class RunWork:
         least for each replica."""
         role, trains = dict(TASK_ROLES)[task], task.endswith("_train")
         most = self.samples_per_minibatch if trains else self.config.samples_per_iteration
-        for tp in divisors(devices_per_node):
-            if ranks % tp:
-                continue
-            for pp in divisors(ranks // tp) if trains else (1,):
-                layout = ParallelLayout(ranks // (tp * pp), tp, pp)
-                if layout.dp <= most and _cuts(layout, self.specs[role]):
-                    yield layout
-
-
-def divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def _cuts(layout: ParallelLayout, spec: ModelSpec) -> bool:
-    try:
-        layout.check_model(spec, "")
-    except InputError:
-        return False
-    return True
+        return possible_layouts(self.specs[role], ranks, devices_per_node, most, (1,) if trains else ())

@@ -12,9 +12,10 @@ from itertools import product
 
 from rlhfuse.config.spec import HardwareSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
+from rlhfuse.decisions.layouts import divisors
 from rlhfuse.planning.memory import RESTING, OptimizerOffload, input_bytes
 from rlhfuse.planning.meshes.problem import Option
-from rlhfuse.planning.meshes.run_work import RunWork, divisors
+from rlhfuse.planning.meshes.run_work import RunWork
 from rlhfuse.planning.stage_cuts import with_cut
 
 RECOMPUTE = ("none", "full")

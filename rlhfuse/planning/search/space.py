@@ -17,6 +17,7 @@ from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.config.values import AUTO
+from rlhfuse.decisions.layouts import divisors, fits_model, possible_layouts
 from rlhfuse.planning.search.table import Table
 from rlhfuse.schedule.ir.ranks import FusedShape, fused_shape
 
@@ -80,10 +81,6 @@ class Given:
         settings = config.fusion.actor_microbatches, config.trainer.recompute, parallel.sequence_parallel
         return Given(**values, **dict(zip(("microbatches", "recompute", "sequence_parallel"), map(_known, settings))))
 
-    @property
-    def all_open(self) -> bool:
-        return self == Given()
-
 
 def _known(value: Any) -> Any:
     return None if value == AUTO else value
@@ -109,29 +106,6 @@ def space_of(
     return Space(tuple(training), tuple(generation), refused)
 
 
-def layouts_of(
-    spec: ModelSpec, world_size: int, devices_per_node: int, most_replicas: int, pipelines: bool
-) -> Iterator[ParallelLayout]:
-    """Every layout of a model over all ranks that its shape allows."""
-    for tp in _divisors(world_size):
-        if tp > devices_per_node or devices_per_node % tp:
-            continue
-        for pp in _divisors(world_size // tp) if pipelines else (1,):
-            dp = world_size // (tp * pp)
-            for chunks in CHUNKS if pp > 1 else CHUNKS[:1]:
-                layout = ParallelLayout(dp, tp, pp, chunks=chunks)
-                if dp <= most_replicas and fits_model(layout, spec):
-                    yield layout
-
-
-def fits_model(layout: ParallelLayout, spec: ModelSpec) -> bool:
-    try:
-        layout.check_model(spec, "")
-    except InputError:
-        return False
-    return True
-
-
 def _training_rows(
     config: RunConfig,
     specs: Mapping[Role, ModelSpec],
@@ -143,7 +117,9 @@ def _training_rows(
     samples = config.samples_per_iteration // config.algorithm.minibatches
     rows = {Role.ACTOR: given.actor_train, Role.CRITIC: given.critic_train}
     options = [
-        [layout] if (layout := rows[role]) else list(layouts_of(specs[role], world_size, devices, samples, True))
+        [layout]
+        if (layout := rows[role])
+        else list(possible_layouts(specs[role], world_size, devices, samples, CHUNKS))
         for role in config.trained()
     ]
     recomputes = [given.recompute] if given.recompute else ["none", "full"]
@@ -159,7 +135,7 @@ def _training_rows(
         cuts = [given.sequence_parallel] if given.sequence_parallel is not None else [False, True]
         cuts = [cut for cut in cuts if not cut or shape.node_ranks > 1]
         k1, k2 = shape.shares[0].pipelines, shape.shares[-1].pipelines
-        counts = [given.microbatches] if given.microbatches else _divisors(samples // actor.dp)
+        counts = [given.microbatches] if given.microbatches else divisors(samples // actor.dp)
         for count in counts:
             if k1 * count % k2:
                 refused["K1*M1 != K2*M2"] += 1
@@ -171,23 +147,18 @@ def _training_rows(
 def _generation_rows(
     config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int, devices: int, given: Given
 ) -> Iterator[GenerationRow]:
-    sizes = world_size, devices, config.samples_per_iteration, False
-    decoding = [given.generation] if given.generation else layouts_of(specs[Role.ACTOR], *sizes)
+    sizes = world_size, devices, config.samples_per_iteration
+    decoding = [given.generation] if given.generation else possible_layouts(specs[Role.ACTOR], *sizes)
     scorers = [specs[role] for role in config.scorers()]
     for generation in decoding:
         if not scorers:
             yield GenerationRow(generation, given.inference or generation)
             continue
-        scored = (
-            [given.inference] if given.inference else layouts_of(scorers[0], world_size, devices, world_size, False)
-        )
+        every = possible_layouts(scorers[0], world_size, devices, world_size)
+        scored = [given.inference] if given.inference else every
         for scoring in scored:
             if generation.tp % scoring.tp == 0 and all(fits_model(scoring, spec) for spec in scorers):
                 yield GenerationRow(generation, scoring)
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _training_text(row: TrainingRow) -> str:

@@ -8,7 +8,7 @@ from four_ranks import run
 
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs.hardware import hardware_by_name
-from rlhfuse.decisions.move_seconds import move_seconds_by_class
+from rlhfuse.decisions.move_seconds import MoveLoad
 from rlhfuse.planning import machine
 from rlhfuse.planning.draft import draft_plan
 from rlhfuse.planning.efficiency import optimizer_step_seconds
@@ -141,5 +141,6 @@ def test_weights_are_fetched_in_about_what_their_moves_take(ranks):
         fetch = next(one.fetch_seconds for one in some if one.layout == layout)
         shares = []
         for source in sources:
-            shares.append(move_seconds_by_class(LLAMA3_8B, source, plain_cells(source), layout, 2, H100) / fetch)
+            load = MoveLoad.of(LLAMA3_8B, source, plain_cells(source), layout, 2, H100.devices_per_node)
+            shares.append(load.seconds(H100) / fetch)
         assert 0.7 < median(shares) < 1.1 and max(shares) < 2.5

@@ -21,7 +21,7 @@ from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.meshes.mesh import Mesh
 from rlhfuse.planning.meshes.problem import Option
 from rlhfuse.planning.meshes.run_problem import RunProblem, leanest_fastest, run_meshes, split_points
-from rlhfuse.planning.meshes.run_work import RunWork, divisors
+from rlhfuse.planning.meshes.run_work import RunWork
 from rlhfuse.planning.meshes.search import best_plan
 from rlhfuse.planning.meshes.training_options import pipeline_seconds, training_options
 from rlhfuse.planning.planner import make_plan
@@ -259,7 +259,3 @@ def test_machines_that_are_far_slower_are_left_alone():
         made = RunProblem.of(work, machines(*kinds))
         plan = best_plan(made.problem).plan
         assert all(fast.holds(choice.mesh) for choice in plan.values())
-
-
-def test_divisors():
-    assert divisors(12) == [1, 2, 3, 4, 6, 12] and divisors(1) == [1]
