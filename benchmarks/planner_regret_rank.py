@@ -1,16 +1,17 @@
 """One rank of the regret benchmark: jobs of the trainer one after the other, with responses of given lengths.
 
-Every job joins a process group of its own and leaves none behind, so that many tables of layouts are measured without
-the start of a process for each.
+Every job is a fork of a process that has imported everything, so that many tables of layouts are measured without the
+start of a process for each, and none finds what another left.
 """
 
 from __future__ import annotations
 
 import datetime
-import gc
 import os
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import random_models  # noqa: F401  # silences what importing Megatron says
@@ -46,31 +47,37 @@ class FixedLengths(Trainer):
 
 
 class JobRank:
-    """A process that runs jobs as one of RANKS ranks."""
+    """A process whose forks run jobs as one of RANKS ranks."""
 
     def __init__(self, rank: int) -> None:
         os.environ["LOCAL_RANK"] = str(rank)
         torch.set_num_threads(1)
         allow_many_files()
         self._rank, self._jobs = rank, 0
-        timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        public = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]  # but not in torch's list
-        self._store = public(*address, RANKS, rank == 0, timeout)
+        self._store = self._connect(serve=rank == 0)
         if rank == 0:
-            compile_kernels(torch.float32)  # and keeps them for the other
+            apart(partial(compile_kernels, torch.float32))  # and keeps them for the other
         self._store.set(f"compiled{rank}", "")
         self._store.wait([f"compiled{one}" for one in range(RANKS)])
 
     def run(self, config: Path, overrides: Sequence[str], batches: Sequence[Sequence[int]]) -> None:
-        """A job to its end; what it measures is in its run directory."""
+        """A job to its end; what it measures is in its run directory. Raises RuntimeError where it fails."""
         self._jobs += 1
+        apart(partial(self._job, config, overrides, batches))
+
+    def _connect(self, serve: bool) -> dist.Store:
+        timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        public = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]  # but not in torch's list
+        return public(*address, RANKS, serve, timeout)
+
+    def _job(self, config: Path, overrides: Sequence[str], batches: Sequence[Sequence[int]]) -> None:
         made = load_config(str(config), list(overrides))
         inputs = check_inputs(made, RANKS)
         trainer = inputs.config.trainer
         device = choose_device("cpu", self._rank, 1)
         torch.manual_seed(trainer.seed)
-        store = PrefixStore(f"job{self._jobs}", self._store)
+        store = PrefixStore(f"job{self._jobs}", self._connect(serve=False))
         dist.init_process_group("gloo", store=store, rank=self._rank, world_size=RANKS)
         watched = store.clone()  # pyright: ignore[reportAttributeAccessIssue]  # torch's stubs lack it
         limits = Limits(trainer.watchdog_seconds, trainer.hang_seconds)
@@ -81,6 +88,22 @@ class JobRank:
                 job.batches = batches
                 job.fit()
                 dist.barrier()
-        dist.destroy_process_group()
-        del job
-        gc.collect()  # models and their groups form cycles
+
+
+def apart(work: Callable[[], None]) -> None:
+    """Do it in a fork. Raises RuntimeError with its traceback."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException:
+            os.write(theirs, traceback.format_exc().encode())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    with open(ours) as said:
+        failed = said.read()
+    status = os.waitpid(child, 0)[1]
+    if failed or status:
+        raise RuntimeError(f"a fork ended with status {status}\n{failed}")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.costs import hardware
 from rlhfuse.planning.draft import draft_plan
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.run_plan import RunPlan
@@ -31,6 +36,13 @@ def config(**keys) -> RunConfig:
 def run(**keys) -> RunConfig:
     """The same with no search time to speak of."""
     return config(**{"fusion__search_seconds": 0.2, **keys})
+
+
+def on_slow_cores(patch: pytest.MonkeyPatch) -> None:
+    """The cpu has cores to which products are dear and starts cheap."""
+    table = hardware.known_hardware()
+    slow = dict(flops=20e9, memory_bandwidth=8e9, collective_seconds=65e-6, cross_collective_seconds=65e-6)
+    patch.setattr(hardware, "known_hardware", lambda: {**table, "cpu": replace(table["cpu"], **slow)})
 
 
 def planned(made: RunConfig, specs=SPECS, lengths=None) -> RunPlan:

@@ -335,7 +335,11 @@ class ParallelConfig(Settings):
         "lognormal, p99.9 at rollout.max_response_tokens, median a tenth of it",
     )
     headroom: Float = key(
-        0.1, "part of a rank's memory that layouts chosen by the search leave free, in [0, 1)", ge=0, lt=1
+        0.1,
+        "part of a rank's memory that a plan leaves free where it chooses: layouts that are auto, and whether the "
+        "optimizer rests in host memory; in [0, 1)",
+        ge=0,
+        lt=1,
     )
 
 
@@ -372,7 +376,7 @@ class TrainerConfig(Settings):
     offload_optimizer: AutoOrTruth = key(
         "auto",
         "main weights and moments rest in host memory outside training: true, false, or auto: on GPUs, where a phase "
-        "would not fit beside them",
+        "would not fit beside them, parallel.headroom free",
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto, cpu or cuda")
     share_gpu: Truth = key(

@@ -145,16 +145,18 @@ GPU_NAMES = {
 def known_hardware() -> dict[str, HardwareSpec]:
     """The machines by name."""
     # One core of a laptop or cloud machine running float32 torch; ranks are processes that talk through
-    # gloo on the loopback; a layer's 200 us are the dispatch of its twenty or so operators. A process with torch's
-    # CPU build, Megatron and transformers, connected to three others, was measured at 0.675e9 bytes in the quickstart,
-    # 0.719e9 where kernels had just been compiled.
-    # Medians of gloo between two processes on two cores: 133 us for an all-reduce of 4 KiB, which is two steps; 102 us
-    # to send as much there and back; reductions and gathers of a ModelOptimizer 14 ms for 1.2 million parameters,
-    # 540 ms for 29 million: each rank sends 0.34 and 0.22 GB/s. Between machines assumed alike.
+    # gloo on the loopback; a layer's 200 us are the dispatch of its twenty or so operators. Two ranks on two cores,
+    # models of 10 layers of 512: layers over 2048 tokens at 100 to 114 GFLOP/s of a core, decoding at 8.8 GB/s with
+    # what it takes to dispatch it. A process with torch's CPU build, Megatron and transformers, connected to three
+    # others, was measured at 0.675e9 bytes in the quickstart, 0.719e9 where kernels had just been compiled.
+    # Gloo between two processes on two cores, medians: an all-reduce of 4 KiB, which is two steps, 133 us, elsewhere
+    # 272 us, and 464 us where each has multiplied before; 102 us to send as much there and back; reductions and gathers
+    # of a ModelOptimizer 14 ms for 1.2 million parameters, 540 ms for 29 million: each rank sends 0.34 and 0.22 GB/s.
+    # Between machines assumed alike.
     cpu = HardwareSpec(
         name="cpu",
-        flops=20e9,
-        memory_bandwidth=8 * _GB,
+        flops=100e9,
+        memory_bandwidth=10 * _GB,
         memory_bytes=8 * _GB,
         node_link_bandwidth=1 * _GB,
         cross_link_bandwidth=1 * _GB,
@@ -162,8 +164,8 @@ def known_hardware() -> dict[str, HardwareSpec]:
         launch_seconds=200e-6,
         devices_per_node=64,
         decode_layer_seconds=200e-6,
-        collective_seconds=65e-6,
-        cross_collective_seconds=65e-6,
+        collective_seconds=200e-6,
+        cross_collective_seconds=200e-6,
         gather_share=0.25,
         process_bytes=720_000_000,
     )

@@ -150,7 +150,8 @@ def draft_plan(
     tasks = with_cuts(config, tasks, analytic, costs, longest)
     analytic = task_costs(config, specs, tasks, hardware, cores)
     ranks = rank_map(training_layouts(tasks), config.fusion.alternates)
-    samples = batch.samples_per_microbatch
+    samples, offloading = batch.samples_per_microbatch, config.trainer.offload_optimizer
+    headroom = config.parallel.headroom if offloading == "auto" else 0.0
 
     def sized(offload: bool) -> tuple[RunConfig, InstanceLimits, MemoryBudget]:
         """A cache as large as memory allows, with the optimizer on the host or on the device outside training."""
@@ -158,14 +159,13 @@ def draft_plan(
         while True:
             limits = instance_limits(made, specs[Role.ACTOR], batch.instances, costs, planned.median_context)
             memory = memory_budget(made, analytic, ranks, limits.kv_capacity_bytes, samples)
-            memory = memory.with_optimizer_offloaded() if offload else memory
+            memory = memory.with_optimizer_offloaded(headroom) if offload else memory
             if (fewer := fitting_blocks(made, memory, batch.instances)) is None:
                 return made, limits, memory
             made = made.with_(rollout={"kv_blocks_per_instance": fewer})
 
-    offloading = config.trainer.offload_optimizer
     sizes = sized(offload=offloading == "true")
-    if offloading == "auto" and hardware.name != "cpu" and not sizes[-1].fits_beside_training:
+    if offloading == "auto" and hardware.name != "cpu" and not sizes[-1].fits_beside_training(headroom):
         sizes = sized(offload=True)
     config, limits, memory = sizes
     memory = memory.with_early_loading([analytic[f"{role}_inference"].weights_bytes() for role in config.scorers()])

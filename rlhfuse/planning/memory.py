@@ -176,14 +176,23 @@ class MemoryBudget:
         """Part of `limit` that a phase takes; on a CPU host copies share it."""
         return phase.device + self.process + (phase.host if self.hardware.name == "cpu" else 0)
 
-    @property
-    def fits_beside_training(self) -> bool:
-        """Whether the phases do in which the optimizer may rest on the host."""
-        return all(self.needed(phase) <= self.limit for phase in self.static if phase.phase in RESTING)
+    def fits_beside_training(self, headroom: float = 0.0) -> bool:
+        """Whether the phases do in which the optimizer may rest on the host, and leave such a share of a rank free."""
+        return all(self.leaves(headroom, phase) for phase in self.static if phase.phase in RESTING)
 
-    def with_optimizer_offloaded(self) -> MemoryBudget:
+    @property
+    def _would_fit_offloaded(self) -> bool:
+        on_gpu = self.hardware.name != "cpu"
+        return on_gpu and not self.offload and self.with_optimizer_offloaded().fits_beside_training()
+
+    def leaves(self, headroom: float, phase: PhaseMemory) -> bool:
+        """Whether a phase does; in generation the cache takes what it may have."""
+        share = 1.0 if phase.phase == "generation" else 1.0 - headroom
+        return self.needed(phase) <= self.limit * share
+
+    def with_optimizer_offloaded(self, headroom: float = 0.0) -> MemoryBudget:
         """The optimizer on the host outside training; it leaves before the moves where they do not fit beside it."""
-        beside = all(self.needed(phase) <= self.limit for phase in self.static if phase.phase == RESTING[0])
+        beside = all(self.leaves(headroom, phase) for phase in self.static if phase.phase == RESTING[0])
         resting = RESTING[beside:]
         ranks = []
         for rank in self.ranks:
@@ -243,7 +252,7 @@ class MemoryBudget:
             which += f"; the least of any schedule is {readable_bytes(smallest)}"
             if smallest <= self.limit:
                 remedy = f"set fusion.intra_stage=search without fusion.schedule to find one that fits, {remedy}"
-        elif not self.offload and self.hardware.name != "cpu" and self.with_optimizer_offloaded().fits_beside_training:
+        elif self._would_fit_offloaded:
             remedy = f"set trainer.offload_optimizer=auto, {remedy}"
         raise MemoryRefusal(
             fullest.phase,

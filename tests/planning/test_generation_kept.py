@@ -102,7 +102,8 @@ def test_where_there_is_no_room_nothing_else_changes():
     peaks = evaluate(plan.schedule).node_peak_memory
     without, kept = roomy.memory.needed(roomy.memory.fullest(peaks)), roomy.memory.keeping_bytes(peaks)
     assert without < kept
-    tight = run(**GPU, trainer__memory_limit_gb=(without + kept / KEEPING_PART) / 2 / 1e9)
+    limit = (without + kept / KEEPING_PART) / 2 / 1e9
+    tight = run(**GPU, parallel__headroom=0.0, trainer__memory_limit_gb=limit)
     draft = draft_plan(tight, SPECS, 4)
     report = make_plan(draft).report
     assert not report.keeps_generation and "released after generation: with its weights" in report.render()

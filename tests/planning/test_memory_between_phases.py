@@ -32,7 +32,7 @@ reward: {{path: {model}}}
 data: {{train_files: [none.jsonl], max_prompt_tokens: 1024}}
 rollout: {{prompts_per_iteration: 1024, samples_per_prompt: 1, max_response_tokens: 1024}}
 fusion: {{actor_microbatches: 128, intra_stage: false}}
-parallel: {{sequence_parallel: true, actor_train: d2t4p8, critic_train: d2t4p8, generation: d8t8p1}}
+parallel: {{headroom: 0.0, sequence_parallel: true, actor_train: d2t4p8, critic_train: d2t4p8, generation: d8t8p1}}
 trainer: {{device: cuda, hardware: h100, dtype: bfloat16}}
 """
 
@@ -117,6 +117,22 @@ def test_it_stays_where_all_phases_fit_beside_it(file):
     forced = drafted(file, "trainer.memory_limit_gb=100", "trainer.offload_optimizer=true")
     assert forced.memory.offload.nbytes > 0 and static(forced)["inference"].optimizer == 0
     assert forced.problem.static_memory == draft.problem.static_memory  # of training, which it is back for
+
+
+def test_it_leaves_as_soon_as_a_phase_would_not_leave_the_headroom(file):
+    """But for generation, whose cache takes what there is; and before the weights move where those would not."""
+    base = "trainer.recompute=full"
+    stays = drafted(file, base, "trainer.offload_optimizer=false", "trainer.memory_limit_gb=200")
+    needs = {name: stays.memory.needed(phase) / 1e9 for name, phase in static(stays).items()}
+    beside = max(needs["inference"], needs["moves"])
+    for limit, share, first in (
+        (beside / 0.9 + 0.1, 0.1, None),
+        (beside / 0.9 - 0.1, 0.1, "generation" if needs["moves"] < needs["inference"] else "moves"),
+        (needs["moves"] / 0.9 - 0.1, 0.1, "moves"),
+        (beside / 0.9 - 0.1, 0.0, None),
+    ):
+        offload = drafted(file, base, f"trainer.memory_limit_gb={limit}", f"parallel.headroom={share}").memory.offload
+        assert (offload and offload.first_phase) == first, (limit, share)
 
 
 def test_room_for_the_cache_is_cut_before_the_optimizer_leaves(file):

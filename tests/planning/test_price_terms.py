@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from four_ranks import run
+from four_ranks import on_slow_cores, run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
@@ -151,6 +151,7 @@ def test_cores_of_a_machine(monkeypatch):
             assert make_plan(draft).report.seconds.training_fused >= 8 * found[-1] * (1 - 1e-9)
         return found
 
+    on_slow_cores(monkeypatch)
     deep, replicas = seconds(4)
     assert deep > 1.005 * replicas
     deep, replicas = seconds(2)

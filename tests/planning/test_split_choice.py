@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from four_ranks import SPECS, planned, run
+from four_ranks import SPECS, on_slow_cores, planned, run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
@@ -23,6 +23,11 @@ from rlhfuse.schedule.ir.action import Kind
 from rlhfuse.schedule.rules.builders import greedy, min_memory
 
 ONE = Grid(((1.0,),), (1.0,))
+
+
+@pytest.fixture(autouse=True)
+def slow_cores(monkeypatch):
+    on_slow_cores(monkeypatch)
 
 
 def drafted(**keys):
