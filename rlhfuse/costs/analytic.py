@@ -27,7 +27,8 @@ class AnalyticCost:
 
         max(FLOPs / rate, bytes moved / bandwidth, floor) + two all-reduces of T x hidden elements,
 
-    with FLOPs = 2 x parameters x T + 4 x heads x head_dim x (query, key) pairs, and bytes = weights + keys and values.
+    on a CPU the sum of the first two, with FLOPs = 2 x parameters x T + 4 x heads x head_dim x (query, key) pairs, and
+    bytes = weights + keys and values.
     A decode step is the same with T = batch, but what its short kernels need to start and end is added. With `kernels`
     so is what other kernels move: between the products, of the logits, and in training of weight gradients.
     """
@@ -120,7 +121,15 @@ class AnalyticCost:
         flops = 2 * spec.layer_parameters * tokens + 4 * spec.heads * spec.head_dim * pairs
         kv_bytes = 2 * spec.kv_heads * spec.head_dim * self.element_bytes * kv_tokens
         moved = spec.layer_parameters * self.element_bytes + kv_bytes
-        return max(flops / (tp * machine.flops), moved / (tp * machine.memory_bandwidth))
+        return self._both(flops / (tp * machine.flops), moved / (tp * machine.memory_bandwidth))
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether a device reads and multiplies in turns, as a CPU's core does; on a GPU one hides the other."""
+        return not self._on_gpu
+
+    def _both(self, computing: float, moving: float) -> float:
+        return computing + moving if self.in_turns else max(computing, moving)
 
     def head_seconds(self, outputs: float) -> float:
         """The output layer for `outputs` tokens; a scalar head is free."""
@@ -128,7 +137,7 @@ class AnalyticCost:
             return 0.0
         machine, tp, weights = self.hardware, self.layout.tp, self.spec.embedding_parameters
         flops_seconds = 2 * weights * outputs / (tp * machine.flops)
-        return max(flops_seconds, weights * self.element_bytes / (tp * machine.memory_bandwidth))
+        return self._both(flops_seconds, weights * self.element_bytes / (tp * machine.memory_bandwidth))
 
     def _all_reduce_seconds(self, tokens: float) -> float:
         """The hidden states of `tokens` tokens over the tensor-parallel group."""

@@ -108,6 +108,23 @@ class ProfiledCost(CostModel):
             raise InputError(f"the profile has no training of {role} with tp({layout.tp}); profile this config again")
         return known.stage_seconds(layout.stages, micro)
 
+    def beyond(self, sequences: float, context: float, pack: float, training: Mapping[str, float]) -> tuple[str, ...]:
+        """In words, what is larger than anything measured: decoding so many `sequences` of up to `context` tokens,
+        packs of so many tokens, and by role micro-batches of so many."""
+        asked = {
+            "sequences decoding": (sequences, self.decode.axes[0]),
+            "tokens of a context": (context, self.decode.axes[1]),
+            "tokens of a prefill": (pack, self.prefill.axes[0]),
+        }
+        asked |= {f"tokens of a pack for {role}": (pack, grid.axes[0]) for role, grid in self.score.items()}
+        asked |= {
+            f"tokens of a micro-batch of {role}": (tokens, self.training[role].layer_forward.axes[0])
+            for role, tokens in training.items()
+            if role in self.training
+        }
+        outside = ((what, count, axis[-1]) for what, (count, axis) in asked.items() if count > axis[-1])
+        return tuple(f"{count:,.0f} {what} (measured: {most:,.0f})" for what, count, most in outside)
+
     def check(self, made_for: Mapping[str, Any], where: str) -> None:
         """Raise InputError naming `where` and the first fact that differs from `made_for`."""
         for key, value in made_for.items():

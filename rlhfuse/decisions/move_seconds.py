@@ -7,6 +7,7 @@ need a part as ascending lists, one for each place of a pipeline and tensor rank
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numba import njit
@@ -32,6 +33,7 @@ class MoveLoad:
     fullest: int
 
     @staticmethod
+    @lru_cache(maxsize=256)  # tables of layouts have the layout of one model in common
     def of(
         spec: ModelSpec,
         source: ParallelLayout,

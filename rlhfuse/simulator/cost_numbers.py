@@ -49,6 +49,7 @@ FORWARD = np.dtype(  # a forward of one model by the roofline; bytes, FLOPs and 
         ("output_share", np.float64),  # of the tokens
         ("head_flops", np.float64),  # per output
         ("head_floor", np.float64),  # seconds
+        ("in_turns", np.float64),  # 1: the two of a roofline add up
     ]
 )
 
@@ -64,6 +65,7 @@ class DecodeNumbers(NamedTuple):
     weight_bytes: float
     kv_bytes: float  # per token of context
     byte_rate: float
+    in_turns: bool = False  # the two add up
 
 
 class ForwardNumbers(NamedTuple):
@@ -133,6 +135,7 @@ def _decode(costs: CostModel, most: int) -> DecodeNumbers | None:
             weight_bytes=float(spec.layer_parameters * actor.element_bytes),
             kv_bytes=float(2 * spec.kv_heads * spec.head_dim * actor.element_bytes),
             byte_rate=float(tp * machine.memory_bandwidth),
+            in_turns=actor.in_turns,
         )
     if _is(costs, MeasuredCost, "decode_step_seconds") or _is(costs, TrialCost, "decode_step_seconds"):
         per_sequence, per_token = map(float, costs.decode.slopes)
@@ -205,6 +208,7 @@ def _roofline(cost: AnalyticCost, output_share: float) -> tuple[float, ...]:
         output_share,
         2 * head,
         head * cost.element_bytes / (tp * machine.memory_bandwidth),
+        cost.in_turns,
     )
 
 

@@ -81,12 +81,17 @@ class State(NamedTuple):
 
 
 @njit(cache=True, error_model="numpy")
+def _both(computing, moving, in_turns):
+    return computing + moving if in_turns else max(computing, moving)
+
+
+@njit(cache=True, error_model="numpy")
 def decode_seconds(d, one, steps):
     batch, own = one.running, d.by_batch[one.running]
     context = one.context + batch * (steps - 1) / 2
     flops = (own.flops + d.flops_per_token * context) / d.flop_rate
     moved = (d.weight_bytes + d.kv_bytes * context) / d.byte_rate
-    layer = d.floor + max(flops, moved) + own.all_reduce
+    layer = d.floor + _both(flops, moved, d.in_turns) + own.all_reduce
     step = d.layers * layer + own.head + own.sampler
     return steps * (step / own.tokens)
 
@@ -103,11 +108,11 @@ def _forward(m, tokens, sequences, outputs):
     pairs = tokens * (tokens / max(sequences, 1.0) + 1) / 2
     flops = m.flops_per_token * tokens + m.flops_per_pair * pairs
     moved = m.weight_bytes + m.kv_bytes * tokens
-    roofline = max(flops / m.flop_rate, moved / m.byte_rate)
+    roofline = _both(flops / m.flop_rate, moved / m.byte_rate, m.in_turns)
     between = tokens * m.moved_per_token / m.bandwidth
     ring = m.ring_share * (tokens * m.hidden * m.element_bytes) / m.link
     layer = max(roofline, m.floor) + between + 2 * (2 * ring + m.sum_start)
-    return m.layers * layer + max(m.head_flops * outputs / m.flop_rate, m.head_floor)
+    return m.layers * layer + _both(m.head_flops * outputs / m.flop_rate, m.head_floor, m.in_turns)
 
 
 @njit(cache=True, error_model="numpy")

@@ -104,9 +104,10 @@ def test_optimizer_steps():
 
 def test_optimizer_steps_of_a_cpu(monkeypatch):
     monkeypatch.setattr(machine, "machine_cores", lambda: 4.0)
+    on_slow_cores(monkeypatch)
     replicas, pipelines = on_cpu("d4t1p1"), on_cpu("d2t1p2")
     assert minibatch_seconds(replicas) > 1.01 * minibatch_seconds(pipelines)
-    assert schedule_seconds(replicas.problem) < 0.995 * schedule_seconds(pipelines.problem)
+    assert schedule_seconds(replicas.problem) < schedule_seconds(pipelines.problem)
 
 
 def test_nics_of_replicas_on_one_machine():

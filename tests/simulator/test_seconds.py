@@ -65,7 +65,7 @@ def model(layers: int, tp: int, scalar_head: bool, device: str, kernels: Kernels
 @st.composite
 def job_costs(draw):
     tp = draw(st.sampled_from([1, 2, 8]))
-    device = draw(st.sampled_from(["h100", "a100", "h800"]))
+    device = draw(st.sampled_from(["h100", "a100", "h800", "cpu"]))
     kernels = draw(st.sampled_from([None, Kernels(), Kernels(switch_sums=False)]))
     sizes = st.tuples(st.integers(1, 80), st.sampled_from([t for t in (1, 2, 8) if tp % t == 0]), st.booleans())
     scorers = tuple(model(*size, device, kernels) for size in draw(st.lists(sizes, max_size=3)))

@@ -86,6 +86,10 @@ class TrainingFloors:
         ticks = max(work_bound(problem), self.setting.inputs.cores.least_time(problem, row.shape))
         return self.setting.batch(row).optimizer_steps * (ticks * TICK_SECONDS + self._steps(row))
 
+    def cut_layouts(self, row: TrainingRow) -> dict[Role, ParallelLayout]:
+        """Of the models that train, with the layers of each stage."""
+        return {role: self._cut(row, layout, role).layout for role, layout in row.layouts.items()}
+
     def _least_steps(self, row: TrainingRow) -> float:
         """Of the optimizers of a mini-batch as if every rank held as much; an optimizer waits for the fullest."""
         key = "least steps", row.actor, row.critic, row.sequence_parallel

@@ -1,9 +1,9 @@
 """The fastest tables, by proof: best first, every table by a floor of its price until no other can be faster.
 
-A table takes five steps, each with a higher floor than the last: the mean work of a node; the work of every node;
+A table takes six steps, each with a higher floor: the mean work of a node; the work of every node; weights moved;
 memory checked, generation simulated in all room; in the room there is; the proved bound of its training schedule.
-Whichever has the lowest floor takes its next step, so tables come out in the order of their price, ties in the order
-of their text (RLHFuse section 6 and REAL's plan search, exactly).
+Whichever has the lowest floor takes its next step, so tables come out in the order of their price, ties in the order of
+their text (RLHFuse section 6 and REAL's plan search, exactly).
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from rlhfuse.planning.price import (
     ideal_limits,
     price,
     simulate_generation,
-    weight_moves,
     with_schedules,
 )
 from rlhfuse.planning.search.floors import TrainingFloors, generation_floor
@@ -166,7 +165,7 @@ class Ranking:
             if generation is not None and (not allowed or allowed(self.space.training[t], self.space.generation[g]))
         ]
         heapq.heapify(queue)
-        steps = self._by_work, self._by_draft, self._by_room, self._by_price
+        steps = self._by_work, self._by_moves, self._by_draft, self._by_room, self._by_price
         while queue:
             _, step, t, g = heapq.heappop(queue)
             if step == len(steps):
@@ -175,7 +174,7 @@ class Ranking:
                 exact = step + 1 == len(steps)
                 heapq.heappush(queue, (floor if exact else floor * (1 - ROUNDING), step + 1, t, g))
 
-    # ---- the four steps; None: refused
+    # ---- the steps; None: refused
 
     def _training_floor(self, row: TrainingRow) -> float | None:
         if self._floors.rough_bytes(row)[0] > self.training_limit:
@@ -226,8 +225,13 @@ class Ranking:
             return True
         return held + needs.copy + needs.sample <= most and self.limit - needs.cut <= most
 
+    def _by_moves(self, t: int, g: int) -> float:
+        floor = self._by_work(t, g)  # of generation more may be known by now
+        assert floor is not None, "nothing refuses it since"
+        return floor + self._moves(t, g)
+
     def _by_draft(self, t: int, g: int) -> float | None:
-        """With generation and moves as they are priced."""
+        """With generation as it is priced."""
         if (t, g) not in self._drafts:
             self._drafts[t, g] = self._drafted(self.space.table(t, g))
         draft = self._drafts[t, g]
@@ -237,7 +241,7 @@ class Ranking:
         self._generation_floors[g] = generation.fused  # of all tables with these rows
         if capture := graph_capture(draft, kept=False):
             self._captures[g] = capture.seconds
-        return self._with(t, draft, generation)
+        return self._with(t, g, draft, generation)
 
     def _drafted(self, table: Table) -> PlanDraft | None:
         draft, share = None, self.setting.config.parallel.headroom
@@ -260,23 +264,23 @@ class Ranking:
 
     def _by_room(self, t: int, g: int) -> float:
         draft = self._draft(t, g)
-        return self._with(t, draft, self._generation(g, draft))
+        return self._with(t, g, draft, self._generation(g, draft))
 
     def _by_price(self, t: int, g: int) -> float:
         if (t, g) not in self._rows:
             draft = self._draft(t, g)
-            made = price(draft, self._generation(g, draft), self._moves(draft))
+            made = price(draft, self._generation(g, draft), self._moves(t, g))
             least = min_memory(draft.problem)
             fullest = draft.memory.fullest(least)
             needed, limit = draft.memory.needed(fullest), draft.memory.limit
             self._rows[t, g] = Row(self.space.table(t, g), made, fullest, needed, limit)
         return self._rows[t, g].seconds
 
-    def _with(self, t: int, draft: PlanDraft, generation: GenerationPrice) -> float:
+    def _with(self, t: int, g: int, draft: PlanDraft, generation: GenerationPrice) -> float:
         """With no more than its work known of training."""
         training = self._works[t]
         assert training is not None, "its work was priced"
-        return training + with_schedules(draft, generation, self._moves(draft), 0.0).beside_training
+        return training + with_schedules(draft, generation, self._moves(t, g), 0.0).beside_training
 
     def _draft(self, t: int, g: int) -> PlanDraft:
         draft = self._drafts[t, g]
@@ -293,10 +297,12 @@ class Ranking:
             self._generated[g, limits] = simulate_generation(draft, limits)
         return self._generated[g, limits]
 
-    def _moves(self, draft: PlanDraft) -> float:
-        key = tuple((task.name, str(task.layout)) for task in draft.tasks)
+    def _moves(self, t: int, g: int) -> float:
+        row, decoding = self.space.training[t], self.space.generation[g]
+        layouts = self._floors.cut_layouts(row)
+        key = *map(str, layouts.values()), str(decoding.generation), str(decoding.inference)
         if key not in self._moved:
-            self._moved[key] = sum(move.seconds for move in weight_moves(draft))
+            self._moved[key] = self.setting.move_seconds(layouts, decoding.generation, decoding.inference)
         return self._moved[key]
 
     def _is_measured(self, row: TrainingRow) -> bool:

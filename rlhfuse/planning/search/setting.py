@@ -9,7 +9,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.spec import ModelSpec
+from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.config.values import AUTO
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel
@@ -17,6 +17,7 @@ from rlhfuse.costs.measured import MeasuredCost
 from rlhfuse.costs.profile_files import TensorProfiles, run_costs
 from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.batch_cut import resolve_batch
+from rlhfuse.decisions.layout_moves import layout_moves
 from rlhfuse.decisions.layouts import BatchArithmetic, Task, batch_of
 from rlhfuse.planning.draft import (
     CACHE_PARTS,
@@ -24,6 +25,7 @@ from rlhfuse.planning.draft import (
     DraftInputs,
     PlanDraft,
     draft_plan,
+    element_bytes,
     generation_cost,
     instance_limits,
     task_costs,
@@ -31,6 +33,7 @@ from rlhfuse.planning.draft import (
 from rlhfuse.planning.search.space import Given, TrainingRow
 from rlhfuse.planning.search.table import Table
 from rlhfuse.planning.training_problem import longest_microbatch
+from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.simulator.instances import InstanceLimits
 from rlhfuse.simulator.lengths import SampleLengths
 
@@ -135,6 +138,21 @@ class Setting:
         cache, block = limits.kv_capacity_bytes / tp, limits.block_tokens * limits.kv_bytes_per_token / tp
         cut = 0.0 if self.config.rollout.kv_blocks_per_instance else cache / CACHE_PARTS + (1 + SPARE_BLOCKS) * block
         return GenerationBytes(copy, cache, limits.sample_kv_bytes / tp, sum(scorers), cut)
+
+    def move_seconds(
+        self, trained: Mapping[Role, ParallelLayout], generation: ParallelLayout, inference: ParallelLayout
+    ) -> float:
+        """Of weights, in an iteration; `trained`: with the layers of each stage."""
+        every = (0, self.world_size - 1)
+        tasks = [Task("generation", Role.ACTOR, generation, every)]
+        tasks += [Task(f"{role}_inference", role, inference, every) for role in self.config.scorers()]
+        tasks += [Task(f"{role}_train", role, layout, every) for role, layout in trained.items()]
+        ranks, machine = (
+            rank_map(trained, self.config.fusion.alternates),
+            self.inputs.cores.together(self.inputs.hardware),
+        )
+        moves = layout_moves(tuple(tasks), ranks, self.specs, element_bytes(self.config), machine)
+        return sum(move.seconds for move in moves)
 
     def _costs(self, tasks: list[Task]) -> dict[str, AnalyticCost]:
         return task_costs(self.config, self.specs, tasks, self.inputs.hardware, self.inputs.cores)

@@ -14,11 +14,13 @@ from typing import Any
 
 from rlhfuse.base.text_table import aligned
 from rlhfuse.costs.profile_files import TensorProfiles
+from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.planning.price import CAPTURE, GENERATION, MOVES, OFFLOAD, SCHEDULES, STEPS
 from rlhfuse.planning.search.memory_curve import memory_curve
 from rlhfuse.planning.search.search import TOP, Found, Ranking, Row
 from rlhfuse.planning.search.sensitivity import TABLES, Swing, sensitivity
 from rlhfuse.planning.search.wishes import Wish, cheap_wishes, dear_wishes
+from rlhfuse.planning.training_problem import equal_microbatch
 
 VERSION = 1
 PHASES = {  # columns of the table, and the parts of a price that each sums
@@ -166,7 +168,7 @@ def doubts_of(ranking: Ranking, found: Found) -> tuple[str, ...]:
         following = "no other table fits" if found.bound == inf else f"all others take {found.bound:.4g} s or more"
     top = min(3, len(found.rows))
     tried = f"to measure the best {top}: --search --json > search.json, then tools/try_plans.py --search search.json"
-    return following, _measured(ranking), f"{tried} --top {top}"
+    return following, f"{_measured(ranking)}{_beyond(ranking, found.best)}", f"{tried} --top {top}"
 
 
 def _measured(ranking: Ranking) -> str:
@@ -188,6 +190,19 @@ def _measured(ranking: Ranking) -> str:
         return f"fusion.profile={profile} has every tensor degree of these tables: {known}"
     count = ranking.refused["not measured"]
     return f"fusion.profile={profile} has tensor degrees {known}: {count:,} tables with {', '.join(missing)} left out"
+
+
+def _beyond(ranking: Ranking, best: Row) -> str:
+    """What of the best table is larger than anything that was measured, where a profile says what was."""
+    draft = ranking.setting.draft(best.table)
+    if not isinstance(draft.costs, ProfiledCost):
+        return ""
+    limits, shares = draft.limits, draft.ranks.shape.shares
+    sequences = min(limits.max_sequences, -(-draft.config.samples_per_iteration // draft.batch.instances))
+    pack = min(sequences * limits.longest, max(limits.score_tokens, limits.longest))
+    training = {share.model: equal_microbatch(draft.drawn, draft.batch, share).tokens for share in shares}
+    outside = draft.costs.beyond(sequences, limits.longest, pack, training)
+    return f"; beyond what was measured the best table has {', '.join(outside)}" if outside else ""
 
 
 def by_phase(parts: Mapping[str, float]) -> dict[str, float]:

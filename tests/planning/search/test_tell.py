@@ -118,12 +118,12 @@ def test_where_nothing_was_measured_it_is_said_with_the_degrees(ranking, answer)
     assert doubts_of(ranking, replace(one, bound=inf))[0] == "no other table fits"
 
 
-def measured(made: Setting, *degrees: int) -> Ranking:
-    """Its search where every call was measured to take as many seconds as its tensor degree."""
+def measured(made: Setting, *degrees: int, largest: float = 1e6) -> Ranking:
+    """Its search where every call was measured to take as many seconds as its tensor degree, counts up to `largest`."""
     profiles = []
     for degree in degrees:
-        plane = Grid(((1.0, 2.0), (1.0, 2.0)), (float(degree),) * 4)
-        line = Grid(((1.0, 2.0),), (float(degree),) * 2)
+        plane = Grid(((1.0, largest), (1.0, largest)), (float(degree),) * 4)
+        line = Grid(((1.0, largest),), (float(degree),) * 2)
         facts = made_for(made.config.with_(parallel=dict.fromkeys((*LAYOUTS[:4], *SCORERS), "d4t1p1")), made.specs)
         facts |= {key: degree for key in facts if key.endswith("_tp")}
         training = {role: TrainingGrids(degree, line, line, line, line) for role in made.config.trained()}
@@ -144,3 +144,19 @@ def test_tables_whose_degrees_were_not_measured_are_counted():
     )
     told = doubts_of(wholly, wholly.found(2))[1]
     assert told == "fusion.profile=profile.json has every tensor degree of these tables: 1, 2, 4"
+
+
+def test_what_is_larger_than_anything_measured_is_named():
+    keys = dict(fusion__actor_microbatches=1, trainer__recompute="none", parallel__sequence_parallel=False)
+    made = setting(4, **keys, **GPUS)
+    made = replace(made, config=made.config.with_(fusion={"profile": "profile.json"}))
+    ranking = measured(made, 1, 2, 4, largest=10.0)
+    found = ranking.found(2)
+    draft = made.draft(found.best.table)
+    longest = draft.limits.longest
+    told = doubts_of(ranking, found)[1].partition("; beyond what was measured the best table has ")[2].split(", ")
+    assert told[0] == f"{longest} tokens of a context (measured: 10)"  # an instance has fewer sequences
+    kinds = [one.partition(" ")[2].partition(" (")[0] for one in told[1:]]
+    scored = [f"tokens of a pack for {role}" for role in made.config.scorers()]
+    trained = [f"tokens of a micro-batch of {role}" for role in made.config.trained()]
+    assert kinds == ["tokens of a prefill", *scored, *trained]
