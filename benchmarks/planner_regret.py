@@ -1,11 +1,13 @@
 """How good the chosen tables of layouts are, measured: all that two ranks can have, run by the trainer.
 
     python benchmarks/planner_regret.py [--settings balanced,tail]
+    python benchmarks/planner_regret.py --measured benchmarks/results/planner_regret.json
 
 Two ranks of one thread each train random Llamas of 33 million parameters, with lengths that the planner knows. A run
 is a training table (layouts x M1) with one of generation, so that every phase of every table is measured, each by
 runs that take turns: the seconds of a table are the sum of its phases, means over the batches that the planner draws.
-Prices are of a profile of this machine made before, and of analytic costs.
+Prices are of a profile of this machine made before, and of analytic costs. `--measured` runs nothing: it sets the
+analytic prices of now beside seconds that were measured, so that a change of prices is judged in a minute.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ from harness import ROOT, TRACE, Figure, Measurement, named, options, take_turns
 from planner_regret_rank import RANKS
 from processes import ALLOCATOR, Ranks, run, torchrun
 from random_models import write_llama
+from scipy.stats import spearmanr
 
 from rlhfuse.base.errors import InputError, run_program
+from rlhfuse.base.json_values import read_json
 from rlhfuse.config.load import load_config
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.tokenizer import load_tokenizer
@@ -137,17 +141,39 @@ def priced_phases(price: Price) -> Phased:
 
 def main() -> None:
     arguments = parse_arguments()
-    measurement = Measurement("planner_regret", arguments)
+    measured = arguments.measured and read_measured(arguments.measured)
+    measurement = Measurement("planner_prices" if measured else "planner_regret", arguments, timed=not measured)
     cases = named("--settings", arguments.settings, QUICK_CASES if arguments.quick else CASES)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_models(folder, QUICK_SHAPE if arguments.quick else SHAPE)
         configs = {case: write_config(folder, case, arguments) for case in cases}
+        if measured:
+            compare_again(measurement, configs, measured)
+            return
         longest = max(cases, key=lambda case: case.response)  # a profile holds for shorter samples too
         profile = measure_profile(folder, configs[longest], arguments)
+        costs = {PROFILE: [f"fusion.profile={profile}"], ANALYTIC: []}
         with Ranks("planner_regret_rank:JobRank", RANKS, ALLOCATOR) as ranks:
             for case, config in configs.items():
-                Comparison(measurement, case, config, profile, ranks).run()
+                Comparison(measurement, case, config, costs).run(ranks)
+    measurement.finish()
+
+
+def read_measured(file: str) -> dict[str, Any]:
+    """A results file of this program. Raises InputError for any other."""
+    found = read_json(file)
+    if not isinstance(found, dict) or found.get("benchmark") != "planner_regret":
+        raise InputError(f"--measured {file}: no results of planner_regret")
+    return found
+
+
+def compare_again(measurement: Measurement, configs: Mapping[Case, Path], measured: Mapping[str, Any]) -> None:
+    """Prices of now beside the seconds of a results file."""
+    measurement.facts(measured_commit=measured["commit"], measured_on=measured["date"])
+    for case, config in configs.items():
+        rows = measured["facts"].get(f"{case.name}.tables", [])
+        Comparison(measurement, case, config, {ANALYTIC: []}).compare({row[0]: row[1] for row in rows})
     measurement.finish()
 
 
@@ -155,6 +181,7 @@ def parse_arguments() -> Any:
     parser = options(__doc__, rounds=2)
     parser.add_argument("--settings", default=",".join(CASES), help="[%(default)s]")
     parser.add_argument("--lengths", default=str(TRACE), metavar="FILE", help="of the tail's responses [arXiv's]")
+    parser.add_argument("--measured", metavar="FILE", help="results of this program: only prices are anew")
     parser.add_argument("--profile-seconds", type=float, default=120.0, help="for the profile [%(default)s]")
     arguments = parser.parse_args()
     if "tail" in arguments.settings:
@@ -223,14 +250,14 @@ def measure_profile(folder: Path, config: Path, arguments: Any) -> Path:
 class Comparison:
     """One setting: its tables, their prices, what they take, and what the choice by price loses."""
 
-    def __init__(self, measurement: Measurement, case: Case, config: Path, profile: Path, ranks: Ranks) -> None:
-        self._measurement, self._case, self._file, self._ranks = measurement, case, config, ranks
+    def __init__(self, measurement: Measurement, case: Case, config: Path, costs: Mapping[str, Sequence[str]]) -> None:
+        """`costs`: arguments of a run by the kind of costs that it is priced by, analytic ones among them."""
+        self._measurement, self._case, self._file = measurement, case, config
         arguments = measurement.arguments
         self._microbatches = MICROBATCHES[:1] if arguments.quick else MICROBATCHES
         self._rounds, self._jobs = arguments.rounds, 0
         self._lengths = load_lengths(load_config(str(config), []).parallel.lengths).lengths
         self._batches = self._lengths.draw(case.samples, DRAWS, arguments.seed)  # as the planner draws them
-        costs = {PROFILE: [f"fusion.profile={profile}"], ANALYTIC: []}
         self._prices = {kind: self._priced(more) for kind, more in costs.items()}
         self._tables = list(self._prices[ANALYTIC])
         measurement.say(f"{case.name}: {len(self._tables)} tables")
@@ -252,16 +279,29 @@ class Comparison:
             raise InputError(f"{self._file}: no table fits this machine's memory")
         return found
 
-    def run(self) -> None:
+    def run(self, ranks: Ranks) -> None:
         """Measure, compare, keep figures and tables."""
         measured, covering = Measured(), self._covering()
-        sides = {table.text: partial(self._job, table) for table in covering}
+        sides = {table.text: partial(self._job, ranks, table) for table in covering}
         rounds = take_turns(sides, self._rounds)
         for table in covering:
             for metrics in rounds[table.text]:
                 measured.add(table, metrics)
-        seconds = {table: measured.of(table) for table in self._tables}
-        totals = {table: sum(phases.values()) for table, phases in seconds.items()}
+        seconds = {table.text: measured.of(table) for table in self._tables}
+        totals = self.compare(seconds)
+        self._check(ranks, totals)
+        rows = [[table.text, seconds[table.text], *(one[table] for one in self._prices.values())] for table in totals]
+        self._measurement.facts(**{f"{self._case.name}.tables": rows})
+
+    def compare(self, measured: Mapping[str, Phased]) -> dict[Table, float]:
+        """Keep figures; `measured`: by the text of a table. Seconds of all tables, the fastest first.
+
+        Raises InputError where one of them was not measured.
+        """
+        if missing := [table.text for table in self._tables if table.text not in measured]:
+            raise InputError(f"{self._case.name}: {missing[0]} was not measured; measure all tables again")
+        seconds = {table: measured[table.text] for table in self._tables}
+        totals = {table: sum(seconds[table].values()) for table in self._tables}
         order = sorted(self._tables, key=totals.__getitem__)
         name, best = self._case.name, totals[order[0]]
         self._measurement.figure(f"{name}.tables", len(order))
@@ -270,9 +310,7 @@ class Comparison:
         self._measurement.figure(f"{name}.worst_over_best", spread)
         for kind, prices in self._prices.items():
             self._compare(kind, prices, seconds, totals)
-        self._check(order, totals)
-        rows = [[table.text, seconds[table], *(prices[table] for prices in self._prices.values())] for table in order]
-        self._measurement.facts(**{f"{name}.tables": rows})
+        return {table: totals[table] for table in order}
 
     def _covering(self) -> list[Table]:
         """Tables that have every phase of all: each training row with the generation that adds most, then the rest."""
@@ -289,14 +327,14 @@ class Comparison:
                 seen |= phases_of(best)
         return kept
 
-    def _job(self, table: Table, number: int) -> list[tuple[int, dict[str, Any]]]:
+    def _job(self, ranks: Ranks, table: Table, number: int) -> list[tuple[int, dict[str, Any]]]:
         """Train on this round's part of the batches; metrics of all iterations but WARM, each with its batch."""
         self._jobs += 1
         out = self._file.with_suffix(f".{self._jobs}")
         first, last = number * DRAWS // self._rounds, (number + 1) * DRAWS // self._rounds
         which = [*[first] * WARM, *range(first, first + 1 if self._measurement.quick else last)]
         overrides = [*table.overrides(), f"trainer.output_dir={out}", f"trainer.iterations={len(which)}"]
-        self._ranks.ask("run", self._file, overrides, [self._batches[one].output for one in which])
+        ranks.ask("run", self._file, overrides, [self._batches[one].output for one in which])
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         shutil.rmtree(out)
         return list(zip(which, rows))[WARM:]
@@ -312,7 +350,7 @@ class Comparison:
         figure(f"{name}.chosen_over_best", Figure(loss, "x").at_most(REGRET_GOALS[kind]))
         errors = [abs(predicted[table] / totals[table] - 1) for table in totals]
         figure(f"{name}.mean_error", Figure(statistics.fmean(errors)).at_most(ERROR_GOAL))
-        ranks = spearman([predicted[table] for table in totals], [totals[table] for table in totals])
+        ranks = float(spearmanr([predicted[table] for table in totals], list(totals.values())).statistic)
         figure(f"{name}.rank_correlation", Figure(ranks).at_least(CORRELATION_GOAL))
         rows = []
         for phase in PHASES:
@@ -328,11 +366,12 @@ class Comparison:
         head = ("phase", "kinds", "measured s", "predicted s", "differ by, mean")
         self._measurement.table(f"{name}.phases", f"Phases of {self._case.name}, priced by {kind} costs", head, rows)
 
-    def _check(self, order: Sequence[Table], totals: Mapping[Table, float]) -> None:
-        """The best by measured phases and those that are chosen, each run as a whole."""
+    def _check(self, ranks: Ranks, totals: Mapping[Table, float]) -> None:
+        """The best by measured phases, whose `totals` ascend, and those that are chosen, each run as a whole."""
+        order = list(totals)
         chosen = {kind: next(iter(prices)) for kind, prices in self._prices.items()}
         tables = list(dict.fromkeys((*order[:BEST], *chosen.values())))
-        sides = {table.text: partial(self._job, table) for table in tables}
+        sides = {table.text: partial(self._job, ranks, table) for table in tables}
         whole = {}
         for text, rounds in take_turns(sides, self._rounds).items():
             batches: dict[int, list[float]] = {}
@@ -355,12 +394,6 @@ class Comparison:
 def phases_of(table: Table) -> set[tuple]:
     """All that its seconds depend on."""
     return {(phase, *part_of(table, phase)) for phase in PHASES}
-
-
-def spearman(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Rank correlation."""
-    first, second = (np.argsort(np.argsort(values)) for values in (ours, theirs))
-    return float(np.corrcoef(first, second)[0, 1])
 
 
 if __name__ == "__main__":

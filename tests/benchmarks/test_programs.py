@@ -41,6 +41,7 @@ def slow(*values):
         ("schedule_search.py", "curve --ranks 1 --rows 1", "8/4.x8.whole.memory 8/4.x8.split.makespan"),
         ("paper_settings.py", "", "p.gen_infer.within"),
         ("planner_speed.py", "", "8.cpu_seconds 8.best 8.tables 8.drafted 8.priced"),
+        ("planner_regret.py", "--settings balanced --measured MEASURED", "balanced.analytic.chosen_over_best"),
         ("real_plans.py", "", "T4.published_over_best T2.heuristic_over_searched regret T2.walks_that_fit"),
         ("inter_stage.py", "--sizes 1:2 --lengths TRACE", "1to2.speedup 1to2.mean_error 1to2.chosen_over_best"),
         slow("generation.py", "--threads 1 --trace TRACE --plot PLOT", "a.over_transformers d.batch16.outside e.gemm"),
@@ -54,7 +55,9 @@ def slow(*values):
     ],
 )
 def test_quick_run(program, arguments, figures, tmp_path, trace):
-    words = arguments.replace("TRACE", str(trace)).replace("PLOT", str(tmp_path / "plot.png")).split()
+    measured = str(ROOT / "benchmarks" / "results" / "planner_regret.json")
+    arguments = arguments.replace("TRACE", str(trace)).replace("MEASURED", measured)
+    words = arguments.replace("PLOT", str(tmp_path / "plot.png")).split()
     finished = run(program, *words, "--quick", "--out", tmp_path / "out.json")
     assert finished.returncode == 0, finished.stderr
     result = json.loads((tmp_path / "out.json").read_text())
@@ -98,6 +101,7 @@ def test_a_search_on_two_ranks(tmp_path):
         ("inter_stage.py", "--rounds 0", "0 is not at least 1"),
         ("planner_speed.py", "--sizes 8,9", "'9' is unknown; give some of 8, 64, 256, 1024"),
         ("planner_regret.py", "--rounds 6 --settings balanced", "--rounds 6: rounds share 5 batches; give at most as"),
+        ("planner_regret.py", "--settings balanced --measured nowhere.json", "nowhere.json"),
         ("planner_regret.py", "--lengths nowhere.csv", "lengths file nowhere.csv does not exist"),
         ("intra_stage.py", "--microbatches 2,1", "'1' is not a number of at least 2"),
         ("learning.py", "--model nowhere", "holds no model; give --model"),

@@ -18,7 +18,7 @@ from rlhfuse.costs.profile_files import TensorProfiles, run_costs
 from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layout_moves import layout_moves
-from rlhfuse.decisions.layouts import BatchArithmetic, Task, batch_of
+from rlhfuse.decisions.layouts import BatchArithmetic, Task, batch_of, training_layouts
 from rlhfuse.planning.draft import (
     CACHE_PARTS,
     SPARE_BLOCKS,
@@ -147,10 +147,8 @@ class Setting:
         tasks = [Task("generation", Role.ACTOR, generation, every)]
         tasks += [Task(f"{role}_inference", role, inference, every) for role in self.config.scorers()]
         tasks += [Task(f"{role}_train", role, layout, every) for role, layout in trained.items()]
-        ranks, machine = (
-            rank_map(trained, self.config.fusion.alternates),
-            self.inputs.cores.together(self.inputs.hardware),
-        )
+        ranks = rank_map(training_layouts(tuple(tasks)), self.config.fusion.alternates)
+        machine = self.inputs.cores.together(self.inputs.hardware)
         moves = layout_moves(tuple(tasks), ranks, self.specs, element_bytes(self.config), machine)
         return sum(move.seconds for move in moves)
 
