@@ -50,7 +50,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._written = threading.Event()  # this rank's file is down, or will never be
         self._all_written = threading.Event()  # every rank's file is down
-        self._abandoned = threading.Event()  # a file of another rank will never come
+        self._abandoned = threading.Event()  # nobody waits for what is under way
         self._problem = ""
 
     def start(
@@ -137,6 +137,8 @@ class CheckpointWriter:
                 partial.mkdir(parents=True, exist_ok=True)
             with writing(file):
                 mine = write_rank_file(partial, self._rank, copies)
+            if self._abandoned.is_set():  # rank 0 may not know yet
+                return
             write_text(_note(partial, self._rank), json.dumps(asdict(mine)))
             self._written.set()
             file = partial / MANIFEST
