@@ -115,10 +115,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def numbers(text: str) -> list[int]:
     """Raises ValueError, which argparse tells of."""
-    found = [int(word) for word in text.split(",")]
-    if min(found) < 1:
-        raise ValueError(text)
-    return found
+    return [int(word) for word in text.split(",")]
 
 
 def refuse_together(args: argparse.Namespace) -> None:
@@ -134,6 +131,8 @@ def refuse_together(args: argparse.Namespace) -> None:
         raise InputError("--world-size and --world-sizes are given; leave one of them out")
     if args.search and args.problem:
         raise InputError("--problem is of one plan, --search of many; leave one of them out")
+    if args.world_sizes and min(args.world_sizes) < 1:
+        raise InputError(f"--world-sizes: {min(args.world_sizes)} ranks run nothing; give 1 or more")
     if args.top is not None and args.top < 1:
         raise InputError(f"--top {args.top} shows nothing; give 1 or more")
 

@@ -12,7 +12,15 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.efficiency import optimizer_step_seconds
 from rlhfuse.planning.planner import make_plan
-from rlhfuse.planning.price import minibatch_seconds, price, price_generation, schedule_seconds, weight_moves
+from rlhfuse.planning.price import (
+    ideal_limits,
+    minibatch_seconds,
+    price,
+    price_generation,
+    schedule_seconds,
+    simulate_generation,
+    weight_moves,
+)
 from rlhfuse.planning.search.search import Row, search_tables
 from rlhfuse.planning.search.table import Table
 from rlhfuse.schedule.ir.evaluate import evaluate
@@ -118,3 +126,16 @@ def test_less_memory_is_never_priced_as_faster(seed, inter_stage):
         seconds.append(made.fused)
         assert made.fused >= ideal.fused and made.serial >= ideal.serial
     assert len(seconds) > 1 and len(cut) > 1, "the cache is cut down"
+
+
+def test_a_luckier_order_in_less_room_is_not_priced_as_faster():
+    specs, lengths = dict.fromkeys(SPECS, spec_of(8, 256, 2, 2)), long_tail(random.Random(22), 60)
+    keys = {"rollout__prompts_per_iteration": 192, "rollout__max_response_tokens": 1900, "trainer__hardware": "h100"}
+    keys |= {"algorithm__minibatches": 32}
+    draft = with_memory(SearchCase(auto_config(**keys), specs, 4, lengths), 70.0).setting.draft(TABLE)
+    ideal = ideal_limits(draft)
+    small = replace(ideal, kv_capacity_bytes=ideal.kv_capacity_bytes // 32)
+    lucky, whole = simulate_generation(draft, small), simulate_generation(draft, ideal)
+    assert lucky.fused < whole.fused and lucky.serial == whole.serial
+    made = price_generation(replace(draft, limits=small))
+    assert (made.fused, made.serial) == (whole.fused, whole.serial)

@@ -117,6 +117,7 @@ def test_the_command_that_is_named_prints_the_plan_of_the_best(run_yaml):
         (("--world-sizes", "2,4"), "--world-sizes is of a search; add --search"),
         (("--search", "--world-sizes", "2,4", "--best", "a.yaml"), "--best is of one number of ranks; leave"),
         (("--search", "--world-sizes", "2", "--world-size", "2"), "--world-size and --world-sizes are given"),
+        (("--search", "--world-sizes", "2,0"), "--world-sizes: 0 ranks run nothing; give 1"),
         (("--search", "--top", "0"), "--top 0 shows nothing; give 1 or more"),
         (("--search", "--best", "/none/best.yaml"), "cannot write /none/best.yaml"),
         (("--search", "trainer.memory_limit_gb=0.01"), "lacks"),

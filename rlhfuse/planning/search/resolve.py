@@ -22,6 +22,7 @@ from rlhfuse.planning.search.assumed_lengths import search_lengths
 from rlhfuse.planning.search.search import Found, search_tables
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.table import Table
+from rlhfuse.schedule.io import load_schedule
 
 SCORERS = ("reference_inference", "reward_inference", "critic_inference")
 
@@ -86,6 +87,8 @@ def _open_layouts(config: RunConfig, specs: Mapping[Role, ModelSpec], world_size
     """With all but layouts resolved. Raises InputError naming a row that is given and cannot be."""
     config = resolve_batch(resolve_device(config))
     check_given_layouts(config, specs, world_size)
+    if config.fusion.schedule:
+        load_schedule(config.fusion.schedule)  # every table reads it: here a file that cannot be read says so once
     return _with_one_inference(config)
 
 

@@ -105,7 +105,9 @@ def check_floors(case: SearchCase) -> None:
         process = draft.hardware.process_bytes
         held = max(draft.memory.needed(rank.phases(least)[-1]) for rank in draft.memory.ranks) - process
         always = min(draft.memory.needed(phase) for phase in draft.memory.static if phase.phase != "start") - process
-        assert floors.rough_bytes(row)[0] <= held and floors.rough_bytes(row)[1] <= always
+        trained = [rank.static[-1] for rank in draft.memory.ranks]
+        states = max(one.weights + one.optimizer + one.gradients for one in trained)
+        assert floors.rough_bytes(row)[0] <= min(states, held) and floors.rough_bytes(row)[1] <= always
         below = ranking._generation_floor(g)
         assert below is not None and 0 < below <= made.generation.fused * ABOVE
         assert floors.problem(row).pipelines == draft.problem.pipelines

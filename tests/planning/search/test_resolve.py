@@ -117,6 +117,7 @@ def test_rows_of_models_that_the_run_has_not_are_as_if_nothing_was_said():
         ({"parallel__inference": "d1t1p4", "parallel__reward_inference": "d1t1p4"}, "reward_inference=d1t1p4: pp(4)"),
         ({"parallel__lengths": "/nowhere.csv"}, "parallel.lengths=/nowhere.csv: lengths file"),
         ({"trainer__memory_limit_gb": 0.01}, "memory: "),
+        ({"fusion__schedule": "/nowhere.json"}, "cannot read /nowhere.json: No such file"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(keys, message):

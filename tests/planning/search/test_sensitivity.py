@@ -29,6 +29,7 @@ def test_a_constant_that_is_wrong_is_told_with_what_would_have_been_better(keys)
     for swing in swings[:4]:
         value = getattr(made.inputs.hardware, swing.constant) * swing.factor
         there = with_constant(made, swing.constant, value)
+        assert getattr(there.inputs.hardware, swing.constant) == value
         best = Ranking(there).found(1).best.seconds
         assert best == seconds_of(there, rows[swing.winner - 1].table)
         assert swing.behind == seconds_of(there, rows[0].table) / best - 1 >= 0
