@@ -74,10 +74,13 @@ class ProfiledCost(CostModel):
             return 0.0
         total = 0.0
         for role, grid in self.score.items():
-            part = int(self.made_for[f"{role}_inference_tp"]) / int(self.made_for["generation_tp"])
-            share = max(part, min(1.0, 1 / max(sequences, 1)))
+            share = max(self._part(role), min(1.0, 1 / max(sequences, 1)))
             total += grid(tokens * share, sequences * share)
         return total
+
+    def _part(self, role: str) -> float:
+        """Of an instance, that a replica of a model that scores has."""
+        return int(self.made_for[f"{role}_inference_tp"]) / int(self.made_for["generation_tp"])
 
     def swap_in_seconds(self) -> float:
         return self.swap_in
@@ -110,13 +113,15 @@ class ProfiledCost(CostModel):
 
     def beyond(self, sequences: float, context: float, pack: float, training: Mapping[str, float]) -> tuple[str, ...]:
         """In words, what is larger than anything measured: decoding so many `sequences` of up to `context` tokens,
-        packs of so many tokens, and by role micro-batches of so many."""
+        packs of so many tokens of an instance, and by role micro-batches of so many."""
         asked = {
             "sequences decoding": (sequences, self.decode.axes[0]),
             "tokens of a context": (context, self.decode.axes[1]),
             "tokens of a prefill": (pack, self.prefill.axes[0]),
         }
-        asked |= {f"tokens of a pack for {role}": (pack, grid.axes[0]) for role, grid in self.score.items()}
+        asked |= {
+            f"tokens of a pack for {role}": (pack * self._part(role), grid.axes[0]) for role, grid in self.score.items()
+        }
         asked |= {
             f"tokens of a micro-batch of {role}": (tokens, self.training[role].layer_forward.axes[0])
             for role, tokens in training.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
@@ -306,7 +307,8 @@ def write_with_a_full_disk(rank: int, out: Path) -> str:
 
 
 def fail_alone(rank: int, out: Path) -> str:
-    """Rank 0 cannot write a line of its own while rank 3 writes checkpoint 2. Returns what this rank says."""
+    """Rank 0 cannot write a line of its own while rank 3 writes checkpoint 2, and is the last to give that up. Returns
+    what this rank says."""
     place = Place((400,), 0, ((0, 400),), 100 * rank, 100 * (rank + 1))
     state = {"actor": [Fragment("w", place, 1, {"main": torch.arange(100.0)})]}
     writer, write = CheckpointWriter(out, rank, 4, NO_FACTS, 2, 60), checkpoint_writer.write_rank_file
@@ -320,6 +322,9 @@ def fail_alone(rank: int, out: Path) -> str:
         return write(*arguments)
 
     checkpoint_writer.write_rank_file = held if rank == 3 else write
+    give_up = writer._abandoned.set
+    if rank == 0:
+        writer._abandoned.set = lambda: (time.sleep(0.5), give_up())
     try:
         writer.start(2, STATE, state)
         with writer.joint_failure():

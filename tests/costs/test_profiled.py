@@ -104,6 +104,22 @@ def test_every_kind_of_work_is_looked_up():
     assert costs.migration_seconds(0) == 0
 
 
+def test_what_is_larger_than_anything_measured_is_named_and_nothing_else():
+    costs, training = profile(), {"actor": 200.0, "critic": 1e9}  # nothing was measured of the critic
+    assert costs.beyond(4, 20, 4, training) == ()
+    assert costs.beyond(5, 21, 5, training) == (
+        "5 sequences decoding (measured: 4)",
+        "21 tokens of a context (measured: 20)",
+        "5 tokens of a prefill (measured: 4)",
+        "5 tokens of a pack for reference (measured: 4)",  # replicas of the reward model have half of it each
+    )
+    asked = costs.beyond(4, 20, 10, {"actor": 201.0})
+    assert asked[-2:] == (
+        "5 tokens of a pack for reward (measured: 4)",
+        "201 tokens of a micro-batch of actor (measured: 200)",
+    )
+
+
 def test_a_file_may_say_what_the_reward_function_takes():
     raw = profile().to_dict()
     assert raw.pop("reward") is None and ProfiledCost.from_dict(raw, "p").reward_call() is None
