@@ -34,7 +34,7 @@ WITHIN = {
     "planning": {
         "meshes": ("draft", "machine", "memory", "stage_cuts"),
         "search": tuple(
-            "draft efficiency graph_capture machine memory price stage_cuts training_problem".split()  # none of a plan
+            "draft efficiency graph_capture machine memory price split_choice stage_cuts training_problem".split()  # none of a plan
         ),
     },
     "run": {"report": (), "profiling": ("rank_models",)},

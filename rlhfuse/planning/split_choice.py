@@ -37,6 +37,18 @@ class SplitChoice:
     why: str
 
 
+def given_split(config: RunConfig) -> frozenset[str] | None:
+    """Models whose backwards the configuration splits; None: the plan chooses. Raises InputError as `load_schedule`."""
+    fusion = config.fusion
+    if fusion.split_backward == "true":
+        return frozenset(config.trained())
+    if fusion.split_backward == "false" or fusion.intra_stage != "search":
+        return frozenset()
+    if not fusion.schedule:
+        return None
+    return frozenset(pipeline.model for pipeline in load_schedule(fusion.schedule).problem.pipelines if pipeline.split)
+
+
 def choose_split(config: RunConfig, costs: CostModel, stated: Stated) -> SplitChoice:
     """As fusion.split_backward says. Raises InputError where what it asks for cannot be."""
     whole, fusion = stated(frozenset()), config.fusion
@@ -50,10 +62,7 @@ def choose_split(config: RunConfig, costs: CostModel, stated: Stated) -> SplitCh
     if fusion.intra_stage != "search":
         why = f"{asked}: all backwards are whole, as fusion.intra_stage={fusion.intra_stage} is no search"
         return SplitChoice(frozenset(), whole, why)
-    if fusion.schedule:
-        split = frozenset(
-            pipeline.model for pipeline in load_schedule(fusion.schedule).problem.pipelines if pipeline.split
-        )
+    if (split := given_split(config)) is not None:
         if split and reason:
             raise InputError(f"fusion.schedule={fusion.schedule} splits backwards: {reason}")
         return SplitChoice(split, whole, f"{asked}: {_named(split, whole.models)}, as in {fusion.schedule}")

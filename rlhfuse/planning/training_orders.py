@@ -14,7 +14,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.planning.split_choice import SplitChoice
 from rlhfuse.planning.training_problem import TICK_SECONDS
-from rlhfuse.schedule.io import load_schedule
+from rlhfuse.schedule.io import check_same_layout, load_schedule
 from rlhfuse.schedule.ir.evaluate import evaluate, over_cap
 from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedShape, ModelShare, fused_shape
@@ -51,7 +51,11 @@ def given_schedule(config: RunConfig, problem: FusionProblem, shape: FusedShape)
         except InputError as error:
             raise InputError(f"fusion.intra_stage={rule}: {error}; or set fusion.intra_stage=search") from None
     if config.fusion.schedule:
-        loaded = load_schedule(config.fusion.schedule, expect=problem)
+        loaded = load_schedule(config.fusion.schedule)
+        try:
+            check_same_layout(loaded.problem, problem, config.fusion.schedule)
+        except InputError as error:
+            raise InputError(f"fusion.schedule={error}") from None
         return Schedule(problem, loaded.orders), f"order read from {config.fusion.schedule}"
     return None
 

@@ -46,9 +46,12 @@ class TrainingFloors:
             if key not in self._known:
                 cost = self._cost(row, Role(share.model))
                 seconds = stage_seconds(share.model, cost, self._costs(cost), micro)
-                whole = cost.spec.layers * sum(seconds.layer) + sum(map(sum, seconds.ends))
+                layer = seconds.layer
+                if self._splits(share.model, self._costs(cost)) and seconds.split:
+                    layer = layer[0], *seconds.split
+                whole = cost.spec.layers * sum(layer) + sum(map(sum, seconds.ends))
                 self._known[key] = whole / TICK_SECONDS
-            rounding = share.layout.stages  # half a tick for each of a stage's two times
+            rounding = 1.5 * share.layout.stages  # half a tick for each of a stage's times, of which three are the most
             ticks += batch.microbatches_of[share.model] * (self._known[key] - rounding) / share.depth
         return batch.optimizer_steps * (max(0.0, ticks) * TICK_SECONDS + self._least_steps(row))
 
@@ -74,7 +77,9 @@ class TrainingFloors:
             cut = cost.layout.tp, cost.layout.pp, cost.layout.chunks, cost.layout.cut
             key = "stages", share.model, cut, row.recompute, row.sequence_parallel, micro, longest
             if key not in self._known:
-                self._known[key] = stage_costs(share.model, cost, micro, longest, self._costs(cost))
+                costs = self._costs(cost)
+                split = self._splits(share.model, costs)
+                self._known[key] = stage_costs(share.model, cost, micro, longest, costs, split)
             stages[share.model] = self._known[key]
             transfer = max(transfer, transfer_ticks(cost, micro))
         layouts = {share.model: share.layout for share in row.shape.shares}
@@ -123,6 +128,11 @@ class TrainingFloors:
         if key not in self._known:
             self._known[key] = with_cut(self.setting.config, role, cost, self._costs(cost), longest).cut
         return cost.with_cut(self._known[key])
+
+    def _splits(self, model: str, costs: CostModel | None) -> bool:
+        """Drafts are refused where a profile does not know the parts of a backward."""
+        known = not isinstance(costs, ProfiledCost) or costs.splits(model)
+        return known and model in self.setting.split
 
     def _costs(self, cost: AnalyticCost) -> CostModel | None:
         return self.setting.training_profile(cost.layout.tp)

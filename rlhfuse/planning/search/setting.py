@@ -10,7 +10,6 @@ from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
-from rlhfuse.config.values import AUTO
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.measured import MeasuredCost
@@ -32,6 +31,7 @@ from rlhfuse.planning.draft import (
 )
 from rlhfuse.planning.search.space import Given, TrainingRow
 from rlhfuse.planning.search.table import Table
+from rlhfuse.planning.split_choice import given_split
 from rlhfuse.planning.training_problem import longest_microbatch
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.simulator.instances import InstanceLimits
@@ -57,13 +57,15 @@ class GenerationBytes:
 
 @dataclass(frozen=True)
 class Setting:
-    """`config` trains with whole backwards while tables are ranked: the plan of the winner splits where that helps."""
+    """`split`: models whose backwards `config` splits. Where that is open, tables are ranked with whole ones, and the
+    plan of the winner splits where that helps."""
 
     config: RunConfig
     specs: Mapping[Role, ModelSpec]
     world_size: int
     given: Given
     inputs: DraftInputs
+    split: frozenset[str]
 
     @staticmethod
     def of(
@@ -75,8 +77,8 @@ class Setting:
     ) -> Setting:
         """`given`: in place of what `config` gives. Raises InputError for costs that hold for one table alone."""
         given, config = given or Given.of(config), resolve_batch(resolve_device(config))
-        if config.fusion.split_backward == AUTO:
-            config = config.with_(fusion={"split_backward": "false"})
+        if (split := given_split(config)) is None:
+            config, split = config.with_(fusion={"split_backward": "false"}), frozenset()
         inputs = DraftInputs.of(config, world_size, lengths)
         if isinstance(inputs.measured, MeasuredCost) and not (given.generation and given.inference):
             raise InputError(
@@ -85,7 +87,7 @@ class Setting:
             )
         if inputs.measured is not None:  # with neither: what they would change was not measured
             given = replace(given, recompute=given.recompute or "none", sequence_parallel=bool(given.sequence_parallel))
-        return Setting(config, specs, world_size, given, inputs)
+        return Setting(config, specs, world_size, given, inputs, split)
 
     def draft(self, table: Table) -> PlanDraft:
         """Raises InputError where it cannot run."""

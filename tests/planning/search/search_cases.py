@@ -96,8 +96,8 @@ def random_specs(rng: random.Random, critic: bool = True) -> dict[str, ModelSpec
 
 
 def random_case(seed: int, world_sizes: tuple[int, ...] = (4, 4, 4, 8), most_tables: int = 100) -> SearchCase:
-    """Now and then without a critic, in an order by rule, without fusion between stages, or with little memory; rows
-    are given until no more tables are left than `most_tables`, and then now and then some more."""
+    """Now and then without a critic, in an order by rule, with split backwards, without fusion between stages, or with
+    little memory; rows are given until no more tables are left than `most_tables`, and then now and then some more."""
     rng = random.Random(seed)
     world, critic = rng.choice(world_sizes), rng.random() < 0.75
     keys: dict[str, object] = {
@@ -112,6 +112,7 @@ def random_case(seed: int, world_sizes: tuple[int, ...] = (4, 4, 4, 8), most_tab
         "rollout__max_sequences_per_instance": rng.choice((4, 256)),
         "rollout__max_batched_tokens": rng.choice((256, 1024)),
     }
+    keys["fusion__split_backward"] = random.Random(f"split {seed}").choice(("auto", "false", "true"))
     if not critic:
         keys |= {"algorithm__name": "grpo", "reward__function": "m:f"}
     lengths = long_tail(rng) if rng.random() < 0.75 else None
@@ -203,9 +204,9 @@ def profiles_of(case: SearchCase, rng: random.Random, degrees: tuple[int, ...] =
             trainer={"recompute": "none"},
         )
         known = resolve_device(known)
+        scales = (2e-3, 4e-3, 1e-3, 2e-3, 2.5e-3, 2e-3)[: 4 if rng.random() < 0.2 else 6]  # now and then no split ones
         training = {
-            role: TrainingGrids(degree, *(grid(tokens, scale=scale) for scale in (2e-3, 4e-3, 1e-3, 2e-3)))
-            for role in known.trained()
+            role: TrainingGrids(degree, *(grid(tokens, scale=scale) for scale in scales)) for role in known.trained()
         }
         made.append(
             ProfiledCost(

@@ -18,6 +18,8 @@ from rlhfuse.config.values import AUTO
 from rlhfuse.decisions.layouts import TASK_ROLES
 from rlhfuse.planning.draft import draft_plan
 from rlhfuse.planning.search.resolve import StoredLayouts, resolve_layouts
+from rlhfuse.schedule.io import save_schedule
+from rlhfuse.schedule.rules.builders import greedy
 
 ROOT = Path(__file__).resolve().parents[3]
 SCORERS = ("reference_inference", "reward_inference", "critic_inference")
@@ -124,6 +126,21 @@ def test_what_cannot_be_is_refused_in_a_line(keys, message):
     with pytest.raises(InputError) as caught:
         resolve_layouts(everything(**keys), SPECS, 4)
     assert all(part in str(caught.value) for part in message.split(".*")) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("split", ["true", "false"])
+def test_a_schedule_that_is_given_is_of_the_table_that_is_found(split, tmp_path):
+    """Whether backwards are split is what the file says."""
+    keys = {"parallel__actor_train": "d1t1p4", "parallel__critic_train": "d2t1p2", "fusion__split_backward": split}
+    problem = draft_plan(config(**keys), SPECS, 4).problem
+    save_schedule(tmp_path / "schedule.json", greedy(problem))
+    minibatches = config().algorithm.minibatches
+    made = everything(fusion__schedule=str(tmp_path / "schedule.json"), algorithm__minibatches=minibatches)
+    found = resolve_layouts(made, SPECS, 4).config
+    layouts = [getattr(found.parallel, row).partition(":")[0] for row in ("actor_train", "critic_train")]
+    assert layouts == ["d1t1p4", "d2t1p2"]
+    draft = draft_plan(found, SPECS, 4)
+    assert draft.given and all(p.split == (split == "true") for p in draft.problem.pipelines)
 
 
 def test_headroom_is_left_free():
