@@ -33,8 +33,8 @@ WITHIN = {
     "models": {"cpu": (), "gpu": ()},
     "planning": {
         "meshes": ("draft", "machine", "memory", "stage_cuts"),
-        "search": tuple(
-            "draft efficiency graph_capture machine memory price split_choice stage_cuts training_problem".split()  # none of a plan
+        "search": tuple(  # none of a plan
+            "draft efficiency graph_capture machine memory price split_choice stage_cuts training_problem".split()
         ),
     },
     "run": {"report": (), "profiling": ("rank_models",)},
