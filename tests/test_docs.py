@@ -16,6 +16,12 @@ from rlhfuse.base.errors import InputError
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 GENERATED = ("reference/configuration.md", "results.md")
+MOST_WORDS = {  # pages that are longer than the others may be; no longer than they are
+    "explanation/design.md": 2_060,
+    "explanation/intra_stage.md": 1_340,
+    "explanation/schedules.md": 1_240,
+    "reference/formats.md": 2_400,
+}
 
 
 def test_generated_pages_are_as_the_code_makes_them():
@@ -68,6 +74,9 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     assert built.returncode == 0 and "WARNING" not in built.stderr, built.stderr
 
 
-def test_there_is_no_more_to_read_than_a_day_allows():
-    pages = [page for page in DOCS.rglob("*.md") if str(page.relative_to(DOCS)) not in GENERATED]
-    assert sum(len(page.read_text().split()) for page in pages) <= 15_000
+@pytest.mark.parametrize(
+    "page", sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md") if str(p.relative_to(DOCS)) not in GENERATED)
+)
+def test_a_page_is_no_longer_than_one_reads_at_a_sitting(page):
+    words = len((DOCS / page).read_text().split())
+    assert words <= MOST_WORDS.get(page, 1_200), f"{page} has {words} words"

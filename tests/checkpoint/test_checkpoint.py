@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import finish, killed, killed_forked, start
+from launched_runs import finish, killed, killed_forked, start
 from tiny import write_run
 
 from rlhfuse.base.errors import InputError

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import PATHS, ROOT, finish, killed_forked, start
+from launched_runs import PATHS, ROOT, finish, killed_forked, start
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.auto_layouts import searched_keys

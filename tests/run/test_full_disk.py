@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from runs import ended, finish, start
+from launched_runs import ended, finish, start
 from small_disk import small_disk, small_files
 from tiny import write_checkpoint, write_run
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from runs import ROOT, finish, start
+from launched_runs import ROOT, finish, start
 from transformers import AutoTokenizer
 
 from rlhfuse.base.errors import InputError

@@ -8,7 +8,7 @@ import shutil
 from collections import Counter
 
 import pytest
-from runs import finish, killed_forked, start
+from launched_runs import finish, killed_forked, start
 from tiny import write_run
 
 from rlhfuse.monitor.metrics import read_metrics

@@ -7,7 +7,7 @@ import re
 
 import psutil
 import pytest
-from runs import ended, start
+from launched_runs import ended, start
 from tiny import write_run
 
 from rlhfuse.data.sampler import sample_origin

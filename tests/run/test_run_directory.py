@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from gloo import Workers
-from runs import ended, start
+from launched_runs import ended, start
 from tiny import write_run
 
 from rlhfuse.base.errors import InputError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from runs import finish, start
+from launched_runs import finish, start
 from tiny import write_run
 
 HANG_SECONDS = 40

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from runs import finish, start
+from launched_runs import finish, start
 
 from rlhfuse.run.report.report import render_report
 from rlhfuse.run.report.run_files import RunFiles

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from runs import ended, start
+from launched_runs import ended, start
 from tiny import write_run
 
 
