@@ -58,7 +58,9 @@ class Killer:
             return
         if self.who == "all":
             launcher = psutil.Process(os.getppid())
-            both = [] if "multiprocessing.forkserver" in " ".join(launcher.cmdline()) else [launcher]  # see launched_runs.py
+            both = (
+                [] if "multiprocessing.forkserver" in " ".join(launcher.cmdline()) else [launcher]
+            )  # see launched_runs.py
             for one in [*both, *launcher.children()]:
                 if one.pid != os.getpid():
                     one.kill()
