@@ -58,9 +58,7 @@ class Killer:
             return
         if self.who == "all":
             launcher = psutil.Process(os.getppid())
-            both = (
-                [] if "multiprocessing.forkserver" in " ".join(launcher.cmdline()) else [launcher]
-            )  # see launched_runs.py
+            both = [] if "multiprocessing.forkserver" in " ".join(launcher.cmdline()) else [launcher]
             for one in [*both, *launcher.children()]:
                 if one.pid != os.getpid():
                     one.kill()
