@@ -46,10 +46,10 @@ class TrainingFloors:
             if key not in self._known:
                 cost = self._cost(row, Role(share.model))
                 seconds = stage_seconds(share.model, cost, self._costs(cost), micro)
-                layer = seconds.layer
-                if self._splits(share.model, self._costs(cost)) and seconds.split:
-                    layer = layer[0], *seconds.split
-                whole = cost.spec.layers * sum(layer) + sum(map(sum, seconds.ends))
+                forward, backward = seconds.layer
+                if share.model in self.setting.split and seconds.split:
+                    backward = sum(seconds.split)
+                whole = cost.spec.layers * (forward + backward) + sum(map(sum, seconds.ends))
                 self._known[key] = whole / TICK_SECONDS
             rounding = 1.5 * share.layout.stages  # half a tick for each of a stage's times, of which three are the most
             ticks += batch.microbatches_of[share.model] * (self._known[key] - rounding) / share.depth
@@ -77,8 +77,9 @@ class TrainingFloors:
             cut = cost.layout.tp, cost.layout.pp, cost.layout.chunks, cost.layout.cut
             key = "stages", share.model, cut, row.recompute, row.sequence_parallel, micro, longest
             if key not in self._known:
-                costs = self._costs(cost)
-                split = self._splits(share.model, costs)
+                costs, split = self._costs(cost), share.model in self.setting.split
+                if isinstance(costs, ProfiledCost):  # a draft is refused where it does not know both parts
+                    split = split and costs.splits(share.model)
                 self._known[key] = stage_costs(share.model, cost, micro, longest, costs, split)
             stages[share.model] = self._known[key]
             transfer = max(transfer, transfer_ticks(cost, micro))
@@ -128,11 +129,6 @@ class TrainingFloors:
         if key not in self._known:
             self._known[key] = with_cut(self.setting.config, role, cost, self._costs(cost), longest).cut
         return cost.with_cut(self._known[key])
-
-    def _splits(self, model: str, costs: CostModel | None) -> bool:
-        """Drafts are refused where a profile does not know the parts of a backward."""
-        known = not isinstance(costs, ProfiledCost) or costs.splits(model)
-        return known and model in self.setting.split
 
     def _costs(self, cost: AnalyticCost) -> CostModel | None:
         return self.setting.training_profile(cost.layout.tp)
