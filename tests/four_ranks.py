@@ -12,6 +12,7 @@ from rlhfuse.costs import hardware
 from rlhfuse.planning.draft import draft_plan
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.run_plan import RunPlan
+from rlhfuse.simulator.lengths import SampleLengths
 
 TINY = ModelSpec("llama", 8, 64, 8, 4, 8, 192, 512, 512)
 SPECS = {role: TINY for role in ("actor", "critic", "reference", "reward")}
@@ -43,6 +44,11 @@ def on_slow_cores(patch: pytest.MonkeyPatch) -> None:
     table = hardware.known_hardware()
     slow = dict(flops=20e9, memory_bandwidth=8e9, collective_seconds=65e-6, cross_collective_seconds=65e-6)
     patch.setattr(hardware, "known_hardware", lambda: {**table, "cpu": replace(table["cpu"], **slow)})
+
+
+def full(made: RunConfig) -> SampleLengths:
+    """Samples that are all as long as they can become."""
+    return SampleLengths((made.data.max_prompt_tokens,), (made.rollout.max_response_tokens,))
 
 
 def planned(made: RunConfig, specs=SPECS, lengths=None) -> RunPlan:

@@ -7,7 +7,7 @@
 Lengths come from a csv, jsonl or parquet file with one request a line, from the metrics of a past run, or from a
 generation trial: so many prompts of the run's data through the engine in this process, which also shows what its
 prefill and decode steps cost. Batches of the run's size are drawn from the lengths; R_t = 0, 5%, ..., 95% of a batch
-are simulated on the run's generation instances.
+are simulated on the run's generation instances; layouts that are auto are searched first, as the run would.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_json
 from rlhfuse.base.json_values import to_json
-from rlhfuse.config.auto_layouts import refuse_auto
+from rlhfuse.config.auto_layouts import searched_keys
 from rlhfuse.config.device_defaults import resolve_device
 from rlhfuse.config.load import load_config
 from rlhfuse.config.role import Role
@@ -34,7 +34,9 @@ from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.measured import TrialCost
 from rlhfuse.costs.profile_files import load_run_costs
+from rlhfuse.decisions.layouts import planned_world_size
 from rlhfuse.planning.draft import generation_cost, instance_limits, read_specs
+from rlhfuse.planning.search.resolve import resolve_layouts
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 
@@ -48,13 +50,15 @@ def main() -> int:
 
         config = with_device(config)
     config = resolve_device(config)
-    refuse_auto(config, "R_t is simulated for layouts that are known: tools/plan.py chooses some")
-    instances = args.instances if args.instances is not None else ParallelLayout.parse(config.parallel.generation).dp
-    _check(args, config, instances)
+    _check(args, config)
     if config.data.max_prompt_tokens == AUTO:
         from rlhfuse.run.preflight import resolve_lengths
 
         config = resolve_lengths(config, read_specs(config))
+    config, told = _with_layouts(config, args)
+    instances = args.instances if args.instances is not None else ParallelLayout.parse(config.parallel.generation).dp
+    if instances > config.samples_per_iteration:
+        raise InputError(f"{instances} instances for {config.samples_per_iteration} samples; use fewer instances")
     costs = _costs(config, args, instances)
     if args.trial is None:
         seen, source = _read_lengths(config, args)
@@ -65,7 +69,14 @@ def main() -> int:
     if args.plot:
         _plot(threshold, args.plot)
     write_json(args.out, to_json(threshold))
-    for line in (*source, *_describe(seen, lengths), threshold.table(), threshold.explain(), f"written: {args.out}"):
+    for line in (
+        *told,
+        *source,
+        *_describe(seen, lengths),
+        threshold.table(),
+        threshold.explain(),
+        f"written: {args.out}",
+    ):
         print(line)
     return 0
 
@@ -79,6 +90,7 @@ def _parse() -> argparse.Namespace:
     lengths.add_argument("--trial", type=int, metavar="PROMPTS", help="generate for so many prompts here")
     parser.add_argument("--prompt-column", help="column of prompt lengths; default: a known name, or none")
     parser.add_argument("--out", required=True, help="threshold.json to write")
+    parser.add_argument("--world-size", type=int, help="ranks that layouts are searched for where they are auto")
     parser.add_argument("--instances", type=int, help="generation instances; default dp of parallel.generation")
     parser.add_argument("--hardware", help="as trainer.hardware, which is the default")
     parser.add_argument("--cost", metavar="JSON", help="costs.json of a run or a profile, instead of analytic costs")
@@ -88,21 +100,27 @@ def _parse() -> argparse.Namespace:
     return parser.parse_intermixed_args()
 
 
-def _check(args: argparse.Namespace, config: RunConfig, instances: int) -> None:
+def _check(args: argparse.Namespace, config: RunConfig) -> None:
     """What can be refused before anything is read or run."""
     if Path(args.out).exists() and not args.force:
         raise InputError(f"--out {args.out} exists; give another name or --force to replace it")
-    if instances < 1 or args.draws < 1:
-        raise InputError(f"--instances {instances} and --draws {args.draws} must be at least 1")
-    if instances > config.samples_per_iteration:
-        raise InputError(f"{instances} instances for {config.samples_per_iteration} samples; use fewer instances")
-    if args.trial is not None and args.trial < 1:
-        raise InputError(f"--trial {args.trial} must be at least 1 prompt")
+    for name in ("world_size", "instances", "draws", "trial"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise InputError(f"--{name.replace('_', '-')} {value} must be at least 1")
     for path in filter(None, (args.out, args.plot)):
         if not Path(path).absolute().parent.is_dir():
             raise InputError(f"the folder of {path} does not exist")
     if args.plot and Path(args.plot).suffix not in (".png", ".pdf", ".svg"):
         raise InputError(f"--plot {args.plot}: use a name that ends in .png, .pdf or .svg")
+
+
+def _with_layouts(config: RunConfig, args: argparse.Namespace) -> tuple[RunConfig, tuple[str, ...]]:
+    """`config` with the layouts that a run of these lengths would choose where they are auto, and lines on them."""
+    if not searched_keys(config):
+        return config, ()
+    named = config.with_(parallel={"lengths": args.lengths or config.parallel.lengths})
+    found = resolve_layouts(named, read_specs(config), planned_world_size(config, args.world_size))
+    return found.config, found.lines
 
 
 def _costs(config: RunConfig, args: argparse.Namespace, instances: int) -> CostModel:

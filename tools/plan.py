@@ -45,7 +45,6 @@ from rlhfuse.planning.search.resolve import open_setting, resolve_layouts, with_
 from rlhfuse.planning.search.search import TOP, Ranking
 from rlhfuse.planning.search.sizes import render_sizes, sizes_of
 from rlhfuse.planning.search.tell import answer_of, overrides
-from rlhfuse.simulator.lengths import load_lengths
 from rlhfuse.simulator.seconds import compile_kernel_apart
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia")
@@ -61,16 +60,15 @@ def main() -> int:
     own = load_config(args.config, args.overrides) if args.search and args.world_size is None else loaded
     world_size = planned_world_size(own, args.world_sizes[0] if args.world_sizes else args.world_size)
     asked, config, specs, notes = prepared(loaded)
-    lengths = load_lengths(args.lengths, default_prompt=config.data.max_prompt_tokens).lengths if args.lengths else None
     if args.lengths:
-        config = config.with_(parallel={"lengths": args.lengths})  # a search is for the same
+        config = config.with_(parallel={"lengths": args.lengths})
     if args.search:
         compile_kernel_apart(lambda line: print(line, file=sys.stderr, flush=True))
         if args.world_sizes:
             return compare_sizes(args, config, specs)
         return search(args, loaded, config, specs, world_size)
     layouts = resolve_layouts(config, specs, world_size)
-    draft = draft_plan(layouts.config, specs, world_size, lengths, asked)
+    draft = draft_plan(layouts.config, specs, world_size, asked=asked)
     plan = make_plan(draft)
     if args.problem:
         write_json(args.problem, plan.schedule.problem.to_dict())
@@ -159,8 +157,8 @@ def search(
     args: argparse.Namespace, loaded: RunConfig, config: RunConfig, specs: dict[Role, ModelSpec], world_size: int
 ) -> int:
     """Print what is found; the plan of the best table is another command's. `loaded`: before it was prepared."""
-    setting, lengths = open_setting(config, specs, world_size)
-    answer = answer_of(Ranking(setting), lengths, args.top or TOP, bool(args.thorough))
+    setting = open_setting(config, specs, world_size)
+    answer = answer_of(Ranking(setting), args.top or TOP, bool(args.thorough))
     best = answer.found.best
     if args.best:
         whole = with_table(loaded.with_(parallel={"lengths": config.parallel.lengths}), best.table)

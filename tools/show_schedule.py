@@ -17,7 +17,7 @@ from rlhfuse.base.files import write_bytes, write_text
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
 from rlhfuse.schedule.io import load_schedule
-from rlhfuse.schedule.ir.evaluate import Timeline, evaluate
+from rlhfuse.schedule.ir.evaluate import Timeline, evaluate, idle_share
 from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
@@ -146,6 +146,7 @@ def summary(schedule: Schedule, timeline: Timeline) -> str:
     """What the schedule costs beside its bounds and the serial baseline."""
     problem = schedule.problem
     bound, serial = latency_bound(problem), serial_makespan(problem)
+    idle = idle_share(timeline, serial)
     least = memory_bound(problem, timeline.makespan)
     lines = [
         f"{pipeline.name}: {pipeline.stages} stages on nodes {' '.join(map(str, pipeline.placement))}, "
@@ -154,7 +155,7 @@ def summary(schedule: Schedule, timeline: Timeline) -> str:
     ]
     lines.append(
         f"makespan {timeline.makespan:g} (lower bound {bound:g}, gap {percent_above(timeline.makespan, bound)}; "
-        f"serial 1F1B {serial:g}: {serial / timeline.makespan:.3f} times as fast)"
+        f"serial 1F1B {serial:g}, idle {idle:.0%}: {serial / timeline.makespan:.3f} times as fast)"
     )
     lines.append(
         f"peak memory {timeline.peak_memory:g} (lower bound {least:g}, "

@@ -210,7 +210,6 @@ IDLE: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str], ...] = (
     (("fusion.search_seconds",), lambda config: bool(config.fusion.schedule), "fusion.schedule is given"),
     (TRIGGERS, lambda config: not config.fusion.inter_stage, "fusion.inter_stage=false"),
     (("fusion.threshold_file",), lambda config: config.threshold() is not None, "fusion.threshold is given"),
-    (("parallel.lengths",), lambda config: not searched_keys(config), "no layout is auto"),
     (("parallel.headroom",), _chooses_no_memory, "neither layouts nor trainer.offload_optimizer are auto"),
     (("trainer.keep_checkpoints",), lambda config: not config.trainer.save_every, "trainer.save_every=0"),
     (("eval.",), lambda config: not config.data.val_files, "data.val_files is empty"),

@@ -331,8 +331,8 @@ class ParallelConfig(Settings):
     critic_inference: LayoutOrDefault = key("", "default: parallel.inference")
     lengths: Text = key(
         "",
-        "for the search of layouts: FILE[:COLUMN] of past lengths, or a past run's folder; empty = an assumption: "
-        "lognormal, p99.9 at rollout.max_response_tokens, median a tenth of it",
+        "what plan, first R_t and search of layouts are for: FILE[:COLUMN] of past lengths, or a past run's folder; "
+        "empty = an assumption: lognormal, p99.9 at rollout.max_response_tokens, median a tenth of it",
     )
     headroom: Float = key(
         0.1,

@@ -32,6 +32,7 @@ from rlhfuse.decisions.layouts import (
 )
 from rlhfuse.planning.machine import SharedCores
 from rlhfuse.planning.memory import SCORERS, MemoryBudget, check_host_memory, memory_budget
+from rlhfuse.planning.planned_lengths import PlannedLengths
 from rlhfuse.planning.split_choice import SplitChoice, choose_split
 from rlhfuse.planning.stage_cuts import StageBalance, stage_balances, with_cuts
 from rlhfuse.planning.training_orders import given_schedule
@@ -54,33 +55,30 @@ SPARE_BLOCKS = 1  # of a cache on a GPU, for rows of padding
 class DraftInputs:
     """What the drafts of a run share whatever its layouts are.
 
-    `lengths`: of past samples, or None; `planned`: these cut to the run's, else all as long as they can become;
-    `drawn`: batches of these, for which all seconds are. `measured`: what fusion.profile holds, None without.
+    `drawn`: batches of `lengths`, for which all seconds are. `measured`: what fusion.profile holds, None without.
     """
 
     hardware: HardwareSpec
     cores: SharedCores
-    lengths: SampleLengths | None
-    planned: SampleLengths
+    lengths: PlannedLengths
     drawn: DrawnBatches
     measured: CostModel | TensorProfiles | None
 
     @staticmethod
-    def of(config: RunConfig, world_size: int, lengths: SampleLengths | None) -> DraftInputs:
-        """`algorithm.minibatches` is a number. Raises InputError for an unknown machine, or naming a file."""
+    def of(config: RunConfig, world_size: int, lengths: SampleLengths | None = None) -> DraftInputs:
+        """`algorithm.minibatches` is a number; `lengths`: in place of those that `config` names or leaves open.
+
+        Raises InputError for an unknown machine, or naming a file.
+        """
         try:
             hardware = hardware_by_name(config.trainer.hardware, config.trainer.device, world_size)
         except InputError as error:
             raise InputError(f"trainer.hardware: {error}") from None
-        prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-        samples = config.samples_per_iteration  # without lengths an upper bound
-        planned = (
-            lengths.clip(prompt, response) if lengths else SampleLengths((prompt,) * samples, (response,) * samples)
-        )
-        drawn = DrawnBatches.of(config, planned, known=lengths is not None)
+        planned = PlannedLengths.seen(config, lengths, "past runs") if lengths else PlannedLengths.of(config)
+        drawn = DrawnBatches.of(config, planned.samples)
         measured = load_costs(config.fusion.profile) if config.fusion.profile else None
         cores = SharedCores.of(config, hardware, world_size)
-        return DraftInputs(hardware, cores, lengths, planned, drawn, measured)
+        return DraftInputs(hardware, cores, planned, drawn, measured)
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ class PlanDraft:
     """A run that can be planned and fits its ranks. `costs` price generation and inference until it has measured them.
 
     `config` has a number wherever `asked`, the configuration as it was given, leaves one open.
-    `lengths`, `planned_lengths` and `drawn`: see DraftInputs. `given`: the training schedule with where it is from,
+    `lengths` and `drawn`: see DraftInputs. `given`: the training schedule with where it is from,
     unless it is to be searched.
     """
 
@@ -96,8 +94,7 @@ class PlanDraft:
     config: RunConfig
     specs: Mapping[Role, ModelSpec]
     world_size: int
-    lengths: SampleLengths | None
-    planned_lengths: SampleLengths
+    lengths: PlannedLengths
     drawn: DrawnBatches
     tasks: tuple[Task, ...]
     batch: BatchArithmetic
@@ -131,14 +128,14 @@ def draft_plan(
 ) -> PlanDraft:
     """Check and price a run; searches nothing. Raises InputError: an equation, a file, a phase that does not fit.
 
-    `config`: data.max_prompt_tokens is a number; `asked`: as it was before that, for the plan's reasons. `inputs`: in
-    place of `lengths`, where several drafts share them.
+    `config`: data.max_prompt_tokens is a number; `asked`: as it was before that, for the plan's reasons. `lengths`: in
+    place of those of the configuration; `inputs`: of them, where several drafts share them.
     """
     asked, config = asked or config, resolve_batch(resolve_device(config))
     tasks = check_layouts(config, specs, world_size)
     batch = batch_arithmetic(config, tasks)
     inputs = inputs or DraftInputs.of(config, world_size, lengths)
-    hardware, cores, planned, drawn = inputs.hardware, inputs.cores, inputs.planned, inputs.drawn
+    hardware, cores, planned, drawn = inputs.hardware, inputs.cores, inputs.lengths.samples, inputs.drawn
     analytic, longest = task_costs(config, specs, tasks, hardware, cores), longest_microbatch(config, batch)
     if inputs.measured is not None:
         costs, costs_name = (
@@ -187,7 +184,6 @@ def draft_plan(
         specs,
         world_size,
         inputs.lengths,
-        planned,
         drawn,
         tasks,
         batch,

@@ -126,7 +126,7 @@ def efficiency(draft: PlanDraft, training_seconds: float) -> Efficiency | None:
     sheet, hardware = data_sheets().get(draft.hardware.name), draft.hardware
     if sheet is None:
         return None
-    config, lengths, count = draft.config, draft.planned_lengths, draft.batch.optimizer_steps
+    config, lengths, count = draft.config, draft.lengths.samples, draft.batch.optimizer_steps
     models = draft.specs, config.trained(), config.scorers(), lengths.prompt, lengths.output, config.algorithm.epochs
     flops = sum(IterationFlops.of(*models).training.values()) * draft.batch.samples / len(lengths)
     useful = flops / (draft.world_size * sheet.flops)
@@ -184,7 +184,7 @@ def _stage_seconds(draft: PlanDraft, analytic: Mapping[str, AnalyticCost]) -> fl
 
 def _decoding(draft: PlanDraft) -> tuple[int, float]:
     """Sequences that an instance decodes at the same time, and tokens of each when half of its response is there."""
-    lengths = draft.planned_lengths
+    lengths = draft.lengths.samples
     sequences = min(draft.batch.samples_per_instance, draft.config.rollout.max_sequences_per_instance)
     return sequences, (sum(lengths.prompt) + sum(lengths.output) / 2) / len(lengths)
 

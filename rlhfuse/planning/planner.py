@@ -19,7 +19,7 @@ from rlhfuse.planning.run_plan import PlanReport, RunPlan, ScheduleSummary, redu
 from rlhfuse.planning.training_orders import other_promises
 from rlhfuse.planning.training_problem import TICK_SECONDS
 from rlhfuse.schedule.bounds.bounds import latency_bound
-from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.ir.evaluate import evaluate, idle_share
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.verify import verify
@@ -102,7 +102,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
         reasons=(
             *reasons.of_choices(draft.asked, config, draft.specs, batch),
             reasons.of_ends(config, draft.specs[Role.ACTOR]),
-            reasons.of_lengths(config, draft.lengths, len(draft.drawn.batches)),
+            f"{draft.lengths.told}; times are means of {len(draft.drawn.batches)} batches drawn from them",
             reasons.of_costs(config, draft.hardware, draft.costs, draft.costs_name),
             *draft.cores.lines(draft.world_size),
             *reasons.of_reward(config, draft.costs),
@@ -122,13 +122,14 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
 
 
 def _summary(draft: PlanDraft, schedule: Schedule, source: str) -> ScheduleSummary:
-    timeline = evaluate(schedule)
+    timeline, serial = evaluate(schedule), serial_makespan(draft.split.whole)
     return ScheduleSummary(
         source=source,
         nodes=schedule.problem.nodes,
         makespan_seconds=float(timeline.makespan) * TICK_SECONDS,
         lower_bound_seconds=float(latency_bound(schedule.problem)) * TICK_SECONDS,
-        serial_makespan_seconds=float(serial_makespan(draft.split.whole)) * TICK_SECONDS,
+        serial_makespan_seconds=float(serial) * TICK_SECONDS,
+        serial_idle=idle_share(timeline, serial),
         peak_activation_bytes=float(timeline.peak_memory),
         alternates=draft.config.fusion.alternates,
         others=other_promises(draft.config, schedule.problem, draft.split, draft.ranks.shape),

@@ -29,8 +29,8 @@ MOVES, OFFLOAD, CAPTURE = "weight moves", "optimizer to the host and back", "gra
 class GenerationPrice:
     """Generation and inference of an iteration, means over the batches; R_t, its curve if there is one, and why.
 
-    `threshold_samples` None: chosen once the first iteration has shown its lengths; serial until then. Generation alone
-    is None where a file with the curve does not say it.
+    `threshold_samples` None: chosen once the first iteration has shown its lengths; serial until then, and fused at
+    what assumed ones give from then on. Generation alone is None where a file with the curve does not say it.
     """
 
     threshold_samples: int | None
@@ -138,15 +138,16 @@ def simulate_generation(draft: PlanDraft, limits: InstanceLimits) -> GenerationP
         return _at(draft, limits, given, f"R_t = {given}: fusion.threshold says so")
     if threshold := draft.threshold_file:
         why = f"{config.fusion.threshold_file}: {threshold.explain()}"
-        if draft.lengths is not None:
+        if draft.lengths.known:
             return _at(draft, limits, threshold.threshold, why, threshold)
-        return _of_curve(threshold, why)  # its curve is all there is
-    if draft.lengths is not None:
-        least = config.fusion.least_threshold
-        threshold = sweep_threshold(draft.drawn.batches, instances, draft.costs, limits, least=least)
-        return _of_curve(threshold, threshold.explain())
-    why = "R_t is chosen by simulation once the first iteration has shown its lengths"
-    return _at(draft, limits, None, why)
+        return _of_curve(threshold, why)  # its curve was made from lengths that were known
+    least = config.fusion.least_threshold
+    threshold = sweep_threshold(draft.drawn.batches, instances, draft.costs, limits, least=least)
+    made = _of_curve(threshold, threshold.explain())
+    if draft.lengths.known:
+        return made
+    why = f"chosen once the first iteration has shown its lengths; at those assumed {made.why}"
+    return replace(made, threshold_samples=None, why=why)
 
 
 def _of_curve(threshold: Threshold, why: str) -> GenerationPrice:
@@ -160,11 +161,11 @@ def _of_curve(threshold: Threshold, why: str) -> GenerationPrice:
 def _at(
     draft: PlanDraft,
     limits: InstanceLimits,
-    samples: int | None,
+    samples: int,
     why: str,
     threshold: Threshold | None = None,
 ) -> GenerationPrice:
-    thresholds = (0, samples or 0)
+    thresholds = (0, samples)
     made = gen_infer_seconds(draft.drawn.batches, draft.batch.instances, draft.costs, limits, thresholds)
     serial, fused = (made[threshold] for threshold in thresholds)
     return GenerationPrice(samples, threshold, why, serial.total, fused.total, serial.generation, fused.generation)

@@ -14,25 +14,10 @@ from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.decisions.layouts import BatchArithmetic
 from rlhfuse.planning.memory import KEEPING_PART, MemoryBudget, readable_bytes
+from rlhfuse.planning.planned_lengths import PlannedLengths
 from rlhfuse.simulator.instances import InstanceLimits
-from rlhfuse.simulator.lengths import SampleLengths
 
 CHECKPOINT_BYTES = 12  # per parameter that trains: float32 weight and Adam's two moments
-
-
-def of_lengths(config: RunConfig, lengths: SampleLengths | None, draws: int) -> str:
-    """The lengths that times are for; `draws` batches of known ones are drawn and averaged."""
-    if lengths is None:
-        return (
-            f"no lengths are known yet: every sample counts {config.data.max_prompt_tokens} + "
-            f"{config.rollout.max_response_tokens} tokens, so times are upper bounds and show no tail to hide"
-        )
-    marks, limit = lengths.percentiles(), config.rollout.max_response_tokens
-    cut = sum(output > limit for output in lengths.output)
-    return (
-        f"times are means of {draws} batches drawn from {len(lengths)} past samples: output p50 {marks['p50']}, p99.9 "
-        f"{marks['p999']}, max {marks['max']}; {cut} of them are cut to this run's {limit}"
-    )
 
 
 def of_choices(
@@ -97,18 +82,15 @@ def of_reward(config: RunConfig, costs: CostModel) -> tuple[str, ...]:
     return ("what a call of reward.function takes is unknown: it counts nothing until the run has measured it",)
 
 
-def threshold_hints(config: RunConfig, chosen: int | None, lengths: SampleLengths | None) -> tuple[str, ...]:
+def threshold_hints(config: RunConfig, chosen: int | None, lengths: PlannedLengths) -> tuple[str, ...]:
     """Hints on making R_t known, or on what the run makes of a predicted one."""
     if chosen is None:
         return (
-            "until then iterations are serial; with --lengths FILE[:COLUMN] of past responses tools/plan.py predicts "
-            "it, and with fusion.threshold_file (tools/calibrate_threshold.py) the run begins with it",
+            "until then iterations are serial; with parallel.lengths=FILE[:COLUMN] of past responses, or with "
+            "fusion.threshold_file (tools/calibrate_threshold.py), the run begins fused",
         )
-    if lengths is not None and config.threshold() is None and not config.fusion.threshold_file and chosen:
-        return (
-            "a prediction: the run chooses from its own lengths and costs, from its second iteration on; to begin with "
-            "a known one set fusion.threshold_file (tools/calibrate_threshold.py)",
-        )
+    if lengths.known and config.threshold() is None and not config.fusion.threshold_file and chosen:
+        return ("the run begins with it where parallel.lengths says so, and chooses from what it sees from then on",)
     return ()
 
 

@@ -50,6 +50,7 @@ class ScheduleSummary:
     makespan_seconds: float
     lower_bound_seconds: float
     serial_makespan_seconds: float
+    serial_idle: float  # part of the nodes' time in it
     peak_activation_bytes: float
     alternates: bool = True  # every second model's pipelines run in the other direction
     others: tuple[OrderPromise, ...] = ()  # of orders that the run does not train in
@@ -65,7 +66,7 @@ class ScheduleSummary:
         )
         return (
             f"{self.makespan_seconds:.4g} s, lower bound {self.lower_bound_seconds:.4g} s: gap {self.gap:.2%}; all "
-            f"models one after the other, each 1F1B: {self.serial_makespan_seconds:.4g} s",
+            f"models one after the other, each 1F1B, idle {self.serial_idle:.0%}: {self.serial_makespan_seconds:.4g} s",
             f"activations up to {readable_bytes(self.peak_activation_bytes)} on the fullest rank",
             self.source,
             *((longer,) if self.gap > WORTH_SEARCHING else ()),
@@ -86,7 +87,8 @@ class PlanReport:
 
     `memory` holds where all samples are as long as they can become: micro-batches then have `microbatch_tokens`.
     `process_bytes` is what a rank's process takes of `memory_limit` beside it. `threshold_samples` is R_t, or None
-    where it is chosen from the lengths of the first iteration; `threshold` holds the curve it was read from, if any.
+    where it is chosen from the lengths of the first iteration; `threshold` holds the curve it was read from, if any,
+    or would be at the lengths that are assumed.
     `limits` and `move_cost` are the numbers from which every rank computes the same migration plan. `files` are what
     the run will write: names, and what each is.
     """

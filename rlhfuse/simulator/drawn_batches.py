@@ -16,7 +16,7 @@ from rlhfuse.costs.stage_cut import MicrobatchTokens
 from rlhfuse.decisions.balance import cut_minibatches, microbatch_sums
 from rlhfuse.simulator.lengths import SampleLengths
 
-DRAWS = 5  # batches drawn from past lengths and averaged
+DRAWS = 5  # batches drawn from lengths and averaged
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,10 @@ class DrawnBatches:
     even: bool = False
 
     @staticmethod
-    def of(config: RunConfig, planned: SampleLengths, known: bool) -> DrawnBatches:
-        """DRAWS batches of known lengths, or `planned` itself, one batch. `algorithm.minibatches` is a number."""
+    def of(config: RunConfig, lengths: SampleLengths) -> DrawnBatches:
+        """DRAWS batches of the lengths. `algorithm.minibatches` is a number."""
         minibatches, seed = int(config.algorithm.minibatches), config.trainer.seed
-        batches = planned.draw(config.samples_per_iteration, DRAWS, seed) if known else (planned,)
-        return DrawnBatches(batches, minibatches, seed)
+        return DrawnBatches(lengths.draw(config.samples_per_iteration, DRAWS, seed), minibatches, seed)
 
     def microbatch(self, pipelines: int, microbatches: int, depth: int) -> MicrobatchTokens:
         """The micro-batch of which `microbatches` take a pipeline of `depth` stages as long as the real ones take the

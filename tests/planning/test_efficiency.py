@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from four_ranks import planned, run
+from four_ranks import full, planned, run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import load_config
@@ -51,7 +51,7 @@ def example(name: str, sizes: dict[str, Path], *overrides: str) -> PlanDraft:
     paths = {role: getattr(given, role).path for role in given.roles()}
     found = {f"{role}.path={sizes[re.search(r'(70B|8B)', path).group()]}" for role, path in paths.items()}
     config = load_config(ROOT / "examples" / name, [*found, *overrides])
-    return draft_plan(config, read_specs(config), planned_world_size(config, None))
+    return draft_plan(config, read_specs(config), planned_world_size(config, None), full(config))
 
 
 def at_the_bound(draft: PlanDraft) -> Efficiency:

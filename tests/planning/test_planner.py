@@ -41,16 +41,17 @@ def problem_of(made):
 
 def test_a_plan_says_what_and_why():
     plan = planned(run()).report
-    assert plan.threshold_samples is None and plan.threshold is None
-    assert plan.seconds.gen_infer_fused == plan.seconds.gen_infer_serial  # no tail is known yet
+    assert plan.threshold_samples is None, "until lengths are known"
+    assert plan.threshold is not None and plan.threshold.threshold > 0
+    assert plan.seconds.gen_infer_fused == plan.threshold.fused_seconds < plan.seconds.gen_infer_serial
     assert plan.seconds.training_fused <= plan.seconds.training_serial  # as fast where cores are short
     assert plan.schedule.makespan_seconds < plan.schedule.serial_makespan_seconds
     assert plan.schedule.lower_bound_seconds <= plan.schedule.makespan_seconds
     text = plan.render()
-    for words in ("16 prompts x 4 copies = 64 samples", "actor_train", "d1t1p4", "upper bounds", "lower bound"):
+    for words in ("16 prompts x 4 copies = 64 samples", "actor_train", "d1t1p4", "lengths are assumed", "lower bound"):
         assert words in text
     longest = f"{4 * (128 + 256):,} tokens"
-    for words in (longest, "gap 0.00%", "--lengths FILE[:COLUMN]", "metrics.jsonl", "inference beyond it"):
+    for words in (longest, "gap 0.00%", "parallel.lengths=FILE[:COLUMN]", "metrics.jsonl", "inference beyond it"):
         assert words in text
     assert max(len(line) for line in text.splitlines()) < 200
 
@@ -62,7 +63,7 @@ def test_lengths_give_a_threshold():
     assert plan.seconds.gen_infer_fused <= plan.seconds.gen_infer_serial
     assert plan.seconds.gen_infer_fused == pytest.approx(plan.threshold.fused_seconds)
     assert 0 < plan.seconds.generation_fused < plan.seconds.gen_infer_fused
-    assert "drawn from 500 past samples" in plan.render() and "fusion.threshold_file" in plan.render()
+    assert "lengths are those of 500 samples of past runs" in plan.render()
 
 
 @pytest.mark.parametrize(

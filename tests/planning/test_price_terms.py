@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from four_ranks import on_slow_cores, run
+from four_ranks import full, on_slow_cores, run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
@@ -47,7 +47,7 @@ def drafted(
     }
     made = run(**{**defaults, **keys})
     world = ParallelLayout.parse(generation).size
-    return draft_plan(made, dict.fromkeys(("actor", "critic", "reference", "reward"), spec), world)
+    return draft_plan(made, dict.fromkeys(("actor", "critic", "reference", "reward"), spec), world, full(made))
 
 
 def on_cpu(train: str) -> PlanDraft:

@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from four_ranks import SPECS, on_slow_cores, planned, run
+from four_ranks import SPECS, full, on_slow_cores, planned, run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
@@ -31,7 +31,7 @@ def slow_cores(monkeypatch):
 
 
 def drafted(**keys):
-    return draft_plan(run(**keys), SPECS, 4)
+    return draft_plan(run(**keys), SPECS, 4, full(run(**keys)))
 
 
 def split_models(problem) -> set[str]:
@@ -81,10 +81,10 @@ def test_the_fewest_models_that_reach_the_least_bound_are_split(keys, expected):
 
 
 def test_the_plan_says_what_splitting_gains_and_what_it_holds():
-    plan = planned(run())
+    plan = planned(run(), lengths=full(run()))
     assert plan.schedule.problem.pipeline("actor").split and plan.report.schedule.makespan_seconds < 0.62
     whole = next(one for one in plan.report.schedule.others if one.setting == "fusion.split_backward=false")
-    off = planned(run(fusion__split_backward="false", fusion__search_seconds=2.0)).report.schedule
+    off = planned(run(fusion__split_backward="false", fusion__search_seconds=2.0), lengths=full(run())).report.schedule
     assert off.makespan_seconds <= whole.makespan_seconds * 1.0001
     assert plan.report.schedule.makespan_seconds < 0.95 * off.makespan_seconds
     assert plan.report.schedule.serial_makespan_seconds == off.serial_makespan_seconds  # of whole backwards
@@ -139,7 +139,7 @@ def test_a_cap_without_room_for_what_w_keeps_leaves_backwards_whole():
 def test_a_schedule_file_says_what_is_split(tmp_path):
     file, free = tmp_path / "schedule.json", drafted()
     save_schedule(file, greedy(replace(free.problem, memory_cap=None)))
-    plan = planned(run(fusion__schedule=str(file), fusion__actor_microbatches=4))
+    plan = planned(run(fusion__schedule=str(file), fusion__actor_microbatches=4), lengths=full(run()))
     assert split_models(plan.schedule.problem) == {"actor", "critic"} and str(file) in plan.report.render()
     save_schedule(file, greedy(replace(free.split.whole, memory_cap=None)))
     assert not split_models(drafted(fusion__schedule=str(file)).problem)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from four_ranks import SPECS, TINY, planned, run
+from four_ranks import SPECS, TINY, full, planned, run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
@@ -23,18 +23,18 @@ H100 = {"trainer__hardware": "h100"}
 
 def training(made, specs=WIDE) -> dict[str, tuple[int, ...]]:
     """Layers of each stage by the tasks, which the ranks and the fused shape must repeat."""
-    draft = draft_plan(made, specs, 4)
+    draft = draft_plan(made, specs, 4, full(made))
     layouts = {task.role: task.layout for task in draft.tasks if task.training}
     assert draft.ranks.shape.layouts == layouts
     return {role: tuple(map(len, layout.stage_layers(8))) for role, layout in layouts.items()}
 
 
 def test_the_stage_with_the_output_layer_has_fewer_layers():
-    plan = planned(run(**H100), WIDE)
+    plan = planned(run(**H100), WIDE, full(run(**H100)))
     cut = {task.role: task.layout.cut for task in plan.report.tasks if task.training}
     assert cut[Role.ACTOR][-1] == 1 and sum(cut[Role.ACTOR]) == 8  # the vocabulary is 4.6 layers' worth
     assert cut[Role.CRITIC] is None or cut[Role.CRITIC][0] < 4  # its embedding makes the first rank the fullest
-    received = parse_plan(draft_plan(run(**H100), WIDE, 4), plan.to_text())
+    received = parse_plan(draft_plan(run(**H100), WIDE, 4, full(run(**H100))), plan.to_text())
     assert received == plan and PlanReport.from_dict(plan.report.to_dict()) == plan.report
     actor = next(balance for balance in plan.report.stages if balance.model == Role.ACTOR)
     pipeline = plan.schedule.problem.pipeline("actor")

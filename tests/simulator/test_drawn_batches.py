@@ -14,6 +14,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.balance import cut_microbatches, cut_minibatches
 from rlhfuse.planning.draft import draft_plan
+from rlhfuse.planning.planned_lengths import assumed_lengths
 from rlhfuse.planning.planner import make_plan
 from rlhfuse.planning.training_problem import equal_microbatch, longest_microbatch, training_problem
 from rlhfuse.schedule.bounds.bounds import latency_bound
@@ -94,7 +95,7 @@ def test_batches_that_cannot_be_cut_are_refused():
 def test_a_draft_prices_and_predicts_the_same_batches():
     made, unknown = (draft_plan(run(fusion__split_backward="false"), SPECS, 4, lengths) for lengths in (TAIL, None))
     assert made.drawn.batches == TAIL.clip(128, 256).draw(64, DRAWS, made.config.trainer.seed)
-    assert unknown.drawn.batches == (unknown.planned_lengths,) == (SampleLengths((128,) * 64, (256,) * 64),)
+    assert unknown.drawn.batches == assumed_lengths(128, 256).draw(64, DRAWS, unknown.config.trainer.seed)
     for share in made.ranks.shape.shares:
         micro = equal_microbatch(made.drawn, made.batch, share)
         count = made.batch.microbatches_of[share.model]

@@ -85,7 +85,8 @@ def test_bad_input_exits_2_and_leaves_no_file(run_yaml, lengths_csv, tmp_path, t
         (("--plot", "curve.bmp"), "--plot curve.bmp"),
         (("--plot", str(tmp_path / "none/curve.png")), "does not exist"),
         (("fusion.threshold=65",), "fusion.threshold=65 > 64 samples of one iteration"),
-        (("parallel=auto",), "parallel.generation=auto: R_t is simulated for layouts that are known"),
+        (("--world-size", "0"), "--world-size 0"),
+        (("parallel=auto",), "parallel.actor_train=auto: the number of ranks is not known; start under torchrun"),
     ):
         assert message in refused(tool, capsys, *base, *args)
         assert not out.exists() and not list(tmp_path.glob("*.tmp"))
@@ -93,6 +94,23 @@ def test_bad_input_exits_2_and_leaves_no_file(run_yaml, lengths_csv, tmp_path, t
     assert "exists" in refused(tool, capsys, *base) and out.read_text() == "mine"
     assert program(*base, "--force").returncode == 0 and json.loads(out.read_text())
     assert program(*base, "--hardware", "abacus", "--force").returncode == 2
+
+
+def test_layouts_that_are_auto_are_those_that_the_run_would_choose(run_yaml, lengths_csv, tmp_path, tool, capsys):
+    found, given = tmp_path / "found.json", tmp_path / "given.json"
+
+    def calibrated(*args: str) -> str:
+        with pytest.raises(SystemExit) as ended, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["calibrate", "--config", run_yaml, "--lengths", lengths_csv, *args])
+            run_program(tool.main)
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    out = calibrated("--out", str(found), "parallel=auto", "--world-size", "4")
+    chosen = next(line for line in out.splitlines() if line.startswith("layouts of the search: "))
+    layouts = [f"parallel.{word}" for word in chosen.split(": ")[1].split() if not word.startswith("actor_micro")]
+    calibrated("--out", str(given), *layouts)
+    assert json.loads(found.read_text()) == json.loads(given.read_text())
 
 
 @pytest.mark.parametrize(

@@ -63,10 +63,10 @@ def test_layouts_that_are_auto_are_searched_and_told(run_yaml, tmp_path):
     assert f"generation={layouts['generation']} " in chosen and f"actor_train={layouts['actor_train']} " in chosen
     assert f"actor_microbatches={plan['batch']['actor_microbatches']}" in chosen
     assert not any("actor_microbatches = " in reason for reason in plan["reasons"]), "not by the rule"
-    assert "lengths of the search: assumed" in done.stderr
+    assert any(reason.startswith("lengths are assumed: responses lognormal") for reason in plan["reasons"])
     (tmp_path / "past.csv").write_text("output_tokens\n3\n40\n")
     done = program(*words, "--lengths", f"{tmp_path}/past.csv")
-    assert f"2 samples of parallel.lengths={tmp_path}/past.csv" in done.stderr
+    assert f"2 samples of parallel.lengths={tmp_path}/past.csv" in done.stdout
 
 
 @pytest.mark.parametrize(

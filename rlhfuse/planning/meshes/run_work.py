@@ -36,7 +36,7 @@ class RunWork:
     def of(draft: PlanDraft) -> RunWork:
         """Of a run that has a plan, with a cache as large as memory allows unless the run asks for another."""
         blocks, cut = draft.asked.rollout.kv_blocks_per_instance, draft.asked.parallel.sequence_parallel
-        config, planned = draft.config.with_(rollout={"kv_blocks_per_instance": blocks}), draft.planned_lengths
+        config, planned = draft.config.with_(rollout={"kv_blocks_per_instance": blocks}), draft.lengths.samples
         responses = sum(planned.output) / (sum(planned.prompt) + sum(planned.output))
         cuts = (False, True) if cut == AUTO else (bool(cut),)
         return RunWork(config, draft.specs, draft.drawn, responses, draft.cores, cuts)

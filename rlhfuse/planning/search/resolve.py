@@ -18,8 +18,7 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import check_given_layouts, check_layouts, inference_layout
-from rlhfuse.planning.search.assumed_lengths import search_lengths
-from rlhfuse.planning.search.search import Found, search_tables
+from rlhfuse.planning.search.search import TOP, Found, Ranking
 from rlhfuse.planning.search.setting import Setting
 from rlhfuse.planning.search.table import Table
 from rlhfuse.schedule.io import load_schedule
@@ -64,18 +63,16 @@ def resolve_layouts(
             return _as_stored(asked, specs, world_size, stored)
         except InputError as error:
             anew = (f"layouts that are auto are not those of {stored.where}: {error}",)
-    lengths, told = search_lengths(asked)
-    found = search_tables(asked, specs, world_size, lengths)
+    setting = Setting.of(asked, specs, world_size)
+    found = Ranking(setting).found(TOP)
     made = with_table(asked, found.best.table)
     why = str(found).splitlines()[0]
-    return Resolved(made, found, (*anew, f"layouts of the search: {_values(asked, made)}: {why}", told))
+    return Resolved(made, found, (*anew, f"layouts of the search: {_values(asked, made)}: {why}"))
 
 
-def open_setting(config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int) -> tuple[Setting, str]:
-    """What a search of the layouts that are auto goes by, and a line on its lengths. Raises InputError as above."""
-    asked = _open_layouts(config, specs, world_size)
-    lengths, told = search_lengths(asked)
-    return Setting.of(asked, specs, world_size, lengths), told
+def open_setting(config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int) -> Setting:
+    """What a search of the layouts that are auto goes by. Raises InputError as above."""
+    return Setting.of(_open_layouts(config, specs, world_size), specs, world_size)
 
 
 def with_table(config: RunConfig, table: Table) -> RunConfig:

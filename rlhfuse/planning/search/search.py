@@ -87,8 +87,8 @@ class Found:
         tables = f"{self.training_rows:,} training tables x {self.generation_rows} of generation"
         proof = "no other table fits" if self.bound == inf else f"all others have a bound of {self.bound:.4g} s or more"
         return (
-            f"predicted {self.best.seconds:.4g} s an iteration, the fastest of {tables} on {self.world_size} "
-            f"{self.hardware}\n{self.priced} priced exactly, {self.drafted} drafted; {proof}"
+            f"the fastest, by predicted seconds, of {tables} on {self.world_size} {self.hardware}\n"
+            f"{self.priced} priced exactly, {self.drafted} drafted; {proof}"
         )
 
 

@@ -72,7 +72,7 @@ class Setting:
         config: RunConfig,
         specs: Mapping[Role, ModelSpec],
         world_size: int,
-        lengths: SampleLengths | None,
+        lengths: SampleLengths | None = None,
         given: Given | None = None,
     ) -> Setting:
         """`given`: in place of what `config` gives. Raises InputError for costs that hold for one table alone."""
@@ -127,7 +127,7 @@ class Setting:
     def limits(self, table: Table, costs: CostModel) -> InstanceLimits:
         """With room for all samples of an instance."""
         batch = batch_of(self.config, table.generation, table.actor_train, table.critic_train, table.microbatches)
-        context = self.inputs.planned.median_context
+        context = self.inputs.lengths.samples.median_context
         return instance_limits(self.config, self.specs[Role.ACTOR], batch.instances, costs, context)
 
     def generation_bytes(self, table: Table, limits: InstanceLimits) -> GenerationBytes:

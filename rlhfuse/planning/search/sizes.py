@@ -69,8 +69,8 @@ def render_sizes(sizes: Sequence[Size]) -> str:
 def _searched(config: RunConfig, specs: Mapping[Role, ModelSpec], world_size: int) -> Size:
     samples = config.samples_per_iteration
     try:
-        setting, _ = open_setting(config, specs, world_size)
-        return Size(world_size, samples, Ranking(setting).found(1).best)
+        ranking = Ranking(open_setting(config, specs, world_size))
+        return Size(world_size, samples, ranking.found(1).best)
     except InputError as error:
         return Size(world_size, samples, None, str(error))
 

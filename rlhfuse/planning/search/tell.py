@@ -77,7 +77,7 @@ class SearchAnswer:
         }
 
 
-def answer_of(ranking: Ranking, lengths: str, top: int = TOP, thorough: bool = False) -> SearchAnswer:
+def answer_of(ranking: Ranking, top: int = TOP, thorough: bool = False) -> SearchAnswer:
     """`thorough`: with what takes searches of its own, and with wrong constants. Raises InputError where nothing
     fits."""
     found, setting = ranking.found(top), ranking.setting
@@ -87,7 +87,7 @@ def answer_of(ranking: Ranking, lengths: str, top: int = TOP, thorough: bool = F
         again = tuple(row for row, _ in islice(ranking.ranked(), TABLES))
         swings = tuple(sensitivity(setting, again))
     rows = (*ranking.priced, *(wish.row for wish in wishes if wish.row))
-    return SearchAnswer(found, lengths, wishes, rows, swings, doubts_of(ranking, found))
+    return SearchAnswer(found, setting.inputs.lengths.told, wishes, rows, swings, doubts_of(ranking, found))
 
 
 def overrides(row: Row) -> list[str]:

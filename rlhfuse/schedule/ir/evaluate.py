@@ -33,6 +33,12 @@ class Timeline:
         return max(self.node_peak_memory)
 
 
+def idle_share(timeline: Timeline, makespan: Number) -> float:
+    """Part of the nodes' time that is idle where the timeline's tasks take `makespan`."""
+    busy = sum(sum(ends) - sum(starts) for starts, ends in zip(timeline.starts, timeline.ends))
+    return 1 - busy / (len(timeline.starts) * makespan)
+
+
 def evaluate(schedule: Schedule) -> Timeline:
     """Time and memory of a schedule. Raises ScheduleError naming the cycle when it can never finish."""
     graph = build_graph(schedule.problem)

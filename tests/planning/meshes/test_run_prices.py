@@ -4,7 +4,7 @@ from dataclasses import replace
 from statistics import median
 
 import pytest
-from four_ranks import run
+from four_ranks import full, run
 
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs.hardware import hardware_by_name
@@ -35,7 +35,8 @@ def drafted(ranks=4, **keys):
         "rollout__prompts_per_iteration": 64,
         **layouts,
     }
-    return draft_plan(run(**{**defaults, **keys}), SPECS, ranks)
+    made = run(**{**defaults, **keys})
+    return draft_plan(made, SPECS, ranks, full(made))
 
 
 def trainings(work, hardware: HardwareSpec = H100, ranks=4):

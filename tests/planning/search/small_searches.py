@@ -28,7 +28,7 @@ def everything(**keys):
 
 
 def setting(world_size: int = 2, specs=SPECS, **keys) -> Setting:
-    return open_setting(everything(**keys), specs, world_size)[0]
+    return open_setting(everything(**keys), specs, world_size)
 
 
 def all_rows(made: Setting) -> list[Row]:

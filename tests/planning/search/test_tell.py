@@ -36,7 +36,7 @@ def ranking() -> Ranking:
 
 @pytest.fixture(scope="module")
 def answer(ranking):
-    return answer_of(ranking, "lengths of the search: assumed", top=4)
+    return answer_of(ranking, top=4)
 
 
 def test_the_table_has_a_line_for_each_of_the_best(answer):
@@ -92,7 +92,7 @@ def test_wishes_are_told_with_what_they_cost_and_why(answer):
 
 def test_the_whole_is_told_in_order(answer):
     text = answer.render()
-    marks = ["searched ", "lengths of", "refused:", "priced exactly", "seconds  gen+inf", "if you insist"]
+    marks = ["searched ", "lengths are assumed", "refused:", "priced exactly", "seconds  gen+inf", "if you insist"]
     marks += ["memory against"]
     places = [text.index(mark) for mark in [*marks, "sure of it?", "best and second differ", "tools/try_plans.py"]]
     assert places == sorted(places)

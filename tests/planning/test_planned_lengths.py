@@ -1,4 +1,4 @@
-"""Lengths that layouts are searched for: what is assumed has the shape that is said, what is named is read."""
+"""Lengths that plans and searches are for: what is assumed has the shape that is said, what is named is read."""
 
 import json
 import math
@@ -8,7 +8,7 @@ import pytest
 from four_ranks import config
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.planning.search.assumed_lengths import QUANTILES, assumed_lengths, search_lengths
+from rlhfuse.planning.planned_lengths import QUANTILES, PlannedLengths, assumed_lengths
 
 
 @pytest.mark.parametrize("response", [200, 1024, 30000])
@@ -37,20 +37,21 @@ def test_named_lengths_are_read_and_cut_to_the_run(tmp_path):
     file = tmp_path / "past.jsonl"
     file.write_text("".join(json.dumps({"response_length": n, "other": 3}) + "\n" for n in (5, 50, 5000)))
     made = config(parallel__lengths=str(file))
-    lengths, told = search_lengths(made)
+    planned = PlannedLengths.of(made)
+    lengths = planned.samples
     assert lengths.output == (5, 50, made.rollout.max_response_tokens) and lengths.prompt == (128,) * 3
-    assert f"3 samples of parallel.lengths={file}" in told and "; 1 cut to this run's 256" in told
-    assert set(search_lengths(config(parallel__lengths=f"{file}:other"))[0].output) == {3}
+    assert f"3 samples of parallel.lengths={file}" in planned.told and "; 1 cut to this run's 256" in planned.told
+    assert set(PlannedLengths.of(config(parallel__lengths=f"{file}:other")).samples.output) == {3}
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"lengths/output": [7, 8], "lengths/prompt": [1, 2]}) + "\n")
-    assert search_lengths(config(parallel__lengths=str(tmp_path)))[0].output == (7, 8)
+    assert PlannedLengths.of(config(parallel__lengths=str(tmp_path))).samples.output == (7, 8)
 
 
 def test_what_is_assumed_is_said():
-    lengths, told = search_lengths(config())
-    assert lengths == assumed_lengths(128, 256)
-    assert told.startswith("lengths of the search: assumed, lognormal with median 26 and p99.9 256 tokens;")
+    planned = PlannedLengths.of(config())
+    assert planned.samples == assumed_lengths(128, 256) and not planned.known
+    assert planned.told.startswith("lengths are assumed: responses lognormal with median 26 and p99.9 256 tokens,")
 
 
 def test_lengths_that_cannot_be_read_are_refused_by_their_key(tmp_path):
     with pytest.raises(InputError, match="parallel.lengths=/nowhere.csv: lengths file /nowhere.csv does not exist"):
-        search_lengths(config(parallel__lengths="/nowhere.csv"))
+        PlannedLengths.of(config(parallel__lengths="/nowhere.csv"))

@@ -1,0 +1,70 @@
+"""Lengths that plans and searches are for: of past samples, or assumed, with a long tail, where none are named.
+
+Samples that are all as long as they can become would show no tail to hide, and give decoding too many tensor ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp, log
+from statistics import NormalDist
+
+import numpy as np
+
+from rlhfuse.base.errors import InputError
+from rlhfuse.config.settings import RunConfig
+from rlhfuse.simulator.lengths import SampleLengths, load_lengths
+
+QUANTILES = 1000
+LAST = 0.9995  # instead of 1, which would be without end; it is cut to the longest response
+MEDIAN_SHARE = 0.1  # of the longest response
+
+
+@dataclass(frozen=True)
+class PlannedLengths:
+    """`samples`, cut to the run's longest; `known`: of past samples, not assumed; `told`: a line on what they are."""
+
+    samples: SampleLengths
+    known: bool
+    told: str
+
+    @staticmethod
+    def of(config: RunConfig) -> PlannedLengths:
+        """What `parallel.lengths` names, else the assumption, in which every prompt is as long as it may be.
+
+        data.max_prompt_tokens is a number. Raises InputError naming the file.
+        """
+        prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+        if source := config.parallel.lengths:
+            try:
+                seen = load_lengths(source, default_prompt=prompt).lengths
+            except InputError as error:
+                raise InputError(f"parallel.lengths={source}: {error}") from None
+            return PlannedLengths.seen(config, seen, f"parallel.lengths={source}")
+        samples = assumed_lengths(prompt, response)
+        marks = samples.percentiles()
+        told = (
+            f"lengths are assumed: responses lognormal with median {marks['p50']} and p99.9 {marks['p999']} tokens, "
+            f"prompts of {prompt}; parallel.lengths names past ones"
+        )
+        return PlannedLengths(samples, False, told)
+
+    @staticmethod
+    def seen(config: RunConfig, seen: SampleLengths, where: str) -> PlannedLengths:
+        """Past samples, which people know as `where`."""
+        response = config.rollout.max_response_tokens
+        samples = seen.clip(config.data.max_prompt_tokens, response)
+        marks = samples.percentiles()
+        told = f"output p50 {marks['p50']}, p99.9 {marks['p999']}; {samples.clipped} cut to this run's {response}"
+        return PlannedLengths(samples, True, f"lengths are those of {len(samples)} samples of {where}, {told}")
+
+
+def assumed_lengths(prompt: int, response: int) -> SampleLengths:
+    """Quantiles of a lognormal whose p99.9 is `response` tokens and whose median a tenth of it, in a fixed order."""
+    median = max(1.0, MEDIAN_SHARE * response)
+    normal = NormalDist()
+    spread = log(response / median) / normal.inv_cdf(0.999)
+    at = (min(number / QUANTILES, LAST) for number in range(1, QUANTILES + 1))
+    output = [min(response, max(1, round(median * exp(spread * normal.inv_cdf(share))))) for share in at]
+    order = np.random.default_rng(0).permutation(QUANTILES)  # ranks that take samples in turn get no sorted ones
+    return SampleLengths((prompt,) * QUANTILES, tuple(output[i] for i in order))
