@@ -101,6 +101,7 @@ def _report(draft: PlanDraft, schedule: Schedule, source: str) -> PlanReport:
         threshold_reasons=(generation.why, *hints, reasons.of_limits(config, limits)),
         reasons=(
             *reasons.of_choices(draft.asked, config, draft.specs, batch),
+            *reasons.of_learning_rates(config, draft.specs),
             reasons.of_ends(config, draft.specs[Role.ACTOR]),
             f"{draft.lengths.told}; times are means of {len(draft.drawn.batches)} batches drawn from them",
             reasons.of_costs(config, draft.hardware, draft.costs, draft.costs_name),

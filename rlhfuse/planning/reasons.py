@@ -17,6 +17,7 @@ from rlhfuse.planning.memory import KEEPING_PART, MemoryBudget, readable_bytes
 from rlhfuse.planning.planned_lengths import PlannedLengths
 from rlhfuse.simulator.instances import InstanceLimits
 
+SMALL_WEIGHTS = 100_000_000  # below this the default learning rate shows nothing for hundreds of iterations
 CHECKPOINT_BYTES = 12  # per parameter that trains: float32 weight and Adam's two moments
 
 
@@ -96,11 +97,22 @@ def threshold_hints(config: RunConfig, chosen: int | None, lengths: PlannedLengt
 
 def of_limits(config: RunConfig, limits: InstanceLimits) -> str:
     """Bounds of the samples that go on decoding on one instance."""
-    source = "fusion.bs_max" if config.fusion.bs_max else "decode steps within 10% of batch 1"
+    source = "fusion.bs_max" if config.fusion.bs_max else "a decode step is within 10% of one sample's"
     return (
-        f"BS_max = {limits.bs_max} ({source}); KV of one sample at most M = "
-        f"{readable_bytes(limits.sample_kv_bytes)}, of an instance C = {readable_bytes(limits.kv_capacity_bytes)}"
+        f"an instance keeps at most BS_max = {limits.bs_max} samples then ({source}), and what its KV cache holds: one "
+        f"takes up to M = {readable_bytes(limits.sample_kv_bytes)} of C = {readable_bytes(limits.kv_capacity_bytes)}"
     )
+
+
+def of_learning_rates(config: RunConfig, specs: Mapping[Role, ModelSpec]) -> Iterator[str]:
+    """A line for each small model that trains at the default rate, which is one for billions of weights."""
+    for role in config.trained():
+        optim, weights = getattr(config, role).optim, specs[role].parameters(scalar_head=role.scalar_head)
+        if optim.lr == getattr(RunConfig(), role).optim.lr and optim.name != "sgd" and weights < SMALL_WEIGHTS:
+            yield (
+                f"{role}.optim.lr = {optim.lr:g} is the default, for billions of weights: one of {weights / 1e6:.3g} "
+                "million hardly moves at it; 1e-4 is usual for so few"
+            )
 
 
 def of_memory(memory: MemoryBudget, activations: Sequence[float]) -> str:

@@ -128,10 +128,14 @@ class PlanReport:
         """Inverse of `to_dict`. Raises InputError naming `where` and the field."""
         return from_json(PlanReport, raw, where, VERSION)
 
+    @property
+    def title(self) -> str:
+        return f"plan for {self.world_size} ranks of {self.hardware}, {self.dtype}"
+
     def render(self) -> str:
         """The plan as text for people."""
         blocks = (
-            (f"plan for {self.world_size} ranks of {self.hardware}, {self.dtype}", ()),
+            (self.title, ()),
             ("tasks", tuple(str(task) for task in self.tasks)),
             ("batch", (*self.batch.lines(), f"a micro-batch has up to {self.microbatch_tokens:,.0f} tokens")),
             ("memory per rank, at most: when all samples are as long as they can become", self._memory_lines()),

@@ -13,6 +13,7 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.base.json_values import to_json
 from rlhfuse.config.device_defaults import resolve_device
+from rlhfuse.config.spec import ModelSpec
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.costs.profiled import ProfiledCost, TrainingGrids, made_for
@@ -21,7 +22,7 @@ from rlhfuse.planning.draft import draft_plan, fitting_blocks, kv_blocks
 from rlhfuse.planning.machine import machine_bytes
 from rlhfuse.planning.memory import memory_limit, readable_bytes
 from rlhfuse.planning.planner import make_plan, parse_plan
-from rlhfuse.planning.reasons import output_files
+from rlhfuse.planning.reasons import of_learning_rates, output_files
 from rlhfuse.planning.run_plan import PlanReport, RunPlan
 from rlhfuse.planning.training_problem import TICK_SECONDS
 from rlhfuse.schedule.io import save_schedule
@@ -54,6 +55,15 @@ def test_a_plan_says_what_and_why():
     for words in (longest, "gap 0.00%", "parallel.lengths=FILE[:COLUMN]", "metrics.jsonl", "inference beyond it"):
         assert words in text
     assert max(len(line) for line in text.splitlines()) < 200
+
+
+def test_small_models_at_the_rate_of_large_ones_are_named():
+    said = [reason for reason in planned(run()).report.reasons if ".optim.lr" in reason]
+    assert [reason.split()[0] for reason in said] == ["actor.optim.lr", "critic.optim.lr"]
+    set_ = run(actor__optim={"lr": 1e-4}, critic__optim={"name": "sgd"})
+    assert not any(".optim.lr" in reason for reason in planned(set_).report.reasons)
+    large = ModelSpec("llama", 32, 1024, 8, 8, 128, 4096, 512, 512)
+    assert list(of_learning_rates(run(), dict.fromkeys(SPECS, large))) == []
 
 
 def test_lengths_give_a_threshold():

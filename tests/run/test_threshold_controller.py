@@ -68,7 +68,9 @@ def test_it_starts_from_the_profile_and_says_so(alone, tmp_path):
     assert (priced._costs.barrier_seconds(), priced._costs.release_seconds()) == (3e-3, 2e-3)
     analytic = control(run())
     assert analytic.limits.move_cost != priced.limits.move_cost
-    assert "costs measured over 1 iteration, against analytic costs: " in analytic.observe(0, *iteration(lengths))
+    said = analytic.observe(0, *iteration(lengths))
+    assert "costs measured over 1 iteration, against analytic costs: " in said
+    assert said.endswith("tools/plan.py --search fusion.profile=FILE finds better ones by"), "far from what was planned"
 
 
 def test_it_learns_what_the_reward_function_takes(alone):
