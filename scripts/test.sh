@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup.sh
-setup
+setup test
 marks="not slow"
 if [ "${1:-}" = --all ]; then
     marks=""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import time
@@ -25,6 +26,7 @@ warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # of
 
 from rich.console import Console
 
+from rlhfuse.base.cuda_environment import has_gpu
 from rlhfuse.base.errors import EXIT_BAD_INPUT, InputError, run_program
 from rlhfuse.base.files import write_bytes, write_json, write_text
 from rlhfuse.config.load import dump_config, load_config
@@ -46,9 +48,6 @@ from rlhfuse.planning.search.search import TOP, Ranking
 from rlhfuse.planning.search.sizes import render_sizes, sizes_of
 from rlhfuse.planning.search.tell import answer_of, overrides
 from rlhfuse.simulator.seconds import compile_kernel_apart
-
-NVIDIA_DRIVER = Path("/proc/driver/nvidia")
-
 
 SEARCH_OPTIONS = ("top", "best", "draw", "thorough", "world_sizes")
 SEARCHED = ("parallel=auto", "fusion.actor_microbatches=auto", "trainer.recompute=auto")
@@ -137,7 +136,7 @@ def refuse_together(args: argparse.Namespace) -> None:
 
 def prepared(config: RunConfig) -> tuple[RunConfig, RunConfig, dict[Role, ModelSpec], tuple[str, ...]]:
     """The run on its device, the same with a number of prompt tokens, its models, and notes on these."""
-    if NVIDIA_DRIVER.exists():
+    if has_gpu(os.environ):
         from rlhfuse.run.launch import with_device  # torch, which takes seconds, is asked only where there may be a GPU
 
         config = with_device(config, planned=True)

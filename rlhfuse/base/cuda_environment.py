@@ -1,9 +1,16 @@
-"""What CUDA and torch's allocator read from the environment when they start: set before anything imports torch."""
+"""What CUDA and torch's allocator read from the environment when they start: set before anything imports torch.
+
+And, without torch, whether this machine has an NVIDIA driver.
+"""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 
+NVIDIA_DRIVER = Path("/proc/driver/nvidia")  # there while the driver is loaded, whatever version it has
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+NO_DEVICES = ("", "-1", "NoDevFiles")  # values of it by which people and SLURM hide every GPU
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 LOADING = "CUDA_MODULE_LOADING"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the name of now and the one before
@@ -25,3 +32,8 @@ def set_cuda_environment(environ: MutableMapping[str, str]) -> list[str]:
     names = missing(environ)
     environ.update({name: WANTED[name] for name in names})
     return names
+
+
+def has_gpu(environ: Mapping[str, str]) -> bool:
+    """Whether there is an NVIDIA GPU here, usable or not, that `environ` does not hide."""
+    return NVIDIA_DRIVER.exists() and environ.get(VISIBLE) not in NO_DEVICES

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from rlhfuse.base.cuda_environment import QUEUES, set_cuda_environment
+from rlhfuse.base.cuda_environment import QUEUES, has_gpu, set_cuda_environment
 from rlhfuse.base.errors import InputError
 from rlhfuse.parallel.shared_gpu import SHARED_GPU
+
+INSTALLING = "docs/howto/install.md"
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,7 @@ def choose_device(wanted: str, local_rank: int, threads: int, share_gpu: bool = 
 
     With `share_gpu` all ranks get the one CUDA device there is, and a process group that `shared_gpu.register` names.
     """
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise InputError("trainer.device=cuda, but this machine has no CUDA device; use trainer.device=auto")
-    if wanted != "cpu" and torch.cuda.is_available():
+    if device_kind(wanted) == "cuda":
         count = torch.cuda.device_count()
         if share_gpu and count > 1:
             one = "set CUDA_VISIBLE_DEVICES to one of them, or trainer.share_gpu=false"
@@ -71,6 +71,24 @@ def choose_device(wanted: str, local_rank: int, threads: int, share_gpu: bool = 
         return Device(torch.device("cuda", index), SHARED_GPU if share_gpu else "nccl")
     torch.set_num_threads(threads)
     return Device(torch.device("cpu"), "gloo")
+
+
+def device_kind(wanted: str) -> str:
+    """ "cuda" or "cpu": what trainer.device is here; auto takes a GPU where there is one.
+
+    Raises InputError with torch's reason for a GPU that it cannot use: a model meant for GPUs would train on the CPU.
+    """
+    if wanted == "cpu" or not (torch.cuda.is_available() or wanted == "cuda" or has_gpu(os.environ)):
+        return "cpu"
+    if not torch.cuda.is_available():
+        try:
+            torch.cuda.init()  # is_available warns once a process, or not at all
+            reason = "it found no device"
+        except (RuntimeError, AssertionError) as error:  # an AssertionError from a build without CUDA
+            reason = " ".join(str(error).split()).rstrip(".")
+        mend = f"install a torch for this driver (TORCH_INDEX, see {INSTALLING}) or set trainer.device=cpu"
+        raise InputError(f"trainer.device={wanted}, but torch {torch.__version__} reaches no GPU: {reason}; {mend}")
+    return "cuda"
 
 
 def give_streams_queues() -> None:

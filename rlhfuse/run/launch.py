@@ -32,7 +32,7 @@ from rlhfuse.monitor.watchdog import Watchdog
 from rlhfuse.parallel import shared_gpu
 from rlhfuse.parallel.collectives import from_rank_0, raise_on_all_ranks
 from rlhfuse.parallel.connect import GroupUse, connect
-from rlhfuse.parallel.device import Device, allow_many_files, choose_device, local_rank
+from rlhfuse.parallel.device import Device, allow_many_files, choose_device, device_kind, local_rank
 from rlhfuse.parallel.groups import wait_for_workers
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.planner import make_plan, parse_plan
@@ -127,12 +127,12 @@ def with_device(config: RunConfig, planned: bool = False) -> RunConfig:
     follows from the device.
 
     Plan and run must be about the same device; what is only `planned` may be for GPUs that trainer.hardware names, on a
-    machine without.
+    machine without. Raises InputError where there is a GPU that torch cannot use.
     """
-    trainer, gpu = config.trainer, torch.cuda.is_available()
+    trainer = config.trainer
     if trainer.device == "auto":
-        trainer = trainer.with_(device="cuda" if gpu or (planned and is_for_gpus(trainer)) else "cpu")
-    if trainer.hardware == "auto" and trainer.device == "cuda" and gpu:
+        trainer = trainer.with_(device="cuda" if planned and is_for_gpus(trainer) else device_kind("auto"))
+    if trainer.hardware == "auto" and trainer.device == "cuda" and torch.cuda.is_available():
         trainer = trainer.with_(hardware=GPU_NAMES.get(torch.cuda.get_device_name()) or "auto")
     config = resolve_device(config.with_(trainer=trainer))
     check_config(config)
