@@ -55,7 +55,6 @@ find_environment() {
 
 install() { # quiet; tried twice, for networks fail; the end of pip's output is shown when both fail
     local log="$there/rlhfuse-install.log"
-    # without --no-compile pip would compile every module of every package, of which a tenth is ever imported
     "$python" -m pip install --no-compile "$@" >"$log" 2>&1 && return
     say "pip failed: once more"
     sleep 5
@@ -89,6 +88,9 @@ install_all() {
     if [ "$2" = test ] && ! "$python" -c 'import triton' 2>/dev/null; then
         install "$TRITON" || return
     fi
+    # pip would compile to bytecode on one core; what a package holds beside modules may not compile at all
+    "$python" -c 'import compileall, sysconfig as s; compileall.compile_dir(s.get_path("purelib"), quiet=2, workers=0)' \
+        >>"$there/rlhfuse-install.log" 2>&1 || true
 }
 
 # `setup`, or `setup test` with what the tests need beside.

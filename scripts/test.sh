@@ -12,7 +12,7 @@ if [ "${1:-}" = --all ]; then
     marks=""
     shift
 fi
-export HF_HUB_OFFLINE=1 WANDB_MODE=offline # no test needs the network
+export HF_HUB_OFFLINE=1 WANDB_MODE=offline # no ordinary test needs the network
 say "ruff, basedpyright"
 ruff check --quiet .
 ruff format --quiet --check . || {

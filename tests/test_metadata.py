@@ -1,30 +1,64 @@
-"""What the built package says of itself."""
+"""The built package: what it says of itself, that it resolves beside each torch, and that it works where it is alone.
+
+`wheels/` holds the metadata of public wheels as far as it is about dependencies.
+"""
 
 import configparser
+import json
+import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 from email import message_from_string
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
-BUILD = "from setuptools import build_meta; print(build_meta.prepare_metadata_for_build_wheel('.'))"
+WHEELS = Path(__file__).with_name("wheels")
+TORCH = [file.stem for file in sorted(WHEELS.glob("torch-*.txt"))]
+PROGRAMS = ("train", "plan", "search", "calibrate", "report", "check", "compare")
+BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, 'build_' + sys.argv[1])(sys.argv[2])"
+NO_CONFIG = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")} | {
+    "PIP_CONFIG_FILE": os.devnull  # the machine's indexes and constraints are not what is looked at
+}
+
+
+def build(kind: str, source: Path, out: Path) -> Path:
+    """The sdist or wheel of the project in `source`, as pip would build it."""
+    out.mkdir()
+    subprocess.run([sys.executable, "-c", BUILD, kind, str(out)], cwd=source, check=True, capture_output=True)
+    return next(out.iterdir())
 
 
 @pytest.fixture(scope="module")
-def metadata(tmp_path_factory):
-    """METADATA as pip would build it from pyproject.toml and setup.cfg, in a folder with nothing else."""
+def wheel(tmp_path_factory):
+    """The project's wheel, built from its sdist."""
     folder = tmp_path_factory.mktemp("build")
-    for name in ("pyproject.toml", "setup.cfg", "README.md"):
-        shutil.copy(ROOT / name, folder)
-    shutil.copytree(ROOT / "rlhfuse", folder / "rlhfuse", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "tools", folder / "tools", ignore=shutil.ignore_patterns("__pycache__"))
-    built = subprocess.run([sys.executable, "-c", BUILD], cwd=folder, check=True, capture_output=True, text=True)
-    made = folder / built.stdout.split()[-1]
-    entries = (made / "entry_points.txt").read_text() if (made / "entry_points.txt").exists() else ""
-    return message_from_string((made / "METADATA").read_text()), entries
+    (folder / "checkout").mkdir()
+    for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / "checkout")
+    for name in ("rlhfuse", "tools", "examples"):
+        shutil.copytree(ROOT / name, folder / "checkout" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    with tarfile.open(build("sdist", folder / "checkout", folder / "sdist")) as sdist:
+        sdist.extractall(folder, filter="data")
+    return build("wheel", next(folder.glob("rlhfuse-*")), folder / "wheel")
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel):
+    """METADATA as text, and the entry points."""
+    with zipfile.ZipFile(wheel) as file:
+        texts = [
+            file.read(name).decode()
+            for end in ("METADATA", "entry_points.txt")
+            for name in file.namelist()
+            if name.endswith(f".dist-info/{end}")
+        ]
+    return texts
 
 
 @pytest.mark.parametrize(
@@ -34,35 +68,178 @@ def metadata(tmp_path_factory):
         ("megatron-core", None),
         ("transformers", None),
         ("numba", None),
+        ("pebble", None),
+        ("pydantic", None),
         ("mpi4py", "mpi"),
-        ("flash-attn", "gpu"),
+        ("flashinfer-python", "gpu"),
+        ("flash-attn", "flash-attn"),
         ("pytest", "test"),
     ],
 )
-def test_the_packages_that_the_project_is_built_on_are_declared(metadata, package, extra):
-    declared = [
-        line
-        for line in metadata[0].get_all("Requires-Dist")
-        if line.split(";")[0].split("=")[0].split(">")[0].strip() == package
-    ]
-    assert len(declared) == 1
-    marker = declared[0].partition(";")[2].replace('"', "'").strip()
-    assert marker == (f"extra == '{extra}'" if extra else "")
+def test_the_packages_that_the_project_is_built_on_are_declared_once(metadata, package, extra):
+    declared = [Requirement(line) for line in message_from_string(metadata[0]).get_all("Requires-Dist")]
+    markers = [str(found.marker or "").replace('"', "'") for found in declared if found.name == package]
+    assert markers == [f"extra == '{extra}'" if extra else ""]
 
 
-def test_every_package_is_installed_and_nothing_else():
+def test_every_package_is_installed_and_nothing_else(wheel):
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
     declared = settings["options"]["packages"].split()
     there = [".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "rlhfuse").rglob("__init__.py")]
-    assert sorted(declared) == sorted([*there, "rlhfuse.tools"])
+    assert sorted(declared) == sorted([*there, "rlhfuse.tools", "rlhfuse.tools.gpu_checks", "rlhfuse.examples"])
+    with zipfile.ZipFile(wheel) as file:
+        built = set(file.namelist())
+    examples = subprocess.run(["git", "ls-files", "examples"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    files = [str(file.relative_to(ROOT)) for file in (ROOT / "rlhfuse").rglob("*.py")]
+    files += [f"rlhfuse/{file.relative_to(ROOT)}" for file in (ROOT / "tools").glob("*.py")]
+    assert {*files, *(f"rlhfuse/{name}" for name in examples)} <= built
 
 
 def test_installed_programs_are_tools(metadata):
     entries = configparser.ConfigParser()
     entries.read_string(metadata[1])
     programs = dict(entries["console_scripts"])
-    assert set(programs) == {f"rlhfuse-{name}" for name in ("train", "plan", "search", "calibrate", "report")}
-    for entry in programs.values():
-        module, _, function = entry.partition(":")
-        assert f"def {function}(" in (ROOT / f"{module.replace('rlhfuse.tools.', 'tools/')}.py").read_text()
+    assert set(programs) == {f"rlhfuse-{name}" for name in PROGRAMS}
+
+
+# Beside each torch
+
+
+def metadata_wheel(folder: Path, name: str, version: str, text: str = "") -> None:
+    """A wheel with nothing in it but its metadata."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as file:
+        info = f"{stem}.dist-info"
+        file.writestr(f"{info}/METADATA", text or f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+
+
+@pytest.fixture(scope="module")
+def index(metadata, tmp_path_factory):
+    """A folder of wheels: those of known metadata, and for whatever these name an empty one of each version named."""
+    folder = tmp_path_factory.mktemp("index")
+    known = [metadata[0], *(file.read_text() for file in WHEELS.glob("*.txt"))]
+    named: dict[str, set[str]] = {}
+    for text in known:
+        for line in message_from_string(text).get_all("Requires-Dist"):
+            wanted = Requirement(line)
+            named.setdefault(wanted.name, {"0"}).update(spec.version for spec in wanted.specifier)
+    for text in known:
+        name, version = (str(message_from_string(text)[key]) for key in ("Name", "Version"))
+        named.pop(name, None)
+        metadata_wheel(folder, name, version, text)
+    for name, versions in named.items():
+        for version in versions:
+            metadata_wheel(folder, name, version)
+    return folder
+
+
+def resolve(index: Path, *wanted: str) -> dict[str, str]:
+    """What pip would install for `wanted`, name to version; raises CalledProcessError where nothing fits together."""
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-index", "--quiet"]
+    command += ["--only-binary", ":all:", "--find-links", str(index), "--report", "-", *wanted]
+    told = subprocess.run(command, env=NO_CONFIG, check=True, capture_output=True, text=True).stdout
+    found = [item["metadata"] for item in json.loads(told)["install"]]
+    return {item["name"]: item["version"] for item in found}
+
+
+@pytest.mark.parametrize("torch", TORCH)
+def test_the_project_resolves_with_every_extra_beside_each_public_torch(metadata, index, torch):
+    extras = message_from_string(metadata[0]).get_all("Provides-Extra")
+    assert {"gpu", "flash-attn", "mpi", "test"} <= set(extras)
+    pinned = f"{torch.replace('-', '==', 1)}"
+    found = resolve(index, f"rlhfuse[{','.join(extras)}]", pinned)
+    assert {
+        "megatron-core",
+        "pytest",
+        "flashinfer-python",
+        "flash-attn",
+    } <= found.keys() and f"torch-{found['torch']}" == torch
+    wants = [
+        Requirement(line)
+        for line in message_from_string((WHEELS / f"{torch}.txt").read_text()).get_all("Requires-Dist")
+    ]
+    assert all(
+        want.specifier.contains(found[want.name])
+        for want in wants
+        if not want.marker or want.marker.evaluate({"extra": ""})
+    )
+
+
+def test_each_supported_torch_is_looked_at_and_no_other_is_taken(metadata, index):
+    wanted = next(
+        Requirement(line)
+        for line in message_from_string(metadata[0]).get_all("Requires-Dist")
+        if line.startswith("torch")
+    )
+    assert [torch.split("-")[1][:4] for torch in TORCH] == ["2.11", "2.12", "2.13"]
+    assert [minor for minor in range(5, 20) if f"2.{minor}.0" in wanted.specifier] == [11, 12, 13]
+
+
+def test_a_pin_that_torchs_own_wheel_contradicts_is_told(index):
+    with pytest.raises(subprocess.CalledProcessError) as told:
+        resolve(index, "rlhfuse", "torch==2.13.0", "triton==3.6.0")
+    assert "torch==2.13.0 and triton==3.6.0 because these package versions have conflicting" in told.value.stderr
+
+
+# Alone, in an empty folder
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The wheel, installed beside the environment's libraries: an empty folder, the programs', and an environment."""
+    prefix, empty = tmp_path_factory.mktemp("prefix"), tmp_path_factory.mktemp("empty")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile"]
+    subprocess.run([*command, "--ignore-installed", "--prefix", str(prefix), str(wheel)], env=NO_CONFIG, check=True)
+    packages = next(prefix.glob("lib/*/site-packages"))
+    return empty, prefix / "bin", os.environ | {"PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1"}
+
+
+def test_every_installed_program_says_what_it_does(installed):
+    empty, programs, environment = installed
+    started = {
+        name: subprocess.Popen(
+            [str(programs / f"rlhfuse-{name}"), "--help"], cwd=empty, env=environment, stdout=-1, stderr=-2, text=True
+        )
+        for name in PROGRAMS
+    }
+    for name, process in started.items():
+        told = process.communicate()[0]
+        assert process.returncode == 0 and f"usage: rlhfuse-{name}" in told, told
+    assert list(empty.iterdir()) == []
+
+
+def test_the_quickstart_is_in_the_wheel(installed):
+    """As far as reading its settings; that it trains is a slow test."""
+    empty, programs, environment = installed
+    read = (
+        "from rlhfuse.config.load import load_config as load; print(load('examples/quickstart.yaml').model_dump_json())"
+    )
+    told = subprocess.run([sys.executable, "-c", read], cwd=empty, env=environment, capture_output=True, text=True)
+    config = json.loads(told.stdout)
+    for path in (config["actor"]["path"], config["critic"]["path"], *config["data"]["train_files"]):
+        assert Path(path).exists() and Path(path).is_relative_to(programs.parent), path
+    assert list(empty.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_quickstart_trains_from_the_wheel_alone(installed):
+    empty, _, environment = installed
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "-m", "rlhfuse.tools.train_ppo"]
+    command += ["--config", "examples/quickstart.yaml", "trainer.iterations=2", "trainer.output_dir=run"]
+    told = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    assert len((empty / "run" / "metrics.jsonl").read_text().splitlines()) == 2 and (empty / "run" / "export").is_dir()
+
+
+def test_no_folder_of_a_user_changes_how_imports_are_sorted(tmp_path):
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/sample.py").write_text(
+        "import pytest\nimport runs\n\nimport rlhfuse\n\nprint(pytest, runs, rlhfuse)\n"
+    )
+    (tmp_path / "runs").mkdir()  # as a first run makes it
+    (tmp_path / "runs/own.py").write_text("import  os")
+    told = subprocess.run([sys.executable, "-m", "ruff", "check", "."], cwd=tmp_path, capture_output=True, text=True)
+    assert told.returncode == 0, told.stdout

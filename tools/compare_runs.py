@@ -56,5 +56,10 @@ def difference_table(comparison: Comparison, show: int) -> Table:
     return table
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """The installed program."""
     run_program(main)
+
+
+if __name__ == "__main__":
+    run()

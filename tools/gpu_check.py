@@ -23,6 +23,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+if __package__:  # installed: rlhfuse is found without help, and gpu_checks lies beside this file
+    sys.path.insert(0, os.path.dirname(__file__))
+
 from gpu_checks import kit
 
 from rlhfuse.base.errors import InputError, run_program
@@ -30,7 +33,7 @@ from rlhfuse.base.errors import InputError, run_program
 if TYPE_CHECKING:
     from gpu_checks.isolation import Check, Result
 
-ROOT = Path(__file__).resolve().parents[1]
+TOOLS = Path(__file__).resolve().parent
 REHEARSAL = 8  # a CPU in the GPU's place is given so many times its seconds: the engine's kernels may be compiled
 
 
@@ -49,7 +52,8 @@ def main() -> int:
     )
     args = parser.parse_args()
     began = time.monotonic()
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")])
+    own = [TOOLS] if __package__ else [TOOLS.parent, TOOLS]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, own), os.environ.get("PYTHONPATH", "")])
     if args.prepare:
         return prepare(args.prepare, args.python)
     references = None
@@ -137,6 +141,11 @@ def run_checks(wanted: str, only: str, until: float, out: Path | None, reference
     return 0 if report["ok"] else 1
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """The installed program."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     run_program(main, tear_down=False)
+
+
+if __name__ == "__main__":
+    run()

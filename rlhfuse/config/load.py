@@ -7,6 +7,7 @@ InputError of one line that names the key, its value and what would do.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -23,6 +24,8 @@ from rlhfuse.config.rules import check_config
 from rlhfuse.config.settings import RunConfig, Settings
 from rlhfuse.config.values import AUTO, LARGEST, LARGEST_REAL, takes_auto
 
+PACKAGE = Path(__file__).resolve().parents[1]
+EXAMPLES = (PACKAGE, PACKAGE.parent)  # where examples/ lies when installed, and in a checkout
 BOUNDS = ("gt", "ge", "lt", "le")
 UNKNOWN = ("extra_forbidden", "invalid_key")
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Literal: "a text"}
@@ -36,17 +39,29 @@ LISTS = {str: ("a list of texts like [a.jsonl, b.jsonl]", "a text"), int: ("a li
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML file, apply `key=value` overrides, fill defaults, check ranges and combinations.
 
+    A file or a path in it that begins with examples/ and is not there is looked for in what is installed.
     Raises InputError naming the file or the argument, the key, and the nearest known key.
     """
-    sources = [_read(Path(path)), *map(_argument, overrides)]
+    sources = [_read(Path(_installed(str(path)))), *map(_argument, overrides)]
     try:
         merged = OmegaConf.merge(RunConfig().model_dump(mode="json"), *sources)
-        config = validate(OmegaConf.to_container(merged, resolve=True), str(path))
+        config = validate(_installed(OmegaConf.to_container(merged, resolve=True)), str(path))
     except OmegaConfBaseException as error:
         raise InputError(f"{path}: {getattr(error, 'full_key', '')}: {str(error).splitlines()[0]}") from None
     config = _fill_defaults(config)
     check_config(config)
     return config
+
+
+def _installed(value: Any) -> Any:
+    """`value`, or each text of it, with the project's own example for a path to one that is not in this folder."""
+    if isinstance(value, dict):
+        return {key: _installed(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_installed(part) for part in value]
+    if isinstance(value, str) and value.startswith("examples/") and not os.path.exists(value):
+        return next((str(root / value) for root in EXAMPLES if (root / value).exists()), value)
+    return value
 
 
 def dump_config(config: RunConfig) -> str:

@@ -1,11 +1,15 @@
 """The configuration: YAML and dotted overrides, defaults that follow other keys, refusals that help."""
 
+from pathlib import Path
+
 import pytest
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import dump_config, load_config
 from rlhfuse.config.rules import idle_settings
 from rlhfuse.config.settings import AlgorithmConfig
+
+ROOT = Path(__file__).resolve().parents[2]
 
 MINIMAL = "actor: {path: models/a}\nreward: {path: models/r}\ndata: {train_files: [p.jsonl]}\n"
 
@@ -288,3 +292,15 @@ def test_a_setting_without_effect_is_named(tmp_path, overrides, told):
     line = idle_settings(config)
     assert told in line and bool(line) == bool(told) and "\n" not in line
     assert idle_settings(load(tmp_path, dump_config(config))) == line
+
+
+def test_an_example_that_is_not_here_is_the_installed_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = load_config("examples/quickstart.yaml", ["trainer.output_dir=examples/mine"])
+    assert Path(found.actor.path).samefile(ROOT / "examples/tiny/actor") and found.actor.tokenizer == found.actor.path
+    assert Path(found.data.train_files[0]).samefile(ROOT / "examples/prompts/quickstart.jsonl")
+    assert found.trainer.output_dir == "examples/mine", "what is nowhere stays as it is"
+    (tmp_path / "examples/tiny/actor").mkdir(parents=True)
+    assert load_config("examples/quickstart.yaml").actor.path == "examples/tiny/actor", "one's own comes first"
+    with pytest.raises(InputError, match="config file examples/none.yaml does not exist"):
+        load_config("examples/none.yaml")
