@@ -123,9 +123,8 @@ def _torch_varlen_settings() -> tuple[Any, dict[str, Any]]:
     """torch's function, and how this version of it is told to be causal with fewer key heads than query heads."""
     from torch.nn.attention.varlen import varlen_attn
 
-    known = inspect.signature(varlen_attn).parameters
-    causal = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    return varlen_attn, causal | ({"enable_gqa": True} if "enable_gqa" in known else {})
+    shared = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}  # since 2.12
+    return varlen_attn, {"window_size": (-1, 0), **shared}
 
 
 def torch_varlen(q: Tensor, k: Tensor, v: Tensor, sequences: SequenceBorders) -> Tensor:
