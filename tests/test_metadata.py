@@ -86,11 +86,13 @@ def test_every_package_is_installed_and_nothing_else(wheel):
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
     declared = settings["options"]["packages"].split()
-    there = [".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "rlhfuse").rglob("__init__.py")]
-    assert sorted(declared) == sorted([*there, "rlhfuse.tools", "rlhfuse.tools.gpu_checks", "rlhfuse.examples"])
+    examples = subprocess.run(["git", "ls-files", "examples"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    there = {".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "rlhfuse").rglob("__init__.py")}
+    there |= {"rlhfuse.tools", "rlhfuse.tools.gpu_checks"}
+    there |= {".".join(("rlhfuse", *Path(name).parent.parts)) for name in examples}
+    assert sorted(declared) == sorted(there)
     with zipfile.ZipFile(wheel) as file:
         built = set(file.namelist())
-    examples = subprocess.run(["git", "ls-files", "examples"], cwd=ROOT, capture_output=True, text=True).stdout.split()
     files = [str(file.relative_to(ROOT)) for file in (ROOT / "rlhfuse").rglob("*.py")]
     files += [f"rlhfuse/{file.relative_to(ROOT)}" for file in (ROOT / "tools").glob("*.py")]
     assert {*files, *(f"rlhfuse/{name}" for name in examples)} <= built
