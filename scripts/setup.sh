@@ -25,7 +25,7 @@ python_fits() { "$1" -c 'import sys; sys.exit(not ((3, 10) <= sys.version_info[:
 
 find_python() {
     local candidate
-    for candidate in ${PYTHON:-} python3 python3.12 python3.11 python3.10 python3.13; do
+    for candidate in "${PYTHON:-python3}" python3 python3.12 python3.11 python3.10 python3.13; do
         if python_fits "$candidate"; then
             echo "$candidate"
             return
