@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhfuse.base.optional_package import import_obstacle
+
 BLOCKS = (16, 32, 64, 128)  # tokens of a block that XQA was written for
 HEAD_DIMS = (64, 128, 256)  # that its prefill for Hopper compiles for; with another the build fails in every process
 WORKSPACE = 128 << 20  # bytes, as flashinfer advises, for each of the two
@@ -38,15 +40,7 @@ def flashinfer_obstacle(
         return f"flashinfer's XQA needs compute capability 9, 10 or 12, not {major}.{minor}"
     # It must be there before the import, which starts CUDA on every device otherwise.
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", f"{major}.{minor}a")
-    try:
-        importlib.import_module("flashinfer")
-    except ModuleNotFoundError as error:
-        if error.name == "flashinfer":
-            return "flashinfer is not installed"
-        return f"flashinfer cannot be imported: {error}"
-    except Exception as error:  # whatever a broken installation raises
-        return f"flashinfer cannot be imported: {error}"
-    return None
+    return import_obstacle("flashinfer", "flashinfer") or None
 
 
 class FlashInferAttention:
