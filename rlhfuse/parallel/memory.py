@@ -25,8 +25,8 @@ def status_bytes(line: str) -> int:
 
 
 def process_line(device: Device, planned_bytes: int) -> str:
-    """What of a GPU is neither free nor torch's, for the log, beside the plan's; '' on a CPU."""
-    if not device.is_cuda:
+    """What of a rank's GPU is neither free nor torch's, for the log, beside the plan's; '' where it has none alone."""
+    if device.backend != "nccl":
         return ""
     free, total = torch.cuda.mem_get_info(device.torch_device)
     held = total - free - torch.cuda.memory_reserved(device.torch_device)
