@@ -1,4 +1,4 @@
-"""What CUDA and torch's allocator read from the environment when they start: set before anything imports torch.
+"""What CUDA, NCCL and torch's allocator read from the environment at their start: set before anything imports torch.
 
 And, without torch, whether this machine has an NVIDIA driver.
 """
@@ -14,11 +14,13 @@ NO_DEVICES = ("", "-1", "NoDevFiles")  # values of it by which people and SLURM 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 LOADING = "CUDA_MODULE_LOADING"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the name of now and the one before
+REGISTER = "NCCL_GRAPH_REGISTER"
 
 # A transfer that waits for another rank occupies its stream. Streams that share a hardware queue could then wait for
 # each other; a kernel loaded at its first launch waits for the whole device; so does the allocator when it gives
-# memory back because no free piece is large enough, which pieces that grow in place make rare.
-WANTED = {QUEUES: "32", LOADING: "EAGER", ALLOCATOR[0]: "expandable_segments:True"}
+# memory back because no free piece is large enough, which pieces that grow in place make rare. In such pieces NCCL must
+# not register the buffers of calls that a CUDA graph holds, as it does unless told: a replay would read elsewhere.
+WANTED = {QUEUES: "32", LOADING: "EAGER", ALLOCATOR[0]: "expandable_segments:True", REGISTER: "0"}
 
 
 def missing(environ: MutableMapping[str, str]) -> list[str]:
@@ -37,3 +39,13 @@ def set_cuda_environment(environ: MutableMapping[str, str]) -> list[str]:
 def has_gpu(environ: Mapping[str, str]) -> bool:
     """Whether there is an NVIDIA GPU here, usable or not, that `environ` does not hide."""
     return NVIDIA_DRIVER.exists() and environ.get(VISIBLE) not in NO_DEVICES
+
+
+def recording_obstacle(environ: Mapping[str, str]) -> str:
+    """Why a CUDA graph cannot hold NCCL's calls: replays would access memory that is not theirs; '' if it can."""
+    grows = any("expandable_segments:True" in environ.get(name, "").replace(" ", "") for name in ALLOCATOR)
+    if not grows or environ.get(REGISTER) == WANTED[REGISTER]:
+        return ""
+    given = environ.get(REGISTER)
+    said = f"{REGISTER} is not set" if given is None else f"{REGISTER}={given}"
+    return f"{said}, and NCCL registers buffers in expandable segments when a graph records it; export {REGISTER}=0"

@@ -366,7 +366,8 @@ class TrainerConfig(Settings):
         "auto", "float32, bfloat16, or auto: bfloat16 on GPUs (as device says, else hardware), float32 on CPU"
     )
     transformer_impl: Literal["auto", "local", "transformer_engine"] = key(
-        "auto", "whose layers train and score on GPUs: transformer_engine, local, or auto: the first where installed"
+        "auto",
+        "whose layers train and score on GPUs: transformer_engine, local, or auto: local until the first is measured",
     )
     recompute: Literal["none", "full", "auto"] = key(
         "none",

@@ -13,10 +13,11 @@ from rlhfuse.config.machines import Machines
 from rlhfuse.config.spec import HardwareSpec
 
 _GB = 1e9
-# Of a process on a GPU, assumed, as nothing here was measured: a CUDA context with the modules of torch and its
-# libraries; NCCL's buffers of all channels of a group, and of a pair of ranks, which has the four that it is given; in
-# host memory interpreter, libraries and page-locked buffers.
-CONTEXT_BYTES, COMMUNICATOR_BYTES, CHANNEL_BYTES = 600_000_000, 250_000_000, 40_000_000
+# Of a process on a GPU, assumed, as nothing here was measured: a CUDA context with all kernels of torch (800 MB of them
+# for one GPU in its own library), cuBLAS and NCCL, which are loaded before they are launched; NCCL's buffers of all
+# channels of a group, and of a pair of ranks, which has the four that it is given; in host memory interpreter,
+# libraries and page-locked buffers.
+CONTEXT_BYTES, COMMUNICATOR_BYTES, CHANNEL_BYTES = 2_000_000_000, 250_000_000, 40_000_000
 HOST_PROCESS_BYTES = 3_000_000_000
 
 

@@ -8,7 +8,7 @@ linear_fc1 [gate, up] of this tensor rank. Layers are numbered from 0 within the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -126,14 +126,15 @@ def check_checkpoint(path: Path, spec: ModelSpec, scalar_head: bool, fresh_head:
 class _Reader:
     """Lazy reads of rows and columns by Hugging Face name, of parts of joined tensors by that of the part."""
 
-    def __init__(self, path: Path, spec: ModelSpec, dtype: torch.dtype) -> None:
+    def __init__(self, path: Path, spec: ModelSpec, dtype: torch.dtype, progress: Callable[[str], None]) -> None:
+        self._progress = progress
         self.index = _separate(checkpoint_index(path), spec)
         self.files = {file: _open(file) for file in {entry.file for entry in self.index.values()}}
         self.dtype = dtype
 
     def part(self, name: str, part: int = 0, parts: int = 1, dim: int = 0) -> Tensor:
         """One of `parts` equal cuts along dimension `dim`, 0 or 1."""
-        entry = self.index[name]
+        entry = self._begin(name)
         view, size = self.files[entry.file].get_slice(entry.name), entry.shape[dim] // parts
         first = part * size + (0 if dim else entry.first)  # no joined tensor is cut by columns
         cut = slice(first, first + size)
@@ -141,10 +142,15 @@ class _Reader:
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         """Rows [first, last) of what is stored by itself."""
-        entry = self.index[name]
+        entry = self._begin(name)
         if first == last:  # which the format cannot say
             return torch.empty(0, *entry.shape[1:], dtype=self.dtype)
         return self.files[entry.file].get_slice(entry.name)[first:last].to(self.dtype)
+
+    def _begin(self, name: str) -> TensorEntry:
+        entry = self.index[name]
+        self._progress(f"reading {name} of {entry.file}")
+        return entry
 
 
 def load_weights(
@@ -159,16 +165,18 @@ def load_weights(
     scalar_head: bool = False,
     fresh_head: bool = False,
     dtype: torch.dtype = torch.float32,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Tensor]:
     """This rank's weights under Megatron-core names: global layers `layers` (default all), renumbered from 0.
 
     `first` adds the embedding, `last` the final norm and the head. With tied embeddings the head is absent
     when `first` is also loaded and a copy of the embedding otherwise. A scalar head that the folder lacks is zero
-    with `fresh_head`, so that every value begins at 0 in any layout. Raises InputError for a bad checkpoint.
+    with `fresh_head`, so that every value begins at 0 in any layout. `progress` is told of every tensor before it is
+    read. Raises InputError for a bad checkpoint.
     """
     path = Path(path)
     check_checkpoint(path, spec, scalar_head, fresh_head)
-    read = _Reader(path, spec, dtype)
+    read = _Reader(path, spec, dtype, progress)
     weights: dict[str, Tensor] = {}
     if first:
         weights["embedding.word_embeddings.weight"] = _vocab_part(read, spec, "model.embed_tokens", tp_rank, tp_size)

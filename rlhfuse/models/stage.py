@@ -21,6 +21,7 @@ from rlhfuse.models.attention import SequenceBorders
 from rlhfuse.models.heads import LanguageOutput
 from rlhfuse.models.operations import operations_for
 from rlhfuse.parallel.device import current_device_is_cpu
+from rlhfuse.parallel.offload import page_locked
 from rlhfuse.parallel.weight_gradients import DeferredProducts, KeptProduct, add_products
 
 LossFunction = Callable[[Any, int], Tensor]  # (last stage's output, micro-batch) -> scalar loss
@@ -47,17 +48,21 @@ class PackedTokens:
 
     @staticmethod
     def beside(
-        others: Sequence[Tensor], tokens: Tensor, cu_seqlens: Tensor, device: torch.device, shards: int = 1
+        others: Sequence[Tensor],
+        tokens: Tensor,
+        cu_seqlens: Tensor,
+        device: torch.device,
+        shards: int = 1,
+        outbox: Outbox | None = None,
     ) -> tuple[PackedTokens, list[Tensor]]:
         """The same, and what `others` in host memory are on the device, sent together."""
-        part = max(-(-len(tokens) // shards), operations_for(device).least_rows)
-        padding = part * shards - len(tokens)
+        padding = padded_rows(len(tokens), device, shards) - len(tokens)
         if padding:
             tokens = torch.nn.functional.pad(tokens, (0, padding))
             cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + padding])
         lengths = cu_seqlens.diff()
         positions = torch.arange(len(tokens)) - torch.repeat_interleave(cu_seqlens[:-1], lengths)
-        tokens, positions, there, *rest = together([tokens, positions, cu_seqlens, *others], device)
+        tokens, positions, there, *rest = together([tokens, positions, cu_seqlens, *others], device, outbox)
         sequences = SequenceBorders(there, positions, tuple(cu_seqlens.tolist()), int(lengths.max()))
         return PackedTokens(tokens, sequences, padding), rest
 
@@ -70,12 +75,43 @@ class PackedTokens:
         return len(self.tokens)
 
 
-def together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+def padded_rows(tokens: int, device: torch.device, shards: int) -> int:
+    """Rows of so many packed tokens, filled up to equal parts of `shards` tensor ranks."""
+    return max(-(-tokens // shards), operations_for(device).least_rows) * shards
+
+
+class Outbox:
+    """Page-locked host memory for what is sent to a device in the course of a step.
+
+    It is taken before the step: while a device computes, or waits for another rank, the driver may let who asks for
+    page-locked memory wait too.
+    """
+
+    ALIGNMENT = 64  # bytes at which a piece begins
+    MOST_DTYPES = 4  # of what is sent at once
+
+    def __init__(self) -> None:
+        self._memory, self._taken = torch.empty(0, dtype=torch.uint8), 0
+
+    def empty(self, nbytes: int) -> None:
+        """Begin a step that sends `nbytes`; all that was put in before must have arrived."""
+        if nbytes > self._memory.nbytes:
+            self._memory = page_locked(nbytes)
+        self._taken = 0
+
+    def put(self, flat: Tensor) -> Tensor:
+        """A copy of it here, [n] as it is, until the next `empty`."""
+        piece = self._memory[self._taken :][: flat.nbytes].view(flat.dtype)
+        self._taken += -(-flat.nbytes // self.ALIGNMENT) * self.ALIGNMENT
+        return piece.copy_(flat)
+
+
+def together(tensors: Sequence[Tensor], device: torch.device, outbox: Outbox | None = None) -> list[Tensor]:
     """Tensors in host memory as they are on the device: those of one dtype by one copy, for which nobody waits."""
     if device.type == "cpu":
         return list(tensors)
-    pinned = device.type == "cuda"
-    return by_dtype(tensors, lambda flat: (flat.pin_memory() if pinned else flat).to(device, non_blocking=True))
+    ready = outbox.put if outbox else Tensor.pin_memory if device.type == "cuda" else Tensor.contiguous
+    return by_dtype(tensors, lambda flat: ready(flat).to(device, non_blocking=True))
 
 
 def by_dtype(tensors: Sequence[Tensor], send: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -110,9 +146,9 @@ class PipelineStage:
         self._hidden: int = config.hidden_size
         self._on_cpu = not next(model.parameters()).is_cuda
 
-    def hidden_shape(self, batch: PackedTokens) -> tuple[int, int, int]:
-        """Of the hidden state of `batch` between two stages, and of its gradient, on one rank."""
-        return len(batch) // self.shards, 1, self._hidden
+    def hidden_shape(self, rows: int) -> tuple[int, int, int]:
+        """Of the hidden state of so many packed tokens between two stages, and of its gradient, on one rank."""
+        return rows // self.shards, 1, self._hidden
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """To be open while this stage runs, forward or backward."""

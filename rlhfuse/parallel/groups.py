@@ -107,6 +107,11 @@ def numbers_only(rank: int, size: int) -> dist.ProcessGroup:
 class GroupMaker:
     """Makes process groups in one order on every rank; equal (purpose, ranks) give the same group.
 
+    One group is for all that its ranks do in one order, so that no two operations can wait for each other in it:
+    tensor ranks of a cell run the same phases and, as programs are parts of one order of events, the same instructions
+    of all models that they share; steps come in one order on all ranks, and with them the norms. Reductions and
+    gathers of a model's replicas stay apart from everything: they are left alone while other models' work goes on.
+
     Their collectives wait for `timeout_seconds`; by default as under a watchdog, see `wait_for_workers`.
     """
 
@@ -132,7 +137,7 @@ class GroupMaker:
     def for_model(self, purpose: str, grid: ModelGrid, rank: int) -> ProcessGroupCollection:
         """The collection that Megatron's modules, DDP and optimizer take, for `rank` in `grid`.
 
-        `purpose` keeps the communicators of two models that train at the same time apart.
+        `purpose` keeps what two models that train at the same time must not share apart.
         """
 
         def mine(kind: str, every: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
@@ -140,12 +145,13 @@ class GroupMaker:
             return next((group for ranks, group in groups.items() if rank in ranks), None)
 
         cells = grid.cells
-        tp = mine("tp", [cell for stages in cells for cell in stages])
-        mp = mine("mp", [tuple(sorted(r for cell in stages for r in cell)) for stages in cells])
+        tp = self.tensor_ranks([cell for stages in cells for cell in stages], rank)
+        pipelines = [tuple(sorted(r for cell in stages for r in cell)) for stages in cells]
+        mp = mine("mp", pipelines) if len(pipelines) > 1 else self.everyone(f"{purpose}.mp", pipelines[0])
         dp = mine("dp", [tuple(s[p][t] for s in cells) for p in range(grid.pp) for t in range(grid.tp)])
         ends = [tuple(sorted((s[0][t], s[-1][t]))) for s in cells for t in range(grid.tp)] if grid.pp > 1 else []
         embd = mine("embd", ends)
-        everyone = self.group(f"{purpose}.all", grid.ranks)
+        everyone = self.everyone(f"{purpose}.all", grid.ranks)
         # of these Megatron asks the rank and the size alone
         pp = tp_dp = alone = None
         if rank in grid.ranks:
@@ -158,13 +164,14 @@ class GroupMaker:
         same |= dict.fromkeys(("mp", "tp_ep_pp"), mp) | dict.fromkeys(("cp", "ep"), alone)
         return ProcessGroupCollection(pp=pp, embd=embd, pos_embd=None, tp_dp_cp=tp_dp, intra_dist_opt=everyone, **same)
 
-    def for_values(
-        self, purpose: str, cells: Sequence[tuple[int, ...]], rank: int, device: Device
-    ) -> dist.ProcessGroup:
-        """The group of `rank` among `cells`, which share out all ranks; for small values in host memory: no NCCL."""
-        options = {"backend": "gloo"} if device.backend == "nccl" else {}
-        groups = {ranks: self.group(purpose, ranks, **options) for ranks in cells}
-        return next(group for ranks, group in groups.items() if rank in ranks)
+    def tensor_ranks(self, cells: Sequence[tuple[int, ...]], rank: int) -> Any:
+        """The group of `rank` among `cells` of tensor ranks, the same for all models; None if it is in none."""
+        groups = {ranks: self.group("tp", ranks) for ranks in cells}
+        return next((group for ranks, group in groups.items() if rank in ranks), None)
+
+    def everyone(self, purpose: str, ranks: tuple[int, ...]) -> Any:
+        """The group of all `ranks` of a model: the job's own where they are the job's."""
+        return dist.group.WORLD if len(ranks) == dist.get_world_size() else self.group(purpose, ranks)
 
     def channels(
         self, purpose: str, pairs: list[tuple[int, int]], device: Device | None = None

@@ -24,6 +24,15 @@ def status_bytes(line: str) -> int:
     return int(found.split()[1]) * 1024
 
 
+def process_line(device: Device, planned_bytes: int) -> str:
+    """What of a rank's GPU is neither free nor torch's, for the log, beside the plan's; '' where it has none alone."""
+    if device.backend != "nccl":
+        return ""
+    free, total = torch.cuda.mem_get_info(device.torch_device)
+    held = total - free - torch.cuda.memory_reserved(device.torch_device)
+    return f"contexts and communicators hold {held / 1e9:.3g} GB of the GPU; the plan has {planned_bytes / 1e9:.3g} GB"
+
+
 class PhaseMeter:
     """Peaks by phase. `exact` is False where peaks cannot be reset: a phase then shows the largest up to its end."""
 

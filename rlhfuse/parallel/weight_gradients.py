@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlhfuse.base.errors import InputError
 
+ENGINES_FUSION = "fuse_wgrad_accumulation"  # asked at every forward
 LINEAR = layers.ColumnParallelLinear | layers.RowParallelLinear
 
 
@@ -38,15 +39,23 @@ class TorchProducts:
 
 
 def fuse_accumulation(model: torch.nn.Module) -> None:
-    """Let linear layers whose weights have a `main_grad` add to it in their backward.
+    """Let linear layers whose weights have a `main_grad` add to it in their backward, Transformer Engine's too.
 
-    It rounds once less than they do without; micro-batches are added in the same order.
+    It rounds once less than they do without; micro-batches are added in the same order. Raises InputError for layers
+    that cannot.
     """
     if not layers._grad_accum_fusion_available:
         layers.fused_weight_gradient_mlp_cuda = TorchProducts
     for part in model.modules():
         if isinstance(part, LINEAR):
             part.gradient_accumulation_fusion = True
+        elif getattr(part, "parallel_mode", None):  # Transformer Engine's; Megatron gives them the same at their making
+            if not hasattr(part, ENGINES_FUSION):
+                raise InputError(
+                    f"Transformer Engine's {type(part).__name__} has no {ENGINES_FUSION}: sums would stay apart; "
+                    "install another version or set trainer.transformer_impl=local"
+                )
+            setattr(part, ENGINES_FUSION, True)
 
 
 class KeptProduct(NamedTuple):

@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,27 +52,43 @@ def host_memory(config: RunConfig, hardware: HardwareSpec) -> tuple[float, str]:
     return hardware.host_memory_bytes, f"assumed of {hardware.name} nodes"
 
 
-def communicator_bytes(hardware: HardwareSpec, layouts: Mapping[str, ParallelLayout], ranks: FusedRanks) -> int:
-    """On a GPU, buffers of the groups of the rank that has most; `layouts`: by task.
+def rank_groups(
+    config: RunConfig, layouts: Mapping[str, ParallelLayout], ranks: FusedRanks, tied: Container[str]
+) -> dict[int, tuple[int, int]]:
+    """By rank of the first replica: groups in which it communicates, and its ends of channels. `layouts`: by task.
 
-    A group each for the tensor ranks of every task, for a model's replicas, for all ranks of a model, whose gradients
-    have one norm, and for the ends of its pipeline, which may be tied; for weights on the move; and one for each
-    direction between neighbouring stages, for all models together.
+    As parallel/groups.py makes them: a group for the tensor ranks of each degree, of whatever models; for all ranks,
+    among which weights move and gradients have their norms; for a model's replicas; for its pipeline where another
+    optimizer than Adam takes norms by pipeline; for the ends of the pipeline of a model that is `tied`; and a channel
+    for each direction between neighbouring stages, of all models together.
     """
-    trained = ranks.shape.layouts
-    groups = sum(layout.tp > 1 for layout in layouts.values()) + (ranks.size > 1) * (1 + len(trained))
-    groups += sum((layout.dp > 1) + (layout.pp > 1) for layout in trained.values())
-    pairs = {
-        pair
-        for model in trained
-        for name in ranks.shape.share(model).names
-        for here, there in itertools.pairwise(ranks.stages(0, name))
-        for pair in zip(here, there)
-        if pair[0] != pair[1]
-    }
-    ends = Counter(rank for pair in pairs | {pair[::-1] for pair in pairs} for rank in pair)
-    channels = max(ends.values(), default=0)
-    return groups * hardware.communicator_bytes + channels * hardware.channel_bytes
+    groups, channels = Counter[int](), Counter[int]()
+    every = len({layout.tp for layout in layouts.values()} - {1}) + (ranks.size > 1)
+    pairs: set[tuple[int, int]] = set()
+    for model, layout in ranks.shape.layouts.items():
+        every += layout.dp > 1
+        by_pipeline = getattr(config, model).optim.name != "adam"
+        every += by_pipeline and layout.dp > 1 and layout.tp * layout.pp > 1
+        for name in ranks.shape.share(model).names:
+            stages = ranks.stages(0, name)
+            if model in tied and layout.pp > 1:
+                groups.update({*stages[0], *stages[-1]})
+            for here, there in itertools.pairwise(stages):
+                pairs |= {pair for a, b in zip(here, there) if a != b for pair in ((a, b), (b, a))}
+    channels.update(rank for pair in pairs for rank in pair)
+    return {rank: (every + groups[rank], channels[rank]) for rank in range(ranks.size // ranks.shape.replicas)}
+
+
+def communicator_bytes(
+    config: RunConfig,
+    hardware: HardwareSpec,
+    layouts: Mapping[str, ParallelLayout],
+    ranks: FusedRanks,
+    tied: Container[str],
+) -> int:
+    """On a GPU, buffers of the groups of the rank that has most; as `rank_groups`."""
+    each = rank_groups(config, layouts, ranks, tied).values()
+    return max(groups * hardware.communicator_bytes + ends * hardware.channel_bytes for groups, ends in each)
 
 
 @dataclass(frozen=True)

@@ -301,7 +301,8 @@ def memory_budget(
     tokens, on_gpu = needs.microbatch_tokens, hardware.name != "cpu"
     passing = PassingMemory.of(trained, tokens) if on_gpu else None
     layouts = {} if config.trainer.share_gpu else {task: cost.layout for task, cost in costs.items()}
-    buffers = communicator_bytes(hardware, layouts, ranks) if layouts else 0  # who shares a GPU talks through the host
+    tied = {model for model, cost in trained.items() if cost.spec.tied_embeddings and not cost.scalar_head}
+    buffers = communicator_bytes(config, hardware, layouts, ranks, tied) if layouts else 0  # else through the host
     return MemoryBudget(tuple(kinds.values()), hardware, *limit, tokens, needs.generation, None, (), passing, buffers)
 
 

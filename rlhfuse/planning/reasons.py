@@ -137,14 +137,16 @@ def of_keeping(memory: MemoryBudget, activations: Sequence[float]) -> tuple[str,
     if memory.keeps_generation(activations):
         recorded = ", graphs are recorded once" if graphs else ""
         return (f"kept: the weights and cache of generation stay on the device between iterations ({held}){recorded}",)
-    kept, needed = memory.with_generation_kept(), readable_bytes(memory.keeping_bytes(activations))
-    most = readable_bytes(KEEPING_PART * memory.limit)
+    kept, needed, most = memory.with_generation_kept(), memory.keeping_bytes(activations), KEEPING_PART * memory.limit
     recorded = ", graphs are recorded in each iteration" if graphs else ""
     if memory.offload:
         return (f"released after generation, for the optimizer too leaves the device{recorded}",)
+    left = memory.generation.kv - (needed - most)  # of the cache, if nothing else goes
+    smaller = f"; a cache of {readable_bytes(left)} (rollout.kv_blocks_per_instance) would let them stay"
     return (
         f"released after generation: with its weights and cache ({held}) {kept.fullest(activations).phase} would need "
-        f"{needed} of {most}, {KEEPING_PART:.0%} of the limit{recorded}",
+        f"{readable_bytes(needed)} of {readable_bytes(most)}, {KEEPING_PART:.0%} of the limit{recorded}"
+        + (smaller if left > 0 else ""),
     )
 
 

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import combinations
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.device_defaults import is_for_gpus
 from rlhfuse.config.settings import RunConfig
-from rlhfuse.config.values import AUTO
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.planning.training_problem import TICK_SECONDS
@@ -73,10 +70,7 @@ def choose_split(config: RunConfig, costs: CostModel, stated: Stated) -> SplitCh
 
 def obstacle(config: RunConfig, costs: CostModel, models: Sequence[str]) -> str:
     """Why backwards cannot be split, with what would do; '' if they can."""
-    trainer = config.trainer
-    engine = trainer.transformer_impl == "transformer_engine"
-    found = trainer.transformer_impl == AUTO and is_for_gpus(trainer) and find_spec("transformer_engine") is not None
-    if engine or found:
+    if config.trainer.transformer_impl == "transformer_engine":
         return "Transformer Engine's layers make both gradients at once; set trainer.transformer_impl=local"
     if isinstance(costs, ProfiledCost) and not all(map(costs.splits, models)):
         return f"{config.fusion.profile} has no times of split backwards; run tools/profile_costs.py again"

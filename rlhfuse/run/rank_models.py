@@ -7,7 +7,7 @@ reference, reward                               a copy per inference replica, of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from rlhfuse.models.build import Activations, build_model, fill, stage_layers
 from rlhfuse.models.hf import load_weights
 from rlhfuse.models.stage import PipelineStage, TrainingStage
 from rlhfuse.models.transformer_engine import ChosenLayers, choose_layers
+from rlhfuse.monitor.heartbeat import Waiting
 from rlhfuse.parallel.connect import MOST_BYTES, connect, tensor_parallel_uses
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.groups import GroupMaker, ModelGrid, plain_grid, trained_grid
@@ -99,10 +100,18 @@ def layers_of(config: RunConfig, specs: Mapping[Role, ModelSpec], device: Device
     return choose_layers(trainer.transformer_impl, device.torch_device.type, trainer.dtype, heads)
 
 
-def build_models(config: RunConfig, folders: ModelFolders, ranks: FusedRanks, rank: int, device: Device) -> RankModels:
+def build_models(
+    config: RunConfig,
+    folders: ModelFolders,
+    ranks: FusedRanks,
+    rank: int,
+    device: Device,
+    progress: Callable[[str], None] = lambda _: None,
+) -> RankModels:
     """Build the run's models on `rank` and load their weights, which move by resharding from then on; a collective.
 
-    All are built and filled in host memory. The device gets the parts that train, one model after the other.
+    All are built and filled in host memory. The device gets the parts that train, one model after the other. `progress`
+    is told of every model and of every tensor that is read: from a slow disk they may take long.
     """
     maker = GroupMaker()
     dtype = DTYPES[config.trainer.dtype]
@@ -111,6 +120,7 @@ def build_models(config: RunConfig, folders: ModelFolders, ranks: FusedRanks, ra
     layers = layers_of(config, specs, device)
 
     def build(role: Role, grid: ModelGrid, groups: Any, **part: Any) -> torch.nn.Module:
+        progress(f"building models: {role}")
         kind: dict[str, Any] = {"scalar_head": role.scalar_head, "dtype": dtype, "device": device, "on_host": True}
         kind["transformer_engine"] = layers.transformer_engine
         return build_model(specs[role], grid, groups, rank, **{**kind, **part})
@@ -122,7 +132,8 @@ def build_models(config: RunConfig, folders: ModelFolders, ranks: FusedRanks, ra
         chunks = {}
         for stage in grid.stages_of(rank):
             chunks[stage] = build(role, grid, groups, stage=stage, activations=activations)
-            load_part(chunks[stage], paths.get(role), specs[role], grid, rank, head, stage, role.fresh_head)
+            load_part(chunks[stage], paths.get(role), specs[role], grid, rank, head, stage, role.fresh_head, progress)
+        progress(f"building models: optimizer of the {role}")
         optimizer = ModelOptimizer(chunks, getattr(config, role).optim, groups, device)
         stages = {}
         for stage, module in optimizer.modules.items():
@@ -132,7 +143,7 @@ def build_models(config: RunConfig, folders: ModelFolders, ranks: FusedRanks, ra
 
     def whole(task: str, role: Role) -> tuple[torch.nn.Module, dist.ProcessGroup, ModelGrid]:
         grid = plain_grid(ParallelLayout.parse(getattr(config.parallel, task)))
-        groups = maker.for_model(task, grid, rank)
+        groups = maker.for_model("frozen", grid, rank)  # one after the other, so in one order on all ranks
         engines = layers.transformer_engine and task != "generation"  # of which weights alone are read
         return build(role, grid, groups, transformer_engine=engines).requires_grad_(False), groups.tp, grid
 
@@ -141,7 +152,7 @@ def build_models(config: RunConfig, folders: ModelFolders, ranks: FusedRanks, ra
         offloaded = OffloadedWeights(model, device)
         if role not in models:  # what also trains is moved here before it scores
             offloaded.expose()
-            load_part(model, paths.get(role), specs[role], grid, rank, role.scalar_head)
+            load_part(model, paths.get(role), specs[role], grid, rank, role.scalar_head, progress=progress)
         offloaded.release()
         stage = PipelineStage(model, first=True, last=True, scalar_head=role.scalar_head)
         return FrozenModel(stage, offloaded, tp_group)
@@ -152,7 +163,7 @@ def build_models(config: RunConfig, folders: ModelFolders, ranks: FusedRanks, ra
     generation.release()
     scorers: dict[str, FrozenModel] = {role: frozen(role) for role in config.scorers()}
     inference_grid = plain_grid(inference_layout(config))
-    worker_tp = maker.for_values("inference.tp", [cell for (cell,) in inference_grid.cells], rank, device)
+    worker_tp = maker.tensor_ranks([cell for (cell,) in inference_grid.cells], rank)
     instances, workers = (tuple(stages[0] for stages in grid.cells) for grid in (generation_grid, inference_grid))
     placement = Placement(instances, workers)
     pairs = [pair for model in models.values() for pair in neighbour_pairs(model.grid)]
@@ -161,6 +172,7 @@ def build_models(config: RunConfig, folders: ModelFolders, ranks: FusedRanks, ra
     by_role = [(role, model.tp_group) for held in (models, scorers) for role, model in held.items()]
     for role, group in [*by_role, (Role.ACTOR, generation_tp)]:
         uses += tensor_parallel_uses(group, specs[Role(role)].hidden, specs[Role(role)].context, dtype)
+    progress(Waiting("building models: connecting process groups"))
     connect(uses, device.torch_device)
     longest = max(model.spec.hidden * model.spec.context for model in models.values()) * dtype.itemsize
     channels.connect(min(longest, MOST_BYTES[device.torch_device.type]))
@@ -214,6 +226,7 @@ def load_part(
     head: bool,
     stage: int | None = None,
     fresh_head: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Fill this rank's part, or its `stage`, from a Hugging Face folder, if any; `fresh_head`: zero without a head."""
     if path is None:
@@ -231,6 +244,7 @@ def load_part(
         scalar_head=head,
         fresh_head=fresh_head,
         dtype=next(model.parameters()).dtype,
+        progress=progress,
     )
     fill(model, weights)
 

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from rlhfuse.checkpoint.checkpoint import Checkpoint, RunState, folder_of, metrics_kept
@@ -36,7 +38,7 @@ from rlhfuse.monitor.watchdog import Watchdog
 from rlhfuse.parallel.collectives import from_rank_0
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.learning_rate import learning_rate
-from rlhfuse.parallel.memory import PhaseMeter
+from rlhfuse.parallel.memory import PhaseMeter, process_line
 from rlhfuse.parallel.optimizer_state import check_exportable, export_state, import_state
 from rlhfuse.parallel.reshard import Resharder
 from rlhfuse.parallel.whole_weights import WholeWeights
@@ -74,9 +76,9 @@ class Trainer:
         self.config, self.inputs, self.plan = config, inputs, plan
         self.rank, self.device, self.watchdog = rank, device, watchdog
         self.directory, self.run_dir = directory, directory.path
-        watchdog.progress("building models")
         self.memory = PhaseMeter(device, config.trainer.return_memory)
-        self.models = build_models(config, inputs.models, plan.ranks, rank, device)
+        self.models = build_models(config, inputs.models, plan.ranks, rank, device, watchdog.progress)
+        watchdog.progress("building the engine: kernels that are not cached are compiled")
         self.resharder = Resharder(device, bucket_bytes=config.fusion.bucket_mib << 20)
         self.engine = self._build_engine()
         self.scorer = Scorer(
@@ -212,6 +214,7 @@ class Trainer:
         kept = metrics_kept(self.inputs.resume, self.run_dir)
         log = RunLog(self.run_dir, self.config, self.plan.report, first, kept)
         lines = peak_line(self.peak_flops, self.device), *self.engine.runner.lines, self.models.layers.line()
+        lines = *lines, process_line(self.device, self.plan.report.process_bytes)
         print("\n".join(line for line in lines if line), flush=True)
         return log
 
@@ -373,8 +376,13 @@ class Trainer:
         """Weights and optimizer states of the models that train."""
         self.watchdog.progress(f"loading {checkpoint.folder}")
         reader = checkpoint.open_reader()  # no longer than this: it holds the files' space
+
+        def read(role: str, name: str, *which: Any) -> Tensor:
+            self.watchdog.progress(f"loading {checkpoint.folder}: {name} of the {role}")
+            return reader.read(role, name, *which)
+
         for role, model in self.models.trained.items():
-            import_state(model.optimizer, partial(reader.read, role), partial(reader.step, role))
+            import_state(model.optimizer, partial(read, role), partial(reader.step, role))
 
     def _best_of(self, state: RunState) -> BestScore | None:
         """The best so far, if its checkpoint is still there and scores mean what they meant; a collective."""

@@ -10,18 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from rlhfuse.base.cuda_environment import WANTED, set_cuda_environment
+from rlhfuse.base.cuda_environment import WANTED, recording_obstacle, set_cuda_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_what_is_missing_is_set_and_what_is_there_stays():
     environ = {"CUDA_MODULE_LOADING": "LAZY"}
-    assert set_cuda_environment(environ) == ["CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF"]
+    assert set_cuda_environment(environ) == [
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "PYTORCH_ALLOC_CONF",
+        "NCCL_GRAPH_REGISTER",
+    ]
     assert environ == {
         "CUDA_MODULE_LOADING": "LAZY",
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "NCCL_GRAPH_REGISTER": "0",
     }
     assert set_cuda_environment(environ) == []
 
@@ -30,6 +35,22 @@ def test_an_allocator_chosen_by_its_old_name_stays():
     environ = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
     set_cuda_environment(environ)
     assert environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64" and "PYTORCH_ALLOC_CONF" not in environ
+
+
+@pytest.mark.parametrize(
+    "environ, refused",
+    [
+        (WANTED, ""),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "NCCL_GRAPH_REGISTER is not set"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:4, expandable_segments: True"}, "is not set"),
+        ({**WANTED, "NCCL_GRAPH_REGISTER": "1"}, "NCCL_GRAPH_REGISTER=1, .*export NCCL_GRAPH_REGISTER=0"),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False", "NCCL_GRAPH_REGISTER": "1"}, ""),
+        ({}, ""),
+    ],
+)
+def test_graphs_with_nccl_want_no_registered_buffers_where_segments_grow(environ, refused):
+    found = recording_obstacle(environ)
+    assert re.search(refused, found) and bool(found) == bool(refused)
 
 
 @pytest.mark.parametrize("program", ["train_ppo", "profile_costs"])

@@ -159,7 +159,8 @@ def kept_bytes(rank: int, folder, layout: str, sequence_parallel: bool, recomput
     kept: dict[int, torch.Tensor] = {}
     for stage in (part.stage for part in built.stages.values() if not part.stage.first and not part.stage.last):
         (batch,) = packed_for(built, random_rows(((200, 56),), 1))
-        hidden = torch.randn(stage.hidden_shape(batch), generator=torch.Generator().manual_seed(0), requires_grad=True)
+        shape = stage.hidden_shape(len(batch))
+        hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0), requires_grad=True)
         weights = {parameter.untyped_storage().data_ptr() for parameter in stage.model.parameters()}
 
         def keep(tensor: torch.Tensor, weights=weights) -> torch.Tensor:

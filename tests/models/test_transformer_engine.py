@@ -5,6 +5,8 @@ It cannot be installed without a GPU; layers with its signatures stand in for it
 
 from __future__ import annotations
 
+import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +17,8 @@ from stages import ranks_of
 from tiny import write_checkpoint
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.models import transformer_engine
 from rlhfuse.models.transformer_engine import LayerSlots, RotatedAttention, choose_layers, transformer_engine_slots
+from rlhfuse.parallel.weight_gradients import fuse_accumulation
 
 FACTS = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
 
@@ -154,33 +156,63 @@ def test_weights_are_named_cut_kept_and_exported_as_without_them(workers, tmp_pa
                 assert torch.allclose(gradient, theirs[3][name], atol=1e-4, rtol=1e-4), name
 
 
+PACKAGE = {  # what importing it does
+    "there": "",
+    "absent": None,
+    "of_another_torch": "raise ImportError('transformer_engine_torch.so: undefined symbol:\\n _ZN3c10')",
+    "without_library": "raise OSError('libtransformer_engine.so: cannot open shared object file')",
+}
+
+
 @pytest.mark.parametrize(
-    "installed, wanted, device, dtype, head_dim, expected",
+    "package, wanted, device, dtype, head_dim, expected",
     [
-        (True, "auto", "cuda", "bfloat16", 128, True),
-        (True, "transformer_engine", "cuda", "bfloat16", 64, True),
-        (True, "local", "cuda", "bfloat16", 128, ""),
-        (True, "auto", "cpu", "bfloat16", 128, ""),
-        (False, "auto", "cuda", "bfloat16", 128, "Transformer Engine is not installed"),
-        (True, "auto", "cuda", "float32", 128, "computes in 16 bits"),
-        (True, "auto", "cuda", "bfloat16", 260, "multiples of 8 up to 256, not 260"),
-        (False, "transformer_engine", "cuda", "bfloat16", 128, "engine: Transformer Engine is not installed;"),
-        (True, "transformer_engine", "cpu", "bfloat16", 128, "runs on CUDA alone; use auto or local"),
-        (True, "transformer_engine", "cuda", "float32", 128, "in 16 bits, not in float32; use auto or local"),
+        ("there", "auto", "cuda", "bfloat16", 128, "have not been measured beside them"),
+        ("there", "transformer_engine", "cuda", "bfloat16", 64, True),
+        ("there", "local", "cuda", "bfloat16", 128, ""),
+        ("there", "auto", "cpu", "bfloat16", 128, ""),
+        ("absent", "auto", "cuda", "bfloat16", 128, "Transformer Engine is not installed"),
+        ("of_another_torch", "auto", "cuda", "bfloat16", 128, "cannot be imported: .*undefined symbol: _ZN3c10"),
+        ("without_library", "auto", "cuda", "bfloat16", 128, "cannot be imported: libtransformer_engine.so: cannot"),
+        ("there", "auto", "cuda", "float32", 128, "computes in 16 bits"),
+        ("there", "auto", "cuda", "bfloat16", 260, "multiples of 8 up to 256, not 260"),
+        ("absent", "transformer_engine", "cuda", "bfloat16", 128, "engine: Transformer Engine is not installed;"),
+        ("of_another_torch", "transformer_engine", "cuda", "bfloat16", 128, "undefined symbol: _ZN3c10; use auto or"),
+        ("without_library", "transformer_engine", "cuda", "bfloat16", 128, "cannot open shared object file; use auto"),
+        ("there", "transformer_engine", "cpu", "bfloat16", 128, "runs on CUDA alone; use auto or local"),
+        ("there", "transformer_engine", "cuda", "float32", 128, "in 16 bits, not in float32; use auto or local"),
     ],
 )
-def test_who_gets_its_layers(monkeypatch, installed, wanted, device, dtype, head_dim, expected):
-    monkeypatch.setattr(transformer_engine, "find_spec", lambda name: object() if installed else None)
+def test_who_gets_its_layers(monkeypatch, tmp_path, package, wanted, device, dtype, head_dim, expected):
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    if (line := PACKAGE[package]) is not None:
+        (tmp_path / "transformer_engine/pytorch").mkdir(parents=True)
+        (tmp_path / "transformer_engine/__init__.py").touch()
+        (tmp_path / "transformer_engine/pytorch/__init__.py").write_text(line)
+    monkeypatch.syspath_prepend(tmp_path)
     arguments = wanted, device, dtype, [64, head_dim]
     if wanted == "transformer_engine" and expected is not True:
-        with pytest.raises(InputError) as caught:
+        with pytest.raises(InputError, match=expected) as caught:
             choose_layers(*arguments)
-        assert expected in str(caught.value) and "\n" not in str(caught.value)
+        assert "\n" not in str(caught.value)
         return
     chosen = choose_layers(*arguments)
     assert chosen.transformer_engine == (expected is True)
     line = chosen.line()
-    assert "Transformer Engine's" in line if expected is True else expected in line and bool(line) == bool(expected)
+    assert "Transformer Engine's" in line if expected is True else re.search(expected, line)
+    assert bool(line) == bool(expected) and "\n" not in line
+
+
+def test_its_products_add_weight_gradients_to_float32_sums():
+    """As Megatron would have it say at its making: `fuse_wgrad_accumulation=config.gradient_accumulation_fusion`."""
+    layer, model = torch.nn.Module(), torch.nn.Module()
+    layer.parallel_mode, layer.fuse_wgrad_accumulation, model.layer = "column", False, layer
+    fuse_accumulation(model)
+    assert layer.fuse_wgrad_accumulation is True
+    del layer.fuse_wgrad_accumulation
+    with pytest.raises(InputError, match="has no fuse_wgrad_accumulation: .*set trainer.transformer_impl=local"):
+        fuse_accumulation(model)
 
 
 def test_the_slots_are_megatrons_wrappers():

@@ -11,8 +11,8 @@ from stages import build, one_step, random_rows, ranks_of
 from tiny import write_checkpoint
 
 from rlhfuse.config.spec import ParallelLayout
-from rlhfuse.parallel.device import choose_device
-from rlhfuse.parallel.memory import PhaseMeter, status_bytes
+from rlhfuse.parallel.device import Device, choose_device
+from rlhfuse.parallel.memory import PhaseMeter, process_line, status_bytes
 
 WIDE = dict(
     hidden_size=256,
@@ -155,3 +155,12 @@ def test_freed_memory_goes_back_or_is_kept(return_memory):
     given_back = full - status_bytes("VmRSS")
     assert given_back > 60e6 if return_memory else given_back < 20e6, given_back
     assert len(pins) == 100 and (return_memory or not meter.exact)
+
+
+def test_what_a_gpu_holds_beside_torch_stands_beside_the_plan(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * 10**9, 80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 7.5 * 10**9)
+    line = process_line(Device(torch.device("cuda", 0), "nccl"), 2_660_000_000)
+    assert line == "contexts and communicators hold 2.5 GB of the GPU; the plan has 2.66 GB"
+    assert process_line(Device(torch.device("cpu"), "gloo"), 0) == ""
+    assert process_line(Device(torch.device("cuda", 0), "shared_gpu"), 0) == ""  # others' memory is in the number

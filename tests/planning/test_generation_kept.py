@@ -71,9 +71,13 @@ def test_the_reason_says_which_and_what_it_takes():
     )
     assert no == (
         "released after generation: with its weights and cache (8.38 GiB) training would need 26.1 GiB of 24.3 GiB, "
-        "90% of the limit, graphs are recorded in each iteration"
+        "90% of the limit, graphs are recorded in each iteration; a cache of 2.89 GiB (rollout.kv_blocks_per_instance) "
+        "would let them stay"
     )
-    assert "inference would need 32.6 GiB" in other
+    assert "inference would need 32.6 GiB" in other and "would let" not in other
+    for cache, stays in ((2.88, True), (2.9, False)):
+        less = replace(budget(29 * GB), generation=GenerationMemory(3 * GB, int(cache * 2**30), GB))
+        assert less.keeps_generation([10 * GB, 0]) == stays
     assert "graphs" not in reasons.of_keeping(budget(80 * GB, graphs=0), [0, 0])[0]
     assert reasons.of_keeping(budget(80 * GB, "cpu"), [0, 0]) == ()
 

@@ -182,11 +182,11 @@ def test_threads_of_a_rank_take_cores_of_others(monkeypatch):
 
 def test_contexts_and_communicators(monkeypatch):
     """Without them a table fits whose models are as large as the memory, and which is refused beside another."""
-    keys = {"rollout__kv_blocks_per_instance": 64 * 128, "trainer__memory_limit_gb": 16.5}
+    keys = {"rollout__kv_blocks_per_instance": 64 * 128, "trainer__memory_limit_gb": 15.7}
     keys |= {"trainer__offload_optimizer": "false"}
     report = make_plan(drafted("d2t4p8", 32, **keys)).report.render()
-    assert "the process itself, 3.73 GiB, of them 3.18 GiB communicators (assumed), included" in report
-    refused = r"memory: inference needs .* the process 3.73 GiB\), but a rank of this h800"
+    assert "the process itself, 3.18 GiB, of them 1.31 GiB communicators (assumed), included" in report
+    refused = r"memory: inference needs .* the process 3.18 GiB\), but a rank of this h800"
     with pytest.raises(InputError, match=refused):
         drafted("d2t2p16", 32, **keys)
     use_hardware(monkeypatch, communicator_bytes=0, channel_bytes=0)

@@ -43,8 +43,8 @@ FAULTS = {  # file, what is there, what a fault would be, what a rehearsal says
     ),
     "shape": (
         "rlhfuse/models/stage.py",
-        "return len(batch) // self.shards, 1, self._hidden",
-        "return len(batch) // self.shards, 1, self._hidden // 2",
+        "return rows // self.shards, 1, self._hidden",
+        "return rows // self.shards, 1, self._hidden // 2",
         "over [256]",
     ),
     "dtype": (
@@ -90,7 +90,7 @@ def found(peak: int, problems: dict[str, int]) -> dict:
     "peak, problems, code, said",
     [
         (10**9, {}, 0, "training"),
-        (81 * 10**9, {}, 2, "rank 0: training takes 81.0 GB, a rank has 76.6 GB beside its process"),
+        (81 * 10**9, {}, 2, "rank 0: training takes 81.0 GB, a rank has 77.4 GB beside its process"),
         (10**9, {"all_reduce of a tensor on the CPU": 3}, 1, "refused by NCCL, 3 times: all_reduce of a tensor on the"),
         (81 * 10**9, {"all_reduce of a tensor on the CPU": 3}, 2, "over the limit"),
     ],

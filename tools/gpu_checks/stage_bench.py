@@ -46,7 +46,7 @@ class MiddleStage:
 
     def hidden(self, batch: PackedTokens) -> torch.Tensor:
         """What the stage before would send."""
-        shape = self.stage.hidden_shape(batch)
+        shape = self.stage.hidden_shape(len(batch))
         return torch.randn(shape, dtype=torch.bfloat16, device=self._bench.where).requires_grad_(True)
 
     def forward(self, batch: PackedTokens) -> torch.Tensor:

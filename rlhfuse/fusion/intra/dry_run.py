@@ -19,9 +19,9 @@ def dry_run(pipelines: Iterable[tuple[PipelineParts, PipelineWork]], device: tor
     Gradients must have memory and hold nothing afterwards; weights, moments and counters keep their bits.
     """
     for parts, work in pipelines:
-        batch = work.batches[0]
+        batch = work.packed(0)
         for stage in parts.stages.values():
-            shape = stage.stage.hidden_shape(batch)
+            shape = stage.stage.hidden_shape(len(batch))
             hidden = None if stage.stage.first else torch.zeros(shape, dtype=parts.dtype, device=device)
             out = stage.forward(0, batch, hidden, work.loss)
             stage.backward(0, None if out is None else torch.zeros_like(out))

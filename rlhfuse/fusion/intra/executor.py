@@ -45,7 +45,8 @@ class PipelineParts:
 class PipelineWork:
     """What a pipeline computes in one step: micro-batches, loss of its last stage, learning rate (None: no step)."""
 
-    batches: tuple[PackedTokens, ...]
+    rows: tuple[int, ...]  # packed tokens of each micro-batch
+    packed: Callable[[int], PackedTokens]  # a micro-batch by its number, which may be cut when it is asked for
     loss: LossFunction
     lr: float | None
 
@@ -223,6 +224,7 @@ class ProgramRun:
 
     def forward(self, step: PreparedInstruction) -> None:
         work = self._work[step.action.pipeline]
+        batch = work.packed(step.microbatch)  # before the wait
         hidden = self._take_input(step)
         start, mark = clock(), self._stopwatch.mark()
 
@@ -232,7 +234,7 @@ class ProgramRun:
             self._check(step, value)
             return value
 
-        out = step.stage.forward(step.microbatch, work.batches[step.microbatch], hidden, loss)
+        out = step.stage.forward(step.microbatch, batch, hidden, loss)
         if out is not None:
             self._outputs[step.target] = out
             self._check(step, out)
@@ -299,7 +301,7 @@ class ProgramRun:
 
     def _shape(self, step: PreparedInstruction) -> tuple[int, int, int]:
         """Of what a receive brings."""
-        return step.stage.stage.hidden_shape(self._work[step.action.pipeline].batches[step.microbatch])
+        return step.stage.stage.hidden_shape(self._work[step.action.pipeline].rows[step.microbatch])
 
     def _fit_rings(self) -> None:
         for peer, steps in self._executor.receives.items():

@@ -38,7 +38,7 @@ class KindTimes:
 
     @property
     def overhead_seconds(self) -> float:
-        """The executor's own Python."""
+        """The executor's own Python, and the cutting of micro-batches."""
         return self.total_seconds - self.stage_seconds - self.transport_seconds - self.waiting_seconds
 
 

@@ -1,8 +1,8 @@
 """One mini-batch through all models that train: the cut, the program, one optimizer step each (paper section 5).
 
-The mini-batch is cut into K x M micro-batches once, the same for every model, computed identically on every rank;
-pipeline k of a model takes parts k*M to (k+1)*M. Losses are sums divided by the mini-batch's response tokens, a number
-known to every rank beforehand, so that data-parallel reduction is a sum.
+The mini-batch is dealt to K x M micro-batches once, the same for every model, computed identically on every rank;
+pipeline k of a model takes parts k*M to (k+1)*M, and cuts them as it runs. Losses are sums divided by the mini-batch's
+response tokens, a number known to every rank beforehand, so that data-parallel reduction is a sum.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.balance import cut_microbatches
 from rlhfuse.fusion.intra.dry_run import dry_run
 from rlhfuse.fusion.intra.executor import PipelineParts, PipelineWork, ProgramExecutor
+from rlhfuse.fusion.intra.microbatches import Microbatch, Microbatches
 from rlhfuse.fusion.intra.p2p import Channels
 from rlhfuse.fusion.intra.step_report import StepReport
 from rlhfuse.models.heads import LanguageOutput
-from rlhfuse.models.stage import LossFunction, PackedTokens, TrainingStage
+from rlhfuse.models.stage import LossFunction, Outbox, TrainingStage
 from rlhfuse.parallel.collectives import all_gather_objects
 from rlhfuse.parallel.groups import ModelGrid
 from rlhfuse.parallel.optimizer import ModelOptimizer, StepResult
@@ -48,29 +49,6 @@ class TrainedModel:
     optimizer: ModelOptimizer
     tp_group: dist.ProcessGroup
     dtype: torch.dtype
-
-
-LOOKED_UP = ("old_logprobs", "ref_logprobs", "values", "advantages", "returns")  # by losses, per response token
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """Samples on the device, N of T tokens and R response tokens, and what the losses look up in them."""
-
-    packed: PackedTokens
-    predictions: Tensor  # int64 [R]: positions whose outputs predict the response tokens
-    targets: Tensor  # int64 [R]: the response tokens
-    samples: RolloutBatch  # of which LOOKED_UP is on the device
-
-    @staticmethod
-    def of(batch: RolloutBatch, device: torch.device, shards: int) -> Microbatch:
-        """From samples in host memory: on a GPU an index that is computed there would stop the queue."""
-        kept = {name: array for name in LOOKED_UP if (array := getattr(batch, name)) is not None}
-        others = [batch.prediction_index, batch.tokens[batch.response_index], *kept.values()]
-        packed, (predictions, targets, *arrays) = PackedTokens.beside(
-            others, batch.tokens, batch.cu_seqlens, device, shards
-        )
-        return Microbatch(packed, predictions, targets, batch.with_fields(**dict(zip(kept, arrays))))
 
 
 @dataclass(frozen=True)
@@ -119,6 +97,7 @@ class TrainingStep:
         }
         self._executor = ProgramExecutor(programs[rank], parts, channels, progress)
         self._progress = progress
+        self._outboxes = {pipeline: Outbox() for pipeline in parts}
         self.dry_run_first = self._device.type == "cuda"  # nothing on a CPU is made at first use that others wait for
 
     def run(
@@ -146,9 +125,9 @@ class TrainingStep:
             pipeline, _, tp_rank = model.grid.position(self._rank)
             own = parts[pipeline * microbatches[role] : (pipeline + 1) * microbatches[role]]
             shards = next(iter(model.stages.values())).stage.shards
-            cuts = [Microbatch.of(batch.select(part), self._device, shards) for part in own]
+            cuts = Microbatches(batch, own, self._device, shards, self._outboxes[name])
             loss = losses.of(model, cuts, counts=tp_rank == 0)
-            work[name] = PipelineWork(tuple(cut.packed for cut in cuts), loss, lr[role])
+            work[name] = PipelineWork(cuts.rows, cuts.packed, loss, lr[role])
         for model in self._models.values():
             model.optimizer.zero_grad()
         if self.dry_run_first:
@@ -193,7 +172,7 @@ class Losses:
         self._temperature = temperature
         self.stats: dict[str, Stats] = {}
 
-    def of(self, model: TrainedModel, cuts: list[Microbatch], counts: bool) -> LossFunction:
+    def of(self, model: TrainedModel, cuts: Microbatches, counts: bool) -> LossFunction:
         """The loss of a model's last stage, by micro-batch; `counts`: this tensor rank's statistics are kept."""
 
         def loss(output: Any, microbatch: int) -> Tensor:

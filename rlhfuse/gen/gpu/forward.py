@@ -8,11 +8,15 @@ Neither waits: a token may be named by its place among the draws before. T token
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlhfuse.base.cuda_environment import recording_obstacle
+from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.decode_shapes import rounded_queries
 from rlhfuse.gen.core.draws import DrawBatch
@@ -50,7 +54,12 @@ class DeviceForward:
         layer_kernels: LayerKernels,
         draft_rows: int = 0,
     ) -> None:
-        """`recorder` None: no graphs. `bind` must be called before `launch`."""
+        """`recorder` None: no graphs. `bind` must be called before `launch`.
+
+        Raises InputError where tensor ranks would record NCCL unsafely.
+        """
+        if recorder and parallel.size > 1 and (obstacle := recording_obstacle(os.environ)):
+            raise InputError(f"{obstacle}, or set rollout.cuda_graphs=false")
         self.spec, self.parallel, self.device = spec, parallel, device
         self.max_sequences = max_sequences
         self._attention, self._layer_kernels = attention, layer_kernels

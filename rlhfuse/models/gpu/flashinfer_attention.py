@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhfuse.base.optional_package import import_obstacle
+
 BLOCKS = (16, 32, 64, 128)  # tokens of a block that XQA was written for
+HEAD_DIMS = (64, 128, 256)  # that its prefill for Hopper compiles for; with another the build fails in every process
 WORKSPACE = 128 << 20  # bytes, as flashinfer advises, for each of the two
 
 
@@ -26,8 +29,8 @@ def flashinfer_obstacle(
         return "flashinfer runs on CUDA alone"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"flashinfer computes in 16 bits, not in {str(dtype).removeprefix('torch.')}"
-    if head_dim % 16 or not 16 <= head_dim <= 256:
-        return f"flashinfer takes a head_dim of multiples of 16 up to 256, not {head_dim}"
+    if head_dim not in HEAD_DIMS:
+        return f"flashinfer takes a head_dim of 64, 128 or 256, not {head_dim}"
     if group > 32:
         return f"flashinfer takes up to 32 query heads per key/value head, not {group}"
     if block_tokens not in BLOCKS:
@@ -37,15 +40,7 @@ def flashinfer_obstacle(
         return f"flashinfer's XQA needs compute capability 9, 10 or 12, not {major}.{minor}"
     # It must be there before the import, which starts CUDA on every device otherwise.
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", f"{major}.{minor}a")
-    try:
-        importlib.import_module("flashinfer")
-    except ModuleNotFoundError as error:
-        if error.name == "flashinfer":
-            return "flashinfer is not installed"
-        return f"flashinfer cannot be imported: {error}"
-    except Exception as error:  # whatever a broken installation raises
-        return f"flashinfer cannot be imported: {error}"
-    return None
+    return import_obstacle("flashinfer", "flashinfer") or None
 
 
 class FlashInferAttention:

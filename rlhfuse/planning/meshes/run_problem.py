@@ -175,11 +175,14 @@ class _Pricer:
                 yield replace(option, held_bytes=held, passing_bytes=option.passing_bytes + free)
 
     def _communicators(self, task: str, layout: ParallelLayout, hardware: HardwareSpec) -> int:
-        """Bytes of those of a model that trains, as a plan counts them; the group in which weights move is no part."""
+        """Bytes of those of a model that trains, as a plan counts them; the group of all ranks, in which weights move,
+        is no part."""
         if not self._talks or layout.size == 1:
             return 0
-        ranks = rank_map({dict(TASK_ROLES)[task]: layout})
-        return communicator_bytes(hardware, {task: layout}, ranks) - hardware.communicator_bytes
+        role, config = dict(TASK_ROLES)[task], self.work.config
+        tied = {role} if self.work.specs[role].tied_embeddings and not role.scalar_head else ()
+        held = communicator_bytes(config, hardware, {task: layout}, rank_map({role: layout}), tied)
+        return held - hardware.communicator_bytes * (layout.size == self.machines.ranks)
 
     def _all(self, task: str, ranks: int, hardware: HardwareSpec, room: float) -> Iterable[Option]:
         world = self.machines.ranks

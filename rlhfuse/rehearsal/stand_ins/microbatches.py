@@ -49,7 +49,7 @@ class SampledStage(TrainingStage):
         self._held[microbatch] = hidden_T1H, kept, passed
         if self.stage.last:
             return None
-        kept.append(torch.empty(self.stage.hidden_shape(batch), dtype=self._dtype, device=CUDA))
+        kept.append(torch.empty(self.stage.hidden_shape(len(batch)), dtype=self._dtype, device=CUDA))
         return kept[-1].detach()
 
     def backward(self, microbatch: int, gradient_T1H: Tensor | None) -> Tensor | None:

@@ -54,8 +54,12 @@ def work(rank: int, port: int, folder: Path, models: dict, what: Plan, fault: Fa
     def progress(text: str) -> None:
         watchdog.progress(text)
         seen = _PLACE.fullmatch(text)
+        if number == STEP and seen:
+            (folder / f"begun{rank}").touch()
         if number == STEP and rank == fault.rank and seen and int(seen[1]) == fault.place:
             if bool(seen[3]) == fault.waiting:
+                while len(list(folder.glob("begun*"))) < WORLD:  # who has not would tell of the step before
+                    time.sleep(0.01)
                 (folder / "struck").write_text(str(time.time()))
                 if fault.raises:
                     raise ValueError("a made-up failure")

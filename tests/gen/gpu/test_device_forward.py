@@ -17,9 +17,11 @@ from rlhfuse.base.errors import InputError, leave
 from rlhfuse.gen.core.draws import DrawBatch
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.core.kv_cache import KVCache
+from rlhfuse.gen.core.model_shard import TensorParallel
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.gen.gpu.decode_graphs import DecodeGraphs, DecodeInputs, DecodeShape, Staging, padded_arrays, padded_places
 from rlhfuse.gen.gpu.draws import DrawKernels
+from rlhfuse.gen.gpu.forward import DeviceForward
 from rlhfuse.gen.model_runner import ModelRunner
 
 CPU = torch.device("cpu")
@@ -54,6 +56,26 @@ def torch_engine(spec, repeater: Repeater | None = None, dtype=torch.float32, we
         forward = engine.runner._forward
         forward._graphs = DecodeGraphs(repeater, CPU)
     return engine
+
+
+@pytest.mark.parametrize(
+    "ranks, register, refused", [(2, "1", True), (2, None, True), (2, "0", False), (1, None, False)]
+)
+def test_tensor_ranks_record_no_step_whose_replay_would_read_elsewhere(monkeypatch, ranks, register, refused):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    if register:
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", register)
+    spec, parallel = tiny_spec(), TensorParallel(None)
+    parallel.size = ranks
+    built = torch_engine(spec).runner._forward
+    kernels = built._kernels, built._attention, built._layer_kernels
+    if refused:
+        with pytest.raises(InputError, match="export NCCL_GRAPH_REGISTER=0, or set rollout.cuda_graphs=false"):
+            DeviceForward(spec, parallel, CPU, 4, Repeater(), *kernels)
+    else:
+        assert DeviceForward(spec, parallel, CPU, 4, Repeater(), *kernels).recorded_shapes == 0
+    DeviceForward(spec, parallel, CPU, 4, None, *kernels)  # nothing is recorded
 
 
 def filled(engine: Engine, prompts: list[list[int]], steps: int = 3) -> ForwardBatch:

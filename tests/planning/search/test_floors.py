@@ -135,7 +135,7 @@ def test_floors_are_below_prices_of_larger_spaces(seed):
     check_floors(random_case(seed, (4, 8, 16), most_tables=300))
 
 
-@pytest.mark.parametrize("gigabytes, kept", [(1.35, False), (1.5, True), (1.8, False), (2.1, True)])
+@pytest.mark.parametrize("gigabytes, kept", [(2.75, False), (3.05, True), (3.2, False), (3.5, True)])
 def test_a_cache_that_memory_cuts_down_may_be_kept(gigabytes, kept):
     """It has whole parts, which may leave so much free that no iteration records its graphs again."""
     keys: dict[str, object] = {f"parallel__{row}": "d2t2p1" for row in ROWS}

@@ -1,0 +1,80 @@
+"""The micro-batches of a pipeline in one step, cut and sent to the device as the program comes to them.
+
+While a device computes what was launched before, the host cuts what it launches next. Their sizes are known at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhfuse.models.stage import Outbox, PackedTokens, padded_rows
+from rlhfuse.ppo.rollout import RolloutBatch
+
+LOOKED_UP = ("old_logprobs", "ref_logprobs", "values", "advantages", "returns")  # by losses, per response token
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Samples on the device, N of T tokens and R response tokens, and what the losses look up in them."""
+
+    packed: PackedTokens
+    predictions: Tensor  # int64 [R]: positions whose outputs predict the response tokens
+    targets: Tensor  # int64 [R]: the response tokens
+    samples: RolloutBatch  # of which LOOKED_UP is on the device
+
+    @staticmethod
+    def of(batch: RolloutBatch, device: torch.device, shards: int, outbox: Outbox) -> Microbatch:
+        """From samples in host memory: on a GPU an index that is computed there would stop the queue."""
+        kept = _looked_up(batch)
+        others = [batch.prediction_index, batch.tokens[batch.response_index], *kept.values()]
+        packed, (predictions, targets, *arrays) = PackedTokens.beside(
+            others, batch.tokens, batch.cu_seqlens, device, shards, outbox
+        )
+        return Microbatch(packed, predictions, targets, batch.with_fields(**dict(zip(kept, arrays))))
+
+
+class Microbatches:
+    """Those of one pipeline: `parts` of a mini-batch in host memory. A micro-batch stays as long as this object."""
+
+    def __init__(
+        self,
+        batch: RolloutBatch,
+        parts: Sequence[Sequence[int]],
+        device: torch.device,
+        shards: int,
+        outbox: Outbox,
+    ) -> None:
+        """Takes from the `outbox` what all of them need: its pieces of the step before have arrived."""
+        self._batch, self._parts, self._device, self._shards, self._outbox = batch, parts, device, shards, outbox
+        self._cut: dict[int, Microbatch] = {}
+        lengths = batch.lengths.tolist()
+        rows = (sum(lengths[sample] for sample in part) for part in parts)
+        self.rows = tuple(padded_rows(count, device, shards) for count in rows)  # tokens of each, with padding
+        if device.type == "cuda":
+            outbox.empty(sum(map(self._bytes, range(len(parts)))))
+
+    def __getitem__(self, number: int) -> Microbatch:
+        if number not in self._cut:
+            samples = self._batch.select(self._parts[number])
+            self._cut[number] = Microbatch.of(samples, self._device, self._shards, self._outbox)
+        return self._cut[number]
+
+    def packed(self, number: int) -> PackedTokens:
+        return self[number].packed
+
+    def _bytes(self, number: int) -> int:
+        """Of what a micro-batch sends: tokens, positions, borders, places and ids of responses, what is looked up."""
+        part = list(self._parts[number])
+        responses, width = int(self._batch.response_lengths[part].sum()), 2 * 8
+        width += sum(array.itemsize for array in _looked_up(self._batch).values())
+        return (
+            2 * 8 * self.rows[number] + 4 * (len(part) + 2) + width * responses + Outbox.MOST_DTYPES * Outbox.ALIGNMENT
+        )
+
+
+def _looked_up(batch: RolloutBatch) -> dict[str, Tensor]:
+    return {name: array for name in LOOKED_UP if (array := getattr(batch, name)) is not None}
