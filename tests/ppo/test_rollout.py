@@ -40,15 +40,15 @@ shapes = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=1, m
     reason=st.sampled_from(["stop", "length", "gelöscht"]),
     parts=st.tuples(st.booleans(), st.booleans(), st.booleans()),
 )
-def test_pickled_bit_for_bit(sample_id, logprobs, reason, parts):
+def test_sent_bit_for_bit(sample_id, logprobs, reason, parts):
     array = torch.tensor(logprobs, dtype=torch.float32)
     rollout = Rollout(sample_id, (5, 2**31 - 1), tuple(range(len(array))), array, reason)
     scored = rollout.with_scores(array if parts[0] else None, -array if parts[1] else None, 0.1 if parts[2] else None)
-    back = pickle.loads(pickle.dumps(scored))
-    for field in dataclasses.fields(Rollout):
-        a, b = getattr(scored, field.name), getattr(back, field.name)
-        same = a is b or (a.numpy().tobytes() == b.numpy().tobytes() if isinstance(a, torch.Tensor) else a == b)
-        assert same, field.name
+    for back in (pickle.loads(pickle.dumps(scored)), Rollout.from_bytes(scored.to_bytes())):
+        for field in dataclasses.fields(Rollout):
+            a, b = getattr(scored, field.name), getattr(back, field.name)
+            same = a is b or (a.numpy().tobytes() == b.numpy().tobytes() if isinstance(a, torch.Tensor) else a == b)
+            assert same, field.name
 
 
 def test_rollout_refuses_what_does_not_fit():
