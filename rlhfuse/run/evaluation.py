@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from rlhfuse.base.errors import NotFiniteError
 from rlhfuse.config.role import Role
 from rlhfuse.data.sampler import sample_id
 from rlhfuse.decisions.migration import FusionLimits
@@ -44,7 +45,10 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class BestScore:
-    """The best evaluation of a run: how many iterations were done, its score, and of what (`Evaluator.digest`)."""
+    """The best evaluation of a run: how many iterations were done, its score, and of what (`Evaluator.digest`).
+
+    Before training, with none done, there is no checkpoint of it: the best is what the run began with.
+    """
 
     done: int
     score: float
@@ -85,7 +89,8 @@ class Evaluator:
     def run(self, iteration: int, threshold: int, limits: FusionLimits) -> Evaluation:
         """After `iteration`; a collective. The engine holds the actor's weights and a KV cache, which it drops.
 
-        `threshold`: R_t of training, of which the held-out samples take their share. Raises RewardError.
+        `threshold`: R_t of training, of which the held-out samples take their share. Raises RewardError, and
+        NotFiniteError for a score that is not finite.
         """
         config = self._inputs.config
         if self._rewarder:
@@ -94,6 +99,9 @@ class Evaluator:
         report = self._stage.run(f"{iteration}/val", self._requests, share, limits)
         batch = combine_rewards(RolloutBatch.from_rollouts(report.rollouts), report.function_scores, config.reward)
         first, scores = report.rollouts[: config.trainer.sample_texts], given(batch.scores).tolist()
+        for sample, score in zip(batch.sample_ids.tolist(), scores):  # a function's may be too large for float32
+            if not math.isfinite(score):
+                raise NotFiniteError(f"the score of held-out sample {sample} is {score} in float32")
         samples = sample_texts(self._inputs.tokenizer, iteration, first, scores, split="val")
         metrics = evaluation_metrics(batch, config.eval.samples_per_prompt)
         return Evaluation(metrics | {"fusion/val_migrated_samples": report.migrated_samples}, samples)
