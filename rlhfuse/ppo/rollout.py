@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhfuse.base.errors import InputError
+from rlhfuse.base.errors import InputError, NotFiniteError
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,6 +205,18 @@ class RolloutBatch:
     def to(self, device: torch.device | str) -> RolloutBatch:
         arrays = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: array.to(device) for name, array in arrays.items() if array is not None})
+
+    def check_finite(self) -> None:
+        """Raise NotFiniteError naming the first sample that was given a number which is none; a score is float32."""
+        owners = torch.arange(len(self)).repeat_interleave(self.response_lengths)
+        for what, numbers, samples in (
+            ("score", self.scores, torch.arange(len(self))),
+            ("value of the critic", self.values, owners),
+            ("log-probability of the reference model", self.ref_logprobs, owners),
+        ):
+            if numbers is not None and len(wrong := (~numbers.isfinite()).nonzero()):
+                sample, number = self.sample_ids[samples[wrong[0]]], numbers[wrong[0]]
+                raise NotFiniteError(f"sample {int(sample)}: a {what} is {float(number)}")
 
     def digest(self) -> str:
         """SHA-256 of what was generated: ids, lengths, tokens and the bits of old_logprobs."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from rlhfuse.base.errors import NotFiniteError
 from rlhfuse.config.role import Role
 from rlhfuse.data.sampler import sample_id
 from rlhfuse.decisions.migration import FusionLimits
@@ -98,10 +97,8 @@ class Evaluator:
         share = min(threshold * len(self._requests) // config.samples_per_iteration, len(self._requests))
         report = self._stage.run(f"{iteration}/val", self._requests, share, limits)
         batch = combine_rewards(RolloutBatch.from_rollouts(report.rollouts), report.function_scores, config.reward)
+        batch.check_finite()
         first, scores = report.rollouts[: config.trainer.sample_texts], given(batch.scores).tolist()
-        for sample, score in zip(batch.sample_ids.tolist(), scores):  # a function's may be too large for float32
-            if not math.isfinite(score):
-                raise NotFiniteError(f"the score of held-out sample {sample} is {score} in float32")
         samples = sample_texts(self._inputs.tokenizer, iteration, first, scores, split="val")
         metrics = evaluation_metrics(batch, config.eval.samples_per_prompt)
         return Evaluation(metrics | {"fusion/val_migrated_samples": report.migrated_samples}, samples)

@@ -300,6 +300,7 @@ class Trainer:
         with timer.phase("adv"):
             batch = RolloutBatch.from_rollouts(report.rollouts)
             batch = combine_rewards(batch, report.function_scores, self.config.reward)
+            batch.check_finite()
             algorithm = self._effective_config(batch)
             batch = add_token_rewards(batch, algorithm, self.config.rollout.max_response_tokens)
             batch = add_advantages(batch, algorithm, prompt_groups(batch.sample_ids))

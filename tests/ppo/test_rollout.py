@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfuse.base.errors import InputError
+from rlhfuse.base.errors import InputError, NotFiniteError
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 
 
@@ -117,3 +117,20 @@ def test_steps_return_new_objects_and_numpy_is_accepted():
     with pytest.raises(dataclasses.FrozenInstanceError):
         batch.returns = torch.ones(1)
     assert Rollout(1, [1], [2], np.array([-0.5]), "length").truncated
+
+
+@pytest.mark.parametrize(
+    "field, place, said",
+    [
+        ("scores", 1, "sample 1: a score is inf"),
+        ("values", 2, "sample 1: a value of the critic is inf"),
+        ("ref_logprobs", 1, "sample 0: a log-probability of the reference model is inf"),
+    ],
+)
+def test_numbers_that_are_none_are_named_with_their_sample(field, place, said):
+    batch = make_batch([(2, 2), (1, 3)], scored=True)
+    batch.check_finite()
+    numbers = getattr(batch, field).clone()
+    numbers[place] = torch.inf
+    with pytest.raises(NotFiniteError, match=said):
+        batch.with_fields(**{field: numbers}).check_finite()
