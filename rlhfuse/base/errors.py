@@ -122,7 +122,7 @@ def run_program(
     except InputError as error:
         first, alike = rank in (None, "0"), rank is None or isinstance(error, JointError)
         message = _one_line(error)
-        told = f"error: {message if first else f'rank {rank}: {message}'}"
+        told = f"error: {message if first or alike else f'rank {rank}: {message}'}"
         leave_message(told)
         if first if alike or prints is None else prints(message, RANK_0_FIRST_SECONDS):
             _print_line(told)
