@@ -162,12 +162,13 @@ class Watchdog:
         """Note signals that ask for an end; the verdict where it can no longer wait for what is being finished."""
         now = time.monotonic()
         if not self.stop_asked and (signal.SIGINT in received or signal.SIGUSR1 in received):
-            self.stop_asked, self._asked = True, now
+            self.stop_asked, self._asked, limit = True, now, ""
             if "TORCHELASTIC_RUN_ID" in os.environ:
                 patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", LAUNCHER_SECONDS))
                 self._until = now + patience - BEFORE_LAUNCHER_SECONDS
+                limit = f", within {self._until - now:.0f} s (torchrun's --shutdown-timeout)"
             if self.finishing and os.environ.get("LOCAL_RANK", "0") == "0":
-                os.write(2, f"stopping: {self.finishing}; Ctrl-C once more ends it now\n".encode())
+                os.write(2, f"stopping: {self.finishing}{limit}; Ctrl-C once more ends it now\n".encode())
         elif signal.SIGINT in received and now - self._asked > SAME_SIGNAL_SECONDS:
             return Verdict(
                 f"interrupted before the end of: {self.finishing or self._own.doing}", EXIT_STOPPED[INTERRUPTED]
