@@ -286,9 +286,11 @@ class Watchdog:
     def _print(self, verdict: Verdict) -> None:
         """What the lowest rank left prints, all leave for torchrun's table; without torchrun each prints its own."""
         text = f"{verdict.report}; this is rank {self._rank}, which was in: {self._own.doing}"
-        if not leave_message(f"{text}; {self.go_on}") or self._table.reporter() == self._rank:
-            # os.write: the main thread may be blocked while it holds the lock of sys.stderr
-            os.write(2, f"watchdog: {text}\n".encode())
+        whole = f"{text}; {self.go_on}"
+        if not leave_message(whole) or self._table.reporter() == self._rank:
+            # os.write: the main thread may be blocked while it holds the lock of sys.stderr. torchrun makes no table
+            # of ranks that it stops itself, so all is said here.
+            os.write(2, f"watchdog: {text if verdict.exit_code == EXIT_DEAD_PEER else whole}\n".encode())
         if verdict.exit_code == EXIT_DEAD_PEER:
             self._print_places()
 

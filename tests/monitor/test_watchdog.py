@@ -238,7 +238,10 @@ def test_ctrl_c_lets_the_iteration_end_and_a_second_one_does_not(monkeypatch, ca
         os.kill(os.getpid(), signal.SIGINT)
         assert ended.wait(60) and left == [130]
         watchdog._stopping.set()  # it has left
-    assert "interrupted before the end of: iteration 3 of 9" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "interrupted before the end of: iteration 3 of 9" in said and said.endswith(
+        "; go on with: program --again\n"
+    )
 
 
 def test_ctrl_c_with_nothing_to_finish_interrupts():
