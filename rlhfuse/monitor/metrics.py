@@ -30,19 +30,24 @@ class MetricsWriter(AppendFile):
         if Path(path).exists():
             _cut(Path(path), keep_bytes)
         super().__init__(path)
-        self._last = 0  # where the last line begins
+        self._last = 0, b""  # where the last line begins, and itself
 
     def write(self, metrics: Metrics) -> None:
         """One line; `iteration` comes first, the others in alphabetical order. Scalars of numpy and torch will do."""
         line = (json.dumps(plain_metrics(metrics), allow_nan=False) + "\n").encode()
         begin = self.path.stat().st_size
         self.append(line)
-        self._last = begin
+        self._last = begin, line
 
     def write_again(self, metrics: Metrics) -> None:
-        """In the place of the line that was written last."""
-        self.cut(self._last)
-        self.write(metrics)
+        """In the place of the line that was written last, which stays where there is no room."""
+        begin, line = self._last
+        self.cut(begin)
+        try:
+            self.write(metrics)
+        except InputError:
+            self.append(line)
+            raise
 
 
 def plain_metrics(metrics: Metrics) -> dict[str, Any]:
