@@ -6,10 +6,10 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from small_disk import small_files
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_disk import small_files
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.monitor.loggers import ProgressPrinter, progress_parts
