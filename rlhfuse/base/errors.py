@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import atexit
 import errno
+import json
 import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +23,9 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 RANK_0_FIRST_SECONDS = 5.0
+# torchrun shows the message of the earliest error last; a rank that was killed leaves none, and counts as having ended
+# when torchrun noticed, so the words of those who saw it are dated before
+BEFORE_NOTICED_SECONDS = 10
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk full, quota used up, above the limit of a file's size
 
 
@@ -42,6 +47,14 @@ class ScheduleError(InputError):
 
 class RewardError(RuntimeError):
     """A reward function failed on a sample: it raised, took too long, or gave no finite number."""
+
+
+class NotFiniteError(FloatingPointError):
+    """A loss, gradient or score that is not finite, which every rank of the job raises at the same place."""
+
+
+class Stopped(Exception):
+    """A signal asked the run to stop, and all ranks leave at the same place; the message says how to go on."""
 
 
 @contextmanager
@@ -71,43 +84,71 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _one_line(error: Exception) -> str:
+def leave_message(text: str) -> bool:
+    """Leave `text` where torchrun's table of failures, and whoever started it, finds it; False without torchrun."""
+    if not (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        return False
+    when = str(int(time.time()) - BEFORE_NOTICED_SECONDS)
+    with suppress(OSError):  # the error counts, not that it could not be told
+        Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": {"timestamp": when}}}))
+        return True
+    return False
+
+
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def _print_error(text: str) -> None:
+def _print_line(text: str) -> None:
     """One write, newline included: torchrun's ranks write unbuffered to one stream, and are ended while they write."""
-    sys.stderr.write(f"error: {text}\n")
+    sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
 
 def run_program(
-    main: Callable[[], int | None], tear_down: bool = True, prints: Callable[[str], bool] | None = None
+    main: Callable[[], int | None], tear_down: bool = True, prints: Callable[[str, float], bool] | None = None
 ) -> None:
     """Run `main` and leave the process with its exit code; without `tear_down`, by `leave`.
 
     An InputError prints `error: ...` on stderr and exits with 2. Where torchrun set RANK: from rank 0 if that meets it,
-    else from one rank that does, which says so; `prints(message)` tells whether this rank is the one. A RewardError is
-    the same line from whichever rank met it, exit code 1. Ctrl-C exits with 130. Any other exception propagates with
-    its traceback.
+    else from one rank that does, which says so; `prints(what, seconds)` tells whether this rank is the one, after
+    waiting so long for rank 0. A RewardError, a number that is not finite, and under torchrun every other exception, is
+    such a line as well, from whichever rank is first, exit code 1; what is no error of the user's has its traceback
+    before it. Every rank leaves its line for torchrun's table. Ctrl-C exits with 130.
     """
+    rank = os.environ.get("RANK")
     try:
         code = main() or 0
     except InputError as error:
-        rank, message = os.environ.get("RANK"), _one_line(error)
         first, alike = rank in (None, "0"), rank is None or isinstance(error, JointError)
-        mine = first if alike or prints is None else prints(message)
-        if mine:
-            _print_error(message if first else f"rank {rank}: {message}")
+        message = _one_line(error)
+        told = f"error: {message if first or alike else f'rank {rank}: {message}'}"
+        leave_message(told)
+        if first if alike or prints is None else prints(message, RANK_0_FIRST_SECONDS):
+            _print_line(told)
         else:
             time.sleep(RANK_0_FIRST_SECONDS)  # torchrun ends all ranks when one has left: let rank 0 speak first
         code = EXIT_BAD_INPUT
-    except RewardError as error:
-        _print_error(_one_line(error))
-        code = EXIT_FAILED
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
+    except Stopped as error:
+        leave_message(_one_line(error))
+        if rank in (None, "0"):
+            _print_line(_one_line(error))
         code = EXIT_INTERRUPTED
+    except KeyboardInterrupt as error:
+        told = _one_line(error) or "interrupted"
+        leave_message(told)
+        if rank in (None, "0"):
+            _print_line(told)
+        code = EXIT_INTERRUPTED
+    except Exception as error:
+        expected = isinstance(error, RewardError | FloatingPointError)
+        if rank is None and not expected:
+            raise
+        told = f"error: {_one_line(error) if expected else f'rank {rank}: {type(error).__name__}: {_one_line(error)}'}"
+        leave_message(told)
+        if rank is None or prints is None or prints("failure", 0.0):
+            _print_line(told if expected else f"{traceback.format_exc()}{told}")
+        code = EXIT_FAILED
     if not tear_down:
         leave(code)
     sys.exit(code)

@@ -79,6 +79,11 @@ class AppendFile:
             self._stream.truncate(before)
             raise
 
+    def cut(self, size: int) -> None:
+        """Drop what lies behind the first `size` bytes."""
+        with writing(self.path):
+            self._stream.truncate(size)
+
     def position(self) -> int:
         """Bytes in the file, all of them on disk when this returns."""
         with writing(self.path):

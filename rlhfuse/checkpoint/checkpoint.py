@@ -33,7 +33,9 @@ class RunState:
 
     threshold: Mapping[str, Any]  # ThresholdController's: R_t, length statistics, measured costs
     algorithm: Mapping[str, Any]  # what the algorithm carries on: `kl_coef`, and `scores`, their RunningMoments
-    position: Mapping[str, Any]  # `metrics_bytes`; and for people: prompts drawn, learning rates
+    # Sizes of the run's logs; the best held-out score; `row`, the iteration's line of metrics.jsonl, as long as the
+    # evaluation that completes it is not done. For people: prompts drawn, learning rates.
+    position: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class Manifest:
     def to_text(self) -> str:
         """JSON with one line per field."""
         raw = {"version": VERSION, **asdict(self), "random": RANDOM}
-        return "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in raw.items()) + "\n}\n"
+        lines = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in raw.items()]
+        return "{\n" + ",\n".join(lines) + "\n}\n"
 
     @staticmethod
     def parse(text: str, where: str) -> Manifest:
@@ -176,11 +179,14 @@ def _open_newest(config: RunConfig) -> Checkpoint | None:
         raise InputError(f"{broken}; no good one before it: remove {folders[-1].parent} to start afresh") from None
 
 
+def is_own(checkpoint: Checkpoint | None, run_dir: Path) -> bool:
+    """Whether a run that goes on from `checkpoint` in `run_dir` has its past there."""
+    return checkpoint is not None and checkpoint.folder.parent.parent.resolve() == run_dir.resolve()
+
+
 def metrics_kept(checkpoint: Checkpoint | None, run_dir: Path) -> int:
     """Bytes of metrics.jsonl that stay when a run goes on from `checkpoint` in `run_dir`: those of its own past."""
-    if checkpoint is None or checkpoint.folder.parent.parent.resolve() != run_dir.resolve():
-        return 0
-    return checkpoint.metrics_bytes
+    return checkpoint.metrics_bytes if checkpoint and is_own(checkpoint, run_dir) else 0
 
 
 def _check_metrics(checkpoint: Checkpoint, run_dir: Path) -> None:

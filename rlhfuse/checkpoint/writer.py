@@ -15,9 +15,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
+from rlhfuse.base.clock import wall_seconds
 from rlhfuse.base.errors import InputError, JointError, writing
 from rlhfuse.base.files import sync, write_text
 from rlhfuse.checkpoint.checkpoint import MANIFEST, Manifest, RunState, checkpoints_in, folder_of
@@ -49,9 +51,12 @@ class CheckpointWriter:
         self._progress = progress  # told that a file grows while it is waited for
         self._thread: threading.Thread | None = None
         self._written = threading.Event()  # this rank's file is down, or will never be
+        self._written.set()
         self._all_written = threading.Event()  # every rank's file is down
         self._abandoned = threading.Event()  # nobody waits for what is under way
         self._problem = ""
+        self._committing = threading.Lock()  # rank 0: whoever has it may give a manifest its words
+        self._state: RunState | None = None  # rank 0: of the checkpoint that was begun last
 
     def start(
         self, iteration: int, state: RunState, roles: Mapping[str, Sequence[Fragment]], best: int | None = None
@@ -61,15 +66,39 @@ class CheckpointWriter:
         The checkpoint of iteration `best` stays, however old it is.
         """
         self.finish()
-        begin = time.time()
-        copies = {role: [one.to_host() for one in fragments] for role, fragments in roles.items()}
+        begin = wall_seconds()
+        self._state = state
         self._written.clear()
         self._all_written.clear()
-        copied = time.time() - begin
+        try:
+            copies = {role: [one.to_host() for one in fragments] for role, fragments in roles.items()}
+        except BaseException:
+            self._written.set()  # never, that is
+            raise
+        copied = wall_seconds() - begin
         self._thread = threading.Thread(
-            target=self._run, args=(iteration, state, copies, begin, copied, best), name="checkpoint", daemon=True
+            target=self._run, args=(iteration, copies, begin, copied, best), name="checkpoint", daemon=True
         )
         self._thread.start()
+
+    def complete(self, iteration: int, position: Mapping[str, Any]) -> None:
+        """Rank 0: the checkpoint of `iteration`, on disk or under way, has this `position` from now on.
+
+        So it can be begun before all that it says is known. Raises InputError naming the file.
+        """
+        file = folder_of(self._run_dir) / f"iteration-{iteration}" / MANIFEST
+        with self._committing:
+            if file.exists():
+                written = Manifest.parse(file.read_text(encoding="utf-8"), str(file))
+                state = replace(written.state, position=position)
+                write_text(file, replace(written, state=state).to_text(), durable=True)
+            elif self._state:
+                self._state = replace(self._state, position=position)
+
+    def is_saving(self) -> bool:
+        """Whether this rank's part is under way: its file, and on rank 0 the whole checkpoint. No collective."""
+        commits = self._rank == 0 and self._thread is not None and self._thread.is_alive()
+        return commits or not self._written.is_set()
 
     @contextmanager
     def joint_failure(self) -> Iterator[None]:
@@ -123,7 +152,6 @@ class CheckpointWriter:
     def _run(
         self,
         iteration: int,
-        state: RunState,
         copies: Mapping[str, Sequence[Fragment]],
         begin: float,
         copied: float,
@@ -143,9 +171,10 @@ class CheckpointWriter:
             self._written.set()
             file = partial / MANIFEST
             if self._rank == 0 and (files := self._gather(partial)):
-                with writing(file):
-                    size = self._commit(partial, done, Manifest(iteration, self._facts, state, files))
-                told = f"{size / 1e6:.1f} MB in {time.time() - begin:.2f} s, {copied:.2f} s of it in the step"
+                with writing(file), self._committing:
+                    assert self._state is not None, "given before the thread began"
+                    size = self._commit(partial, done, Manifest(iteration, self._facts, self._state, files))
+                told = f"{size / 1e6:.1f} MB in {wall_seconds() - begin:.2f} s, {copied:.2f} s of it in the step"
                 print(f"saved checkpoints/{done.name}: {told}", flush=True)
                 self._prune(best)
         except InputError as error:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
@@ -52,6 +53,7 @@ class RewardWorkers:
         self._progress = progress
         shared = name, signature, self._calls, self._returned, self._groups
         self._pool = ProcessPool(workers, initializer=_start, initargs=shared, context=context)
+        _report_every_end(self._pool)
         self._pending: dict[int, RewardCall] = {}
         self._tasks: dict[ProcessFuture, RewardCall | None] = {}  # under way, with its call if it has one of its own
         self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of the tasks
@@ -133,6 +135,19 @@ class RewardWorkers:
         raise RewardError(message)
 
 
+def _report_every_end(pool: ProcessPool) -> None:
+    """Let `pool` fail the call of a process that ended with exit code 0, too, which it takes for its own doing."""
+    manager = pool._pool_manager.worker_manager
+    inspect = manager.inspect_workers
+
+    def inspect_all() -> tuple:
+        before = tuple(manager.workers.values())
+        found = inspect()
+        return found + tuple((w.pid, 0) for w in before if w.exitcode == 0 and w.pid not in manager.workers)
+
+    manager.inspect_workers = inspect_all
+
+
 # in the worker --------------------------------------------------------------------------------------------------
 
 _worker: dict[str, Any] = {}  # what a worker's process has from its start on; empty in every other
@@ -141,6 +156,7 @@ _worker: dict[str, Any] = {}  # what a worker's process has from its start on; e
 def _start(name: str, signature: str, calls: Any, returned: Any, groups: Any) -> None:
     os.setpgid(0, 0)
     groups.put(os.getpid())
+    signal.signal(signal.SIGTERM, _end)  # as pebble stops it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
@@ -200,4 +216,19 @@ def _end_with_parent() -> None:
     parent = mp.parent_process()
     assert parent is not None
     parent.join()
-    os.killpg(0, signal.SIGKILL)  # without cleaning up: the main thread may never come back
+    _end()
+
+
+def _end(*_: object) -> None:
+    """End this process and all that it has started, in whatever session, without cleaning up: it may be stuck."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    started = [os.getpid()]
+    for one in started:
+        started += [child for child, parent in parents.items() if parent == one]
+    for pid in started[1:]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    os.killpg(0, signal.SIGKILL)

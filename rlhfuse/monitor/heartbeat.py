@@ -16,7 +16,7 @@ from pathlib import Path
 
 RUNNING, DONE, TERMINATED, INTERRUPTED, FAILED, LEFT = "running", "done", "terminated", "interrupted", "failed", "left"
 STUCK_AT_MOST = 4  # ranks in the line about a hang
-PLACES_AT_MOST = 64  # ranks in the list of places; every rank prints its own place besides
+PLACES_AT_MOST = 64  # ranks in the list of places
 EXIT_DEAD_PEER = 1
 EXIT_STOPPED = {INTERRUPTED: 130, TERMINATED: 143}
 
@@ -42,6 +42,10 @@ class ProcessName:
             return False
         status = process_status(self.pid)
         return status is None or status[0] in "ZX" or status[1] != self.started
+
+    def is_stopped(self, machine: str) -> bool:
+        """Whether the process is known to be there, but suspended by a signal or a debugger."""
+        return self.machine == machine and (process_status(self.pid) or " ")[0] in ("T", "t")
 
 
 class Waiting(str):
@@ -118,6 +122,10 @@ class PeerTable:
             self._progressed = now
         self._latest[beat.rank], self._read[beat.rank] = beat, now
 
+    def woke(self, now: float) -> None:
+        """This process was not running for a while: what it missed says nothing about the others, whose time begins."""
+        self._progressed, self._changed = now, dict.fromkeys(self._changed, now)
+
     def note_own(self, own: Heartbeat, now: float) -> None:
         if own.progress != self._own.progress:
             self._progressed = now
@@ -132,11 +140,13 @@ class PeerTable:
         yield from (Verdict(f"{b.because} (found by rank {b.rank})") for b in beats if b.state == LEFT)
         failed = (b for b in beats if b.state == FAILED)
         yield from (Verdict(f"{b} failed with {b.because}; last seen in: {b.doing}") for b in failed)
-        yield from (Verdict(f"{b} died; last seen in: {b.doing}") for b in beats if self._is_gone(b))
+        yield from (Verdict(f"{b} died; {self.last_word(b, now)}") for b in beats if self._is_gone(b))
         for beat in beats:
             if self._is_silent(beat):
                 silence = self._read[beat.rank] - self._changed[beat.rank]
-                yield Verdict(f"{beat} died: silent for {silence:.0f} s; last seen in: {beat.doing}")
+                stopped = beat.process.is_stopped(self._own.process.machine)
+                how = "is stopped, by a signal or a debugger: silent" if stopped else "died: silent"
+                yield Verdict(f"{beat} {how} for {silence:.0f} s; {self.last_word(beat, now)}")
         stopped = (b for b in beats if b.state in EXIT_STOPPED)
         yield from (Verdict(f"{b} was {b.state} in: {b.doing}", EXIT_STOPPED[b.state]) for b in stopped)
         stuck = now - self._progressed
@@ -157,6 +167,14 @@ class PeerTable:
         # by its last reading, not by now: in a large world a peer's turn comes more seldom than the limit
         silence = self._read[beat.rank] - self._changed[beat.rank]
         return beat.state == RUNNING and silence > self._limits.watchdog_seconds
+
+    def last_word(self, beat: Heartbeat, now: float) -> str:
+        """Where a rank was when it was last heard, which may not be where it ended."""
+        return f"last seen in: {beat.doing} (its word of {now - self._changed[beat.rank]:.1f} s before)"
+
+    def has_lost(self) -> bool:
+        """Whether a rank will never do its part again."""
+        return any(self._is_gone(beat) or self._is_silent(beat) for beat in self.heartbeats)
 
     def unheard_since(self, moment: float) -> list[Heartbeat]:
         """Running peers that have shown no sign of life since `moment`."""
@@ -183,7 +201,7 @@ class PeerTable:
             seen = "was last seen in" if self._is_gone(beat) else "is in" if beat.state == RUNNING else "was in"
             lines.append(f"  {beat} {seen}: {beat.doing}")
         more = len(self._latest) - len(lines)
-        return "\n".join(lines + ([f"  and {more} more ranks, each of which prints its own place"] if more else []))
+        return "\n".join(lines + ([f"  and {more} more ranks"] if more else []))
 
 
 def _machine() -> str:

@@ -30,17 +30,40 @@ class MetricsWriter(AppendFile):
         if Path(path).exists():
             _cut(Path(path), keep_bytes)
         super().__init__(path)
+        self._last = 0, b""  # where the last line begins, and itself
 
     def write(self, metrics: Metrics) -> None:
         """One line; `iteration` comes first, the others in alphabetical order. Scalars of numpy and torch will do."""
-        plain = {name: _plain(metrics[name]) for name in sorted(metrics, key=lambda name: (name != "iteration", name))}
-        self.append((json.dumps(plain, allow_nan=False) + "\n").encode())
+        line = (json.dumps(plain_metrics(metrics), allow_nan=False) + "\n").encode()
+        begin = self.path.stat().st_size
+        self.append(line)
+        self._last = begin, line
+
+    def write_again(self, metrics: Metrics) -> None:
+        """In the place of the line that was written last, which stays where there is no room."""
+        begin, line = self._last
+        self.cut(begin)
+        try:
+            self.write(metrics)
+        except InputError:
+            self.append(line)
+            raise
+
+
+def plain_metrics(metrics: Metrics) -> dict[str, Any]:
+    """As JSON values, in the order of a line."""
+    return {name: _plain(metrics[name]) for name in sorted(metrics, key=lambda name: (name != "iteration", name))}
 
 
 def _plain(value: Any) -> Any:
     if hasattr(value, "item"):
         value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return finite_or_none(value) if isinstance(value, float) else value
+
+
+def finite_or_none(number: float) -> float | None:
+    """As JSON can say it."""
+    return number if math.isfinite(number) else None
 
 
 def _cut(path: Path, keep_bytes: int | None) -> None:

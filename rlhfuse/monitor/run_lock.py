@@ -10,12 +10,14 @@ import json
 import os
 import threading
 import time
+import uuid
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
 from rlhfuse.base.errors import InputError, writing
+from rlhfuse.base.files import UNDER_WAY
 from rlhfuse.monitor.heartbeat import ProcessName
 
 RUN_LOCK = "run.lock"
@@ -38,8 +40,7 @@ class RunLock:
         """Raises InputError while another process owns the folder."""
         with writing(self._file):
             while not self._create():
-                self._await_end()
-                self._file.unlink(missing_ok=True)
+                self._take_away(self._await_end())
         self._thread.start()
         return self
 
@@ -67,15 +68,25 @@ class RunLock:
             raise
         return True
 
-    def _owner(self) -> ProcessName | None:
+    def _take_away(self, dead: ProcessName | None) -> None:
+        """Remove the lock of `dead` and no other: who took it over meanwhile has put its own in the place."""
+        beside = self._file.with_name(f".{RUN_LOCK}.{uuid.uuid4().hex}{UNDER_WAY}")
+        with suppress(FileNotFoundError):
+            os.rename(self._file, beside)  # only one taker gets it
+            if self._owner(beside) != dead:
+                with suppress(FileExistsError):
+                    os.link(beside, self._file)
+            beside.unlink()
+
+    def _owner(self, file: Path | None = None) -> ProcessName | None:
         """Whom the file names; None where it is gone or was never written to its end."""
         try:
-            return ProcessName(**json.loads(self._file.read_text()))
+            return ProcessName(**json.loads((file or self._file).read_text()))
         except (FileNotFoundError, ValueError, TypeError):
             return None
 
-    def _await_end(self) -> None:
-        """Return once the owner is known to be dead. Raises InputError when it lives."""
+    def _await_end(self) -> ProcessName | None:
+        """The owner, once it is known to be dead. Raises InputError when it lives."""
         owner = self._owner()
         who = f"pid {owner.pid} on {owner.host}" if owner else "an unknown process"
         if owner is None or owner.machine != self._own.machine:
@@ -86,6 +97,7 @@ class RunLock:
             fix = f"wait for its end or choose another output_dir (if it has ended, delete {self._file})"
             raise InputError(f"{self._folder} belongs to a run that is alive, {who}: {fix}")
         print(f"taking {self._folder} over from {who}, which has ended", flush=True)
+        return owner
 
     def _is_renewed(self, who: str) -> bool:
         """Watch the file until it is renewed, or for so long that its owner must be dead, or until it goes."""

@@ -1,17 +1,19 @@
 """samples.jsonl: a few samples of each iteration as text, for people who want to see what the actor writes.
 
-A resumed run drops those of iterations that it is going to repeat.
+A resumed run keeps the file up to the position that its checkpoint knew.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from rlhfuse.base.errors import InputError
-from rlhfuse.base.files import AppendFile, write_text
+from rlhfuse.base.errors import InputError, writing
+from rlhfuse.base.files import AppendFile
+from rlhfuse.monitor.metrics import finite_or_none
 
 
 @dataclass(frozen=True)
@@ -23,19 +25,22 @@ class SampleText:
     sample_id: int
     prompt: str
     response: str
-    score: float
+    score: float | None  # None for what is not finite
     tokens: int
     finish_reason: str
     split: str = "train"
 
 
 class SampleWriter(AppendFile):
-    """Appends to `path`; samples of `first_iteration` and later ones, of a run that died, are dropped first."""
+    """Appends to `path`. What lies behind `keep_bytes`, of a run that died, is dropped first, and half a line before.
 
-    def __init__(self, path: str | Path, first_iteration: int = 0) -> None:
+    Lines that stay are not looked at: what people read stops no run.
+    """
+
+    def __init__(self, path: str | Path, keep_bytes: int | None = None) -> None:
         if Path(path).exists():
-            kept = [sample for sample in read_samples(path) if sample.iteration < first_iteration]
-            write_text(path, "".join(map(_line, kept)), durable=True)
+            with writing(path):
+                os.truncate(path, Path(path).read_bytes()[:keep_bytes].rfind(b"\n") + 1)
         super().__init__(path)
 
     def write(self, samples: Iterable[SampleText]) -> None:
@@ -44,7 +49,8 @@ class SampleWriter(AppendFile):
 
 
 def _line(sample: SampleText) -> str:
-    return json.dumps(asdict(sample), ensure_ascii=False) + "\n"
+    raw = asdict(sample) | {"score": finite_or_none(sample.score) if sample.score is not None else None}
+    return json.dumps(raw, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def read_samples(path: str | Path) -> list[SampleText]:

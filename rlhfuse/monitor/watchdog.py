@@ -2,10 +2,12 @@
 
 A main thread that is blocked in a collective never learns that its peer is gone. So each rank's watchdog writes a
 heartbeat into the job's store every second, reads those of its peers, and leaves by `os._exit` with the first cause.
+It hears the signals that ask for an end, too; whichever way a rank ends, a checkpoint that it writes is waited for.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -17,7 +19,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Protocol
 
-from rlhfuse.base.errors import JointError
+from rlhfuse.base.errors import JointError, NotFiniteError, Stopped, leave_message
 from rlhfuse.monitor.heartbeat import (
     DONE,
     EXIT_DEAD_PEER,
@@ -38,6 +40,11 @@ from rlhfuse.monitor.heartbeat import (
 PEERS_PER_TICK = 16  # read at most, in turns, so that the store's load grows linearly with the ranks
 GRACE_SECONDS = 3.0  # how long peers may take to show that they live, or to say where they were
 ERROR_CHARACTERS = 400  # of an error that the other ranks are told
+ASLEEP_SHARE = 0.25  # of `watchdog_seconds`: who comes so late was not running, and judges nobody by what it missed
+SAVE_SECONDS = 20.0  # how long a checkpoint that is being written is waited for at the end of a rank
+LOST_SAVE_SECONDS = 5.0  # where a rank is lost whose part it may need
+SAME_SIGNAL_SECONDS = 1.0  # Ctrl-C may reach a rank twice: from the terminal, and from its launcher
+LAUNCHER_SECONDS, BEFORE_LAUNCHER_SECONDS = 30.0, 5.0  # torchrun's patience with what it stops; when a rank leaves
 
 
 class Store(Protocol):
@@ -59,6 +66,10 @@ class Watchdog:
     Enter it in the main thread: only there may Python set signal handlers. Leaving it by an exception tells the peers
     that this rank failed. End it after the last barrier: a rank that has left it is not watched any more. Give the
     store a timeout near `watchdog_seconds`.
+
+    Signals: SIGTERM ends this rank at once. SIGINT and SIGUSR1 set `stop_asked` where `finishing` says what is done
+    before the end; else SIGINT raises KeyboardInterrupt. A second SIGINT ends the rank like SIGTERM, as does the
+    launcher's patience when it is over.
     """
 
     def __init__(
@@ -74,6 +85,12 @@ class Watchdog:
         self._stopping = threading.Event()
         self._counter = 0  # of heartbeats; the thread's, and the main thread's once that has ended
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._asked = 0.0  # when the first signal that asks for an end came
+        self._until = math.inf  # when the launcher's patience is over
+        self.stop_asked = False
+        self.finishing = ""  # what is still done when an end is asked for
+        self.go_on = "start the same command again"  # what to do once the job has ended
+        self.is_saving: Callable[[], bool] = lambda: False  # a checkpoint, in another thread
 
     def progress(self, doing: str) -> None:
         """Say what the main thread does from now on. Cheap: nothing is sent before the next heartbeat.
@@ -83,9 +100,10 @@ class Watchdog:
         self._own = self._own.now_in(doing)
 
     def __enter__(self) -> Watchdog:
-        # SIGTERM (torchrun sends it to the survivors) is read by the thread from Python's wake-up descriptor, which
-        # the C-level handler fills whatever the main thread is doing; Ctrl-C stays with the main thread
-        self._old_handler = signal.signal(signal.SIGTERM, lambda *_: None)
+        # signals are read by the thread from Python's wake-up descriptor, which the C-level handler fills whatever the
+        # main thread is doing (torchrun sends SIGTERM to the survivors)
+        heard = {signal.SIGTERM: lambda *_: None, signal.SIGUSR1: lambda *_: None, signal.SIGINT: self._interrupt}
+        self._old_handlers = {number: signal.signal(number, handler) for number, handler in heard.items()}
         self._old_wakeup = signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         self._table = PeerTable(self._own, self._limits, time.monotonic())
         self._beat(0)
@@ -96,22 +114,36 @@ class Watchdog:
         self._stopping.set()
         self._wake_write.send(b"\0")
         self._thread.join()
-        if error is None or isinstance(error, JointError):  # all ranks leave by it: nobody died, and nobody waits
+        joint = isinstance(error, JointError | NotFiniteError | Stopped)  # all leave by it: nobody died, nobody waits
+        if error is None or joint:
             self._farewell(DONE)
         elif isinstance(error, KeyboardInterrupt):
             self._farewell(INTERRUPTED)
         else:
             self._leave_by_error(f"{type(error).__name__}: {' '.join(str(error).split())[:ERROR_CHARACTERS]}")
+            del self._old_handlers[signal.SIGTERM]  # the launcher ends who is left: this rank still has to speak
+        if error is not None:
+            self._wait_for_save()
         # last: a SIGTERM meanwhile would end this rank without a word
         signal.set_wakeup_fd(self._old_wakeup)
-        signal.signal(signal.SIGTERM, self._old_handler)
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
         self._wake_read.close()
         self._wake_write.close()
+
+    def _interrupt(self, *_: object) -> None:
+        """Of SIGINT, in the main thread, once that comes to it."""
+        if not self.finishing:
+            raise KeyboardInterrupt(f"interrupted in: {self._own.doing}; {self.go_on}")
 
     # ---- the thread
 
     def _run(self) -> None:
+        begin = time.monotonic()
         while not self._stopping.is_set():
+            before, begin = begin, time.monotonic()
+            if begin - before > self._limits.interval_seconds + ASLEEP_SHARE * self._limits.watchdog_seconds:
+                self._table.woke(begin)
             self._counter += 1
             try:
                 self._beat(self._counter)
@@ -120,8 +152,31 @@ class Watchdog:
                 verdict = Verdict(f"the job's store is unreachable, so its launcher has died ({type(error).__name__})")
             if verdict and not self._stopping.is_set():
                 self._leave(verdict)
-            if self._wait_for_sigterm(self._limits.interval_seconds):
+            received = self._signals(self._limits.interval_seconds)
+            if signal.SIGTERM in received:
                 self._leave(self._terminated(self._counter))
+            if verdict := self._asked_to_stop(received):
+                self._leave(verdict)
+
+    def _asked_to_stop(self, received: bytes) -> Verdict | None:
+        """Note signals that ask for an end; the verdict where it can no longer wait for what is being finished."""
+        now = time.monotonic()
+        if not self.stop_asked and (signal.SIGINT in received or signal.SIGUSR1 in received):
+            self.stop_asked, self._asked, limit = True, now, ""
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", LAUNCHER_SECONDS))
+                self._until = now + patience - BEFORE_LAUNCHER_SECONDS
+                limit = f", within {self._until - now:.0f} s (torchrun's --shutdown-timeout)"
+            if self.finishing and os.environ.get("LOCAL_RANK", "0") == "0":
+                os.write(2, f"stopping: {self.finishing}{limit}; Ctrl-C once more ends it now\n".encode())
+        elif signal.SIGINT in received and now - self._asked > SAME_SIGNAL_SECONDS:
+            return Verdict(
+                f"interrupted before the end of: {self.finishing or self._own.doing}", EXIT_STOPPED[INTERRUPTED]
+            )
+        elif now > self._until:
+            late = f"not done in time, {self._until - self._asked:.0f} s, before the launcher ends it"
+            return Verdict(f"{late}: {self.finishing or self._own.doing}", EXIT_STOPPED[INTERRUPTED])
+        return None
 
     def _beat(self, counter: int) -> None:
         beat = replace(self._own, counter=counter)
@@ -148,12 +203,12 @@ class Watchdog:
         if self._store.check([_key(rank)]):
             self._table.note(Heartbeat.from_json(self._store.get(_key(rank))), now)
 
-    def _wait_for_sigterm(self, seconds: float) -> bool:
-        """Sleep; True as soon as SIGTERM arrived. The end of the block and other signals only cut the sleep short."""
+    def _signals(self, seconds: float) -> bytes:
+        """Sleep; cut short by signals, which it returns, and by the end of the block."""
         self._wake_read.settimeout(seconds)  # as select.select, which refuses descriptors from 1024 on
         with suppress(TimeoutError):
-            return signal.SIGTERM in self._wake_read.recv(4096)
-        return False
+            return self._wake_read.recv(4096)
+        return b""
 
     def _terminated(self, counter: int) -> Verdict:
         """The dead peer that made the launcher send SIGTERM, if there is one."""
@@ -162,7 +217,7 @@ class Watchdog:
             verdict, unheard = self._news(counter, tell=False)
             silent = self._table.elsewhere(unheard)
             if not verdict and silent:
-                verdict = Verdict(f"{silent[0]} died; last seen in: {silent[0].doing}")
+                verdict = Verdict(f"{silent[0]} died; {self._table.last_word(silent[0], time.monotonic())}")
         except Exception as error:
             verdict = Verdict(f"the job's store is gone ({type(error).__name__})", EXIT_STOPPED[TERMINATED])
         return verdict or Verdict("terminated by SIGTERM", EXIT_STOPPED[TERMINATED])
@@ -190,6 +245,7 @@ class Watchdog:
         """End the process from the thread: the main thread cannot be asked."""
         self._farewell(LEFT if verdict.exit_code == EXIT_DEAD_PEER else TERMINATED, verdict.report)
         self._print(verdict)
+        self._wait_for_save()
         self._exit(verdict.exit_code)
 
     def _leave_by_error(self, error: str) -> None:
@@ -198,12 +254,23 @@ class Watchdog:
             verdict, unheard = self._news(self._counter, tell=True)
         except Exception:  # an unreachable store has no news
             verdict, unheard = None, []
-        if verdict:
-            self._farewell(LEFT, verdict.report)
-            self._print(replace(verdict, exit_code=EXIT_DEAD_PEER))
+        if verdict:  # the error is a consequence, and says nothing
+            self._leave(replace(verdict, exit_code=EXIT_DEAD_PEER))
         else:
             silent = [f"; not heard since: {beat}, last seen in: {beat.doing}" for beat in unheard]
-            self._farewell(FAILED, error + "".join(silent[:PLACES_AT_MOST]))
+            error += "".join(silent[:PLACES_AT_MOST])
+            leave_message(
+                f"error: rank {self._rank}: {error}; {self.go_on}"
+            )  # first: others make the launcher end this
+            self._farewell(FAILED, error)
+
+    def _wait_for_save(self) -> None:
+        """Return when this rank's part of a checkpoint is on disk, or cannot be, or somebody insists on the end."""
+        until = time.monotonic() + (LOST_SAVE_SECONDS if self._table.has_lost() else SAVE_SECONDS)
+        if self.stop_asked:
+            until = min(until, self._until + BEFORE_LAUNCHER_SECONDS - 1)
+        while self.is_saving() and time.monotonic() < until and signal.SIGINT not in self._signals(0.05):
+            pass
 
     def _farewell(self, state: str, because: str = "") -> None:
         """Write how this rank ended, and return when the store has it. Without a store nobody is left to read it."""
@@ -217,9 +284,13 @@ class Watchdog:
             self._store.check([_key(self._rank)])
 
     def _print(self, verdict: Verdict) -> None:
-        # os.write: the main thread may be blocked while it holds the lock of sys.stderr
-        text = f"watchdog: {verdict.report}; this is rank {self._rank}, which was in: {self._own.doing}\n"
-        os.write(2, text.encode())
+        """What the lowest rank left prints, all leave for torchrun's table; without torchrun each prints its own."""
+        text = f"{verdict.report}; this is rank {self._rank}, which was in: {self._own.doing}"
+        whole = f"{text}; {self.go_on}"
+        if not leave_message(whole) or self._table.reporter() == self._rank:
+            # os.write: the main thread may be blocked while it holds the lock of sys.stderr. torchrun makes no table
+            # of ranks that it stops itself, so all is said here.
+            os.write(2, f"watchdog: {text if verdict.exit_code == EXIT_DEAD_PEER else whole}\n".encode())
         if verdict.exit_code == EXIT_DEAD_PEER:
             self._print_places()
 

@@ -23,6 +23,13 @@ def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list
     return gathered
 
 
+def any_rank(yes: bool) -> bool:
+    """Whether it is so on any rank. A collective."""
+    found = torch.tensor([yes], dtype=torch.int32)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found)
+
+
 def from_rank_0(value: T | None) -> T:
     """Rank 0's value on all ranks, pickled; what others pass in is not looked at. A collective."""
     box: list[Any] = [value]

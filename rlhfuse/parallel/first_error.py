@@ -9,20 +9,18 @@ import datetime
 import os
 import time
 
-from rlhfuse.base.errors import RANK_0_FIRST_SECONDS
-
 STORE_PATIENCE = datetime.timedelta(seconds=10)
 
 
-def prints_error(message: str) -> bool:
-    """Whether this rank, under torchrun, is to print `message`: rank 0 if it meets it, else whoever asks first.
+def prints_error(what: str, seconds: float) -> bool:
+    """Whether this rank, under torchrun, is to print of `what`: rank 0 if it meets it, else whoever asks first.
 
-    Other ranks wait RANK_0_FIRST_SECONDS for rank 0. True where there is no store to ask.
+    Other ranks wait so many seconds for rank 0. True where there is no store to ask.
     """
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # torch's __all__ lacks it
 
-    key = f"input error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{message}"
-    until = time.monotonic() + (0.0 if os.environ["RANK"] == "0" else RANK_0_FIRST_SECONDS)
+    key = f"error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{what}"
+    until = time.monotonic() + (0.0 if os.environ["RANK"] == "0" else seconds)
     try:
         store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=STORE_PATIENCE)
         while time.monotonic() < until:

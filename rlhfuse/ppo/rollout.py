@@ -8,6 +8,7 @@ they are packed, so that who produced what, and when, never matters.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhfuse.base.errors import InputError
+from rlhfuse.base.errors import InputError, NotFiniteError
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +66,23 @@ class Rollout:
         """A copy that gained what is given; None leaves a field as it is."""
         given = {"ref_logprobs": ref_logprobs, "values": values, "score": score}
         return replace(self, **{name: value for name, value in given.items() if value is not None})
+
+    def to_bytes(self) -> bytes:
+        """Bit for bit: a line of JSON, then the float32 numbers of the arrays that it names."""
+        arrays = {name: getattr(self, name) for name in ("old_logprobs", "ref_logprobs", "values")}
+        arrays = {name: array for name, array in arrays.items() if array is not None}
+        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in arrays}
+        line = json.dumps(plain | {"arrays": list(arrays)})
+        return b"\n".join((line.encode(), b"".join(array.numpy().tobytes() for array in arrays.values())))
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Rollout:
+        """Inverse of `to_bytes`; what the bytes say is only ever read as numbers and text."""
+        line, _, numbers = data.partition(b"\n")
+        plain = json.loads(line)
+        names = plain.pop("arrays")
+        arrays = torch.frombuffer(bytearray(numbers), dtype=torch.float32).view(len(names), -1)
+        return Rollout(**plain | dict(zip(names, arrays)))
 
     def __reduce__(self) -> tuple[type[Rollout], tuple[Any, ...]]:
         """Pickled bit for bit, as arrays of numpy: a tensor's own way takes ten times as long."""
@@ -187,6 +205,18 @@ class RolloutBatch:
     def to(self, device: torch.device | str) -> RolloutBatch:
         arrays = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: array.to(device) for name, array in arrays.items() if array is not None})
+
+    def check_finite(self) -> None:
+        """Raise NotFiniteError naming the first sample that was given a number which is none; a score is float32."""
+        owners = torch.arange(len(self)).repeat_interleave(self.response_lengths)
+        for what, numbers, samples in (
+            ("score", self.scores, torch.arange(len(self))),
+            ("value of the critic", self.values, owners),
+            ("log-probability of the reference model", self.ref_logprobs, owners),
+        ):
+            if numbers is not None and len(wrong := (~numbers.isfinite()).nonzero()):
+                sample, number = self.sample_ids[samples[wrong[0]]], numbers[wrong[0]]
+                raise NotFiniteError(f"sample {int(sample)}: a {what} is {float(number)}")
 
     def digest(self) -> str:
         """SHA-256 of what was generated: ids, lengths, tokens and the bits of old_logprobs."""

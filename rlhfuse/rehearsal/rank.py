@@ -156,7 +156,7 @@ class Rehearsal:
     def _save(self, trainer: RehearsedTrainer, done: int) -> None:
         """A checkpoint that is all written when this returns."""
         self._phases.switch("checkpoint")
-        trainer.save(done, 0)
+        trainer.save(done, {"metrics_bytes": 0, "samples_bytes": 0})
         trainer.checkpoints.finish()
 
     def _resume(self, folder: Path) -> None:

@@ -44,7 +44,10 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class BestScore:
-    """The best evaluation of a run: how many iterations were done, its score, and of what (`Evaluator.digest`)."""
+    """The best evaluation of a run: how many iterations were done, its score, and of what (`Evaluator.digest`).
+
+    Before training, with none done, there is no checkpoint of it: the best is what the run began with.
+    """
 
     done: int
     score: float
@@ -85,7 +88,8 @@ class Evaluator:
     def run(self, iteration: int, threshold: int, limits: FusionLimits) -> Evaluation:
         """After `iteration`; a collective. The engine holds the actor's weights and a KV cache, which it drops.
 
-        `threshold`: R_t of training, of which the held-out samples take their share. Raises RewardError.
+        `threshold`: R_t of training, of which the held-out samples take their share. Raises RewardError, and
+        NotFiniteError for a score that is not finite.
         """
         config = self._inputs.config
         if self._rewarder:
@@ -93,6 +97,7 @@ class Evaluator:
         share = min(threshold * len(self._requests) // config.samples_per_iteration, len(self._requests))
         report = self._stage.run(f"{iteration}/val", self._requests, share, limits)
         batch = combine_rewards(RolloutBatch.from_rollouts(report.rollouts), report.function_scores, config.reward)
+        batch.check_finite()
         first, scores = report.rollouts[: config.trainer.sample_texts], given(batch.scores).tolist()
         samples = sample_texts(self._inputs.tokenizer, iteration, first, scores, split="val")
         metrics = evaluation_metrics(batch, config.eval.samples_per_prompt)

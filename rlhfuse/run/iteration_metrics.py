@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhfuse.base.clock import wall_seconds
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.flops import IterationFlops
@@ -39,12 +40,12 @@ class PhaseTimer:
     @contextmanager
     def phase(self, name: str, span: bool = True) -> Iterator[None]:
         """Times the block; with `span` it is shown in the trace as one piece of work."""
-        start = time.time()
+        start = wall_seconds()
         yield
-        end = time.time()
+        end = wall_seconds()
         self.seconds[name] = end - start
-        if span:  # a wall clock may be set back meanwhile
-            self.spans.append(Span(name, name, self.rank, start, max(start, end), args={"iteration": self.iteration}))
+        if span:
+            self.spans.append(Span(name, name, self.rank, start, end, args={"iteration": self.iteration}))
 
     def add_generation(self, report: GenInferReport) -> None:
         for span in report.spans:
@@ -53,7 +54,7 @@ class PhaseTimer:
 
     def add_actions(self, minibatches: Sequence[MinibatchResult]) -> None:
         """Every action of mini-batches that are just over."""
-        wall = time.time() - time.perf_counter()  # actions are timed by the other clock
+        wall = wall_seconds() - time.perf_counter()  # actions are timed by the other clock
         for roles, span in ((result.roles, span) for result in minibatches for span in result.report.spans):
             kind = f"{roles[span.action.pipeline]} {span.action.kind}"
             start, end = wall + span.start_seconds, wall + span.end_seconds

@@ -5,12 +5,12 @@ Its time is a part of the run like any other: `timing_s/books`, the log of the i
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from rlhfuse.base.clock import wall_seconds
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.costs.flops import IterationFlops
 from rlhfuse.decisions.placement import Placement
@@ -43,7 +43,7 @@ class IterationResult:
     """An iteration that has run on this rank."""
 
     number: int
-    begin: float  # in `time.time()` seconds
+    begin: float  # in `wall_seconds`
     threshold: int  # R_t
     report: GenInferReport
     batch: RolloutBatch
@@ -84,8 +84,8 @@ class IterationRecorder:
         self._logging = 0.0  # seconds of that log
 
     def begin(self) -> float:
-        """An iteration begins: now, in `time.time()` seconds."""
-        begin = time.time()
+        """An iteration begins: now, in `wall_seconds`."""
+        begin = wall_seconds()
         self._logging = begin - (self._closed or begin)
         return begin
 
@@ -99,7 +99,7 @@ class IterationRecorder:
         ranks = all_gather_objects(IterationStats.of(done.minibatches, done.timer, done.peak_bytes))
         metrics = {"iteration": done.number, **rollout_metrics(done.batch, done.algorithm)}
         metrics |= self._metrics(done, ranks)
-        ended = time.time()
+        ended = wall_seconds()
         metrics |= speed_metrics(done.batch, ended - done.begin)
         metrics |= mfu_metrics(self._flops(done.batch), metrics, self._inputs.world_size, self._peak_flops)
         message = self._threshold.observe(done.number, done.report, done.batch)
@@ -110,7 +110,7 @@ class IterationRecorder:
         spans = [span for stats in ranks for span in stats.spans]
         first = done.report.rollouts[: self._config.trainer.sample_texts]
         samples = sample_texts(self._inputs.tokenizer, done.number, first, given(done.batch.scores).tolist())
-        self._closed = time.time()
+        self._closed = wall_seconds()
         metrics["timing_s/books"] = self._logging + self._closed - ended
         return IterationRecord(metrics, spans, samples)
 

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
+import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +18,7 @@ from pathlib import Path
 
 from rlhfuse.base.errors import InputError, writing
 from rlhfuse.base.files import remove_leftovers, sync
-from rlhfuse.checkpoint.checkpoint import METRICS, checkpoints_in, metrics_kept
+from rlhfuse.checkpoint.checkpoint import METRICS, checkpoints_in, is_own
 from rlhfuse.config.settings import TrainerConfig
 from rlhfuse.monitor.run_lock import RunLock
 from rlhfuse.parallel.collectives import from_rank_0, raise_on_all_ranks
@@ -34,10 +37,30 @@ class RunDirectory:
     path: Path
     lock: RunLock | None = None
 
+    def go_on(self, trainer: TrainerConfig) -> str:
+        """What to do to continue, with the command of this process or of the torchrun above it; not what a scheduler
+        or script started before them."""
+        command = _own_command()
+        if trainer.output_dir != str(self.path):
+            command.append(f"trainer.output_dir={self.path}")
+        if trainer.resume != "auto":
+            command.append("trainer.resume=auto")
+        return f"go on with: {shlex.join(command)}"
+
     def check(self) -> None:
         """Raise InputError on rank 0 if another run has taken the folder over."""
         if self.lock:
             self.lock.check()
+
+
+def _own_command() -> list[str]:
+    """The command line that started this job on this machine, an installed program by its name."""
+    words = sys.orig_argv
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text().rstrip("\0").split("\0")
+    if len(words) > 1 and shutil.which(Path(words[1]).name) == words[1]:
+        words = [Path(words[1]).name, *words[2:]]
+    return list(words)
 
 
 @contextmanager
@@ -82,7 +105,7 @@ def prepare(folder: Path, inputs: RunInputs) -> None:
     check_output(inputs.config)  # once more: a run that has just ended may have written since
     for place in (folder, folder / "checkpoints", folder / "export", folder / "export" / "best"):
         remove_leftovers(place)
-    if metrics_kept(inputs.resume, folder) == 0 and (kept := keep_attempt(folder)):
+    if not is_own(inputs.resume, folder) and (kept := keep_attempt(folder)):
         print(f"{folder} has no checkpoint of the attempt before: what it wrote is kept in {kept}", flush=True)
 
 

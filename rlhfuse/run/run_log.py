@@ -6,14 +6,16 @@ A resumed run goes on in all of them from the iteration it resumes at.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from rlhfuse.checkpoint.checkpoint import METRICS
 from rlhfuse.config.settings import RunConfig
 from rlhfuse.monitor.loggers import Logger, ProgressPrinter, TensorBoardLogger, WandbLogger
-from rlhfuse.monitor.metrics import Metrics, MetricsWriter
+from rlhfuse.monitor.metrics import MetricsWriter
 from rlhfuse.monitor.samples import SampleWriter
 from rlhfuse.monitor.trace import Span, save_trace
 from rlhfuse.planning.run_plan import PlanReport
+from rlhfuse.run.evaluation import Evaluation
 from rlhfuse.run.iteration_recorder import IterationRecord
 from rlhfuse.run.report.memory_table import MemoryTable
 from rlhfuse.run.report.phase_times import render_phase_times
@@ -26,14 +28,20 @@ class RunLog:
     """The open files of one run."""
 
     def __init__(
-        self, run_dir: Path, config: RunConfig, plan: PlanReport, first_iteration: int, metrics_bytes: int | None
+        self,
+        run_dir: Path,
+        config: RunConfig,
+        plan: PlanReport,
+        first_iteration: int,
+        metrics_bytes: int | None,
+        samples_bytes: int | None,
     ) -> None:
-        """`metrics_bytes`: of metrics.jsonl, those that stay; None for all of them."""
+        """Of metrics.jsonl and samples.jsonl so many bytes stay; None for all of them."""
         self._plan, self._run_dir, self._trace_iterations = plan, run_dir, config.trainer.trace_iterations
         self._metrics = MetricsWriter(run_dir / METRICS, keep_bytes=metrics_bytes)
-        self._samples = SampleWriter(run_dir / "samples.jsonl", first_iteration)
+        self._samples = SampleWriter(run_dir / "samples.jsonl", samples_bytes)
         self._loggers = _loggers(run_dir, config, first_iteration)
-        self._rows: list[Metrics] = []
+        self._rows: list[dict[str, Any]] = []
         self._traced: list[list[Span]] = []
         self._traces = TimeBudget(TRACE_SHARE)
 
@@ -51,14 +59,22 @@ class RunLog:
         if self._traces.due():
             self._save_trace()
 
+    def complete(self, record: IterationRecord, found: Evaluation) -> None:
+        """The evaluation after the iteration that was written last joins its line. Raises InputError as `write`."""
+        whole = record.metrics | found.metrics
+        self._metrics.write_again(whole)
+        self._samples.write(found.samples)
+        for logger in self._loggers:
+            logger.log({"iteration": whole["iteration"], **found.metrics}, found.samples)
+        self._rows[-1] |= found.metrics
+
     def _save_trace(self) -> None:
         with self._traces.spend():
             save_trace([span for spans in self._traced for span in spans], self._run_dir / "trace.json")
 
-    def position(self) -> int:
-        """Bytes of metrics.jsonl so far; they and the samples are on disk when this returns."""
-        self._samples.position()
-        return self._metrics.position()
+    def position(self) -> dict[str, int]:
+        """Bytes of metrics.jsonl and samples.jsonl so far, all of them on disk when this returns."""
+        return {"metrics_bytes": self._metrics.position(), "samples_bytes": self._samples.position()}
 
     def close(self) -> None:
         """Print the tables of the run. Raises InputError naming the file that cannot be written."""

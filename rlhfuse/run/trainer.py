@@ -8,8 +8,11 @@ section 4) -> rewards and advantages over the whole batch -> mini-batches throug
 from __future__ import annotations
 
 import gc
+import math
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from rlhfuse.checkpoint.checkpoint import Checkpoint, RunState, folder_of, metrics_kept
+from rlhfuse.base.clock import wall_seconds
+from rlhfuse.base.errors import InputError, JointError, RewardError, Stopped
+from rlhfuse.checkpoint.checkpoint import Checkpoint, RunState, folder_of, is_own, metrics_kept
 from rlhfuse.checkpoint.writer import CheckpointWriter, mark_finished, rewind
 from rlhfuse.config.role import SCORING_ORDER, Role
 from rlhfuse.config.settings import AlgorithmConfig
@@ -34,8 +39,9 @@ from rlhfuse.gen.engine import Engine
 from rlhfuse.models.hf import hf_tensors
 from rlhfuse.models.hf_folder import exhaust, export_checkpoint
 from rlhfuse.monitor.heartbeat import Waiting
+from rlhfuse.monitor.metrics import plain_metrics
 from rlhfuse.monitor.watchdog import Watchdog
-from rlhfuse.parallel.collectives import from_rank_0
+from rlhfuse.parallel.collectives import any_rank, from_rank_0, raise_on_all_ranks
 from rlhfuse.parallel.device import Device
 from rlhfuse.parallel.learning_rate import learning_rate
 from rlhfuse.parallel.memory import PhaseMeter, process_line
@@ -132,6 +138,7 @@ class Trainer:
         )
         self.evaluator = Evaluator(inputs, self.inter_stage, self.models, self.rewarder)
         self.best: BestScore | None = None  # whose checkpoint is kept
+        self.log: RunLog | None = None  # rank 0's
 
     def _build_engine(self) -> Engine:
         return Engine(
@@ -162,57 +169,116 @@ class Trainer:
     # the loop -------------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
-        """Run the iterations that are not done yet, then export. Raises JointError where a file cannot be written."""
+        """Run the iterations that are not done yet, then export. Raises JointError where a file cannot be written.
+
+        Raises Stopped where a signal asked for an end: the iteration under way is done first, and saved.
+        """
+        self.watchdog.go_on = self.directory.go_on(self.config.trainer)
+        self.watchdog.is_saving = self.checkpoints.is_saving
         first = self._restore()
         # What is there now stays: a full collection that walks it takes a third of a second, in any phase.
         gc.collect()
         gc.freeze()
         try:
             self._fit(first)
+        except (FloatingPointError, RewardError) as error:
+            raise type(error)(f"{error}; {self.checkpoints.last_good()}") from error
         finally:
             gc.unfreeze()
 
     def _fit(self, first: int) -> None:
+        row = self.inputs.resume.manifest.state.position.get("row") if self.inputs.resume else None
         with self.checkpoints.joint_failure():
-            log = self._start_log(first) if self.rank == 0 else None
+            self.log = self._start_log(first, has_row=row is not None) if self.rank == 0 else None
         if self.config.evaluates_first and not self.inputs.resume:
             found = self.evaluate(-1)
+            self._is_best(0, found)
             with self.checkpoints.joint_failure():
-                if log:
-                    log.write(IterationRecord({"iteration": -1, **found.metrics}, [], found.samples))
-        for iteration in range(first, self.config.trainer.iterations):
-            try:
-                record, best = self.iterate(iteration), False
-                if self.config.evaluates_after(iteration + 1):
-                    found = self.evaluate(iteration)
-                    record = record.beside(found.metrics, found.samples)
-                    best = self._is_best(iteration + 1, found)
-            except FloatingPointError as error:
-                raise FloatingPointError(f"iteration {iteration}: {error}; {self.checkpoints.last_good()}") from error
-            due, position = best or self._save_due(iteration + 1), 0
-            with self.checkpoints.joint_failure():
-                if log:
-                    self.directory.check()
-                    log.write(record)
-                    self.threshold.save_costs(self.run_dir / "costs.json")
-                    position = log.position() if due else 0
-            if due:
-                self.save(iteration + 1, position)
-        self._export()
+                if self.log:
+                    self.log.write(IterationRecord({"iteration": -1, **found.metrics}, [], found.samples))
+        stopped, total = False, self.config.trainer.iterations
+        if row is not None:
+            record, here = IterationRecord(dict(row), [], []), is_own(self.inputs.resume, self.run_dir)
+            stopped = self._conclude(first, record, saved=here)
+        done, seconds = first, 0.0
+        while done < total and not stopped:
+            took = f", the one before took {seconds:.0f} s" if seconds else ""
+            self.watchdog.finishing = f"iteration {done} of {total} is finished and saved first{took}"
+            begin = time.monotonic()
+            stopped = self._conclude(done + 1, self._checked_iteration(done))
+            done, seconds = done + 1, time.monotonic() - begin
+        self.watchdog.finishing = ""
+        broken = None if stopped else self._export()
+        self.checkpoints.finish()
         with self.checkpoints.joint_failure():
-            for opened in (log, self.rewarder):
+            for opened in (self.log, self.rewarder):
                 if opened:
                     opened.close()
-            if log:
-                mark_finished(self.run_dir, self.config.trainer.iterations)
+            if self.log and not stopped:
+                mark_finished(self.run_dir, total)
+        if broken:
+            raise broken
+        if stopped:
+            saved = f"saved in {self._folder(done)}" if self._can_save() else "not saved: sgd has no checkpoints"
+            raise Stopped(f"stopped: {done} of {total} iterations are done, {saved}; {self.watchdog.go_on}")
 
-    def _start_log(self, first: int) -> RunLog:
-        """Of a run that goes on with iteration `first`; what it is going to write again is removed."""
+    def _checked_iteration(self, iteration: int) -> IterationRecord:
+        try:
+            return self.iterate(iteration)
+        except FloatingPointError as error:
+            raise type(error)(f"iteration {iteration}: {error}") from error
+
+    def _conclude(self, done: int, record: IterationRecord, saved: bool = False) -> bool:
+        """Write an iteration down, save and evaluate where it is their turn; whether the run is to stop. A collective.
+
+        Line and checkpoint come before the evaluation, which may fail, and learn of it afterwards. `saved`: there is a
+        checkpoint already.
+        """
+        log, evaluates = self.log, self.config.evaluates_after(done)
+        stop = any_rank(self.watchdog.stop_asked)
+        due, position = not saved and (self._save_due(done) or (stop and self._can_save())), {}
+        with self.checkpoints.joint_failure():
+            if log:
+                self.directory.check()
+                before = log.position() if due and evaluates else {}
+                log.write(record)
+                self.threshold.save_costs(self.run_dir / "costs.json")
+                position = log.position() if due else {}
+                if evaluates and due:
+                    position |= {"metrics_bytes": before["metrics_bytes"], "row": plain_metrics(record.metrics)}
+        if due:
+            self.save(done, position)
+        if not evaluates or stop:
+            return stop
+        try:
+            found = self.evaluate(done - 1)
+        except (FloatingPointError, RewardError) as error:
+            without = "trainer.eval_every=0 goes on without it"
+            raise type(error)(f"the evaluation after iteration {done - 1}: {error}; {without}") from error
+        best, saved = self._is_best(done, found), saved or due
+        stop = any_rank(self.watchdog.stop_asked)
+        with self.checkpoints.joint_failure():
+            if log:
+                log.complete(record, found)
+                position = log.position()
+                if saved:
+                    self.checkpoints.complete(done, self._position(done, position))
+        if not saved and (best or (stop and self._can_save())):
+            self.save(done, position)
+        return stop
+
+    def _start_log(self, first: int, has_row: bool) -> RunLog:
+        """Of a run that goes on with iteration `first`; what it is going to write again is removed.
+
+        `has_row`: that begins with the line of the iteration before.
+        """
         self.directory.check()
         if stale := rewind(self.run_dir, first):
             print(f"removed from {self.run_dir / 'checkpoints'}: {', '.join(stale)}", flush=True)
-        kept = metrics_kept(self.inputs.resume, self.run_dir)
-        log = RunLog(self.run_dir, self.config, self.plan.report, first, kept)
+        kept, samples = metrics_kept(self.inputs.resume, self.run_dir), 0
+        if self.inputs.resume and is_own(self.inputs.resume, self.run_dir):
+            samples = self.inputs.resume.manifest.state.position.get("samples_bytes")
+        log = RunLog(self.run_dir, self.config, self.plan.report, first - has_row, kept, samples)
         lines = peak_line(self.peak_flops, self.device), *self.engine.runner.lines, self.models.layers.line()
         lines = *lines, process_line(self.device, self.plan.report.process_bytes)
         print("\n".join(line for line in lines if line), flush=True)
@@ -236,6 +302,7 @@ class Trainer:
         with timer.phase("adv"):
             batch = RolloutBatch.from_rollouts(report.rollouts)
             batch = combine_rewards(batch, report.function_scores, self.config.reward)
+            batch.check_finite()
             algorithm = self._effective_config(batch)
             batch = add_token_rewards(batch, algorithm, self.config.rollout.max_response_tokens)
             batch = add_advantages(batch, algorithm, prompt_groups(batch.sample_ids))
@@ -252,19 +319,20 @@ class Trainer:
 
     def evaluate(self, iteration: int) -> Evaluation:
         """Held-out prompts, by the actor as it is after `iteration`; -1: before the first. A collective."""
-        begin = time.time()
+        begin = wall_seconds()
         when = f"after iteration {iteration}" if iteration >= 0 else "before training"
         self.watchdog.progress(f"evaluation {when}: moving weights")
         self._reshard(for_training=False)
         found = self.evaluator.run(iteration, self.threshold.threshold, self.threshold.limits)
         self.memory.take()  # the peaks that are shown are training's
-        seconds = time.time() - begin
+        seconds = wall_seconds() - begin
         self.recorder.skip(seconds)
         return replace(found, metrics=found.metrics | {"timing_s/eval": seconds})
 
     def _is_best(self, done: int, found: Evaluation) -> bool:
         """Whether the checkpoint of now is to be kept instead of the best so far."""
-        if not self.config.trainer.keep_best or self.best and found.score <= self.best.score:
+        worse = self.best is not None and found.score <= self.best.score
+        if not self.config.trainer.keep_best or worse or not math.isfinite(found.score):
             return False
         self.best = BestScore(done, found.score, self.evaluator.digest)
         return True
@@ -341,19 +409,29 @@ class Trainer:
         every = self.config.trainer.save_every
         return every > 0 and (done % every == 0 or done == self.config.trainer.iterations)
 
-    def save(self, done: int, metrics_bytes: int) -> None:
-        """Begin to write checkpoints/iteration-`done`; a collective. Rank 0 gives the length of metrics.jsonl."""
+    def _can_save(self) -> bool:
+        with suppress(InputError):
+            for model in self.models.trained.values():
+                check_exportable(model.optimizer)
+            return True
+        return False
+
+    def save(self, done: int, position: Mapping[str, Any]) -> None:
+        """Begin to write checkpoints/iteration-`done`; a collective. Rank 0 gives the `position` of its logs."""
         self.watchdog.progress(f"saving checkpoint iteration-{done}")
-        position = {
-            "metrics_bytes": metrics_bytes,
+        carried = {"kl_coef": self.kl.coef, "scores": asdict(self.scores)}
+        state = RunState(self.threshold.state(), carried, self._position(done, position))
+        owned = {role: export_state(model.optimizer) for role, model in self.models.trained.items()}
+        self.checkpoints.start(done, state, owned, self.best.done if self.best else None)
+
+    def _position(self, done: int, logs: Mapping[str, Any]) -> dict[str, Any]:
+        """What a checkpoint says of where the run is, beside the position of its `logs`."""
+        return {
+            **logs,
             "prompts_drawn": done * self.config.rollout.prompts_per_iteration,
             "learning_rate": {role: self._lr(role, done - 1) or 0.0 for role in self.models.trained},
             "best": asdict(self.best) if self.best else None,
         }
-        carried = {"kl_coef": self.kl.coef, "scores": asdict(self.scores)}
-        state = RunState(self.threshold.state(), carried, position)
-        owned = {role: export_state(model.optimizer) for role, model in self.models.trained.items()}
-        self.checkpoints.start(done, state, owned, self.best.done if self.best else None)
 
     def _restore(self) -> int:
         """Take the checkpoint to resume from in, if any; returns the first iteration to run."""
@@ -387,21 +465,36 @@ class Trainer:
     def _best_of(self, state: RunState) -> BestScore | None:
         """The best so far, if its checkpoint is still there and scores mean what they meant; a collective."""
         best = BestScore(**kept) if (kept := state.position.get("best")) else None
-        there = best and best.digest == self.evaluator.digest and self._best_folder(best).is_dir()
+        there = best and best.digest == self.evaluator.digest and (not best.done or self._folder(best.done).is_dir())
         return best if from_rank_0(bool(there)) and self.config.trainer.keep_best else None
 
-    def _best_folder(self, best: BestScore) -> Path:
-        return folder_of(self.run_dir) / f"iteration-{best.done}"
+    def _folder(self, done: int) -> Path:
+        return folder_of(self.run_dir) / f"iteration-{done}"
 
-    def _export(self) -> None:
-        """What the run leaves at its end; a collective. The best is read back from its checkpoint."""
-        wanted = self.config.trainer.export and self.config.trainer.iterations > 0
-        if wanted:
-            self.export(self.run_dir / "export")
-        self.checkpoints.finish()
-        if wanted and self.best:
-            self._load(Checkpoint.open(self._best_folder(self.best)))
-            self.export(self.run_dir / "export" / "best")
+    def _export(self) -> JointError | None:
+        """What the run leaves at its end; a collective. The best is read back from its checkpoint.
+
+        Returns why that cannot be, where its files are broken: the rest of the run is whole.
+        """
+        self.checkpoints.finish()  # first: an export may be cut short
+        if not self.config.trainer.export or not self.config.trainer.iterations:
+            return None
+        folder = self.run_dir / "export"
+        self.export(folder)
+        if self.best and self.best.done:
+            try:
+                with raise_on_all_ranks():
+                    best = Checkpoint.open(self._folder(self.best.done))
+            except JointError as error:
+                return JointError(f"{error}; {folder} is whole, {folder / 'best'} was not written")
+            self._load(best)
+            self.export(folder / "best")
+        elif self.rank == 0:
+            with suppress(FileNotFoundError):  # an earlier start's, by other held-out prompts or none
+                os.replace(folder / "best", folder / "best-before")
+            if self.best:
+                print(f"no evaluation was better than that before training: there is no {folder / 'best'}", flush=True)
+        return None
 
     def export(self, folder: Path) -> None:
         """Write the trained models in Hugging Face layout, each in a folder of its own; a collective."""

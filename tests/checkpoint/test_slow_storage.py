@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 
 import pytest
@@ -11,11 +12,13 @@ import torch.distributed as dist
 from tiny import write_checkpoint
 
 from rlhfuse.checkpoint import writer as checkpoint_writer
-from rlhfuse.checkpoint.checkpoint import RunState, checkpoints_in
+from rlhfuse.checkpoint.checkpoint import Checkpoint, RunState, checkpoints_in
 from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.checkpoint.shard_files import file_name
 from rlhfuse.checkpoint.writer import CheckpointWriter
 from rlhfuse.models.hf_folder import write_folder
+from rlhfuse.monitor.heartbeat import Limits
+from rlhfuse.monitor.watchdog import Watchdog
 from rlhfuse.parallel.fragments import Fragment, Place
 
 
@@ -68,6 +71,59 @@ def test_a_file_that_grows_is_told_of_while_it_is_waited_for(alone, tmp_path, mo
     start_one(tmp_path, lambda text: (told.append(text), heard.set())).finish()
     assert missed == [False] * 3 and told[0].startswith("saving a checkpoint: ")
     assert [folder.name for folder in checkpoints_in(tmp_path)] == ["iteration-1"]
+
+
+def test_a_checkpoint_that_is_being_written_survives_sigterm(alone, tmp_path, monkeypatch):
+    """The rank leaves once its part is whole, though its main thread goes on with the run."""
+    begun, release, write = threading.Event(), threading.Event(), checkpoint_writer.write_rank_file
+
+    def slow(folder, rank, state):
+        begun.set()
+        assert release.wait(60)
+        return write(folder, rank, state)
+
+    monkeypatch.setattr(checkpoint_writer, "write_rank_file", slow)
+    left, ended = [], threading.Event()
+
+    def leave(code):
+        left.append((code, [one.name for one in checkpoints_in(tmp_path)]))
+        ended.set()
+
+    class Store(dict):
+        def set(self, key, value):
+            self[key] = value
+
+        def check(self, keys):
+            return True
+
+    with Watchdog(Store(), 0, 1, Limits(), leave) as watchdog:
+        writer = start_one(tmp_path)
+        watchdog.is_saving = writer.is_saving
+        assert begun.wait(60)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not ended.wait(1)
+        release.set()
+        assert ended.wait(60)
+        watchdog._stopping.set()
+    assert left == [(143, ["iteration-1"])]
+    writer.finish()
+
+
+def test_a_checkpoint_learns_what_an_evaluation_after_it_found(alone, tmp_path, monkeypatch):
+    """Before its manifest is written, and after."""
+    release, write = threading.Event(), checkpoint_writer.write_rank_file
+
+    def slow(folder, rank, state):
+        assert release.wait(60)
+        return write(folder, rank, state)
+
+    monkeypatch.setattr(checkpoint_writer, "write_rank_file", slow)
+    writer = start_one(tmp_path)
+    for number in (7, 8):
+        writer.complete(1, {"metrics_bytes": number})
+        release.set()
+        writer.finish()
+        assert Checkpoint.open(tmp_path / "checkpoints" / "iteration-1").metrics_bytes == number
 
 
 def test_an_export_tells_of_every_weight_file(tmp_path):

@@ -70,7 +70,7 @@ def has_a_pool(data_source, solution_str, ground_truth, extra_info=None):
 
 def runs_programs(data_source, solution_str, ground_truth, extra_info=None):
     import subprocess
-    program = subprocess.Popen(["sleep", "1000"])
+    program = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     with open(solution_str, "w") as file:
         file.write(str(program.pid))
     program.wait()
@@ -86,8 +86,8 @@ def loud(data_source, solution_str, ground_truth, extra_info=None):
 def several(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "raise":
         raise KeyError("no such thing")
-    if solution_str == "exit":
-        os._exit(7)
+    if solution_str.startswith("exit"):
+        os._exit(int(solution_str.removeprefix("exit")))
     if solution_str == "forever":
         while True:
             time.sleep(0.01)
@@ -315,7 +315,8 @@ def test_calls_that_return_are_told_while_all_are_waited_for(workers, function):
         ("none", "mine.py:several, sample 17 of p.jsonl:18: returned None, not a number"),
         ("text", "mine.py:several, sample 17 of p.jsonl:18: returned 'abc', not a number"),
         ("list", "mine.py:several, sample 17 of p.jsonl:18: returned [1.0, 2.0], not a number"),
-        ("exit", "mine.py:several, sample 17 of p.jsonl:18: its process ended with exit code 7"),
+        ("exit7", "mine.py:several, sample 17 of p.jsonl:18: its process ended with exit code 7"),
+        ("exit0", "mine.py:several, sample 17 of p.jsonl:18: its process ended with exit code 0"),
         ("forever", "mine.py:several, sample 17 of p.jsonl:18: no result after 0.5 s (reward.timeout_seconds)"),
     ],
 )
@@ -358,7 +359,7 @@ import subprocess
 from pathlib import Path
 
 def never(data_source, solution_str, ground_truth, extra_info=None):
-    Path({str(tmp_path)!r}, "program").write_text(str(subprocess.Popen(["sleep", "1000"]).pid))
+    Path({str(tmp_path)!r}, "program").write_text(str(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid))
     Path({str(tmp_path)!r}, "begun").touch()
     while True:
         pass

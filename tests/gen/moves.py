@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
 from rlhfuse.decisions.migration import MoveMode
 from rlhfuse.gen.engine import Engine
-from rlhfuse.gen.migration.kv_transfer import KVTransfer
+from rlhfuse.gen.migration.kv_transfer import KVTransfer, TransferManifest
 
 
 def import_sequences(engine: Engine, transfer: KVTransfer) -> list[int]:
@@ -31,7 +30,7 @@ def move_sequences(
 
 def through_bytes(transfer: KVTransfer) -> KVTransfer:
     """The same transfer made of what travels between processes: bytes, and one tensor of all blocks."""
-    manifest = pickle.loads(pickle.dumps(transfer.manifest))
+    manifest = TransferManifest.from_bytes(transfer.manifest.to_bytes())
     assert manifest == transfer.manifest
     kv: Tensor = transfer.read(range(manifest.num_blocks), slice(None))
     return KVTransfer(manifest, lambda numbers, heads: kv[list(numbers)][..., heads, :])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_disk import small_files
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.monitor.loggers import ProgressPrinter, progress_parts
@@ -96,3 +97,16 @@ def test_tensorboard_reads_back(tmp_path):
     assert set(events.Tags()["scalars"]) == set(METRICS) - {"iteration"}
     event = events.Scalars("critic/score/mean")[0]
     assert event.step == 3 and event.value == pytest.approx(0.412)
+
+
+def test_a_line_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with closing(MetricsWriter(path)) as writer:
+        for number in (0, 1):
+            writer.write({"iteration": number})
+        with small_files(1000), pytest.raises(InputError, match="File too large"):
+            writer.write_again({"iteration": 1, "x": "y" * 2000})
+        assert read_metrics(path) == [{"iteration": 0}, {"iteration": 1}]
+        writer.write_again({"iteration": 1, "x": 2})
+        writer.write({"iteration": 2})
+    assert read_metrics(path) == [{"iteration": 0}, {"iteration": 1, "x": 2}, {"iteration": 2}]

@@ -125,3 +125,15 @@ def test_the_owner_renews_and_sees_that_it_has_lost_the_folder(tmp_path):
         with pytest.raises(InputError, match="another one has taken"):
             lock.check()
     assert file.exists(), "it is the other one's"
+
+
+def test_two_takers_of_a_dead_lock_are_one_owner(tmp_path):
+    """The second has seen the dead one, too, when the first has its own lock there already."""
+    write_lock(tmp_path, machine="another", host="far")
+    second = RunLock(tmp_path, 0.05, 0.2)
+    dead = second._await_end()
+    with RunLock(tmp_path, 0.05, 0.2) as first:
+        second._take_away(dead)
+        first.check()
+        assert not second._create()
+    assert [one.name for one in tmp_path.iterdir()] == []

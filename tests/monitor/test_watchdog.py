@@ -1,6 +1,7 @@
 """The watchdog: its decisions on made-up heartbeats, then real processes that die, hang and are terminated."""
 
 import dataclasses
+import json
 import multiprocessing
 import os
 import resource
@@ -68,7 +69,8 @@ def test_silent_peer_is_dead_and_a_beating_one_is_not():
         verdict = peers.verdict(now)
         if now <= 25:
             assert verdict is None
-    assert "rank 2 (pid 7 on far) died: silent for 29 s; last seen in: generation step 3" in verdict.report
+    seen = "last seen in: generation step 3 (its word of 29.0 s before)"
+    assert f"rank 2 (pid 7 on far) died: silent for 29 s; {seen}" in verdict.report
     assert verdict.exit_code == 1
 
 
@@ -171,6 +173,26 @@ def test_a_large_world_reads_no_more_peers_per_heartbeat(monkeypatch):
     assert verdict and "rank 1234 (pid 7 on far) died: silent for 1" in verdict.report
 
 
+@pytest.mark.parametrize("suspended", [True, False])
+def test_a_rank_that_was_suspended_does_not_judge_by_what_it_missed(monkeypatch, suspended):
+    """As `scontrol suspend` and `resume`: the other rank slept as well, and wakes two seconds later; or it is dead."""
+    store, left, naps = CountingStore(), [], [1.0] * 5 + [9.0 if suspended else 1.0] + [1.0] * 20
+    store.set = lambda key, text: None
+    monkeypatch.setattr("rlhfuse.monitor.watchdog.time", store)
+    watchdog = Watchdog(store, 0, 2, Limits(watchdog_seconds=6, hang_seconds=8), left.append)
+
+    def sleep(_):
+        store.now += naps.pop(0)
+        store.dead_since = {1: 5.0} if 5 < store.now < 16 or not suspended else {}
+        if len(naps) == 1:
+            watchdog._stopping.set()
+        return b""
+
+    watchdog._signals = sleep
+    watchdog._run()
+    assert bool(left) == (not suspended)
+
+
 class DictStore(dict):
     def set(self, key, value):
         self[key] = value.encode()
@@ -195,6 +217,67 @@ def test_sigterm_is_heard_through_a_descriptor_of_1024_or_more():
         for file in files:
             file.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def alone(left, ended):
+    """The watchdog of a job of one rank, which says with which code it would have left."""
+    return Watchdog(DictStore(), 0, 1, Limits(interval_seconds=600), lambda code: (left.append(code), ended.set()))
+
+
+def test_ctrl_c_lets_the_iteration_end_and_a_second_one_does_not(monkeypatch, capfd):
+    monkeypatch.setattr("rlhfuse.monitor.watchdog.SAME_SIGNAL_SECONDS", 0.0)
+    left, ended = [], threading.Event()
+    with alone(left, ended) as watchdog:
+        watchdog.finishing = "iteration 3 of 9 is finished first"
+        watchdog.go_on = "go on with: program --again"
+        os.kill(os.getpid(), signal.SIGINT)
+        while not watchdog.stop_asked:
+            time.sleep(0.01)
+        said = capfd.readouterr().err
+        assert said == "stopping: iteration 3 of 9 is finished first; Ctrl-C once more ends it now\n" and not left
+        os.kill(os.getpid(), signal.SIGINT)
+        assert ended.wait(60) and left == [130]
+        watchdog._stopping.set()  # it has left
+    said = capfd.readouterr().err
+    assert "interrupted before the end of: iteration 3 of 9" in said and said.endswith(
+        "; go on with: program --again\n"
+    )
+
+
+def test_ctrl_c_with_nothing_to_finish_interrupts():
+    left, ended = [], threading.Event()
+    with pytest.raises(KeyboardInterrupt, match="interrupted in: start; start the same command again"):
+        with alone(left, ended) as watchdog:
+            os.kill(os.getpid(), signal.SIGINT)
+            ended.wait(60)
+    assert watchdog._table.heartbeats == [] and not left
+
+
+def test_usr1_asks_for_an_end_and_the_launchers_patience_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "6")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    left, ended = [], threading.Event()
+    dog = Watchdog(DictStore(), 0, 1, Limits(interval_seconds=0.2), lambda code: (left.append(code), ended.set()))
+    with dog as watchdog:
+        watchdog.finishing, watchdog.go_on = "iteration 3 of 9", "go on with: program --again"
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert ended.wait(60) and left[0] == 130 and watchdog.stop_asked
+        watchdog._stopping.set()
+    told = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert told.startswith("not done in time, 1 s, before the launcher ends it: iteration 3 of 9; this is rank 0")
+    assert told.endswith("; go on with: program --again")
+
+
+def test_a_checkpoint_that_is_written_is_waited_for_at_the_end():
+    left, ended, saved = [], threading.Event(), threading.Event()
+    with alone(left, ended) as watchdog:
+        watchdog.is_saving = lambda: not saved.is_set()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not ended.wait(1)
+        saved.set()
+        assert ended.wait(60) and left == [143]
+        watchdog._stopping.set()
 
 
 def test_hang_needs_every_rank_to_stand_still():
@@ -239,7 +322,7 @@ def test_places_are_bounded_in_a_large_world():
     for rank in range(1, 256):
         peers.note(beat(rank), 0)
     lines = peers.places().splitlines()
-    assert len(lines) == 65 and lines[-1] == "  and 191 more ranks, each of which prints its own place"
+    assert len(lines) == 65 and lines[-1] == "  and 191 more ranks"
 
 
 class SlowDeathStore(ScriptedStore):
@@ -251,7 +334,7 @@ class SlowDeathStore(ScriptedStore):
 
 def failing(*beats):
     store = SlowDeathStore(*beats)
-    watchdog = Watchdog(store, rank=0, world_size=2, limits=LIMITS)
+    watchdog = Watchdog(store, rank=0, world_size=2, limits=LIMITS, exit_process=lambda code: None)
     watchdog._table = PeerTable(beat(0, HERE), LIMITS, now=0.0)
     watchdog._leave_by_error("RuntimeError: Connection closed by peer")
     return store.said
@@ -259,7 +342,7 @@ def failing(*beats):
 
 def test_an_error_because_of_a_peer_that_is_still_dying_is_not_the_own_one(capfd):
     said = failing(beat(1, HERE), beat(1, HERE), beat(1, dataclasses.replace(HERE, started="1"), doing="training 7"))
-    assert said.state == LEFT and said.because.endswith("died; last seen in: training 7")
+    assert said.state == LEFT and "died; last seen in: training 7 (its word of " in said.because
     assert "rank 1" in capfd.readouterr().err
 
 
@@ -379,7 +462,7 @@ def test_stopped_rank_is_silent_and_found(job):
     running = job("blocked", limits=Limits(watchdog_seconds=8, interval_seconds=0.2))
     os.kill(running.ranks[2].pid, signal.SIGSTOP)
     assert running.exit_codes([0, 1]) == [1, 1]
-    assert "died: silent for" in running.stderr(0)
+    assert "is stopped, by a signal or a debugger: silent for" in running.stderr(0)
 
 
 def test_sigterm_ends_a_blocked_rank_with_143(job):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfuse.base.errors import InputError
+from rlhfuse.base.errors import InputError, NotFiniteError
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 
 
@@ -40,15 +40,15 @@ shapes = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=1, m
     reason=st.sampled_from(["stop", "length", "gelöscht"]),
     parts=st.tuples(st.booleans(), st.booleans(), st.booleans()),
 )
-def test_pickled_bit_for_bit(sample_id, logprobs, reason, parts):
+def test_sent_bit_for_bit(sample_id, logprobs, reason, parts):
     array = torch.tensor(logprobs, dtype=torch.float32)
     rollout = Rollout(sample_id, (5, 2**31 - 1), tuple(range(len(array))), array, reason)
     scored = rollout.with_scores(array if parts[0] else None, -array if parts[1] else None, 0.1 if parts[2] else None)
-    back = pickle.loads(pickle.dumps(scored))
-    for field in dataclasses.fields(Rollout):
-        a, b = getattr(scored, field.name), getattr(back, field.name)
-        same = a is b or (a.numpy().tobytes() == b.numpy().tobytes() if isinstance(a, torch.Tensor) else a == b)
-        assert same, field.name
+    for back in (pickle.loads(pickle.dumps(scored)), Rollout.from_bytes(scored.to_bytes())):
+        for field in dataclasses.fields(Rollout):
+            a, b = getattr(scored, field.name), getattr(back, field.name)
+            same = a is b or (a.numpy().tobytes() == b.numpy().tobytes() if isinstance(a, torch.Tensor) else a == b)
+            assert same, field.name
 
 
 def test_rollout_refuses_what_does_not_fit():
@@ -117,3 +117,20 @@ def test_steps_return_new_objects_and_numpy_is_accepted():
     with pytest.raises(dataclasses.FrozenInstanceError):
         batch.returns = torch.ones(1)
     assert Rollout(1, [1], [2], np.array([-0.5]), "length").truncated
+
+
+@pytest.mark.parametrize(
+    "field, place, said",
+    [
+        ("scores", 1, "sample 1: a score is inf"),
+        ("values", 2, "sample 1: a value of the critic is inf"),
+        ("ref_logprobs", 1, "sample 0: a log-probability of the reference model is inf"),
+    ],
+)
+def test_numbers_that_are_none_are_named_with_their_sample(field, place, said):
+    batch = make_batch([(2, 2), (1, 3)], scored=True)
+    batch.check_finite()
+    numbers = getattr(batch, field).clone()
+    numbers[place] = torch.inf
+    with pytest.raises(NotFiniteError, match=said):
+        batch.with_fields(**{field: numbers}).check_finite()

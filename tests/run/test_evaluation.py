@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from gloo import Workers
 from tiny import write_run
 
+from rlhfuse.checkpoint.checkpoint import checkpoints_in
 from rlhfuse.monitor.metrics import read_metrics
 from rlhfuse.monitor.samples import read_samples
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
@@ -22,6 +22,13 @@ from rlhfuse.run.report.report import render_report
 from rlhfuse.run.report.run_files import RunFiles
 
 FUNCTION = """
+from pathlib import Path
+
+def hits_or_too_large(completion_ids, wanted):
+    if wanted[0] == 3 and Path(__file__).with_name("too_large").exists():
+        return [1e308]  # infinity in float32
+    return hits(completion_ids, wanted)
+
 def hits(completion_ids, wanted):
     return [sum(token % wanted[0] == 0 for token in completion_ids[0]) / len(completion_ids[0])]
 """
@@ -62,6 +69,38 @@ def job(rank: int, config: Path, out: Path, overrides: tuple[str, ...]) -> None:
     run_job(check_inputs(settings, 2), name, rank, choose_device("cpu", 0, 1))
 
 
+def ended_job(rank: int, config: Path, out: Path, overrides: tuple[str, ...], number: int, interrupted: str) -> str:
+    """As `job`, the `number`-th start; rank 1 gets a SIGINT when it says `interrupted`. Returns how it ended."""
+    import multiprocessing
+    import os
+    import signal
+
+    from rlhfuse.base.errors import JointError, NotFiniteError, Stopped
+    from rlhfuse.config.load import load_config
+    from rlhfuse.monitor.watchdog import Watchdog
+    from rlhfuse.parallel.device import choose_device
+    from rlhfuse.run.launch import run_job, with_device
+    from rlhfuse.run.preflight import check_inputs
+
+    multiprocessing.current_process()._config["daemon"] = False
+    settings = with_device(load_config(config, [*overrides, f"trainer.output_dir={out}"]))
+    progress = Watchdog.progress
+
+    def heard(self: Watchdog, doing: str) -> None:
+        progress(self, doing)
+        if rank == 1 and doing == interrupted:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    Watchdog.progress = heard
+    try:
+        run_job(check_inputs(settings, 2), f"{out.name}-start-{number}", rank, choose_device("cpu", 0, 1))
+    except (JointError, NotFiniteError, Stopped) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        Watchdog.progress = progress
+    return "done"
+
+
 def held_out(config: Path) -> str:
     return f"data.val_files=[{config.parent}/held_out.jsonl]"
 
@@ -96,7 +135,7 @@ def test_what_runs_between_iterations_is_not_counted_as_their_books(monkeypatch)
     recorder = IterationRecorder.__new__(IterationRecorder)
     recorder._closed = 10.0
     recorder.skip(4.0)
-    monkeypatch.setattr("rlhfuse.run.iteration_recorder.time", SimpleNamespace(time=lambda: 14.5))
+    monkeypatch.setattr("rlhfuse.run.iteration_recorder.wall_seconds", lambda: 14.5)
     recorder.begin()
     assert recorder._logging == 0.5
 
@@ -122,6 +161,7 @@ def test_evaluations_of_one_actor_are_equal(workers, config):
     """With an actor that does not learn, whichever way it is fused: the noise is the sample's, not the iteration's."""
     function = f"reward.function={config.parent}/functions.py:hits"
     still = (*GRPO, function, *EVAL, held_out(config), "actor.optim.lr=0", "trainer.export=false")
+    still += ("trainer.keep_best=true",)
     workers.run(job, config, config.parent / "fused", (*still, "fusion.threshold=8"))
     workers.run(job, config, config.parent / "serial", (*still, "fusion.inter_stage=false"))
     found = []
@@ -129,6 +169,7 @@ def test_evaluations_of_one_actor_are_equal(workers, config):
         rows = list(filter(values_of, read_metrics(config.parent / name / "metrics.jsonl")))
         assert [bool(row["fusion/val_migrated_samples"]) for row in rows] == [name == "fused"] * 3
         found += map(values_of, rows)
+        assert not checkpoints_in(config.parent / name), "none was better than before training"
     first, *others = found
     assert all(other == first for other in others)
     assert first["val/score/best@3"] > first["val/score/mean"]
@@ -171,6 +212,49 @@ def test_the_best_is_kept_and_a_resumed_run_knows_it(workers, config):
     assert splits == [(i, split) for i in range(len(scores)) for split in ("train",) * 2 + ("val",) * 2]
     page = render_report(RunFiles.read(whole))
     assert "held-out score" in page and page.count("(held out)") == 2 * len(scores)
+
+    again = (*settings, "trainer.resume=auto")  # nothing is left to train
+    (part / "finished.json").unlink()
+    assert workers.run(ended_job, config, part, (*again, "eval.samples_per_prompt=2"), 1, "") == ["done", "done"]
+    assert sorted(one.name for one in (part / "export").iterdir()) == ["actor", "best-before"], "of other samples"
+    (whole / "finished.json").unlink()
+    shutil.rmtree(whole / "export")
+    broken = whole / "checkpoints" / f"iteration-{best}" / "rank-0.safetensors"
+    data = broken.read_bytes()
+    broken.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    mine, other = workers.run(ended_job, config, whole, again, 1, "")
+    assert mine == other and mine.startswith("JointError: ") and mine.endswith("export/best was not written"), mine
+    assert (whole / "finished.json").exists() and (whole / "export" / "actor").exists()
+
+
+def test_what_ends_a_run_costs_no_iteration(workers, config):
+    """Ctrl-C on one rank in a training, then an evaluation that fails: each start goes on where the last one ended."""
+    base, too_large = config.parent, config.parent / "too_large"
+    settings = (*GRPO, f"reward.function={base}/functions.py:hits_or_too_large", "trainer.seed=2", held_out(config))
+    settings += ("trainer.iterations=3", "trainer.save_every=2", "trainer.eval_every=2", "trainer.keep_best=true")
+    again, part = (*settings, "trainer.resume=auto"), base / "ended"
+    workers.run(job, config, base / "unended", settings)
+
+    mine, other = workers.run(ended_job, config, part, settings, 1, "iteration 0: training mini-batch 0")
+    saved = part / "checkpoints" / "iteration-1"
+    assert mine == other and mine.startswith(f"Stopped: stopped: 1 of 3 iterations are done, saved in {saved}; go on")
+    assert mine.endswith(" trainer.resume=auto") and [one.name for one in checkpoints_in(part)] == ["iteration-1"]
+
+    too_large.touch()
+    mine, other = workers.run(ended_job, config, part, again, 2, "")
+    too_large.unlink()
+    assert mine == other and mine.startswith("NotFiniteError: the evaluation after iteration 1: sample ")
+    assert ": a score is inf; trainer.eval_every=0 goes on without it; the last good checkpoint is " in mine
+    assert mine.endswith(f"{part}/checkpoints/iteration-2: start again with trainer.resume=auto")
+    rows = read_metrics(part / "metrics.jsonl")
+    assert [row["iteration"] for row in rows] == [0, 1] and not any(map(values_of, rows))
+
+    assert workers.run(ended_job, config, part, again, 3, "") == ["done", "done"]
+    assert [bool(values_of(row)) for row in read_metrics(part / "metrics.jsonl")] == [False, True, True]
+    compared = compare_runs(base / "unended", part)
+    assert [one.what for one in compared] == ["metrics", "export/actor", "export/best/actor"]
+    assert not any(one.differences for one in compared), compared
+    assert (part / "samples.jsonl").read_bytes() == (base / "unended" / "samples.jsonl").read_bytes()
 
 
 def test_a_run_without_iterations_evaluates_a_model(workers, config):

@@ -152,9 +152,10 @@ def test_runs_end_by_one_line_and_go_on_when_there_is_room(tmp_path):
         for moment in FULL:
             process = start(config, *settings, program=program, KILL_AT=moment, FULL_DISK=str(disk))
             out = ended(process)
-            lines = [line.partition("error: ")[2] for line in out.splitlines() if "error: " in line]
+            lines = [line.removeprefix("error: ") for line in out.splitlines() if line.startswith("error: ")]
             assert process.returncode == 1 and "exitcode  : 2" in out, out
             assert len(lines) == 1 and out.count("Traceback") == 1 and "watchdog" not in out, out  # torchrun's own
+            assert out.splitlines()[-2] == f"  traceback : error: {lines[0]}", out
             good = checkpoints_in(run_dir)[-1]
             expected = rf"(rank \d: )?cannot write {run_dir}/\S+: No space left on device; free space there; "
             expected += rf"the last good checkpoint is {good}: start again with trainer.resume=auto"

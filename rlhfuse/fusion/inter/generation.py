@@ -6,13 +6,13 @@ barrier. In the tail every sample is published as it ends, and an instance witho
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from rlhfuse.base.clock import wall_seconds
 from rlhfuse.fusion.inter.inference import Rewarder
 from rlhfuse.fusion.inter.iteration_store import StoreReporter
 from rlhfuse.fusion.inter.report import RankEvents
@@ -53,14 +53,14 @@ class Generation:
     def decode_until(self, threshold: int) -> list[Rollout]:
         """Decode until at most `threshold` samples of the whole batch remain; returns those that ended here."""
         decision, samples, steps = DelayedBroadcast(self.group, GO_ON), [], 0
-        start = busy_until = self._begin = time.time()
+        start = busy_until = self._begin = wall_seconds()
         while True:
             step_start, decoded = time.perf_counter(), self.engine.has_unfinished()
             if decoded:
                 finished = self._step()
                 self._report_finished(len(finished))
                 samples += finished
-                busy_until = time.time()
+                busy_until = wall_seconds()
             else:
                 time.sleep(IDLE_SECONDS)
             steps += 1
@@ -75,24 +75,24 @@ class Generation:
         if last := self._taken(self.engine.settle()):
             self._report_finished(len(last))
             samples += last
-            busy_until = time.time()
+            busy_until = wall_seconds()
         self.events.span("generate", start, busy_until)
-        self.events.span("wait", busy_until, time.time())
+        self.events.span("wait", busy_until, wall_seconds())
         self.events.generation_seconds = busy_until - self._begin
         return samples
 
     def decode_tail(self) -> None:
         """Decode what is left here, publishing each sample as it ends."""
-        start = time.time()
+        start = wall_seconds()
         self.load_scorers()
         while self.engine.has_unfinished():
             step_start = time.perf_counter()
             self.progress(f"generation of the long tail: {self.engine.samples} samples left here")
             finished = self._step()
-            self._report_finished(len(finished), [pickle.dumps(rollout) for rollout in finished])
+            self._report_finished(len(finished), [rollout.to_bytes() for rollout in finished])
             self._observe(step_start)
-        self.events.span("generate", start, time.time())
-        self.events.generation_seconds = time.time() - self._begin
+        self.events.span("generate", start, wall_seconds())
+        self.events.generation_seconds = wall_seconds() - self._begin
 
     def _step(self) -> list[Rollout]:
         start = time.perf_counter()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from rlhfuse.base.clock import wall_seconds
 from rlhfuse.base.errors import RewardError
 from rlhfuse.decisions.migration import FusionLimits, MigrationPlan, check_threshold, plan_at_threshold
 from rlhfuse.decisions.packing import split_samples
@@ -98,7 +99,7 @@ class GenInferIteration:
         self._begin = 0.0
 
     def run(self) -> GenInferReport:
-        self._begin = time.time()
+        self._begin = wall_seconds()
         try:
             with ExitStack() as stack:
                 reporter = stack.enter_context(StoreReporter(self._store)) if self._decoders.is_leader else None
@@ -109,7 +110,7 @@ class GenInferIteration:
         report = self._gather(scored)
         if [rollout.sample_id for rollout in report.rollouts] != sorted(r.sample_id for r in self._requests):
             raise RuntimeError(f"{len(self._requests)} samples were to be scored, {len(report.rollouts)} came back")
-        report.total_seconds = time.time() - self._begin
+        report.total_seconds = wall_seconds() - self._begin
         if self._stage.rank == 0:
             self._store.clear()
         return report
@@ -132,17 +133,17 @@ class GenInferIteration:
         for request in (self._requests[i] for i in split_samples(total, instances)[self._instance]):
             self._engine.add(request.sample_id, request.prompt, request.params)
         finished = generation.decode_until(self._threshold if instances > 1 else 0)
-        stopped = time.time()
+        stopped = wall_seconds()
         self._stage.progress(Waiting("inter-stage: barrier of all instances"))
         self._finished, barrier = gather_states(
             self._placement, self._instance, self._engine, finished, self._decoders.is_leader
         )
-        self._events.span("meet", stopped, time.time())
+        self._events.span("meet", stopped, wall_seconds())
         self._tail_samples = len(barrier.states)
         plan = plan_at_threshold(self._threshold, barrier.states, barrier.free_blocks, self._limits)
         if plan:
             self._migrate(barrier, plan)
-        self._events.add_barrier(time.time() - stopped)
+        self._events.add_barrier(wall_seconds() - stopped)
         if plan and self._instance in plan.destinations:
             generation.decode_tail()
         self._events.add_captures(runner.recorded_shapes - shapes, runner.recording_seconds - seconds)
@@ -152,7 +153,7 @@ class GenInferIteration:
         self._events.observe("release", time.perf_counter() - start)
 
     def _migrate(self, barrier: MigrationBarrier, plan: MigrationPlan) -> None:
-        start = time.time()
+        start = wall_seconds()
         stage, engine, events = self._stage, self._engine, self._events
         stage.progress(f"inter-stage: migration of {len(plan.moves)} samples")
         pairs = execute_migration(plan, self._placement, stage.rank, engine, stage.bucket_bytes)
@@ -162,7 +163,7 @@ class GenInferIteration:
         events.bytes_needed = barrier.bytes_needed(plan, block_tokens, block_bytes)
         if self._decoders.is_leader:
             events.migrations += pairs
-        events.span("migrate", start, time.time())
+        events.span("migrate", start, wall_seconds())
 
     def _infer(self) -> list[Rollout]:
         """Score until no work is left; returns this worker's samples, at its leader."""
@@ -184,13 +185,16 @@ class GenInferIteration:
 
     def _gather(self, scored: list[Rollout]) -> GenInferReport:
         """Every rank gets every scored sample, and the sums of what happened."""
-        rewarder, scored_at = self._stage.rewarder, time.time()
+        rewarder, scored_at = self._stage.rewarder, wall_seconds()
         if rewarder and self._decoders.is_leader:
             self._stage.progress("inference: waiting for the reward function")
             self._events.function_scores = rewarder.finish()
             self._events.observe("reward", *rewarder.take_calls())
-            self._events.span("reward", scored_at, time.time())
-        self._events.scored_seconds, self._events.rewarded_seconds = scored_at - self._begin, time.time() - self._begin
+            self._events.span("reward", scored_at, wall_seconds())
+        self._events.scored_seconds, self._events.rewarded_seconds = (
+            scored_at - self._begin,
+            wall_seconds() - self._begin,
+        )
         self._stage.progress(Waiting("inter-stage: gathering scored samples"))
         report = summarize(all_gather_objects(self._events))
         rollouts = [rollout for part in all_gather_objects(scored) for rollout in part]

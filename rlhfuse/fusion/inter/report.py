@@ -16,7 +16,7 @@ OBSERVED = ("decode", "prefill", "score", "load", "migration", "meeting", "relea
 
 @dataclass(frozen=True)
 class PhaseSpan:
-    """What this rank did, in `time.time()` seconds."""
+    """What this rank did, in `wall_seconds`."""
 
     kind: str  # generate, meet, migrate, load, score, reward (waiting for the function), wait
     start_seconds: float

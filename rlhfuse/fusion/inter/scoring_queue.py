@@ -7,11 +7,11 @@ together where several wait. Only a worker's leader looks at the store, and no r
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rlhfuse.base.clock import wall_seconds
 from rlhfuse.decisions.packing import deal, scoring_packs, streamed_pack
 from rlhfuse.fusion.inter.inference import Scorer
 from rlhfuse.fusion.inter.iteration_store import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, IterationStore
@@ -92,11 +92,11 @@ class ScoringQueue:
             if ticket < len(packs):
                 return PACK, ticket, ticket + 1
             self._packs_left = False
-        start = time.time()
+        start = wall_seconds()
         self._wait(1)
         work = self._take_streamed(streamed)
         self._wait(-1)
-        self.events.span("wait", start, time.time())
+        self.events.span("wait", start, wall_seconds())
         return work
 
     def _take_streamed(self, streamed: int) -> Work:
@@ -125,18 +125,18 @@ class ScoringQueue:
 
     def _fetch(self, index: int) -> Rollout:
         if index not in self._fetched:
-            self._fetched[index] = pickle.loads(self.store.fetch(index))
+            self._fetched[index] = Rollout.from_bytes(self.store.fetch(index))
         return self._fetched[index]
 
     def _score(self, pack: Sequence[Rollout]) -> None:
         """Score the pack that was asked for last. Pulling and fetching are its time, waiting for weights is not."""
-        start = time.time()
+        start = wall_seconds()
         if not self._scored:
             self.scorer.wait_for_first()
-            self.events.span("load", start, time.time())
-        loaded = time.time()
+            self.events.span("load", start, wall_seconds())
+        loaded = wall_seconds()
         scored, work = self.scorer.score(pack)
-        end = time.time()
+        end = wall_seconds()
         self._scored += scored
         self.events.span("score", loaded, end)
         waited = end - start - work.seconds

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhfuse.base.errors import InputError
+from rlhfuse.base.errors import InputError, NotFiniteError
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.decisions.balance import cut_microbatches
@@ -142,21 +142,21 @@ class TrainingStep:
         return MinibatchResult(losses.stats, batch.response_tokens, tuple(lengths), tokens, steps, report, self._roles)
 
     def _raise_fault(self, report: StepReport) -> None:
-        """Gather what each rank saw, and raise the same FloatingPointError everywhere; a collective."""
+        """Gather what each rank saw, and raise the same NotFiniteError everywhere; a collective."""
         stepped = [self._roles[name] for name, result in report.steps.items() if result.finite]
         end = f"stepped before it was seen: {', '.join(stepped)}" if stepped else "no model stepped"
         own = [(self._rank, str(action)) for action in report.faults]
         faults = [fault for part in all_gather_objects(own) for fault in part]
         if not faults:
             stopped = next(self._roles[name] for name, result in report.steps.items() if not result.finite)
-            raise FloatingPointError(
+            raise NotFiniteError(
                 f"the gradient norm of {stopped} is not finite, though every loss and gradient between its stages is; "
                 f"{end}"
             )
         rank, text = min(faults, key=lambda fault: _origin_first(Action.parse(fault[1])))
         action = Action.parse(text)
         what = "gradient" if action.kind is Kind.B else "loss or hidden state"
-        raise FloatingPointError(
+        raise NotFiniteError(
             f"{self._problem.pipeline(action.pipeline).model}, stage {action.stage}, micro-batch {action.microbatch}: "
             f"the {what} that {action} gave out on rank {rank} is not finite "
             f"({len(faults)} such results on all ranks); {end}"

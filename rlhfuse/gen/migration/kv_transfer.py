@@ -7,12 +7,14 @@ sequence 9   no blocks             moves as tokens and is run again, to the same
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.json_values import from_json, to_json
 from rlhfuse.decisions.migration import MoveMode
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.core.sequence import SamplingParams
@@ -68,6 +70,15 @@ class TransferManifest:
     shape: BlockShape
     num_blocks: int
     sequences: tuple[SequenceSnapshot, ...]
+
+    def to_bytes(self) -> bytes:
+        """As JSON."""
+        return json.dumps(to_json(self)).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> TransferManifest:
+        """Inverse of `to_bytes`."""
+        return from_json(TransferManifest, json.loads(data), "a transfer")
 
     def __post_init__(self) -> None:
         if len({seq.sample_id for seq in self.sequences}) < len(self.sequences):

@@ -8,7 +8,6 @@ sequences leave the source when all its peers have confirmed; the destination ta
 from __future__ import annotations
 
 import json
-import pickle
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -94,7 +93,7 @@ def send_sequences(
     Raises RuntimeError if a destination refuses the samples or its ranks disagree.
     """
     peers = plan.moves_of(rank)
-    manifest = pickle.dumps(transfer.manifest)  # equal manifests may differ in their bytes
+    manifest = transfer.manifest.to_bytes()
     for move, _ in peers:
         send_bytes(manifest, move.destination, group)
     answers = [receive_bytes(move.destination, group) for move, _ in peers]
@@ -129,7 +128,7 @@ def receive_sequences(
     Raises what `Engine.import_sequences` raises, after the source was told that the samples stay there.
     """
     peers = plan.moves_of(rank)
-    manifests: list[TransferManifest] = [pickle.loads(receive_bytes(move.source, group)) for move, _ in peers]
+    manifests = [TransferManifest.from_bytes(receive_bytes(move.source, group)) for move, _ in peers]
     manifest, *others = manifests
     if any(other != manifest for other in others):
         raise RuntimeError(f"ranks {list(plan.sources)} sent different manifests; they did not take the same steps")

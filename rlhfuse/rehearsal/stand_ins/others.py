@@ -8,7 +8,6 @@ is to be scored this rank gets some packs. Each group of ranks is led by this on
 from __future__ import annotations
 
 import json
-import pickle
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -134,7 +133,7 @@ class OtherRanks:
     def _hear(self, payload: bytes, to: int, group: Any = None) -> None:
         """A destination that is told what comes wants all of it, and has it in the end."""
         if self._plan and self.instance in self._plan.freed:
-            manifest = pickle.loads(payload)
+            manifest = TransferManifest.from_bytes(payload)
             self.moved += len(manifest.sequences)
             missing = json.dumps(list(range(manifest.num_blocks))).encode()
             self._answers[to] = deque((missing, peer_transfer.DONE))
@@ -142,7 +141,7 @@ class OtherRanks:
     def _say(self, source: int, group: Any = None) -> bytes:
         if answers := self._answers.get(source):
             return answers.popleft()
-        return pickle.dumps(self._manifest(self._placement.instance_of(source)))
+        return self._manifest(self._placement.instance_of(source)).to_bytes()
 
     def _manifest(self, source: int) -> TransferManifest:
         """What an instance sends here."""
@@ -185,7 +184,7 @@ class OtherRanks:
         return True
 
     def fetch(self, index: int) -> bytes:
-        return pickle.dumps(self._samples.rollout(self._late[index].sample_id, scored=False))
+        return self._samples.rollout(self._late[index].sample_id, scored=False).to_bytes()
 
     def publish(self, samples: Sequence[bytes]) -> None:
         pass
