@@ -279,6 +279,7 @@ def lines_of(report: Mapping[str, Any], hardware: Path | None) -> list[str]:
     for check in (check for check in checks if not check["ok"]):
         first, *rest = str(check["detail"]).strip().splitlines() or [""]
         lines.append(f"failed: {check['name']}: {first[:200]}{f' ... {rest[-1][:200]}' if rest else ''}")
+    lines += [line for c in checks if isinstance(c["detail"], dict) for line in c["detail"].get("lines", ())]
     if skipped := [c["name"] for c in checks if isinstance(c["detail"], dict) and "skipped" in c["detail"]]:
         lines.append(f"skipped, as their results say why: {', '.join(skipped)}")
     if left_out := report["left_out"]:

@@ -68,7 +68,7 @@ def stand_ins(machine: HardwareSpec) -> list[Figure]:
 
 def object_of(figures: list[Figure], environment=GPU) -> dict:
     """What a call that measured them ends with, as read back from its file."""
-    checks = [{"name": "all", "ok": True, "seconds": 1.0, "detail": told(*figures)}]
+    checks = [{"name": "all", "ok": True, "seconds": 1.0, "detail": told(*figures, lines=["twice as fast"])}]
     checks += [{"name": "bad", "ok": False, "seconds": 1.0, "detail": "CheckFailed: {}\nmore\nthe end"}]
     made = {
         "ok": False,
@@ -93,6 +93,7 @@ def test_the_machine_that_figures_were_made_of_is_found_and_written(tmp_path):
     close(found, TRUE)
     assert found.source.startswith("NVIDIA H100 80GB HBM3, on 20") and len(found.measured) == len(report.FOLLOWS)
     assert lines[-1] == f"{file} is written: plan and train with trainer.hardware=measured:{file}"
+    assert "twice as fast" in lines
     assert "failed: bad: CheckFailed: {} ... the end" in lines and "left out: y; --done goes on with them" in lines
     assert "flops: 5.6e+14 here, assumed 4.945e+14" in lines
     row = next(line.split() for line in lines if line.startswith("decode 8b 192 x 1000"))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from gpu_checks.references import References
 
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.gen.model_runner import Attention
 from rlhfuse.models.hf_names import expected_tensors
 from rlhfuse.parallel.device import Device, choose_device
 
@@ -59,7 +60,7 @@ class Bench:
         return self.device.torch_device
 
     @property
-    def attention(self) -> str:
+    def attention(self) -> Attention:
         """Whose kernels engines of checks read their caches with: flashinfer's are compiled where first asked for."""
         return "triton" if self.on_gpu else "auto"
 

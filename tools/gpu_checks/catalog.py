@@ -90,12 +90,7 @@ def _programs() -> Iterator[Check]:
 def _hazards() -> Iterator[Check]:
     yield replace(_check("hangs", "hang:check_hangs", 150), eager=True)
     yield _run("not_finite", "programs:check_not_finite", 25)
-    for name, function in (
-        ("refused_step", "refused_step"),
-        ("reshard", "reshard"),
-        ("offloaded_weights", "offloaded"),
-    ):
-        yield _check(name, f"training:check_{function}", 3, small=True)
+    yield _check("refused_step", "training:check_refused_step", 3, small=True)
     yield _check("decode_1b", "speed:check_decode", 25, size="1b")
     yield _check("decode_1b_eager", "speed:check_decode", 25, size="1b", graphs=False)
     yield _triton("sampler_speed", "sampling:check_speed", 4)

@@ -67,19 +67,15 @@ def _device_seconds(work: Callable[[], Any]) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def copied_bytes(bench: Bench) -> int:
-    """Bytes read and written by the copy that the memory's bandwidth is measured with."""
-    return 2 << (30 if bench.on_gpu else 26)
-
-
 def check_rates(bench: Bench) -> dict:
     """What memory and products of this machine can do: a large copy, a large square product in bfloat16."""
-    source, target = (torch.ones(copied_bytes(bench) // 2, dtype=torch.uint8, device=bench.where) for _ in range(2))
+    moved = 2 << (30 if bench.on_gpu else 26)  # read and written
+    source, target = (torch.ones(moved // 2, dtype=torch.uint8, device=bench.where) for _ in range(2))
     copy = timed(bench, lambda: target.copy_(source)).seconds
     size = 8192 if bench.on_gpu else 256
     a, b = (torch.randn(size, size, device=bench.where).bfloat16() for _ in range(2))
     product = timed(bench, lambda: a @ b).seconds
-    moved, flops = copied_bytes(bench), 2.0 * size**3
+    flops = 2.0 * size**3
     return told(
         Figure("copy", copy, ("read", moved), bytes=moved),
         Figure("product", product, ("multiply", flops), flops=flops),

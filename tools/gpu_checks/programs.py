@@ -195,10 +195,14 @@ def check_speedup(bench: Bench, ranks: int) -> dict:
     run(config, fused, ranks=ranks)
     detail: dict[str, Any] = differences(fused, serial)
     planned = json.loads((fused / "plan.json").read_text())["seconds"]
+    detail["lines"] = []
     for part, key in (("training", "timing_s/train"), ("gen_infer", "fusion/gen_infer_seconds")):
         took = {
             run.name: min(row[key] for row in metrics(run)[1:]) for run in (serial, fused)
         }  # the first one warms up
         predicted = {name: planned[f"{part}_{name}"] for name in took}
-        detail[part] = {"seconds": took, "speed_up": took["serial"] / took["fused"], "planned_seconds": predicted}
+        detail[part] = {"seconds": took, "planned_seconds": predicted}
+        ratios = [seconds["serial"] / seconds["fused"] for seconds in (took, predicted)]
+        told = f"{part} on {ranks} ranks: {took['serial']:.3g} s serial, {took['fused']:.3g} s fused"
+        detail["lines"].append(f"{told}: {ratios[0]:.2f} times as fast, planned {ratios[1]:.2f}")
     return require(detail["relative_difference"] < APART, detail)

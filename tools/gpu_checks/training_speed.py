@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from gpu_checks.bench import Bench
 from gpu_checks.figures import Figure, timed, told
+from gpu_checks.result import require
 from gpu_checks.speed import ELEMENT
 from gpu_checks.stage_bench import STAGES, MiddleStage, stage_size
 
@@ -77,18 +78,26 @@ def check_optimizer(bench: Bench) -> dict:
 
 
 def check_weights(bench: Bench) -> dict:
-    """Weights to the host and back, and products on another stream meanwhile, beside the same products alone."""
+    """Weights to the host and back with the same bits, their memory given back.
+
+    Beside it products on another stream, and the same alone.
+    """
     width, count = (4096, 32) if bench.on_gpu else (64, 2)
     layers = (torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(count))
     module = torch.nn.Sequential(*layers).to(bench.where)
     size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     a, b = (torch.randn(width, width, device=bench.where).bfloat16() for _ in range(2))
     side = torch.cuda.Stream() if bench.on_gpu else None
-    offloaded = OffloadedWeights(module, bench.device)
+    wanted = [parameter.detach().cpu().clone() for parameter in module.parameters()]
+
+    def allocated() -> int:
+        return torch.cuda.memory_allocated(bench.where) if bench.on_gpu else 0
+
+    offloaded, before = OffloadedWeights(module, bench.device), allocated()
     start = time.perf_counter()
     offloaded.offload()
     bench.synchronize()
-    offload = time.perf_counter() - start
+    offload, freed = time.perf_counter() - start, before - allocated()
 
     def load() -> None:
         offloaded.load()
@@ -102,6 +111,10 @@ def check_weights(bench: Bench) -> dict:
 
     loading, alone = timed(bench, load, 3).seconds, timed(bench, products).seconds
     together = timed(bench, lambda: (products(), load()), 3).seconds
+    offloaded.load()
+    bench.synchronize()
+    same = all(torch.equal(parameter.cpu(), one) for parameter, one in zip(module.parameters(), wanted))
+    require(same and (freed >= size or not bench.on_gpu), {"same_bits": same, "freed_bytes": freed, "bytes": size})
     return told(
         Figure("weights to the host", offload, ("load", size), bytes=size, over="host"),
         Figure("weights to the device", loading, ("load", size), bytes=size, over="host"),
