@@ -197,9 +197,7 @@ def check_speedup(bench: Bench, ranks: int) -> dict:
     planned = json.loads((fused / "plan.json").read_text())["seconds"]
     detail["lines"] = []
     for part, key in (("training", "timing_s/train"), ("gen_infer", "fusion/gen_infer_seconds")):
-        took = {
-            run.name: min(row[key] for row in metrics(run)[1:]) for run in (serial, fused)
-        }  # the first one warms up
+        took = {run.name: min(row[key] for row in metrics(run)[1:]) for run in (serial, fused)}  # after a warm-up
         predicted = {name: planned[f"{part}_{name}"] for name in took}
         detail[part] = {"seconds": took, "planned_seconds": predicted}
         ratios = [seconds["serial"] / seconds["fused"] for seconds in (took, predicted)]
