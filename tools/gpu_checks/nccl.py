@@ -59,22 +59,19 @@ def _links(bench: Bench, ranks: int) -> dict:
     channels.connect(large)
     x = torch.full((large // 2,), rank + 1.0, dtype=torch.bfloat16, device=where)
 
-    def exchange(to: set[int], sources: set[int]) -> int:
-        """How many numbers arrived wrong."""
+    def exchange(to: set[int], sources: set[int]) -> list[tuple[int, torch.Tensor]]:
         posted = [(source, *channels.post_receive(x.shape, x.dtype, source)) for source in sorted(sources)]
         for peer in sorted(to):
             channels.send(x, peer)
         for _, work, _ in posted:
             work.wait()
         channels.drain(lambda left: None)
-        return sum(int((got != source + 1).sum()) for source, _, got in posted) if checks else 0
+        return [(source, got) for source, _, got in posted]
 
     both, wrong = {(rank + 1) % ranks, (rank - 1) % ranks}, 0
     ways = {"send": ({1} if rank == 0 else set(), {0} if rank == 1 else set()), "send and receive": (both, both)}
     for name, (to, sources) in ways.items():
-        checks = True
-        wrong += exchange(to, sources)
-        checks = False
+        wrong += sum(int((got != source + 1).sum()) for source, got in exchange(to, sources))
         seconds = timed(bench, lambda: exchange(to, sources)).seconds  # noqa: B023
         moved = max(len(to), 1) * large
         figures.append(Figure(f"{name} beside a neighbour", seconds, ("send", moved), bytes=moved, over="node_link"))
