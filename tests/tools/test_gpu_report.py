@@ -58,7 +58,7 @@ def stand_ins(machine: HardwareSpec) -> list[Figure]:
     for name, price, size in (
         ("all-reduce large", ("all_reduce", 8, 256 * mib), 448 * mib),
         ("all-reduce small", ("all_reduce", 8, 4096), 7168),
-        ("send beside a neighbour", ("send", 256 * mib), 256 * mib),
+        ("send to a neighbour", ("send", 256 * mib), 256 * mib),
         ("recorded sum", ("step_sum", 8, 192, False), 3 * mib),
         ("switch sum", ("step_sum", 8, 192, True), 1.8 * mib),
     ):

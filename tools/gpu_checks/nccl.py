@@ -69,12 +69,15 @@ def _links(bench: Bench, ranks: int) -> dict:
         return [(source, got) for source, _, got in posted]
 
     both, wrong = {(rank + 1) % ranks, (rank - 1) % ranks}, 0
-    ways = {"send": ({1} if rank == 0 else set(), {0} if rank == 1 else set()), "send and receive": (both, both)}
+    ways = {
+        "send to a neighbour": ({1} if rank == 0 else set(), {0} if rank == 1 else set()),
+        "both ways, both neighbours": (both, both),
+    }
     for name, (to, sources) in ways.items():
         wrong += sum(int((got != source + 1).sum()) for source, got in exchange(to, sources))
         seconds = timed(bench, lambda: exchange(to, sources)).seconds  # noqa: B023
         moved = max(len(to), 1) * large
-        figures.append(Figure(f"{name} beside a neighbour", seconds, ("send", moved), bytes=moved, over="node_link"))
+        figures.append(Figure(name, seconds, ("send", moved), bytes=moved, over="node_link"))
     groups.close()
     return require(not wrong, told(*figures, wrong_numbers=wrong))
 
