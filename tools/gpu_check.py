@@ -213,7 +213,7 @@ def run_checks(request: Request) -> int:
     """Run the chosen checks, print the table and the object, write what was measured."""
     from gpu_checks import catalog, isolation
 
-    wanted = {check.name for check in chosen(catalog.all_checks(), request.names)}
+    wanted = chosen(catalog.all_checks(), request.names)
     earlier = read_report(request.done) if request.done else {}
     with tempfile.TemporaryDirectory() as folder:
         kind = "cpu" if request.device == "cpu" else "cuda"
@@ -231,8 +231,13 @@ def run_checks(request: Request) -> int:
                 session.save()
             else:
                 check_same(earlier, facts, request.done)
-                here = [check for check in catalog.all_checks(session.gpus) if check.name != catalog.PROBE.name]
-                session.run_all([check for check in here if check.name in wanted])
+                if session.gpus and all(check.gpus > session.gpus for check in wanted):
+                    needs = f"needs {min(check.gpus for check in wanted)} GPUs, here are {session.gpus}"
+                    raise InputError(
+                        f"--names {request.names}: {needs}; --device cpu rehearses on {REHEARSED_RANKS} ranks"
+                    )
+                names = {check.name for check in wanted} - {catalog.PROBE.name}
+                session.run_all([check for check in catalog.all_checks(session.gpus) if check.name in names])
         finally:
             session.close()
     report = session.report()

@@ -227,6 +227,15 @@ def test_a_name_that_is_none_is_refused_with_the_nearest():
         gpu_check.chosen(every, "waits,decod_8b")
 
 
+def test_checks_for_more_gpus_than_there_are_are_refused_where_they_are_all_that_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(isolation, "fine", fine, raising=False)
+    checks = [Check(f"on_{gpus}", "isolation:fine", {}, 1, 60, gpus=gpus) for gpus in (2, 4)]
+    report, code = session(monkeypatch, tmp_path, checks, names="on_*")
+    assert code == 0 and [check["name"] for check in report["checks"]] == ["probe", "on_2"]
+    with pytest.raises(InputError, match="--names on_4: needs 4 GPUs, here are 2"):
+        session(monkeypatch, tmp_path, checks, names="on_4")
+
+
 # the catalogue
 
 
