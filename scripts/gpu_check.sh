@@ -2,7 +2,8 @@
 # Every GPU check of the project in one call; the last line printed is one JSON object. Changes nothing outside of the
 # folders that are named.
 #
-#   bash scripts/gpu_check.sh [--only TEXT] [--budget SECONDS] [--out FILE]      uses $PYTHON, else .venv, else python3
+#   bash scripts/gpu_check.sh [--names A,B] [--budget SECONDS] [--out FILE] [--done FILE] [--hardware FILE]
+#                                                                     uses $PYTHON, else .venv, else python3
 #   bash scripts/gpu_check.sh --prepare FOLDER [--python X.Y]                    wheels and references for elsewhere
 #   bash scripts/gpu_check.sh --wheels FOLDER ...                                there, without network
 set -euo pipefail

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from pathlib import Path
 from textwrap import shorten
@@ -281,6 +281,8 @@ class ParallelLayout:
 class HardwareSpec:
     """One device and what connects devices; rates are what is reached, not the data sheet's."""
 
+    __pydantic_config__ = {"extra": "forbid"}  # of its JSON form
+
     name: str
     flops: float  # multiply-adds count as two, per second
     memory_bandwidth: float  # bytes/s
@@ -302,9 +304,16 @@ class HardwareSpec:
     channel_bytes: int = 0  # and of each that only sends to one rank, or receives from one
     host_memory_bytes: float = 0.0  # of a machine with GPUs
     host_process_bytes: int = 0  # of those, a rank's process beside copies of weights
+    recorded_launch_seconds: float = 0.0  # what recording a decode step as a CUDA graph takes for each launch in it
+    short_sum_seconds: float = 0.0  # least of an all-reduce of a recorded decode step, whose messages are short
+    switch_sum_seconds: float = 0.0  # the same by the switch
+    source: str = ""  # the device and the day on which the numbers that `measured` names were measured
+    measured: tuple[str, ...] = ()  # what it names not is assumed
 
     def __post_init__(self) -> None:
-        for name in ("flops", "memory_bandwidth", "memory_bytes", "node_link_bandwidth", "cross_link_bandwidth"):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise InputError(f"hardware {self.name}: {name} is {value}; a positive number is needed")
+        for one in fields(self):
+            value = getattr(self, one.name)
+            positive = one.name in ("flops", "memory_bytes") or one.name.endswith("_bandwidth")
+            if isinstance(value, (int, float)) and not (0 <= value < math.inf and (value or not positive)):
+                wanted = "a positive number" if positive else "a number that is not negative"
+                raise InputError(f"hardware {self.name}: {one.name} is {value}; {wanted} is needed")

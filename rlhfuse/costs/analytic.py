@@ -70,7 +70,8 @@ class AnalyticCost:
 
     def capture_seconds(self) -> float:
         """Recording one shape of a decode step as a CUDA graph."""
-        return self.kernels.capture_seconds(self.spec, self.layout.tp) if self.kernels else 0.0
+        seconds = self.hardware.recorded_launch_seconds
+        return self.kernels.capture_seconds(self.spec, self.layout.tp, seconds) if self.kernels else 0.0
 
     def sampler_seconds(self, batch: float) -> float:
         """Logits on their way to the sampler; a layer's activations of a step stay in the device's cache."""
@@ -99,8 +100,8 @@ class AnalyticCost:
         if kernels.switch_sums and self.hardware.switch_sums and tp <= self.hardware.devices_per_node:
             # every rank sends its part to the switch once, and its share of the sum
             sent = (1 + 1 / tp) * batch * self.spec.hidden * self.element_bytes
-            return 2 * max(kernels.switch_sum_seconds, sent / self.hardware.node_link_bandwidth)
-        return 2 * max(kernels.all_reduce_seconds, volume)
+            return 2 * max(self.hardware.switch_sum_seconds, sent / self.hardware.node_link_bandwidth)
+        return 2 * max(self.hardware.short_sum_seconds, volume)
 
     def _moved_seconds(self, tokens: float) -> float:
         """What the kernels of a layer's forward move beside its products."""
@@ -207,7 +208,7 @@ class AnalyticCost:
             gathered = GATHERS * self._tensor_ranks.gather_seconds(self._message_bytes(tokens))
         return backward - product, max(product + read, LAUNCHES * machine.launch_seconds) + gathered
 
-    def optimizer_step_seconds(self) -> float:
+    def optimizer_step_seconds(self, place: int | None = None) -> float:
         """After the last micro-batch of a mini-batch: gradients summed over dp, Adam, weights gathered (ZeRO-1).
 
         Ranks go tensor, pipeline, data: replicas are tp x pp ranks apart. On a CPU Adam is bound by memory too.
@@ -217,9 +218,11 @@ class AnalyticCost:
             return 0.0
         layout = self.layout
         replicas = RankGroup(self.hardware, layout.dp, stride=layout.tp * layout.pp)
-        exchanged = replicas.gather_seconds(self.gradient_bytes()) + replicas.gather_seconds(self.weights_bytes())
+        exchanged = sum(
+            replicas.gather_seconds(sent) for sent in (self.gradient_bytes(place), self.weights_bytes(place))
+        )
         per_parameter = kernels.zero_bytes + kernels.adam_bytes / layout.dp
-        updated = self.rank_parameters() * per_parameter / self.hardware.memory_bandwidth
+        updated = self._parameters(place) * per_parameter / self.hardware.memory_bandwidth
         return (updated + exchanged) * self.hardware.step_waiting
 
     def kept_layer_bytes(self, tokens: float) -> float:

@@ -7,12 +7,16 @@ below which no work gets. `calibration.reached(sheet)` is the HardwareSpec that 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import write_json
+from rlhfuse.base.json_values import from_json, read_json, to_json
 from rlhfuse.config.machines import Machines
 from rlhfuse.config.spec import HardwareSpec
 
 _GB = 1e9
+MEASURED, MEASURED_KIND, MEASURED_VERSION = "measured:", "hardware", 1
 # Of a process on a GPU, assumed, as nothing here was measured: a CUDA context with all kernels of torch (800 MB of them
 # for one GPU in its own library), cuBLAS and NCCL, which are loaded before they are launched; NCCL's buffers of all
 # channels of a group, and of a pair of ranks, which has the four that it is given; in host memory interpreter,
@@ -53,6 +57,11 @@ class Calibration:
     call_seconds: float  # added to every call of a model on its mesh
     collective_seconds: float = 0.0  # start-up of a collective's step within a node
     cross_collective_seconds: float = 0.0  # and between nodes
+    # The same field of HardwareSpec. Estimated: Python launches a step that is recorded twice, plainly and into the
+    # graph, at about 25 us a launch, and a node takes 10 us to instantiate; and assumed.
+    recorded_launch_seconds: float = 60e-6
+    short_sum_seconds: float = 10e-6
+    switch_sum_seconds: float = 5e-6
 
     def reached(self, sheet: DataSheet, captured_graphs: bool = True) -> HardwareSpec:
         """The rates that formulas use."""
@@ -76,6 +85,9 @@ class Calibration:
             host_process_bytes=HOST_PROCESS_BYTES,
             collective_seconds=self.collective_seconds,
             cross_collective_seconds=self.cross_collective_seconds,
+            recorded_launch_seconds=self.recorded_launch_seconds,
+            short_sum_seconds=self.short_sum_seconds,
+            switch_sum_seconds=self.switch_sum_seconds,
         )
 
 
@@ -173,6 +185,24 @@ def known_hardware() -> dict[str, HardwareSpec]:
     return {"cpu": cpu, **{name: ASSUMED.reached(sheet) for name, sheet in data_sheets().items()}}
 
 
+def save_hardware(path: str | Path, hardware: HardwareSpec) -> None:
+    """For `load_hardware`."""
+    write_json(path, {"kind": MEASURED_KIND, **to_json(hardware, MEASURED_VERSION)})
+
+
+def load_hardware(path: str | Path) -> HardwareSpec:
+    """A machine that scripts/gpu_check.sh --hardware measured. Raises InputError naming the file and what is wrong."""
+    raw = read_json(path)
+    if not isinstance(raw, dict) or raw.pop("kind", None) != MEASURED_KIND:
+        raise InputError(f"{path} is no measured hardware; give a file that scripts/gpu_check.sh --hardware wrote")
+    hardware = from_json(HardwareSpec, raw, str(path), MEASURED_VERSION)
+    if hardware.name == "cpu" or "," in hardware.name or not hardware.source:
+        raise InputError(
+            f"{path}: name={hardware.name!r}, source={hardware.source!r} are not of a GPU that was measured"
+        )
+    return hardware
+
+
 def at_speed(core: HardwareSpec, cores: float) -> HardwareSpec:
     """A rank that computes with so many cores; with less than one its links, loads and launches wait for it too."""
     part, links = min(1.0, cores), ("node_link_bandwidth", "cross_link_bandwidth", "host_bandwidth")
@@ -190,8 +220,10 @@ def hardware_by_name(name: str, device: str = "auto", ranks: int | None = None) 
 def machines_by_name(name: str, device: str = "auto", ranks: int | None = None) -> Machines:
     """The kind called `name`, or the kinds of a list with counts (a100:8,h100:8) that adds up to so many `ranks`.
 
-    `auto` is the cpu, or h100 where `device` is cuda. Raises InputError.
+    `auto` is the cpu, or h100 where `device` is cuda; `measured:FILE` is what `save_hardware` wrote. Raises InputError.
     """
+    if name.startswith(MEASURED):
+        return Machines.of([(load_hardware(name.removeprefix(MEASURED)), ranks or 1)])
     table = known_hardware()
     if name == "auto":
         name = "h100" if device == "cuda" else "cpu"
@@ -201,7 +233,7 @@ def machines_by_name(name: str, device: str = "auto", ranks: int | None = None) 
     for part in name.split(","):
         kind, colon, count = part.strip().partition(":")
         if kind not in table:
-            raise InputError(f"hardware {kind!r} is not known; use auto or one of {', '.join(table)}")
+            raise InputError(f"hardware {kind!r} is not known; use auto, measured:FILE or one of {', '.join(table)}")
         if not (count.isdecimal() and int(count) > 0):
             raise InputError(f"hardware {name!r}: {part.strip()!r} names no number of ranks; write {kind}:8")
         kinds.append((table[kind], int(count)))

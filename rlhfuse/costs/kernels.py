@@ -33,22 +33,18 @@ class Kernels:
     head_gradient_sum_bytes: int = 16  # per weight of the output layer and chunk: float32 product and sum, both ways
     head_chunk_bytes: int = 128 << 20  # of a chunk's hidden states in float32
     sampler_bytes: int = 8  # per logit: float32, written by the output layer, read by the sampler
-    # Recording a decode step as a CUDA graph, estimated, not measured: Python launches it twice, plainly and into the
-    # graph, at about 25 us a launch, and a node takes 10 us to instantiate; before, the device is waited for and cached
-    # memory given back. Another engine's log has 0.05 s a shape (vLLM, pull request 22897).
+    # Recording a decode step as a CUDA graph: before it the device is waited for and cached memory given back. Another
+    # engine's log has 0.05 s a shape (vLLM, pull request 22897).
     layer_launches: int = 9  # of a decode step
     step_launches: int = 6  # beside the layers: tokens fed, indices, embedding, final norm, logits, draws
-    recorded_launch_seconds: float = 60e-6
     recording_seconds: float = 0.03  # of a shape, beside its launches
-    all_reduce_seconds: float = 10e-6  # assumed: least of an all-reduce of a decode step, whose messages are short
-    switch_sum_seconds: float = 5e-6  # assumed: the same by the NVLink switch
     switch_sums: bool = True  # where the hardware has them
 
-    def capture_seconds(self, spec: ModelSpec, tp: int) -> float:
+    def capture_seconds(self, spec: ModelSpec, tp: int, launch_seconds: float) -> float:
         """Of one shape; over tensor ranks a layer has two sums more, and the step two."""
         sums = 2 if tp > 1 else 0
         launches = spec.layers * (self.layer_launches + sums) + self.step_launches + sums
-        return self.recording_seconds + launches * self.recorded_launch_seconds
+        return self.recording_seconds + launches * launch_seconds
 
     def forward_bytes(self, spec: ModelSpec, hidden: float, tp: int, element_bytes: int) -> float:
         queries, keys = spec.heads * spec.head_dim / tp, spec.kv_heads * spec.head_dim / tp

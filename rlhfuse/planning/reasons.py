@@ -62,6 +62,12 @@ def of_costs(config: RunConfig, hardware: HardwareSpec, costs: CostModel, costs_
     if config.fusion.profile:
         training = "training too" if isinstance(costs, ProfiledCost) else "training analytically"
         return f"generation and inference are priced by {costs_name}, {training}"
+    if hardware.source:
+        return (
+            f"hardware: {config.trainer.hardware} ({hardware.source}): times are a roofline with "
+            f"{', '.join(hardware.measured)} as measured there, the rest assumed; fusion.profile takes what "
+            "tools/profile_costs.py measures of these models"
+        )
     unsure = config.trainer.hardware == "auto" and hardware.name != "cpu"
     assumed = " (trainer.hardware=auto: assumed)" if unsure else ""
     mixed = "," in hardware.name

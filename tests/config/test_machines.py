@@ -1,5 +1,7 @@
 """Machines of several kinds: how they are written, what a task on some of them can count on, and what is refused."""
 
+import json
+import re
 from dataclasses import fields, replace
 
 import pytest
@@ -9,11 +11,12 @@ from rlhfuse.config.device_defaults import is_for_gpus
 from rlhfuse.config.machines import Machines
 from rlhfuse.config.settings import TrainerConfig
 from rlhfuse.config.spec import HardwareSpec
-from rlhfuse.costs.hardware import hardware_by_name, known_hardware, machines_by_name
+from rlhfuse.costs.hardware import hardware_by_name, known_hardware, load_hardware, machines_by_name, save_hardware
 
 KNOWN = known_hardware()
 WORSE_IF_MORE = {
     *("launch_seconds", "decode_layer_seconds", "call_seconds", "collective_seconds", "cross_collective_seconds"),
+    *("recorded_launch_seconds", "short_sum_seconds", "switch_sum_seconds"),
     *("step_waiting", "process_bytes", "communicator_bytes", "channel_bytes", "host_process_bytes"),
 }
 
@@ -40,7 +43,7 @@ def test_no_rate_of_a_mixture_is_better_than_of_any_of_its_kinds():
 
 def test_each_number_of_a_mixture_is_the_worse_one():
     """Of two machines of which the second has twice as much of everything, either way round."""
-    numbers = [field.name for field in fields(HardwareSpec) if field.name not in ("name", "switch_sums")]
+    numbers = [field.name for field in fields(HardwareSpec) if field.type in ("int", "float")]
     one = replace(KNOWN["h100"], **{name: 8 for name in numbers}, switch_sums=False)
     other = replace(one, name="other", **{name: 16 for name in numbers}, switch_sums=True)
     for kinds in ([(one, 16), (other, 16)], [(other, 16), (one, 16)]):
@@ -57,7 +60,7 @@ def test_one_kind_is_that_kind_whether_counted_or_not():
 @pytest.mark.parametrize(
     "text, ranks, message",
     [
-        ("b200:8,h100:8", 16, "hardware 'b200' is not known; use auto or one of cpu, a100"),
+        ("b200:8,h100:8", 16, "hardware 'b200' is not known; use auto, measured:FILE or one of cpu, a100"),
         ("a100:8,h100", 16, "'h100' names no number of ranks; write h100:8"),
         ("a100:0,h100:8", 8, "'a100:0' names no number of ranks"),
         ("a100:8,h100:8", 24, r"a100:8,h100:8: 8 \+ 8 = 16 ranks != world_size\(24\)"),
@@ -75,3 +78,41 @@ def test_what_is_no_list_of_whole_machines_is_refused(text, ranks, message):
 def test_a_list_says_what_device_it_is_for():
     assert is_for_gpus(TrainerConfig(hardware="a100:8,h100:8")) and not is_for_gpus(TrainerConfig(hardware="cpu:4"))
     assert not is_for_gpus(TrainerConfig(device="cpu", hardware="a100:8,h100:8"))
+
+
+# measured
+
+
+MEASURED = replace(KNOWN["h100"], flops=4.5e14, source="NVIDIA H100 80GB HBM3, on 2026-11-24", measured=("flops",))
+
+
+def test_a_measured_machine_is_read_as_it_was_written(tmp_path):
+    file = tmp_path / "a, b:8.json"
+    save_hardware(file, MEASURED)
+    machines = machines_by_name(f"measured:{file}", "cuda", 8)
+    assert machines.whole() == MEASURED and machines.ranks == 8 and machines.text == "h100"
+    assert is_for_gpus(TrainerConfig(hardware=f"measured:{file}"))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"kind": "profile"}, "is no measured hardware; give a file that scripts/gpu_check.sh --hardware wrote"),
+        ({"version": 2}, "version 2 is unknown; this program reads 1"),
+        ({"flops": "fast"}, 'flops is "fast"; must be a valid number'),
+        ({"flops": 0.0}, "hardware h100: flops is 0.0; a positive number is needed"),
+        ({"launch_seconds": -1.0}, "launch_seconds is -1.0; a number that is not negative is needed"),
+        ({"tflops": 1.0}, "unknown key 'tflops'; remove it"),
+        ({"name": "cpu"}, "name='cpu'"),
+        ({"source": ""}, "are not of a GPU that was measured"),
+    ],
+)
+def test_a_file_that_is_no_measured_machine_is_refused(tmp_path, change, message):
+    file = tmp_path / "h100.json"
+    save_hardware(file, MEASURED)
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(InputError, match=re.escape(message)) as error:
+        load_hardware(file)
+    assert str(file) in str(error.value)
+    with pytest.raises(InputError, match="cannot read"):
+        hardware_by_name(f"measured:{tmp_path / 'none.json'}")

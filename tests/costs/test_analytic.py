@@ -112,7 +112,7 @@ def test_smaller_inference_replicas_share_the_batch():
 def test_hardware_names():
     assert set(known_hardware()) == {"cpu", "a100", "h100", "h800", "h200"}
     assert hardware_by_name("auto").name == "cpu" and hardware_by_name("auto", "cuda").name == "h100"
-    with pytest.raises(InputError, match="'b200' is not known; use auto or one of cpu, a100"):
+    with pytest.raises(InputError, match="'b200' is not known; use auto, measured:FILE or one of cpu, a100"):
         hardware_by_name("b200")
 
 

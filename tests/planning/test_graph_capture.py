@@ -60,5 +60,5 @@ def test_an_earlier_run_knows_better(monkeypatch, tmp_path):
 
 
 def test_tensor_ranks_record_their_sums_too():
-    alone, two = (Kernels().capture_seconds(SPECS["actor"], tp) for tp in (1, 2))
+    alone, two = (Kernels().capture_seconds(SPECS["actor"], tp, 60e-6) for tp in (1, 2))
     assert alone == pytest.approx(SHAPE_SECONDS) and two - alone == pytest.approx((8 * 2 + 2) * 60e-6)

@@ -149,7 +149,10 @@ def test_end_tokens_of_the_tokenizer_are_in_force_where_the_models_files_name_no
         ("data.train_files=[/nowhere/p.jsonl]", "/nowhere/p.jsonl does not exist; check data.train_files"),
         ("data.train_files=[/]", "prompt file / is a folder"),
         ("trainer.transformer_impl=transformer_engine", "transformer_engine: Transformer Engine is not installed; use"),
-        ("trainer.hardware=abacus", "trainer.hardware: hardware 'abacus' is not known; use auto or one of cpu, a100"),
+        (
+            "trainer.hardware=abacus",
+            "trainer.hardware: hardware 'abacus' is not known; use auto, measured:FILE or one of",
+        ),
         ("fusion.profile=/nowhere/costs.json", "cannot read /nowhere/costs.json: No such file or directory"),
         ("fusion.profile=/", "cannot read /: Is a directory"),
         ("fusion.threshold_file=/nowhere/t.json", "/nowhere/t.json"),

@@ -14,28 +14,27 @@ import torch.distributed as dist
 from gpu_checks.references import References
 
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.gen.model_runner import Attention
 from rlhfuse.models.hf_names import expected_tensors
 from rlhfuse.parallel.device import Device, choose_device
 
 TINY = dict(
-    architectures=["LlamaForCausalLM"],
-    model_type="llama",
-    hidden_size=64,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    intermediate_size=96,
-    vocab_size=200,
-    max_position_embeddings=256,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    hidden_act="silu",
-    bos_token_id=1,
-    eos_token_id=2,
-    tie_word_embeddings=False,
-    torch_dtype="float32",
-)
+    architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu", rms_norm_eps=1e-5, rope_theta=10000.0,
+    hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    intermediate_size=96, vocab_size=200, max_position_embeddings=256, bos_token_id=1, eos_token_id=2,
+    tie_word_embeddings=False, torch_dtype="float32",
+)  # fmt: skip
+LLAMA = dict(
+    TINY, vocab_size=128256, max_position_embeddings=16384, rope_theta=500000.0, num_attention_heads=32,
+    num_key_value_heads=8, torch_dtype="bfloat16",
+)  # fmt: skip
+SHAPES = {
+    "tiny": TINY,  # in the place of each other where there is no GPU
+    "1b": dict(
+        LLAMA, hidden_size=2048, num_hidden_layers=16, head_dim=64, intermediate_size=8192, tie_word_embeddings=True
+    ),
+    "8b": dict(LLAMA, hidden_size=4096, num_hidden_layers=32, head_dim=128, intermediate_size=14336),
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -46,6 +45,7 @@ class Bench:
     kind: str  # "cuda" or "cpu"
     folder: Path
     references: References
+    rank: int = 0  # of a check on several GPUs
 
     @property
     def on_gpu(self) -> bool:
@@ -53,11 +53,16 @@ class Bench:
 
     @cached_property
     def device(self) -> Device:
-        return choose_device(self.kind, 0, 1)
+        return choose_device(self.kind, self.rank, 1)
 
     @property
     def where(self) -> torch.device:
         return self.device.torch_device
+
+    @property
+    def attention(self) -> Attention:
+        """Whose kernels engines of checks read their caches with: flashinfer's are compiled where first asked for."""
+        return "triton" if self.on_gpu else "auto"
 
     @contextmanager
     def one_rank(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from gpu_checks.result import TOLERANCE, relative, require
 
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.models.attention import SequenceBorders, varlen_attention
-from rlhfuse.models.paged_attention import CacheShape, ChosenAttention, PagedQueries, choose_attention
+from rlhfuse.models.paged_attention import CacheShape, PagedQueries, choose_attention, obstacle
 
 
 def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset: int) -> torch.Tensor:
@@ -46,60 +46,41 @@ def check_varlen(bench: Bench, kind: str) -> dict:
     return require(max(errors.values()) < TOLERANCE[dtype], errors)
 
 
-def attention_for(q: torch.Tensor, keys: torch.Tensor, device: torch.device) -> ChosenAttention:
-    """What an engine with such queries and such a cache would take."""
-    sizes = q.shape[1], keys.shape[2], q.shape[2], keys.shape[1], len(q)
-    return choose_attention(CacheShape(q.dtype, device, *sizes))
+def check_paged(bench: Bench, kind: str, block_tokens: int, library: str | None = None) -> dict:
+    """Attention over cache blocks in any order against the formula: decode with padding, and chunks after a prefix.
 
+    By our own kernels, or by a library's where it can serve.
+    """
+    dtype, generator = DTYPES[kind], torch.Generator().manual_seed(3)
+    heads, groups, dim = (32, 8, 128) if bench.on_gpu else (8, 2, 32)
+    contexts = [1, 3000, 300, 17, 64, 1025] if bench.on_gpu else [1, 70, 17]
+    rows, padding, width = len(contexts), 2, -(-max(contexts) // block_tokens) + 3
+    shape = CacheShape(dtype, bench.where, heads, groups, dim, block_tokens, rows + padding)
+    if library and (reason := obstacle(library, shape)):
+        return {"skipped": reason}
+    chosen, spare = choose_attention(shape, library or bench.attention), rows * width
 
-def check_paged(bench: Bench, kind: str, block_tokens: int) -> dict:
-    """Attention over cache blocks in any order against the formula: decode, prefill, and a chunk after a prefix."""
-    device, dtype = bench.where, DTYPES[kind]
-    generator = torch.Generator().manual_seed(3)
-    heads, kv_heads, dim, blocks = 8, 2, 64, 40
-    queries, contexts = [1, 12, 1, 5, 1], [1, 12, 300, 77, 64]
-    keys, values = (torch.randn(blocks, block_tokens, kv_heads, dim, generator=generator).to(dtype) for _ in range(2))
-    q = torch.randn(sum(queries), heads, dim, generator=generator).to(dtype)
-    order, most, used = torch.randperm(blocks, generator=generator).tolist(), 300 // block_tokens + 1, 0
-    tables = torch.zeros(len(queries), most, dtype=torch.int32)
-    for s, context in enumerate(contexts):
-        count = -(-context // block_tokens)
-        tables[s, :count] = torch.tensor(order[used : used + count], dtype=torch.int32)
-        used += count
-    starts = [0, *torch.tensor(queries).cumsum(0).tolist()]
-    paged = PagedQueries.of(tables.to(device), starts, contexts)
-    chosen = attention_for(q, keys, device)
-    output = chosen.kernels.mixed(paged)(q.to(device), keys.to(device), values.to(device))
-    wanted = []
-    for s, context in enumerate(contexts):
-        k, v = (x[tables[s].long()].flatten(0, 1)[:context] for x in (keys, values))
-        wanted.append(reference_attention(q[starts[s] : starts[s + 1]], k, v, context - queries[s]))
-    error = relative(output, torch.cat(wanted))
-    return require(error < TOLERANCE[dtype], {"attention": chosen.line(), "relative_error": error})
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator).to(dtype)
 
-
-def check_decode_attention(bench: Bench, kind: str, block_tokens: int) -> dict:
-    """One query per sequence in fixed shapes, with padding rows and columns, against the formula."""
-    device, dtype = bench.where, DTYPES[kind]
-    generator = torch.Generator().manual_seed(6)
-    heads, kv_heads, dim, contexts = 8, 2, 64, [1, 12, 300, 77, 64]
-    width = -(-300 // block_tokens) + 3
-    rows, spare = 8, len(contexts) * width
-    keys, values = (
-        torch.randn(spare + 1, block_tokens, kv_heads, dim, generator=generator).to(dtype) for _ in range(2)
-    )
-    q = torch.randn(rows, heads, dim, generator=generator).to(dtype)
-    tables = torch.full((rows, width), spare, dtype=torch.int32)
-    tables[: len(contexts)] = torch.randperm(spare, generator=generator).view(len(contexts), width)
-    padded = torch.tensor(contexts + [1] * (rows - len(contexts)), dtype=torch.int32)
-    chosen = attention_for(q, keys, device)
-    output = chosen.kernels.decode(tables.to(device), padded.to(device))(*(x.to(device) for x in (q, keys, values)))
-    wanted = []
-    for s, context in enumerate(contexts):
-        k, v = (x[tables[s].long()].flatten(0, 1)[:context] for x in (keys, values))
-        wanted.append(reference_attention(q[s : s + 1], k, v, context - 1))
-    error = relative(output[: len(contexts)], torch.cat(wanted))
-    return require(error < TOLERANCE[dtype], {"attention": chosen.line(), "relative_error": error})
+    keys, values = (random(spare + 1, block_tokens, groups, dim) for _ in range(2))
+    tables = torch.full((rows + padding, width), spare, dtype=torch.int32)
+    tables[:rows] = torch.randperm(spare, generator=generator).view(rows, width)
+    there, sizes = tables.to(bench.where), torch.tensor(contexts + [1] * padding, dtype=torch.int32, device=bench.where)
+    chunks = [min(context, 1 + 9 * number) for number, context in enumerate(contexts)]
+    starts = [0, *torch.tensor(chunks).cumsum(0).tolist()]
+    errors = {}
+    for step, queries, padded, attend in (
+        ("decode", [1] * rows, padding, chosen.kernels.decode(there, sizes)),
+        ("mixed", chunks, 0, chosen.kernels.mixed(PagedQueries.of(there[:rows], starts, contexts))),
+    ):
+        q, wanted = random(sum(queries) + padded, heads, dim), []
+        out = attend(*(x.to(bench.where) for x in (q, keys, values)))[: sum(queries)]
+        for s, (count, context, own) in enumerate(zip(queries, contexts, q.split([*queries, padded]))):
+            k, v = (x[tables[s].long()].flatten(0, 1)[:context] for x in (keys, values))
+            wanted.append(reference_attention(own, k, v, context - count))
+        errors[step] = relative(out, torch.cat(wanted))
+    return require(max(errors.values()) < TOLERANCE[dtype], {"attention": chosen.line(), **errors})
 
 
 def greedy_prompts() -> list[list[int]]:
@@ -116,7 +97,7 @@ def greedy(model: Path, device: torch.device, dtype: torch.dtype, options: Engin
 
 def engine_reference(bench: Bench, model: Path, kind: str) -> list[dict[str, Any]]:
     """What the CPU's engine says, or said where the file was written."""
-    options = EngineOptions(num_blocks=1024)
+    options = EngineOptions(num_blocks=1024, attention="auto")
     return bench.references.get(f"engine_{kind}", lambda: greedy(model, torch.device("cpu"), DTYPES[kind], options))
 
 
@@ -134,7 +115,7 @@ def agreement(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[
 def check_engine(bench: Bench, kind: str, block_tokens: int) -> dict:
     """Greedy tokens on the CPU and on the device. float32: equal. bfloat16: log-probabilities close where equal."""
     model, dtype = bench.tiny(), DTYPES[kind]
-    options = EngineOptions(num_blocks=1024 * 16 // block_tokens, block_tokens=block_tokens)
+    options = EngineOptions(1024 * 16 // block_tokens, block_tokens, attention=bench.attention)
     ours = engine_reference(bench, model, kind)
     detail = agreement(ours, greedy(model, bench.where, dtype, replace(options, kernels="torch")))
     equal, total = detail["equal_tokens"], detail["tokens"]
@@ -152,7 +133,7 @@ def check_graphs(bench: Bench, kind: str) -> dict:
     graphs, eager = (
         Engine.from_pretrained(
             model,
-            EngineOptions(num_blocks=64, block_tokens=256, kernels="torch", cuda_graphs=on),
+            EngineOptions(64, 256, kernels="torch", cuda_graphs=on, attention=bench.attention),
             device=bench.where,
             dtype=dtype,
         )

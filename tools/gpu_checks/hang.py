@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from gpu_checks.bench import Bench
 from gpu_checks.result import require
-from gpu_checks.speed import SHAPES
 
 SECONDS = 30.0
 
@@ -76,7 +75,7 @@ def _try(bench: Bench, variant: Variant) -> None:
     hold(torch.ones_like(flag), 1)  # compiled and loaded, as communicators are connected at start
     sides = [torch.cuda.Stream() for _ in range(variant.streams)]
     with bench.one_rank():
-        stage = MiddleStage(SHAPES["1b"], 1, bench)
+        stage = MiddleStage("1b", 1, bench)
         batch = stage.batch([700, 300])
 
         def work() -> None:

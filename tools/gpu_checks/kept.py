@@ -8,23 +8,15 @@ from typing import Any
 
 import torch
 from gpu_checks.bench import TINY, Bench, write_model
-from gpu_checks.programs import differences, metrics, run, write_config
+from gpu_checks.programs import APART, differences, metrics, run, write_config
 from gpu_checks.result import require
 
 ITERATIONS = 3
 LEAVING = 1.05  # of the fullest phase with generation kept: a limit under which it is released
-APART = 0.1  # of bfloat16 metrics, which promise no bits
 SHAPE = dict(  # 0.2e9 parameters: weights and cache are most of what a rank holds
-    TINY,
-    hidden_size=1024,
-    num_hidden_layers=8,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=64,
-    intermediate_size=4096,
-    vocab_size=32000,
-    max_position_embeddings=2048,
-)
+    TINY, hidden_size=1024, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=8, head_dim=64,
+    intermediate_size=4096, vocab_size=32000, max_position_embeddings=2048,
+)  # fmt: skip
 PARTS = ("weights", "optimizer", "gradients", "activations", "kv", "buckets")
 
 

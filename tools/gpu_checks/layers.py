@@ -1,4 +1,4 @@
-"""What layers are made of, on the device: Triton kernels, libraries' attention, added products, fused Adam."""
+"""What layers are made of, on the device: Triton kernels, tiles of logits, added products, fused Adam."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from gpu_checks.bench import DTYPES, Bench
 from gpu_checks.result import TOLERANCE, relative, require
 from gpu_checks.training import LR, OneRank, train_once
 
 from rlhfuse.gen.gpu import layer_kernels
-from rlhfuse.models.paged_attention import CacheShape, PagedQueries, choose_attention, obstacle
+from rlhfuse.models.linear_logprobs import TileLimits, VocabularyShard, linear_logprobs
 from rlhfuse.models.transformer_engine import obstacle as engine_obstacle
 from rlhfuse.parallel.device import current_device_is_cpu, fake_cuda
 from rlhfuse.parallel.weight_gradients import add_product, fuse_accumulation
@@ -44,6 +45,29 @@ def check_training_kernels(bench: Bench, kind: str) -> dict:
         found = turn(q.to(bench.where), cos, sin, positions.to(bench.where), back)
         errors[name] = relative(found, torch.cat((product.real, product.imag), dim=-1))
     return require(max(errors.values()) < TOLERANCE[dtype] / 4, errors)
+
+
+def check_linear_logprobs(bench: Bench, kind: str) -> dict:
+    """Log-probability, entropy and gradients over tiles of logits against the whole matrix in float64."""
+    dtype, generator = DTYPES[kind], torch.Generator().manual_seed(9)
+    rows, hidden, vocab, padded = (700, 512, 32000, 32064) if bench.on_gpu else (20, 32, 180, 192)
+    x = torch.randn(rows, hidden, generator=generator).to(dtype)
+    weight = (torch.randn(padded, hidden, generator=generator) * hidden**-0.5).to(dtype)
+    targets = torch.randint(0, vocab, (rows,), generator=generator)
+    here = [t.double().requires_grad_(True) for t in (x, weight)]
+    there = [t.to(bench.where).detach().requires_grad_(True) for t in (x, weight)]
+    logs = (here[0] @ here[1][:vocab].t() / 0.7).log_softmax(-1)
+    wanted = logs.gather(1, targets[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
+    with bench.one_rank():
+        assert dist.group.WORLD is not None, "a process group has just been made"
+        shard = VocabularyShard.of(there[1], vocab, dist.group.WORLD)
+        limits = TileLimits(4 << 20, 1 << 20) if bench.on_gpu else TileLimits(8 << 10, 4 << 10)
+        found = linear_logprobs(there[0], there[1], targets.to(bench.where), shard, 0.7, True, limits)
+        for logprobs, entropy in (wanted, found):
+            (logprobs.sum() + 0.1 * entropy.sum()).backward()
+    errors = {name: relative(a, b) for name, a, b in zip(("logprobs", "entropy"), found, wanted)}
+    errors |= {name: relative(a.grad, b.grad) for name, a, b in zip(("dx", "dweight"), there, here)}
+    return require(max(errors.values()) < TOLERANCE[dtype], errors)
 
 
 def check_layer_kernels(bench: Bench, kind: str) -> dict:
@@ -79,32 +103,6 @@ def check_layer_kernels(bench: Bench, kind: str) -> dict:
         (found, ours), (wanted, theirs) = both("place_heads", qkv, weights, *rest)
         errors[name] = max(relative(found, wanted), *(relative(a, b) for a, b in zip(ours[-2:], theirs[-2:])))
     return require(max(errors.values()) < TOLERANCE[dtype] / 2, errors)
-
-
-def check_library_attention(bench: Bench, name: str, block_tokens: int) -> dict:
-    """A library's decode and mixed steps against torch's over the same cache, where it can serve."""
-    generator, heads, groups, dim = torch.Generator().manual_seed(13), 32, 8, 128
-    contexts, queries = [1, 700, 300, 17, 64, 1025], [1, 9, 19, 1, 37, 1]
-    shape = CacheShape(torch.bfloat16, bench.where, heads, groups, dim, block_tokens, len(contexts))
-    if reason := obstacle(name, shape):
-        return {"skipped": reason}
-    width = -(-max(contexts) // block_tokens)
-    blocks = len(contexts) * width
-    tables = torch.randperm(blocks, generator=generator).view(len(contexts), width).to(torch.int32).to(bench.where)
-    sizes = torch.tensor(contexts, dtype=torch.int32, device=bench.where)
-
-    def random(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, generator=generator).to(torch.bfloat16).to(bench.where)
-
-    keys, values = (random(blocks, block_tokens, groups, dim) for _ in range(2))
-    mixed = PagedQueries.of(tables, torch.tensor([0, *queries]).cumsum(0).tolist(), contexts)
-    single, several = random(len(contexts), heads, dim), random(sum(queries), heads, dim)
-    found, wanted = (
-        [kernels.decode(tables, sizes)(single, keys, values), kernels.mixed(mixed)(several, keys, values)]
-        for kernels in (choose_attention(shape, one).kernels for one in (name, "torch"))
-    )
-    errors = {step: relative(a, b) for step, a, b in zip(("decode", "mixed"), found, wanted)}
-    return require(max(errors.values()) < TOLERANCE[torch.bfloat16], errors)
 
 
 def check_accumulation(bench: Bench, kind: str) -> dict:

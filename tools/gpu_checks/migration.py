@@ -1,20 +1,32 @@
-"""Samples that move between two engines of one process in the middle of generation, and how fast blocks are copied."""
+"""Samples that move between two engines of one process in the middle of generation."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_checks.bench import DTYPES, Bench
 from gpu_checks.generation import agreement
 from gpu_checks.result import TOLERANCE, require
-from gpu_checks.speed import best_seconds
 
 from rlhfuse.decisions.migration import MoveMode
-from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 
 SAMPLES, STEPS = 12, 14
+
+
+def engines(bench: Bench, model: Path, kind: str, count: int) -> list[Engine]:
+    options = EngineOptions(num_blocks=256, kernels="torch", attention=bench.attention)
+    made: dict[str, Any] = {"device": bench.where, "dtype": DTYPES[kind]}
+    return [Engine.from_pretrained(model, options, **made) for _ in range(count)]
+
+
+def add_samples(engine: Engine) -> None:
+    generator, params = torch.Generator().manual_seed(7), SamplingParams(max_tokens=64, ignore_eos=True, seed=3)
+    for sample in range(SAMPLES):
+        prompt = torch.randint(3, 200, (3 + 5 * (sample % 4),), generator=generator).tolist()
+        engine.add(sample, prompt, params)
 
 
 def finish(engine: Engine, results: dict[int, Any], steps: int | None = None) -> None:
@@ -35,18 +47,11 @@ def move(source: Engine, destination: Engine, samples: list[int], mode: MoveMode
 
 def check_move(bench: Bench, kind: str, mode: MoveMode) -> dict:
     """Half of the samples move in the middle of generation; all tokens are those of a run in which none moves."""
-    model, generator = bench.tiny(), torch.Generator().manual_seed(7)
-    prompts = [torch.randint(3, 200, (3 + 5 * (i % 4),), generator=generator).tolist() for i in range(SAMPLES)]
-    params = SamplingParams(max_tokens=64, ignore_eos=True, seed=3)
-    options = EngineOptions(num_blocks=256, kernels="torch")
-    alone, source, destination = (
-        Engine.from_pretrained(model, options, device=bench.where, dtype=DTYPES[kind]) for _ in range(3)
-    )
+    alone, source, destination = engines(bench, bench.tiny(), kind, 3)
     wanted: dict[int, Any] = {}
     found: dict[int, Any] = {}
     for engine in (alone, source):
-        for sample, prompt in enumerate(prompts):
-            engine.add(sample, prompt, params)
+        add_samples(engine)
     finish(alone, wanted)
     finish(source, found, STEPS)
     moving = [seq.sample_id for seq in source.unfinished()][: SAMPLES // 2]
@@ -54,24 +59,15 @@ def check_move(bench: Bench, kind: str, mode: MoveMode) -> dict:
     for engine in (source, destination):
         finish(engine, found)
         engine.check_integrity()
+    detail = {"moved": len(moving), "recomputed": recomputed}
+    require(recomputed == (len(moving) if mode == "tokens" else 0), detail)
+    return compared(wanted, found, kind) | detail
+
+
+def compared(wanted: dict[int, Any], found: dict[int, Any], kind: str) -> dict[str, Any]:
+    """Results by sample; CheckFailed unless they agree."""
     rows = [[{"tokens": r.tokens, "logprobs": r.logprobs} for _, r in sorted(x.items())] for x in (wanted, found)]
-    detail = agreement(*rows) | {"moved": len(moving), "recomputed": recomputed}
+    detail = agreement(*rows)
     least = detail["tokens"] * (0.98 if kind == "float32" else 0.3)  # after a near tie all differ
-    good = detail["equal_tokens"] >= least and recomputed == (len(moving) if mode == "tokens" else 0)
-    return require(good and detail["max_logprob_difference"] < 2 * TOLERANCE[DTYPES[kind]], detail)
-
-
-def check_block_copies(bench: Bench) -> dict:
-    """Bytes per second of reading blocks of a cache of 8B into a message and of writing them into another cache."""
-    layers, blocks, dim = (32, 512, 128) if bench.on_gpu else (2, 64, 16)
-    caches = [KVCache(layers, blocks, 16, 8, dim, dtype=torch.bfloat16, device=bench.where) for _ in range(2)]
-    caches[0].keys.normal_()
-    caches[0].values.normal_()
-    half = torch.randperm(blocks, generator=torch.Generator().manual_seed(1))[: blocks // 2].tolist()
-    message = caches[0].read_blocks(half)
-    size = message.numel() * message.element_size()
-    reading = best_seconds(lambda: caches[0].read_blocks(half), bench.where)
-    writing = best_seconds(lambda: caches[1].write_blocks(half, message), bench.where)
-    same = torch.equal(caches[1].read_blocks(half), message)
-    rates = {"read_bytes_per_second": size / reading, "write_bytes_per_second": size / writing}
-    return require(same, {"bytes": size, **rates})
+    close = detail["max_logprob_difference"] < 2 * TOLERANCE[DTYPES[kind]]
+    return require(detail["equal_tokens"] >= least and close, detail)

@@ -1,4 +1,4 @@
-"""The first check: what the machine has, what of it can be imported, and what one GPU cannot show."""
+"""The first check: what the machine has, and what of it can be imported."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def environment(bench: Bench) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(0)
         facts["nccl"] = ".".join(map(str, nccl.version()))
         facts |= {"name": properties.name, "memory_bytes": properties.total_memory}
-        facts |= {"multiprocessors": properties.multi_processor_count, "devices": torch.cuda.device_count()}
+        facts |= {"multiprocessors": properties.multi_processor_count, "capability": properties.major}
+        facts["devices"] = torch.cuda.device_count()
         facts["driver"] = _driver()
     return facts
 

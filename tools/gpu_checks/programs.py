@@ -1,4 +1,4 @@
-"""The whole program: on one rank in bfloat16 and float32, and on four ranks that share the GPU, fused against serial.
+"""The whole program: on one rank, on ranks that share a GPU, on a GPU each; fused against serial, and how much sooner.
 
 Ranks are forked from a process that has imported the program. Numbers of two runs on a GPU are compared by their
 relative difference: whether all bits are equal is told beside it.
@@ -7,25 +7,32 @@ relative difference: whether all bits are equal is told beside it.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-import torch.distributed as dist
-from gpu_checks.bench import Bench
+from gpu_checks.bench import SHAPES, TINY, Bench, write_model
+from gpu_checks.ranks import fork_ranks
 from gpu_checks.result import CheckFailed, require
 
-ROOT = Path(__file__).resolve().parents[2]
 SERIAL = ("fusion.inter_stage=false", "fusion.intra_stage=false")
 NEAR = 1e-2  # largest relative difference between metrics of two float32 runs that differ in the order of their sums
-LAYOUTS = {
-    "pipelines": {"actor_train": "d1t1p4", "critic_train": "d1t1p4", "generation": "d4t1p1"},
-    "cut": {"actor_train": "d2t1p2", "critic_train": "d1t2p2", "generation": "d2t2p1"},
-}
+APART = 0.1  # the same of bfloat16, which promises no bits
+# 0.5e9 parameters whose products are worth their launches; one token in 256 ends a response: lengths have a tail
+LARGE = dict(SHAPES["1b"], num_hidden_layers=8, vocab_size=256, tie_word_embeddings=False)
+
+
+def layouts_of(kind: str, ranks: int) -> dict[str, str]:
+    """Pipelines over all ranks in both directions, or tensor ranks and replicas too."""
+    if kind == "pipelines":
+        whole = f"d1t1p{ranks}"
+        return {"actor_train": whole, "critic_train": whole, "generation": f"d{ranks}t1p1"}
+    half = ranks // 2
+    return {"actor_train": f"d2t1p{half}", "critic_train": f"d1t2p{half}", "generation": f"d{half}t2p1"}
 
 
 def write_config(bench: Bench, **settings: Any) -> Path:
@@ -42,6 +49,7 @@ def write_config(bench: Bench, **settings: Any) -> Path:
         # a rank that is slow to start is not dead
         "trainer": {"iterations": 2, "device": bench.kind, "watchdog_seconds": 120, "tensorboard": False},
     }
+    config["rollout"]["attention"] = bench.attention
     config["trainer"]["dtype"] = "float32"  # what runs are compared in, unless a check says otherwise
     for group, keys in settings.items():
         config.setdefault(group, {}).update(keys)
@@ -50,53 +58,38 @@ def write_config(bench: Bench, **settings: Any) -> Path:
     return file
 
 
-def run(config: Path, out: Path, *overrides: str, ranks: int = 1, before: Callable[[], None] = lambda: None) -> str:
-    """The program on `ranks` processes of this machine, each of which calls `before` first.
+def run(config: Path, out: Path, *overrides: str, **how: Any) -> str:
+    """The program on `ranks` processes of this machine; returns what it said. `how`: as for `start`.
 
-    Returns what it said; CheckFailed unless all ended with 0.
+    CheckFailed unless all ended with 0.
     """
-    codes, said = start(config, out, *overrides, ranks=ranks, before=before)
+    codes, said = start(config, out, *overrides, **how)
     if any(codes):
         raise CheckFailed(f"{out.name}: exit codes {codes}: {said[-1500:]}")
     return said
 
 
 def start(
-    config: Path, out: Path, *overrides: str, ranks: int = 1, before: Callable[[], None] = lambda: None
+    config: Path,
+    out: Path,
+    *overrides: str,
+    ranks: int = 1,
+    before: Callable[[], None] = lambda: None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[list[int | None], str]:
-    """The same: exit codes, and what it said."""
-    # as torchrun's agent has it
-    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
-    context, log = multiprocessing.get_context("fork"), out.with_suffix(".log")
+    """The same: exit codes, and what it said. Each process calls `before` first."""
     arguments = ["--config", str(config), *overrides, f"trainer.output_dir={out}"]
-    processes = []
-    for rank in range(ranks):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
-        processes.append(context.Process(target=_run_rank, args=(place, arguments, log, before)))
-        processes[-1].start()
-    while any(process.is_alive() for process in processes):
-        if any(process.exitcode for process in processes):  # the others may wait for it
-            for process in processes:
-                process.join(10)
-                process.kill()
-        time.sleep(0.05)
-    return [process.exitcode for process in processes], log.read_text(errors="replace")
 
+    def work() -> None:
+        import train_ppo
 
-def _run_rank(place: dict[str, Any], arguments: list[str], log: Path, before: Callable[[], None]) -> None:
-    with open(log, "ab") as stream:
-        for number in (1, 2):
-            os.dup2(stream.fileno(), number)
-    os.environ.update({name: str(value) for name, value in place.items()})
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    import train_ppo
+        from rlhfuse.base.errors import run_program
 
-    from rlhfuse.base.errors import run_program
+        before()
+        sys.argv = ["train_ppo.py", *arguments]
+        run_program(train_ppo.main, tear_down=False)
 
-    before()
-    sys.argv = ["train_ppo.py", *arguments]
-    run_program(train_ppo.main, tear_down=False)
+    return fork_ranks(ranks, work, out.with_suffix(".log"), environment)
 
 
 def metrics(out: Path) -> list[dict]:
@@ -146,7 +139,7 @@ def check_resumed(bench: Bench) -> dict:
     run(config, parts, "trainer.resume=auto")
     rows = metrics(parts)
     detail: dict[str, Any] = differences(whole, parts) | {"iterations": len(rows)}
-    return require(len(rows) == 2 and detail["relative_difference"] < 0.1, detail)  # bfloat16, and no bits promised
+    return require(len(rows) == 2 and detail["relative_difference"] < APART, detail)
 
 
 def check_not_finite(bench: Bench) -> dict:
@@ -160,13 +153,54 @@ def check_not_finite(bench: Bench) -> dict:
 
 
 def check_shared(bench: Bench, layouts: str) -> dict:
-    """Four ranks on the one GPU: fused in both ways against serial; instances hand samples over."""
-    config = write_config(bench, parallel=LAYOUTS[layouts], trainer={"share_gpu": bench.on_gpu})
+    """Four ranks on one GPU, the first that is visible: fused in both ways against serial; samples are handed over."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    return _fused_and_serial(bench, layouts, 4, share_gpu=bench.on_gpu, CUDA_VISIBLE_DEVICES=first)
+
+
+def check_apart(bench: Bench, layouts: str, ranks: int) -> dict:
+    """The same on a GPU for each rank."""
+    return _fused_and_serial(bench, layouts, ranks, share_gpu=False)
+
+
+def _fused_and_serial(bench: Bench, layouts: str, ranks: int, share_gpu: bool, **environment: str) -> dict:
+    config = write_config(bench, parallel=layouts_of(layouts, ranks), trainer={"share_gpu": share_gpu})
     fused, serial = bench.folder / "fused", bench.folder / "serial"
-    said = run(config, fused, "fusion.threshold=16", ranks=4)
-    run(config, serial, *SERIAL, ranks=4)
+    said = run(config, fused, "fusion.threshold=16", ranks=ranks, environment=environment)
+    run(config, serial, *SERIAL, ranks=ranks, environment=environment)
     detail: dict[str, Any] = differences(fused, serial)
-    detail["backend"] = "shared_gpu" if "(shared_gpu)" in said else "gloo"
+    detail["backend"] = next(name for name in ("shared_gpu", "nccl", "gloo") if f"({name})" in said)
     detail["migrated_samples"] = sum(row["fusion/migrated_samples"] for row in metrics(fused))
     good = detail["relative_difference"] < NEAR and detail["migrated_samples"] > 0
     return require(good and (bench.on_gpu or detail["bit_equal"]), detail)
+
+
+def check_speedup(bench: Bench, ranks: int) -> dict:
+    """bfloat16, a GPU for each rank: seconds of serial and fused iterations, beside the plan's; the same numbers."""
+    models = {}
+    for role, head in (("actor", False), ("reward", True)):
+        folder, shape = bench.folder / f"large_{role}", LARGE if bench.on_gpu else TINY
+        models[role] = {"path": str(write_model(folder, shape, scalar_head=head))}
+    rollout = {"prompts_per_iteration": 16 * ranks, "max_response_tokens": 1024} if bench.on_gpu else {}
+    config = write_config(
+        bench,
+        **models,
+        parallel=layouts_of("pipelines", ranks),
+        rollout=rollout,
+        fusion={"actor_microbatches": 4 * ranks if bench.on_gpu else 4},
+        trainer={"dtype": "bfloat16", "iterations": 4 if bench.on_gpu else 2, "export": False},
+    )
+    fused, serial = bench.folder / "fused", bench.folder / "serial"
+    run(config, serial, *SERIAL, ranks=ranks)
+    run(config, fused, ranks=ranks)
+    detail: dict[str, Any] = differences(fused, serial)
+    planned = json.loads((fused / "plan.json").read_text())["seconds"]
+    detail["lines"] = []
+    for part, key in (("training", "timing_s/train"), ("gen_infer", "fusion/gen_infer_seconds")):
+        took = {run.name: min(row[key] for row in metrics(run)[1:]) for run in (serial, fused)}  # after a warm-up
+        predicted = {name: planned[f"{part}_{name}"] for name in took}
+        detail[part] = {"seconds": took, "planned_seconds": predicted}
+        ratios = [seconds["serial"] / seconds["fused"] for seconds in (took, predicted)]
+        told = f"{part} on {ranks} ranks: {took['serial']:.3g} s serial, {took['fused']:.3g} s fused"
+        detail["lines"].append(f"{told}: {ratios[0]:.2f} times as fast, planned {ratios[1]:.2f}")
+    return require(detail["relative_difference"] < APART, detail)

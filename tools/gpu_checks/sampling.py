@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 from gpu_checks.bench import Bench
+from gpu_checks.figures import Figure, timed, told
 from gpu_checks.references import References
 from gpu_checks.result import require
-from gpu_checks.speed import best_seconds
 
 from rlhfuse.gen.core.draws import DrawBatch
 from rlhfuse.gen.gpu.draws import DrawInputs, draw_array
@@ -83,14 +83,12 @@ def check_parity(bench: Bench) -> dict:
 
 
 def check_speed(bench: Bench) -> dict:
-    """Seconds of a draw at a vocabulary of 128k, and the reading of its logits at the rate of a copy beside it."""
-    from gpu_checks.speed import copy_bandwidth
-
-    bandwidth, found = copy_bandwidth(bench.where), {}
+    """Draws at a vocabulary of 128k, beside the reading of their logits."""
+    figures = []
     for rows in (1, 16, 64, 256) if bench.on_gpu else (2,):
         logits = torch.randn(rows, VOCAB if bench.on_gpu else 1000, device=bench.where).bfloat16()
-        for name, mixed in (("plain", False), ("top_k_and_top_p", True)):
-            batch = batch_of(rows, mixed)
-            seconds = best_seconds(device_draw(logits, batch), bench.where)
-            found[f"{rows}_{name}"] = {"seconds": seconds, "reading_seconds": logits.nbytes / bandwidth}
-    return found
+        for name, mixed in (("plain", False), ("top-k, top-p", True)):
+            found = timed(bench, device_draw(logits, batch_of(rows, mixed)))
+            seconds, size = found.device_seconds or found.seconds, logits.nbytes
+            figures.append(Figure(f"draw {name} {rows}", seconds, ("read", size), bytes=size))
+    return told(*figures)

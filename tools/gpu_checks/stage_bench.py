@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from gpu_checks.bench import TINY, Bench
-from gpu_checks.speed import SHAPES, spec_of
+from gpu_checks.bench import Bench
+from gpu_checks.speed import spec_of
 
 from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
@@ -18,16 +18,16 @@ from rlhfuse.parallel.optimizer import ModelOptimizer
 STAGES = 3  # of the pipeline that the rank holds one of
 
 
-def stage_shape(bench: Bench) -> dict:
+def stage_size(bench: Bench) -> str:
     """The widths of 8B on a GPU, tiny ones elsewhere."""
-    return SHAPES["8b"] if bench.on_gpu else TINY
+    return "8b" if bench.on_gpu else "tiny"
 
 
 class MiddleStage:
     """Stage 1 of three with `layers` layers in bfloat16, or the last one with the head; needs a process group."""
 
-    def __init__(self, shape: dict, layers: int, bench: Bench, last: bool = False) -> None:
-        self.spec: ModelSpec = spec_of({**shape, "num_hidden_layers": STAGES * layers}, bench.folder / "shape")
+    def __init__(self, size: str, layers: int, bench: Bench, last: bool = False) -> None:
+        self.spec: ModelSpec = spec_of(size, num_hidden_layers=STAGES * layers)
         self._bench, number = bench, STAGES - 1 if last else 1
         grid = ModelGrid((tuple((rank,) for rank in range(STAGES)),))  # of which this rank is alone here
         self.groups = GroupMaker(60.0).for_model("stage", plain_grid(ParallelLayout(1, 1, 1)), 0)

@@ -1,9 +1,8 @@
-"""One rank's training on the device against the CPU: loss, gradients, step, copies of weights, numbers not finite."""
+"""One rank's training on the device against the CPU: loss, gradients, step, numbers not finite."""
 
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,7 @@ from rlhfuse.models.hf import load_weights
 from rlhfuse.models.stage import PackedTokens, PipelineStage, TrainingStage
 from rlhfuse.parallel.device import Device, choose_device
 from rlhfuse.parallel.groups import GroupMaker, plain_grid
-from rlhfuse.parallel.offload import OffloadedWeights
 from rlhfuse.parallel.optimizer import ModelOptimizer
-from rlhfuse.parallel.reshard import Resharder
 
 LR = 1e-3
 
@@ -138,44 +135,3 @@ def check_refused_step(bench: Bench) -> dict:
             found[name] = {"finite": result.finite, "changed_weights": changed}
     good = all(not found[name]["finite"] and not found[name]["changed_weights"] for name in ("nan", "infinity"))
     return require(good and found["finite"]["finite"] and found["finite"]["changed_weights"] > 0, found)
-
-
-def check_reshard(bench: Bench) -> dict:
-    """Weights that an optimizer step has just written arrive bit for bit in another module."""
-    with bench.one_rank():
-        rank = OneRank(bench.tiny(), bench.device, torch.float32)
-        rank.forward_backward()
-        rank.optimizer.finish_gradients()
-        rank.optimizer.step(LR)
-        grid = plain_grid(ParallelLayout(1, 1, 1))
-        groups = GroupMaker(60.0).for_model("copy", grid, 0)
-        head, dtype = False, torch.float32
-        copy = build_model(rank.spec, grid, groups, 0, scalar_head=head, dtype=dtype, device=bench.device)
-        Resharder(bench.device).reshard([rank.optimizer.module], copy)
-        source = dict(rank.model.named_parameters())
-        different = [name for name, p in copy.named_parameters() if not torch.equal(p, source[name])]
-    return require(not different, {"weights": len(source), "different": different[:3]})
-
-
-def check_offloaded(bench: Bench) -> dict:
-    """Weights leave the device and come back with the same bits, several times; device memory is given back."""
-    module = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(8))).to(bench.where)
-    wanted = [p.detach().cpu().clone() for p in module.parameters()]
-    size = sum(p.numel() * p.element_size() for p in wanted)
-
-    def allocated() -> int:
-        return torch.cuda.memory_allocated(bench.where) if bench.on_gpu else 0
-
-    offloaded, before = OffloadedWeights(module, bench.device), allocated()
-    offloaded.offload()
-    freed, seconds = before - allocated(), 0.0
-    for _ in range(3):
-        start = time.perf_counter()
-        offloaded.load()
-        bench.synchronize()
-        seconds = time.perf_counter() - start
-        same = all(torch.equal(p.cpu(), w) for p, w in zip(module.parameters(), wanted))
-        require(same, "loaded weights differ from those that were offloaded")
-        offloaded.release()
-    detail = {"bytes": size, "freed_bytes": freed, "load_bytes_per_second": size / seconds}
-    return require(freed >= size or not bench.on_gpu, detail)

@@ -1,159 +1,123 @@
-"""What training costs on the device, each figure beside the limit that it is measured against.
-
-stage       forward and backward of 4 layers of 8B, as a share of a large product's rate and of the data sheet's
-head        the last stage's output layer and loss: seconds and memory beyond its inputs
-optimizer   gradient norm, update and gathering, beside the bytes that an update moves
-weights     to the host and back, alone and beside products on another stream
-"""
+"""What training costs on the device: a stage's layers, output layer and loss, the optimizer, weights to and fro."""
 
 from __future__ import annotations
 
-import statistics
-import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import torch
 from gpu_checks.bench import Bench
-from gpu_checks.speed import best_seconds, copy_bandwidth, gemm_rate
-from gpu_checks.stage_bench import STAGES, MiddleStage, stage_shape
+from gpu_checks.figures import Figure, timed, told
+from gpu_checks.result import require
+from gpu_checks.speed import ELEMENT
+from gpu_checks.stage_bench import STAGES, MiddleStage, stage_size
 
-from rlhfuse.config.spec import ModelSpec
+from rlhfuse.costs.flops import forward_flops
+from rlhfuse.costs.kernels import Kernels
 from rlhfuse.parallel.offload import OffloadedWeights
 
-DATA_SHEET_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12}
-LAYERS, SEQUENCE = 4, 2048
+LAYERS = 4  # of the stage
 
 
-def layer_operations(spec: ModelSpec, layers: int, lengths: list[int]) -> float:
-    """Multiplications and additions of a forward: matrix products, and causal attention's own half of the square."""
-    products = 2.0 * layers * spec.layer_parameters * sum(lengths)
-    return products + 2.0 * layers * spec.heads * spec.head_dim * sum(length * (length + 1) for length in lengths)
+def check_stage(bench: Bench, tokens: int, sequence: int) -> dict:
+    """Forward, and forward with backward, of 4 layers on `tokens` tokens in sequences of so many.
 
-
-def timed(bench: Bench, work: Callable[[], Any], repeats: int = 5) -> float:
-    """Median seconds until the device has finished, after two that do not count."""
-    seconds = []
-    for _ in range(repeats + 2):
-        bench.synchronize()
-        start = time.perf_counter()
-        work()
-        bench.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[2:])
-
-
-def check_stage(bench: Bench, tokens: int) -> dict:
-    """Forward and backward of 4 layers on `tokens` tokens in sequences of 2048."""
-    tokens, sequence = (tokens, SEQUENCE) if bench.on_gpu else (64, 32)
+    A forward reads the weights, a backward once more, and reads and writes their float32 gradients.
+    """
+    tokens, sequence = (tokens, sequence) if bench.on_gpu else (64, 32)
     lengths = [sequence] * (tokens // sequence)
     with bench.one_rank():
-        stage = MiddleStage(stage_shape(bench), LAYERS if bench.on_gpu else 1, bench)
-        layers = stage.spec.layers // STAGES
-        batch, operations = stage.batch(lengths), layer_operations(stage.spec, layers, lengths)
+        stage = MiddleStage(stage_size(bench), LAYERS if bench.on_gpu else 1, bench)
+        layers, spec, size = stage.spec.layers // STAGES, stage.spec, stage_size(bench)
+        batch, flops = stage.batch(lengths), forward_flops(replace(spec, layers=layers), lengths, 0)
         forward = timed(bench, lambda: stage.forward(batch))
         both = timed(bench, lambda: stage.backward(stage.forward(batch)))
-    rate, name = gemm_rate(bench.where), torch.cuda.get_device_name() if bench.on_gpu else ""
-    sheet = next((value for part, value in DATA_SHEET_FLOPS.items() if part in name), None)
-    return {
-        "tokens": tokens,
-        "layers": layers,
-        "forward_seconds": forward,
-        "backward_seconds": both - forward,
-        "gemm_operations_per_second": rate,
-        "forward_gemm_fraction": round(operations / forward / rate, 4),
-        "gemm_fraction": round(3 * operations / both / rate, 4),
-        "mfu": None if sheet is None else round(3 * operations / both / sheet, 4),
-    }
+    weights, micro = layers * spec.layer_parameters, (size, layers, tokens, len(lengths))
+    read, summed = weights * ELEMENT, weights * (2 * ELEMENT + Kernels().gradient_sum_bytes)
+    return told(
+        Figure(f"stage {tokens} forward", forward[0], ("forward", *micro), read, flops, "memory", *forward[1:]),
+        Figure(f"stage {tokens}", both[0], ("training", *micro), summed, 3 * flops, "memory", *both[1:]),
+        Figure(f"launches {tokens}", forward.host_seconds, ("launches", layers)),
+    )
 
 
 def check_head(bench: Bench, tokens: int) -> dict:
     """Output layer, log-probability and their backward: a last stage of one layer, less a middle one."""
-    tokens = tokens if bench.on_gpu else 32
-    seconds, peaks, products = {}, {}, 0.0
+    tokens, seconds, peaks, flops = tokens if bench.on_gpu else 32, {}, {}, 0.0
     with bench.one_rank():
         for last in (False, True):
-            stage = MiddleStage(stage_shape(bench), 1, bench, last)
+            stage = MiddleStage(stage_size(bench), 1, bench, last)
             batch = stage.batch([tokens])
-            seconds[last] = timed(bench, lambda: stage.train(batch))  # noqa: B023
+            seconds[last] = timed(bench, lambda: stage.train(batch)).seconds  # noqa: B023
             if bench.on_gpu:
                 held = torch.cuda.memory_allocated(bench.where)
                 torch.cuda.reset_peak_memory_stats(bench.where)
                 stage.train(batch)
                 peaks[last] = torch.cuda.max_memory_allocated(bench.where) - held
-            products = 6.0 * tokens * stage.spec.vocab * stage.spec.hidden
-    return {
-        "tokens": tokens,
-        "seconds": seconds[True] - seconds[False],
-        "seconds_of_its_products": products / gemm_rate(bench.where),
-        "peak_bytes_of_one_layer": peaks.get(False),
-        "peak_bytes_with_head": peaks.get(True),
-    }
+            flops = 6.0 * tokens * stage.spec.vocab * stage.spec.hidden
+    figure = Figure(f"head {tokens}", seconds[True] - seconds[False], ("head", stage_size(bench), tokens), flops=flops)
+    return told(figure, peak_bytes_of_one_layer=peaks.get(False), peak_bytes_with_head=peaks.get(True))
 
 
 def check_optimizer(bench: Bench) -> dict:
-    """One step of 4 layers of 8B on one rank, which holds all of the optimizer."""
+    """Gradients set to zero and one step of 4 layers of 8B on one rank, which holds all of the optimizer."""
+    layers = LAYERS if bench.on_gpu else 1
     with bench.one_rank():
-        stage = MiddleStage(stage_shape(bench), LAYERS if bench.on_gpu else 1, bench)
+        stage = MiddleStage(stage_size(bench), layers, bench)
         stage.train(stage.batch([32]))
         stage.optimizer.finish_gradients()
-        seconds = timed(bench, lambda: stage.optimizer.step(1e-5), 3)
+
+        def step() -> None:
+            stage.optimizer.step(1e-5)
+            stage.optimizer.zero_grad()
+
+        seconds = timed(bench, step, 3).seconds
         count = sum(parameter.numel() for parameter in stage.model.parameters())
-    # gradient twice (norm, update), main weight and two moments read and written, weight written
-    moved = count * (4 + 4 + 2 * 3 * 4 + 2)
-    share = moved / seconds / copy_bandwidth(bench.where)
-    return {"parameters": count, "seconds": seconds, "copy_bandwidth_fraction": round(share, 4)}
+    moved = count * (Kernels().adam_bytes + Kernels().zero_bytes)
+    return told(Figure("optimizer", seconds, ("optimizer", stage_size(bench), layers), bytes=moved), parameters=count)
 
 
 def check_weights(bench: Bench) -> dict:
-    """Weights to the host and back, alone and while products run, and what the products lose by it."""
+    """Weights to the host and back with the same bits, their memory given back.
+
+    Beside it products on another stream, and the same alone.
+    """
     width, count = (4096, 32) if bench.on_gpu else (64, 2)
     layers = (torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(count))
     module = torch.nn.Sequential(*layers).to(bench.where)
     size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     a, b = (torch.randn(width, width, device=bench.where).bfloat16() for _ in range(2))
+    side = torch.cuda.Stream() if bench.on_gpu else None
+    wanted = [parameter.detach().cpu().clone() for parameter in module.parameters()]
 
-    def products() -> None:
-        for _ in range(60):
-            torch.mm(a, b)
+    def allocated() -> int:
+        return torch.cuda.memory_allocated(bench.where) if bench.on_gpu else 0
 
-    def compute() -> None:
-        products()
-        if bench.on_gpu:  # the stream's own work, not the copies of another
-            torch.cuda.current_stream().synchronize()
-
-    def load_apart() -> None:
-        if bench.on_gpu:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                offloaded.load()
-        else:
-            offloaded.load()
-
-    offloaded = OffloadedWeights(module, bench.device)
+    offloaded, before = OffloadedWeights(module, bench.device), allocated()
     start = time.perf_counter()
     offloaded.offload()
     bench.synchronize()
-    offload, loading = time.perf_counter() - start, []
-    for _ in range(4):
-        start = time.perf_counter()
+    offload, freed = time.perf_counter() - start, before - allocated()
+
+    def load() -> None:
         offloaded.load()
         bench.synchronize()
-        loading.append(time.perf_counter() - start)
         offloaded.release()
-    alone = best_seconds(compute, bench.where)
-    thread = threading.Thread(target=load_apart)
+
+    def products() -> None:
+        with torch.cuda.stream(side):  # without one it changes nothing
+            for _ in range(60):
+                torch.mm(a, b)
+
+    loading, alone = timed(bench, load, 3).seconds, timed(bench, products).seconds
+    together = timed(bench, lambda: (products(), load()), 3).seconds
+    offloaded.load()
     bench.synchronize()
-    start = time.perf_counter()
-    thread.start()
-    compute()
-    computed = time.perf_counter() - start
-    thread.join()
-    return {
-        "bytes": size,
-        "first_offload_bytes_per_second": size / offload,
-        "load_bytes_per_second": size / min(loading),
-        "load_and_products_seconds": time.perf_counter() - start,
-        "products_seconds": alone,
-        "products_seconds_beside_a_load": computed,
-    }
+    same = all(torch.equal(parameter.cpu(), one) for parameter, one in zip(module.parameters(), wanted))
+    require(same and (freed >= size or not bench.on_gpu), {"same_bits": same, "freed_bytes": freed, "bytes": size})
+    return told(
+        Figure("weights to the host", offload, ("load", size), bytes=size, over="host"),
+        Figure("weights to the device", loading, ("load", size), bytes=size, over="host"),
+        products_seconds=alone,
+        load_and_products_seconds=together,
+    )

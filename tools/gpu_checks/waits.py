@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from gpu_checks.bench import Bench
 from gpu_checks.result import require
-from gpu_checks.stage_bench import MiddleStage, stage_shape
+from gpu_checks.stage_bench import MiddleStage, stage_size
 
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 
@@ -34,16 +34,15 @@ def waits_in(work: Callable[[], Any], on_gpu: bool) -> list[str]:
 
 def check_waits(bench: Bench) -> dict:
     """At most one wait in a decode step, for its tokens; none in a forward or a backward."""
-    engine = Engine.from_pretrained(
-        bench.tiny(), EngineOptions(num_blocks=256), device=bench.where, dtype=torch.bfloat16
-    )
+    options = EngineOptions(num_blocks=256, attention=bench.attention)
+    engine = Engine.from_pretrained(bench.tiny(), options, device=bench.where, dtype=torch.bfloat16)
     for sample in range(8):
         engine.add(sample, [3 + sample, 4, 5], SamplingParams(max_tokens=64, ignore_eos=True))
     for _ in range(WARM_UP):
         engine.step()
     steps = [waits_in(engine.step, bench.on_gpu) for _ in range(COUNTED)]
     with bench.one_rank():
-        stage = MiddleStage(stage_shape(bench), 2, bench)
+        stage = MiddleStage(stage_size(bench), 2, bench)
         batch = stage.batch([300, 200, 12] if bench.on_gpu else [30, 20])
         for _ in range(2):
             stage.backward(stage.forward(batch))
