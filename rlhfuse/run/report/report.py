@@ -30,7 +30,6 @@ from rlhfuse.run.report.memory_table import MemoryTable
 from rlhfuse.run.report.phase_times import after_warm_up, idle_shares, phase_times, samples_per_second
 from rlhfuse.run.report.run_files import RunFiles
 from rlhfuse.schedule.draw import draw_timelines
-from rlhfuse.schedule.ir.problem import Number
 from rlhfuse.schedule.ir.schedule import Schedule
 
 TIMES = ("forward", "backward", "weight_gradient")  # of a pipeline's stages
@@ -130,8 +129,8 @@ def _forecaster(run: RunFiles) -> tuple[Forecaster | None, str]:
         forecaster = Forecaster(run)
     except InputError as error:
         return None, str(error)
-    first = "" if forecaster.iterations else "the run has one iteration, and each is predicted from those before"
-    return forecaster, first
+    one = "" if forecaster.iterations else "the run has one iteration, and each is predicted from those before"
+    return forecaster, one
 
 
 def _timeline(run: RunFiles, forecaster: Forecaster | None) -> str:
@@ -146,11 +145,10 @@ def _timeline(run: RunFiles, forecaster: Forecaster | None) -> str:
 
 def _schedule(schedule: Schedule) -> str:
     """One mini-batch as it was planned, in milliseconds."""
-
-    def scaled(times: tuple[Number, ...] | None) -> tuple[Number, ...] | None:
-        return times and tuple(1000 * TICK_SECONDS * time for time in times)
-
-    problem = schedule.problem
-    pipelines = [replace(one, **{name: scaled(getattr(one, name)) for name in TIMES}) for one in problem.pipelines]
-    problem = replace(problem, pipelines=tuple(pipelines), transfer=1000 * TICK_SECONDS * problem.transfer)
+    problem, unit = schedule.problem, 1000 * TICK_SECONDS
+    pipelines = [
+        replace(one, **{name: tuple(unit * time for time in times) for name in TIMES if (times := getattr(one, name))})
+        for one in problem.pipelines
+    ]
+    problem = replace(problem, pipelines=tuple(pipelines), transfer=unit * problem.transfer)
     return charts.inline(draw_timelines({"milliseconds": Schedule(problem, schedule.orders)}, "svg").decode())
