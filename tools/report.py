@@ -1,8 +1,9 @@
-"""Write a run's report: one HTML page with curves, timeline, schedule, R_t, samples and plan against measured.
+"""Write a run's report: one HTML page that says whether it learned, where the time went and what fusion brought.
 
     python tools/report.py runs/quickstart-20260101-120000
 
-The page holds everything itself and opens offline. A run that is still going, or was killed, is shown as far as it is.
+Then plan against measured, all curves, the timeline, the schedule, samples. The page holds everything itself and opens
+offline. A run that is still going, or was killed, is shown as far as it is.
 """
 
 from __future__ import annotations

@@ -100,7 +100,9 @@ def iteration_figure(spans: Sequence[Span], title: str = "") -> Figure:
     rows = sorted({(GROUPS.index(span.group), span.rank) for span in spans}, reverse=True)
     kinds = list(dict.fromkeys(span.kind for span in sorted(spans, key=lambda span: span.start_seconds)))
     start = min(span.start_seconds for span in spans)
-    figure = Figure(figsize=(11, 0.9 + 0.36 * len(rows)), layout="constrained")
+    columns = 1 + (len(kinds) > 2 * len(rows) + 3)
+    height = max(0.9 + 0.36 * len(rows), 0.3 + 0.24 * -(-len(kinds) // columns))  # the legend's
+    figure = Figure(figsize=(11, height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     # the strong shades of the paired palette first, then their light ones
@@ -119,7 +121,7 @@ def iteration_figure(spans: Sequence[Span], title: str = "") -> Figure:
     axes.set_xlabel("seconds")
     axes.set_title(title)
     handles = [axes.barh(0, 0, color=colour, label=kind) for kind, colour in colours.items()]
-    axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, ncols=columns)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     return figure

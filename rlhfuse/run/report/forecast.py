@@ -1,8 +1,8 @@
 """Predicted seconds of a run's phases, made from the files that the run wrote.
 
 Weight moves, advantages and training follow the iterations before in metrics.jsonl: medians, and lines over tokens.
-Generation and inference are simulated at the costs of costs.json, which are fitted to the run's last iterations.
-Predicted spans are laid beside the measured ones of trace.json. Paper section 6.
+Generation and inference are simulated at the costs of costs.json, which are fitted to the run's last iterations; so
+is the serial run that was not run. Predicted spans are laid beside the measured ones of trace.json. Paper section 6.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import yaml
-
 from rlhfuse.base.errors import InputError
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.job_cost import largest_flat_batch
@@ -22,11 +20,13 @@ from rlhfuse.costs.measured import load_measured_cost
 from rlhfuse.decisions.layouts import training_layouts
 from rlhfuse.monitor.trace import Span
 from rlhfuse.planning.run_plan import PlanReport, reduction_on
+from rlhfuse.planning.training_orders import RULES
 from rlhfuse.run.report.run_files import RunFiles
 from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.ranks import rank_map
+from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
-from rlhfuse.schedule.program.times import makespan, program_times
+from rlhfuse.schedule.program.times import TimedAction, makespan, program_times
 from rlhfuse.simulator.iteration import GenInferTimeline, simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
 
@@ -40,10 +40,12 @@ Row = Mapping[str, Any]  # of metrics.jsonl
 
 @dataclass(frozen=True)
 class Forecast:
-    """One iteration: seconds by phase with its own lengths, and with those of the iterations before (`blind`)."""
+    """One iteration: seconds by phase with its own lengths, the same with nothing moved and no sample scored before
+    the last one ends (`serial`), and with the lengths of the iterations before (`blind`)."""
 
     iteration: int
     seconds: dict[str, float]
+    serial: dict[str, float]
     blind: dict[str, float]
     timeline: GenInferTimeline
 
@@ -56,10 +58,12 @@ class Forecaster:
         for name in ("plan.json", "costs.json", "schedule.json"):
             if not (run.folder / name).exists():
                 raise InputError(f"{run.folder} has no {name}: nothing can be predicted without it")
+        assert run.schedule is not None
         self._rows, self._schedule = run.rows, run.schedule
         self._costs = load_measured_cost(run.folder / "costs.json")
         self._plan = PlanReport.from_dict(run.plan or {}, str(run.folder / "plan.json"))
-        self._bs_max = (yaml.safe_load(run.config) or {}).get("fusion", {}).get("bs_max")
+        self._ranks = rank_map(training_layouts(self._plan.tasks), self._plan.schedule.alternates)
+        self._bs_max = run.setting("fusion", "bs_max")
         self._index = {row["iteration"]: index for index, row in enumerate(self._rows)}
         self._traced = {number: spans for number, spans in run.traced_iterations().items() if number in self._index}
         edges = [_edges(spans) for spans in self._traced.values()] or [(0.0, 0.0)]
@@ -72,6 +76,11 @@ class Forecaster:
         """Those that have one before them."""
         return tuple(self._index)[1:]
 
+    @property
+    def traced(self) -> tuple[int, ...]:
+        """Those whose spans trace.json has."""
+        return tuple(self._traced)
+
     def forecast(self, iteration: int) -> Forecast:
         """Raises InputError for the run's first iteration, which has none before it."""
         index = self._index[iteration]
@@ -80,15 +89,28 @@ class Forecaster:
         # the first iteration compiles kernels and allocates: it counts as long as there is no other
         recent = self._rows[1:index][-RECENT_ITERATIONS:] or self._rows[:1]
         edges, timeline = self._start + self._gather, self._simulate(index, index)
-        known = _seconds(recent, self._rows[index], timeline, edges)
+        known, serial = (
+            _seconds(recent, self._rows[index], made, edges)
+            for made in (timeline, self._simulate(index, index, serial=True))
+        )
         past = range(max(0, index - RECENT_LENGTHS), index)
         guesses = [_seconds(recent, self._rows[row], self._simulate(row, index), edges) for row in past]
         blind = {phase: statistics.mean(seconds[phase] for seconds in guesses) for phase in PHASES}
-        return Forecast(iteration, known, blind, timeline)
+        return Forecast(iteration, known, serial, blind, timeline)
 
-    def _simulate(self, lengths_of: int, index: int) -> GenInferTimeline:
+    def training(self, iteration: int) -> tuple[float, float]:
+        """Seconds of a traced iteration's mini-batches as they were ordered, and one model after the other, both
+        simulated at the mean seconds that each action took in it; every rank on a core or GPU of its own."""
+        spans = self._traced[iteration]
+        orders = self._schedule, RULES["serial"](self._schedule.problem, self._ranks.shape)
+        count = len(_minibatch_starts(spans))
+        fused, serial = (count * makespan(self._training_times(order, spans)) for order in orders)
+        return fused, serial
+
+    def _simulate(self, lengths_of: int, index: int, serial: bool = False) -> GenInferTimeline:
         """Generation and inference of row `index`'s setting with the lengths of row `lengths_of`."""
-        threshold, before = self._rows[index]["fusion/threshold"], _lengths(self._rows[max(0, index - 1)])
+        threshold = 0 if serial else self._rows[index]["fusion/threshold"]
+        before = _lengths(self._rows[max(0, index - 1)])
         limits = self._plan.limits
         bs_max = self._bs_max or largest_flat_batch(self._costs, before.median_context, limits.max_sequences)
         key = lengths_of, threshold, bs_max
@@ -127,12 +149,7 @@ class Forecaster:
         seen = [span for past in before for span in self._traced[past]]
         measured = statistics.mean(self._rows[self._index[past]]["timing_s/train"] for past in before)
         scale = forecast.seconds["train"] / measured
-        seconds = action_seconds(seen)
-        tied = frozenset(span.kind.split()[0] for span in seen if span.kind.endswith(" TE"))
-        ranks = rank_map(training_layouts(self._plan.tasks), self._plan.schedule.alternates)
-        assert self._schedule is not None
-        programs = lower(self._schedule, ranks, tied=tied, reduce=reduction_on(self._plan.hardware))
-        times = program_times(programs, ranks, lambda action: scale * seconds(action))
+        times = self._training_times(self._schedule, seen, scale)
         spans, length, end = [], makespan(times), begin
         starts = _minibatch_starts(self._traced[number])
         for start in starts:  # as far apart as measured, where the prediction leaves room: each above the measured one
@@ -143,6 +160,15 @@ class Forecaster:
                     kind = f"{action.pipeline.partition('.')[0]} {action.kind}"
                     spans.append(Span(str(action), kind, rank, start + first, start + last, "predicted"))
         return spans
+
+    def _training_times(
+        self, schedule: Schedule, seen: Sequence[Span], scale: float = 1.0
+    ) -> dict[int, tuple[TimedAction, ...]]:
+        """One mini-batch in this order, at `scale` times the seconds that its actions took in the spans `seen`."""
+        seconds = action_seconds(seen)
+        tied = frozenset(span.kind.split()[0] for span in seen if span.kind.endswith(" TE"))
+        programs = lower(schedule, self._ranks, tied=tied, reduce=reduction_on(self._plan.hardware))
+        return program_times(programs, self._ranks, lambda action: scale * seconds(action))
 
 
 def predicted_spans(run: RunFiles, iteration: int) -> tuple[list[Span], str]:

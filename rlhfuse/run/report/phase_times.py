@@ -1,13 +1,18 @@
 """Where the time of a run went: one row per phase, and one for all that is none of them.
 
-Means over the iterations after warm-up, because the first ones compile kernels and measure costs.
+Of the iterations after warm-up, because the first ones compile kernels and measure costs.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from rlhfuse.monitor.trace import Span
 
 PHASES = {  # metric -> what people call it
     "timing_s/gen": "generation",
@@ -25,15 +30,23 @@ UTILISATION = {
     "perf/mfu/step": "whole iteration",
 }
 WARM_UP_ITERATIONS = 1
+WORK = ("reshard", "generate", "migrate", "load", "score")  # kinds of spans, beside those of training
 
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """Mean seconds of one phase in an iteration, and its share of the iteration."""
+    """Mean and median seconds of one phase in an iteration, and the mean's share of the iteration."""
 
     name: str
     seconds: float
     share: float
+    median: float
+
+
+def number(value: Any) -> float | None:
+    """A value of metrics.jsonl where it is a finite number."""
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if good else None
 
 
 def after_warm_up(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -46,14 +59,46 @@ def whole_seconds(row: Mapping[str, Any]) -> float:
     return row["timing_s/step"] + row.get("timing_s/books", 0.0) + row.get("timing_s/eval", 0.0)
 
 
+def phase_seconds(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Of every iteration, by name of `PHASES` that the run measured; then "other", which is the rest of it."""
+    known = {name: metric for metric, name in PHASES.items() if any(metric in row for row in rows)}
+    seconds = {name: [number(row.get(metric)) or 0.0 for row in rows] for name, metric in known.items()}
+    spent = [sum(values) for values in zip(*seconds.values())] or [0.0] * len(rows)
+    return {**seconds, "other": [max(whole_seconds(row) - had, 0.0) for row, had in zip(rows, spent)]}
+
+
 def phase_times(rows: Sequence[Mapping[str, Any]]) -> list[PhaseTime]:
-    """One row per phase of `PHASES` that the run measured, then "other" and "iteration"."""
+    """One row per phase that the run measured, then "other" and "iteration"; nothing without an iteration."""
     kept = after_warm_up(rows)
-    whole = sum(map(whole_seconds, kept)) / len(kept) if kept else 0.0
-    seconds = {name: _mean(kept, metric) for metric, name in PHASES.items() if any(metric in row for row in kept)}
-    seconds["other"] = whole - sum(seconds.values())
-    seconds["iteration"] = whole
-    return [PhaseTime(name, value, value / whole if whole else 0.0) for name, value in seconds.items()]
+    if not kept:
+        return []
+    seconds = {**phase_seconds(kept), "iteration": [*map(whole_seconds, kept)]}
+    whole = statistics.mean(seconds["iteration"])
+    return [
+        PhaseTime(name, mean := statistics.mean(values), mean / whole if whole else 0.0, statistics.median(values))
+        for name, values in seconds.items()
+    ]
+
+
+def idle_shares(traced: Mapping[int, Sequence[Span]], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of the ranks' time in a phase, the part in which a rank did no work of its own, by name of `PHASES`.
+
+    `traced`: spans by iteration. Waiting for slower ranks, for the last long responses, and in bubbles of a pipeline.
+    """
+    busy, whole = defaultdict(float), defaultdict(float)
+    for row in (row for row in rows if any(span.kind == "adv" for span in traced.get(row["iteration"], ()))):
+        spans = traced[row["iteration"]]
+        moves, books = ([span for span in spans if span.kind == kind] for kind in ("reshard", "adv"))
+        begin = min(span.end_seconds for span in moves)
+        decoded, scored = begin + row["timing_s/gen"], max(span.start_seconds for span in books)
+        trained = min(span.end_seconds for span in books), max(span.end_seconds for span in spans)
+        windows = {"gen": (begin, decoded), "infer": (decoded, scored), "train": trained}
+        work = [span for span in spans if span.kind in WORK or " " in span.kind]
+        for phase, (first, last) in windows.items():
+            parts = (min(span.end_seconds, last) - max(span.start_seconds, first) for span in work)
+            busy[phase] += sum(max(part, 0.0) for part in parts)
+            whole[phase] += len({span.rank for span in spans}) * max(last - first, 0.0)
+    return {PHASES[f"timing_s/{phase}"]: max(0.0, 1 - busy[phase] / whole[phase]) for phase in busy if whole[phase]}
 
 
 def samples_per_second(rows: Sequence[Mapping[str, Any]]) -> float:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.monitor.metrics import read_metrics
@@ -61,6 +64,18 @@ class RunFiles:
             samples=tuple(read_samples(run / "samples.jsonl")) if (run / "samples.jsonl").exists() else (),
             finished=(run / "finished.json").exists(),
         )
+
+    @cached_property
+    def _settings(self) -> dict[str, dict[str, Any]]:
+        try:
+            return yaml.safe_load(self.config) or {}
+        except yaml.YAMLError as error:
+            why = " ".join(str(error).split())
+            raise InputError(f"{self.folder / 'config.yaml'} is not valid YAML: {why}") from None
+
+    def setting(self, section: str, key: str) -> Any:
+        """A value of config.yaml, e.g. ("fusion", "bs_max"); None where it has none."""
+        return (self._settings.get(section) or {}).get(key)
 
     def traced_iterations(self) -> dict[int, list[Span]]:
         """The spans of each iteration in trace.json; on every rank one begins with its move of weights."""

@@ -103,7 +103,7 @@ def test_a_run_of_one_iteration_is_measured_only(tmp_path):
     run = RunFiles.read(write_run(tmp_path / "run", iterations=1))
     with pytest.raises(InputError, match="no iteration can be predicted"):
         ForecastTable.of(run)
-    assert "iteration 0 is the run&#39;s first" in render_report(run)
+    assert "one iteration, and each is predicted from those before" in render_report(run)
 
 
 def test_errors_of_both_signs_do_not_cancel():
