@@ -54,10 +54,11 @@ def main() -> int:
         return dry_run(config, args.world_size or args.ranks, args.try_reward)
     if args.ranks is not None and "RANK" not in os.environ:
         given = ["--config", args.config] if args.config else []
-        check_start(config, args.ranks, args.try_reward)
-        return start_ranks(args.ranks, [__file__, *given, *args.overrides])
+        on_gpus = check_start(config, args.ranks, args.try_reward)
+        return start_ranks(args.ranks, [__file__, *given, *args.overrides], on_gpus)
     if "RANK" not in os.environ and (ranks := planned_world_size(config, None)) > 1:
-        command = shlex.join((Path(sys.argv[0]).name, "--ranks", str(ranks), *sys.argv[1:]))
+        program = ("python", sys.argv[0]) if sys.argv[0].endswith(".py") else (Path(sys.argv[0]).name,)
+        command = shlex.join((*program, "--ranks", str(ranks), *sys.argv[1:]))
         raise InputError(f"this is a run of {ranks} ranks (parallel.actor_train): {command}")
     return train(config, Path(args.config or "run").stem)
 

@@ -185,7 +185,7 @@ def name_of(function: Any) -> str:
     name, module = getattr(function, "__qualname__", ""), sys.modules.get(getattr(function, "__module__", ""))
     fix = "write it into a file, say my_reward.py, and give reward='my_reward.py:NAME' or import it from there"
     if not name.isidentifier() or module is None or getattr(module, name, None) is not function:
-        what = "a lambda" if name.endswith("<lambda>") else repr(function)[:80]
+        what = "a lambda" if name.endswith("<lambda>") else name or repr(function)[:80]
         raise InputError(f"reward={what} is no function of a module's top level, so no other process finds it; {fix}")
     if module.__spec__ is not None:
         return f"{module.__spec__.name}:{name}"  # of __main__ too, where python -m started it

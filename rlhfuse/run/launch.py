@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -48,6 +49,7 @@ from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.search.worker import compile_kernels_apart as compile_search_kernels
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where whoever started a process wants its error, as torchrun does of its ranks
+BOUND = "--numa-binding=node"
 STOP_SECONDS = "600"  # for ranks that Ctrl-C was handed on to: they finish an iteration; a second one ends them at once
 
 
@@ -68,19 +70,24 @@ def dry_run(config: RunConfig, world_size: int | None, tries_reward: bool = True
     return 0
 
 
-def check_start(config: RunConfig, ranks: int, tries_reward: bool = True) -> None:
-    """Check what `ranks` ranks will, and print what the reward function says of one row. Raises InputError."""
+def check_start(config: RunConfig, ranks: int, tries_reward: bool = True) -> bool:
+    """Check what `ranks` ranks will, and print what the reward function says of one row. Raises InputError.
+
+    Returns whether they will use GPUs.
+    """
     config = with_device(config)
     if not is_finished(config):
         inputs = check_inputs(config, ranks)
         if tries_reward and config.reward.function:
             print(try_reward(inputs), flush=True)
+    return config.trainer.device == "cuda"
 
 
-def start_ranks(ranks: int, program: Sequence[str]) -> int:
+def start_ranks(ranks: int, program: Sequence[str], on_gpus: bool = False) -> int:
     """Run `program`, a Python file and its arguments, as so many ranks of a job on this machine, as torchrun does.
 
-    That hands Ctrl-C and SIGTERM on. Returns the exit code of the rank that failed first, whose error ends the screen.
+    That hands Ctrl-C and SIGTERM on; ranks are bound to the cores beside their GPUs where it can. Returns the exit code
+    of the rank that failed first, whose error ends the screen.
     """
     import torch.distributed.run as torchrun  # of no use to a rank
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -90,8 +97,15 @@ def start_ranks(ranks: int, program: Sequence[str]) -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", STOP_SECONDS)
     if ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun, which warns
+    options = ["--standalone", "--nproc-per-node", str(ranks)]
+    if on_gpus:
+        trial = [sys.executable, "-m", "torch.distributed.run", *options, BOUND, "--no-python", "true"]
+        if subprocess.run(trial, capture_output=True).returncode == 0:
+            options.append(BOUND)
+        else:
+            print(f"ranks are not bound to the cores beside their GPUs: torchrun {BOUND} fails here", file=sys.stderr)
     try:
-        torchrun.run(torchrun.parse_args(["--standalone", "--nproc-per-node", str(ranks), *program]))
+        torchrun.run(torchrun.parse_args([*options, *program]))
     except SignalException as stopped:
         return 128 + stopped.sigval
     except ChildFailedError as failed:

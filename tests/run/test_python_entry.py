@@ -76,7 +76,7 @@ def test_functions_that_only_this_process_has_are_refused(monkeypatch):
 
     for function, told in (
         (lambda completions: [0.0], "reward=a lambda is no function of a module's top level"),
-        (inner, "inner at 0x"),
+        (inner, "<locals>.inner is no function"),
         (functools.partial(score), "functools.partial"),
         (types.FunctionType(score.__code__, {}, "score"), "is no function of a module's top level"),
     ):
@@ -101,7 +101,7 @@ def test_a_dict_says_what_a_file_says(tmp_path):
 
 def test_what_cannot_be_used_is_refused_before_a_process_starts(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", None)
-    with pytest.raises(InputError, match="trainer.iteration is unknown; did you mean trainer.iterations"):
+    with pytest.raises(InputError, match="unknown key trainer.iteration; did you mean trainer.iterations"):
         rlhfuse.train({"trainer": {"iteration": 3}})
     with pytest.raises(InputError, match="config file nowhere.yaml does not exist"):
         rlhfuse.train("nowhere.yaml", reward=score)

@@ -20,6 +20,8 @@ from pathlib import Path
 rank, (what, folder) = int(os.environ["RANK"]), sys.argv[1:]
 assert os.environ["WORLD_SIZE"] == "2" and os.environ["OMP_NUM_THREADS"] == "1"
 Path(folder, str(rank)).touch()
+while not Path(folder, "0").exists():
+    time.sleep(0.02)
 if what == "waits":
     def end(number, frame):
         Path(folder, f"{rank} got {signal.Signals(number).name}").touch()
