@@ -8,6 +8,7 @@ the project run in this process; what a command needs (a run.yaml, a finished ru
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import re
 import shlex
@@ -19,6 +20,8 @@ from pathlib import Path
 import pytest
 from gloo import Workers
 from tiny import write_run
+
+from rlhfuse.monitor.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/tutorial.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/howto/*.md")))
@@ -175,6 +178,18 @@ def test_a_command_runs_as_it_is_printed(world, page, command):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [f"{words[0]}.py", *words[1:]])
         assert not tool.main()
+
+
+@pytest.mark.slow
+def test_the_tutorials_run_learns(world):
+    """Its score rises by more than three standard errors of the first and the last iteration's samples."""
+    pool = Workers(2)
+    pool.run(train, world, ("trainer.output_dir=runs/whole",))
+    pool.close()
+    first, *_, last = read_metrics(world / "runs/whole/metrics.jsonl")
+    samples = len(first["lengths/output"])
+    error = math.hypot(*(row["critic/score/std"] for row in (first, last))) / samples**0.5
+    assert samples == 64 and last["critic/score/mean"] - first["critic/score/mean"] > 3 * error
 
 
 def dry(words: list[str]) -> list[str]:
