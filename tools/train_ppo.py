@@ -1,8 +1,8 @@
 """Train with PPO, generation fused with inference and actor training fused with critic training.
 
-    torchrun --nproc-per-node 4 tools/train_ppo.py --config examples/quickstart.yaml [key=value ...]
-    python tools/train_ppo.py --config my_run.yaml                              one rank needs no torchrun
-    python tools/train_ppo.py --config examples/quickstart.yaml --dry-run       check and print the plan, launch nothing
+    rlhfuse-train --ranks 4 --config examples/quickstart.yaml [key=value ...]   four processes of this machine
+    rlhfuse-train --config examples/quickstart.yaml --dry-run                   check and print the plan, launch nothing
+    torchrun ... tools/train_ppo.py --config run.yaml                           one rank of a job of several machines
 
 The same program runs on CPUs (gloo) and GPUs (NCCL, flash-attn where installed). Everything is checked before a
 process group exists: bad input ends all ranks with exit code 2 and one line, from rank 0 or the rank that met it.
@@ -31,22 +31,36 @@ from rlhfuse.parallel.first_error import prints_error
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Train with PPO and both fusions; several ranks under torchrun.")
-    parser.add_argument("--config", required=True, help="YAML file of the run")
+    parser = argparse.ArgumentParser(description="Train with PPO and both fusions.")
+    parser.add_argument("--config", help="YAML file of the run; without, all settings are key=value")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
+    parser.add_argument("--ranks", type=int, help="check, then start so many processes on this machine, as torchrun")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, launch nothing")
     parser.add_argument("--world-size", type=int, help="ranks to plan for in a dry run; default: as actor_train says")
+    parser.add_argument(
+        "--try-reward",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="call reward.function on one row where everything is checked first (--dry-run, --ranks)",
+    )
     args = parser.parse_intermixed_args()
+    if args.ranks is not None and args.ranks < 1:
+        raise InputError(f"--ranks {args.ranks}: at least one process is needed")
     config = load_config(args.config, args.overrides)
 
-    from rlhfuse.run.launch import dry_run, train  # torch and Megatron load only for a config that can be read
+    from rlhfuse.run.launch import check_start, dry_run, start_ranks, train  # torch loads for a readable config only
 
     if args.dry_run:
-        return dry_run(config, args.world_size)
+        return dry_run(config, args.world_size or args.ranks, args.try_reward)
+    if args.ranks is not None and "RANK" not in os.environ:
+        given = ["--config", args.config] if args.config else []
+        on_gpus = check_start(config, args.ranks, args.try_reward)
+        return start_ranks(args.ranks, [__file__, *given, *args.overrides], on_gpus)
     if "RANK" not in os.environ and (ranks := planned_world_size(config, None)) > 1:
-        command = shlex.join(("torchrun", "--nproc-per-node", str(ranks), *sys.argv))
-        raise InputError(f"this is a run of {ranks} ranks (parallel.actor_train), which torchrun starts: {command}")
-    return train(config, Path(args.config).stem)
+        program = ("python", sys.argv[0]) if sys.argv[0].endswith(".py") else (Path(sys.argv[0]).name,)
+        command = shlex.join((*program, "--ranks", str(ranks), *sys.argv[1:]))
+        raise InputError(f"this is a run of {ranks} ranks (parallel.actor_train): {command}")
+    return train(config, Path(args.config or "run").stem)
 
 
 def run() -> None:

@@ -36,16 +36,16 @@ ALL_AUTO = {  # what the word auto for the group `parallel` stands for
 LISTS = {str: ("a list of texts like [a.jsonl, b.jsonl]", "a text"), int: ("a list of ids like [2, 7]", "an id >= 0")}
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML file, apply `key=value` overrides, fill defaults, check ranges and combinations.
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file, if any, apply `key=value` overrides, fill defaults, check ranges and combinations.
 
     A file or a path in it that begins with examples/ and is not there is looked for in what is installed.
     Raises InputError naming the file or the argument, the key, and the nearest known key.
     """
-    sources = [_read(Path(_installed(str(path)))), *map(_argument, overrides)]
+    sources = [*([_read(Path(_installed(str(path))))] if path else []), *map(_argument, overrides)]
     try:
         merged = OmegaConf.merge(RunConfig().model_dump(mode="json"), *sources)
-        config = validate(_installed(OmegaConf.to_container(merged, resolve=True)), str(path))
+        config = validate(_installed(OmegaConf.to_container(merged, resolve=True)), str(path or "the settings"))
     except OmegaConfBaseException as error:
         raise InputError(f"{path}: {getattr(error, 'full_key', '')}: {str(error).splitlines()[0]}") from None
     config = _fill_defaults(config)

@@ -1,9 +1,9 @@
 """A reward function that the user names, module:function or FILE.py:function, and how it is called.
 
     verl   function(data_source, solution_str, ground_truth, extra_info) -> number, or {"score": number, ...}
-    trl    function(prompts, completions, completion_ids, **columns) -> [number]      lists of one sample
+    trl    function(prompts, completions, completion_ids, **columns) -> [number, ...]
 
-One call is about one sample, so that its number cannot depend on which samples were finished together.
+A verl call is about one sample, a trl call about all samples of one prompt: never about what was finished together.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -23,19 +25,30 @@ from rlhfuse.base.errors import InputError, RewardError
 
 # Parameters by which a function's signature is known; others may be names of a trl row's columns.
 OWN_PARAMETERS = {"verl": {"solution_str"}, "trl": {"prompts", "completions", "completion_ids"}}
+FILE_MODULE = "reward_function_"  # and the file's stem: what a file is imported as, never __main__
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class ReachedTrain(BaseException):
+    """A file that is imported for its reward function has come to its own start of the run: what is above is there."""
 
 
 @dataclass(frozen=True)
 class RewardCall:
-    """One sample to be scored: its row of the prompt file, and what was generated."""
+    """What one call is about: samples of a prompt, its row of the prompt file, and what was generated."""
 
-    sample_id: int
+    sample_ids: tuple[int, ...]
     row: Mapping[str, Any]
     prompt: str | list[dict[str, str]]  # text, or chat turns
-    completion: str
-    completion_ids: tuple[int, ...]
+    completions: tuple[str, ...]  # one a sample, as the next
+    completion_ids: tuple[tuple[int, ...], ...]
     where: str = ""  # file:line of the row, for messages
+
+    def about(self, name: str, samples: Sequence[int] = ()) -> str:
+        """Beginning of a message about the function `name` and `samples` of the call, by default all of them."""
+        first, *others = samples or self.sample_ids
+        told = f"samples {first} to {others[-1]}" if others else f"sample {first}"
+        return f"reward function {name}, {told}{f' of {self.where}' if self.where else ''}:"
 
 
 @dataclass(frozen=True)
@@ -80,7 +93,7 @@ class RewardFunction:
         if self.signature == "verl" and not (isinstance(reward_model, Mapping) and "ground_truth" in reward_model):
             raise InputError(f"{where}: reward_model is {str(reward_model)[:40]!r}; it needs a ground_truth")
         try:
-            arguments = self.arguments(RewardCall(0, row, prompt, "", ()))
+            arguments = self.arguments(RewardCall((0,), row, prompt, ("",), ((),)))
             inspect.signature(self.function).bind(**arguments)
         except (TypeError, ValueError) as error:
             offered = ["prompts", "completions", "completion_ids", *filter(str.isidentifier, row)]
@@ -96,50 +109,57 @@ class RewardFunction:
         if self.signature == "verl":
             return {
                 "data_source": call.row["data_source"],
-                "solution_str": call.completion,
+                "solution_str": call.completions[0],
                 "ground_truth": call.row["reward_model"]["ground_truth"],
                 "extra_info": call.row.get("extra_info"),
             }
-        chat = not isinstance(call.prompt, str)
-        completion = [{"role": "assistant", "content": call.completion}] if chat else call.completion
-        offered = {key: [value] for key, value in call.row.items() if key.isidentifier()} | {
-            "prompts": [call.prompt],
-            "completions": [completion],
-            "completion_ids": [list(call.completion_ids)],
+        texts: list[Any] = list(call.completions)
+        if not isinstance(call.prompt, str):
+            texts = [[{"role": "assistant", "content": text}] for text in texts]
+        offered = {key: [value] * len(texts) for key, value in call.row.items() if key.isidentifier()} | {
+            "prompts": [call.prompt] * len(texts),
+            "completions": texts,
+            "completion_ids": [list(ids) for ids in call.completion_ids],
         }
         taken = inspect.signature(self.function).parameters.values()
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken):
             return offered
         return {parameter.name: offered[parameter.name] for parameter in taken if parameter.name in offered}
 
-    def number(self, returned: Any, call: RewardCall) -> float:
-        """The score in what a call gave back. Raises RewardError naming function, sample and row."""
-        about = about_sample(self.name, call)
+    def numbers(self, returned: Any, call: RewardCall) -> dict[int, float]:
+        """Sample id -> score, of what a call gave back. Raises RewardError naming function, sample and row."""
+        samples = call.sample_ids
         if self.signature == "trl":
             if not hasattr(returned, "__len__") or isinstance(returned, (str, Mapping)):
-                raise RewardError(f"{about} returned {_short(returned)}, not a list of one number")
-            if len(returned) != 1:
-                raise RewardError(f"{about} returned {len(returned)} numbers for one sample")
-            value: Any = returned[0]
+                raise RewardError(f"{call.about(self.name)} returned {_short(returned)}, not a list of numbers")
+            if len(returned) != len(samples):
+                raise RewardError(
+                    f"{call.about(self.name)} returned {len(returned)} numbers for {len(samples)} samples"
+                )
+            values = list(returned)
         else:
-            value = returned.get("score") if isinstance(returned, Mapping) else returned
+            values = [returned.get("score") if isinstance(returned, Mapping) else returned]
+        return {sample: self._number(value, call, sample) for sample, value in zip(samples, values)}
+
+    def _number(self, value: Any, call: RewardCall, sample: int) -> float:
         try:
             score = float(value)
         except (TypeError, ValueError, OverflowError):
-            raise RewardError(f"{about} returned {_short(returned)}, not a number") from None
+            raise RewardError(f"{call.about(self.name, [sample])} returned {_short(value)}, not a number") from None
         if not math.isfinite(score):
-            raise RewardError(f"{about} returned {score}; a score must be finite")
+            raise RewardError(f"{call.about(self.name, [sample])} returned {score}; a score must be finite")
         return score
 
     def failed(self, error: BaseException, call: RewardCall) -> str:
-        """A message about an exception that it raised."""
-        return f"{about_sample(self.name, call)} raised {_describe(error)}"
+        """A message about an exception that it raised, with the line of the function's file that did."""
+        return f"{call.about(self.name)} raised {_describe(error)}{self._line_of(error)}"
 
-
-def about_sample(name: str, call: RewardCall) -> str:
-    """Beginning of a message about the function `name` and one of its samples."""
-    row = f" of {call.where}" if call.where else ""
-    return f"reward function {name}, sample {call.sample_id}{row}:"
+    def _line_of(self, error: BaseException) -> str:
+        """The innermost line of the function's own file that `error` came through."""
+        target = inspect.unwrap(self.function)
+        code = getattr(target, "__code__", None) or getattr(type(target).__call__, "__code__", None)
+        own = [f for f in traceback.extract_tb(error.__traceback__) if code and f.filename == code.co_filename]
+        return f", at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}" if own else ""
 
 
 def _signature_of(function: Callable[..., Any], name: str) -> str:
@@ -157,17 +177,43 @@ def _signature_of(function: Callable[..., Any], name: str) -> str:
     raise InputError(f"reward.function={name} {takes}: set reward.signature=verl or reward.signature=trl")
 
 
+def name_of(function: Any) -> str:
+    """The name by which another process finds `function`: module:function, or FILE.py:function where a script has it.
+
+    Raises InputError for a function that only this process has.
+    """
+    name, module = getattr(function, "__qualname__", ""), sys.modules.get(getattr(function, "__module__", ""))
+    fix = "write it into a file, say my_reward.py, and give reward='my_reward.py:NAME' or import it from there"
+    if not name.isidentifier() or module is None or getattr(module, name, None) is not function:
+        what = "a lambda" if name.endswith("<lambda>") else name or repr(function)[:80]
+        raise InputError(f"reward={what} is no function of a module's top level, so no other process finds it; {fix}")
+    if module.__spec__ is not None:
+        return f"{module.__spec__.name}:{name}"  # of __main__ too, where python -m started it
+    if not (file := getattr(module, "__file__", None)) or not Path(file).is_file():
+        raise InputError(f"reward={name} was defined at a prompt or in a notebook: no other process finds it; {fix}")
+    return f"{Path(file).resolve()}:{name}"
+
+
+def raise_in_reward_file() -> None:
+    """Raise ReachedTrain where the caller is called by a file that is imported for its reward function."""
+    frame = sys._getframe(1)
+    while frame := frame.f_back:
+        if str(frame.f_globals.get("__name__")).startswith(FILE_MODULE):
+            raise ReachedTrain
+
+
 def _from_file(file: Path) -> ModuleType:
     if not file.is_file():
         raise InputError(f"reward.function: file {file} does not exist")
-    name = f"reward_function_{file.stem}"
+    name = f"{FILE_MODULE}{file.stem}"
     if name in sys.modules and sys.modules[name].__file__ == str(file):
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, f"{file} is no Python file"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up
-    spec.loader.exec_module(module)
+    with suppress(ReachedTrain):
+        spec.loader.exec_module(module)
     return module
 
 

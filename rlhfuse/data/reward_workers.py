@@ -1,6 +1,6 @@
 """Processes that call a reward function while generation goes on.
 
-An ordinary function takes one sample at a time in the main thread of a process; an `async` one has up to ASYNC_AT_ONCE
+An ordinary function has one call at a time in the main thread of a process; an `async` one has up to ASYNC_AT_ONCE
 calls under way in each. Processes, because a function may hold the interpreter, must not slow the engine down, and can
 be stopped if it never returns. A call that raises, returns no finite number or takes too long fails everything.
 """
@@ -23,11 +23,11 @@ from typing import Any
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from rlhfuse.base.errors import RewardError
-from rlhfuse.data.reward_function import RewardCall, RewardFunction, about_sample
+from rlhfuse.data.reward_function import RewardCall, RewardFunction
 
 ASYNC_AT_ONCE = 64
 POLL_SECONDS = 0.05
-Scores = dict[int, tuple[float, float]]  # sample id -> score, and seconds that the call took
+Scores = dict[int, tuple[float, float]]  # sample id -> score, and seconds that its call took
 
 
 class RewardWorkers:
@@ -54,7 +54,8 @@ class RewardWorkers:
         shared = name, signature, self._calls, self._returned, self._groups
         self._pool = ProcessPool(workers, initializer=_start, initargs=shared, context=context)
         _report_every_end(self._pool)
-        self._pending: dict[int, RewardCall] = {}
+        self._pending: dict[int, RewardCall] = {}  # by sample id
+        self._at_once = 1  # samples of the largest call so far
         self._tasks: dict[ProcessFuture, RewardCall | None] = {}  # under way, with its call if it has one of its own
         self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of the tasks
         self._scores: dict[int, float] = {}
@@ -62,9 +63,10 @@ class RewardWorkers:
         assert self._pool.active  # to ask starts the processes, which import the function while prompts are prefilled
 
     def submit(self, calls: Sequence[RewardCall]) -> None:
-        """Queue the samples; returns at once. Raises RewardError when an earlier one is known to have failed."""
+        """Queue them; returns at once. Raises RewardError when an earlier one is known to have failed."""
         for call in calls:
-            self._pending[call.sample_id] = call
+            self._pending |= dict.fromkeys(call.sample_ids, call)
+            self._at_once = max(self._at_once, len(call.sample_ids))
             if self._is_async:
                 self._calls.put(call)
             else:
@@ -82,8 +84,11 @@ class RewardWorkers:
         return scores
 
     def take_calls(self) -> tuple[int, int, float]:
-        """Calls done since the last time, how many a worker has under way at once, and the seconds of them all."""
-        taken = self._calls_done, ASYNC_AT_ONCE if self._is_async else 1, self._call_seconds
+        """Samples scored since the last time, how many a worker has under way at once, and the seconds of them all.
+
+        Each sample of a call takes as long as the call.
+        """
+        taken = self._calls_done, self._at_once * (ASYNC_AT_ONCE if self._is_async else 1), self._call_seconds
         self._calls_done, self._call_seconds = 0, 0.0
         return taken
 
@@ -128,7 +133,7 @@ class RewardWorkers:
                 del self._pending[sample]
 
     def _about(self, call: RewardCall | None) -> str:
-        return about_sample(self._name, call or self._pending[min(self._pending)])
+        return (call or self._pending[min(self._pending)]).about(self._name)
 
     def _fail(self, message: str) -> None:
         self.close()
@@ -166,7 +171,7 @@ def _start(name: str, signature: str, calls: Any, returned: Any, groups: Any) ->
 def _score(call: RewardCall) -> Scores:
     """Of one call. Raises RewardError."""
     loaded: RewardFunction = _worker["function"]
-    return _number(loaded, call, time.monotonic(), lambda: loaded.function(**loaded.arguments(call)))
+    return _scores(loaded, call, time.monotonic(), lambda: loaded.function(**loaded.arguments(call)))
 
 
 def _serve(timeout_seconds: float) -> Scores:
@@ -185,19 +190,19 @@ def _serve(timeout_seconds: float) -> Scores:
         done, _ = concurrent.futures.wait(running, POLL_SECONDS, concurrent.futures.FIRST_COMPLETED)
         for task in done:
             call, began = running.pop(task)
-            scores |= _number(loaded, call, began, task.result)
+            scores |= _scores(loaded, call, began, task.result)
         for call, began in running.values():
             if time.monotonic() > began + timeout_seconds:
-                raise RewardError(f"{about_sample(loaded.name, call)} {_late(timeout_seconds)}")
+                raise RewardError(f"{call.about(loaded.name)} {_late(timeout_seconds)}")
 
 
 async def _call(loaded: RewardFunction, call: RewardCall) -> Any:
     return await loaded.function(**loaded.arguments(call))
 
 
-def _number(loaded: RewardFunction, call: RewardCall, began: float, result: Callable[[], Any]) -> Scores:
+def _scores(loaded: RewardFunction, call: RewardCall, began: float, result: Callable[[], Any]) -> Scores:
     try:
-        score = loaded.number(result(), call)
+        numbers = loaded.numbers(result(), call)
         seconds = time.monotonic() - began
     except RewardError:
         raise
@@ -205,7 +210,7 @@ def _number(loaded: RewardFunction, call: RewardCall, began: float, result: Call
         raise RewardError(loaded.failed(error, call)) from None
     with _worker["returned"].get_lock():
         _worker["returned"].value += 1
-    return {call.sample_id: (score, seconds)}
+    return {sample: (score, seconds) for sample, score in numbers.items()}
 
 
 def _late(timeout_seconds: float) -> str:

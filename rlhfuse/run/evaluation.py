@@ -93,7 +93,7 @@ class Evaluator:
         """
         config = self._inputs.config
         if self._rewarder:
-            self._rewarder.begin(self._inputs.val_prompts.prompts)
+            self._rewarder.begin(self._inputs.val_prompts.prompts, config.eval.samples_per_prompt)
         share = min(threshold * len(self._requests) // config.samples_per_iteration, len(self._requests))
         report = self._stage.run(f"{iteration}/val", self._requests, share, limits)
         batch = combine_rewards(RolloutBatch.from_rollouts(report.rollouts), report.function_scores, config.reward)

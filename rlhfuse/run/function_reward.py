@@ -1,19 +1,30 @@
 """The reward function of a run as the runtime asks for it: rollouts in, scores by sample id out.
 
-Decodes the sampled tokens for the function; nothing is ever encoded again.
+Decodes the sampled tokens for the function; nothing is ever encoded again. A trl call has all samples of a prompt, in
+the order of their copies. A call is made by the instance that began its first sample, wherever the tail moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 
+from rlhfuse.base.errors import InputError, RewardError
 from rlhfuse.data.prompts import Prompt
 from rlhfuse.data.reward_function import RewardCall
 from rlhfuse.data.reward_workers import RewardWorkers
-from rlhfuse.data.sampler import sample_origin
+from rlhfuse.data.sampler import prompt_groups, sample_id, sample_origin
+from rlhfuse.fusion.inter.inference import Meeting
+from rlhfuse.fusion.inter.iteration_store import LAST_PAUSE_SECONDS, IterationStore
 from rlhfuse.gen.stop_text import text_before_stop
+from rlhfuse.monitor.heartbeat import Waiting
 from rlhfuse.ppo.rollout import Rollout
 from rlhfuse.run.preflight import RunInputs
+
+Tokens = Sequence[int]
 
 
 class FunctionRewarder:
@@ -22,21 +33,53 @@ class FunctionRewarder:
     def __init__(self, inputs: RunInputs, progress: Callable[[str], None]) -> None:
         reward = inputs.config.reward
         self._tokenizer, self._stops = inputs.tokenizer, inputs.config.rollout.stop
-        self._prompts: Sequence[Prompt] = ()
+        self._in_groups, self._progress = reward.signature == "trl", progress
         self._workers = RewardWorkers(
             reward.function, reward.signature, reward.workers, reward.timeout_seconds, progress
         )
+        self._lock = threading.Lock()  # what follows, and submitting, is the main thread's and the mail's
+        self.begin((), 1)
 
-    def begin(self, prompts: Sequence[Prompt]) -> None:
-        """From now on samples are of these prompts: of each the one at its place in the draw."""
-        self._prompts = prompts
+    def begin(self, prompts: Sequence[Prompt], copies: int) -> None:
+        """From now on samples are of these prompts, so many of each: of the one at its place in the draw."""
+        self._prompts, self._copies = prompts, copies if self._in_groups else 1  # samples of a call
+        self._groups: dict[int, dict[int, Tokens]] = {}  # prompt -> its finished samples that are known here
+        self._homes: dict[int, int] = {}  # unfinished sample at the meeting -> the instance that calls
+        self._awaited: set[int] = set()  # those that are called here
+        self._met: Meeting | None = None  # before, all that ends here began here
+        self._mail: threading.Thread | None = None
+        self._failure: BaseException | None = None  # of the mail
 
     def submit(self, rollouts: Sequence[Rollout]) -> None:
-        """Queue finished samples; returns at once. Raises RewardError when an earlier one failed."""
-        self._workers.submit([self._call(rollout) for rollout in rollouts])
+        """Take finished samples; returns at once. Raises RewardError when an earlier one failed."""
+        if self._failure:
+            raise self._failure
+        self._take({rollout.sample_id: rollout.response_tokens for rollout in rollouts})
+
+    def meet(self, meeting: Meeting) -> None:
+        """From now on samples go to the instance that calls the function for them."""
+        here, began = meeting.instance, {one: i for i, part in enumerate(meeting.began) for one in part}
+
+        def home(sample: int) -> int:
+            iteration, place, _ = sample_origin(sample)
+            return began[sample if self._copies == 1 else sample_id(iteration, place, 0)]
+
+        elsewhere = [rollout for rollout in meeting.finished if began[rollout.sample_id] != here]
+        self.submit([rollout for rollout in elsewhere if home(rollout.sample_id) == here])
+        self._met, self._homes = meeting, {one: home(one) for one in meeting.unfinished}
+        self._awaited = {one for one, instance in self._homes.items() if instance == here}
+        if self._awaited:
+            store = meeting.store.reconnect()
+            self._mail = threading.Thread(target=self._read_mail, args=(store, here), name="reward-mail", daemon=True)
+            self._mail.start()
 
     def finish(self) -> dict[int, float]:
-        """Sample id -> what the function said of everything submitted; waits. Raises RewardError."""
+        """Sample id -> what the function said of everything that was called here; waits. Raises RewardError."""
+        if self._mail:
+            self._progress(Waiting("inference: waiting for samples that the reward function scores here"))
+            self._mail.join()
+        if self._failure:
+            raise self._failure
         return self._workers.finish()
 
     def take_calls(self) -> tuple[int, int, float]:
@@ -47,8 +90,65 @@ class FunctionRewarder:
         """End the processes."""
         self._workers.close()
 
-    def _call(self, rollout: Rollout) -> RewardCall:
-        _, place, _ = sample_origin(rollout.sample_id)
-        prompt = self._prompts[place]
-        text = text_before_stop(list(rollout.response_tokens), self._stops, self._tokenizer.decode)
-        return RewardCall(rollout.sample_id, prompt.row, prompt.text, text, rollout.response_tokens, prompt.where)
+    def _read_mail(self, store: IterationStore, here: int) -> None:
+        seen = 0
+        try:
+            while self._awaited:
+                letters = store.letters(here, seen)
+                seen += len(letters)
+                self._take({sample: tokens for sample, tokens in map(json.loads, letters)})
+                if not letters:
+                    time.sleep(LAST_PAUSE_SECONDS)
+        except BaseException as failure:  # raised by the main thread
+            self._failure = failure
+
+    def _take(self, samples: Mapping[int, Tokens]) -> None:
+        """Call the function for the prompts that these samples complete; send on what is called elsewhere."""
+        complete = []
+        with self._lock:
+            for sample, tokens in samples.items():
+                if self._met and (home := self._homes[sample]) != self._met.instance:
+                    self._met.store.send(home, json.dumps((sample, tokens)))
+                    continue
+                self._awaited.discard(sample)
+                group = self._groups.setdefault(prompt_groups(sample), {}) if self._copies > 1 else {}
+                group[sample] = tokens
+                if len(group) == self._copies:
+                    complete.append(self._of_prompt(group))
+            self._workers.submit(complete)
+
+    def _of_prompt(self, group: Mapping[int, Tokens]) -> RewardCall:
+        samples = tuple(sorted(group))
+        prompt = self._prompts[sample_origin(samples[0])[1]]
+        tokens = tuple(tuple(group[sample]) for sample in samples)
+        texts = tuple(text_before_stop(list(one), self._stops, self._tokenizer.decode) for one in tokens)
+        return RewardCall(samples, prompt.row, prompt.text, texts, tokens, prompt.where)
+
+
+def try_reward(inputs: RunInputs) -> str:
+    """Call the function as a run will, on the first row; what it said, for people. Raises InputError.
+
+    Responses are the prompt's own text, from all of it down to none: a run may draw an empty one.
+    """
+    config, prompt = inputs.config, (*inputs.prompts.prompts, *inputs.val_prompts.prompts)[0]
+    in_one = max(2, config.rollout.samples_per_prompt) if config.reward.signature == "trl" else 1
+    count = max(2, in_one)  # lists of several even where a call will have one: who returns [1.0] means something else
+    tokens = [prompt.tokens[: -(-len(prompt.tokens) * i // count)] for i in range(count, 1, -1)]
+    end = inputs.tokenizer.eos_token_id
+    tokens.append(prompt.tokens[:1] if end is None else (end,))
+    texts = [inputs.tokenizer.decode(list(one), skip_special_tokens=True) for one in tokens]
+    calls = []
+    for first in range(0, count, in_one):
+        part = slice(first, first + in_one)
+        ids = tuple(range(count)[part])
+        calls.append(RewardCall(ids, prompt.row, prompt.text, tuple(texts[part]), tuple(tokens[part]), prompt.where))
+    reward = config.reward
+    try:
+        with closing(RewardWorkers(reward.function, reward.signature, 1, reward.timeout_seconds)) as workers:
+            workers.submit(calls)
+            scores, (_, _, seconds) = workers.finish(), workers.take_calls()
+    except RewardError as error:
+        how = "tried before the start on the prompt's own text, cut shorter from sample to sample, down to none"
+        raise InputError(f"{error} ({how}; --no-try-reward leaves it out)") from None
+    told = f"{min(scores.values()):.4g} to {max(scores.values()):.4g}, {seconds / count:.2g} s a call"
+    return f"reward.function={reward.function}: tried on {prompt.where}, {count} texts, from all of it to none: {told}"

@@ -6,7 +6,11 @@ inputs and draft on every rank -> process group, watchdog -> the plan by rank 0,
 from __future__ import annotations
 
 import datetime
+import logging
 import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +41,19 @@ from rlhfuse.parallel.groups import wait_for_workers
 from rlhfuse.planning.draft import PlanDraft
 from rlhfuse.planning.planner import make_plan, parse_plan
 from rlhfuse.planning.run_plan import RunPlan
+from rlhfuse.run.function_reward import try_reward
 from rlhfuse.run.preflight import RunInputs, check_inputs
 from rlhfuse.run.run_directory import run_directory
 from rlhfuse.run.trainer import Trainer
 from rlhfuse.schedule.io import save_schedule
 from rlhfuse.schedule.search.worker import compile_kernels_apart as compile_search_kernels
 
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where whoever started a process wants its error, as torchrun does of its ranks
+BOUND = "--numa-binding=node"
+STOP_SECONDS = "600"  # for ranks that Ctrl-C was handed on to: they finish an iteration; a second one ends them at once
 
-def dry_run(config: RunConfig, world_size: int | None) -> int:
+
+def dry_run(config: RunConfig, world_size: int | None, tries_reward: bool = True) -> int:
     """Check everything and print the plan; launches nothing."""
     config = with_device(config, planned=True)
     if is_finished(config):
@@ -55,7 +64,58 @@ def dry_run(config: RunConfig, world_size: int | None) -> int:
     if idle := idle_settings(config):
         print(idle)
     print(sharing_line(inputs.config), end="")
+    if tries_reward and config.reward.function:
+        print(try_reward(inputs), flush=True)
     print(make_plan(inputs.draft).report.render())
+    return 0
+
+
+def check_start(config: RunConfig, ranks: int, tries_reward: bool = True) -> bool:
+    """Check what `ranks` ranks will, and print what the reward function says of one row. Raises InputError.
+
+    Returns whether they will use GPUs.
+    """
+    config = with_device(config)
+    if not is_finished(config):
+        inputs = check_inputs(config, ranks)
+        if tries_reward and config.reward.function:
+            print(try_reward(inputs), flush=True)
+    return config.trainer.device == "cuda"
+
+
+def start_ranks(ranks: int, program: Sequence[str], on_gpus: bool = False) -> int:
+    """Run `program`, a Python file and its arguments, as so many ranks of a job on this machine, as torchrun does.
+
+    That hands Ctrl-C and SIGTERM on; ranks are bound to the cores beside their GPUs where it can. Returns the exit code
+    of the rank that failed first, whose error ends the screen.
+    """
+    import torch.distributed.run as torchrun  # of no use to a rank
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
+
+    logging.disable()  # what torchrun says beside its table: the ranks say it
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", STOP_SECONDS)
+    if ranks > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun, which warns
+    options = ["--standalone", "--nproc-per-node", str(ranks)]
+    if on_gpus:
+        trial = [sys.executable, "-m", "torch.distributed.run", *options, BOUND, "--no-python", "true"]
+        if subprocess.run(trial, capture_output=True).returncode == 0:
+            options.append(BOUND)
+        else:
+            print(f"ranks are not bound to the cores beside their GPUs: torchrun {BOUND} fails here", file=sys.stderr)
+    try:
+        torchrun.run(torchrun.parse_args([*options, *program]))
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        said: Any = failure.message  # a text of torch's own, or what the rank left in its error file
+        if isinstance(said, Mapping) and ERROR_FILE in os.environ:
+            get_error_handler().dump_error_file(failure.error_file, failure.exitcode)
+        ended = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"left with {failure.exitcode}"
+        print(said["message"] if isinstance(said, Mapping) else f"error: rank {rank} {ended}", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     return 0
 
 

@@ -294,7 +294,7 @@ class Trainer:
         threshold = self.threshold.threshold
         prompts = self._draw(iteration)
         if self.rewarder:
-            self.rewarder.begin(prompts)
+            self.rewarder.begin(prompts, self.config.rollout.samples_per_prompt)
         requests = self._requests(iteration, prompts)
         report = self.inter_stage.run(iteration, requests, threshold, self.threshold.limits)
         timer.add_generation(report)

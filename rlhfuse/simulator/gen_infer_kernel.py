@@ -159,17 +159,17 @@ def _packs(b, samples, workers):
 
 
 @njit(cache=True, error_model="numpy")
-def _rewarded(b, c, ended, ended_on, scored):
+def _rewarded(b, c, ended, scored):
     """When the reward function is done too (last_reward_seconds)."""
     at_once = b.reward_workers * c.reward_at_once
     if at_once == 0:
         return scored
     last = np.full(b.instances, -1, np.int64)
-    for k in ended_on:
+    for k in b.samples["home"]:
         last[k] += 1
     seen = np.zeros(b.instances, np.int64)
     for i in _order(ended):
-        k = ended_on[i]
+        k = b.samples["home"][i]
         scored = max(scored, ended[i] + c.reward_seconds * ((last[k] - seen[k]) // at_once + 1))
         seen[k] += 1
     return scored
@@ -204,7 +204,7 @@ def _serial(b, c, s):
             else:
                 clock += seconds
         total, first = max(total, clock), after
-    return _rewarded(b, c, s.samples["ended"], b.samples["home"], total), generation
+    return _rewarded(b, c, s.samples["ended"], total), generation
 
 
 @njit(cache=True, error_model="numpy")
@@ -229,7 +229,7 @@ def _fused(b, c, s, count, moment):
                 loads_since[k] = ends[k] + c.release
     tail = tail[_order(s.samples["ended"][tail])]
     total, generation = _score(b, c, s, at, ends, known, tail, coming, loads_since, agreed)
-    return _rewarded(b, c, s.samples["ended"], at, total), generation, migrated - agreed
+    return _rewarded(b, c, s.samples["ended"], total), generation, migrated - agreed
 
 
 @njit(cache=True, error_model="numpy")

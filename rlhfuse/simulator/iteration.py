@@ -22,7 +22,7 @@ from rlhfuse.decisions.migration import (
     plan_at_threshold,
     transfer_order,
 )
-from rlhfuse.decisions.packing import deal, scoring_packs
+from rlhfuse.decisions.packing import deal, scoring_packs, split_samples
 from rlhfuse.simulator.instances import InstanceLimits, InstanceRun, InstanceSpan, start_instances
 from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.scoring_queue import SimulatedScoringQueue, first_pack, last_reward_seconds
@@ -227,10 +227,11 @@ class BatchSimulation:
         self, runs: Sequence[InstanceRun], spans: Sequence[InstanceSpan], scored: float, **facts: Any
     ) -> GenInferTimeline:
         """The time line of what ended with the last score, and of waiting for the reward function after that."""
-        waits = []
-        for instance, run in enumerate(runs) if self.costs.reward_call() else ():
+        waits, ended = [], {sample: seconds for run in runs for seconds, sample in run.finished}
+        parts = split_samples(len(ended), self.instances) if self.costs.reward_call() else ()
+        for instance, part in enumerate(parts):  # by the instance that began a sample
             own = max(span.end for span in spans if span.instance == instance)
-            end = last_reward_seconds([seconds for seconds, _ in run.finished], self.costs, self.limits)
+            end = last_reward_seconds(sorted(ended[sample] for sample in part), self.costs, self.limits)
             waits.append(InstanceSpan(instance, "reward", max(own, facts["generation_seconds"]), end))
         total = max([scored, *(span.end for span in waits)])
         tiles = _tile([*spans, *waits], self.instances, total)

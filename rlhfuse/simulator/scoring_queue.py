@@ -93,7 +93,7 @@ class SimulatedScoringQueue:
 
 
 def last_reward_seconds(ends: Sequence[float], costs: CostModel, limits: InstanceLimits) -> float:
-    """When the reward function is done with the samples of one instance, which end at `ends`, ascending; 0 without.
+    """When the reward function is done with what one instance began, which ends at `ends`, ascending; 0 without.
 
     All calls take equally long, so with c of them at once a sample has the worker of the c-th sample before it.
     """

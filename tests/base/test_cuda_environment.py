@@ -73,7 +73,7 @@ import torch
     assert done.stdout.strip() == str(list(WANTED.values())), done.stderr
 
 
-@pytest.mark.parametrize("script", ["scripts/train_torchrun.sh", "scripts/slurm/train.sbatch"])
+@pytest.mark.parametrize("script", ["scripts/slurm/train.sbatch"])
 @pytest.mark.parametrize(
     "given, kept",
     [

@@ -96,6 +96,15 @@ def several(data_source, solution_str, ground_truth, extra_info=None):
 def two(completions):
     return [1.0, 2.0]
 
+def checked(size):
+    1 / size
+    return size
+
+def ranks(prompts, completions, level):
+    assert prompts == ["p"] * 3 and level == [3] * 3
+    sizes = [checked(len(text)) for text in completions]
+    return [float(sorted(sizes).index(size)) for size in sizes]
+
 NUMBER = 3
 """
 ROW = {"data_source": "x", "prompt": "p", "reward_model": {"ground_truth": "4"}, "level": 3}
@@ -109,7 +118,13 @@ def file(tmp_path_factory):
 
 
 def call(sample, text, row=ROW, prompt="p"):
-    return RewardCall(sample, row, prompt, text, (5, 6), f"p.jsonl:{sample + 1}")
+    return RewardCall((sample,), row, prompt, (text,), ((5, 6),), f"p.jsonl:{sample + 1}")
+
+
+def together(*texts):
+    """A call about samples 16, 17, .. of one prompt."""
+    ids = tuple(range(16, 16 + len(texts)))
+    return RewardCall(ids, ROW, "p", texts, ((5, 6),) * len(texts), "p.jsonl:3")
 
 
 @pytest.fixture
@@ -252,7 +267,7 @@ def test_an_async_function_that_raises_and_one_that_prints(workers):
     trips, loud = workers("trips"), workers("loud")
     trips.submit([call(17, "here")])
     loud.submit([call(17, "here")])
-    with pytest.raises(RewardError, match="mine.py:trips, sample 17 of p.jsonl:18: raised KeyError: 'here'"):
+    with pytest.raises(RewardError, match="mine.py:trips, sample 17 of p.jsonl:18: raised KeyError: 'here', at "):
         trips.finish()
     assert loud.finish() == {17: 1.5}
 
@@ -310,7 +325,7 @@ def test_calls_that_return_are_told_while_all_are_waited_for(workers, function):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("raise", "mine.py:several, sample 17 of p.jsonl:18: raised KeyError: 'no such thing'"),
+        ("raise", "mine.py:several, sample 17 of p.jsonl:18: raised KeyError: 'no such thing', at "),
         ("nan", "mine.py:several, sample 17 of p.jsonl:18: returned nan; a score must be finite"),
         ("none", "mine.py:several, sample 17 of p.jsonl:18: returned None, not a number"),
         ("text", "mine.py:several, sample 17 of p.jsonl:18: returned 'abc', not a number"),
@@ -333,18 +348,39 @@ def test_failures_name_function_and_sample(workers, text, message):
 
 def test_numbers_of_a_call(file):
     dictionary = RewardFunction.load(f"{file}:as_dict", "verl")
-    assert dictionary.number({"score": 2.5}, call(0, "")) == 2.5 and dictionary.number(True, call(0, "")) == 1.0
+    assert dictionary.numbers({"score": 2.5}, call(0, "")) == {0: 2.5}
+    assert dictionary.numbers(True, call(0, "")) == {0: 1.0}
     for wrong in ({}, {"other": 1.0}, 10**400, [1.0], "1,0"):
         with pytest.raises(RewardError, match="sample 4 of p.jsonl:5: returned .*, not a number"):
-            dictionary.number(wrong, call(4, ""))
-    listed = RewardFunction.load(f"{file}:two", "trl")
-    assert listed.number([3], call(0, "")) == 3.0
-    with pytest.raises(RewardError, match="sample 4 of p.jsonl:5: returned 2 numbers for one sample"):
-        listed.number([1.0, 2.0], call(4, ""))
-    with pytest.raises(RewardError, match="returned 0 numbers for one sample"):
-        listed.number([], call(4, ""))
-    with pytest.raises(RewardError, match="sample 4 of p.jsonl:5: returned 1.0, not a list of one number"):
-        listed.number(1.0, call(4, ""))
+            dictionary.numbers(wrong, call(4, ""))
+    listed, three = RewardFunction.load(f"{file}:two", "trl"), together("a", "b", "c")
+    assert listed.numbers([3], call(0, "")) == {0: 3.0}
+    assert listed.numbers([3, 1, 2], three) == {16: 3.0, 17: 1.0, 18: 2.0}
+    for wrong, message in (
+        ([1.0], "samples 16 to 18 of p.jsonl:3: returned 1 numbers for 3 samples"),
+        ([], "samples 16 to 18 of p.jsonl:3: returned 0 numbers for 3 samples"),
+        (1.0, "samples 16 to 18 of p.jsonl:3: returned 1.0, not a list of numbers"),
+        ([1.0, None, 2.0], "sample 17 of p.jsonl:3: returned None, not a number"),
+        ([1.0, 2.0, float("inf")], "sample 18 of p.jsonl:3: returned inf; a score must be finite"),
+    ):
+        with pytest.raises(RewardError) as caught:
+            listed.numbers(wrong, three)
+        assert message in str(caught.value)
+
+
+def test_a_trl_function_has_all_samples_of_a_prompt(workers, file):
+    """Columns and prompts are repeated for each, as TRL does; what fails names them all, and the line at fault."""
+    ranked, failing = workers("ranks", "trl"), workers("ranks", "trl")
+    ranked.submit([together("a", "abc", "ab")])
+    assert ranked.finish() == {16: 0.0, 17: 2.0, 18: 1.0}
+    calls, at_once, _ = ranked.take_calls()
+    assert (calls, at_once) == (3, 3)
+    failing.submit([together("a", "", "ab")])
+    with pytest.raises(RewardError) as caught:
+        failing.finish()
+    line = SOURCE[: SOURCE.index("    1 / size")].count("\n") + 1
+    message = f"samples 16 to 18 of p.jsonl:3: raised ZeroDivisionError: division by zero, at {file}:{line}"
+    assert str(caught.value).endswith(f"{message} in checked: 1 / size")
 
 
 def test_workers_end_with_a_killed_parent(tmp_path):
@@ -375,7 +411,7 @@ from rlhfuse.data.reward_workers import RewardWorkers
 if __name__ == "__main__":
     row = {{"data_source": "x", "reward_model": {{"ground_truth": 1}}}}
     workers = RewardWorkers("{endless}:never", "verl", 1, 100.0)
-    workers.submit([RewardCall(1, row, "p", "x", ())])
+    workers.submit([RewardCall((1,), row, "p", ("x",), ((),))])
     while not Path({str(tmp_path)!r}, "begun").exists():
         time.sleep(0.05)
     print(multiprocessing.active_children()[0].pid, flush=True)

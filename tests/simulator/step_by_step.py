@@ -51,7 +51,7 @@ class StepByStep:
         self.lengths, self.costs, self.limits, self.threshold = lengths, costs, limits, threshold
         self.tokens = [limits.padded_score_tokens or sum(pair) for pair in pairs]
         self.ended: dict[int, float] = {}
-        self.ended_at: dict[int, int] = {}  # the instance
+        self.begun_at = {sample.number: i for i, place in enumerate(self.places) for sample in place.waiting}
         self.told: set[int] = set()
         self.stopping, self.met = False, False  # for the migration; whether it has been
         self.packs, self.stream = [], []
@@ -78,13 +78,13 @@ class StepByStep:
         return self
 
     def rewarded(self) -> list[float]:
-        """When the reward function is done with each sample: an instance's calls go to the worker free first."""
+        """When the reward function is done with each sample: what an instance began goes to its worker free first."""
         if not (cost := self.costs.reward_call()):
             return []
         free = [[0.0] * self.limits.reward_workers * cost.at_once for _ in self.places]
         ends = []
         for end, number in sorted((end, number) for number, end in self.ended.items()):
-            workers = free[self.ended_at[number]]
+            workers = free[self.begun_at[number]]
             ends.append(max(end, heapq.heappop(workers)) + cost.seconds)
             heapq.heappush(workers, ends[-1])
         return ends
@@ -123,7 +123,6 @@ class StepByStep:
             place.running.remove(sample)
             place.kept_out = False
             self.ended[sample.number] = place.busy_until
-            self.ended_at[sample.number] = next(i for i, one in enumerate(self.places) if one is place)
 
     def remaining(self, now: float) -> int:
         return len(self.lengths) - sum(end <= now for end in self.ended.values())

@@ -71,13 +71,12 @@ def test_a_ruinous_swap_in_keeps_it_serial():
     assert found.fused_seconds <= found.serial_seconds
 
 
-def test_a_slow_reward_function_changes_the_choice():
-    """The tail's rewards come to the few instances that keep it: from 0.25 s on, serial leaves them fewest in line."""
+def test_a_slow_reward_function_is_no_slower_for_the_tail():
+    """Who began a sample has it rewarded, so the tail's do not stand in line at the few instances that keep it."""
     fast, slow = (sweep_threshold(long_tail(64), 4, linear_cost(reward=r), limits()) for r in (0.01, 0.25))
     assert fast == sweep_threshold(long_tail(64), 4, linear_cost(), limits()), "hidden behind generation"
-    assert fast.threshold == 51 and slow.threshold == 0
-    gathered = next(point for point in slow.sweep if point.threshold == 51)
-    assert gathered.fused_seconds > slow.fused_seconds + 0.25
+    ends = [point.fused_seconds for point in slow.sweep]
+    assert fast.threshold == 51 and max(ends) - min(ends) < 0.25 < min(ends) - fast.fused_seconds
 
 
 def test_small_batches_sweep_each_count_once():

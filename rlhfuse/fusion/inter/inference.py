@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from rlhfuse.fusion.inter.iteration_store import IterationStore
 from rlhfuse.models.stage import PackedTokens, PipelineStage
 from rlhfuse.parallel.offload import OffloadedWeights
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
@@ -39,18 +40,32 @@ class PackWork:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """All instances have met, at the barrier: what one of them knows there of the whole batch."""
+
+    instance: int  # whose leader this is
+    began: Sequence[Sequence[int]]  # ids of the samples that each instance began
+    finished: Sequence[Rollout]
+    unfinished: Sequence[int]
+    store: IterationStore
+
+
 class Rewarder(Protocol):
     """Scores samples outside the models (`GenInferReport.function_scores`) meanwhile; instances' leaders have one."""
 
     def submit(self, rollouts: Sequence[Rollout]) -> None:
         """Take finished samples; returns at once."""
 
+    def meet(self, meeting: Meeting) -> None:
+        """What is unfinished now is submitted on any instance. Called once an iteration, before `finish`."""
+
     def finish(self) -> dict[int, float]:
-        """Sample id -> score of everything submitted since the last call; waits. Raises RewardError."""
+        """Sample id -> score, since the last time; all instances together have all. Waits. Raises RewardError."""
         ...
 
     def take_calls(self) -> tuple[int, int, float]:
-        """Calls done since the last time, how many a worker has under way at once, and the seconds of them all."""
+        """Samples scored since the last time, how many a worker has under way at once, and the seconds of them all."""
         ...
 
 

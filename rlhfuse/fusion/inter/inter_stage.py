@@ -21,7 +21,7 @@ from rlhfuse.decisions.migration import FusionLimits, MigrationPlan, check_thres
 from rlhfuse.decisions.packing import split_samples
 from rlhfuse.decisions.placement import Placement
 from rlhfuse.fusion.inter.generation import Generation, Request
-from rlhfuse.fusion.inter.inference import Rewarder, Scorer
+from rlhfuse.fusion.inter.inference import Meeting, Rewarder, Scorer
 from rlhfuse.fusion.inter.iteration_store import IterationStore, StoreReporter
 from rlhfuse.fusion.inter.migration import MigrationBarrier, execute_migration, gather_states
 from rlhfuse.fusion.inter.report import GenInferReport, RankEvents, summarize
@@ -112,7 +112,7 @@ class GenInferIteration:
             raise RuntimeError(f"{len(self._requests)} samples were to be scored, {len(report.rollouts)} came back")
         report.total_seconds = wall_seconds() - self._begin
         if self._stage.rank == 0:
-            self._store.clear()
+            self._store.clear(len(self._placement.instances))
         return report
 
     def _generate(self, reporter: StoreReporter | None) -> None:
@@ -140,6 +140,11 @@ class GenInferIteration:
         )
         self._events.span("meet", stopped, wall_seconds())
         self._tail_samples = len(barrier.states)
+        if self._stage.rewarder and self._decoders.is_leader:
+            began = [[self._requests[i].sample_id for i in part] for part in split_samples(total, instances)]
+            unfinished = [state.sample_id for state in barrier.states]
+            meeting = Meeting(self._instance, began, self._finished, unfinished, self._store)
+            self._stage.rewarder.meet(meeting)
         plan = plan_at_threshold(self._threshold, barrier.states, barrier.free_blocks, self._limits)
         if plan:
             self._migrate(barrier, plan)

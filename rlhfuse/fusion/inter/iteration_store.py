@@ -24,6 +24,7 @@ class IterationStore:
     tickets       drawn for the packs known at the barrier: whoever draws ticket k scores pack k
     taken         published samples that have been taken to be scored, and by whom last
     scoring       workers that load or score; waiting: workers for which there is no work yet
+    mail/I        letters to the leader of instance I about samples that began there; mail/I/J is the J-th of them
     """
 
     def __init__(self, store: Store, iteration: int | str, timeout_seconds: float) -> None:
@@ -88,9 +89,21 @@ class IterationStore:
         """So many workers more, or fewer, that wait for work; returns how many do."""
         return self._add("waiting", change)
 
-    def clear(self) -> None:
-        """Drop the iteration's keys; one rank calls it after everyone is done."""
+    def send(self, instance: int, text: str) -> None:
+        """Leave a letter to the leader of `instance`."""
+        index = self._add(f"mail/{instance}", 1) - 1
+        self._store.set(f"{self._prefix}mail/{instance}/{index}", text)
+
+    def letters(self, instance: int, seen: int = 0) -> list[str]:
+        """Letters to `instance` after the first `seen`; waits for one that is announced and not there yet."""
+        indices = range(seen, self._add(f"mail/{instance}", 0))
+        return [self._store.get(f"{self._prefix}mail/{instance}/{i}").decode() for i in indices]
+
+    def clear(self, instances: int = 0) -> None:
+        """Drop the iteration's keys, the letters to so many instances too; one rank calls it after everyone is done."""
         samples = [f"sample/{i}" for i in range(self.published())]
+        for mail in (f"mail/{instance}" for instance in range(instances)):
+            samples += [mail, *(f"{mail}/{i}" for i in range(self._add(mail, 0)))]
         for key in ("finished", "published", "tickets", "taken", "scoring", "waiting", *samples):
             self._store.delete_key(self._prefix + key)
 

@@ -67,7 +67,7 @@ class RankEvents:
     migration   bytes of keys and values, seconds      from one instance to another
     meeting     seconds                                barrier: from the last to come until all go on, no moves
     release     seconds                                to give back the cache and the actor's weights
-    reward      calls, at once on a worker, seconds    of the reward function, all calls together
+    reward      samples, at once on a worker, seconds  of the reward function, a sample's as long as its call
     capture     shapes, seconds                        of decode steps recorded as CUDA graphs, if any
     """
 

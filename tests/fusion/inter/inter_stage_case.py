@@ -100,6 +100,9 @@ class MeanTokenReward:
         self.calls += 1
         self._scores |= {r.sample_id: sum(r.response_tokens) / len(r.response_tokens) for r in rollouts}
 
+    def meet(self, meeting) -> None:
+        assert len(meeting.finished) + len(meeting.unfinished) == sum(map(len, meeting.began))
+
     def finish(self) -> dict[int, float]:
         if self._fails_on in self._scores:
             raise RewardError(f"sample {self._fails_on}: a made-up failure")

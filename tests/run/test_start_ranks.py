@@ -1,0 +1,94 @@
+"""The launcher for one machine: exit codes, the last word, and signals, with programs that take no time to start."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from rlhfuse.run.launch import start_ranks
+
+RANK = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+rank, (what, folder) = int(os.environ["RANK"]), sys.argv[1:]
+assert os.environ["WORLD_SIZE"] == "2" and os.environ["OMP_NUM_THREADS"] == "1"
+Path(folder, str(rank)).touch()
+while not Path(folder, "0").exists():
+    time.sleep(0.02)
+if what == "waits":
+    def end(number, frame):
+        Path(folder, f"{rank} got {signal.Signals(number).name}").touch()
+        sys.exit(128 + number)
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, end)
+    Path(folder, f"{rank} is ready").touch()
+    time.sleep(500)
+if rank == 1 and what == "told":
+    said = {"message": {"message": "error: the disk is full; free space", "extraInfo": {"timestamp": "5"}}}
+    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(said))
+    sys.exit(2)
+if rank == 1 and what == "untold":
+    sys.exit(7)
+if rank == 1 and what == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if what != "done":
+    time.sleep(500)
+"""
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch):
+    """torchrun's launcher takes over a process: its signals, environment and logs are given back."""
+    names = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
+    handlers = {one: signal.getsignal(one) for one in names}
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    os.environ.pop("OMP_NUM_THREADS", None)
+    yield
+    logging.disable(logging.NOTSET)
+    for one, handler in handlers.items():
+        signal.signal(one, handler)
+
+
+def start(tmp_path, what):
+    program = tmp_path / "rank.py"
+    program.write_text(RANK)
+    return start_ranks(2, [str(program), what, str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    "what, code, last",
+    [
+        ("done", 0, ""),
+        ("told", 2, "error: the disk is full; free space\n"),
+        ("untold", 7, "error: rank 1 left with 7\n"),
+        ("killed", 137, "error: rank 1 was ended by SIGKILL\n"),
+    ],
+)
+def test_the_exit_code_is_passed_on_and_the_error_is_the_last_line(tmp_path, capfd, monkeypatch, what, code, last):
+    told = tmp_path / "told.json"
+    monkeypatch.setitem(os.environ, "TORCHELASTIC_ERROR_FILE", str(told))
+    assert start(tmp_path, what) == code
+    assert capfd.readouterr().err == last and (tmp_path / "0").exists() and (tmp_path / "1").exists()
+    assert told.exists() == (what == "told")
+    if what == "told":
+        assert json.loads(told.read_text())["message"]["message"] + "\n" == last
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_reaches_every_rank_once(tmp_path, capfd, number, code):
+    def interrupt():
+        while not all((tmp_path / f"{rank} is ready").exists() for rank in (0, 1)):
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert start(tmp_path, "waits") == code
+    assert all((tmp_path / f"{rank} got {number.name}").exists() for rank in (0, 1))
+    assert "Traceback" not in capfd.readouterr().err
