@@ -20,7 +20,7 @@ MOST_WORDS = {  # pages that are longer than the others may be; no longer than t
     "explanation/design.md": 2_060,
     "explanation/intra_stage.md": 1_340,
     "explanation/schedules.md": 1_240,
-    "reference/formats.md": 2_400,
+    "reference/formats.md": 2_450,
 }
 
 
