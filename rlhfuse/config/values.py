@@ -15,9 +15,8 @@ from pydantic import (
     WrapValidator,
 )
 
-from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.config.spec import LARGEST, ParallelLayout
 
-LARGEST = 2**31 - 1  # of whole numbers without a limit of their own: torch and Megatron count in int32 in places
 LARGEST_REAL = 3e38  # what is larger is infinite in float32
 AUTO = "auto"
 LONGEST_SECONDS = 1e7  # of a wait, 115 days: libraries count it in milliseconds
@@ -66,7 +65,8 @@ def _truth_as_text(value: Any) -> Any:
 
 
 def _truth_as_rule(value: Any) -> Any:
-    return {"true": "search", "false": "serial"}.get(text := _truth_as_text(value), text)
+    text = _truth_as_text(value)
+    return {"true": "search", "false": "serial"}.get(text, text) if isinstance(text, str) else value
 
 
 _WHOLE, _REAL = _refuse(bool, float), _refuse(bool)

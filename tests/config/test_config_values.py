@@ -6,9 +6,11 @@ A new key without a row in LIMITS fails here.
 from __future__ import annotations
 
 import math
+from datetime import date
 from typing import Any
 
 import pytest
+import yaml
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import dump_config, load_config, validate
@@ -58,6 +60,57 @@ def test_a_wrong_type_is_refused_by_its_key(tmp_path, key, wrong):
     with pytest.raises(InputError) as caught:
         load_config(file)
     assert f"run.yaml: {key}" in str(caught.value) and "\n" not in str(caught.value)
+
+
+ANYTHING: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -1,
+    2.5,
+    10**40,
+    10**400,
+    math.nan,
+    math.inf,
+    "",
+    "x",
+    "${x}",
+    "1e400",
+    b"x",
+)
+ANYTHING += (
+    date(2024, 1, 1),
+    [],
+    {},
+    [1],
+    ["x"],
+    [None],
+    [[]],
+    [[1]],
+    [{}],
+    {"x": 1},
+    {1: 2},
+    {"x": {"y": []}},
+    (1, 2),
+)
+
+
+@pytest.mark.parametrize("key", [*LEAVES, *sorted({key.rpartition(".")[0] for key in LEAVES}), "rollout.0", ""])
+def test_any_value_at_any_key_is_taken_or_refused_in_one_line(tmp_path, key):
+    for value in ANYTHING:
+        for read in (
+            lambda raw: validate(raw, "a file"),
+            lambda raw: _load(tmp_path / "run.yaml", yaml.dump(raw)),
+        ):
+            try:
+                assert isinstance(read(nested(key, value)), RunConfig), value
+            except InputError as error:
+                assert "\n" not in str(error), value
+
+
+def _load(file, text):
+    file.write_text(text)
+    return load_config(file)
 
 
 def test_texts_that_may_be_a_truth_are_one_of_the_names():
