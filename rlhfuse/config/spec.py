@@ -254,7 +254,7 @@ class ParallelLayout:
         """Inverse of `str`. Raises InputError on anything but `dDtTpP[vV][@FIRST-LAST][:LAYERS,...]`."""
         match = _LAYOUT.fullmatch(str(text).strip())
         if not match:
-            raise InputError(f"layout {text!r} is not of the form d1t2p4, d1t2p4v2, d1t2p4@0-7 or d1t2p4:9,9,8,6")
+            raise InputError(f"layout {text!r:.80} is not of the form d1t2p4, d1t2p4v2, d1t2p4@0-7 or d1t2p4:9,9,8,6")
         dp, tp, pp, chunks = (int(match[i] or 1) for i in (1, 2, 3, 4))
         ranks = (int(match[5]), int(match[6])) if match[5] else None
         if ranks and dp * tp * pp != ranks[1] - ranks[0] + 1:

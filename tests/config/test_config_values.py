@@ -301,3 +301,14 @@ def test_a_config_is_frozen_and_its_changes_are_validated():
 def test_a_truth_says_whether_training_is_searched(text, order):
     assert RunConfig.model_validate({"fusion": {"intra_stage": text}}).fusion.intra_stage == order
     assert RunConfig().with_(fusion={"intra_stage": order == "search"}).fusion.alternates
+
+
+PATHS = sorted(key for key in LEAVES if key.endswith(("path", "output_dir", "resume", "tokenizer")))
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_a_name_that_no_file_can_have_is_refused(key):
+    assert "no file has such a name" in refused(key, "x" * 300)
+    for name in ("a\0b", "half \ud83d", "y" * 5000, "a/" * 3000):
+        assert len(refused(key, name)) < 500
+    validate(nested(key, "a b ü/" * 20), "a file")
