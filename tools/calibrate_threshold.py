@@ -40,6 +40,8 @@ from rlhfuse.planning.search.resolve import resolve_layouts
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 from rlhfuse.simulator.threshold import Threshold, sweep_threshold
 
+MOST_DRAWS = 1000  # the mean of as many batches is known to 3 % of what one batch scatters
+
 
 def main() -> int:
     args = _parse()
@@ -107,6 +109,8 @@ def _check(args: argparse.Namespace, config: RunConfig) -> None:
     for name in ("world_size", "instances", "draws", "trial"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise InputError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    if args.draws > MOST_DRAWS:
+        raise InputError(f"--draws {args.draws} must be at most {MOST_DRAWS}")
     for path in filter(None, (args.out, args.plot)):
         if not Path(path).absolute().parent.is_dir():
             raise InputError(f"the folder of {path} does not exist")

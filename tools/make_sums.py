@@ -75,7 +75,7 @@ def train(recipe: Recipe, folder: Path) -> float:
     """Train tokenizer and model and save them in `folder`; the last training loss in nats per token of an answer."""
     questions, answers = zip(*taught(recipe))
     train_tokenizer([one + other for one, other in zip(questions, answers)][:20000], folder, VOCAB, CONTEXT, True)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     prompts = tokenizer(list(questions))["input_ids"]  # as PPO does, encoded without the response
     responses = tokenizer(list(answers), add_special_tokens=False)["input_ids"]
     texts = [prompt + response + [EOS] for prompt, response in zip(prompts, responses)]
@@ -107,7 +107,7 @@ def train(recipe: Recipe, folder: Path) -> float:
 
 def model_card(recipe: Recipe, folder: Path, loss: float, started: float) -> str:
     """Facts about the model as saved, measured on the held-out questions."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     sums = draw_files(recipe)[1]
     answers = []
     for copy in range(4):

@@ -134,7 +134,7 @@ def train_actor(recipe: Recipe, folder: Path) -> float:
     rng = stories.generator(recipe.seed, "stories")
     texts = [stories.draw_story(rng) for _ in range(recipe.stories)]
     train_tokenizer(texts[:20000], folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     tokens = [ids + [EOS] for ids in tokenizer(texts)["input_ids"]]
     windows = pack(tokens, CONTEXT)
     torch.manual_seed(recipe.seed)
@@ -161,7 +161,7 @@ def sample(
     actor: Path, prompts: list[str], seed: int, max_new_tokens: int = MAX_RESPONSE_TOKENS, batch: int = 128
 ) -> list[tuple[list[int], list[int]]]:
     """One response per prompt at temperature 1, as (prompt ids, response ids with end of text)."""
-    tokenizer = AutoTokenizer.from_pretrained(actor, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(actor, padding_side="left", trust_remote_code=False)
     model: Any = AutoModelForCausalLM.from_pretrained(actor, dtype=torch.float32).eval()
     torch.manual_seed(seed)
     results = []
@@ -190,7 +190,7 @@ def measure(recipe: Recipe, actor: Path, reward: Path, actor_loss: float, starte
     samples = sample(actor, prompts, recipe.seed)
     lengths = np.array([len(response) for _, response in samples])
     truncated = np.array([response[-1] != EOS for _, response in samples])
-    tokenizer = AutoTokenizer.from_pretrained(reward)
+    tokenizer = AutoTokenizer.from_pretrained(reward, trust_remote_code=False)
     model = AutoModelForSequenceClassification.from_pretrained(reward, dtype=torch.float32).eval()
     with torch.no_grad():
         scores = torch.cat([score_texts(model, [prompt + response], PAD) for prompt, response in samples]).numpy()

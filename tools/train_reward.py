@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
 from transformers.utils import logging as quiet
 
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import check_output_folder, output_folder
 from rlhfuse.models.reward_training import RewardResult, RewardSettings, encode_pairs, read_pairs, train_reward
+from rlhfuse.models.tokenizer import read_tokenizer
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,12 @@ def load(path: Path):
     if not (path / "config.json").is_file():
         raise InputError(f"--model {path} holds no config.json; give the path of a Hugging Face model folder")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
+        tokenizer = read_tokenizer(path)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            path, num_labels=1, dtype=torch.float32, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
-        raise InputError(f"--model {path} does not load: {str(error).splitlines()[0]}") from None
+        raise InputError(f"--model {path} does not load: {error}") from None
     if tokenizer.eos_token_id is None:
         raise InputError(f"--model {path}: its tokenizer has no end-of-text token, where a text is scored")
     # The text is scored at its last token that is not padding: were padding the end of text, at the one before it.

@@ -1,19 +1,84 @@
-"""Files and folders that are written whole or not at all: replaced by rename, or grown by whole pieces."""
+"""Files that are read within limits, and written whole or not at all: replaced by rename, or grown by whole pieces."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
-import tempfile
+import stat
+import uuid
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rlhfuse.base.errors import InputError, writing
 
 UNDER_WAY, REPLACED = ".under-way", ".replaced"  # ends of names that last as long as a write
+MOST_BYTES = 1 << 30  # of a file that is read as a whole, and of a line of the others
+CHECK = "check the path"
+
+
+def open_file(path: str | Path, fix: str = CHECK) -> IO[bytes] | gzip.GzipFile:
+    """The bytes of a file, unpacked where its name ends in .gz.
+
+    Raises InputError, also for what is no regular file: devices have no end, and a pipe may never have a writer.
+    """
+    try:
+        mode = os.stat(path).st_mode
+        why = "it is a folder" if stat.S_ISDIR(mode) else "" if stat.S_ISREG(mode) else "it is no regular file"
+        if not why:
+            return gzip.open(path) if str(path).endswith(".gz") else open(path, "rb")
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist; {fix}") from None
+    except (OSError, ValueError) as error:  # ValueError: a name that the system cannot have
+        why = getattr(error, "strerror", None) or str(error)
+    raise InputError(f"cannot read {path}: {why}; {fix}")
+
+
+def _decode(data: bytes, path: str | Path, line: int = 1) -> str:
+    """Text of a whole file, or of its `line`."""
+    try:
+        return data.decode("utf-8-sig")  # a byte order mark is not part of the text
+    except UnicodeDecodeError as error:
+        before = data[: error.start]
+        line, column = line + before.count(b"\n"), error.start - (before.rfind(b"\n") + 1)
+        raise InputError(
+            f"{path}:{line}: not UTF-8 (byte 0x{data[error.start]:02x} at {column}); convert the file, e.g. with iconv"
+        ) from None
+
+
+def read_text(path: str | Path, fix: str = CHECK) -> str:
+    """A whole UTF-8 file. Raises InputError naming the file, what is wrong with it, and the fix."""
+    with open_file(path, fix) as stream:
+        try:
+            data = stream.read(MOST_BYTES + 1)
+        except OSError as error:
+            raise InputError(f"cannot read {path}: {error.strerror or error}; {fix}") from None
+    if len(data) > MOST_BYTES:
+        raise InputError(f"{path} is larger than {MOST_BYTES} bytes; {fix}")
+    return _decode(data, path)
+
+
+def read_lines(path: str | Path, fix: str = CHECK, finished: bool = False) -> Iterator[tuple[int, str]]:
+    """(number from 1, text with its end) of each line of a UTF-8 file, one in memory at a time.
+
+    `finished`: without a last one that has no end, as a killed program leaves it. Raises InputError as `read_text`
+    does, naming the line.
+    """
+    with open_file(path, fix) as stream:
+        try:
+            for number, line in enumerate(iter(lambda: stream.readline(MOST_BYTES + 1), b""), start=1):
+                if len(line) > MOST_BYTES:
+                    raise InputError(f"{path}:{number} is longer than {MOST_BYTES} bytes; {fix}")
+                if line.endswith(b"\n") or not finished:
+                    yield number, _decode(line, path, number)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise InputError(f"{path} is not a whole gzip file ({error}); make it again") from None
+        except OSError as error:
+            raise InputError(f"cannot read {path}: {error.strerror or error}; {fix}") from None
 
 
 def write_text(path: str | Path, text: str, durable: bool = False) -> None:
@@ -32,22 +97,20 @@ def write_bytes(path: str | Path, data: bytes, durable: bool = False) -> None:
     Raises InputError when the folder is missing, not writable or full.
     """
     path = Path(path)
-    with writing(path, "give a path in a writable folder"):
-        descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=UNDER_WAY)
+    beside = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}{UNDER_WAY}"
     try:
-        with writing(path, "give the path of a file"):
-            with os.fdopen(descriptor, "wb") as file:
+        with writing(path, "give the path of a file in a writable folder"):
+            with open(beside, "xb") as file:  # with the mode that the umask leaves
                 file.write(data)
                 if durable:
                     file.flush()
                     os.fsync(file.fileno())
-            os.chmod(beside, 0o644)
             os.replace(beside, path)
             if durable:
                 sync(path.parent)
-    except InputError:
-        Path(beside).unlink(missing_ok=True)
-        raise
+    finally:
+        with suppress(OSError):  # its folder may be missing
+            beside.unlink()
 
 
 def sync(path: Path) -> None:

@@ -1,4 +1,7 @@
-"""JSON files as values: models that refuse what they do not know, with one line that says where and what must be."""
+"""JSON files as values, read within limits: models that refuse what they do not know, in one line that says where.
+
+Files of this program hold what JSON allows, each key once. Those of others may hold NaN where nobody looks.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,10 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import CHECK, read_text
+
+DEEPEST = 100  # lists and objects within each other
+MOST_DIGITS = 40  # of a whole number
 
 
 class JsonModel(BaseModel):
@@ -35,14 +42,60 @@ Model = TypeVar("Model", bound=BaseModel)
 Value = TypeVar("Value")
 
 
-def read_json(path: str | Path) -> Any:
-    """Parse a JSON file. Raises InputError naming a file that is missing, unreadable or not JSON."""
+def _whole(text: str) -> int:
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"a whole number of {len(text)} digits")
+    return int(text)
+
+
+def _real(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:MOST_DIGITS]} is no finite number")
+    return value
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
+    return values
+
+
+_OWN = json.JSONDecoder(object_pairs_hook=_each_key_once, parse_int=_whole, parse_float=_real, parse_constant=_real)
+_OTHERS = json.JSONDecoder()
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(DEEPEST):
+        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list)))
+        level = [entry for entries in inner for entry in entries]
+    if level:
+        raise RecursionError
+
+
+def json_value(text: str, where: str, own: bool = True, fix: str = "") -> Any:
+    """The value that a JSON text stands for; `own`: of a file of this program. Raises InputError naming `where`."""
+    fix = fix and f"; {fix}"
     try:
-        return json.loads(Path(path).read_text())
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}; check the path") from None
+        value = (_OWN if own else _OTHERS).decode(text.rstrip())
+        if text.count("[") + text.count("{") > DEEPEST:
+            _check_depth(value)
+    except json.JSONDecodeError as error:
+        at = where if error.lineno == 1 else f"{where}:{error.lineno}"  # a file of one value has many lines
+        reason = f"{error.msg} at column {error.colno}"
+        raise InputError(f"{at}: not valid JSON ({reason}): {text.strip()[:40]!r}{fix}") from None
     except ValueError as error:
-        raise InputError(f"{path} is not valid JSON: {error}") from None
+        raise InputError(f"{where}: not valid JSON ({error}){fix}") from None
+    except RecursionError:
+        raise InputError(f"{where}: JSON nested more than {DEEPEST} deep{fix or '; cut it'}") from None
+    return value
+
+
+def read_json(path: str | Path, own: bool = True, fix: str = "") -> Any:
+    """The value of a JSON file. Raises InputError naming one that is missing, unreadable or not JSON, and the fix."""
+    return json_value(read_text(path, fix or CHECK), str(path), own, fix)
 
 
 def parse_json(model: type[Model], raw: Any, where: str) -> Model:
@@ -67,9 +120,11 @@ def from_json(kind: type[Value], raw: Any, where: str, version: int | None = Non
             raise InputError(f"{where}: version {raw.get('version')!r} is unknown; this program reads {version}")
         fields = {key: value for key, value in raw.items() if key != "version"}
     try:
-        return TypeAdapter(kind).validate_json(json.dumps(fields), strict=True)
+        return TypeAdapter(kind).validate_json(json.dumps(fields, allow_nan=False), strict=True)
     except ValidationError as error:
         raise InputError(f"{where}: {_fault(error.errors(include_url=False)[0])}") from None
+    except ValueError:  # of json.dumps
+        raise InputError(f"{where}: a number in it is not finite; write it anew") from None
 
 
 def _path(location: Sequence[str | int]) -> str:

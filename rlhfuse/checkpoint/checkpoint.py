@@ -8,6 +8,7 @@ OUTPUT_DIR/finished.json                                 written when a run has 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.json_values import from_json
+from rlhfuse.base.files import read_text
+from rlhfuse.base.json_values import from_json, json_value, read_json
 from rlhfuse.checkpoint.compatibility import RunCompatibility
 from rlhfuse.checkpoint.shard_files import FileFacts, ShardReader
 from rlhfuse.config.settings import RunConfig
@@ -24,7 +26,14 @@ from rlhfuse.config.settings import RunConfig
 VERSION = 2
 MANIFEST = "manifest.json"
 METRICS = "metrics.jsonl"
+METRICS_BYTES = "metrics_bytes"
+NAME = re.compile(r"iteration-(\d+)")
 RANDOM = "every draw is a function of trainer.seed, its purpose and its place: there is nothing to restore"
+
+
+def _digest(raw: Mapping[str, Any]) -> str:
+    """Of what manifest.json says beside it, however its text is laid out."""
+    return hashlib.sha256(json.dumps({key: raw[key] for key in raw if key != "digest"}).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -50,17 +59,26 @@ class Manifest:
     def to_text(self) -> str:
         """JSON with one line per field."""
         raw = {"version": VERSION, **asdict(self), "random": RANDOM}
+        raw["digest"] = _digest(raw)
         lines = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in raw.items()]
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
     @staticmethod
     def parse(text: str, where: str) -> Manifest:
-        """Inverse of `to_text`. Raises InputError naming `where`."""
-        try:
-            raw = json.loads(text)
-        except ValueError as error:
-            raise InputError(f"{where} is not valid JSON ({error}); use another checkpoint") from None
-        return from_json(Manifest, raw, where, VERSION)
+        """Inverse of `to_text`. Raises InputError naming `where`. One of before has no digest."""
+        raw = json_value(text, where, fix="use another checkpoint")
+        if isinstance(raw, dict) and raw.pop("digest", digest := _digest(raw)) != digest:
+            raise InputError(f"{where} is not as it was written: its digest is another one; use another checkpoint")
+        manifest = from_json(Manifest, raw, where, VERSION)
+        if manifest.iteration < 0 or not manifest.files:
+            wrong = f"iteration {manifest.iteration} of {len(manifest.files)} files"
+        elif outside := [file.name for file in manifest.files if file.name != Path(file.name).name]:
+            wrong = f"{outside[0]!r} is no file of its folder"
+        elif type(position := manifest.state.position.get(METRICS_BYTES)) is not int or position < 0:
+            wrong = f"{METRICS_BYTES} {position!r:.40} is no length of a file"
+        else:
+            return manifest
+        raise InputError(f"{where}: {wrong}; use another checkpoint")
 
 
 @dataclass(frozen=True)
@@ -78,21 +96,20 @@ class Checkpoint:
     @property
     def metrics_bytes(self) -> int:
         """Length of metrics.jsonl when it was saved."""
-        return int(self.manifest.state.position["metrics_bytes"])
+        return self.manifest.state.position[METRICS_BYTES]
 
     @staticmethod
     def open(folder: Path) -> Checkpoint:
         """Read the manifest and hold every file against it. Raises InputError naming the file and what is wrong."""
+        fix = "set trainer.resume to auto, never or a folder checkpoints/iteration-N"
         if folder.name == "latest" and folder.is_file():
-            folder = folder.with_name(folder.read_text().strip())
-        try:
-            text = (folder / MANIFEST).read_text()
-        except (OSError, UnicodeDecodeError):
-            raise InputError(
-                f"{folder / MANIFEST} is missing or unreadable: {folder} is no whole checkpoint; "
-                "set trainer.resume to auto, never or a folder checkpoints/iteration-N"
-            ) from None
-        manifest = Manifest.parse(text, str(folder / MANIFEST))
+            name = read_text(folder, fix).strip()
+            if not NAME.fullmatch(name):
+                raise InputError(f"{folder} names {name[:40]!r}, no checkpoint beside it; {fix}")
+            folder = folder.with_name(name)
+        if not (folder / MANIFEST).is_file():
+            raise InputError(f"{folder / MANIFEST} is missing: {folder} is no whole checkpoint; {fix}")
+        manifest = Manifest.parse(read_text(folder / MANIFEST, fix), str(folder / MANIFEST))
         for facts in manifest.files:
             facts.check(folder)
         return Checkpoint(folder, manifest)
@@ -132,7 +149,7 @@ def check_resumed(found: Checkpoint, config: RunConfig, facts: RunCompatibility)
 def checkpoints_in(run_dir: Path) -> list[Path]:
     """Folders of complete checkpoints, oldest first; unfinished `.partial` ones are left out."""
     folders = folder_of(run_dir).glob("iteration-*")
-    named = [(re.fullmatch(r"iteration-(\d+)", folder.name), folder) for folder in folders]
+    named = [(NAME.fullmatch(folder.name), folder) for folder in folders]
     return [folder for _, folder in sorted((int(match[1]), folder) for match, folder in named if match)]
 
 
@@ -141,10 +158,11 @@ def finished_iterations(run_dir: Path) -> int:
     file = run_dir / "finished.json"
     if not file.exists():
         return -1
-    try:
-        return int(json.loads(file.read_text())["iterations"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file} cannot be read ({error!r}); remove it to continue the run") from None
+    fix = "remove it to continue the run"
+    done = raw.get("iterations") if isinstance(raw := read_json(file, fix=fix), dict) else raw
+    if type(done) is not int or done < 0:
+        raise InputError(f"{file}: iterations is {done!r:.40}, no number of them; {fix}")
+    return done
 
 
 def is_finished(config: RunConfig) -> bool:

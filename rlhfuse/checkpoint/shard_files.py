@@ -66,7 +66,6 @@ def write_rank_file(folder: Path, rank: int, state: Mapping[str, Sequence[Fragme
         tensors |= {f"{role}.{kind}.{one.name}": value for one in fragments for kind, value in one.tensors.items()}
     file = folder / file_name(rank)
     save_tensors(tensors, file, {"fragments": json.dumps(header)})
-    os.chmod(file, 0o644)
     with open(file, "rb") as stream:
         os.fsync(stream.fileno())
     return FileFacts(file.name, file.stat().st_size, file_digest(file))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -16,9 +18,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from yaml import YAMLError
+from yaml import CollectionEndEvent, CollectionStartEvent, SafeLoader, YAMLError, parse
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import read_text
+from rlhfuse.base.json_values import DEEPEST
 from rlhfuse.config.role import Role
 from rlhfuse.config.rules import check_config
 from rlhfuse.config.settings import RunConfig, Settings
@@ -26,6 +30,7 @@ from rlhfuse.config.values import AUTO, LARGEST, LARGEST_REAL, takes_auto
 
 PACKAGE = Path(__file__).resolve().parents[1]
 EXAMPLES = (PACKAGE, PACKAGE.parent)  # where examples/ lies when installed, and in a checkout
+LONGEST = 200  # characters of what was given that are said again
 BOUNDS = ("gt", "ge", "lt", "le")
 UNKNOWN = ("extra_forbidden", "invalid_key")
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Literal: "a text"}
@@ -104,27 +109,38 @@ def _path_of(config: RunConfig, role: Role) -> str:
 
 
 def _read(file: Path) -> DictConfig:
+    text = read_text(file, "give the path of a YAML file")
+    _check_nesting(text, f"config file {file}")
     try:
-        source = OmegaConf.load(file)
-    except FileNotFoundError:
-        raise InputError(f"config file {file} does not exist") from None
-    except OSError as error:
-        raise InputError(f"config file {file} cannot be read: {error.strerror or error}") from None
+        source = OmegaConf.load(StringIO(text))
     except Exception as error:  # yaml raises many kinds; all of them mean: not YAML
-        raise InputError(f"config file {file} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise InputError(f"config file {file} is not valid YAML: {shortened(error)}") from None
     if not isinstance(source, DictConfig):
-        raise InputError(f"{file}: the file must be a mapping, not {OmegaConf.to_container(source)}")
+        raise InputError(f"{file}: the file must be a mapping, not {shortened(OmegaConf.to_container(source))}")
     return _check_source(source, str(file))
+
+
+def _check_nesting(text: str, where: str) -> None:
+    """Raise InputError for what no key takes and what the libraries below do not survive: their recursion is in C."""
+    depth, deep = 0, text.count("${") > DEEPEST
+    with suppress(YAMLError):  # which is said when it is loaded
+        for event in parse(text, SafeLoader):
+            depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+            if deep := deep or depth > DEEPEST:
+                break
+    if deep:
+        raise InputError(f"{where} is nested more than {DEEPEST} deep; no key takes such a value")
 
 
 def _argument(text: str) -> DictConfig:
     if "=" not in text:
-        raise InputError(f"argument {text!r} is not of the form key=value")
+        raise InputError(f"argument {shortened(text)!r} is not of the form key=value")
+    _check_nesting(text.partition("=")[2], f"argument {shortened(text)!r}")
     try:
         source = OmegaConf.from_dotlist([text])
-    except (OmegaConfBaseException, YAMLError, ValueError) as error:
-        raise InputError(f"argument {text[:200]!r} cannot be read: {' '.join(str(error).split())[:200]}") from None
-    return _check_source(source, f"argument {text!r}")
+    except Exception as error:  # of many kinds, as in a file
+        raise InputError(f"argument {shortened(text)!r} cannot be read: {shortened(error)}") from None
+    return _check_source(source, f"argument {shortened(text)!r}")
 
 
 def _check_source(source: DictConfig, where: str) -> DictConfig:
@@ -151,25 +167,32 @@ def _refusals(error: ValidationError, where: str) -> list[tuple[str, bool]]:
 def _refusal(fault: Mapping[str, Any], where: str) -> tuple[str, bool]:
     key, field = _field_at(fault["loc"])
     value, kind = fault["input"], fault["type"]
+    value = shortened(value) if isinstance(value, str) else value
     if kind in UNKNOWN:
         near = difflib.get_close_matches(key, [known for known, _, _ in RunConfig().leaves()], n=1, cutoff=0.0)
-        return f"{where}: unknown key {key}; did you mean {near[0]}?", False
+        return f"{where}: unknown key {shortened(key)}; did you mean {near[0]}?", False
     if value == "???":
         return f"{where}: {key}='???' must be a value, not OmegaConf's mark of a missing one", False
     if field is None:
         kind = "auto or a mapping" if key == "parallel" else "a mapping"
-        return f"{where}: {key} must be {kind}, not {value!r}", "${" in str(value)
+        return f"{where}: {key} must be {kind}, not {value!r:.{LONGEST + 2}}", "${" in str(value)
     if limits := _limits(field, kind):
         return f"{key}={float(value) if field.annotation is float else value} must be {limits}", True
     if isinstance(reason := fault.get("ctx", {}).get("error"), InputError):
-        return f"{key}={value}: {reason}", True
+        return f"{key}={str(value)[:LONGEST]}: {reason}", True
     if kind == "literal_error" and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return f"{key}={str(value)!r} must be one of {', '.join(get_args(field.annotation))}", True
     inside = fault["loc"][len(key.split(".")) :]  # of a list
     kind = get_origin(field.annotation) or field.annotation
     expected = LISTS[_element(field)][bool(inside)] if kind is tuple else KINDS[kind]
     expected = f"auto or {expected}" if takes_auto(field.metadata) else expected
-    return f"{where}: {key}{''.join(f'[{i}]' for i in inside)}={value!r} must be {expected}", "${" in str(value)
+    key += "".join(f"[{i}]" for i in inside)
+    return f"{where}: {key}={value!r:.{LONGEST + 2}} must be {expected}", "${" in str(value)
+
+
+def shortened(text: object) -> str:
+    """One line that fits into a message."""
+    return " ".join(str(text)[:LONGEST].split())
 
 
 def _element(field: FieldInfo) -> type:

@@ -25,6 +25,7 @@ from rlhfuse.config.values import (
     LayoutOrDefault,
     Name,
     NonNegative,
+    PathText,
     Positive,
     PositiveOrAuto,
     Processes,
@@ -94,13 +95,13 @@ class OptimizerConfig(Settings):
 
 
 class ActorConfig(Settings):
-    path: Text = key("", "Hugging Face folder or hub name")
-    tokenizer: Text = key("", "default: actor.path")
+    path: PathText = key("", "Hugging Face folder or hub name")
+    tokenizer: PathText = key("", "default: actor.path")
     optim: OptimizerConfig = OptimizerConfig()
 
 
 class CriticConfig(Settings):
-    path: Text = key(
+    path: PathText = key(
         "",
         "Hugging Face folder or hub name; default: reward.path with its scalar head, else actor.path; "
         "a folder without one gets a value head that begins at 0",
@@ -112,12 +113,14 @@ class CriticConfig(Settings):
 
 
 class ReferenceConfig(Settings):
-    path: Text = key("", "Hugging Face folder or hub name; default: actor.path; none = no reference, and then no KL")
+    path: PathText = key(
+        "", "Hugging Face folder or hub name; default: actor.path; none = no reference, and then no KL"
+    )
 
 
 class RewardConfig(Settings):
-    path: Text = key("", "reward model, a scalar head: Hugging Face folder or hub name; empty = only the function")
-    function: Text = key("", "module:function or FILE.py:function; empty = only the model")
+    path: PathText = key("", "reward model, a scalar head: Hugging Face folder or hub name; empty = only the function")
+    function: PathText = key("", "module:function or FILE.py:function; empty = only the model")
     signature: Literal["auto", "verl", "trl"] = key(
         "auto", "how the function is called: verl, trl, or auto: as the names of its parameters say"
     )
@@ -282,7 +285,7 @@ class FusionConfig(Settings):
         "backwards in two parts, the input's gradient and later the weights': true, false, or auto: of the models "
         "where that lowers the proved bound of the schedule by 1 % (docs/explanation/intra_stage.md)",
     )
-    schedule: Text = key("", "schedule.json made by tools/search_schedule.py; empty = search at start")
+    schedule: PathText = key("", "schedule.json made by tools/search_schedule.py; empty = search at start")
     search_seconds: Wait = key(5.0, "time of the search at start")
     actor_microbatches: PositiveOrAuto = key(
         AUTO,
@@ -292,12 +295,12 @@ class FusionConfig(Settings):
     bucket_mib: Positive = key(
         64, "most memory of a rank, beside caches, that weights, keys and values on their way take, in MiB"
     )
-    profile: Text = key(
+    profile: PathText = key(
         "",
         "costs.json of a past run on this machine, or what `tools/profile_costs.py` measured "
         "(docs/explanation/costs.md); empty = analytic costs",
     )
-    threshold_file: Text = key("", "threshold.json made by tools/calibrate_threshold.py")
+    threshold_file: PathText = key("", "threshold.json made by tools/calibrate_threshold.py")
 
     @property
     def alternates(self) -> bool:
@@ -329,7 +332,7 @@ class ParallelConfig(Settings):
     reference_inference: LayoutOrDefault = key("", "default: parallel.inference")
     reward_inference: LayoutOrDefault = key("", "default: parallel.inference")
     critic_inference: LayoutOrDefault = key("", "default: parallel.inference")
-    lengths: Text = key(
+    lengths: PathText = key(
         "",
         "what plan, first R_t and search of layouts are for: FILE[:COLUMN] of past lengths, or a past run's folder; "
         "empty = an assumption: lognormal, p99.9 at rollout.max_response_tokens, median a tenth of it",
@@ -345,7 +348,7 @@ class ParallelConfig(Settings):
 
 class TrainerConfig(Settings):
     iterations: Whole = key(10, "PPO iterations of the run; 0 = evaluate data.val_files alone", ge=0, le=2**24)
-    output_dir: Text = key("", "the run directory; empty = runs/<config name>-<time>")
+    output_dir: PathText = key("", "the run directory; empty = runs/<config name>-<time>")
     save_every: Count = key(
         0, "iterations between checkpoints (docs/howto/checkpoints.md); 0 = only the export at the end"
     )
@@ -360,7 +363,7 @@ class TrainerConfig(Settings):
         False,
         "save where the held-out score is the best so far; that checkpoint is kept, and exported to export/best",
     )
-    resume: Text = key("never", "auto, never, or the path of a checkpoint")
+    resume: PathText = key("never", "auto, never, or the path of a checkpoint")
     seed: Whole = key(1, "every random draw derives from it; 0 to 2^63 - 1", ge=0, le=2**63 - 1)
     dtype: Literal["auto", "float32", "bfloat16"] = key(
         "auto", "float32, bfloat16, or auto: bfloat16 on GPUs (as device says, else hardware), float32 on CPU"

@@ -10,12 +10,20 @@ import json
 import math
 import re
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from textwrap import shorten
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.json_values import JsonModel, parse_json, read_json
 
+LARGEST = 2**31 - 1  # of whole numbers without a limit of their own: torch and Megatron count in int32 in places
+MOST_LAYERS = 10_000  # of a model
+Size = Annotated[int, Field(ge=1, le=LARGEST)]
 ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "phi3": "Phi3"}
 # Keys of config.json that change what a model computes, and the only value of each that is implemented.
 IMPLEMENTED = {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 1, "quantization_config": None}
@@ -98,58 +106,81 @@ class ModelSpec:
         file, generation = Path(path) / "config.json", Path(path) / "generation_config.json"
         if not file.exists():
             raise InputError(f"{file} is missing: {path} is no Hugging Face model folder; give its path")
-        raw, ends = _read_json(file), (_read_json(generation) if generation.exists() else {}).get("eos_token_id")
+        raw, said = (_read(one) if one.exists() else {} for one in (file, generation))
+        ends = said.get("eos_token_id")
         return _from_config_dict(raw if ends is None else raw | {"eos_token_id": ends}, str(file))
 
 
-def _read_json(file: Path) -> dict:
-    try:
-        return json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} is not valid JSON ({error}); download the checkpoint again") from None
+def _read(file: Path) -> dict[str, Any]:
+    raw = read_json(file, own=False, fix="download the checkpoint again")
+    if not isinstance(raw, dict):
+        raise InputError(f"{file} must be a JSON object, not {type(raw).__name__}; download the checkpoint again")
+    return raw
+
+
+class _ConfigJson(JsonModel, extra="ignore"):
+    """What is read of config.json; null stands for what is not said."""
+
+    num_hidden_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
+    hidden_size: Size
+    num_attention_heads: Size
+    intermediate_size: Size
+    vocab_size: Size
+    max_position_embeddings: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    sliding_window: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
+    use_sliding_window: bool | None = None
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    rope_theta: Annotated[float, Field(gt=0)] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rms_norm_eps: Annotated[float, Field(gt=0, le=1)] = 1e-6
+    bos_token_id: int | None = None
 
 
 def _from_config_dict(raw: dict, where: str) -> ModelSpec:
     kind = raw.get("model_type")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise InputError(f"{where}: model_type {kind!r} is not supported; use one of {', '.join(ARCHITECTURES)}")
 
-    def need(name: str) -> int:
-        value = raw.get(name)
-        if not isinstance(value, int) or value <= 0:
-            raise InputError(f"{where}: {name} is {value!r}; a positive integer is needed")
-        return value
-
-    heads, hidden, context = need("num_attention_heads"), need("hidden_size"), need("max_position_embeddings")
+    form = parse_json(_ConfigJson, raw, where)
+    heads, context = form.num_attention_heads, form.max_position_embeddings
+    kv_heads = form.num_key_value_heads or heads
+    if heads % kv_heads or heads > form.hidden_size and form.head_dim is None:
+        shares = f"num_key_value_heads={kv_heads} must divide it, hidden_size={form.hidden_size} be no less"
+        raise InputError(f"{where}: num_attention_heads={heads}: {shares}")
     window = _sliding_window(raw, kind) or context
-    rope = raw.get("rope_parameters") or {}
-    scaling = raw.get("rope_scaling") or rope
+    rope = form.rope_parameters or {}
+    scaling = form.rope_scaling or rope
     ends = raw.get("eos_token_id")
     ends = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
-    if wrong := [token for token in ends if type(token) is not int or not 0 <= token < need("vocab_size")]:
-        ids = f"an id in [0, {raw['vocab_size']})"
+    if wrong := [token for token in ends if type(token) is not int or not 0 <= token < form.vocab_size]:
+        ids = f"an id in [0, {form.vocab_size})"
         raise InputError(f"{where}, generation_config.json: eos_token_id {wrong[0]!r} is not {ids}")
     _check_implemented(raw | scaling, kind, where)
-    biased = kind in BIASED and bool(raw.get("attention_bias"))
+    biased = kind in BIASED and bool(form.attention_bias)
     return ModelSpec(
         architecture=kind,
-        layers=need("num_hidden_layers"),
-        hidden=hidden,
+        layers=form.num_hidden_layers,
+        hidden=form.hidden_size,
         heads=heads,
-        kv_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or hidden // heads),
-        mlp=need("intermediate_size"),
-        vocab=need("vocab_size"),
+        kv_heads=kv_heads,
+        head_dim=form.head_dim or form.hidden_size // heads,
+        mlp=form.intermediate_size,
+        vocab=form.vocab_size,
         context=min(context, window),
-        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tied_embeddings=bool(form.tie_word_embeddings),
         qkv_bias=kind == "qwen2" or biased,
         proj_bias=biased,
         qk_norm=kind == "qwen3",
-        rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+        rope_theta=form.rope_theta or _number(rope, "rope_theta", where, 10000.0),
         rope_scaling=_rope_scaling(scaling, where),
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        norm_eps=form.rms_norm_eps,
         sliding_window=window < context,
-        bos_token_id=raw.get("bos_token_id"),
+        bos_token_id=form.bos_token_id,
         eos_token_ids=ends,
     )
 
@@ -169,14 +200,16 @@ def _sliding_window(raw: dict, kind: str) -> int | None:
     return raw.get("sliding_window", None if kind == "phi3" else 4096) if slides else None
 
 
+def _number(raw: dict, name: str, where: str, default: float | None = None) -> float:
+    value = raw.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST:
+        raise InputError(f"{where} has {name} {value!r:.40}; a number in (0, {LARGEST}] is needed")
+    return float(value)
+
+
 def _rope_scaling(raw: dict, where: str) -> RopeScaling | None:
     kind = raw.get("rope_type", raw.get("type", "default"))
-
-    def number(name: str) -> float:
-        if not isinstance(raw.get(name), int | float):
-            raise InputError(f"{where}: rope scaling {kind!r} has {name} {raw.get(name)!r}; a number is needed")
-        return float(raw[name])
-
+    number = partial(_number, raw, where=f"{where}: rope scaling {kind!r}")
     if kind == "default":
         return None
     if kind == "linear":
@@ -221,7 +254,7 @@ class ParallelLayout:
         """Inverse of `str`. Raises InputError on anything but `dDtTpP[vV][@FIRST-LAST][:LAYERS,...]`."""
         match = _LAYOUT.fullmatch(str(text).strip())
         if not match:
-            raise InputError(f"layout {text!r} is not of the form d1t2p4, d1t2p4v2, d1t2p4@0-7 or d1t2p4:9,9,8,6")
+            raise InputError(f"layout {text!r:.80} is not of the form d1t2p4, d1t2p4v2, d1t2p4@0-7 or d1t2p4:9,9,8,6")
         dp, tp, pp, chunks = (int(match[i] or 1) for i in (1, 2, 3, 4))
         ranks = (int(match[5]), int(match[6])) if match[5] else None
         if ranks and dp * tp * pp != ranks[1] - ranks[0] + 1:

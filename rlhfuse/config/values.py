@@ -15,11 +15,12 @@ from pydantic import (
     WrapValidator,
 )
 
-from rlhfuse.config.spec import ParallelLayout
+from rlhfuse.base.errors import InputError
+from rlhfuse.config.spec import LARGEST, ParallelLayout
 
-LARGEST = 2**31 - 1  # of whole numbers without a limit of their own: torch and Megatron count in int32 in places
 LARGEST_REAL = 3e38  # what is larger is infinite in float32
 AUTO = "auto"
+LONGEST_NAME, LONGEST_PATH = 255, 4000  # bytes, of what Linux opens
 LONGEST_SECONDS = 1e7  # of a wait, 115 days: libraries count it in milliseconds
 
 
@@ -37,6 +38,16 @@ def _refuse(*kinds: type) -> BeforeValidator:
 def _not_missing(text: str) -> str:
     if text == "???":
         raise ValueError("OmegaConf's mark of a missing value")
+    return text
+
+
+def _possible_path(text: str) -> str:
+    if "\0" in text or any(len(name.encode(errors="surrogatepass")) > LONGEST_NAME for name in text.split("/")):
+        raise InputError(
+            f"a name in it is longer than {LONGEST_NAME} bytes or has a zero byte; no file has such a name"
+        )
+    if len(text.encode(errors="replace")) > LONGEST_PATH or any("\ud800" <= one <= "\udfff" for one in text):
+        raise InputError(f"it is longer than {LONGEST_PATH} bytes or no text of UTF-8; no file has such a name")
     return text
 
 
@@ -66,7 +77,8 @@ def _truth_as_text(value: Any) -> Any:
 
 
 def _truth_as_rule(value: Any) -> Any:
-    return {"true": "search", "false": "serial"}.get(text := _truth_as_text(value), text)
+    text = _truth_as_text(value)
+    return {"true": "search", "false": "serial"}.get(text, text) if isinstance(text, str) else value
 
 
 _WHOLE, _REAL = _refuse(bool, float), _refuse(bool)
@@ -105,6 +117,7 @@ Share = Annotated[float, Field(ge=0, le=1), _REAL]
 Decay = Annotated[float, Field(ge=0, lt=1), _REAL]
 Wait = Annotated[float, Field(gt=0, le=LONGEST_SECONDS), _REAL]
 Text = Annotated[str, AfterValidator(_not_missing)]
+PathText = Annotated[Text, AfterValidator(_possible_path)]  # a file or folder, or a name that may not be one
 Name = Annotated[Text, Field(strict=True)]  # not even a number
 TokenId = Annotated[int, _WHOLE, AfterValidator(_not_negative)]
 Layout = Annotated[str, AfterValidator(_check_layout)]  # or AUTO, until planning/search has chosen one

@@ -6,11 +6,12 @@ tools/profile_costs.py).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Protocol
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.config.values import LARGEST
+from rlhfuse.costs.fits import check_seconds
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,9 @@ class RewardCost:
     at_once: int = 1
 
     def __post_init__(self) -> None:
-        if not (0 <= self.seconds < math.inf and self.at_once >= 1):
-            raise InputError("a reward call needs seconds that are finite and >= 0, and at_once >= 1")
+        check_seconds("seconds of a reward call", self.seconds)
+        if not 1 <= self.at_once <= LARGEST:
+            raise InputError(f"calls of a reward function at_once must be in [1, {LARGEST}], not {self.at_once}")
 
 
 class CostModel(Protocol):

@@ -15,6 +15,14 @@ import numpy as np
 
 from rlhfuse.base.errors import InputError
 
+MOST_SECONDS = 1e9  # of one piece of work, 31 years
+
+
+def check_seconds(what: str, *values: float) -> None:
+    """Raise InputError unless all are finite and not negative, and sums of them stay so."""
+    if bad := [value for value in values if not 0 <= value <= MOST_SECONDS]:
+        raise InputError(f"{what} must be in [0, {MOST_SECONDS:g}], not {bad[0]!r:.40}")
+
 
 @dataclass(frozen=True)
 class Line:
@@ -24,8 +32,7 @@ class Line:
     slopes: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if not all(0 <= value < math.inf for value in (self.constant, *self.slopes)):
-            raise InputError("a line needs a constant and slopes that are finite and >= 0")
+        check_seconds("a line's constant and slopes", self.constant, *self.slopes)
 
     def __call__(self, *counts: float) -> float:
         return self.constant + sum(slope * count for slope, count in zip(self.slopes, counts, strict=True))
@@ -68,8 +75,7 @@ class Grid:
                 raise InputError(f"points {axis} of a grid must ascend, and be at least one")
         if len(self.axes) not in (1, 2) or len(self.seconds) != math.prod(map(len, self.axes)):
             raise InputError(f"a grid of {[len(axis) for axis in self.axes]} points needs as many seconds")
-        if not all(0 <= value < math.inf for value in self.seconds):
-            raise InputError("seconds of a grid must be finite and >= 0")
+        check_seconds("seconds of a grid", *self.seconds)
 
     def __call__(self, *counts: float) -> float:
         first, weight = _cell(self.axes[0], counts[0])

@@ -15,7 +15,7 @@ import numpy as np
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.json_values import from_json, read_json, to_json
 from rlhfuse.costs.cost_model import CostModel, RewardCost
-from rlhfuse.costs.fits import Line
+from rlhfuse.costs.fits import Line, check_seconds
 from rlhfuse.costs.speculation import DecodeObservation, Speculation, fit_decode
 
 COLUMNS = {"decode": ("batch", "context tokens"), "prefill": ("tokens", "sequences"), "score": ("tokens", "sequences")}
@@ -71,6 +71,8 @@ class MeasuredCost:
         for kind, columns in (*COLUMNS.items(), ("migration", ("bytes",))):
             if len(getattr(self, kind).slopes) != len(columns):
                 raise InputError(f"{kind} needs a constant and {len(columns)} slopes")
+        for kind in (*MEDIANS, "capture"):
+            check_seconds(kind, getattr(self, kind))
 
     @staticmethod
     def fit(
@@ -97,8 +99,7 @@ class MeasuredCost:
         for kind, seen in seconds.items():
             if not len(seen):
                 raise InputError(f"no {kind} observation to fit costs from; measure at least one")
-            if bad := [value for value in seen if not 0 <= value < np.inf]:
-                raise InputError(f"{kind} observation of {bad[0]} seconds: seconds must be finite and >= 0")
+            check_seconds(f"seconds of a {kind} observation", *seen)
         calls = sum(o.calls for o in reward)
         plain, speculation = fit_decode(decode)
         return MeasuredCost(

@@ -17,7 +17,7 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost
 from rlhfuse.costs.cost_model import CostModel, RewardCost
-from rlhfuse.costs.fits import Grid
+from rlhfuse.costs.fits import Grid, check_seconds
 from rlhfuse.costs.stage_cut import MicrobatchTokens, StageSeconds
 from rlhfuse.schedule.ir.problem import StageCosts
 
@@ -61,6 +61,9 @@ class ProfiledCost(CostModel):
     all_reduce: Grid | None  # of bytes, over the instance's tensor ranks; None with one
     training: Mapping[str, TrainingGrids]  # by role
     reward: RewardCost | None = None  # not measured by the program; a file may have it
+
+    def __post_init__(self) -> None:
+        check_seconds("swap_in", self.swap_in)
 
     def prefill_seconds(self, tokens: float, sequences: float) -> float:
         return self.prefill(tokens, sequences) if tokens > 0 else 0.0

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.costs.fits import Line
+from rlhfuse.config.values import LARGEST
+from rlhfuse.costs.fits import Line, check_seconds
 
 LEAST_SEQUENCES = 100  # of steps, that stand for one number of sequences; with fewer its neighbours count, too
 
@@ -39,10 +40,10 @@ class Speculation:
     def __post_init__(self) -> None:
         if len(self.guesses) != len(self.tokens) or not self.tokens:
             raise InputError("speculation needs guesses and tokens for the same numbers of sequences, one at least")
-        if min(self.tokens) < 1 or min(self.guesses) < 0 or not 0 <= self.guess_seconds < np.inf:
-            raise InputError(
-                "speculation gives at least one token a step, for guesses and seconds that are not negative"
-            )
+        check_seconds("seconds of a guess", self.guess_seconds)
+        for least, values in ((1, self.tokens), (0, self.guesses)):
+            if bad := [value for value in values if not least <= value <= LARGEST]:
+                raise InputError(f"tokens and guesses of a step must be in [{least}, {LARGEST}], not {bad[0]!r:.40}")
 
     def __str__(self) -> str:
         """E.g. `1.20 us each; 1 sequence: 7.9 give 2.1 tokens a step, 8: 0.9 give 1.4`."""

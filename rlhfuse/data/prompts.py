@@ -1,4 +1,4 @@
-"""Prompt files: rows of jsonl (also .jsonl.gz), json, csv or parquet, read and checked once before anything runs.
+"""Prompt files (base/rows.py), read and checked once before anything runs.
 
 {"prompt": "text"}                     the key is a setting
 {"prompt": [{"role", "content"}, ..]}  chat turns, put into the tokenizer's chat template; verl's rows are such
@@ -7,23 +7,19 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
 import json
-import os
 import re
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.rows import read_rows
 
 Text = str | list[dict[str, str]]  # plain text, or chat turns {"role": ..., "content": ...}
 _ANSWER = "\n\nAssistant:"
 _TURN = re.compile(r"\n\n(Human|Assistant):")
-FORMATS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ def load_prompts(
     prompts, dropped = [], 0
     for file in map(Path, files):
         rows = 0
-        for line, row in read_rows(file):
+        for line, row in read_rows(file, "check data.train_files and data.val_files"):
             rows += 1
             where = f"{file}:{line}"
             text = _prompt_of(row, prompt_key, where, dialogues_as_turns)
@@ -105,21 +101,6 @@ def load_prompts(
             else "no prompt file was given; name at least one"
         )
     return PromptSet(tuple(prompts), dropped)
-
-
-def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of one file with their line (jsonl, csv: from 1) or row number (json, parquet: from 1)."""
-    if file.is_dir():
-        raise InputError(f"prompt file {file} is a folder; name the files in it instead")
-    if not os.access(file, os.R_OK):
-        fault = "cannot be read" if file.exists() else "does not exist"
-        raise InputError(f"prompt file {file} {fault}; check data.train_files and data.val_files")
-    if file.name.endswith((".jsonl", ".jsonl.gz")):
-        return _jsonl_rows(file)
-    readers = {".json": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}
-    if file.suffix not in readers:
-        raise InputError(f"prompt file {file} is of no known kind; use one of {', '.join(FORMATS)}")
-    return readers[file.suffix](file)
 
 
 def _prompt_of(row: Any, key: str, where: str, dialogues_as_turns: bool) -> Text:
@@ -166,69 +147,3 @@ def _are_turns(value: Any) -> bool:
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
         return False
     return bool(value) and all(isinstance(turn.get(key), str) for turn in value for key in ("role", "content"))
-
-
-def _decode(data: bytes, file: Path, line: int = 1) -> str:
-    """Text of a whole file, or of its `line`."""
-    try:
-        return data.decode("utf-8-sig")  # a byte order mark is not part of the text
-    except UnicodeDecodeError as error:
-        before = data[: error.start]
-        line, column = line + before.count(b"\n"), error.start - (before.rfind(b"\n") + 1)
-        raise InputError(
-            f"{file}:{line}: not UTF-8 (byte 0x{data[error.start]:02x} at {column}); convert the file, e.g. with iconv"
-        ) from None
-
-
-def _jsonl_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as stream:
-        try:
-            for number, raw in enumerate(stream, start=1):
-                text = _decode(raw, file, number).strip()
-                if text:
-                    yield number, _parse(text, f"{file}:{number}")
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise InputError(f"{file} is not a whole gzip file ({error}); make it again") from None
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        at = where if error.lineno == 1 else f"{where}:{error.lineno}"  # a file of one JSON value has many lines
-        raise InputError(f"{at}: not valid JSON ({error.msg} at column {error.colno}): {text[:40]!r}") from None
-    except ValueError as error:  # a number of thousands of digits
-        raise InputError(f"{where}: not valid JSON ({error}): {text[:40]!r}") from None
-    except RecursionError:
-        raise InputError(f"{where}: JSON nested too deeply; remove the row") from None
-
-
-def _json_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    rows = _parse(_decode(file.read_bytes(), file).strip() or "[]", str(file))
-    if not isinstance(rows, list):
-        raise InputError(f"{file}: must be a list of rows; for one object per line name it .jsonl")
-    yield from enumerate(rows, start=1)
-
-
-def _csv_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    lines = [_decode(raw, file, i) for i, raw in enumerate(file.read_bytes().splitlines(keepends=True), start=1)]
-    reader = csv.DictReader(lines, strict=True)
-    try:
-        for row in reader:
-            if None in row or None in row.values():
-                fields = len(reader.fieldnames or ())
-                raise InputError(f"{file}:{reader.line_num}: not {fields} fields as in the header")
-            yield reader.line_num, row
-    except csv.Error as error:
-        raise InputError(f"{file}:{reader.reader.line_num}: not valid CSV ({error})") from None
-
-
-def _parquet_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    import pyarrow  # here, because no other format needs it and loading takes a while
-    import pyarrow.parquet
-
-    try:
-        rows = pyarrow.parquet.read_table(file).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(f"{file} is not a readable parquet file ({error})") from None
-    yield from enumerate(rows, start=1)

@@ -7,7 +7,6 @@ linear_fc1 [gate, up] of this tensor rank. Layers are numbered from 0 within the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.json_values import JsonModel, parse_json, read_json
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.models.hf_names import JOINED, LM_HEAD, SCALAR_HEAD, expected_tensors, joined, layer_shapes
 
@@ -52,14 +52,19 @@ class TensorEntry:
     first: int = 0
 
 
+class _IndexJson(JsonModel, extra="ignore"):
+    weight_map: dict[str, str]
+
+
 def checkpoint_index(path: Path) -> dict[str, TensorEntry]:
     """Every tensor of the folder, from its files' headers alone. Raises InputError for a missing or broken file."""
     listing = path / "model.safetensors.index.json"
     if listing.exists():
-        try:
-            files = sorted({path / name for name in json.loads(listing.read_text())["weight_map"].values()})
-        except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
-            raise InputError(f"{listing} is broken ({error!r}); download the checkpoint again") from None
+        again = "download the checkpoint again"
+        names = set(parse_json(_IndexJson, read_json(listing, own=False, fix=again), str(listing)).weight_map.values())
+        if outside := [name for name in names if Path(name).name != name]:
+            raise InputError(f"{listing} names {outside[0]!r}, which is no file of the folder; {again}")
+        files = sorted(path / name for name in names)
     else:
         files = [path / "model.safetensors"]
     index: dict[str, TensorEntry] = {}

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from rlhfuse.base.errors import writing
 from rlhfuse.base.files import output_folder
+from rlhfuse.base.json_values import read_json
 
 EXPORT_BYTES = 5 << 30  # of one weight file
 TOKENIZER_FILES = (
@@ -79,7 +81,7 @@ def write_folder(
     model has become. Raises InputError naming a bad file.
     """
     dtype = _write_weights(folder, tensors, shard_bytes, progress)
-    config = json.loads((like / "config.json").read_text())
+    config = read_json(like / "config.json", own=False)
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = str(dtype).removeprefix("torch.")
@@ -134,9 +136,12 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int | None) -> I
 
 
 def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str]) -> None:
-    """`safetensors.torch.save_file`, which hides the system's error number in the text of its own error."""
+    """`safetensors.torch.save_file`, but with the mode that the umask leaves, and with the system's error number."""
+    with open(file, "wb") as empty:
+        mode = stat.S_IMODE(os.fstat(empty.fileno()).st_mode)
     try:
         save_file(dict(tensors), str(file), metadata=dict(metadata))
+        os.chmod(file, mode)
     except SafetensorError as error:
         if match := re.search(r"\(os error (\d+)\)", str(error)):
             raise OSError(int(match[1]), os.strerror(int(match[1])), str(file)) from None

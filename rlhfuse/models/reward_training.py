@@ -8,7 +8,6 @@ be rescaled to scores with a standard deviation of one. A text is scored at its 
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import time
@@ -22,6 +21,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import read_lines
+from rlhfuse.base.json_values import json_value
 
 NO_SCALE = "give no unit of scale: raise --eval-fraction, give other pairs, or use --keep-scale"
 FIELDS = ("prompt", "chosen", "rejected")
@@ -78,23 +79,15 @@ class RewardResult:
 
 def read_pairs(path: str | Path) -> list[dict[str, str]]:
     """Read a jsonl file of objects with FIELDS, but for blank lines. Raises InputError naming file, line and field."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
-        raise InputError(f"pairs file {path} does not exist; give a jsonl file of prompt, chosen, rejected") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"pairs file {path} cannot be read: {error}") from None
-    pairs = [_parse_pair(line, f"{path} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    lines = read_lines(path, "give a jsonl file of prompt, chosen, rejected")
+    pairs = [_parse_pair(line, f"{path}:{number}") for number, line in lines if line.strip()]
     if len(pairs) < 2:
         raise InputError(f"pairs file {path} holds {len(pairs)} pairs; at least 2 are needed, one of them held out")
     return pairs
 
 
 def _parse_pair(line: str, where: str) -> dict[str, str]:
-    try:
-        raw = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from None
+    raw = json_value(line, where, own=False)
     if not isinstance(raw, dict):
         raise InputError(f"{where}: a JSON object with {', '.join(FIELDS)} is needed, not {raw!r:.60}")
     for name in FIELDS:

@@ -6,19 +6,24 @@ what counts is which token an id is; the actor's tokens must be those of every o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.json_values import read_json
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RolloutConfig, RunConfig
 from rlhfuse.config.spec import ModelSpec
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 SPECIAL = ("bos_token", "eos_token", "unk_token")  # padding is never fed
+TEMPLATE_SECONDS = 10.0  # of one prompt: the sandbox bounds a loop, but not loops in loops
 _FIX = "all models read the same tokens, so take one with the actor's tokenizer"
 
 
@@ -26,24 +31,64 @@ def has_tokenizer(path: Path) -> bool:
     return any((path / name).exists() for name in FILES)
 
 
-def load_tokenizer(path: Path, spec: ModelSpec) -> Any:
-    """The folder's tokenizer. Raises InputError when it is missing or has ids outside the model's vocabulary."""
+def read_tokenizer(path: Path) -> Any:
+    """The folder's tokenizer; code that lies in the folder is never run. Raises InputError for one that is no other."""
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
     if not has_tokenizer(path):
         raise InputError(f"{path} has no tokenizer files; set actor.tokenizer to a folder that has them")
+    said = read_json(file, own=False) if (file := path / "tokenizer_config.json").exists() else {}
+    if isinstance(said, dict) and said.get("auto_map"):
+        fix = "take another, or remove auto_map where a tokenizer of transformers reads its files"
+        raise InputError(f"{file}: auto_map asks to run code of the folder, which is not done; {fix}")
     logging.set_verbosity_error()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a broken file
-        raise InputError(f"tokenizer of {path} cannot be read: {str(error).splitlines()[0]}") from None
-    largest = max(tokenizer.get_vocab().values())
-    if largest >= spec.vocab:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"tokenizer of {path} cannot be read: {reason}") from None
+
+
+def load_tokenizer(path: Path, spec: ModelSpec) -> Any:
+    """As `read_tokenizer`, with ids inside the model's vocabulary alone."""
+    tokenizer = read_tokenizer(path)
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if not 0 <= largest < spec.vocab:
         raise InputError(
             f"tokenizer {path} has ids up to {largest}, the model's vocabulary is {spec.vocab}; use the model's own"
         )
     return tokenizer
+
+
+def chat_tokens(tokenizer: Any, turns: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Chat turns {"role", "content"} in the tokenizer's template, with the head of an answer. Raises InputError."""
+    if tokenizer.chat_template is None:
+        raise InputError("the prompts are chat turns, but the tokenizer has no chat template; use text prompts")
+    try:
+        with _time_limit(TEMPLATE_SECONDS):
+            return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # a template may refuse turns in any way
+        raise InputError(f"the tokenizer's chat template refuses the turns ({error})") from None
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the block when this process has computed for so long; in the main thread alone."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"no end after {seconds:g} s")
+
+    if threading.current_thread() is not threading.main_thread():  # signals are not for others
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def resolve_tokens(

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.files import AppendFile
+from rlhfuse.base.files import AppendFile, read_lines
+from rlhfuse.base.json_values import json_value
 
 Metrics = Mapping[str, Any]  # numbers (of numpy and torch, too), texts, lists, None
 
@@ -76,20 +77,10 @@ def _cut(path: Path, keep_bytes: int | None) -> None:
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """All lines in order, without the unfinished last one of a killed run. Raises InputError naming file and line."""
-    file = Path(path)
-    try:
-        text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(f"{file} does not exist; give the folder of a run that wrote metrics") from None
-    except (UnicodeDecodeError, OSError) as error:
-        raise InputError(f"{file} cannot be read ({error})") from None
     rows = []
-    for number, line in enumerate(text.split("\n")[:-1], start=1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{file}:{number} is not valid JSON ({error.msg}); remove the line") from None
-        if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
-            raise InputError(f"{file}:{number} is not one iteration's metrics: no integer 'iteration'")
+    for number, line in read_lines(path, "give the folder of a run that wrote metrics", finished=True):
+        row = json_value(line, f"{path}:{number}", fix="remove the line")
+        if not isinstance(row, dict) or type(row.get("iteration")) is not int:
+            raise InputError(f"{path}:{number} is not one iteration's metrics: no integer 'iteration'")
         rows.append(row)
     return rows

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlhfuse.base.errors import InputError, writing
-from rlhfuse.base.files import AppendFile
+from rlhfuse.base.errors import writing
+from rlhfuse.base.files import AppendFile, read_lines
+from rlhfuse.base.json_values import from_json, json_value
 from rlhfuse.monitor.metrics import finite_or_none
 
 
@@ -56,10 +57,7 @@ def _line(sample: SampleText) -> str:
 def read_samples(path: str | Path) -> list[SampleText]:
     """All lines in order, without the unfinished last one of a killed run. Raises InputError naming file and line."""
     samples = []
-    for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], start=1):
-        try:
-            samples.append(SampleText(**json.loads(line)))
-        except (ValueError, TypeError) as error:
-            known = ", ".join(field.name for field in fields(SampleText))
-            raise InputError(f"{path}:{number} is not a sample ({error}); each line holds {known}") from None
+    for number, line in read_lines(path, finished=True):
+        where = f"{path}:{number}"
+        samples.append(from_json(SampleText, json_value(line, where, own=False, fix="remove the line"), where))
     return samples

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_text
+from rlhfuse.base.json_values import from_json, read_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -68,18 +69,24 @@ def save_trace(spans: Sequence[Span], path: str | Path) -> None:
 
 def load_trace(path: str | Path) -> list[Span]:
     """The spans of a file written by `save_trace`, times exact to the nanosecond. Raises InputError."""
+    raw = read_json(path, fix="a run writes it as trace.json")
     try:
-        events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
-        spans = []
-        for event in (event for event in events if event["ph"] == "X"):
-            times = event["ts"] / _MICROSECONDS, (event["ts"] + event["dur"]) / _MICROSECONDS
-            group = GROUPS[event["pid"]]
-            spans.append(Span(event["name"], event["cat"], event["tid"], *times, group, event["args"]))
-        return spans
-    except FileNotFoundError:
-        raise InputError(f"trace {path} does not exist; a run writes it as trace.json") from None
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+        spans = [
+            {
+                "name": event["name"],
+                "kind": event["cat"],
+                "rank": event["tid"],
+                "start_seconds": event["ts"] / _MICROSECONDS,
+                "end_seconds": (event["ts"] + event["dur"]) / _MICROSECONDS,
+                "group": GROUPS[event["pid"]],
+                "args": event["args"],
+            }
+            for event in raw["traceEvents"]
+            if event["ph"] == "X"
+        ]
+    except (KeyError, TypeError, IndexError) as error:
         raise InputError(f"{path} is not a trace written by this program ({type(error).__name__}: {error})") from None
+    return from_json(list[Span], spans, str(path))
 
 
 def draw_iteration(spans: Sequence[Span], path: str | Path, title: str = "") -> None:

@@ -28,7 +28,7 @@ from rlhfuse.data.reward_function import RewardFunction
 from rlhfuse.decisions.batch_cut import resolve_batch
 from rlhfuse.decisions.layouts import check_given_layouts, check_layouts, inference_layout
 from rlhfuse.models.hf import check_checkpoint, resolve_checkpoint
-from rlhfuse.models.tokenizer import load_tokenizer, resolve_tokens
+from rlhfuse.models.tokenizer import chat_tokens, load_tokenizer, resolve_tokens
 from rlhfuse.models.transformer_engine import choose_layers
 from rlhfuse.planning.draft import PlanDraft, draft_plan
 from rlhfuse.planning.search.resolve import StoredLayouts, resolve_layouts
@@ -202,12 +202,7 @@ def encoder(tokenizer: Any, config: RunConfig) -> Callable[[Any], list[int]]:
     def encode(prompt: Any) -> list[int]:
         if not isinstance(prompt, str) or config.data.apply_chat_template:
             turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            if tokenizer.chat_template is None:
-                raise InputError("the prompts are chat turns, but the tokenizer has no chat template; use text prompts")
-            try:
-                return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-            except Exception as error:  # a template may refuse turns in any way
-                raise InputError(f"the tokenizer's chat template refuses the turns ({error})") from None
+            return chat_tokens(tokenizer, turns)
         if add is None:
             return tokenizer(prompt)["input_ids"]
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]

@@ -1,14 +1,12 @@
 """Prompt and response lengths: of one batch of samples, or of a file of past requests.
 
-The tail of this distribution is what inter-stage fusion lives from (paper section 2.2). A file is csv, jsonl or parquet
-with one request per line, or the metrics.jsonl of a past run, whose lines hold a list of lengths per iteration.
+The tail of this distribution is what inter-stage fusion lives from (paper section 2.2). A file (base/rows.py) has
+one request per row, or the metrics.jsonl of a past run, whose lines hold a list of lengths per iteration.
 """
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.rows import read_rows
+from rlhfuse.config.values import LARGEST
 
 # What traces and runs call these columns; compared without case, the first that exists is taken.
 OUTPUT_COLUMNS = (
@@ -95,7 +95,10 @@ def load_lengths(source: str | Path, prompt_column: str | None = None, default_p
     column (naming the columns found) and for a value that is no length (naming the line).
     """
     path, column = _split_column(str(source))
-    rows = list(_rows(path))
+    rows = list(read_rows(path, "check the path of the lengths"))
+    for line, row in rows:
+        if not isinstance(row, dict):
+            raise InputError(f"{path}:{line}: an object is needed, not {str(row)[:40]}")
     if not rows:
         raise InputError(f"{path} holds no row of lengths")
     found = list(dict.fromkeys(name for _, row in rows for name in row))
@@ -115,7 +118,7 @@ def load_lengths(source: str | Path, prompt_column: str | None = None, default_p
             new_prompts = _lengths_of(row.get(prompt_column), path, line, prompt_column, least=0)
         if len(new_prompts) != len(new_outputs):
             counts = f"{len(new_prompts)} values of {prompt_column} but {len(new_outputs)} of {output_column}"
-            raise InputError(f"{path}, line {line}: {counts}")
+            raise InputError(f"{path}:{line}: {counts}")
         prompts += new_prompts
         outputs += new_outputs
     if not outputs:
@@ -144,54 +147,6 @@ def _pick(path: str, found: list[str], wanted: str | None, known: Sequence[str],
     raise InputError(f"{path} has no known column of {what}; found: {', '.join(found)}")
 
 
-def _rows(path: str) -> Iterator[tuple[int, dict]]:
-    """(line number, row) of a file; parquet rows count from 1."""
-    suffix = Path(path).suffix.lower()
-    try:
-        if suffix == ".csv":
-            with open(path, newline="") as file:
-                reader = csv.DictReader(file)
-                for row in reader:
-                    yield reader.line_num, {name: value for name, value in row.items() if name is not None}
-        elif suffix == ".jsonl":
-            with open(path) as file:
-                yield from _json_rows(path, file)
-        elif suffix == ".parquet":
-            yield from _parquet_rows(path)
-        else:
-            raise InputError(f"{path}: lengths are read from .csv, .jsonl and .parquet files")
-    except FileNotFoundError:
-        raise InputError(f"lengths file {path} does not exist") from None
-    except OSError as error:
-        raise InputError(f"lengths file {path} cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"{path} is not readable as {suffix[1:]}: {error}") from None
-
-
-def _json_rows(path: str, lines: Iterable[str]) -> Iterator[tuple[int, dict]]:
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{path}, line {number}: not valid JSON ({error.msg})") from None
-        if not isinstance(row, dict):
-            raise InputError(f"{path}, line {number}: an object is needed, not {str(row)[:40]}")
-        yield number, row
-
-
-def _parquet_rows(path: str) -> Iterator[tuple[int, dict]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except pyarrow.ArrowInvalid as error:
-        raise InputError(f"{path} is not valid parquet: {error}") from None
-    yield from enumerate(table.to_pylist(), 1)
-
-
 def _lengths_of(value: Any, path: str, line: int, column: str, least: int) -> list[int]:
     """One length, or a list of them; text is read as a number."""
     lengths = []
@@ -201,10 +156,8 @@ def _lengths_of(value: Any, path: str, line: int, column: str, least: int) -> li
             if isinstance(entry, bool) or number != int(number):
                 raise ValueError
         except (TypeError, ValueError, OverflowError):
-            raise InputError(
-                f"{path}, line {line}: {column} is {entry!r}; a whole number of tokens is needed"
-            ) from None
-        if number < least:
-            raise InputError(f"{path}, line {line}: {column} is {int(number)}; at least {least} is needed")
+            raise InputError(f"{path}:{line}: {column} is {entry!r}; a whole number of tokens is needed") from None
+        if not least <= number <= LARGEST:
+            raise InputError(f"{path}:{line}: {column} is {int(number)}; at least {least} is needed, {LARGEST} at most")
         lengths.append(int(number))
     return lengths

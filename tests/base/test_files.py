@@ -6,9 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.files import output_folder, remove_leftovers
+from rlhfuse.base.files import output_folder, remove_leftovers, write_text
+from rlhfuse.models.hf_folder import save_tensors
 
 
 def test_an_output_folder_appears_whole_or_not_at_all(tmp_path):
@@ -84,3 +87,29 @@ def test_a_folder_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     with output_folder(tmp_path / "out") as folder:
         (folder / "file").write_text("one")
     assert calls == [str(folder / "file"), str(folder), "replace", str(tmp_path)]
+
+
+@pytest.mark.parametrize("mask, mode", [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_a_file_has_the_mode_that_the_umask_leaves(tmp_path, mask, mode):
+    before = os.umask(mask)
+    try:
+        write_text(tmp_path / "a.json", "one")
+        write_text(tmp_path / "a.json", "two", durable=True)
+        save_tensors({"a": torch.zeros(2)}, tmp_path / "a.safetensors", {})
+        save_tensors({"a": torch.ones(2)}, tmp_path / "a.safetensors", {})
+    finally:
+        os.umask(before)
+    assert {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {
+        "a.json": mode,
+        "a.safetensors": mode,
+    }
+    assert (tmp_path / "a.json").read_text() == "two" and load_file(tmp_path / "a.safetensors")["a"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["none/a.json", "folder", "a.json/b.json", "x" * 300])
+def test_a_name_that_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "a.json").write_text("{}")
+    with pytest.raises(InputError, match=r"cannot write .*; give the path of a file in a writable folder"):
+        write_text(tmp_path / name, "two")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.json", "folder"]

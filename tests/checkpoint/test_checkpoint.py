@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,24 @@ pytestmark = pytest.mark.timeout(1800)  # five trainings are started for the fir
 # the folder -----------------------------------------------------------------------------------------------------
 
 
+def _changed(manifest, **changes):
+    """Its text as of a program before, which had no digest, with other values."""
+    raw = json.loads(manifest.to_text())
+    del raw["digest"]
+    return json.dumps(raw | changes)
+
+
+def test_a_manifest_that_was_changed_is_found_out_and_one_of_before_is_read():
+    facts = RunCompatibility(2, {}, {}, "ab", {})
+    manifest = Manifest(3, facts, RunState({}, {"kl_coef": 0.05}, {"metrics_bytes": 12}), (FileFacts("r", 5, "ab"),))
+    text = manifest.to_text()
+    assert json.dumps(json.loads(text)) != text and Manifest.parse(json.dumps(json.loads(text)), "m") == manifest
+    for was, now in (('"kl_coef": 0.05', '"kl_coef": 0.15'), ('"metrics_bytes": 12', '"metrics_bytes": 11')):
+        with pytest.raises(InputError, match="m is not as it was written: its digest is another one"):
+            Manifest.parse(text.replace(was, now), "m")
+    assert Manifest.parse(_changed(manifest), "m") == manifest
+
+
 def test_manifest_prints_and_parses_back():
     settings = {"trainer.seed": 1, "rollout.top_p": 0.1}
     facts = RunCompatibility(2, {"actor_train": "d1t1p2"}, {"actor": {"layers": 4}}, "ab", settings)
@@ -36,16 +55,25 @@ def test_manifest_prints_and_parses_back():
     manifest = Manifest(3, facts, state, (FileFacts("rank-0.safetensors", 5, "ab"),))
     assert Manifest.parse(manifest.to_text(), "m") == manifest
     for text, message in (
-        ("", "m is not valid JSON"),
+        ("", "m: not valid JSON .*; use another checkpoint"),
+        ("[" * 100_000, "m: JSON nested more than .*; use another checkpoint"),
+        (_changed(manifest, iteration=10**400), "m: not valid JSON"),
+        (_changed(manifest, iteration=-1), "m: iteration -1 of 1 files"),
+        (_changed(manifest, files=[]), "m: iteration 3 of 0 files"),
+        (_changed(manifest, files=[{"name": "../../x", "size_bytes": 5, "sha256": "ab"}]), "'../../x' is no file of"),
+        *(
+            (_changed(manifest, state={"threshold": {}, "algorithm": {}, "position": position}), "m: metrics_bytes")
+            for position in ({}, {"metrics_bytes": -5}, {"metrics_bytes": "5"}, {"metrics_bytes": True})
+        ),
         ("[]", "m: must be a JSON object"),
         ("{}", "m: version None is unknown"),
         ('{"version": 2}', "m: iteration is missing"),
-        (manifest.to_text().replace('"facts"', '"fax"'), "m: facts is missing"),
+        (_changed(manifest).replace('"facts"', '"fax"'), "m: facts is missing"),
     ):
         with pytest.raises(InputError, match=message):
             Manifest.parse(text, "m")
     with pytest.raises(InputError, match="version 9 is unknown"):
-        Manifest.parse(manifest.to_text().replace('"version": 2', '"version": 9'), "m")
+        Manifest.parse(_changed(manifest, version=9), "m")
 
 
 def test_a_checkpoint_may_be_older_than_a_field_of_a_models_shape():
@@ -296,5 +324,18 @@ def test_a_finished_run_without_checkpoints_cannot_be_extended(copy):
     config, run_dir = copy
     shutil.rmtree(run_dir / "checkpoints")
     assert "finished run of 4 iterations without checkpoints" in refused(config, run_dir)
-    (run_dir / "finished.json").write_text(json.dumps({"done": 4}))
-    assert "finished.json cannot be read" in refused(config, run_dir)
+    file = run_dir / "finished.json"
+    for text in ('{"done": 4}', "[" * 100_000, '{"iterations": 1e400}', "[4]", '{"iterations": -1}', "\xff"):
+        file.write_bytes(text.encode("latin-1"))
+        assert re.search(f"{file}.*(remove it to continue the run|iconv)", message := refused(config, run_dir)), message
+    file.unlink()
+    file.mkdir()
+    assert f"cannot read {file}: it is a folder; remove it" in refused(config, run_dir)
+
+
+@pytest.mark.parametrize("text", [b"\xff\xfe", b"../../etc", b"/etc", b"", b"iteration-1\niteration-2"])
+def test_latest_names_a_checkpoint_beside_it(copy, text):
+    config, run_dir = copy
+    latest = run_dir / "checkpoints" / "latest"
+    latest.write_bytes(text)
+    assert str(latest) in refused(config, run_dir, f"trainer.resume={latest}")

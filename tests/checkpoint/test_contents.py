@@ -14,9 +14,11 @@ from tiny import write_checkpoint, write_run
 from rlhfuse.base.errors import InputError
 from rlhfuse.checkpoint.checkpoint import Manifest, RunState
 from rlhfuse.checkpoint.compatibility import RunCompatibility
+from rlhfuse.checkpoint.shard_files import FileFacts
 from rlhfuse.config.load import load_config
 from rlhfuse.run.preflight import check_inputs
 
+FILES = (FileFacts("rank-0.safetensors", 5, "ab"),)
 REWARD = "def score(completions, **rest):\n    return [{} for _ in completions]\n"
 
 
@@ -80,9 +82,9 @@ def test_files_may_not_change(whole, moved, key):
 
 
 def test_a_checkpoint_that_knows_no_contents_compares_names(whole, moved):
-    raw = json.loads(Manifest(1, whole[1], RunState({}, {}, {}), ()).to_text())
+    raw = json.loads(Manifest(1, whole[1], RunState({}, {}, {"metrics_bytes": 0}), FILES).to_text())
     assert Manifest.parse(json.dumps(raw), "m").facts == whole[1]
-    del raw["facts"]["contents"]
+    del raw["facts"]["contents"], raw["digest"]
     before = Manifest.parse(json.dumps(raw), "m").facts
     whole[1].check(before, "c")
     with pytest.raises(InputError, match="c was saved with actor.path="):

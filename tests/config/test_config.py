@@ -101,6 +101,13 @@ def test_resolved_config_reads_back_equal(tmp_path):
         (["fusion.threshold=65"], "65 > 64 samples of one iteration"),
         (["fusion.threshold=²"], "must be auto or a number of samples"),
         (["trainer.seed=${"], r"argument 'trainer.seed=\$\{' cannot be read"),
+        (["trainer.seed=" + "[" * 100_000], r"argument 'trainer.seed=\[\[.* is nested more than 100 deep"),
+        (["trainer.seed=" + "[" * 90 + "]" * 90], r"argument 'trainer.seed=\[\["),
+        (["trainer.seed=" + "y" * (1 << 20)], r"trainer.seed='y{200}' must be a whole number"),
+        (["x" * (1 << 20) + "=1"], "unknown key x{200}; did you mean"),
+        (["a=b=c"], "unknown key a; did you mean"),
+        (["=x"], "unknown key ; did you mean"),
+        (["actor.ü=1"], "unknown key actor.ü; did you mean actor.path"),
         (["trainer.seed=[1"], r"argument 'trainer.seed=\[1' cannot be read"),
         (["trainer.seed=${nothing}"], "trainer.seed: Interpolation key 'nothing' not found"),
         (["=3"], "unknown key ; did you mean"),
@@ -212,10 +219,15 @@ def test_whitening_may_be_given_as_a_yaml_truth(tmp_path):
         ("a: [", "not valid YAML"),
         ("- 1\n", "must be a mapping"),
         ("actor: 3", "actor must be a mapping, not 3"),
-        ("3", "cannot be read: Invalid loaded object type: int"),
+        ("3", "not valid YAML: Invalid loaded object type: int"),
         ("", "actor.path is not set"),
         ("trainer: {seed: 1, seed: 2}", "not valid YAML: .*duplicate key seed"),
-        (b"actor: {path: \xff}", "not valid YAML: .*can't decode byte 0xff"),
+        ("actor: " + "[" * 500 + "]" * 500, "nested more than 100 deep; no key takes such a value"),
+        ("actor: " + "[" * 100_000, "nested more than 100 deep"),  # more than libyaml's stack
+        ("- " * 100_000, "nested more than 100 deep"),
+        ('actor: {path: "' + "${" * 100_000 + '"}', "nested more than 100 deep"),
+        ('actor: {path: "${actor.path}"}', r"run.yaml: actor.path: Recursive interpolation detected"),
+        (b"actor: {path: \xff}", "run.yaml:1: not UTF-8 .byte 0xff at 14."),
     ],
 )
 def test_broken_files(tmp_path, text, message):
@@ -228,7 +240,7 @@ def test_broken_files(tmp_path, text, message):
 def test_missing_file(tmp_path):
     with pytest.raises(InputError, match="does not exist"):
         load_config(tmp_path / "none.yaml")
-    with pytest.raises(InputError, match="cannot be read: Is a directory"):
+    with pytest.raises(InputError, match="cannot read .*: it is a folder; give the path of a YAML file"):
         load_config(tmp_path)
 
 

@@ -6,9 +6,11 @@ A new key without a row in LIMITS fails here.
 from __future__ import annotations
 
 import math
+from datetime import date
 from typing import Any
 
 import pytest
+import yaml
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import dump_config, load_config, validate
@@ -58,6 +60,57 @@ def test_a_wrong_type_is_refused_by_its_key(tmp_path, key, wrong):
     with pytest.raises(InputError) as caught:
         load_config(file)
     assert f"run.yaml: {key}" in str(caught.value) and "\n" not in str(caught.value)
+
+
+ANYTHING: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -1,
+    2.5,
+    10**40,
+    10**400,
+    math.nan,
+    math.inf,
+    "",
+    "x",
+    "${x}",
+    "1e400",
+    b"x",
+)
+ANYTHING += (
+    date(2024, 1, 1),
+    [],
+    {},
+    [1],
+    ["x"],
+    [None],
+    [[]],
+    [[1]],
+    [{}],
+    {"x": 1},
+    {1: 2},
+    {"x": {"y": []}},
+    (1, 2),
+)
+
+
+@pytest.mark.parametrize("key", [*LEAVES, *sorted({key.rpartition(".")[0] for key in LEAVES}), "rollout.0", ""])
+def test_any_value_at_any_key_is_taken_or_refused_in_one_line(tmp_path, key):
+    for value in ANYTHING:
+        for read in (
+            lambda raw: validate(raw, "a file"),
+            lambda raw: _load(tmp_path / "run.yaml", yaml.dump(raw)),
+        ):
+            try:
+                assert isinstance(read(nested(key, value)), RunConfig), value
+            except InputError as error:
+                assert "\n" not in str(error), value
+
+
+def _load(file, text):
+    file.write_text(text)
+    return load_config(file)
 
 
 def test_texts_that_may_be_a_truth_are_one_of_the_names():
@@ -248,3 +301,14 @@ def test_a_config_is_frozen_and_its_changes_are_validated():
 def test_a_truth_says_whether_training_is_searched(text, order):
     assert RunConfig.model_validate({"fusion": {"intra_stage": text}}).fusion.intra_stage == order
     assert RunConfig().with_(fusion={"intra_stage": order == "search"}).fusion.alternates
+
+
+PATHS = sorted(key for key in LEAVES if key.endswith(("path", "output_dir", "resume", "tokenizer")))
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_a_name_that_no_file_can_have_is_refused(key):
+    assert "no file has such a name" in refused(key, "x" * 300)
+    for name in ("a\0b", "half \ud83d", "y" * 5000, "a/" * 3000):
+        assert len(refused(key, name)) < 500
+    validate(nested(key, "a b ü/" * 20), "a file")

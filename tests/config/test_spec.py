@@ -126,12 +126,40 @@ def test_parameter_count_equals_transformers(tmp_path, kind, biased):
     assert spec.parameters() == sum(parameter.numel() for parameter in model.parameters())
 
 
+INF, LINEAR = float("inf"), {"rope_type": "linear", "factor": 2.0}
+SIZES = "num_hidden_layers hidden_size num_attention_heads intermediate_size vocab_size max_position_embeddings".split()
+SIZES += ["num_key_value_heads", "head_dim"]
+TRUTHS = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
+ROPE = ("rope_parameters", "rope_scaling")
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; use one of llama"),
-        ({"hidden_size": 0}, "hidden_size is 0; a positive integer is needed"),
-        ({"vocab_size": None}, "vocab_size is None"),
+        ({"hidden_size": 0}, "hidden_size is 0; must be greater than or equal to 1"),
+        ({"vocab_size": None}, "vocab_size is null; must be a valid integer"),
+        *(
+            ({key: bad}, f"config.json: {key} is ")
+            for key in SIZES
+            for bad in (0, -1, 1.5, "x", True, [4], 10**400, 2**40)
+        ),
+        *(({key: bad}, f"config.json: {key} is ") for key in TRUTHS for bad in (0, "no", [True])),
+        *(({"rms_norm_eps": bad}, "config.json: rms_norm_eps is ") for bad in (None, "x", 0, -1e-6, 10**400, INF, 2)),
+        *(({key: bad}, f"config.json: {key} is ") for key in ROPE for bad in (3, "linear", [1])),
+        *(({"rope_theta": bad}, "config.json: rope_theta is ") for bad in (0, "x", INF)),
+        *(({"rope_parameters": {"rope_theta": bad}}, "has rope_theta ") for bad in (0, "x", None, 10**400)),
+        *(
+            ({"rope_scaling": LINEAR | {"factor": bad}}, "'linear' has factor ")
+            for bad in (0, True, INF, 10**400, None)
+        ),
+        ({"num_hidden_layers": 10_001}, "num_hidden_layers is 10001; must be less than or equal to 10000"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=8: num_key_value_heads=3 must divide it"),
+        ({"hidden_size": 4}, "num_attention_heads=8: .*hidden_size=4 be no less"),
+        ({"eos_token_id": 10**400}, "is not an id in"),
+        ({"eos_token_id": "</s>"}, "eos_token_id '</s>' is not an id in"),
+        ({"hidden_act": []}, "hidden_act=.. is not supported"),
+        ({"model_type": ["llama"]}, "model_type .'llama'. is not supported"),
         ({"hidden_act": "gelu"}, 'hidden_act="gelu" is not supported; only "silu" is'),
         ({"mlp_bias": True}, "mlp_bias=true"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported; only 1 is"),
@@ -143,16 +171,21 @@ def test_parameter_count_equals_transformers(tmp_path, kind, biased):
     ],
 )
 def test_unsupported_models_are_refused(tmp_path, changes, message):
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=message) as caught:
         spec_of(tmp_path, **changes)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
-def test_missing_and_broken_config(tmp_path):
-    with pytest.raises(InputError, match="is missing"):
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_missing_and_broken_config(tmp_path, name):
+    with pytest.raises(InputError, match="config.json is missing"):
         ModelSpec.from_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(InputError, match="not valid JSON"):
-        ModelSpec.from_config(tmp_path)
+    spec_of(tmp_path)
+    broken = {"{": "not valid JSON", "[]": "must be a JSON object, not list", "null": "must be a JSON object"}
+    for text, message in (broken | {"[" * 100_000: "nested more than", "9" * 5001: "not valid JSON"}).items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(InputError, match=f"{tmp_path / name}.*{message}.*download the checkpoint again"):
+            ModelSpec.from_config(tmp_path)
 
 
 def test_rope_and_window(tmp_path):

@@ -76,7 +76,7 @@ def test_one_observation_is_enough_and_none_is_not():
     assert one.decode_step_seconds(4, 400) == pytest.approx(0.02)
     with pytest.raises(InputError, match="no migration observation"):
         MeasuredCost.fit(*observe(linear_cost(), 0.0)[:3], [], [0.1])
-    with pytest.raises(InputError, match="seconds must be finite"):
+    with pytest.raises(InputError, match="seconds of a swap_in observation must be in"):
         MeasuredCost.fit(*observe(linear_cost(), 0.0)[:4], [float("nan")])
 
 
@@ -104,16 +104,37 @@ def test_the_reward_function_is_optional_in_a_file():
     assert raw.pop("reward") is None and MeasuredCost.from_dict(raw) == linear_cost()
 
 
+NAN, INF = float("nan"), float("inf")
+UNBOUNDED = ("swap_in", "meeting", "release", "capture")
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
         ({"version": 3}, "version 3 is unknown; this program reads 4"),
         ({"swap_in": "soon"}, "swap_in is .soon.; must be a valid number"),
         ({"decode": {"constant": 1.0, "slopes": [1.0]}}, "decode needs a constant and 2 slopes"),
-        ({"score": {"constant": -1.0, "slopes": [1.0, 0.0]}}, "finite and >= 0"),
+        ({"score": {"constant": -1.0, "slopes": [1.0, 0.0]}}, r"constant and slopes must be in \[0, 1e\+09\], not -1"),
         ({"prefill": {}}, "prefill.constant is missing"),
         ({"prefill": 3}, "prefill must be a JSON object, not int"),
-        ({"reward": {"seconds": -1.0}}, "reward: a reward call needs seconds that are finite and >= 0"),
+        ({"reward": {"seconds": -1.0}}, "reward: seconds of a reward call must be in .*, not -1"),
+        *(
+            ({key: bad}, f"{key} must be in|not finite")
+            for key in UNBOUNDED
+            for bad in (-1.0, 1e300, NAN, INF, 10**400)
+        ),
+        ({"reward": {"seconds": 1.0, "at_once": 10**400}}, "at_once"),
+        ({"reward": {"seconds": 1.0, "at_once": 0}}, r"at_once must be in \[1, "),
+        *(
+            ({"speculation": {"guess_seconds": 0.0, "tokens": [1.5], "guesses": [bad]} | more}, "must be in|not finite")
+            for bad, more in (
+                (NAN, {}),
+                (10**400, {}),
+                (-1.0, {}),
+                (1.0, {"tokens": [1e300]}),
+                (1.0, {"guess_seconds": INF}),
+            )
+        ),
     ],
 )
 def test_bad_cost_files_are_refused(change, message):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import signal
 
 import pytest
 from tiny import write_checkpoint, write_tokenizer
@@ -12,7 +14,8 @@ from rlhfuse.base.errors import InputError
 from rlhfuse.config.role import Role
 from rlhfuse.config.settings import RolloutConfig
 from rlhfuse.config.spec import ModelSpec
-from rlhfuse.models.tokenizer import check_tokenizers, load_tokenizer, with_end_tokens
+from rlhfuse.models import tokenizer as tokenizer_module
+from rlhfuse.models.tokenizer import chat_tokens, check_tokenizers, load_tokenizer, with_end_tokens
 
 
 def edit(file, **changes):
@@ -134,3 +137,69 @@ def test_without_tokenizer_files_sizes_are_compared_but_a_run_refuses(tmp_path):
     paths, specs = pair(tmp_path / "other", 320, 288, reward_words=0)
     with pytest.raises(InputError, match=re.escape("vocab(288) != vocab(320) of the actor, and their tokenizers")):
         check(paths, specs, required=False)
+
+
+@pytest.fixture
+def folder_with_code(folder):
+    """It asks to run a file beside it, which would say so."""
+    (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass EvilTok: pass\n")
+    edit(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.EvilTok", "evil.EvilTok"]})
+    return folder
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_code_of_a_folder_never_runs_and_nobody_is_asked(folder_with_code, monkeypatch, named):
+    """Whether transformers has a class for it or not; the answer to its question would be yes."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    if not named:
+        raw = json.loads((file := folder_with_code / "tokenizer_config.json").read_text())
+        raw.pop("tokenizer_class", None)
+        file.write_text(json.dumps(raw))
+    with pytest.raises(InputError, match="tokenizer_config.json: auto_map asks to run code of the folder"):
+        load_tokenizer(folder_with_code, ModelSpec.from_config(folder_with_code))
+    assert not (folder_with_code / "ran").exists()
+
+
+def test_code_for_a_model_is_not_needed_and_does_not_run(folder_with_code):
+    (folder_with_code / "tokenizer_config.json").unlink()
+    edit(folder_with_code / "config.json", auto_map={"AutoConfig": "evil.EvilTok", "AutoTokenizer": "evil.EvilTok"})
+    try:
+        load_tokenizer(folder_with_code, ModelSpec.from_config(folder_with_code))
+    except InputError as error:
+        assert "tokenizer of" in str(error) and "\n" not in str(error)
+    assert not (folder_with_code / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", "[" * 100_000),
+        ("tokenizer.json", '{"model": 3}'),
+        ("tokenizer_config.json", "null"),
+        ("tokenizer_config.json", "[" * 100_000),
+        ("tokenizer_config.json", "9" * 5001),
+        ("tokenizer_config.json", '{"tokenizer_class": 3}'),
+        ("config.json", json.dumps({"attention_dropout": "a\nb", "model_type": "llama"})),
+    ],
+)
+def test_a_broken_tokenizer_is_one_whole_line(folder, name, text):
+    spec = ModelSpec.from_config(folder)
+    (folder / name).write_text(text)
+    try:
+        load_tokenizer(folder, spec)
+    except InputError as error:
+        assert str(folder) in str(error) and "\n" not in str(error)
+
+
+def test_a_template_without_end_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(tokenizer_module, "TEMPLATE_SECONDS", 0.2)
+    tokenizer, turns = load_tokenizer(folder, ModelSpec.from_config(folder)), [{"role": "user", "content": "w1"}]
+    tokenizer.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(InputError, match="template refuses the turns .no end after 0.2 s"):
+        chat_tokens(tokenizer, turns)
+    tokenizer.chat_template = "{% for a in range(2) %}{{ messages[0].content }} {% endfor %}"
+    assert chat_tokens(tokenizer, turns)[-2:] == [4, 4]
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)

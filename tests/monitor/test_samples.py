@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.monitor.samples import SampleText, SampleWriter, read_samples
+from rlhfuse.monitor.samples import SampleText, SampleWriter, _line, read_samples
 
 SAMPLES = [SampleText(i, i, "wie spät?", "fünf vor zwölf", 0.5, 4, "stop") for i in range(3)]
 
@@ -51,8 +51,24 @@ def test_what_is_not_finite_is_none(tmp_path):
 def test_bytes_that_are_no_text_are_named_by_their_line(tmp_path):
     file = tmp_path / "samples.jsonl"
     file.write_bytes(b'{"prompt": "\xc3"}\n')
-    with pytest.raises(InputError, match=r"samples.jsonl:1 is not a sample \('utf-8' codec"):
+    with pytest.raises(InputError, match=r"samples.jsonl:1: not UTF-8 .byte 0xc3"):
         read_samples(file)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("[" * 100_000, "samples.jsonl:1: JSON nested more than"),
+        ("[1]", "samples.jsonl:1: must be a JSON object"),
+        ('{"iteration": 1}', "samples.jsonl:1: sample_id is missing"),
+        ('{"iteration": ' + "9" * 5001 + "}", "samples.jsonl:1: not valid JSON"),
+        (_line(SAMPLES[0]).replace("0.5", '"much"').strip(), 'samples.jsonl:1: score is "much"; must be'),
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path, text, message):
+    (tmp_path / "samples.jsonl").write_text(text + "\n")
+    with pytest.raises(InputError, match=message):
+        read_samples(tmp_path / "samples.jsonl")
 
 
 def test_what_a_checkpoint_counts_on_is_on_disk(torn, monkeypatch):

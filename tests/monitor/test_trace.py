@@ -52,6 +52,27 @@ def test_bad_spans_and_files_are_refused(tmp_path):
         draw_iteration([], tmp_path / "x.png")
     with pytest.raises(InputError, match="does not exist"):
         load_trace(tmp_path / "none.json")
-    (tmp_path / "bad.json").write_text("[]")
-    with pytest.raises(InputError, match="is not a trace"):
+
+
+EVENT = {"ph": "X", "name": "a", "cat": "b", "pid": 1, "tid": 0, "ts": 0.0, "dur": 1.0, "args": {}}
+
+
+@pytest.mark.parametrize(
+    "events, message",
+    [
+        ([], "bad.json is not a trace written by this program"),
+        ({"traceEvents": [3]}, "is not a trace"),
+        ({"traceEvents": 3}, "is not a trace"),
+        ({"traceEvents": [EVENT | {"ts": "0"}]}, "is not a trace"),
+        ({"traceEvents": [EVENT | {"pid": 7}]}, "is not a trace"),
+        ({"traceEvents": [EVENT | {"name": []}]}, "bad.json: .*name is"),
+        ({"traceEvents": [EVENT | {"dur": -3}]}, "bad.json: .*before"),
+        ({"traceEvents": [EVENT | {"ts": float("nan")}]}, "bad.json: not valid JSON .NaN"),
+        ("[" * 100_000, "bad.json: JSON nested more than"),
+    ],
+)
+def test_a_broken_trace_is_one_line(tmp_path, events, message):
+    (tmp_path / "bad.json").write_text(events if isinstance(events, str) else json.dumps(events))
+    with pytest.raises(InputError, match=message) as caught:
         load_trace(tmp_path / "bad.json")
+    assert "\n" not in str(caught.value)

@@ -50,7 +50,7 @@ def test_parquet(tmp_path):
     parquet.write_table(table, tmp_path / "a.parquet")
     assert load_lengths(tmp_path / "a.parquet").lengths == SampleLengths((1, 2), (3, 4))
     (tmp_path / "b.parquet").write_text("no parquet")
-    with pytest.raises(InputError, match="not valid parquet"):
+    with pytest.raises(InputError, match="not a readable parquet file"):
         load_lengths(tmp_path / "b.parquet")
 
 
@@ -58,17 +58,21 @@ def test_parquet(tmp_path):
     "name, text, message",
     [
         ("a.csv", "x,y\n1,2\n", "no known column of output lengths; name it as FILE:COLUMN; found: x, y"),
-        ("a.csv", "output_length\n4\n-3\n", "line 3: output_length is -3; at least 1"),
-        ("a.csv", "output_length\n4\nmany\n", "line 3: output_length is 'many'; a whole number"),
-        ("a.csv", "output_length\n4.5\n", "line 2: output_length is '4.5'"),
+        ("a.csv", "output_length\n4\n-3\n", ":3: output_length is -3; at least 1"),
+        ("a.csv", "output_length\n4\nmany\n", ":3: output_length is 'many'; a whole number"),
+        ("a.csv", "output_length\n4.5\n", ":2: output_length is '4.5'"),
         ("a.csv", "output_length\n0\n", "at least 1"),
         ("a.csv", "output_length\n", "no row"),
         ("a.csv", "output_length,prompt_length\n4,-1\n", "prompt_length is -1; at least 0"),
-        ("a.jsonl", '{"output_length": 4}\n{"output_length": }\n', "line 2: not valid JSON"),
-        ("a.jsonl", "[4]\n", "line 1: an object is needed"),
-        ("a.jsonl", '{"output_length": true}\n', "line 1: output_length is True"),
+        ("a.jsonl", '{"output_length": 4}\n{"output_length": }\n', ":2: not valid JSON"),
+        ("a.jsonl", "[4]\n", ":1: an object is needed"),
+        ("a.jsonl", '{"output_length": true}\n', ":1: output_length is True"),
         ("a.jsonl", '{"lengths/output": [4, 5], "lengths/prompt": [1]}\n', "1 values of lengths/prompt but 2"),
-        ("a.txt", "4\n", ".csv, .jsonl and .parquet"),
+        ("a.jsonl", "[" * 100_000, ":1: JSON nested more than"),
+        ("a.jsonl", '{"output_length": ' + "9" * 5001 + "}", ":1: not valid JSON"),
+        ("a.jsonl", '{"output_length": 1e300}', "at least 1 is needed, 2147483647 at most"),
+        ("a.csv", "output_length,prompt_length\n4\n", ":2: not 2 fields as in the header"),
+        ("a.txt", "4\n", "of no known kind; use one of .jsonl, .jsonl.gz, .json, .csv, .parquet"),
     ],
 )
 def test_bad_files_name_the_place(tmp_path, name, text, message):

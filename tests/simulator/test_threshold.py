@@ -129,7 +129,7 @@ def test_bad_files_are_refused(tmp_path, text, message):
     (tmp_path / "t.json").write_text(text)
     with pytest.raises(InputError, match=message):
         load_threshold(tmp_path / "t.json")
-    with pytest.raises(InputError, match="cannot read"):
+    with pytest.raises(InputError, match="none.json does not exist; check the path"):
         load_threshold(tmp_path / "none.json")
 
 

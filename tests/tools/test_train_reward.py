@@ -48,9 +48,9 @@ def test_a_run_prints_its_accuracy_and_saves_a_classifier(tmp_path):
     "lines, extra, message",
     [
         (None, (), "pairs.jsonl does not exist"),
-        ([GOOD, '{"prompt": '], (), "line 2: not valid JSON"),
-        ([GOOD, GOOD, {"prompt": "x", "chosen": "y"}], (), "line 3: field 'rejected' is missing"),
-        ([{**GOOD, "chosen": 3}], (), "line 1: field 'chosen' is 3"),
+        ([GOOD, '{"prompt": '], (), "pairs.jsonl:2: not valid JSON"),
+        ([GOOD, GOOD, {"prompt": "x", "chosen": "y"}], (), "pairs.jsonl:3: field 'rejected' is missing"),
+        ([{**GOOD, "chosen": 3}], (), "pairs.jsonl:1: field 'chosen' is 3"),
         ([GOOD], (), "holds 1 pairs"),
         ([GOOD, GOOD], ("--eval-fraction", 1.5), "eval_fraction=1.5"),
         ([GOOD, GOOD], ("--model", "nowhere"), "nowhere holds no config.json"),

@@ -6,7 +6,6 @@ switched off) is None or empty.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 import yaml
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.files import read_text
+from rlhfuse.base.json_values import read_json
 from rlhfuse.monitor.metrics import read_metrics
 from rlhfuse.monitor.samples import SampleText, read_samples
 from rlhfuse.monitor.trace import Span, load_trace
@@ -49,16 +50,13 @@ class RunFiles:
         rows = read_metrics(run / "metrics.jsonl")
         if not rows:
             raise InputError(f"{run / 'metrics.jsonl'} holds no iteration yet")
-        try:
-            config = (run / "config.yaml").read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise InputError(f"{run} has no config.yaml; give a run directory (a trainer.output_dir)") from None
+        config = read_text(run / "config.yaml", "give a run directory (a trainer.output_dir)")
         return RunFiles(
             folder=run,
             config=config,
             rows=tuple(row for row in rows if row["iteration"] >= 0),
             evaluations=tuple(row for row in rows if "val/score/mean" in row),
-            plan=_json(run / "plan.json"),
+            plan=read_json(run / "plan.json") if (run / "plan.json").exists() else None,
             schedule=load_schedule(run / "schedule.json") if (run / "schedule.json").exists() else None,
             spans=tuple(load_trace(run / "trace.json")) if (run / "trace.json").exists() else (),
             samples=tuple(read_samples(run / "samples.jsonl")) if (run / "samples.jsonl").exists() else (),
@@ -87,12 +85,3 @@ class RunFiles:
             if span.rank in current:
                 iterations.setdefault(current[span.rank], []).append(span)
         return dict(sorted(iterations.items()))
-
-
-def _json(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path} is not valid JSON: {error}") from None

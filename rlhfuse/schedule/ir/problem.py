@@ -25,6 +25,9 @@ Number = int | float
 _NAME = re.compile(r"[^\s:<>]+")
 _PER_STAGE = ("forward", "backward", "activation", "weight_gradient", "weight_activation")
 _MEMORY = ("activation", "weight_activation")
+SMALLEST, LARGEST = 1e-12, 1e18  # numbers but 0: sums and quotients of them keep within float64 and int64
+MOST_NODES, MOST_TASKS = 10_000, 500_000
+MOST_AMOUNTS = 20_000  # of memory that micro-batches of one pipeline can hold: bounds try all pairs of them
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,8 @@ class FusionProblem:
     static_memory: Number | tuple[Number, ...] = 0
 
     def __post_init__(self) -> None:
+        if self.nodes > MOST_NODES:
+            raise InputError(f"nodes is {self.nodes}; at most {MOST_NODES} can be scheduled")
         for key in ("transfer", "memory_cap", "static_memory"):
             value = getattr(self, key)
             if isinstance(value, tuple) and len(value) != self.nodes:
@@ -115,6 +120,12 @@ class FusionProblem:
                     f"pipeline {pipeline.name!r}: placement names node {max(pipeline.placement)}, "
                     f"but nodes are 0..{self.nodes - 1}"
                 )
+        tasks = sum(one.stages * one.microbatches * (3 if one.split else 2) for one in self.pipelines)
+        held = {(amount, one.microbatches) for one in self.pipelines for amount in one.activation}
+        amounts = sum(microbatches for _, microbatches in held)
+        if tasks > MOST_TASKS or amounts > MOST_AMOUNTS:
+            limits = f"at most {MOST_TASKS} tasks and {MOST_AMOUNTS} amounts of memory can be scheduled"
+            raise InputError(f"{limits}, these are {tasks} and {amounts}; use fewer micro-batches")
 
     def pipeline(self, name: str) -> Pipeline:
         """The pipeline called `name`. Raises InputError listing the known names."""
@@ -221,6 +232,8 @@ def _pipeline_dict(pipeline: Pipeline) -> dict[str, Any]:
 def _check_number(what: str, value: Number, *, positive: bool) -> None:
     if not math.isfinite(value) or value < 0 or (positive and value == 0):
         raise InputError(f"{what} is {value!r}; a {'positive' if positive else 'non-negative'} number is needed")
+    if value and not SMALLEST <= value <= LARGEST:
+        raise InputError(f"{what} is {value!r}; use a unit in which it is in [{SMALLEST:g}, {LARGEST:g}]")
 
 
 def _as_tuple(value: Any) -> Any:
