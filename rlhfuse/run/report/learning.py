@@ -18,7 +18,11 @@ MOST_ITERATIONS = 5  # at each end that are averaged; of a short run half of the
 ENOUGH = 3.0  # standard errors that chance alone rarely makes
 MOVED = 1e-4  # nats per token of KL below which a model is as it was
 BESIDE = {  # metric -> what it is called, format, what it means
-    "actor/ref_kl": ("KL", "{:.4f}", "how far its choice of words has moved from the model it began as; 0: not at all"),
+    "actor/ref_kl": (
+        "KL to the reference",
+        "{:.4f}",
+        "how far it has moved from the model it began as; 0: not at all",
+    ),
     "response_length/mean": ("tokens of a response", "{:.1f}", "tokens are words or parts of words"),
     "response_length/clip_ratio": ("responses cut", "{:.1%}", "those that met the length limit before their end"),
 }
@@ -87,7 +91,8 @@ class Learning:
         for metric, (name, form, meaning) in BESIDE.items():
             known = [[value for row in end if (value := number(row.get(metric))) is not None] for end in self.ends]
             if all(known):
-                found.append((name, *(form.format(statistics.mean(values)) for values in known), meaning))
+                means = (round(statistics.mean(values), 4) + 0.0 for values in known)  # -0.0 is 0
+                found.append((name, *map(form.format, means), meaning))
         return found
 
 

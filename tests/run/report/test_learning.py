@@ -41,11 +41,11 @@ def test_held_out_prompts_come_first():
 
 
 def test_a_model_that_did_not_move_is_told_by_its_kl():
-    rows = [row(i, 1.0, **{"actor/ref_kl": 1e-6, "response_length/mean": 10.0 + i}) for i in range(4)]
+    rows = [row(i, 1.0, **{"actor/ref_kl": -1e-6, "response_length/mean": 10.0 + i}) for i in range(4)]
     learning = Learning.of(rows, [])
     assert "hardly moved at all: a learning rate of 1e-06" in learning.sentences(1e-6)[-1]
     assert [line[:3] for line in learning.beside()] == [
-        ("KL", "0.0000", "0.0000"),
+        ("KL to the reference", "0.0000", "0.0000"),
         ("tokens of a response", "10.5", "12.5"),
     ]
     rows[-1]["actor/ref_kl"] = 0.01
