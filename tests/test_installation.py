@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = ("python3.13", "python3.12", "python3.10")  # rather than the one that runs the tests
+NAMES = ("python3.12", "python3.13", "python3.10")  # rather than the one that runs the tests
 
 
 def python() -> str:
-    """One that runs: pyenv's shims are there for versions that are not chosen, too."""
-    found = (shutil.which(name) for name in NAMES)
-    return next(
-        (name for name in found if name and not subprocess.run([name, "-V"], capture_output=True).returncode),
-        sys.executable,
-    )
+    """One that runs; pyenv's shims are on PATH for versions that are not chosen, too."""
+    beside = [str(file) for name in NAMES for file in Path.home().glob(f".pyenv/versions/{name[6:]}.*/bin/{name}")]
+    for name in filter(None, [*map(shutil.which, NAMES), *beside]):
+        if subprocess.run([name, "-V"], capture_output=True).returncode == 0:
+            return name
+    return sys.executable
 
 
 INTERPRETER = """#!/usr/bin/env bash
