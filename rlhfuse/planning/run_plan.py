@@ -50,8 +50,8 @@ class ScheduleSummary:
     makespan_seconds: float
     lower_bound_seconds: float
     serial_makespan_seconds: float
-    serial_idle: float  # part of the nodes' time in it
     peak_activation_bytes: float
+    serial_idle: float = 0.0  # part of the nodes' time in the serial makespan; plans of before do not say
     alternates: bool = True  # every second model's pipelines run in the other direction
     others: tuple[OrderPromise, ...] = ()  # of orders that the run does not train in
 

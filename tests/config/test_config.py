@@ -314,5 +314,5 @@ def test_an_example_that_is_not_here_is_the_installed_one(tmp_path, monkeypatch)
     assert found.trainer.output_dir == "examples/mine", "what is nowhere stays as it is"
     (tmp_path / "examples/tiny/actor").mkdir(parents=True)
     assert load_config("examples/quickstart.yaml").actor.path == "examples/tiny/actor", "one's own comes first"
-    with pytest.raises(InputError, match="config file examples/none.yaml does not exist"):
+    with pytest.raises(InputError, match="examples/none.yaml does not exist"):
         load_config("examples/none.yaml")
