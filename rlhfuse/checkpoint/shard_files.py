@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlhfuse.base.errors import InputError
+from rlhfuse.base.json_values import json_value
 from rlhfuse.models.hf_folder import save_tensors
 from rlhfuse.parallel.fragments import Fragment, Place, Read, assemble
 
@@ -81,7 +82,7 @@ class ShardReader:
         for file in files:
             try:
                 opened = safe_open(file, framework="pt")
-                header = json.loads((opened.metadata() or {})["fragments"])
+                header = json_value((opened.metadata() or {})["fragments"], str(file))
                 for role, rows in header.items():
                     for name, step, kinds, place in rows:
                         self._note(role, name, step, kinds, Place.from_list(place), opened)

@@ -65,7 +65,7 @@ def words(count: int) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("minimal")
+    (folder := tmp_path_factory.mktemp("minimal") / "a b ü").mkdir()  # as somebody may have named it
     (folder / "rewards.py").write_text(REWARDS)
     return folder
 
