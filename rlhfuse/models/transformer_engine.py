@@ -63,11 +63,13 @@ def obstacle(device: str, dtype: str, head_dims: Iterable[int]) -> str:
     """Why Transformer Engine cannot serve; '' if it can."""
     if device == "cpu":
         return "Transformer Engine runs on CUDA alone"
+    if broken := import_obstacle("transformer_engine.pytorch", "Transformer Engine"):
+        return broken
     if dtype == "float32":
         return "Transformer Engine's packed attention computes in 16 bits, not in float32"
     if wrong := [dim for dim in head_dims if dim % 8 or dim > WIDEST_HEAD]:
         return f"Transformer Engine's attention takes a head_dim of multiples of 8 up to {WIDEST_HEAD}, not {wrong[0]}"
-    return import_obstacle("transformer_engine.pytorch", "Transformer Engine")
+    return ""
 
 
 def transformer_engine_slots(rotary: RotaryTables) -> LayerSlots:

@@ -6,8 +6,10 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -92,3 +94,13 @@ def test_a_signal_reaches_every_rank_once(tmp_path, capfd, number, code):
     assert start(tmp_path, "waits") == code
     assert all((tmp_path / f"{rank} got {number.name}").exists() for rank in (0, 1))
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("on_gpus, trial, bound", [(True, 0, "node"), (True, 1, None), (False, 0, None)])
+def test_ranks_are_bound_to_the_cores_beside_their_gpus_where_they_can_be(monkeypatch, capsys, on_gpus, trial, bound):
+    asked = []
+    monkeypatch.setattr(subprocess, "run", lambda words, **_: SimpleNamespace(returncode=trial))
+    monkeypatch.setattr("torch.distributed.run.run", asked.append)
+    assert start_ranks(8, ["program.py", "a=b"], on_gpus) == 0
+    assert (asked[0].numa_binding, asked[0].nproc_per_node, asked[0].training_script_args) == (bound, "8", ["a=b"])
+    assert ("not bound" in capsys.readouterr().err) == (on_gpus and bound is None)

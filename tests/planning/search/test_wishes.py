@@ -54,7 +54,7 @@ def test_another_value_of_each_decision_is_the_first_of_all_tables_that_has_one(
 
 
 def test_a_wish_that_no_table_can_grant_says_so():
-    tight = limited(setting(world_size=4, specs=LARGE_SPECS, **GPUS), 23.4)
+    tight = limited(setting(world_size=4, specs=LARGE_SPECS, **GPUS), 22.5)
     ranking = Ranking(tight)
     best = ranking.found(1).best
     refused = [wish for wish in one_changes(ranking, best) if wish.row is None]
