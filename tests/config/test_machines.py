@@ -114,5 +114,5 @@ def test_a_file_that_is_no_measured_machine_is_refused(tmp_path, change, message
     with pytest.raises(InputError, match=re.escape(message)) as error:
         load_hardware(file)
     assert str(file) in str(error.value)
-    with pytest.raises(InputError, match="does not exist"):
+    with pytest.raises(InputError, match="none.json"):
         hardware_by_name(f"measured:{tmp_path / 'none.json'}")
