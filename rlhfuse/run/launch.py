@@ -97,6 +97,7 @@ def start_ranks(ranks: int, program: Sequence[str], on_gpus: bool = False) -> in
     logging.disable()  # what torchrun says beside its table: the ranks say it
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", STOP_SECONDS)
     os.environ[LAST_WORD] = "launcher"
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # it outlives a rank that fails, and has no news
     if ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun, which warns
     options = ["--standalone", "--nproc-per-node", str(ranks)]
