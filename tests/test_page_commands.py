@@ -66,7 +66,7 @@ WAYS = {
     r"(gpu_check|bash scripts/gpu_check\.sh)\b|.*measured:": "a GPU's: tests/tools/test_gpu_check.py",
     r".*(llama3_|trainer\.device=cuda)": "a GPU's, with models that are not here: tests/planning/test_efficiency.py",
     r"sbatch ": "SLURM's: tests/base/test_cuda_environment.py runs the script's own lines",
-    r"tensorboard ": "not the project's program",
+    r"tensorboard |torchrun --numa-binding=node$": "not the project's program",
     r"torchrun .*profile_costs ": "measures for minutes: tests/run/profiling",
     r"rehearse ": "compiles C++ and runs whole iterations: tests/rehearsal",
     r"train_reward ": "fits a model: tests/tools/test_train_reward.py",

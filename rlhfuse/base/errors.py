@@ -26,6 +26,7 @@ RANK_0_FIRST_SECONDS = 5.0
 # torchrun shows the message of the earliest error last; a rank that was killed leaves none, and counts as having ended
 # when torchrun noticed, so the words of those who saw it are dated before
 BEFORE_NOTICED_SECONDS = 10
+LAST_WORD = "RLHFUSE_LAST_WORD"  # set for ranks whose launcher prints, last of all, the line that a rank leaves
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk full, quota used up, above the limit of a file's size
 
 
@@ -105,6 +106,14 @@ def _print_line(text: str) -> None:
     sys.stderr.flush()
 
 
+def _print_error(told: str, trace: str = "") -> None:
+    """The traceback, if any, and the line; without the line where the launcher ends the screen with it."""
+    if LAST_WORD not in os.environ or "RANK" not in os.environ:
+        _print_line(trace + told)
+    elif trace:
+        _print_line(trace.rstrip())
+
+
 def run_program(
     main: Callable[[], int | None], tear_down: bool = True, prints: Callable[[str, float], bool] | None = None
 ) -> None:
@@ -125,7 +134,7 @@ def run_program(
         told = f"error: {message if first or alike else f'rank {rank}: {message}'}"
         leave_message(told)
         if first if alike or prints is None else prints(message, RANK_0_FIRST_SECONDS):
-            _print_line(told)
+            _print_error(told)
         else:
             time.sleep(RANK_0_FIRST_SECONDS)  # torchrun ends all ranks when one has left: let rank 0 speak first
         code = EXIT_BAD_INPUT
@@ -147,7 +156,7 @@ def run_program(
         told = f"error: {_one_line(error) if expected else f'rank {rank}: {type(error).__name__}: {_one_line(error)}'}"
         leave_message(told)
         if rank is None or prints is None or prints("failure", 0.0):
-            _print_line(told if expected else f"{traceback.format_exc()}{told}")
+            _print_error(told, "" if expected else traceback.format_exc())
         code = EXIT_FAILED
     if not tear_down:
         leave(code)

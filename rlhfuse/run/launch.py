@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from rlhfuse.base.errors import EXIT_INTERRUPTED, LAST_WORD
 from rlhfuse.base.files import write_json, write_text
 from rlhfuse.checkpoint.checkpoint import is_finished
 from rlhfuse.config.device_defaults import is_for_gpus, resolve_device, without_shared_graphs
@@ -95,6 +96,8 @@ def start_ranks(ranks: int, program: Sequence[str], on_gpus: bool = False) -> in
 
     logging.disable()  # what torchrun says beside its table: the ranks say it
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", STOP_SECONDS)
+    os.environ[LAST_WORD] = "launcher"
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # it outlives a rank that fails, and has no news
     if ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun, which warns
     options = ["--standalone", "--nproc-per-node", str(ranks)]
@@ -114,7 +117,8 @@ def start_ranks(ranks: int, program: Sequence[str], on_gpus: bool = False) -> in
         if isinstance(said, Mapping) and ERROR_FILE in os.environ:
             get_error_handler().dump_error_file(failure.error_file, failure.exitcode)
         ended = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"left with {failure.exitcode}"
-        print(said["message"] if isinstance(said, Mapping) else f"error: rank {rank} {ended}", file=sys.stderr)
+        if failure.exitcode != EXIT_INTERRUPTED:  # who stopped because it was asked to has said how to go on
+            print(said["message"] if isinstance(said, Mapping) else f"error: rank {rank} {ended}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     return 0
 

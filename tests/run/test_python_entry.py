@@ -103,7 +103,7 @@ def test_what_cannot_be_used_is_refused_before_a_process_starts(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", None)
     with pytest.raises(InputError, match="unknown key trainer.iteration; did you mean trainer.iterations"):
         rlhfuse.train({"trainer": {"iteration": 3}})
-    with pytest.raises(InputError, match="config file nowhere.yaml does not exist"):
+    with pytest.raises(InputError, match="nowhere.yaml does not exist"):
         rlhfuse.train("nowhere.yaml", reward=score)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(InputError, match="rlhfuse.train starts its ranks itself"):

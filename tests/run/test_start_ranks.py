@@ -33,9 +33,10 @@ if what == "waits":
     Path(folder, f"{rank} is ready").touch()
     time.sleep(500)
 if rank == 1 and what == "told":
-    said = {"message": {"message": "error: the disk is full; free space", "extraInfo": {"timestamp": "5"}}}
-    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(said))
-    sys.exit(2)
+    from rlhfuse.base.errors import InputError, run_program
+    def full():
+        raise InputError("the disk is full; free space")
+    run_program(full, prints=lambda what, seconds: True)
 if rank == 1 and what == "untold":
     sys.exit(7)
 if rank == 1 and what == "killed":
@@ -68,7 +69,7 @@ def start(tmp_path, what):
     "what, code, last",
     [
         ("done", 0, ""),
-        ("told", 2, "error: the disk is full; free space\n"),
+        ("told", 2, "error: rank 1: the disk is full; free space\n"),
         ("untold", 7, "error: rank 1 left with 7\n"),
         ("killed", 137, "error: rank 1 was ended by SIGKILL\n"),
     ],
