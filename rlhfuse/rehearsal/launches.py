@@ -52,7 +52,7 @@ def compiled_for(kernel: Any, args: Sequence[Any], options: Mapping[str, Any]) -
 def _address(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return _Address(value.dtype, value.storage_offset() * value.element_size())
+    return _Address(value.dtype, int(value.storage_offset()) * value.element_size())
 
 
 @functools.cache
