@@ -1,7 +1,12 @@
 """Compile Triton kernels for a GPU that is not there, with the arguments that the code under test gives them.
 
 The interpreter in which other tests run kernels accepts much that the compiler refuses. `compiled_launches` runs a
-function in a process without the interpreter, where every launch compiles (ptxas included) and nothing runs.
+function in a process without the interpreter, where every launch compiles (ptxas included) and nothing runs;
+`compiled_variants` compiles nothing and says for what each launch would be compiled.
+
+The compiler is the Triton that is installed. The others of the supported torch versions are tried by
+`pytest tests/models/gpu/test_compilers.py` (slow: `scripts/test.sh --all` runs it), which takes them from the index.
+By hand: `pip install --no-deps --target FOLDER triton==3.7.0`, then `PYTHONPATH=FOLDER pytest -k compile tests/...`.
 """
 
 from __future__ import annotations
@@ -38,14 +43,24 @@ def compiled_launches(file: str, function: str, arch: int = 90) -> list[Launch]:
 
     `file`: the caller's __file__. Fails with the compiler's words, or where a kernel wants more than a GPU has.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__, file, function, str(arch)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-4000:]
-    launches = [Launch(**line | {"grid": tuple(line["grid"])}) for line in json.loads(done.stdout.splitlines()[-1])]
+    launches = [Launch(**line | {"grid": tuple(line["grid"])}) for line in _run_apart(file, function, str(arch))]
     greedy = [launch for launch in launches if launch.shared > SHARED_MEMORY[arch]]
     assert not greedy, f"more than {SHARED_MEMORY[arch]} bytes of shared memory: {greedy}"
     return launches
+
+
+def compiled_variants(file: str, function: str) -> list[tuple[str, str, str]]:
+    """What each launch of `function()` of a test file is compiled for, in order: kernel, constants and options, and
+    what Triton specializes on beside these (types, alignment of addresses, divisibility of integers)."""
+    return [tuple(line) for line in _run_apart(file, function, "")]
+
+
+def _run_apart(file: str, function: str, arch: str) -> Any:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, file, function, arch]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
@@ -97,15 +112,38 @@ def _compile(file: str, function: str, arch: int) -> list[Launch]:
         return compiled
 
     JITFunction.run = record
-    sys.path[:0] = [str(TESTS), str(Path(file).parent)]
+    _call(file, function)
+    return launches
+
+
+def _specialize(file: str, function: str) -> list[tuple[str, str, str]]:
+    from triton.runtime.jit import JITFunction
+
+    from rlhfuse.rehearsal.launches import compiled_for
+
+    variants = []
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        variants.append((kernel.__name__, *compiled_for(kernel, args, options)))
+
+    JITFunction.run = record
+    _call(file, function)
+    return variants
+
+
+def _call(file: str, function: str) -> None:
+    sys.path[:0] = [str(TESTS), str(Path(file).parent), *map(str, Path(file).parents[:2])]
     spec = importlib.util.spec_from_file_location("compiled_test", file)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules["compiled_test"] = module
     spec.loader.exec_module(module)
     getattr(module, function)()
-    return launches
 
 
 if __name__ == "__main__":
-    print(json.dumps([asdict(launch) for launch in _compile(sys.argv[1], sys.argv[2], int(sys.argv[3]))]))
+    file, function, arch = sys.argv[1:]
+    if arch:
+        print(json.dumps([asdict(launch) for launch in _compile(file, function, int(arch))]))
+    else:
+        print(json.dumps(_specialize(file, function)))

@@ -1,14 +1,31 @@
-"""Fills numba's cache in a process of its own: the hundreds of megabytes that the compiler takes end with it."""
+"""Fills numba's cache in processes of their own: the hundreds of megabytes that the compiler takes end with them."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+
+@dataclass(frozen=True)
+class KernelGroup:
+    """What `python -m module arguments` compiles, which no other group does."""
+
+    kernels: tuple[Any, ...]  # the last that it compiles of each folder
+    module: str
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> list[str]:
+        return [sys.executable, "-m", self.module, *self.arguments]
 
 
 def is_cached(kernel: Any) -> bool:
@@ -26,33 +43,53 @@ def is_cached(kernel: Any) -> bool:
     return any(folder.glob(f"*.{kernel.__name__}-*.nbi"))
 
 
-def compile_apart(kernel: Any, module: str, *arguments: str, progress: Callable[[str], None] = lambda _: None) -> None:
-    """Run `python -m module arguments` unless `kernel`, the last that it compiles, is cached; a line says so.
+def compile_apart(groups: Sequence[KernelGroup], progress: Callable[[str], None] = lambda _: None) -> None:
+    """Compile the groups that are not cached, as many at a time as there are cores; two lines say so.
 
-    `progress` is told each line that the module prints: see `tell_what_is_compiled`. Raises CalledProcessError where it
+    `progress` is told each line that they print: see `tell_what_is_compiled`. Raises CalledProcessError where one
     fails, after it has said why.
     """
-    if not is_cached(kernel):
-        print(f"compiling the kernels of {module}, once on this machine: up to a minute", file=sys.stderr, flush=True)
-        words = [sys.executable, "-m", module, *arguments]
-        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                progress(f"compiling kernels: {line.strip()}")
-        if process.returncode:
-            raise subprocess.CalledProcessError(process.returncode, words)
+    missing = [group for group in groups if not all([is_cached(kernel) for kernel in group.kernels])]
+    if not missing:
+        return
+    start, compiled, one_at_a_time = time.perf_counter(), [], threading.Lock()
+
+    def tell(kernel: str) -> None:
+        with one_at_a_time:
+            compiled.append(kernel)
+            progress(f"compiling kernels: {kernel}")
+
+    print("compiling kernels, once on this machine: up to a minute", file=sys.stderr, flush=True)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(lambda group: _compile(group, tell), missing))
+    kept = os.path.commonpath([kernel.stats.cache_path for group in missing for kernel in group.kernels])
+    done = f"compiled {len(compiled)} kernels in {time.perf_counter() - start:.0f} s"
+    print(f"{done} (first use; kept in {kept})", file=sys.stderr, flush=True)
+
+
+def _compile(group: KernelGroup, tell: Callable[[str], None]) -> None:
+    with subprocess.Popen(group.words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            tell(line.strip())
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, group.words)
 
 
 def tell_what_is_compiled() -> None:
-    """Print the name of each kernel that this process begins to compile."""
+    """Print the name of each kernel that this process begins to compile, but not of what is compiled for it."""
     from numba.core import event
 
     class Teller(event.Listener):
+        depth = 0
+
         def on_start(self, event: Any) -> None:
-            print(event.data["dispatcher"].py_func.__name__, flush=True)
+            if not self.depth:
+                print(event.data["dispatcher"].py_func.__name__, flush=True)
+            self.depth += 1
 
         def on_end(self, event: Any) -> None:
-            pass
+            self.depth -= 1
 
     event.register("numba:compile", Teller())
 

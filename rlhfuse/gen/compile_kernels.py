@@ -1,33 +1,51 @@
 """Compiles the CPU kernels of engine and models, or loads them from numba's cache, before anything waits for a step.
 
-The first start on a machine compiles for many seconds; of several ranks on a host one does it for all, in a process of
-its own (`python -m rlhfuse.gen.compile_kernels float32`), so that the compiler's memory is no rank's.
+The first start on a machine compiles for many seconds; of several ranks on a host one does it for all, in processes of
+their own (`python -m rlhfuse.gen.compile_kernels float32 layers`), so that the compiler's memory is no rank's.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from rlhfuse.base.kernel_cache import compile_apart, tell_what_is_compiled
+from rlhfuse.base.kernel_cache import KernelGroup, tell_what_is_compiled
 from rlhfuse.config.spec import ModelSpec
+from rlhfuse.gen.cpu.sampling import draw_rows
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.gen.speculation.ngrams import propose
+from rlhfuse.models.cpu.decoder import multiply_to_rows
 from rlhfuse.models.cpu.packed_attention import packed_attention
-from rlhfuse.models.cpu.row_norm import row_norm
+from rlhfuse.models.cpu.row_norm import normalize_backward, row_norm
 from rlhfuse.models.cpu.swiglu import swiglu
 
+# The last kernels that each part compiles; about as many seconds each.
+PARTS = {"training": (normalize_backward,), "layers": (multiply_to_rows,), "draws": (draw_rows, propose)}
 
-def compile_kernels(dtype: torch.dtype = torch.float32) -> None:
-    """Generate with a model of a few numbers, so that every kernel exists for this dtype afterwards."""
-    one = torch.ones(1, 1, 2, requires_grad=True)
-    tables = torch.ones(1, 1), torch.ones(1, 1)
-    packed_attention(one, one, one, tables, torch.tensor([0, 1])).sum().backward()
-    swiglu(one).sum().backward()
-    row_norm(one, torch.ones(2, requires_grad=True), 1e-6).sum().backward()
+
+def compile_kernels(dtype: torch.dtype = torch.float32, parts: Sequence[str] = tuple(PARTS)) -> None:
+    """Run every kernel of these parts on a few numbers, so that it exists for this dtype afterwards."""
+    if "training" in parts:
+        one = torch.ones(1, 1, 2, requires_grad=True)
+        tables = torch.ones(1, 1), torch.ones(1, 1)
+        packed_attention(one, one, one, tables, torch.tensor([0, 1])).sum().backward()
+        swiglu(one).sum().backward()
+        row_norm(one, torch.ones(2, requires_grad=True), 1e-6).sum().backward()
+    if "layers" in parts:  # the first part of a prompt, which draws nothing
+        engine = _tiny_engine(dtype, max_batched_tokens=2, draft_rows=0)
+        engine.add(0, [1, 2, 3], SamplingParams(max_tokens=2))
+        engine.step()
+    if "draws" in parts:  # of any logits, and guesses
+        engine = _tiny_engine(dtype)
+        forward: Any = engine.runner._forward
+        forward.forward = lambda batch, cache: torch.zeros(len(batch.draw_rows), engine.spec.vocab)
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, top_k=2, top_p=0.9, ignore_eos=True))
+
+
+def _tiny_engine(dtype: torch.dtype, **options: Any) -> Engine:
     sizes: dict[str, Any] = dict(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, mlp=8, vocab=16, context=16)
     spec = ModelSpec(architecture="llama", **sizes, eos_token_ids=(), tied_embeddings=True)
     shapes = {
@@ -41,15 +59,15 @@ def compile_kernels(dtype: torch.dtype = torch.float32) -> None:
         "decoder.final_layernorm.weight": (8,),
     }
     weights = {name: torch.ones(shape, dtype=dtype) for name, shape in shapes.items()}
-    engine = Engine(spec, weights, EngineOptions(num_blocks=4, block_tokens=8), dtype=dtype)
-    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, top_k=2, top_p=0.9, ignore_eos=True))
+    return Engine(spec, weights, EngineOptions(num_blocks=4, block_tokens=8, **options), dtype=dtype)
 
 
-def compile_kernels_apart(dtype: torch.dtype = torch.float32, progress: Callable[[str], None] = lambda _: None) -> None:
-    """The same in another process, unless they are cached; that which guesses is the last."""
-    compile_apart(propose, "rlhfuse.gen.compile_kernels", str(dtype).removeprefix("torch."), progress=progress)
+def kernel_groups(dtype: torch.dtype = torch.float32) -> list[KernelGroup]:
+    """The parts, each for a process of its own."""
+    name = str(dtype).removeprefix("torch.")
+    return [KernelGroup(last, "rlhfuse.gen.compile_kernels", (name, part)) for part, last in PARTS.items()]
 
 
 if __name__ == "__main__":
     tell_what_is_compiled()
-    compile_kernels(getattr(torch, sys.argv[1]))
+    compile_kernels(getattr(torch, sys.argv[1]), sys.argv[2:])

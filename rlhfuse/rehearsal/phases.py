@@ -32,7 +32,7 @@ class PhaseRehearsal:
 
 @dataclass
 class RankRehearsal:
-    """What came out on one rank. `problems`: what NCCL would refuse; `launches`: of Triton kernels, by name."""
+    """What came out on one rank. `problems`: as FakeCuda has them; `launches`: of Triton kernels, by name."""
 
     rank: int
     phases: list[PhaseRehearsal]

@@ -103,7 +103,7 @@ class Rehearsal:
         words = SimpleNamespace(decode=lambda tokens, **_: "")
         folders = ModelFolders({}, dict(draft.specs))  # without paths: weights stay unset
         inputs = RunInputs(draft, (), folders, words, PromptSet((prompt,)), PromptSet(()), facts, resume)
-        watchdog: Any = SimpleNamespace(progress=lambda text: None)
+        watchdog: Any = SimpleNamespace(progress=self._mode.note)
         store: Any = FakeStore()
         rank_models.TrainingStage = partial(SampledStage, self._mode)  # type: ignore[misc,assignment]
         trainer = RehearsedTrainer(inputs, self._plan, self._rank, self._device, store, watchdog, RunDirectory(folder))

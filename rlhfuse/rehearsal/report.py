@@ -82,4 +82,4 @@ class RankReport:
         return lines
 
     def _problems(self) -> Sequence[str]:
-        return [f"refused by NCCL, {times} times: {what}" for what, times in self.found["problems"].items()]
+        return [f"{times} times: {what}" for what, times in self.found["problems"].items()]

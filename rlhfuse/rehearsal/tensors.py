@@ -41,7 +41,8 @@ PACKAGE, OWN = "/rlhfuse/", "/rlhfuse/rehearsal/"
 class FakeCuda(TorchDispatchMode):
     """While it is open, tensors on CUDA are fake; `meter` counts them, `reads` the times that the host waits for one.
 
-    `problems`: what NCCL would refuse, by place. Wrong devices, shapes and dtypes raise as they do on CUDA.
+    `problems`: what NCCL would refuse and what would hold up other ranks, by place. Wrong devices, shapes and dtypes
+    raise as they do on CUDA.
     """
 
     def __init__(self, meter: Meter) -> None:
@@ -51,6 +52,8 @@ class FakeCuda(TorchDispatchMode):
         self.problems: Counter[str] = Counter()
         self.collectives: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()  # of Triton kernels
+        self.variants: set[tuple[str, ...]] = set()  # of these, for what each is compiled
+        self.doing = ""  # what the run says that it does
         self.operations = 0
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -77,6 +80,9 @@ class FakeCuda(TorchDispatchMode):
             with self:
                 return body(*args, **kwargs)
         return self._run(func, args, kwargs, tensors)
+
+    def note(self, doing: str) -> None:
+        self.doing = doing
 
     def host_waits(self, values: Tensor) -> Tensor:
         """The values of a CUDA tensor on the host, ones where nobody knows them."""
@@ -159,7 +165,7 @@ class FakeCuda(TorchDispatchMode):
         name = func._schema.name.removeprefix("c10d::")
         self.collectives[name] += 1
         if complaint := refuse_bad_collective(name, tensors):
-            self.problems[f"{complaint} at {place()}"] += 1
+            self.problems[f"refused by NCCL: {complaint} at {place()}"] += 1
         work = FakeWork().boxed()
         return work if len(func._schema.returns) == 1 else (args[0], work)
 

@@ -10,7 +10,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from rlhfuse.base.errors import EXIT_INTERRUPTED, LAST_WORD
 from rlhfuse.base.files import write_json, write_text
+from rlhfuse.base.kernel_cache import compile_apart
 from rlhfuse.checkpoint.checkpoint import is_finished
 from rlhfuse.config.device_defaults import is_for_gpus, resolve_device, without_shared_graphs
 from rlhfuse.config.load import dump_config
@@ -29,7 +30,7 @@ from rlhfuse.config.settings import RunConfig
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.costs.hardware import GPU_NAMES
 from rlhfuse.decisions.layouts import planned_world_size
-from rlhfuse.gen.compile_kernels import compile_kernels, compile_kernels_apart
+from rlhfuse.gen.compile_kernels import compile_kernels, kernel_groups
 from rlhfuse.models.cpu import invariance
 from rlhfuse.models.hf import has_scalar_head
 from rlhfuse.monitor.heartbeat import Limits
@@ -47,7 +48,7 @@ from rlhfuse.run.preflight import RunInputs, check_inputs
 from rlhfuse.run.run_directory import run_directory
 from rlhfuse.run.trainer import Trainer
 from rlhfuse.schedule.io import save_schedule
-from rlhfuse.schedule.search.worker import compile_kernels_apart as compile_search_kernels
+from rlhfuse.schedule.search.worker import kernel_group
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where whoever started a process wants its error, as torchrun does of its ranks
 BOUND = "--numa-binding=node"
@@ -170,20 +171,27 @@ def run_job(inputs: RunInputs, name: str, rank: int, device: Device) -> Path:
     assert dist.group.WORLD is not None
     with Watchdog(watched, rank, inputs.world_size, limits) as watchdog:
         wait_for_workers(dist.group.WORLD)
-        if not device.is_cuda:
-            watchdog.progress("compiling the engine's kernels")
-            if local_rank() == 0:  # one for its host, where they are not cached; then all can load them
-                dtype = getattr(torch, config.trainer.dtype)
-                compile_kernels_apart(dtype, watchdog.progress)
-                compile_kernels(dtype)
-            dist.barrier()
-        if rank == 0 and not inputs.draft.given:
-            compile_search_kernels(watchdog.progress)
+        compile_at_first_use(inputs, rank, device, watchdog.progress)
         with run_directory(inputs, name, rank) as directory:
             plan = agree_on_plan(inputs, directory.path, rank, device)
             Trainer(inputs, plan, rank, device, store, watchdog, directory).fit()
             dist.barrier()
     return directory.path
+
+
+def compile_at_first_use(inputs: RunInputs, rank: int, device: Device, progress: Callable[[str], None]) -> None:
+    """Compile what this run needs of numba's kernels and finds in no cache, side by side; a collective.
+
+    One rank does it for its host, and of the search's the one that searches; then all can load them.
+    """
+    dtype, engine = getattr(torch, inputs.config.trainer.dtype), not device.is_cuda and local_rank() == 0
+    progress("compiling kernels")
+    groups = kernel_groups(dtype) if engine else []
+    compile_apart([*groups, kernel_group()] if rank == 0 and not inputs.draft.given else groups, progress)
+    if engine:
+        compile_kernels(dtype)
+    if not device.is_cuda:
+        dist.barrier()
 
 
 def with_device(config: RunConfig, planned: bool = False) -> RunConfig:

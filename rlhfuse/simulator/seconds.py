@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfuse.base.kernel_cache import compile_apart, is_cached, tell_what_is_compiled
+from rlhfuse.base.kernel_cache import KernelGroup, compile_apart, is_cached, tell_what_is_compiled
 from rlhfuse.costs.cost_model import CostModel
 from rlhfuse.costs.fits import Line
 from rlhfuse.costs.measured import MeasuredCost
@@ -112,7 +112,7 @@ def is_kernel_ready() -> bool:
 def compile_kernel_apart(progress: Callable[[str], None] = lambda _: None) -> None:
     """Compile the kernel in another process, unless it is ready. Raises CalledProcessError where that fails."""
     if not is_kernel_ready():
-        compile_apart(seconds_by_threshold, "rlhfuse.simulator.seconds", progress=progress)
+        compile_apart([KernelGroup((seconds_by_threshold,), "rlhfuse.simulator.seconds")], progress)
 
 
 def _compile_kernel() -> None:

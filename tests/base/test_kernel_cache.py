@@ -2,16 +2,18 @@
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
-from rlhfuse.base.kernel_cache import compile_apart, is_cached
+from rlhfuse.base.kernel_cache import KernelGroup, compile_apart, is_cached
 
 KERNEL = """
 import os
 import sys
+import time
 from pathlib import Path
 
 from numba import njit
@@ -25,6 +27,8 @@ def double(number):
 if __name__ == "__main__":
     with open(sys.argv[1], "a") as said:
         said.write(f"{os.getppid()}\\n")
+    while len(sys.argv) > 2 and not Path(sys.argv[2]).exists():
+        time.sleep(0.01)
     from rlhfuse.base.kernel_cache import tell_what_is_compiled
 
     tell_what_is_compiled()
@@ -44,30 +48,46 @@ def kernel(tmp_path, monkeypatch):
     del sys.modules["kernel_of_a_test"]
 
 
-def test_what_another_process_compiled_is_loaded(kernel, tmp_path):
+def group(kernel, said) -> KernelGroup:
+    return KernelGroup((kernel,), "kernel_of_a_test", (str(said),))
+
+
+def test_what_another_process_compiled_is_loaded(kernel, tmp_path, capfd):
     said, progress = tmp_path / "said", []
     assert not is_cached(kernel)
     for _ in range(2):  # the second finds it
-        compile_apart(kernel, "kernel_of_a_test", str(said), progress=progress.append)
+        compile_apart([group(kernel, said)], progress.append)
         assert is_cached(kernel)
     assert len(said.read_text().split()) == 1 and progress == ["compiling kernels: double"]
+    begin, end = capfd.readouterr().err.splitlines()
+    assert "once on this machine" in begin
+    assert re.fullmatch(rf"compiled 1 kernels in \d+ s \(first use; kept in {re.escape(str(tmp_path))}.*\)", end)
     assert kernel(3.0) == 6.0
     assert sum(kernel.stats.cache_hits.values()) == 1 and not sum(kernel.stats.cache_misses.values())
 
 
 def test_a_failure_there_is_one_here(kernel):
     with pytest.raises(subprocess.CalledProcessError):
-        compile_apart(kernel, "kernel_of_a_test")
+        compile_apart([KernelGroup((kernel,), "kernel_of_a_test")])
 
 
 def test_a_kernel_is_compiled_again_when_a_file_beside_it_changes(kernel, tmp_path):
     said = tmp_path / "said"
-    compile_apart(kernel, "kernel_of_a_test", str(said))
+    compile_apart([group(kernel, said)])
     helper = tmp_path / "called_by_it.py"
     helper.write_text("")
     later = helper.stat().st_mtime + 10
     os.utime(helper, (later, later))
     assert not is_cached(kernel)
     os.utime(helper, (0, 0))
-    compile_apart(kernel, "kernel_of_a_test", str(said))
+    compile_apart([group(kernel, said)])
     assert is_cached(kernel) and len(said.read_text().split()) == 2
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="on one core kernels are compiled one after another")
+def test_groups_are_compiled_side_by_side(kernel, tmp_path):
+    """Each ends when the other has begun."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    words = [(str(one), str(other)), (str(other), str(one))]
+    compile_apart([KernelGroup((kernel,), "kernel_of_a_test", pair) for pair in words])
+    assert one.read_text() and other.read_text()

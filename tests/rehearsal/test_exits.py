@@ -91,7 +91,7 @@ def found(peak: int, problems: dict[str, int]) -> dict:
     [
         (10**9, {}, 0, "training"),
         (81 * 10**9, {}, 2, "rank 0: training takes 81.0 GB, a rank has 77.4 GB beside its process"),
-        (10**9, {"all_reduce of a tensor on the CPU": 3}, 1, "refused by NCCL, 3 times: all_reduce of a tensor on the"),
+        (10**9, {"refused by NCCL: a tensor on the CPU": 3}, 1, "3 times: refused by NCCL: a tensor on the CPU"),
         (81 * 10**9, {"all_reduce of a tensor on the CPU": 3}, 2, "over the limit"),
     ],
 )

@@ -165,3 +165,18 @@ def call(run_yaml: Path, *arguments: str, **environment: str) -> subprocess.Comp
     return subprocess.run(
         words, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)} | environment
     )
+
+
+@needs_compiler
+def test_no_kernel_is_compiled_in_the_middle_of_a_program(tmp_path):
+    """Micro-batches of two samples of 33 tokens, and of one: positions begin at any alignment behind the tokens."""
+    sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
+    facts = LLAMA_8B | sizes | dict(vocab_size=304, num_hidden_layers=2)
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    (tmp_path / "run.yaml").write_text(RUN.format(folder=tmp_path))
+    asked = ["data.max_prompt_tokens=13", "rollout.max_response_tokens=20", "rollout.prompts_per_iteration=2"]
+    asked += ["fusion.actor_microbatches=3", "parallel.generation=d2t1p1"]
+    asked += ["parallel.actor_train=d1t1p2", "parallel.critic_train=d1t1p2"]
+    draft = rehearsal_draft(load_config(tmp_path / "run.yaml", asked), 2)
+    found = rehearse(tmp_path / "run.yaml", asked, make_plan(draft), 1, ("training",), print)
+    assert found["launches"]["_turn"] > 0 and found["problems"] == {}

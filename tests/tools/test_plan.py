@@ -108,7 +108,8 @@ def test_kernels_are_compiled_before_the_search_begins(run_yaml, tmp_path):
     done = program("--config", run_yaml, "--json", NUMBA_CACHE_DIR=str(tmp_path / "cache"))
     source = json.loads(done.stdout)["schedule"]["source"]
     assert int(source.split(" moves")[0].split()[-1]) > 1000, source
-    assert done.stderr.startswith("compiling the kernels of rlhfuse.schedule.search") and done.stderr.count("\n") == 1
+    begin, end = done.stderr.splitlines()
+    assert begin.startswith("compiling kernels, once on this machine") and end.startswith("compiled ")
     again = program("--config", run_yaml, "--json", NUMBA_CACHE_DIR=str(tmp_path / "cache"))
     assert again.returncode == 0 and not again.stderr
 

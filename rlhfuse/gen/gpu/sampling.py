@@ -28,6 +28,8 @@ _ROUNDER = tl.constexpr(12582912.0)
 _SQRT_HALF = tl.constexpr(0.707106781186547524)
 _LOWEST = tl.constexpr(-87.0)
 _UNIT, _PART = tl.constexpr(2.0**40), tl.constexpr(2.0**-40)
+# Where a step's integers, and the second half of what two tensors share, begin follows from its rows.
+_SHIFTING = ["words", "best"]
 
 
 def draw(logits: Tensor, inputs: DrawInputs, outputs: Tensor) -> None:
@@ -44,9 +46,8 @@ def draw(logits: Tensor, inputs: DrawInputs, outputs: Tensor) -> None:
     tokens = torch.empty((rows, splits), dtype=torch.int32, device=logits.device)
     given = logits, logits.stride(0), vocab, inputs.packed, rows
     parts = highest, totals, best, tokens
-    block = min(_power_of_two(vocab), CUTOFF_BLOCK)
-    _run(_cutoffs, (rows,), *given, cutoffs, BLOCK=block, num_warps=16)
-    _run(_scores, (rows, splits), *given, cutoffs, *parts, BLOCK=min(block, CHUNK), num_warps=8)
+    _run(_cutoffs, (rows,), *given, cutoffs, BLOCK=CUTOFF_BLOCK, num_warps=16)
+    _run(_scores, (rows, splits), *given, cutoffs, *parts, BLOCK=min(_power_of_two(vocab), CHUNK), num_warps=8)
     _run(_merge, (rows,), *given, *parts, splits, outputs, outputs.stride(0), SPLITS=_power_of_two(splits), num_warps=1)
 
 
@@ -185,7 +186,7 @@ def _number(high, low):
     return (high.to(tl.float64) + low.to(tl.float64) * _PART) * _PART
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=_SHIFTING)
 def _cutoffs(logits, stride, vocab, words, rows, cutoffs, BLOCK: tl.constexpr):
     """row_cutoff of gen/cpu/sampling.py: the same logit, but where the exact share of probability is within a float64
     rounding of top_p. One program a row."""
@@ -236,7 +237,7 @@ def _cutoffs(logits, stride, vocab, words, rows, cutoffs, BLOCK: tl.constexpr):
     tl.store(cutoffs + row, cutoff)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=_SHIFTING)
 def _scores(logits, stride, vocab, words, rows, cutoffs, highest, totals, best, tokens, BLOCK: tl.constexpr):
     """A chunk's highest logit / temperature, its sum of exponentials below that, its best score and that token."""
     row, part = tl.program_id(0), tl.program_id(1)
@@ -263,7 +264,7 @@ def _scores(logits, stride, vocab, words, rows, cutoffs, highest, totals, best, 
         tl.store(tokens + at, part * BLOCK + where)
 
 
-@triton.jit(do_not_specialize=["rows", "next_row"])
+@triton.jit(do_not_specialize=["rows", "next_row"], do_not_specialize_on_alignment=_SHIFTING)
 def _merge(
     logits, stride, vocab, words, rows, highest, totals, best, tokens, splits, outputs, next_row, SPLITS: tl.constexpr
 ):

@@ -38,7 +38,7 @@ def _add_norm_kernel(
     tl.store(out + at, normed.to(kind), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])  # parts of one tensor: it follows from the rows
 def _place_heads_kernel(
     qkv, q_norm, k_norm, cos, sin, positions, slots, q, keys, values, eps, groups: tl.constexpr, heads: tl.constexpr,
     half: tl.constexpr, NORM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,

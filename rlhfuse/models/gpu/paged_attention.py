@@ -269,11 +269,13 @@ def _power_of_two(least: int) -> int:
 
 def _decode_tile(block_d: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """BLOCK_N, warps, stages: up to three programs with 64 KiB on the way fit into a processor of a H100."""
-    return max(16, min(64, 16384 // (block_d * dtype.itemsize))), 4, 5
+    if dtype == torch.float32:  # no tensor cores: what a thread multiplies lies in its registers, which must do
+        return max(16, min(64, 2048 // block_d)), 8, 5
+    return max(16, min(64, 8192 // block_d)), 4, 5
 
 
 def _chunk_tile(block_d: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """BLOCK_M, BLOCK_N, warps, stages."""
     if dtype == torch.float32:
-        return 32, max(16, min(32, 4096 // block_d)), 4, 2
+        return 32, 16, 8, 2
     return 128 if block_d <= 128 else 64, 64, 8, 3

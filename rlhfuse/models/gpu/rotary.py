@@ -15,7 +15,8 @@ from torch import Tensor
 HEADS = 8  # of one program
 
 
-@triton.jit
+# Positions lie behind a micro-batch's tokens: no variant is worth being compiled where their number is odd.
+@triton.jit(do_not_specialize_on_alignment=["positions"])
 def _turn(
     x,
     cos,

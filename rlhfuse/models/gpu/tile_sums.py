@@ -13,10 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048  # columns at a time
-VARYING = ["width", "sums_stride"]  # as long as micro-batches are: no kernel is compiled for a value
+# As long as micro-batches are, or parts of what is: no kernel is compiled for a value or an address.
+VARYING = ["width", "sums_stride"]
+ROWS = ["targets", "sums", "log_totals", "entropies", "by_logprobs", "by_entropies"]
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=ROWS)
 def _add(logits, targets, sums, width, sums_stride, temperature, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
@@ -39,7 +41,7 @@ def _add(logits, targets, sums, width, sums_stride, temperature, BLOCK: tl.const
     tl.store(sums + 3 * sums_stride + row, picked)
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=ROWS)
 def _gradient(
     logits,
     targets,

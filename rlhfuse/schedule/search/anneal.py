@@ -57,7 +57,8 @@ def anneal(t: Tables, s: State, rule: Rule, moves: int, warm: float, cold: float
     while move < moves:
         if above == 0 and makespan < fastest - rule.epsilon:
             fastest = makespan
-            best[:] = s.sequence
+            for i in range(len(best)):
+                best[i] = s.sequence[i]
             if fastest <= rule.target + rule.epsilon:
                 return move, accepted, fastest, above
         temperature = warm * (cold / warm) ** (move / moves)
@@ -71,7 +72,8 @@ def anneal(t: Tables, s: State, rule: Rule, moves: int, warm: float, cold: float
             makespan = makespan_of(t, s)
     if above == 0 and makespan < fastest - rule.epsilon:
         fastest = makespan
-        best[:] = s.sequence
+        for i in range(len(best)):
+            best[i] = s.sequence[i]
     return moves, accepted, fastest, above
 
 

@@ -148,7 +148,8 @@ def _dispatch(t: Tables, lanes: _Lanes, rules: Rules, s: _Scratch, sequence: np.
     s.held[:] = 0
     s.free[:] = 0.0
     s.level[:] = 0.0
-    s.place[:] = t.first[:nodes]
+    for node in range(nodes):
+        s.place[node] = t.first[node]
     for o in range(n):
         s.arrival[o] = 0.0 if t.upstream[o] < 0 else np.inf
     count, makespan, peak = 0, 0.0, 0.0
@@ -201,7 +202,8 @@ def follow_aims(t: Tables, lanes: _Lanes, aim: np.ndarray, early: float, s: _Scr
     s.done[:] = 0
     s.free[:] = 0.0
     s.level[:] = 0.0
-    s.place[:] = t.first[:nodes]
+    for node in range(nodes):
+        s.place[node] = t.first[node]
     for o in range(n):
         s.arrival[o] = 0.0 if t.upstream[o] < 0 else np.inf
     clock = np.zeros(nodes)

@@ -9,9 +9,9 @@ goes on looking for schedules leaner than the best of the next level: not every 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
-from rlhfuse.base.kernel_cache import compile_apart, tell_what_is_compiled
+from rlhfuse.base.kernel_cache import KernelGroup, tell_what_is_compiled
+from rlhfuse.schedule.bounds.window_rules import contradiction
 from rlhfuse.schedule.ir.evaluate import over_cap, reaches
 from rlhfuse.schedule.ir.graph import OperationGraph, build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
@@ -198,9 +198,9 @@ def load_kernels() -> None:
         extender.extend(worker.levels[number].best, worker.levels[number + 1].better)
 
 
-def compile_kernels_apart(progress: Callable[[str], None] = lambda _: None) -> None:
-    """Compile them in another process, unless they are cached; `follow_aims` is the last that it calls."""
-    compile_apart(follow_aims, "rlhfuse.schedule.search.worker", progress=progress)
+def kernel_group() -> KernelGroup:
+    """Those of a search, for a process of their own."""
+    return KernelGroup((contradiction, follow_aims), "rlhfuse.schedule.search.worker")
 
 
 if __name__ == "__main__":
