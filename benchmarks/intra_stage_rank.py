@@ -88,7 +88,8 @@ class TrainingRank:
         batches = draw_batch(self.sizes, microbatches, self.seed)
         actor_loss = policy_loss(self.sizes.vocab, batches)
         losses = {"actor": actor_loss, "critic": value_loss(batches)}
-        self.work = {model: PipelineWork(batches, losses[model], lr=0.0) for model in MODELS}
+        rows = tuple(map(len, batches))
+        self.work = {model: PipelineWork(rows, batches.__getitem__, losses[model], lr=0.0) for model in MODELS}
         self.sides = {
             side: [self._phase(Program.parse(texts[self.rank])) for texts in phases]
             for side, phases in programs.items()

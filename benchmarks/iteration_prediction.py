@@ -21,7 +21,7 @@ from rlhfuse.base.errors import InputError, run_program
 
 SKIPPED = 2  # iterations at the beginning
 ERROR_GOAL = 0.10
-REWARD = "import time\ndef wait(completions):\n    time.sleep({})\n    return [0.0]\n"
+REWARD = "import time\ndef wait(completions):\n    time.sleep({})\n    return [0.0] * len(completions)\n"
 
 
 def main() -> None:

@@ -42,9 +42,11 @@ KINDS = {  # of work, by the words of it, and the seconds that a kill may come l
     "training": ("training|actor:|critic:", 0.3),
     "saving": ("", 0.02),
 }
-REWARD = (
-    "import time\ndef slow(completion_ids):\n    time.sleep(0.05)\n    return [float(len(set(completion_ids[0])))]\n"
-)
+REWARD = """import time
+def slow(completion_ids):
+    time.sleep(0.05)
+    return [float(len(set(ids))) for ids in completion_ids]
+"""
 SETTINGS = (  # other than examples/quickstart.yaml's
     *("rollout.prompts_per_iteration=4", "rollout.max_response_tokens=48", "rollout.max_sequences_per_instance=3"),
     *("algorithm.minibatches=2", "fusion.actor_microbatches=2", "fusion.search_seconds=0.3"),

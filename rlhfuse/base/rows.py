@@ -24,7 +24,8 @@ def read_rows(path: str | Path, fix: str = CHECK) -> Iterator[tuple[int, Any]]:
     for end in FORMATS:
         if name.endswith(end):
             return readers[end](path, fix)
-    raise InputError(f"{path} is of no known kind; use one of {', '.join(FORMATS)}")
+    kind = "a folder" if Path(path).is_dir() else "of no known kind"
+    raise InputError(f"{path} is {kind}; use one of {', '.join(FORMATS)}")
 
 
 def _lines(path: str | Path, fix: str) -> Iterator[tuple[int, Any]]:

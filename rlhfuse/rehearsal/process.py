@@ -8,6 +8,7 @@ import time
 import warnings
 from pathlib import Path
 
+from rlhfuse.base.errors import leave
 from rlhfuse.rehearsal.shim import load_shim
 
 
@@ -33,3 +34,4 @@ def main(job: Path, out: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), Path(sys.argv[2]))
+    leave(0)

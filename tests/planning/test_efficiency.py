@@ -63,8 +63,8 @@ def at_the_bound(draft: PlanDraft) -> Efficiency:
 
 def test_the_run_that_the_readme_names_fits_eight_h100(sizes):
     text = (ROOT / "README.md").read_text()
-    (name,) = re.findall(r"train_torchrun.sh 8 examples/(\S+)", text)
-    assert f"tools/plan.py --config examples/{name}" in text and "8B models on eight H100" in text
+    (name,) = re.findall(r"rlhfuse-train --ranks 8 --config examples/(\S+)", text)
+    assert f"`examples/{name}`" in text and "are for eight and 64 H100" in text
     draft = example(name, sizes, "fusion.search_seconds=2")
     plan = make_plan(draft).report
     assert (plan.world_size, plan.hardware, plan.memory_limit) == (8, "h100", 80e9)

@@ -53,5 +53,5 @@ def test_what_is_assumed_is_said():
 
 
 def test_lengths_that_cannot_be_read_are_refused_by_their_key(tmp_path):
-    with pytest.raises(InputError, match="parallel.lengths=/nowhere.csv: lengths file /nowhere.csv does not exist"):
+    with pytest.raises(InputError, match="parallel.lengths=/nowhere.csv: /nowhere.csv does not exist"):
         PlannedLengths.of(config(parallel__lengths="/nowhere.csv"))

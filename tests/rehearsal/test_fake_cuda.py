@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the shim is compiled by g++")
 
+END = "from rlhfuse.base.errors import leave\nleave(0)"  # as a process with a gloo group must
 BEGIN = """
 from rlhfuse.rehearsal.shim import load_shim
 load_shim()
@@ -110,7 +111,11 @@ def rehearsed(code: str) -> dict:
     """What `code` leaves in `found`, in a process with a fake GPU."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", f"{BEGIN}{code}\nfound['problems'] = list(mode.problems)\nprint(json.dumps(found))"],
+        [
+            sys.executable,
+            "-c",
+            f"{BEGIN}{code}\nfound['problems'] = list(mode.problems)\nprint(json.dumps(found))\n{END}",
+        ],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -137,7 +142,7 @@ def test_planted_faults_raise_or_are_listed():
 def test_triton_kernels_are_counted_and_their_arguments_looked_at(tmp_path):
     pytest.importorskip("triton")
     file = tmp_path / "kernels.py"  # triton reads a kernel's source from its file
-    file.write_text(BEGIN + TRITON + "print(json.dumps(found))")
+    file.write_text(BEGIN + TRITON + f"print(json.dumps(found))\n{END}")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, str(file)], env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True

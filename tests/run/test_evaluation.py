@@ -26,11 +26,11 @@ from pathlib import Path
 
 def hits_or_too_large(completion_ids, wanted):
     if wanted[0] == 3 and Path(__file__).with_name("too_large").exists():
-        return [1e308]  # infinity in float32
+        return [1e308] * len(wanted)  # infinity in float32
     return hits(completion_ids, wanted)
 
 def hits(completion_ids, wanted):
-    return [sum(token % wanted[0] == 0 for token in completion_ids[0]) / len(completion_ids[0])]
+    return [sum(token % divisor == 0 for token in ids) / len(ids) for ids, divisor in zip(completion_ids, wanted)]
 """
 GRPO = ("reward.path=''", "reward.signature=trl", "algorithm.name=grpo", "actor.optim.lr=0.01")
 EVAL = ("trainer.eval_every=2", "trainer.eval_before_train=true", "eval.samples_per_prompt=3")
@@ -211,7 +211,7 @@ def test_the_best_is_kept_and_a_resumed_run_knows_it(workers, config):
     splits = [(sample.iteration, sample.split) for sample in read_samples(whole / "samples.jsonl")]
     assert splits == [(i, split) for i in range(len(scores)) for split in ("train",) * 2 + ("val",) * 2]
     page = render_report(RunFiles.read(whole))
-    assert "held-out score" in page and page.count("(held out)") == 2 * len(scores)
+    assert "held-out prompts" in page and page.count(", held out ") == 2 * len(scores)
 
     again = (*settings, "trainer.resume=auto")  # nothing is left to train
     (part / "finished.json").unlink()
@@ -271,7 +271,7 @@ def test_a_run_without_iterations_evaluates_a_model(workers, config):
     (row,) = read_metrics(out / "metrics.jsonl")
     assert row["iteration"] == -1 and 0 <= row["val/score/mean"] <= 1
     assert json.loads((out / "finished.json").read_text()) == {"iterations": 0} and not (out / "export").exists()
-    assert "held-out score" in render_report(RunFiles.read(out))
+    assert "held-out" in render_report(RunFiles.read(out))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(out / "tensorboard"))

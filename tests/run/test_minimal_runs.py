@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -141,7 +142,7 @@ def alone(file: Path, *settings: str) -> subprocess.CompletedProcess:
 def test_more_ranks_than_one_are_told_their_command(folder):
     file, _ = write(folder, "pipeline")
     done = alone(file, "trainer.iterations=1")
-    command = f"python {ROOT}/tools/train_ppo.py --ranks 2 --config {file} trainer.iterations=1"
+    command = f"python {ROOT}/tools/train_ppo.py --ranks 2 --config {shlex.quote(str(file))} trainer.iterations=1"
     told = f"error: this is a run of 2 ranks (parallel.actor_train): {command}\n"
     assert done.returncode == 2 and done.stderr == told
 

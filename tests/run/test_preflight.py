@@ -147,14 +147,14 @@ def test_end_tokens_of_the_tokenizer_are_in_force_where_the_models_files_name_no
         ("trainer.dtype=float16", "float32, bfloat16"),
         ("fusion.schedule=/nowhere/schedule.json", "/nowhere/schedule.json"),
         ("data.train_files=[/nowhere/p.jsonl]", "/nowhere/p.jsonl does not exist; check data.train_files"),
-        ("data.train_files=[/]", "prompt file / is a folder"),
+        ("data.train_files=[/]", "/ is a folder"),
         ("trainer.transformer_impl=transformer_engine", "transformer_engine: Transformer Engine is not installed; use"),
         (
             "trainer.hardware=abacus",
             "trainer.hardware: hardware 'abacus' is not known; use auto, measured:FILE or one of",
         ),
-        ("fusion.profile=/nowhere/costs.json", "cannot read /nowhere/costs.json: No such file or directory"),
-        ("fusion.profile=/", "cannot read /: Is a directory"),
+        ("fusion.profile=/nowhere/costs.json", "/nowhere/costs.json does not exist"),
+        ("fusion.profile=/", "cannot read /: it is a folder"),
         ("fusion.threshold_file=/nowhere/t.json", "/nowhere/t.json"),
         ("actor.tokenizer=/nowhere", "actor.tokenizer=/nowhere is no folder"),
         ("reward.path=/nowhere", "reward.path=/nowhere is no folder"),  # the critic's default: the key that was set

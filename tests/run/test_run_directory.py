@@ -115,7 +115,9 @@ def test_a_second_run_in_the_same_folder_leaves_with_2(config, tmp_path):
 def test_a_run_that_has_lost_its_folder_writes_no_more(config, tmp_path):
     """Another run takes it over while the first iteration is under way."""
     lock, function = tmp_path / "run" / RUN_LOCK, tmp_path / "takes.py"
-    function.write_text(f"def take(completions):\n    open({str(lock)!r}, 'w').close()\n    return [0.0]\n")
+    function.write_text(
+        f"def take(completions):\n    open({str(lock)!r}, 'w').close()\n    return [0.0] * len(completions)\n"
+    )
     settings = f"trainer.output_dir={lock.parent}", f"reward.function={function}:take", "reward.signature=trl"
     process = start(config, *settings, "trainer.iterations=2")
     assert f"{lock} is no longer of this run" in ended(process) and process.returncode

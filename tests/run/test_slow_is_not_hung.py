@@ -14,8 +14,8 @@ import os, time
 
 def slow_on_one_rank(completions):
     if os.environ["RANK"] == "0":
-        time.sleep(6)  # 8 samples: 48 s, while rank 1 waits in a collective
-    return [float(len(completions[0]))]
+        time.sleep(6 * len(completions))  # 8 samples: 48 s, while rank 1 waits in a collective
+    return [float(len(text)) for text in completions]
 """
 SLOW_STORAGE = """
 import time

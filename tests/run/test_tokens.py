@@ -14,13 +14,16 @@ from rlhfuse.run.report.compare import compare_runs
 
 FUNCTION = """
 def ended(completion_ids, completions):
+    return [score(ids, text) for ids, text in zip(completion_ids, completions)]
+
+def score(ids, text):
     # word i is token i + 3; a response that ends with a word that begins with w19 is cut before it
-    last = completion_ids[0][-1] - 3
+    last = ids[-1] - 3
     stopped = f"w{last}".startswith("w19")
-    words = [i for i in completion_ids[0] if i > 2][: -1 if stopped else None]
-    assert completions == [" ".join(f"w{i - 3}" for i in words) + (" " if stopped and words else "")], completions
+    words = [i for i in ids if i > 2][: -1 if stopped else None]
+    assert text == " ".join(f"w{i - 3}" for i in words) + (" " if stopped and words else ""), text
     assert not any(f"w{i - 3}".startswith("w19") for i in words[3:])
-    return [float(stopped)]
+    return float(stopped)
 """
 
 

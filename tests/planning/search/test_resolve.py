@@ -116,9 +116,9 @@ def test_rows_of_models_that_the_run_has_not_are_as_if_nothing_was_said():
         ({"parallel__generation": "d2t1p1"}, "parallel.generation=d2t1p1: dp(2) * tp(1) * pp(1) = 2 != world_size(4)"),
         ({"parallel__critic_train": "d1t1p1"}, "parallel.critic_train=d1t1p1: .* != world_size(4); or auto"),
         ({"parallel__inference": "d1t1p4", "parallel__reward_inference": "d1t1p4"}, "reward_inference=d1t1p4: pp(4)"),
-        ({"parallel__lengths": "/nowhere.csv"}, "parallel.lengths=/nowhere.csv: lengths file"),
+        ({"parallel__lengths": "/nowhere.csv"}, "parallel.lengths=/nowhere.csv: /nowhere.csv does not"),
         ({"trainer__memory_limit_gb": 0.01}, "memory: "),
-        ({"fusion__schedule": "/nowhere.json"}, "cannot read /nowhere.json: No such file"),
+        ({"fusion__schedule": "/nowhere.json"}, "/nowhere.json does not exist"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(keys, message):
