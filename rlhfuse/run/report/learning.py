@@ -53,11 +53,11 @@ class Average:
 @dataclass(frozen=True)
 class Learning:
     """`scores`: of the training prompts at both ends, `ends`: the iterations averaged there, as many each. `held_out`:
-    of prompts that are not trained on, by the first and the last evaluation. None where there is but one, or none."""
+    of prompts that are not trained on, by the first and the last evaluation, or by the only one."""
 
     scores: tuple[Average, Average] | None
     ends: tuple[Sequence[Row], Sequence[Row]]
-    held_out: tuple[Average, Average] | None
+    held_out: tuple[Average, ...]
 
     @staticmethod
     def of(rows: Sequence[Row], evaluations: Sequence[Row]) -> Learning:
@@ -67,15 +67,18 @@ class Learning:
         first, last = known[:count], known[len(known) - count :]
         tested = [(number(row["val/score/mean"]), number(row.get("val/score/std_error"))) for row in evaluations]
         finite = [Average(mean, error) for mean, error in tested if mean is not None]
-        held_out = (finite[0], finite[-1]) if len(finite) > 1 else None
+        held_out = (*finite[:1], *finite[1:][-1:])
         return Learning((Average.of(first), Average.of(last)) if count else None, (first, last), held_out)
 
     def sentences(self, learning_rate: float | None) -> list[str]:
         """The answer in words; held-out prompts first, because a model may learn its training prompts by heart."""
-        ends = ("first evaluation", "last")
-        said = [_verdict("score of held-out prompts", *self.held_out, *ends)] if self.held_out else []
+        said = [f"The score of held-out prompts is {one}, by one evaluation." for one in self.held_out[:1]]
+        if len(self.held_out) > 1:
+            first, last = self.held_out
+            said = [_verdict("score of held-out prompts", first, last, "first evaluation", "last")]
         if not self.scores:
-            return said or ["Not to be told yet: it takes two iterations with a score to compare."]
+            unknown = "Not to be told yet: it takes two iterations with a score to compare."
+            return [*said, *([unknown] if len(self.held_out) < 2 else [])]
         count = len(self.ends[0])
         names = (f"first {count} iterations", f"last {count}") if count > 1 else ("first iteration", "last")
         said.append(_verdict("score", *self.scores, *names))
