@@ -50,11 +50,12 @@ def train(
     file = None if isinstance(config, Mapping) else config
     settings = [*(_arguments(config) if isinstance(config, Mapping) else ()), *overrides]
     if reward is not None:
-        settings.append(f"reward.function={reward if isinstance(reward, str) else name_of(reward)}")
+        settings += _arguments({"reward": {"function": reward if isinstance(reward, str) else name_of(reward)}})
     loaded = load_config(file, settings)
     if not loaded.trainer.output_dir:
         name = f"{Path(file or 'run').stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        loaded = load_config(file, settings := [*settings, f"trainer.output_dir=runs/{name}"])
+        settings += _arguments({"trainer": {"output_dir": f"runs/{name}"}})
+        loaded = load_config(file, settings)
     count = ranks or planned_world_size(loaded, None)
     command = [sys.executable, "-m", "rlhfuse.tools.train_ppo", "--ranks", str(count)]
     _run([*command, *(("--config", str(file)) if file else ()), *settings])

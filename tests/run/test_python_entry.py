@@ -112,19 +112,21 @@ def test_what_cannot_be_used_is_refused_before_a_process_starts(monkeypatch):
 
 def test_a_script_without_a_guard_trains_and_is_read_down_to_its_call(tmp_path):
     """Twice: with a function that is refused when it is tried, and whole, on two ranks."""
-    write_run(tmp_path, rollout__max_response_tokens=8)
-    (tmp_path / "script.py").write_text(SCRIPT)
+    folder = tmp_path / "try #1"  # what YAML would take for a comment
+    folder.mkdir()
+    write_run(folder, rollout__max_response_tokens=8)
+    (folder / "script.py").write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=540
+        [sys.executable, "script.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=540
     )
     assert done.returncode == 0, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "returned 1 numbers for 4 samples (tried before the start" in errors[0], done.stderr
     assert "refused: InputError False" in done.stdout
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     scores = [row["critic/score/mean"] for row in rows]
     assert f"folder: run scores: {scores}" in done.stdout and len(scores) == 2 and max(scores) < 0
     assert "tried on" in done.stdout and "done: run" in done.stdout
-    read = (tmp_path / "read.txt").read_text().split()
+    read = (folder / "read.txt").read_text().split()
     assert read[0] == "__main__" and set(read[1:]) == {"reward_function_script"}
