@@ -162,7 +162,7 @@ def sample(
 ) -> list[tuple[list[int], list[int]]]:
     """One response per prompt at temperature 1, as (prompt ids, response ids with end of text)."""
     tokenizer = AutoTokenizer.from_pretrained(actor, padding_side="left", trust_remote_code=False)
-    model: Any = AutoModelForCausalLM.from_pretrained(actor, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(actor, dtype=torch.float32, trust_remote_code=False).eval()
     torch.manual_seed(seed)
     results = []
     for start in range(0, len(prompts), batch):
@@ -191,7 +191,9 @@ def measure(recipe: Recipe, actor: Path, reward: Path, actor_loss: float, starte
     lengths = np.array([len(response) for _, response in samples])
     truncated = np.array([response[-1] != EOS for _, response in samples])
     tokenizer = AutoTokenizer.from_pretrained(reward, trust_remote_code=False)
-    model = AutoModelForSequenceClassification.from_pretrained(reward, dtype=torch.float32).eval()
+    model = AutoModelForSequenceClassification.from_pretrained(
+        reward, dtype=torch.float32, trust_remote_code=False
+    ).eval()
     with torch.no_grad():
         scores = torch.cat([score_texts(model, [prompt + response], PAD) for prompt, response in samples]).numpy()
     rng = stories.generator(recipe.seed, "held-out pairs")
@@ -201,7 +203,7 @@ def measure(recipe: Recipe, actor: Path, reward: Path, actor_loss: float, starte
     )
     p50, p90, p99 = np.percentile(lengths, [50, 90, 99])
     facts = Measured(
-        actor_parameters=count_parameters(AutoModelForCausalLM.from_pretrained(actor)),
+        actor_parameters=count_parameters(AutoModelForCausalLM.from_pretrained(actor, trust_remote_code=False)),
         reward_parameters=count_parameters(model),
         weight_bytes=sum((folder / "model.safetensors").stat().st_size for folder in (actor, reward)),
         actor_loss=actor_loss,

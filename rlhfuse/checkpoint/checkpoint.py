@@ -32,7 +32,7 @@ RANDOM = "every draw is a function of trainer.seed, its purpose and its place: t
 
 
 def _digest(raw: Mapping[str, Any]) -> str:
-    """Of what manifest.json says beside it, however its text is laid out."""
+    """Hash what manifest.json says beside its digest, however its text is laid out."""
     return hashlib.sha256(json.dumps({key: raw[key] for key in raw if key != "digest"}).encode()).hexdigest()
 
 

@@ -147,7 +147,7 @@ class PipelineStage:
         self._on_cpu = not next(model.parameters()).is_cuda
 
     def hidden_shape(self, rows: int) -> tuple[int, int, int]:
-        """Of the hidden state of so many packed tokens between two stages, and of its gradient, on one rank."""
+        """Shape of the hidden state of so many packed tokens between two stages, and of its gradient, on one rank."""
         return rows // self.shards, 1, self._hidden
 
     def running(self) -> contextlib.AbstractContextManager[None]:

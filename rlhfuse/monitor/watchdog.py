@@ -132,7 +132,7 @@ class Watchdog:
         self._wake_write.close()
 
     def _interrupt(self, *_: object) -> None:
-        """Of SIGINT, in the main thread, once that comes to it."""
+        """Answer SIGINT, in the main thread, once that comes to it."""
         if not self.finishing:
             raise KeyboardInterrupt(f"interrupted in: {self._own.doing}; {self.go_on}")
 

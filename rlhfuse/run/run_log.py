@@ -36,7 +36,7 @@ class RunLog:
         metrics_bytes: int | None,
         samples_bytes: int | None,
     ) -> None:
-        """Of metrics.jsonl and samples.jsonl so many bytes stay; None for all of them."""
+        """Go on with so many bytes of metrics.jsonl and samples.jsonl; None for all of them."""
         self._plan, self._run_dir, self._trace_iterations = plan, run_dir, config.trainer.trace_iterations
         self._metrics = MetricsWriter(run_dir / METRICS, keep_bytes=metrics_bytes)
         self._samples = SampleWriter(run_dir / "samples.jsonl", samples_bytes)

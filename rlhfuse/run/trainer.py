@@ -268,7 +268,7 @@ class Trainer:
         return stop
 
     def _start_log(self, first: int, has_row: bool) -> RunLog:
-        """Of a run that goes on with iteration `first`; what it is going to write again is removed.
+        """Log a run that goes on with iteration `first`; what it is going to write again is removed.
 
         `has_row`: that begins with the line of the iteration before.
         """

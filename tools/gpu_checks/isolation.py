@@ -92,7 +92,7 @@ class Worker:
         self._pipe.send((check, own, self._log, limit))
 
     def result(self) -> Result:
-        """Of the check that was begun, which is given its seconds. A worker that gave no answer has ended."""
+        """Wait for the check that was begun, as long as it may take. A worker that gave no answer has ended."""
         left = max(self._start + self._limit - time.monotonic(), 0.1)
         multiprocessing.connection.wait([self._pipe, self._process.sentinel], left)
         try:

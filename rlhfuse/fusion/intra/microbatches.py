@@ -67,7 +67,7 @@ class Microbatches:
         return self[number].packed
 
     def _bytes(self, number: int) -> int:
-        """Of what a micro-batch sends: tokens, positions, borders, places and ids of responses, what is looked up."""
+        """Bound what a micro-batch sends: tokens, positions, borders, places, ids of responses, what is looked up."""
         part = list(self._parts[number])
         responses, width = int(self._batch.response_lengths[part].sum()), 2 * 8
         width += sum(array.itemsize for array in _looked_up(self._batch).values())

@@ -87,6 +87,6 @@ def held_out_curve(evaluations: Sequence[Mapping[str, Any]]) -> Curve:
 
 
 def accepted_share(row: Mapping[str, Any]) -> dict[str, float]:
-    """Of the guesses in an iteration, those that were right; nothing where there were none."""
+    """Share of an iteration's guesses that were right; nothing where there were none."""
     drafted = row.get("speculation/drafted")
     return {"speculation/accepted_share": row["speculation/accepted"] / drafted} if drafted else {}

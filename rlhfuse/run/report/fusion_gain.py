@@ -48,7 +48,7 @@ class FusionGain:
 
 
 def gen_infer_gain(run: RunFiles, forecasts: Sequence[Forecast], unpredicted: str) -> FusionGain:
-    """Of scoring finished samples while others are generated. `unpredicted`: why there are no forecasts, if so."""
+    """Gain of scoring finished samples while others are generated. `unpredicted`: why there are no forecasts."""
     name = "generation with inference"
     rows = {row["iteration"]: row for row in run.rows}
     if run.setting("fusion", "inter_stage") is False:
@@ -70,7 +70,7 @@ def gen_infer_gain(run: RunFiles, forecasts: Sequence[Forecast], unpredicted: st
 
 
 def training_gain(run: RunFiles, forecaster: Forecaster | None, unpredicted: str) -> FusionGain:
-    """Of training two models at once, each in the other's bubbles, over the iterations of trace.json."""
+    """Gain of training two models at once, each in the other's bubbles, over the iterations of trace.json."""
     name, problem = "training of actor and critic", run.schedule.problem if run.schedule else None
     rows = {row["iteration"]: row for row in run.rows}
     if problem and len(problem.models) == 1:

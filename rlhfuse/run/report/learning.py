@@ -41,7 +41,7 @@ class Average:
 
     @staticmethod
     def of(rows: Sequence[Row]) -> Average:
-        """Of the training score of these iterations, one or more."""
+        """Average the training score over these iterations, one or more."""
         means = [row["critic/score/mean"] for row in rows]
         spreads = [(number(row.get("critic/score/std")), len(row.get("lengths/output") or ())) for row in rows]
         found = [statistics.stdev(means) / math.sqrt(len(means))] if len(means) > 1 else []

@@ -60,7 +60,7 @@ def whole_seconds(row: Mapping[str, Any]) -> float:
 
 
 def phase_seconds(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Of every iteration, by name of `PHASES` that the run measured; then "other", which is the rest of it."""
+    """Seconds of every iteration by phase that the run measured, of `PHASES`; then "other", which is the rest."""
     known = {name: metric for metric, name in PHASES.items() if any(metric in row for row in rows)}
     seconds = {name: [number(row.get(metric)) or 0.0 for row in rows] for name, metric in known.items()}
     spent = [sum(values) for values in zip(*seconds.values())] or [0.0] * len(rows)
@@ -81,7 +81,7 @@ def phase_times(rows: Sequence[Mapping[str, Any]]) -> list[PhaseTime]:
 
 
 def idle_shares(traced: Mapping[int, Sequence[Span]], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of the ranks' time in a phase, the part in which a rank did no work of its own, by name of `PHASES`.
+    """Share of the ranks' time in a phase in which they did no work of their own, by name of `PHASES`.
 
     `traced`: spans by iteration. Waiting for slower ranks, for the last long responses, and in bubbles of a pipeline.
     """

@@ -91,8 +91,10 @@ def readable_seconds(seconds: float) -> str:
 
 
 def compare_phases(run: RunFiles, forecasts: Sequence[Forecast]) -> list[tuple[str, float | None, float | None, float]]:
-    """Of each phase: name, seconds by plan.json, mean by the forecasts, and as measured in the same iterations; without
-    forecasts, in those after warm-up. Empty without plan.json."""
+    """List each phase: name, seconds by plan.json, mean by the forecasts, and as measured in the same iterations.
+
+    Without forecasts, as measured after warm-up. Empty without plan.json.
+    """
     if run.plan is None or not run.rows:
         return []
     numbers = {one.iteration for one in forecasts}
