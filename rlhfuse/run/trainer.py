@@ -253,8 +253,9 @@ class Trainer:
         try:
             found = self.evaluate(done - 1)
         except (FloatingPointError, RewardError) as error:
-            without = "trainer.eval_every=0 goes on without it"
-            raise type(error)(f"the evaluation after iteration {done - 1}: {error}; {without}") from error
+            without = "trainer.eval_every=0" + (" trainer.keep_best=false" if self.config.trainer.keep_best else "")
+            where = f"the evaluation after iteration {done - 1}"
+            raise type(error)(f"{where}: {error}; {without} goes on without it") from error
         best, saved = self._is_best(done, found), saved or due
         stop = any_rank(self.watchdog.stop_asked)
         with self.checkpoints.joint_failure():

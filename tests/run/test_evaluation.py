@@ -228,33 +228,53 @@ def test_the_best_is_kept_and_a_resumed_run_knows_it(workers, config):
 
 
 def test_what_ends_a_run_costs_no_iteration(workers, config):
-    """Ctrl-C on one rank in a training, then an evaluation that fails: each start goes on where the last one ended."""
+    """Ctrl-C on one rank in a training or an evaluation, and one that fails: each start goes on where the last did."""
     base, too_large = config.parent, config.parent / "too_large"
     settings = (*GRPO, f"reward.function={base}/functions.py:hits_or_too_large", "trainer.seed=2", held_out(config))
     settings += ("trainer.iterations=3", "trainer.save_every=2", "trainer.eval_every=2", "trainer.keep_best=true")
-    again, part = (*settings, "trainer.resume=auto"), base / "ended"
-    workers.run(job, config, base / "unended", settings)
+    again, whole, part, twice = (*settings, "trainer.resume=auto"), base / "unended", base / "ended", base / "twice"
+    workers.run(job, config, whole, settings)
 
-    mine, other = workers.run(ended_job, config, part, settings, 1, "iteration 0: training mini-batch 0")
-    saved = part / "checkpoints" / "iteration-1"
-    assert mine == other and mine.startswith(f"Stopped: stopped: 1 of 3 iterations are done, saved in {saved}; go on")
-    assert mine.endswith(" trainer.resume=auto") and [one.name for one in checkpoints_in(part)] == ["iteration-1"]
+    def stopped(out: Path, overrides: tuple[str, ...], where: str, done: int) -> None:
+        mine, other = workers.run(ended_job, config, out, overrides, done, where)
+        saved = out / "checkpoints" / f"iteration-{done}"
+        assert mine == other
+        assert mine.startswith(f"Stopped: stopped: {done} of 3 iterations are done, saved in {saved};")
+        assert mine.endswith(" trainer.resume=auto") == ("trainer.resume=auto" not in overrides)
+        assert checkpoints_in(out)[-1] == saved
+
+    def completed(out: Path) -> None:
+        assert workers.run(ended_job, config, out, again, 3, "") == ["done", "done"]
+        assert [bool(values_of(row)) for row in read_metrics(out / "metrics.jsonl")] == [False, True, True]
+        compared = compare_runs(whole, out)
+        assert [one.what for one in compared] == ["metrics", "export/actor", "export/best/actor"]
+        assert not any(one.differences for one in compared), compared
+        assert (out / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
+
+    stopped(part, settings, "iteration 0: training mini-batch 0", 1)
+    shutil.copytree(part, twice)
+    stopped(twice, again, "evaluation after iteration 1: moving weights", 2)
+    assert [bool(values_of(row)) for row in read_metrics(twice / "metrics.jsonl")] == [False, True]
+    completed(twice)
 
     too_large.touch()
     mine, other = workers.run(ended_job, config, part, again, 2, "")
     too_large.unlink()
     assert mine == other and mine.startswith("NotFiniteError: the evaluation after iteration 1: sample ")
-    assert ": a score is inf; trainer.eval_every=0 goes on without it; the last good checkpoint is " in mine
-    assert mine.endswith(f"{part}/checkpoints/iteration-2: start again with trainer.resume=auto")
+    without, saved = ("trainer.eval_every=0", "trainer.keep_best=false"), part / "checkpoints" / "iteration-2"
+    assert f": a score is inf; {' '.join(without)} goes on without it; the last good checkpoint is " in mine
+    assert mine.endswith(f"{saved}: start again with trainer.resume=auto")
     rows = read_metrics(part / "metrics.jsonl")
     assert [row["iteration"] for row in rows] == [0, 1] and not any(map(values_of, rows))
 
-    assert workers.run(ended_job, config, part, again, 3, "") == ["done", "done"]
-    assert [bool(values_of(row)) for row in read_metrics(part / "metrics.jsonl")] == [False, True, True]
-    compared = compare_runs(base / "unended", part)
-    assert [one.what for one in compared] == ["metrics", "export/actor", "export/best/actor"]
-    assert not any(one.differences for one in compared), compared
-    assert (part / "samples.jsonl").read_bytes() == (base / "unended" / "samples.jsonl").read_bytes()
+    branch = base / "branch"  # in another folder, and without what failed
+    of_it = (*settings, f"trainer.resume={saved}", *without)
+    assert workers.run(ended_job, config, branch, of_it, 3, "") == ["done", "done"]
+    rows = read_metrics(branch / "metrics.jsonl")
+    assert [row["iteration"] for row in rows] == [1, 2] and not any(map(values_of, rows))
+    same = compare_exports(whole / "export" / "actor", branch / "export" / "actor")
+    assert same.entries > 10 and not same.differences, same
+    completed(part)
 
 
 def test_a_run_without_iterations_evaluates_a_model(workers, config):
