@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
+from testkit.imports import imports
 
 ROOT = Path(__file__).resolve().parents[1]
 # Room -> floor. A room imports from lower floors, never from its own or from higher ones.
@@ -59,22 +60,6 @@ RESTRICTED = {
 }
 MOST_FILES = 15
 TORCH_FREE = {room for room, layer in LAYERS.items() if layer < 5} | {"planning"}
-
-
-def imports(file, package):
-    """Dotted names that a file imports anywhere in it, inside functions too; relative ones made absolute.
-
-    `package`: the file's package as a list of names. `from a import b` counts as a.b, which may be a module.
-    """
-    found = []
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join(base + ([node.module] if node.module else []))
-            found += [f"{module}.{alias.name}" for alias in node.names]
-    return found
 
 
 def violations(root):

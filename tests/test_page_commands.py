@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from gloo import Workers
-from tiny import write_run
+from testkit.tiny import write_run
+from testkit.workers import Workers
 
 from rlhfuse.monitor.metrics import read_metrics
 

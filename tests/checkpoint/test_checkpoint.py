@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from launched_runs import finish, killed, killed_forked, start
-from tiny import write_run
+from testkit.programs import KILLED, ended, killed_forked, killed_in
+from testkit.tiny import write_run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.checkpoint.checkpoint import Checkpoint, Manifest, RunState, checkpoints_in
@@ -105,21 +105,21 @@ THREE_KILLS = (
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(programs, tmp_path_factory):
     """(config, uninterrupted run of 4 iterations, the same killed three times and resumed, its last log)."""
     base = tmp_path_factory.mktemp("runs")
     config = write_run(base, trainer__save_every=2, trainer__iterations=4)
     whole, broken = base / "whole", base / "killed"
-    finish(start(config, f"trainer.output_dir={whole}"))
+    programs.trained(config, f"trainer.output_dir={whole}")
     settings = [f"trainer.output_dir={broken}", "trainer.resume=auto"]
     for number, moment in enumerate(THREE_KILLS):
         if " all " in moment:
-            killed(config, moment, *settings)
+            killed_in(ended(programs.train(config, *settings, programs=(KILLED,), KILL_AT=moment)))
         else:  # without the seconds of torchrun
             killed_forked(config, moment, base / f"{number}.log", *settings)
     saved = broken / "checkpoints"  # the export may have begun beside the last one, which did not get its name
     assert (saved / "iteration-2").is_dir() and not (saved / "iteration-4").exists()
-    return config, whole, broken, finish(start(config, *settings))
+    return config, whole, broken, programs.trained(config, *settings)
 
 
 def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(runs):

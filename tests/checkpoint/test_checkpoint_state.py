@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import write_checkpoint
+from testkit.tiny import write_checkpoint
 from torch.optim.adamw import adamw
 
 from rlhfuse.base.errors import InputError, JointError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny import write_checkpoint, write_run
+from testkit.tiny import write_checkpoint, write_run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.checkpoint.checkpoint import Manifest, RunState

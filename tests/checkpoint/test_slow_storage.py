@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import write_checkpoint
+from testkit.tiny import write_checkpoint
 
 from rlhfuse.checkpoint import writer as checkpoint_writer
 from rlhfuse.checkpoint.checkpoint import Checkpoint, RunState, checkpoints_in

@@ -7,7 +7,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_helpers import linear_cost
+from testkit.sim_helpers import linear_cost
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from four_ranks import TINY
+from testkit.four_ranks import TINY
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RunConfig

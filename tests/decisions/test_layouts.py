@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from four_ranks import SPECS, TINY, config
+from testkit.four_ranks import SPECS, TINY, config
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.device_defaults import resolve_device

@@ -1,7 +1,7 @@
 """Checkpoints that several tests of fusion/ train."""
 
 import pytest
-from tiny import write_checkpoint
+from testkit.tiny import write_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gen_models import random_weights, tiny_spec
+from testkit.gen_models import random_weights, tiny_spec
 
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.engine import Engine, EngineOptions

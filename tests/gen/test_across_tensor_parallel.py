@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gen_models import random_weights, tiny_spec
-from gloo import Workers
+from testkit.gen_models import random_weights, tiny_spec
 
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 
@@ -23,13 +22,6 @@ SPECS = {
 NEAR, BOUND = 1e-4, 1e-5
 OPTIONS = EngineOptions(num_blocks=64, block_tokens=8, max_sequences=40, max_batched_tokens=256)
 TIGHT = EngineOptions(num_blocks=12, block_tokens=8, max_sequences=3, max_batched_tokens=11)
-
-
-@pytest.fixture(scope="module")
-def workers():
-    pool = Workers(4)
-    yield pool
-    pool.close()
 
 
 def texts() -> list[list[int]]:

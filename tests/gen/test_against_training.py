@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from gloo import Workers
-from tiny import write_checkpoint
+from testkit.tiny import write_checkpoint
 
 from rlhfuse.config.spec import ModelSpec
+
+POOL_RANKS = 2
 
 STORIES = Path(__file__).resolve().parents[2] / "../shared/data/stories260K-hf"
 BOUND = 1e-5
@@ -35,13 +36,6 @@ SHAPES = {
     "qwen2": dict(model_type="qwen2", tie_word_embeddings=True),
     "qwen3": dict(model_type="qwen3", head_dim=64),
 }
-
-
-@pytest.fixture(scope="module")
-def workers():
-    pool = Workers(2)
-    yield pool
-    pool.close()
 
 
 def sample_and_score(

@@ -11,7 +11,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from gen_models import random_weights, tiny_spec
+from testkit.gen_models import random_weights, tiny_spec
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams

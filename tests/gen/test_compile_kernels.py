@@ -14,7 +14,7 @@ from numba.core import event
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.gen.compile_kernels import compile_kernels
 from rlhfuse.models.attention import SequenceBorders, varlen_attention
-from gen_models import random_weights, tiny_spec
+from testkit.gen_models import random_weights, tiny_spec
 
 compile_kernels(torch.{dtype})
 with event.install_recorder("numba:compile") as compiled:

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from gen_models import random_weights, tiny_spec
+from testkit.gen_models import random_weights, tiny_spec
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams

@@ -9,10 +9,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from engine_pair import SPEC, EnginePair, Workload, draw_requests, move
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from testkit.engine_pair import SPEC, EnginePair, Workload, draw_requests, move
 
 from rlhfuse.gen.engine import SamplingParams
 

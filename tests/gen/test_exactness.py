@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from gen_models import random_weights, tiny_spec
-from moves import import_sequences, move_sequences, through_bytes
+from testkit.gen_models import random_weights, tiny_spec
+from testkit.moves import import_sequences, move_sequences, through_bytes
 
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 

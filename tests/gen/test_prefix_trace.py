@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gen_models import random_weights, tiny_spec
+from testkit.gen_models import random_weights, tiny_spec
 
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from engine_pair import SPEC, EnginePair, Workload, draw_requests
-from gen_models import tiny_spec
-from scripted_drafts import KINDS
+from testkit.engine_pair import SPEC, EnginePair, Workload, draw_requests
+from testkit.gen_models import tiny_spec
+from testkit.scripted_drafts import KINDS
 
 from rlhfuse.base.errors import leave
 

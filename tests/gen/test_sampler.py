@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 import torch
-from draw_batches import draw_batch, noise_key
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testkit.draw_batches import draw_batch, noise_key
 
 from rlhfuse.gen import sampler
 from rlhfuse.gen.core.forward_batch import RunningTable

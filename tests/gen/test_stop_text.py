@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from gen_models import random_weights, tiny_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testkit.gen_models import random_weights, tiny_spec
 
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 from rlhfuse.gen.stop_text import completes_stop_text, text_before_stop

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from gen_models import random_weights, tiny_spec
-from moves import move_sequences
+from testkit.gen_models import random_weights, tiny_spec
+from testkit.moves import move_sequences
 
 from rlhfuse.base.errors import leave
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from stages import LENGTHS, build, one_step, packed_for, random_rows, ranks_of, write_reference_gradients
-from tiny import write_checkpoint
+from testkit.stages import LENGTHS, build, one_step, packed_for, random_rows, ranks_of, write_reference_gradients
+from testkit.tiny import write_checkpoint
 
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.costs.analytic import AnalyticCost

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tiny import write_checkpoint
+from testkit.tiny import write_checkpoint
 from transformers import AutoModelForSequenceClassification
 
 from rlhfuse.base.errors import InputError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import write_checkpoint
+from testkit.tiny import write_checkpoint
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec

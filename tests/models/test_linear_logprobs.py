@@ -6,19 +6,13 @@ import weakref
 
 import pytest
 import torch
-from gloo import Workers
 from torch.utils._python_dispatch import TorchDispatchMode
+
+POOL_RANKS = 2
 
 ROWS, HIDDEN, PADDED = 37, 24, 208
 SMALL = (10 * ROWS * 64, 4 * HIDDEN * 70)  # several tiles, one chunk
 SMALLER = (10 * 11 * 64, 4 * HIDDEN * 11)  # several chunks, tiles of one column
-
-
-@pytest.fixture(scope="module")
-def workers():
-    pool = Workers(2)
-    yield pool
-    pool.close()
 
 
 def drawn(vocab: int):

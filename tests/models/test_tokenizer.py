@@ -8,7 +8,7 @@ import re
 import signal
 
 import pytest
-from tiny import write_checkpoint, write_tokenizer
+from testkit.tiny import write_checkpoint, write_tokenizer
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.role import Role

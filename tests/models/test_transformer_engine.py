@@ -12,13 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import Workers
-from stages import ranks_of
-from tiny import write_checkpoint
+from testkit.stages import ranks_of
+from testkit.tiny import write_checkpoint
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.models.transformer_engine import LayerSlots, RotatedAttention, choose_layers, transformer_engine_slots
 from rlhfuse.parallel.weight_gradients import fuse_accumulation
+
+POOL_RANKS = 2
 
 FACTS = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
 
@@ -86,13 +87,6 @@ def slots(rotary) -> LayerSlots:
 
     attention = ModuleSpec(module=RotatedAttention, params={"rotary": rotary, "attention": Attention})
     return LayerSlots(Column, Row, Norm, attention)
-
-
-@pytest.fixture(scope="module")
-def workers():
-    pool = Workers(2)
-    yield pool
-    pool.close()
 
 
 def both(rank: int, folder, layout: str, head: bool) -> list:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_disk import small_files
+from testkit.small_disk import small_files
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.monitor.loggers import ProgressPrinter, progress_parts

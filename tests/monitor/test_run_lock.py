@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from small_disk import small_files
+from testkit.small_disk import small_files
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.monitor.heartbeat import ProcessName

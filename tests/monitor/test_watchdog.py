@@ -12,7 +12,7 @@ import threading
 import time
 
 import pytest
-from gloo import forkserver, host_store, join
+from testkit.workers import forkserver, host_store, join
 
 from rlhfuse.monitor.heartbeat import (
     FAILED,

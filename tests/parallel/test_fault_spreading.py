@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from stages import build, ranks_of
-from tiny import write_checkpoint
+from testkit.stages import build, ranks_of
+from testkit.tiny import write_checkpoint
 
 
 def poisoned(rank: int, folder, layout: str, optimizer: str) -> list[dict]:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from gloo import host_store
+from testkit.workers import host_store
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 PROGRAM = """

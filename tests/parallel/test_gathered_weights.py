@@ -6,20 +6,14 @@ import time
 
 import pytest
 import torch
-from gloo import Workers
-from stages import load, packed_for, ranks_of
-from tiny import write_checkpoint
+from testkit.stages import load, packed_for, ranks_of
+from testkit.tiny import write_checkpoint
 
 from rlhfuse.config.settings import OptimizerConfig
 
+POOL_RANKS = 2
+
 SLOW = 1.0  # seconds by which rank 1 is late
-
-
-@pytest.fixture(scope="module")
-def workers():
-    pool = Workers(2)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")

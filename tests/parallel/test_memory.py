@@ -6,9 +6,9 @@ import ctypes
 
 import pytest
 import torch
-from gloo import Workers
-from stages import build, one_step, random_rows, ranks_of
-from tiny import write_checkpoint
+from testkit.stages import build, one_step, random_rows, ranks_of
+from testkit.tiny import write_checkpoint
+from testkit.workers import Workers
 
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.parallel.device import Device, choose_device

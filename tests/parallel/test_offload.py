@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import write_checkpoint
+from testkit.tiny import write_checkpoint
 
 from rlhfuse.fusion.inter.inference import WeightLoader
 from rlhfuse.parallel.device import choose_device
@@ -160,7 +160,7 @@ def start(rank: int, folders: dict) -> dict[str, int]:
 
 
 def test_a_start_takes_what_trains_and_nothing_of_the_copies(tmp_path):
-    from gloo import Workers
+    from testkit.workers import Workers
 
     actor = write_checkpoint(tmp_path / "actor", seed=1, **WIDE)
     critic = write_checkpoint(tmp_path / "critic", seed=2, scalar_head=True, **WIDE)

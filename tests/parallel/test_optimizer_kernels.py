@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gloo import Workers
-from stages import load, ranks_of
-from tiny import write_checkpoint
+from testkit.stages import load, ranks_of
+from testkit.tiny import write_checkpoint
 
 from rlhfuse.config.settings import OptimizerConfig
 
-
-@pytest.fixture(scope="module")
-def workers():
-    pool = Workers(2)
-    yield pool
-    pool.close()
+POOL_RANKS = 2
 
 
 def stepped(rank: int, folder, layout: str, name: str, clip: float, fused: bool, resume: bool) -> tuple:

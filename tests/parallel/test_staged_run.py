@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import write_run
+from testkit.tiny import write_run
 from torch.distributed import PrefixStore
 
 from rlhfuse.run.report.compare import compare_runs

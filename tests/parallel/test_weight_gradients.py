@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gloo import Workers
-from stages import VOCAB, load, packed_for, ranks_of
-from tiny import write_checkpoint
+from testkit.stages import VOCAB, load, packed_for, ranks_of
+from testkit.tiny import write_checkpoint
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.parallel.weight_gradients import DeferredProducts, add_product
 
+POOL_RANKS = 2
+
 LINEAR = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-
-
-@pytest.fixture(scope="module")
-def workers():
-    pool = Workers(2)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")

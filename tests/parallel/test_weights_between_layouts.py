@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file
-from stages import build, ranks_of
-from tiny import write_checkpoint
+from testkit.stages import build, ranks_of
+from testkit.tiny import write_checkpoint
 
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.decisions.shards import model_shards

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from four_ranks import full, planned, run
+from testkit.four_ranks import full, planned, run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import load_config

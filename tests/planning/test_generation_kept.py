@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from four_ranks import SPECS, planned, run
+from testkit.four_ranks import SPECS, planned, run
 
 from rlhfuse.costs.hardware import hardware_by_name
 from rlhfuse.planning import reasons

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from four_ranks import SPECS, planned, run
-from sim_helpers import linear_cost
+from testkit.four_ranks import SPECS, planned, run
+from testkit.sim_helpers import linear_cost
 
 from rlhfuse.base.files import write_json
 from rlhfuse.config.settings import RunConfig

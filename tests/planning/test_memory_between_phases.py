@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from four_ranks import SPECS, planned, run
+from testkit.four_ranks import SPECS, planned, run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import load_config

@@ -5,7 +5,7 @@ import math
 import statistics
 
 import pytest
-from four_ranks import config
+from testkit.four_ranks import config
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.planning.planned_lengths import QUANTILES, PlannedLengths, assumed_lengths

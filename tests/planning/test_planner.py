@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from four_ranks import SPECS, planned, run
-from sim_helpers import linear_cost, long_tail
+from testkit.four_ranks import SPECS, planned, run
+from testkit.sim_helpers import linear_cost, long_tail
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from search_cases import SearchCase, auto_config, long_tail, random_case, spec_of, with_memory
+from testkit.search_cases import SearchCase, auto_config, long_tail, random_case, spec_of, with_memory
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.planning.draft import PlanDraft

@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from four_ranks import SPECS, full, on_slow_cores, planned, run
+from testkit.four_ranks import SPECS, full, on_slow_cores, planned, run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from four_ranks import SPECS, TINY, full, planned, run
+from testkit.four_ranks import SPECS, TINY, full, planned, run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from four_ranks import SPECS, planned, run
+from testkit.four_ranks import SPECS, planned, run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.planning.draft import draft_plan

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from launched_runs import PATHS, ROOT, finish, killed_forked, start
+from testkit.paths import ROOT
+from testkit.programs import PATHS, killed_forked
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.auto_layouts import searched_keys
@@ -35,10 +36,10 @@ def layout_lines(log: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> tuple[Path, str]:
+def whole(programs, tmp_path_factory) -> tuple[Path, str]:
     """The folder of a run that was left alone, and what it said."""
     run_dir = tmp_path_factory.mktemp("auto") / "whole"
-    return run_dir, finish(start(QUICKSTART, *AUTO, *SHORT, f"trainer.output_dir={run_dir}", ranks=4))
+    return run_dir, programs.trained(QUICKSTART, *AUTO, *SHORT, f"trainer.output_dir={run_dir}", ranks=4)
 
 
 @pytest.mark.slow
@@ -57,13 +58,13 @@ def test_a_run_says_and_keeps_the_table_that_a_dry_run_prints(whole):
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_costs_no_bit(whole, tmp_path):
+def test_a_rank_that_is_killed_costs_no_bit(programs, whole, tmp_path):
     run_dir, _ = whole
     broken = tmp_path / "killed"
     settings = [*AUTO, *SHORT, f"trainer.output_dir={broken}", "trainer.resume=auto"]
     killed_forked(QUICKSTART, "2 one 1 start.2, .*: generation: step", tmp_path / "log", *settings, ranks=4)
     # another search might choose another table: what it is for has changed since
-    log = finish(start(QUICKSTART, *settings, "parallel.headroom=0.3", ranks=4))
+    log = programs.trained(QUICKSTART, *settings, "parallel.headroom=0.3", ranks=4)
     first = layout_lines(log)[0]
     assert first.startswith(f"layouts of {broken / 'checkpoints'}/iteration-") and ", which had: generation=" in first
     comparisons = compare_runs(run_dir, broken)

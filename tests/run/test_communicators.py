@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import write_checkpoint
+from testkit.tiny import write_checkpoint
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlhfuse.config.settings import OptimizerConfig, ParallelConfig, RunConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tiny import SHAPE, write_tokenizer
+from testkit.tiny import SHAPE, write_tokenizer
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import DataConfig, RunConfig

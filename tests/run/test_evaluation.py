@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gloo import Workers
-from tiny import write_run
+from testkit.tiny import write_run
 
 from rlhfuse.checkpoint.checkpoint import checkpoints_in
 from rlhfuse.monitor.metrics import read_metrics
@@ -20,6 +19,8 @@ from rlhfuse.run.iteration_recorder import IterationRecorder
 from rlhfuse.run.report.compare import compare_exports, compare_runs
 from rlhfuse.run.report.report import render_report
 from rlhfuse.run.report.run_files import RunFiles
+
+POOL_RANKS = 2
 
 FUNCTION = """
 from pathlib import Path
@@ -34,13 +35,6 @@ def hits(completion_ids, wanted):
 """
 GRPO = ("reward.path=''", "reward.signature=trl", "algorithm.name=grpo", "actor.optim.lr=0.01")
 EVAL = ("trainer.eval_every=2", "trainer.eval_before_train=true", "eval.samples_per_prompt=3")
-
-
-@pytest.fixture(scope="module")
-def workers():
-    pool = Workers(2)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from launched_runs import ended, finish, start
-from small_disk import small_disk, small_files
-from tiny import write_checkpoint, write_run
+from testkit.programs import KILLED, ended
+from testkit.small_disk import small_disk, small_files
+from testkit.tiny import write_checkpoint, write_run
 
 from rlhfuse.base.errors import InputError, writing
 from rlhfuse.checkpoint.checkpoint import Checkpoint, checkpoints_in
@@ -141,16 +141,15 @@ DISK = 64 << 20
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_runs_end_by_one_line_and_go_on_when_there_is_room(tmp_path):
+def test_runs_end_by_one_line_and_go_on_when_there_is_room(programs, tmp_path):
     config = write_run(tmp_path, trainer__save_every=1, trainer__iterations=4, trainer__tensorboard=True)
     whole = tmp_path / "whole"
-    finish(start(config, f"trainer.output_dir={whole}"))
-    program = Path(__file__).with_name("killed_training.py")
+    programs.trained(config, f"trainer.output_dir={whole}")
     with small_disk(tmp_path / "disk", DISK) as disk:
         run_dir = disk / "run"
         settings = [f"trainer.output_dir={run_dir}", "trainer.resume=auto"]
         for moment in FULL:
-            process = start(config, *settings, program=program, KILL_AT=moment, FULL_DISK=str(disk))
+            process = programs.train(config, *settings, programs=(KILLED,), KILL_AT=moment, FULL_DISK=str(disk))
             out = ended(process)
             lines = [line.removeprefix("error: ") for line in out.splitlines() if line.startswith("error: ")]
             assert process.returncode == 1 and "exitcode  : 2" in out, out
@@ -166,7 +165,7 @@ def test_runs_end_by_one_line_and_go_on_when_there_is_room(tmp_path):
             assert Checkpoint.open(good).metrics_bytes <= (run_dir / "metrics.jsonl").stat().st_size
             assert not (run_dir / "finished.json").exists()
             (disk / "ballast").unlink()
-        finish(start(config, *settings))
+        programs.trained(config, *settings)
         assert [row["iteration"] for row in read_metrics(run_dir / "metrics.jsonl")] == [0, 1, 2, 3]
         assert (run_dir / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
         comparisons = compare_runs(whole, run_dir)

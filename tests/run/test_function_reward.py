@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import SHAPE, write_tokenizer
+from testkit.tiny import SHAPE, write_tokenizer
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RewardConfig, RunConfig

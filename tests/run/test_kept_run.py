@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gloo import Workers
-from tiny import write_run
+from testkit.tiny import write_run
+from testkit.workers import Workers
 
 from rlhfuse.monitor.metrics import read_metrics
 from rlhfuse.run.report.compare import compare_runs
+
+POOL_RANKS = 2
 
 ITERATIONS, SEQUENCES = 2, 3
 
@@ -29,13 +31,6 @@ class Repeater:
 
     def release(self) -> None:
         pass
-
-
-@pytest.fixture(scope="module")
-def workers():
-    pool = Workers(2)
-    yield pool
-    pool.close()
 
 
 def job(rank: int, config: Path, out: Path, keep: bool, overrides: tuple[str, ...], graphs: bool) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny import write_checkpoint, write_run
+from testkit.tiny import write_checkpoint, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 PHASES = ("moves", "generation", "inference", "training")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launched_runs import ROOT, finish, start
+from testkit.paths import ROOT
 from transformers import AutoTokenizer
 
 from rlhfuse.base.errors import InputError
@@ -113,13 +113,13 @@ def test_it_is_planned_at_once_and_says_what_it_chose(folder, name, capsys):
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in TO_THE_END])
-def test_it_runs_to_the_end(folder, name):
+def test_it_runs_to_the_end(programs, folder, name):
     file, world = write(folder, name)
     run = folder / f"{name} run"
     settings = [f"trainer.output_dir={run}", "trainer.iterations=1", "trainer.tensorboard=false"]
     settings += ["rollout.max_response_tokens=8", "fusion.search_seconds=0.2", "trainer.device=cpu"]
     if world > 1:
-        finish(start(file, *settings, ranks=world))
+        programs.trained(file, *settings, ranks=world)
     else:
         done = alone(file, *settings)
         assert done.returncode == 0, done.stderr

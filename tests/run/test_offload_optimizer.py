@@ -7,20 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from gloo import Workers
 from safetensors import safe_open
-from tiny import write_run
+from testkit.tiny import write_run
 
 from rlhfuse.run.report.compare import compare_runs
 
+POOL_RANKS = 2
+
 EVALUATES = ("trainer.eval_every=2", "trainer.eval_before_train=true")
-
-
-@pytest.fixture(scope="module")
-def workers():
-    pool = Workers(2)
-    yield pool
-    pool.close()
 
 
 def job(rank: int, config: Path, out: Path, overrides: tuple[str, ...]) -> list[int]:

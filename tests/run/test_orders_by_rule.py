@@ -6,21 +6,15 @@ from __future__ import annotations
 import json
 
 import pytest
-from gloo import Workers
 from test_train_algorithms import job
-from tiny import write_run
+from testkit.tiny import write_run
 
 from rlhfuse.run.report.compare import compare_runs
 from rlhfuse.run.report.forecast import Forecaster
 from rlhfuse.run.report.run_files import RunFiles
 from rlhfuse.schedule.io import load_schedule
 
-
-@pytest.fixture(scope="module")
-def workers():
-    pool = Workers(2)
-    yield pool
-    pool.close()
+POOL_RANKS = 2
 
 
 @pytest.fixture(scope="module")

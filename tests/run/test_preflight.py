@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tiny import write_checkpoint, write_run, write_tokenizer
+from testkit.tiny import write_checkpoint, write_run, write_tokenizer
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import load_config

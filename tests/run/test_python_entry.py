@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny import write_run
+from testkit.tiny import write_run
 
 import rlhfuse
 from rlhfuse.base.errors import InputError

@@ -8,8 +8,8 @@ import shutil
 from collections import Counter
 
 import pytest
-from launched_runs import finish, killed_forked, start
-from tiny import write_run
+from testkit.programs import killed_forked
+from testkit.tiny import write_run
 
 from rlhfuse.monitor.metrics import read_metrics
 from rlhfuse.run.report.compare import compare_runs
@@ -47,7 +47,7 @@ CURVES = ("actor/grad_norm", "critic/score/mean", "critic/grad_norm", "response_
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(programs, tmp_path_factory):
     base = tmp_path_factory.mktemp("whole")
     config = write_run(
         base,
@@ -57,11 +57,11 @@ def whole(tmp_path_factory):
         fusion__threshold=4,
         rollout__max_sequences_per_instance=3,  # the last ones wait, so that there is a tail to move
     )
-    finish(start(config, f"trainer.output_dir={base / 'whole'}"))
+    programs.trained(config, f"trainer.output_dir={base / 'whole'}")
     return config, base / "whole"
 
 
-def test_kills_of_one_rank_and_within_a_save(whole, tmp_path):
+def test_kills_of_one_rank_and_within_a_save(programs, whole, tmp_path):
     config, run_dir = whole
     broken = tmp_path / "killed"
     settings = [f"trainer.output_dir={broken}", "trainer.resume=auto"]
@@ -72,7 +72,7 @@ def test_kills_of_one_rank_and_within_a_save(whole, tmp_path):
         ends[phase_of(where), moment.split()[1]] += 1
     print(dict(ends), flush=True)
     assert {phase for phase, _ in ends} >= PHASES.keys() and {who for _, who in ends} == {"one", "all"}
-    finish(start(config, *settings))
+    programs.trained(config, *settings)
     assert [row["iteration"] for row in read_metrics(broken / "metrics.jsonl")] == list(range(ITERATIONS))
     comparisons = compare_runs(run_dir, broken)
     assert len(comparisons) == 3 and all(c.entries > 10 and not c.differences for c in comparisons), comparisons
@@ -96,7 +96,7 @@ def tensorboard_curves(run_dir):
     return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in CURVES}
 
 
-def test_other_layouts_and_world_sizes(tmp_path):
+def test_other_layouts_and_world_sizes(programs, tmp_path):
     config = write_run(
         tmp_path,
         trainer__save_every=2,
@@ -107,7 +107,7 @@ def test_other_layouts_and_world_sizes(tmp_path):
         fusion__actor_microbatches=4,
     )
     whole = tmp_path / "whole"
-    finish(start(config, f"trainer.output_dir={whole}", ranks=4))
+    programs.trained(config, f"trainer.output_dir={whole}", ranks=4)
     for actor, critic, ranks in (("d2t1p2", "d4t1p1", 4), ("d2t2p1", "d2t2p1", 4), ("d1t1p2", "d2t1p1", 2)):
         here = tmp_path / actor
         shutil.copytree(whole, here)
@@ -122,7 +122,7 @@ def test_other_layouts_and_world_sizes(tmp_path):
             "trainer.output_dir": here,
             "trainer.resume": "auto",
         }
-        log = finish(start(config, *(f"{key}={value}" for key, value in settings.items()), ranks=ranks))
+        log = programs.trained(config, *(f"{key}={value}" for key, value in settings.items()), ranks=ranks)
         assert f"actor_train d1t1p4 -> {actor}" in log
         assert [row["iteration"] for row in read_metrics(here / "metrics.jsonl")] == [0, 1, 2, 3]
         compared = compare_runs(whole, here)

@@ -7,8 +7,8 @@ import re
 
 import psutil
 import pytest
-from launched_runs import ended, start
-from tiny import write_run
+from testkit.programs import ended
+from testkit.tiny import write_run
 
 from rlhfuse.data.sampler import sample_origin
 
@@ -38,11 +38,11 @@ def never(completions):
         ("never", "no result after 3 s (reward.timeout_seconds)", 0),
     ],
 )
-def test_the_job_ends_with_one_line(tmp_path, name, said, iteration):
+def test_the_job_ends_with_one_line(programs, tmp_path, name, said, iteration):
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     config = write_run(tmp_path, rollout__max_response_tokens=8, fusion__inter_stage=False)
     function = f"{tmp_path}/mine.py:{name}"
-    process = start(
+    process = programs.train(
         config,
         f"reward.function={function}",
         "reward.signature=trl",

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from gloo import Workers
-from launched_runs import ended, start
-from tiny import write_run
+from testkit.programs import ended
+from testkit.tiny import write_run
+from testkit.workers import Workers
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.load import load_config
@@ -102,9 +102,9 @@ def test_a_folder_in_use_ends_all_ranks_by_one_line(pair, config, tmp_path):
     assert pair.run(enter, config, tmp_path) == [[RUN_LOCK]] * 2
 
 
-def test_a_second_run_in_the_same_folder_leaves_with_2(config, tmp_path):
+def test_a_second_run_in_the_same_folder_leaves_with_2(programs, config, tmp_path):
     with RunLock(tmp_path):
-        process = start(config, f"trainer.output_dir={tmp_path}", "fusion.intra_stage=false")
+        process = programs.train(config, f"trainer.output_dir={tmp_path}", "fusion.intra_stage=false")
         out = ended(process)
     lines = [line for line in out.splitlines() if line.startswith("error: ")]
     assert process.returncode == 1 and "exitcode  : 2" in out, out  # torchrun's own, and the program's
@@ -112,14 +112,14 @@ def test_a_second_run_in_the_same_folder_leaves_with_2(config, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_has_lost_its_folder_writes_no_more(config, tmp_path):
+def test_a_run_that_has_lost_its_folder_writes_no_more(programs, config, tmp_path):
     """Another run takes it over while the first iteration is under way."""
     lock, function = tmp_path / "run" / RUN_LOCK, tmp_path / "takes.py"
     function.write_text(
         f"def take(completions):\n    open({str(lock)!r}, 'w').close()\n    return [0.0] * len(completions)\n"
     )
     settings = f"trainer.output_dir={lock.parent}", f"reward.function={function}:take", "reward.signature=trl"
-    process = start(config, *settings, "trainer.iterations=2")
+    process = programs.train(config, *settings, "trainer.iterations=2")
     assert f"{lock} is no longer of this run" in ended(process) and process.returncode
     assert (lock.parent / "metrics.jsonl").read_bytes() == b""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from launched_runs import finish, start
-from tiny import write_run
+from testkit.programs import finish
+from testkit.tiny import write_run
 
 HANG_SECONDS = 40
 FUNCTION = """
@@ -31,21 +31,21 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_rewards_and_export_slower_than_hang_seconds(tmp_path):
+def test_rewards_and_export_slower_than_hang_seconds(programs, tmp_path):
     (tmp_path / "mine.py").write_text(FUNCTION)
     (tmp_path / "slow.py").write_text(SLOW_STORAGE)
     config = write_run(tmp_path, rollout__max_response_tokens=8, fusion__inter_stage=False)
     limits = f"trainer.hang_seconds={HANG_SECONDS}", "trainer.watchdog_seconds=30", "reward.timeout_seconds=30"
     settings = f"reward.function={tmp_path}/mine.py:slow_on_one_rank", "reward.signature=trl", "reward.path=''"
     more = "algorithm.name=rloo", "trainer.iterations=1", "trainer.export=true", "fusion.search_seconds=1"
-    finish(start(config, *limits, *settings, *more, program=tmp_path / "slow.py"))
+    finish(programs.train(config, *limits, *settings, *more, programs=(tmp_path / "slow.py",)))
     index = json.loads((tmp_path / "run" / "export" / "actor" / "model.safetensors.index.json").read_text())
     assert len(index["weight_map"]) * 3 > HANG_SECONDS
 
 
-def test_iterations_without_a_decode_step(tmp_path):
+def test_iterations_without_a_decode_step(programs, tmp_path):
     """max_response_tokens=1: every sample ends with the token that its prompt's prefill gives."""
     config = write_run(tmp_path, rollout__max_response_tokens=1)
-    out = finish(start(config, "trainer.iterations=3", "fusion.search_seconds=1"))
+    out = programs.trained(config, "trainer.iterations=3", "fusion.search_seconds=1")
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert len(rows) == 3 and "warning: costs" not in out, out

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from four_ranks import SPECS, planned, run
-from sim_helpers import limits, linear_cost, long_tail
+from testkit.four_ranks import SPECS, planned, run
+from testkit.sim_helpers import limits, linear_cost, long_tail
 
 from rlhfuse.base.files import write_json
 from rlhfuse.config.device_defaults import resolve_device

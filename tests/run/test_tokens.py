@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from gloo import Workers
 from safetensors.torch import load_file, save_file
-from tiny import write_checkpoint, write_run, write_tokenizer
+from testkit.tiny import write_checkpoint, write_run, write_tokenizer
 
 from rlhfuse.run.report.compare import compare_runs
+
+POOL_RANKS = 2
 
 FUNCTION = """
 def ended(completion_ids, completions):
@@ -25,13 +26,6 @@ def score(ids, text):
     assert not any(f"w{i - 3}".startswith("w19") for i in words[3:])
     return float(stopped)
 """
-
-
-@pytest.fixture(scope="module")
-def workers():
-    pool = Workers(2)
-    yield pool
-    pool.close()
 
 
 def job(rank: int, config: Path, out: Path, overrides: tuple[str, ...]) -> None:

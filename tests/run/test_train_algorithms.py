@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from gloo import Workers
-from tiny import write_run, write_tokenizer
+from testkit.tiny import write_run, write_tokenizer
+from testkit.workers import Workers
 
 from rlhfuse.monitor.trace import load_trace
 from rlhfuse.run.report.compare import compare_runs
 from rlhfuse.run.report.forecast import Forecaster
 from rlhfuse.run.report.run_files import RunFiles
+
+POOL_RANKS = 2
 
 FUNCTIONS = """
 import time
@@ -36,13 +38,6 @@ def fails(completions):
 """
 WITHOUT_CRITIC = ("reward.path=''", "reward.signature=trl", "critic.optim.lr=0.1")
 SERIAL = ("fusion.inter_stage=false", "fusion.intra_stage=false")
-
-
-@pytest.fixture(scope="module")
-def workers():
-    pool = Workers(2)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")

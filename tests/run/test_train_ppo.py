@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import write_run
+from testkit.tiny import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTED: list[subprocess.Popen] = []

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from launched_runs import ended, start
-from tiny import write_run
+from testkit.programs import ended
+from testkit.tiny import write_run
 
 
 @pytest.mark.slow
-def test_the_job_ends_naming_model_and_checkpoint(tmp_path):
+def test_the_job_ends_naming_model_and_checkpoint(programs, tmp_path):
     config = write_run(tmp_path, rollout__max_response_tokens=8, fusion__inter_stage=False, trainer__save_every=1)
     # one step of such a critic is finite, its values are not: the second mini-batch's losses are NaN
-    process = start(config, "critic.optim.lr=1e37", "trainer.iterations=3")
+    process = programs.train(config, "critic.optim.lr=1e37", "trainer.iterations=3")
     out = ended(process)
     assert process.returncode == 1, out
     first, *others = [line for line in out.splitlines() if "error: iteration 0: " in line]

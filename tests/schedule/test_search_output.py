@@ -5,7 +5,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from schedule_cases import TABLE_3, table_3_problem
+from testkit.schedule_cases import TABLE_3, table_3_problem
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.schedule.rules.builders import greedy

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from four_ranks import SPECS, on_slow_cores, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_helpers import long_tail
+from testkit.four_ranks import SPECS, on_slow_cores, run
+from testkit.sim_helpers import long_tail
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_helpers import lengths_strategy, limits, linear_cost, long_tail, simulate_generation
+from testkit.sim_helpers import lengths_strategy, limits, linear_cost, long_tail, simulate_generation
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.simulator.instances import InstanceRun, SimulatedSequence, split_samples

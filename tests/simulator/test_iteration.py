@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_helpers import lengths_strategy, limits, linear_cost, long_tail, simulate_generation, spans_of
+from testkit.sim_helpers import lengths_strategy, limits, linear_cost, long_tail, simulate_generation, spans_of
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.simulator.iteration import IterationSeconds, move_cost, simulate_gen_infer

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_helpers import lengths_strategy, limits
-from step_by_step import StepByStep
+from testkit.sim_helpers import lengths_strategy, limits
+from testkit.step_by_step import StepByStep
 
 from rlhfuse.costs.cost_model import RewardCost
 from rlhfuse.costs.fits import Line

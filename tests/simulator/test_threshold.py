@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_helpers import lengths_strategy, limits, linear_cost, long_tail
+from testkit.sim_helpers import lengths_strategy, limits, linear_cost, long_tail
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json

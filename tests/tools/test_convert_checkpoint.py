@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import write_checkpoint, write_tokenizer
+from testkit.tiny import write_checkpoint, write_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhfuse.checkpoint.checkpoint import Manifest, RunState

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton_interpreter  # noqa: F401
+from testkit import triton_interpreter  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))

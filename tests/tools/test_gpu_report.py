@@ -13,9 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import gpu_check  # noqa: E402
-from four_ranks import SPECS, run  # noqa: E402
 from gpu_checks import report, speed  # noqa: E402
 from gpu_checks.figures import Figure, told  # noqa: E402
+from testkit.four_ranks import SPECS, run  # noqa: E402
 
 from rlhfuse.config.spec import HardwareSpec  # noqa: E402
 from rlhfuse.costs.flops import forward_flops  # noqa: E402

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny import write_tokenizer
+from testkit.tiny import write_tokenizer
 
 from rlhfuse.schedule.ir.problem import load_problem
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from finished_run import write_run
+from testkit.finished_run import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 

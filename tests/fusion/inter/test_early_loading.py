@@ -8,7 +8,7 @@ from functools import partial
 from itertools import count
 
 import pytest
-from inter_stage_case import Case, clean_up, inter_stage, iterate, write_models
+from testkit.inter_stage_case import Case, clean_up, inter_stage, iterate, write_models
 
 LENGTHS = (3, 5, 2, 4, 6, 3, 60, 4, 5, 2, 3, 7, 4, 44, 3, 5)
 SLOW = (0.012,)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from gloo import Workers
-from inter_stage_case import Case, clean_up, iterate, write_models
+from testkit.inter_stage_case import Case, clean_up, iterate, write_models
+from testkit.workers import Workers
 
 LENGTHS = (20, 15, 25, 10, 30, 17, 22, 12, 50, 5, 60, 6)
 CASES = [(1, "kv"), (6, "kv"), (6, "tokens"), (12, "kv"), (12, "tokens")]

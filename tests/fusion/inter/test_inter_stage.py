@@ -11,8 +11,8 @@ from functools import partial
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inter_stage_case import Case, clean_up, iterate, write_models
-from sim_helpers import limits, linear_cost  # noqa: E402
+from testkit.inter_stage_case import Case, clean_up, iterate, write_models
+from testkit.sim_helpers import limits, linear_cost  # noqa: E402
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.costs.fits import Line

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import signal
 
-from gloo import join
-from inter_stage_case import Case, MeanTokenReward, inter_stage, run_ranks
+from testkit.inter_stage_case import Case, MeanTokenReward, inter_stage, run_ranks
+from testkit.workers import join
 
 from rlhfuse.monitor.heartbeat import Limits
 

@@ -9,8 +9,8 @@ import os
 import time
 
 import pytest
-from gloo import join
-from inter_stage_case import Case, inter_stage, run_ranks
+from testkit.inter_stage_case import Case, inter_stage, run_ranks
+from testkit.workers import join
 
 from rlhfuse.monitor.heartbeat import Limits
 

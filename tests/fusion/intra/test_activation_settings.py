@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tiny import write_checkpoint
-from training_pair import build_pair
+from testkit.tiny import write_checkpoint
+from testkit.training_pair import build_pair
 
 
 def digests(rank: int, folders: dict, actor: str, critic: str, kind: str, sequence_parallel: bool, recompute: str):

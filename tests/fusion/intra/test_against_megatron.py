@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from stages import LENGTHS, build, loss_of, one_step, packed_for, random_rows, ranks_of
-from tiny import write_checkpoint
+from testkit.stages import LENGTHS, build, loss_of, one_step, packed_for, random_rows, ranks_of
+from testkit.tiny import write_checkpoint
 
 SAME_LENGTH = ((24, 8), (32,), (10, 11, 11), (31, 1))
 

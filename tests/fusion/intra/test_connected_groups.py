@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
-from tiny import write_checkpoint
-from training_pair import build_pair
+from testkit.tiny import write_checkpoint
+from testkit.training_pair import build_pair
 
 KINDS = {
     "allreduce": "all_reduce",

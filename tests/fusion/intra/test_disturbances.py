@@ -7,7 +7,7 @@ import random
 import time
 
 import pytest
-from disturbed_pair import Plan, disturbed, new_step, plan, write_models
+from testkit.disturbed_pair import Plan, disturbed, new_step, plan, write_models
 
 from rlhfuse.base.errors import InputError
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from training_pair import build_pair
+from testkit.training_pair import build_pair
 
 
 def stepped(rank: int, folders: dict, layouts, options: dict) -> dict:

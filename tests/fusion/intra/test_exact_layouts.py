@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from against_whole import GRADIENTS, References, distance, write_models
-from training_case import Case, run_case
-from whole_model import ADAM
+from testkit.against_whole import GRADIENTS, References, distance, write_models
+from testkit.training_case import Case, run_case
+from testkit.whole_model import ADAM
 
 PAIRS = [
     ("d1t1p4", "d2t1p2"),

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from against_whole import References, write_models
-from training_case import Case, Recording, predicted_peaks, run_case
-from whole_model import ADAM
+from testkit.against_whole import References, write_models
+from testkit.training_case import Case, Recording, predicted_peaks, run_case
+from testkit.whole_model import ADAM
 
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.schedule.ir.evaluate import evaluate

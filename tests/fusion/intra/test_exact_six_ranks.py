@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from against_whole import References, write_models
-from gloo import Workers
-from training_case import Case, run_case
+from testkit.against_whole import References, write_models
+from testkit.training_case import Case, run_case
+from testkit.workers import Workers
 
 
 @pytest.fixture(scope="module")

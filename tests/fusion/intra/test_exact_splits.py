@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from against_whole import References, write_models
-from training_case import Case, predicted_peaks, run_case
-from whole_model import ADAM, SGD
+from testkit.against_whole import References, write_models
+from testkit.training_case import Case, predicted_peaks, run_case
+from testkit.whole_model import ADAM, SGD
 
 from rlhfuse.schedule.ir.action import Kind
 

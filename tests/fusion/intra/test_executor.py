@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from training_pair import LR, build_pair, make_batch, make_schedule, weights
+from testkit.training_pair import LR, build_pair, make_batch, make_schedule, weights
 
 from rlhfuse.base.errors import InputError, ScheduleError
 from rlhfuse.config.settings import AlgorithmConfig

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from disturbed_pair import Plan, disturbed, plan, write_models
-from gloo import forkserver, host_store, join
+from testkit.disturbed_pair import Plan, disturbed, plan, write_models
+from testkit.workers import forkserver, host_store, join
 
 from rlhfuse.monitor.heartbeat import Limits
 from rlhfuse.schedule.ir.action import Action, Kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from training_pair import LR, build_pair, make_batch, weights
+from testkit.training_pair import LR, build_pair, make_batch, weights
 
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.decisions.balance import cut_microbatches

@@ -7,9 +7,9 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import write_checkpoint
+from testkit.tiny import write_checkpoint
+from testkit.training_pair import make_batch, make_schedule
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from training_pair import make_batch, make_schedule
 
 from rlhfuse.config.settings import AlgorithmConfig, ParallelConfig, RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout

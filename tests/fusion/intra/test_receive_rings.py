@@ -6,8 +6,8 @@ import random
 
 import pytest
 import torch
-from program_cases import random_schedule
-from training_pair import build_pair, make_schedule
+from testkit.program_cases import random_schedule
+from testkit.training_pair import build_pair, make_schedule
 
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.schedule.program.lowering import lower

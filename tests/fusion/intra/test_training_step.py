@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import write_checkpoint
-from training_pair import build_pair, make_batch
+from testkit.tiny import write_checkpoint
+from testkit.training_pair import build_pair, make_batch
 
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.schedule.ir.evaluate import evaluate

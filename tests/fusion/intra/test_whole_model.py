@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from training_case import make_batch, write_model
-from whole_model import ADAM, SGD, train_whole
+from testkit.training_case import make_batch, write_model
+from testkit.whole_model import ADAM, SGD, train_whole
 
 
 @pytest.mark.parametrize("scalar_head,tied", [(False, False), (False, True), (True, False)])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gen_models import random_weights, tiny_spec
-from moves import move_sequences
+from testkit.gen_models import random_weights, tiny_spec
+from testkit.moves import move_sequences
 
 from rlhfuse.gen.core.kv_cache import KVCache
 from rlhfuse.gen.cpu.forward import LaneKVCache

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_pair import move
-from tiny import write_checkpoint
+from testkit.engine_pair import move
+from testkit.tiny import write_checkpoint
 
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from draw_batches import draw_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testkit.draw_batches import draw_batch
 
 from rlhfuse.gen.core.forward_batch import ForwardBatch
 from rlhfuse.gen.gpu.decode_graphs import DecodeInputs, DecodeShape, Staging, padded_arrays

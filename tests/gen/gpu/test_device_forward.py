@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import triton_interpreter  # noqa: F401
-from gen_models import random_weights, tiny_spec
+from testkit import triton_interpreter  # noqa: F401
+from testkit.gen_models import random_weights, tiny_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhfuse.base.errors import InputError, leave

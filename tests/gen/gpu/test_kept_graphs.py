@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton_interpreter  # noqa: F401
-from gen_models import random_weights, tiny_spec
-from moves import move_sequences
 from test_device_forward import WIDE, Repeater, torch_engine
+from testkit import triton_interpreter  # noqa: F401
+from testkit.gen_models import random_weights, tiny_spec
+from testkit.moves import move_sequences
 
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from triton_compile import compiled_variants
+from testkit.triton_compile import compiled_variants
 
 
 def generate() -> None:
     """Mixed steps and decode steps of 5, 4, 2 and 1 rows: nothing runs, so each sample is as long as it may be."""
     import torch
-    from gen_models import random_weights, tiny_spec
+    from testkit.gen_models import random_weights, tiny_spec
 
     from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams
     from rlhfuse.gen.gpu import sampling

@@ -13,11 +13,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import triton_interpreter  # noqa: F401
-from engine_pair import EnginePair, Request, Workload, draw_requests
-from gen_models import random_weights, tiny_spec
-from scripted_drafts import KINDS
 from test_device_forward import WIDE, Repeater, torch_engine
+from testkit import triton_interpreter  # noqa: F401
+from testkit.engine_pair import EnginePair, Request, Workload, draw_requests
+from testkit.gen_models import random_weights, tiny_spec
+from testkit.scripted_drafts import KINDS
 
 from rlhfuse.gen.engine import Engine, EngineOptions, GenerationResult, SamplingParams
 from rlhfuse.gen.gpu import sampling

@@ -9,8 +9,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-import triton_interpreter  # noqa: F401
-from draw_batches import draw_batch
+from testkit import triton_interpreter  # noqa: F401
+from testkit.draw_batches import draw_batch
 
 from rlhfuse.gen.core.draws import DrawBatch
 from rlhfuse.gen.cpu import sampling as cpu

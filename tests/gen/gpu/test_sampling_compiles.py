@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from triton_compile import compiled_launches
+from testkit.triton_compile import compiled_launches
 
 
 def launch_all() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from gen_models import random_weights, tiny_spec
+from testkit.gen_models import random_weights, tiny_spec
 
 from rlhfuse.base.errors import InputError, leave
 from rlhfuse.gen import model_runner

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from gen_models import random_weights, tiny_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moves import import_sequences, move_sequences
+from testkit.gen_models import random_weights, tiny_spec
+from testkit.moves import import_sequences, move_sequences
 
 import rlhfuse.gen
 from rlhfuse.base.errors import InputError

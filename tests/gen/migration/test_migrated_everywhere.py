@@ -12,8 +12,8 @@ import random
 from collections import Counter
 
 import pytest
-from engine_pair import SPEC, EnginePair, Request, Workload, move
-from scripted_drafts import RULES
+from testkit.engine_pair import SPEC, EnginePair, Request, Workload, move
+from testkit.scripted_drafts import RULES
 
 from rlhfuse.gen.engine import SamplingParams
 

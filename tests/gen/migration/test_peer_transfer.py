@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from gen_models import random_weights, tiny_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testkit.gen_models import random_weights, tiny_spec
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.gen.engine import Engine, EngineOptions, SamplingParams

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gen_models import random_weights, tiny_spec
-from scripted_drafts import RULES, ScriptedDrafter
+from testkit.gen_models import random_weights, tiny_spec
+from testkit.scripted_drafts import RULES, ScriptedDrafter
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.gen.engine import Engine, EngineOptions, GenerationResult, SamplingParams

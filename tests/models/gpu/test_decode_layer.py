@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton_interpreter  # noqa: F401
-from triton_compile import compiled_launches
+from testkit import triton_interpreter  # noqa: F401
+from testkit.triton_compile import compiled_launches
 
 from rlhfuse.models.gpu.decode_layer import add_norm, place_heads
 

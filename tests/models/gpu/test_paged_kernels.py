@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton_interpreter  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton_compile import compiled_launches
+from testkit import triton_interpreter  # noqa: F401
+from testkit.triton_compile import compiled_launches
 
 from rlhfuse.models.gpu import paged_attention as kernels
 

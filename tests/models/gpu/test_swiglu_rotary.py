@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_compile import compiled_launches
+from testkit.triton_compile import compiled_launches
 
 from rlhfuse.models import rotary
 from rlhfuse.models.gpu.rotary import turn

@@ -5,9 +5,9 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from four_ranks import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testkit.four_ranks import run
 
 from rlhfuse.config.machines import Machines
 from rlhfuse.config.spec import ModelSpec, ParallelLayout

@@ -4,7 +4,7 @@ from dataclasses import replace
 from statistics import median
 
 import pytest
-from four_ranks import full, run
+from testkit.four_ranks import full, run
 
 from rlhfuse.config.spec import HardwareSpec, ModelSpec
 from rlhfuse.costs.hardware import hardware_by_name

@@ -6,10 +6,10 @@ from itertools import product
 from statistics import fmean
 
 import pytest
-from four_ranks import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_helpers import long_tail
+from testkit.four_ranks import run
+from testkit.sim_helpers import long_tail
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.machines import Machines

@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 import pytest
-from schedule_cases import random_instance, random_problem
-from search_cases import (
+from testkit.schedule_cases import random_instance, random_problem
+from testkit.search_cases import (
     ROWS,
     TRAINED,
     SearchCase,

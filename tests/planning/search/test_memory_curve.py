@@ -6,7 +6,7 @@ from functools import cache
 
 from hypothesis import given
 from hypothesis import strategies as st
-from small_searches import all_rows, setting, with_price
+from testkit.small_searches import all_rows, setting, with_price
 
 from rlhfuse.planning.search.memory_curve import draw_memory_curve, memory_curve
 

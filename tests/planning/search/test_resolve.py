@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from four_ranks import SPECS, config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testkit.four_ranks import SPECS, config
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.auto_layouts import layout_rows, searched_keys

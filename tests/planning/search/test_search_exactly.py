@@ -11,7 +11,7 @@ from math import inf
 from pathlib import Path
 
 import pytest
-from search_cases import (
+from testkit.search_cases import (
     ROWS,
     PricedTable,
     SearchCase,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from search_cases import auto_config, random_case, space_of_setting, spec_of, tables_of
+from testkit.search_cases import auto_config, random_case, space_of_setting, spec_of, tables_of
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ParallelLayout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from search_cases import drawn_table, random_case, space_of_setting, tables_of
+from testkit.search_cases import drawn_table, random_case, space_of_setting, tables_of
 
 from rlhfuse.config.auto_layouts import searched_keys
 from rlhfuse.planning.search.table import Table

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import inf
 
 import pytest
-from small_searches import GPUS, LAYOUTS, SCORERS, setting
+from testkit.small_searches import GPUS, LAYOUTS, SCORERS, setting
 
 from rlhfuse.costs.fits import Grid
 from rlhfuse.costs.profile_files import TensorProfiles

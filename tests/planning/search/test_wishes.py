@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from small_searches import GPUS, LARGE_SPECS, all_rows, setting
+from testkit.small_searches import GPUS, LARGE_SPECS, all_rows, setting
 
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.planning.search.search import Ranking, Row

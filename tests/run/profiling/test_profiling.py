@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from gloo import Workers
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.device_defaults import resolve_device
@@ -15,6 +14,8 @@ from rlhfuse.config.load import load_config
 from rlhfuse.costs.profile_files import load_costs
 from rlhfuse.planning.draft import read_specs
 from rlhfuse.run.profiling.points import check_world, points_of, tensor_degrees, with_tensor
+
+POOL_RANKS = 2
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = ROOT / "examples" / "tiny"
@@ -33,13 +34,6 @@ SETTINGS = [
     "rollout.max_batched_tokens=128",
     "fusion.least_threshold=0",
 ]
-
-
-@pytest.fixture(scope="module")
-def workers():
-    pool = Workers(2)
-    yield pool
-    pool.close()
 
 
 def quickstart(*changes: str):

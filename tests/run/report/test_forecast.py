@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from finished_run import GATHER, START, write_run
+from testkit.finished_run import GATHER, START, write_run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.costs.cost_model import RewardCost

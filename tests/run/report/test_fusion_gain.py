@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from finished_run import COSTS, GATHER, RANKS, START, lengths_of, write_run
+from testkit.finished_run import COSTS, GATHER, RANKS, START, lengths_of, write_run
 
 from rlhfuse.costs.job_cost import largest_flat_batch
 from rlhfuse.planning.run_plan import PlanReport

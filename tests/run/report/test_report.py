@@ -8,7 +8,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from finished_run import write_run
+from testkit.finished_run import write_run
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.monitor.metrics import MetricsWriter

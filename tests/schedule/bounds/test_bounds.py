@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_cases import TABLE_3, capped_greedy, random_problem, table_3_problem
+from testkit.schedule_cases import TABLE_3, capped_greedy, random_problem, table_3_problem
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
@@ -79,7 +79,7 @@ def needed(problem):
 def test_bounds_and_claims_against_exact_optima():
     """Bounds never pass the optimum, `optimal` is never said where CP-SAT finds better, search mostly finds it."""
     pytest.importorskip("ortools", reason="ortools is not installed: pip install 'rlhfuse[exact]'")
-    import exact
+    from testkit import exact
 
     seen, sizes = Counter(), []
     for seed in range(PROBLEMS):
@@ -119,7 +119,7 @@ def count(seen, asked, bound, optimum, seed):
 def test_bounds_of_split_backwards_against_exact_optima():
     """What is held from B to W less, as much or more than before: no bound passes the optimum, most meet it."""
     pytest.importorskip("ortools", reason="ortools is not installed: pip install 'rlhfuse[exact]'")
-    import exact
+    from testkit import exact
 
     seen = Counter()
     for seed in range(PROBLEMS):

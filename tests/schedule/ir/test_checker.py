@@ -10,7 +10,7 @@ from copy import deepcopy
 from dataclasses import replace
 
 import pytest
-from schedule_cases import capped_greedy, plain, random_instance, random_problem, table_3_problem, verdict
+from testkit.schedule_cases import capped_greedy, plain, random_instance, random_problem, table_3_problem, verdict
 
 from rlhfuse.base.errors import InputError, ScheduleError
 from rlhfuse.schedule.io import read_schedule, schedule_dict

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_cases import TABLE_3, capped_greedy, check, random_problem, table_3_problem
+from testkit.schedule_cases import TABLE_3, capped_greedy, check, random_problem, table_3_problem
 
 from rlhfuse.base.errors import InputError, ScheduleError
 from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound

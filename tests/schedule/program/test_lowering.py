@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from program_cases import random_case
-from schedule_cases import capped_greedy
+from testkit.program_cases import random_case
+from testkit.schedule_cases import capped_greedy
 
 from rlhfuse.base.errors import InputError, ScheduleError
 from rlhfuse.config.spec import ParallelLayout

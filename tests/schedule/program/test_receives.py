@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import replace
 
 import pytest
-from program_cases import GROUPS, random_case
+from testkit.program_cases import GROUPS, random_case
 
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.schedule.ir.action import RECEIVES, Kind

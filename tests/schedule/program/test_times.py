@@ -1,7 +1,7 @@
 """Times of programs: equal to those of the schedule where that says them, and by hand where it does not."""
 
 import pytest
-from program_cases import random_case
+from testkit.program_cases import random_case
 
 from rlhfuse.base.errors import ScheduleError
 from rlhfuse.config.spec import ParallelLayout

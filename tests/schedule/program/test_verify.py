@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from program_cases import (
+from testkit.program_cases import (
     GROUPS,
     Judge,
     doubled,

@@ -7,7 +7,7 @@ from math import gcd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_cases import capped_greedy, check, table_3_problem
+from testkit.schedule_cases import capped_greedy, check, table_3_problem
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ParallelLayout

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_cases import TABLE_3, capped_greedy, check, random_instance, random_problem, table_3_problem
+from testkit.schedule_cases import TABLE_3, capped_greedy, check, random_instance, random_problem, table_3_problem
 
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline

@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_cases import TABLE_3, check, random_problem, table_3_problem
+from testkit.schedule_cases import TABLE_3, check, random_problem, table_3_problem
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ParallelLayout

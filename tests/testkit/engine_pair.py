@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from gen_models import random_weights, tiny_spec
-from moves import import_sequences, through_bytes
-from scripted_drafts import ScriptedDrafter
 
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.gen.engine import Engine, EngineOptions, GenerationResult, SamplingParams
+from testkit.gen_models import random_weights, tiny_spec
+from testkit.moves import import_sequences, through_bytes
+from testkit.scripted_drafts import ScriptedDrafter
 
 SPEC = tiny_spec(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=40, vocab=61, context=96, eos_token_ids=())
 

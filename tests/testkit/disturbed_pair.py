@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiny import write_checkpoint
-from training_pair import Pair, build_pair, make_schedule
-
 from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.program import Programs
+from testkit.tiny import write_checkpoint
+from testkit.training_pair import Pair, build_pair, make_schedule
 
 
 @dataclass(frozen=True)

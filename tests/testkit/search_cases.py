@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from four_ranks import config
-
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.config.device_defaults import resolve_device
@@ -27,6 +25,7 @@ from rlhfuse.planning.search.space import Space, space_of
 from rlhfuse.planning.search.table import Table
 from rlhfuse.schedule.rules.builders import min_memory
 from rlhfuse.simulator.lengths import SampleLengths
+from testkit.four_ranks import config
 
 ROWS = ("generation", "inference", "reference_inference", "reward_inference", "critic_inference")
 TRAINED = ("actor_train", "critic_train")

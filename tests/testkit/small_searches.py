@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from four_ranks import SPECS, config
-
 from rlhfuse.config.spec import ModelSpec
 from rlhfuse.config.values import AUTO
 from rlhfuse.planning.search.resolve import open_setting
 from rlhfuse.planning.search.search import Ranking, Row
 from rlhfuse.planning.search.setting import Setting
+from testkit.four_ranks import SPECS, config
 
 LARGE = ModelSpec("llama", 8, 4096, 32, 8, 128, 14336, 32000, 4096)
 LARGE_SPECS = dict.fromkeys(SPECS, LARGE)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from training_case import Case, Recording, make_batch, predicted_peaks, scalar_head, write_model
-from whole_model import ReferenceStep, train_whole
+
+from testkit.training_case import Case, Recording, make_batch, predicted_peaks, scalar_head, write_model
+from testkit.whole_model import ReferenceStep, train_whole
 
 GRADIENTS = 1e-6  # of each tensor's largest
 LOSSES = NORMS = 1e-6  # of the largest loss, of the norm

@@ -1,8 +1,9 @@
-"""Worker processes on gloo for distributed tests: started once per file, given one function after another.
+"""Worker processes on gloo for distributed tests: started once for many files, given one function after another.
 
 `Workers(n)` forks n processes into one process group. `run(function, *arguments)` calls `function(rank, *arguments)`
 on every rank and returns the results in rank order; a failure on any rank is raised with its traceback and closes
-the pool, because the group is then unusable. A call that takes too long kills all workers.
+the pool, because the group is then unusable. A call that takes too long kills all workers. `Pools` keeps a pool of each
+size; a file of tests gets it with a new process group and an empty store.
 
 The store is this process's: its port is bound when it is chosen, so that no other process can take it meanwhile.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -33,10 +35,17 @@ def host_store() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def join(port: int, rank: int, world: int) -> None:
-    """Make the gloo group of all ranks, over the store at `port`."""
-    store = dist.PrefixStore("gloo", dist.TCPStore("127.0.0.1", port))
+def join(port: int, rank: int, world: int, turn: int = 0) -> None:
+    """Make the gloo group of all ranks, over the store at `port`; of another `turn`, with other keys there."""
+    store = dist.PrefixStore(f"gloo-{turn}", dist.TCPStore("127.0.0.1", port))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+
+def join_again(rank: int, port: int, world: int, turn: int) -> None:
+    """Leave all groups and what the store held, for the next file of tests."""
+    dist.destroy_process_group()
+    gc.collect()
+    join(port, rank, world, turn)
 
 
 def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
@@ -49,8 +58,9 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
     torch.set_num_threads(1)
     allow_many_files()
     join(port, rank, world)
-    while (call := pipe.recv()) is not None:
-        function, arguments = call
+    while (path := pipe.recv()) is not None:
+        sys.path[:] = path  # of this file of tests, whose functions are imported here
+        function, arguments = pipe.recv()
         try:
             pipe.send((True, function(rank, *arguments)))
         except BaseException:
@@ -68,7 +78,7 @@ class Workers:
 
         allow_many_files()  # tensors that come back through a pipe are open files here
         context = forkserver()
-        self._timeout = timeout_seconds
+        self._timeout, self._turn, self.alive = timeout_seconds, 0, True
         self._store = host_store()
         self._pipes, self._processes = [], []
         for rank in range(world):
@@ -80,6 +90,7 @@ class Workers:
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         for pipe in self._pipes:
+            pipe.send(sys.path)
             pipe.send((function, arguments))
         results: dict[int, Any] = {}
         deadline = time.monotonic() + self._timeout
@@ -103,7 +114,12 @@ class Workers:
                 results[rank] = value
         return [results[rank] for rank in range(len(self._pipes))]
 
+    def renew(self) -> None:
+        self._turn += 1
+        self.run(join_again, self._store.port, len(self._pipes), self._turn)
+
     def kill(self) -> None:
+        self.alive = False
         for process in self._processes:
             process.kill()
             process.join(10)
@@ -117,3 +133,23 @@ class Workers:
         for process in self._processes:
             process.join(10)
         self.kill()
+
+
+class Pools:
+    """A pool of ranks of each size."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Workers] = {}
+
+    def of(self, world: int) -> Workers:
+        """The pool of that size with a new process group; a new pool where the last one was killed."""
+        pool = self._pools.get(world)
+        if pool is None or not pool.alive:
+            pool = self._pools[world] = Workers(world)
+        else:
+            pool.renew()
+        return pool
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gloo import forkserver, host_store
-from tiny import write_checkpoint
 
 from rlhfuse.base.errors import RewardError
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.decisions.migration import FusionLimits, SampleMoveCost
 from rlhfuse.fusion.inter.generation import Request
 from rlhfuse.gen.core.sequence import SamplingParams
+from testkit.tiny import write_checkpoint
+from testkit.workers import forkserver, host_store
 
 BY_KV = SampleMoveCost(1, 0.0, 0.0, 1.0, 1.0)
 BY_TOKENS = SampleMoveCost(1, 1.0, 1.0, 0.0, 0.0)

@@ -16,13 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from program_cases import random_schedule
 from safetensors.torch import load_file, save_file
-from schedule_cases import capped_greedy
-from stages import load
-from tiny import write_checkpoint
 from torch import Tensor
-from whole_model import BETAS, EPS, SGD, Recipe
 
 from rlhfuse.config.settings import AlgorithmConfig, OptimizerConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
@@ -36,6 +31,11 @@ from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
 from rlhfuse.schedule.rules.interleaved import interleaved_1f1b
 from rlhfuse.schedule.rules.time_sharing import time_sharing
+from testkit.program_cases import random_schedule
+from testkit.schedule_cases import capped_greedy
+from testkit.stages import load
+from testkit.tiny import write_checkpoint
+from testkit.whole_model import BETAS, EPS, SGD, Recipe
 
 BUILDERS = {
     "fused": greedy,

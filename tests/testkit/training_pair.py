@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from schedule_cases import capped_greedy
 
 from rlhfuse.config.settings import AlgorithmConfig, OptimizerConfig, ParallelConfig, RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
@@ -19,6 +18,7 @@ from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.program import Programs
 from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
 from rlhfuse.schedule.rules.interleaved import interleaved_1f1b
+from testkit.schedule_cases import capped_greedy
 
 BUILDERS = {
     "fused": greedy,

@@ -1,0 +1,155 @@
+"""What a Python file of this checkout reaches: its imports, and files that it names."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+from testkit.paths import ROOT, TESTS
+
+# what every test has by its fixtures: a change there reaches all of them, and nobody is followed through it
+SHARED = (
+    "setup.cfg",
+    "pyproject.toml",
+    "tests/conftest.py",
+    *(f"tests/testkit/{name}.py" for name in ("plugin", "programs", "workers", "paths", "profiles")),
+)
+SOURCES = ("", "tests", "tools", "benchmarks")  # on the path of a test
+STARTS = {"tool": "", "call_tool": "", "train": "train_ppo", "trained": "train_ppo"}  # which tool a call starts
+
+
+def imports(file: Path, package: list[str]) -> list[str]:
+    """Dotted names that a file imports anywhere in it, inside functions too; relative ones made absolute.
+
+    `package`: the file's package as a list of names. `from a import b` counts as a.b, which may be a module.
+    """
+    found = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join(base + ([node.module] if node.module else []))
+            found += [f"{module}.{alias.name}" for alias in node.names]
+    return found
+
+
+def reaching(changed: Iterable[str], tests: Iterable[str]) -> list[str]:
+    """Those of `tests` that a change of the files can reach; paths are relative to the checkout.
+
+    A Python file reaches what it imports, the tools and programs that it names, and so on; any other file is reached by
+    a test that names it or its folder. A change of what all tests share reaches all.
+    """
+    changed = set(changed)
+    if changed & {*SHARED}:
+        return list(tests)
+    code = {path for path in changed if path.endswith(".py")}
+    others = changed - code
+    found = []
+    for test in tests:
+        files = _closure(test)
+        named = frozenset().union(*(_texts(file) for file in files))
+        if files & code or any(_names(path, named) for path in others):
+            found.append(test)
+    return found
+
+
+def _names(path: str, texts: frozenset[str]) -> bool:
+    """Whether one of the texts is the path, the end of it, or a folder that it lies in."""
+    parts = path.split("/")
+    ends = {"/".join(parts[start:stop]) for start in range(len(parts)) for stop in range(start + 1, len(parts) + 1)}
+    own = {"/".join(parts[start:]) for start in range(len(parts))}
+    folders = {"/".join(parts[:stop]) for stop in range(1, len(parts))}
+    return bool(texts & ends & (own | folders))
+
+
+@cache
+def _closure(start: str) -> frozenset[str]:
+    seen, open_ = {start}, [start]
+    while open_:
+        new = _reached(open_.pop()) - seen
+        seen |= new
+        open_ += new
+    return frozenset(seen)
+
+
+@cache
+def _reached(path: str) -> frozenset[str]:
+    if path in SHARED:
+        return frozenset()
+    file = ROOT / path
+    programs = [text.removesuffix(".py").replace("/", ".") for text in _texts(path) if text.endswith(".py")]
+    names = [*imports(file, list(Path(path).parts[:-1])), *programs, *_started(path)]
+    found = {module for name in names for module in _modules(name)}
+    if path.startswith("tests/"):
+        found |= {
+            str(one.relative_to(ROOT)) for one in (folder / "conftest.py" for folder in file.parents) if one.exists()
+        }
+    return frozenset(found)
+
+
+def _started(path: str) -> Iterator[str]:
+    """Tools that calls of the test start: `call_tool("plan", ...)`, `programs.tool("plan")`, `programs.train(...)`."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+            called = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+            given = [one.value for one in node.args[:1] if isinstance(one, ast.Constant)]
+            name = STARTS.get(called)
+            if name is not None and (name or given):
+                yield f"tools.{name or given[0]}"
+
+
+def _modules(name: str) -> Iterator[str]:
+    """Files of a dotted name: the module and the packages above it."""
+    parts = name.split(".")
+    if not all(part.isidentifier() for part in parts):
+        return
+    for source in SOURCES:
+        for stop in range(1, len(parts) + 1):
+            inner = "/".join([*([source] if source else []), *parts[:stop]])
+            for path in (f"{inner}.py", f"{inner}/__init__.py"):
+                if _exists(path):
+                    yield path
+
+
+@cache
+def _exists(path: str) -> bool:
+    return (ROOT / path).is_file()
+
+
+@cache
+def _texts(path: str) -> frozenset[str]:
+    """Short texts that stand in the file: they may name other files."""
+    nodes = ast.walk(ast.parse((ROOT / path).read_text()))
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return frozenset(text for text in texts if 0 < len(text) < 120 and " " not in text)
+
+
+def changed_files(since: str) -> list[str]:
+    """Files that differ from commit `since`, uncommitted and untracked ones too. Raises CalledProcessError."""
+    git = ("git", "-C", str(ROOT))
+    differing = subprocess.run((*git, "diff", "--name-only", since), capture_output=True, text=True, check=True).stdout
+    untracked = ("ls-files", "--others", "--exclude-standard")
+    new = subprocess.run((*git, *untracked), capture_output=True, text=True, check=True).stdout
+    return [*differing.splitlines(), *new.splitlines()]
+
+
+def main() -> int:
+    """Print the files of tests that a change since a commit can reach, one a line; what they are goes to stderr."""
+    since = sys.argv[1] if len(sys.argv) > 1 else "HEAD"
+    changed = changed_files(since)
+    tests = sorted(str(file.relative_to(ROOT)) for file in TESTS.rglob("test_*.py"))
+    found = reaching(changed, tests)
+    print(
+        f"{len(changed)} files differ from {since}; {len(found)} of {len(tests)} test files reach them", file=sys.stderr
+    )
+    print("\n".join(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

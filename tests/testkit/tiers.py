@@ -1,0 +1,43 @@
+"""Which tests run every day, which in CI, which never by themselves; and what may be skipped in CI.
+
+A test's machinery is seen by its fixtures: `programs` starts processes, `workers` or `pools` has ranks, all others run
+in this process. Every day runs those, one file of ranks a room, and one quick run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from testkit.paths import NO_DATA
+
+EVERYDAY, CI, ALL = TIERS = ("everyday", "ci", "all")
+IN_PROCESS, RANKS, PROGRAMS = "in_process", "ranks", "programs"
+MACHINERY = {"programs": PROGRAMS, "workers": RANKS, "pools": RANKS}  # by fixture, the dearest first
+# tests of ranks and programs that run every day: ids begin so
+DAILY = ("tests/run/test_train_ppo.py::test_the_serial_run_has_the_same_bits",)
+EXPECTED_SKIPS = (
+    "no CUDA device here",
+    r"no browser: none of .* is installed",
+    r"triton .* is installed: the tests of each kernel compile with it",
+    "RLHFUSE_TRL_PYTHON names no Python of an environment with TRL",
+)
+
+
+def machinery(fixtures: list[str]) -> str:
+    return next((kind for name, kind in MACHINERY.items() if name in fixtures), IN_PROCESS)
+
+
+def tier_of(nodeid: str, kind: str, markers: set[str]) -> str:
+    """The least tier that has the test; `slow` and `ci` are said by its markers."""
+    if "slow" in markers:
+        return ALL
+    if "ci" in markers or (kind != IN_PROCESS and not nodeid.startswith(DAILY)):
+        return CI
+    return EVERYDAY
+
+
+def is_expected(reason: str) -> bool:
+    """Whether CI may skip a test for that reason."""
+    without_data = not os.environ.get("RLHFUSE_TEST_DATA") and NO_DATA in reason
+    return without_data or any(re.search(pattern, reason) for pattern in EXPECTED_SKIPS)
