@@ -50,6 +50,7 @@ class CheckpointWriter:
         self._facts, self._keep, self._timeout = facts, keep, timeout_seconds
         self._progress = progress  # told that a file grows while it is waited for
         self._thread: threading.Thread | None = None
+        self._partial = folder_of(run_dir)  # of the checkpoint that was begun last, until that is complete
         self._written = threading.Event()  # this rank's file is down, or will never be
         self._written.set()
         self._all_written = threading.Event()  # every rank's file is down
@@ -67,7 +68,7 @@ class CheckpointWriter:
         """
         self.finish()
         begin = wall_seconds()
-        self._state = state
+        self._state, self._partial = state, folder_of(self._run_dir) / f"iteration-{iteration}.partial"
         self._written.clear()
         self._all_written.clear()
         try:
@@ -122,9 +123,13 @@ class CheckpointWriter:
             raise JointError(f"{error}; {self.last_good()}") from None
 
     def last_good(self) -> str:
-        """Where to go on after an error, as a message; waits for this rank's file of the checkpoint under way."""
+        """Where to go on after an error, as a message; waits for the checkpoint under way, which rank 0 commits."""
+        until = time.monotonic() + self._timeout
         if self._thread is not None:
             self._thread.join(self._timeout)
+            given_up = self._problem or self._abandoned.is_set()
+            while not given_up and self._partial.exists() and time.monotonic() < until:
+                time.sleep(POLL_SECONDS)
         left = checkpoints_in(self._run_dir)
         where = f"the last good checkpoint is {left[-1]}" if left else "no checkpoint was saved"
         return f"{where}: start again with trainer.resume=auto"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from testkit.programs import eventually
 
 from rlhfuse.base.errors import JointError
 from rlhfuse.checkpoint import writer as checkpoint_writer
@@ -89,6 +90,29 @@ def test_an_error_of_the_storage_while_files_are_gathered_ends_all_ranks(workers
     note = tmp_path / "checkpoints" / "iteration-2.partial" / "rank-2.json"
     words = f"rank 0: cannot read {note}: Stale file handle; no checkpoint was saved"
     assert all(message.startswith(words) for message in messages), messages
+
+
+def last_good_while_rank_0_commits(rank: int, out: Path) -> str:
+    """Rank 0 commits when all others have asked for the last good checkpoint."""
+    writer, asked = CheckpointWriter(out, rank, 4, NO_FACTS, 2, 60), out / "asked"
+    commit = writer._commit
+
+    def late(*arguments):
+        eventually(lambda: len(list(asked.glob("*"))) == 3)
+        return commit(*arguments)
+
+    writer._commit = late
+    writer.start(1, STATE, quarter(rank))
+    if rank:
+        asked.mkdir(exist_ok=True)
+        (asked / str(rank)).touch()
+    return writer.last_good()
+
+
+def test_every_rank_names_the_checkpoint_that_is_being_committed(workers, tmp_path):
+    said = workers.run(last_good_while_rank_0_commits, tmp_path)
+    where = f"the last good checkpoint is {tmp_path / 'checkpoints' / 'iteration-1'}"
+    assert said == [f"{where}: start again with trainer.resume=auto"] * 4
 
 
 def prune_in_vain(rank: int, out: Path) -> str:
