@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
 from testkit.paths import ROOT, TESTS
@@ -83,9 +84,10 @@ def _reached(path: str) -> frozenset[str]:
         return frozenset()
     file = ROOT / path
     programs = [text.removesuffix(".py").replace("/", ".") for text in _texts(path) if text.endswith(".py")]
-    names = [*imports(file, list(Path(path).parts[:-1])), *programs, *_started(path)]
+    of_tests = path.startswith("tests/")
+    names = [*imports(file, list(Path(path).parts[:-1])), *programs, *(_started(path) if of_tests else ())]
     found = {module for name in names for module in _modules(name)}
-    if path.startswith("tests/"):
+    if of_tests:
         found |= {
             str(one.relative_to(ROOT)) for one in (folder / "conftest.py" for folder in file.parents) if one.exists()
         }
@@ -104,16 +106,14 @@ def _started(path: str) -> Iterator[str]:
 
 
 def _modules(name: str) -> Iterator[str]:
-    """Files of a dotted name: the module and the packages above it."""
+    """The file of a dotted name's longest part that is a module: packages above it hold a docstring."""
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
         return
     for source in SOURCES:
-        for stop in range(1, len(parts) + 1):
-            inner = "/".join([*([source] if source else []), *parts[:stop]])
-            for path in (f"{inner}.py", f"{inner}/__init__.py"):
-                if _exists(path):
-                    yield path
+        inner = ["/".join([*([source] if source else []), *parts[:stop]]) for stop in range(len(parts), 0, -1)]
+        files = (path for one in inner for path in (f"{one}.py", f"{one}/__init__.py") if _exists(path))
+        yield from islice(files, 1)
 
 
 @cache
