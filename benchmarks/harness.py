@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import math
 import os
 import platform
@@ -27,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.base.files import write_bytes, write_json
+from rlhfuse.base.files import write_bytes, write_text
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -170,9 +171,25 @@ class Measurement:
             "facts": self._facts,
         }
         if self.out:
-            write_json(self.out, result)
+            write_text(self.out, result_text(result))
             self.say(f"written: {self.out}")
         return result
+
+
+def result_text(result: Mapping[str, Any]) -> str:
+    """A results file: every figure, row of a table and record of the facts on a line of its own."""
+
+    def lines(value: Any, margin: str) -> str:
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if not any(isinstance(one, (dict, list)) for one in inner):
+            return json.dumps(value)
+        if isinstance(value, dict):
+            parts, ends = [f"{json.dumps(key)}: {lines(one, margin + ' ')}" for key, one in value.items()], "{}"
+        else:
+            parts, ends = [json.dumps(one) for one in value], "[]"  # records
+        return ends[0] + ",".join(f"\n{margin} {part}" for part in parts) + f"\n{margin}{ends[1]}"
+
+    return lines(result, "") + "\n"
 
 
 def options(doc: str | None, rounds: int | None = None, seed: bool = True) -> argparse.ArgumentParser:
