@@ -15,7 +15,7 @@ from rlhfuse.base.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-GENERATED = ("reference/configuration.md", "results.md")
+GENERATED = ("reference/configuration.md", *(f"results/{file.name}" for file in DOCS.glob("results/*.md")))
 MOST_WORDS = {  # pages that are longer than the others may be; no longer than they are
     "explanation/design.md": 2_060,
     "explanation/intra_stage.md": 1_340,

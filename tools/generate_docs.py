@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 from pathlib import Path
 
-from page_figures import fill_figures, load_results, results_page
+from page_figures import Results, benchmark_page, claims_table, fill_figures, load_results
+from page_pictures import PICTURES, picture
 
 from rlhfuse.base.errors import InputError, run_program
 from rlhfuse.base.files import write_text
@@ -45,20 +46,20 @@ def settings_schema(text: str) -> str:
     )
 
 
-def figures(text: str) -> str:
-    """What the page takes from measurements."""
-    return fill_figures(text, load_results(RESULTS))
-
-
-def measurements(_: str) -> str:
-    return results_page(load_results(RESULTS))
-
-
-PAGES: dict[str, Callable[[str], str]] = {
-    "docs/reference/configuration.md": settings_page,
-    "docs/reference/configuration.schema.json": settings_schema,
-    "docs/results.md": measurements,
-}
+def pages(results: Results) -> dict[str, Callable[[str], str]]:
+    """The pages that are made from code and from what was measured."""
+    made: dict[str, Callable[[str], str]] = {
+        "docs/reference/configuration.md": settings_page,
+        "docs/reference/configuration.schema.json": settings_schema,
+        "docs/results.md": lambda text: fill(text, "claims", ["", claims_table(results)]),
+    }
+    for name, result in results.items():
+        page = benchmark_page(results, name, name in PICTURES)
+        made[f"docs/results/{name}.md"] = lambda _, page=page: page
+        if name in PICTURES:
+            drawing = PICTURES[name](result)
+            made[f"docs/images/{name}.svg"] = lambda text, drawing=drawing: picture(text, drawing)
+    return made
 
 
 def fill(text: str, name: str, lines: Iterable[str]) -> str:
@@ -73,10 +74,12 @@ def fill(text: str, name: str, lines: Iterable[str]) -> str:
 
 def differing() -> dict[Path, str]:
     """File -> new text, of the pages that are not as they should be."""
-    pages = dict.fromkeys((ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))), figures)
-    pages |= {ROOT / path: make for path, make in PAGES.items()}
-    texts = {file: file.read_text() if file.exists() else "" for file in pages}
-    made = {file: make(texts[file]) for file, make in pages.items()}
+    results = load_results(RESULTS)
+    files = (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))
+    makers = dict.fromkeys(files, lambda text: fill_figures(text, results))
+    makers |= {ROOT / path: make for path, make in pages(results).items()}
+    texts = {file: file.read_text() if file.exists() else "" for file in makers}
+    made = {file: make(texts[file]) for file, make in makers.items()}
     return {file: text for file, text in made.items() if text != texts[file]}
 
 

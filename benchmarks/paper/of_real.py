@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from paper.charts import scatter
 from paper.page import Picture, Row, Section, claim_row, of_results, value_row
 from real.calls import ModelCall
 from real.space import CallWork, mesh_problem
@@ -19,6 +18,7 @@ from rlhfuse.costs.hardware import ASSUMED, data_sheets
 from rlhfuse.planning.meshes.mesh import Mesh, aligned_meshes
 from rlhfuse.planning.meshes.problem import Choice, MeshProblem
 from rlhfuse.planning.meshes.search import best_plan
+from rlhfuse.tools.page_charts import scatter
 
 Results = Mapping[str, Mapping[str, Any]]
 # ReaLHF, Table 4: GPUs of the cluster and of each call of the plan found

@@ -7,7 +7,6 @@ from math import exp
 from statistics import NormalDist
 from typing import Any
 
-from paper.charts import lines, stacked_pairs
 from paper.page import Picture, Row, Section, claim_row, of_results, range_row, value_row
 from paper.table3 import PRINTED, SETTINGS, TRACED, one_f_one_b_plus_makespan
 from paper_settings import MAX_LENGTHS, RANGES, SAMPLES
@@ -19,6 +18,7 @@ from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
 from rlhfuse.schedule.rules.builders import greedy, serial_1f1b, serial_makespan, serial_peak_memory
 from rlhfuse.schedule.rules.interleaved import interleaved_1f1b, interleaved_problem
 from rlhfuse.schedule.search.search import SearchSettings, search
+from rlhfuse.tools.page_charts import lines, stacked_pairs
 
 Results = Mapping[str, Mapping[str, Any]]
 PAPER = "RLHFuse"

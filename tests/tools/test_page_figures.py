@@ -1,43 +1,62 @@
 """What the pages take from results files, and what they refuse."""
 
 import json
+from fnmatch import fnmatchcase
 
 import pytest
-from page_figures import fill_figures, load_results, results_page
+from generate_docs import RESULTS as FOLDER
+from page_charts import lines
+from page_figures import benchmark_page, claim_row, claims_table, fill_figures, load_results
+from page_pictures import picture
 
 from rlhfuse.base.errors import InputError
 
+
+def figure(value, unit="x", goal="", **ends):
+    aim = {"goal": goal, "reached": value >= float(goal.split()[1])} if goal else {}
+    return {"value": value, "unit": unit, **ends, **aim}
+
+
 RESULT = {
     "quick": False,
-    "command": "speed.py",
+    "command": "speed.py curve --ranks 2",
     "commit": "abc",
     "dirty": False,
     "date": "2026-01-01",
     "machine": {"cpu": "x", "cores": 2},
     "other_cores": 0.01,
-    "figures": {"a.ratio": {"value": 1.264, "unit": "x", "least": 1.1, "most": 1.3, "goal": ">= 1.2", "reached": True}},
+    "figures": {
+        "a.ratio": figure(1.264, goal=">= 1.2", least=1.1, most=1.3),
+        "b.ratio": figure(0.9, goal=">= 1.2"),
+        "c.share": figure(0.051, unit=""),
+        "d.seconds": figure(2, unit="s"),
+    },
     "tables": {"a": {"title": "A", "columns": ["engine", "ms"], "rows": [["own", "1.5"], ["peer|s", "2"]]}},
 }
-RESULTS = {"speed": RESULT}
+SAID = {
+    "title": "Speed",
+    "about": "This page shows speed.",
+    "claims": [
+        {"figures": "a.ratio", "form": ".2f", "main": True, "says": "Times as fast"},
+        {"figures": "?.ratio", "form": ".1f", "says": "Times as fast, both"},
+        {"figures": "c.share", "form": ".1%", "says": "Overhead"},
+    ],
+}
+RESULTS = {"speed": {**RESULT, **SAID}}
 
 
 def test_marks_are_filled_again_and_again():
-    page = (
-        "It is **<!--fig speed.a.ratio .2f-->9.99<!--/-->** (from <!--fig speed.a.ratio.least .1f--><!--/--> on) at "
-        "<!--fig speed.measured.commit-->?<!--/-->.\n\n<!--table speed.a-->old<!--/-->\n"
-    )
+    page = "It is **<!--fig speed.a.ratio .2f-->9.99<!--/-->**, all <!--fig speed.*.ratio .1f--><!--/-->.\n"
     filled = fill_figures(page, RESULTS)
-    assert "**<!--fig speed.a.ratio .2f-->1.26<!--/-->**" in filled and ".least .1f-->1.1<!--/-->" in filled
-    assert "commit-->abc<!--/-->" in filled and "\n\n| engine | ms |\n| --- | --- |\n| own | 1.5 |\n" in filled
+    assert "**<!--fig speed.a.ratio .2f-->1.26<!--/-->**" in filled and ".1f-->0.9 to 1.3<!--/-->" in filled
     assert fill_figures(filled, RESULTS) == filled
 
 
 @pytest.mark.parametrize(
     "mark, message",
     [
-        ("fig other.a-->", "results/other.json is not there"),
-        ("fig speed.b .2f-->", "has no figure 'b'; it has a.ratio"),
-        ("table speed.b-->", "has no table 'b'; it has a"),
+        ("fig other.a .2f-->", "results/other.json is not there"),
+        ("fig speed.e .2f-->", "has no figure 'e'; it has a.ratio, b.ratio"),
     ],
 )
 def test_what_is_not_there_is_named(mark, message):
@@ -45,12 +64,56 @@ def test_what_is_not_there_is_named(mark, message):
         fill_figures(f"<!--{mark}1<!--/-->", RESULTS)
 
 
-def test_the_page_of_results_says_how_they_were_measured(tmp_path):
-    page = results_page(RESULTS)
-    assert "`python benchmarks/speed.py`: commit abc, 2026-01-01, x, 2 cores; other programs 0.01 cores." in page
-    assert "| peer/s | 2 |" in page and "| a.ratio | 1.26 x | >= 1.2 | yes |" in page
+def test_a_claim_says_its_figure_goal_and_whether_all_cases_reached_it():
+    one, both, share = (claim_row(RESULTS, "speed", claim)[1:] for claim in SAID["claims"])
+    assert one == ["1.26 (1.10-1.30)", "at least 1.20", "yes"]
+    assert both == ["0.9 to 1.3", "at least 1.2", "**no**: 1 of 2"] and share == ["5.1%", "none", ""]
+    assert claim_row(RESULTS, "speed", {"figures": "d.*", "form": ".1f", "says": ""})[1] == "2.0 s"
+
+
+def test_the_page_of_results_has_the_main_claims_alone():
+    table = claims_table(RESULTS)
+    assert "| Times as fast | 1.26 (1.10-1.30) | at least 1.20 | yes | [`speed.py curve`](results/speed.md) |" in table
+    assert table.count("\n") == 3
+
+
+def test_the_page_of_a_benchmark_says_how_it_was_measured():
+    page = benchmark_page(RESULTS, "speed", picture=True)
+    assert page.startswith("# Speed\n\nThis page shows speed. ") and "\n    python benchmarks/speed.py curve" in page
+    assert "Commit abc, 2026-01-01, x, 2 cores. Other programs took 0.01 cores meanwhile." in page
+    assert "| peer/s | 2 |" in page and "| Overhead | 5.1% | none |  |" in page and "(../images/speed.svg)" in page
+    assert ".svg" not in benchmark_page(RESULTS, "speed", picture=False)
+
+
+def test_results_that_are_none_or_of_which_nothing_is_said_are_refused(tmp_path):
+    (tmp_path / "claims.yaml").write_text(json.dumps({"speed": SAID}))
     (tmp_path / "speed.json").write_text(json.dumps(RESULT))
     assert load_results(tmp_path) == RESULTS
+    (tmp_path / "other.json").write_text(json.dumps(RESULT))
+    with pytest.raises(InputError, match="claims.yaml says nothing of other"):
+        load_results(tmp_path)
+    (tmp_path / "other.json").unlink()
     (tmp_path / "speed.json").write_text(json.dumps({**RESULT, "quick": True}))
     with pytest.raises(InputError, match="speed are of a quick run"):
         load_results(tmp_path)
+
+
+@pytest.mark.parametrize("name, result", load_results(FOLDER).items())
+def test_every_goal_is_told_once(name, result):
+    """In a row of its benchmark's page at least; a goal that anything reaches is none."""
+    for key, one in result["figures"].items():
+        told = [claim for claim in result["claims"] if fnmatchcase(key, claim["figures"])]
+        assert len(told) == 1 if one.get("goal", ">= 0") != ">= 0" else len(told) <= 1, f"{name}: {key}"
+
+
+def test_the_page_of_results_is_one_table_of_at_most_twenty_rows():
+    assert 2 < claims_table(load_results(FOLDER)).count("\n") <= 22
+
+
+def test_a_picture_is_drawn_anew_when_its_values_change():
+    drawing = lines, ({"a": {"b": [(0, 1), (1, 2)]}}, "x", "y", {})
+    text = picture("", drawing)
+    assert (
+        text.startswith("<svg style=") and picture(text.replace("<svg", "<svg id='kept'"), drawing).count("kept") == 1
+    )
+    assert picture(text, (lines, ({"a": {"b": [(0, 1), (1, 3)]}}, "x", "y", {}))) != text

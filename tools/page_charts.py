@@ -1,9 +1,10 @@
-"""Pictures of the reproduction page as <svg> elements whose lines and words take the page's colour."""
+"""Charts of the reproduction page and of results pages: <svg> elements with lines and words in the page's colour."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -12,7 +13,7 @@ from matplotlib.figure import Figure
 
 INK = "#010203"  # becomes the colour of the text around the picture
 COLOURS = ("#3b82c4", "#d9577a", "#3f9e5a", "#d9822b", "#8a63c9", "#7a8793")  # to be seen on light and on dark
-STYLE = {
+STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "rlhfuse",
     "font.size": 9,
