@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from generate_docs import differing, settings_page
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
 
 from rlhfuse.base.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 GENERATED = ("reference/configuration.md", *(f"results/{file.name}" for file in DOCS.glob("results/*.md")))
+PAGES = ("../README.md", *sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")))
 MOST_WORDS = {  # pages that are longer than the others may be; no longer than they are
     "explanation/design.md": 2_060,
     "explanation/intra_stage.md": 1_340,
@@ -51,7 +52,7 @@ def test_the_schema_for_editors_knows_ranges_and_names():
         assert reference and (example.parent / reference[1]).exists(), example
 
 
-@pytest.mark.parametrize("page", sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")))
+@pytest.mark.parametrize("page", PAGES)
 def test_links_and_named_files_exist(page):
     text = (DOCS / page).read_text()
     for target in re.findall(r"\]\(([^)#]+)", text):
@@ -65,18 +66,12 @@ def test_links_and_named_files_exist(page):
 
 
 def test_the_site_is_built_without_a_warning(tmp_path):
-    built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert built.returncode == 0 and "WARNING" not in built.stderr, built.stderr
+    """mkdocs counts warnings and gives up after them: mkdocs.yml says strict."""
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site")))
+    assert (tmp_path / "site/results/generation/index.html").exists()
 
 
-@pytest.mark.parametrize(
-    "page", sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md") if str(p.relative_to(DOCS)) not in GENERATED)
-)
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in GENERATED])
 def test_a_page_is_no_longer_than_one_reads_at_a_sitting(page):
     words = len((DOCS / page).read_text().split())
     assert words <= MOST_WORDS.get(page, 1_200), f"{page} has {words} words"
