@@ -52,7 +52,7 @@ class Look:
 
 
 def windows(looks: Sequence[Look], name: str) -> list[int]:
-    """Of one rank, medians by window of memory; of files and threads, which come and go with an iteration, by half."""
+    """Medians of one rank: of memory by window; of files and threads, which come and go with an iteration, by half."""
     width = max(min(WINDOW if name == "resident_bytes" else len(looks), len(looks) // 2), 1)
     starts = range(0, len(looks) - width + 1, width)
     return [statistics.median_low(getattr(look, name) for look in looks[start : start + width]) for start in starts]

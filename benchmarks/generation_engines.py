@@ -175,7 +175,7 @@ class Rlhfuse(Measured):
         return {"seconds": statistics.median(self._decoding(prompts, steps, seed))}
 
     def share(self, prompts: Prompts, steps: int, seed: int) -> dict[str, Any]:
-        """Of the decode steps of all prompts: seconds of a step, and of the forward pass inside it."""
+        """Measures the decode steps of all prompts: seconds of a step, and of the forward pass inside it."""
         model, passes = self._engine.runner._forward, []
         plain = model.forward
 

@@ -144,7 +144,7 @@ class FusionRank:
 
 
 def digest(rollouts: Sequence[Rollout]) -> str:
-    """Of tokens and bits of every number."""
+    """SHA-256 of the tokens and of the bits of every number."""
     sha = hashlib.sha256(RolloutBatch.from_rollouts(rollouts).digest().encode())
     for rollout in rollouts:
         for values in (rollout.ref_logprobs, rollout.values, torch.tensor(rollout.score, dtype=torch.float32)):

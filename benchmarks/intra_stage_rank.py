@@ -154,7 +154,7 @@ class TrainingRank:
         }
 
     def digest(self) -> str:
-        """Of all gradients on this rank."""
+        """SHA-256 of all gradients on this rank."""
         sha = hashlib.sha256()
         for part in self.parts.values():
             for parameter in part.optimizer.module.parameters():
@@ -221,7 +221,7 @@ def draw_batch(sizes: Sizes, microbatches: int, seed: int) -> tuple[PackedTokens
 
 
 def policy_loss(vocab: int, batches: Sequence[PackedTokens]) -> LossFunction:
-    """Of the token that follows, over all tokens of the mini-batch: the arithmetic of a policy's loss."""
+    """Loss of the token that follows, over all tokens of the mini-batch: the arithmetic of a policy's loss."""
     total = sum(len(batch) for batch in batches)
 
     def loss(output: LanguageOutput, microbatch: int) -> Tensor:

@@ -41,7 +41,7 @@ ALLOCATOR = {  # glibc gives memory back to the system and faults it in again in
 
 
 def environment(threads: int, more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Of a process with so many threads that imports this checkout."""
+    """Environment of a process with so many threads that imports this checkout."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     counts = dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), str(threads))
     return {**os.environ, "PYTHONPATH": path, **counts, "HF_HUB_OFFLINE": "1", **(more or {})}

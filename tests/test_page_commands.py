@@ -45,6 +45,7 @@ MEANT = {  # what stands for something of the reader's, or is large -> what it i
     "RUN": "runs/mine",
     "past_lengths.jsonl": "lengths.csv:output",
     "runs/past": "runs/mine",
+    "rlhfuse.data.NAME:function": "my_reward.py:short_and_glad",
     "runs/fused": "runs/mine",
     "iteration-20": "iteration-1",
     "--world-size 8": "--world-size 2",

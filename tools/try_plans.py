@@ -52,7 +52,7 @@ class Tried:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Of an iteration, predicted and measured."""
+        """Seconds of an iteration, predicted and measured."""
         return sum(self.predicted.values()), sum(self.measured.values())
 
 

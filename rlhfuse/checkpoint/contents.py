@@ -32,7 +32,7 @@ def contents_of(config: RunConfig, models: Mapping[Role, Path], tokenizer: Path)
 
 
 def _model_digest(folder: Path) -> str:
-    """Of configurations, index, and of each file of weights size, header and pieces."""
+    """Digest of configurations, index, and of each file of weights its size, header and pieces."""
     listed = [folder / name for name in ("config.json", "generation_config.json", "model.safetensors.index.json")]
     weights = sorted({entry.file for entry in checkpoint_index(folder).values()})
     parts = [f"{file.name} {file_digest(file)}" for file in listed if file.exists()]
@@ -52,7 +52,7 @@ def _sketch(file: Path) -> str:
 
 
 def _function_digest(name: str) -> str:
-    """Of the file that defines the function, and its name in there; a module without a file is its name."""
+    """Digest of the file that defines the function, and of its name in there; a module without a file is its name."""
     source, _, attribute = name.rpartition(":")
     if not source.endswith(".py"):
         spec = importlib.util.find_spec(source)

@@ -96,7 +96,7 @@ def _fill_defaults(config: RunConfig) -> RunConfig:
 
 
 def _decay_iterations(config: RunConfig, role: Role) -> int:
-    """Of a schedule that has an end: by default the run's, so that a longer run that resumes this one keeps it."""
+    """Iteration at which a schedule ends: by default the run's last, so that a longer run that resumes it keeps it."""
     optim = getattr(config, role).optim
     if optim.lr_decay_iterations or (optim.lr_scheduler_type == "constant" and not optim.lr_warmup_ratio):
         return optim.lr_decay_iterations

@@ -36,7 +36,7 @@ class Machines:
 
     @property
     def text(self) -> str:
-        """Of one kind its name, else a list with counts."""
+        """Name of the kind where there is one, else a list with counts."""
         if len(self.kinds) == 1:
             return self.kinds[0][0].name
         return ",".join(f"{spec.name}:{count}" for spec, count in self.kinds)

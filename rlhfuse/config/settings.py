@@ -467,7 +467,7 @@ class RunConfig(Settings):
 
     @property
     def longest_response_tokens(self) -> int:
-        """Of any sample: in training, or of a held-out prompt."""
+        """Longest response of any sample, in training or of a held-out prompt."""
         return max(self.rollout.max_response_tokens, self.eval_response_tokens if self.data.val_files else 0)
 
     @property

@@ -75,7 +75,7 @@ class ModelSpec:
 
     @property
     def norm_parameters(self) -> int:
-        """Of a layer; every tensor rank holds them whole."""
+        """Parameters of a layer's norms; every tensor rank holds them whole."""
         return 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
 
     @property

@@ -90,7 +90,7 @@ class AnalyticCost:
         return self.hardware.decode_layer_seconds + roofline + self.decode_all_reduce_seconds(batch)
 
     def decode_all_reduce_seconds(self, batch: float) -> float:
-        """Of one layer of a decode step: two, whose messages are short."""
+        """Seconds of the two all-reduces of a layer in a decode step; their messages are short."""
         kernels, tp = self.kernels, self.layout.tp
         if not self._on_gpu:
             return 2 * self._all_reduce_seconds(batch)
@@ -397,7 +397,7 @@ class AnalyticCost:
         return -(-self._parameters(place) * 8 // self.layout.dp) + self.main_weights_bytes(place)
 
     def largest_weight_bytes(self, place: int) -> int:
-        """Of the weights on a rank there that are one matrix."""
+        """Bytes of the largest matrix of weights on a rank there."""
         spec, end = self.spec, place == 0 or place == self.layout.pp - 1 and not self.scalar_head
         elements = max(2 * spec.mlp * spec.hidden, spec.embedding_parameters if end else 0)
         return -(-elements // self.layout.tp) * self.element_bytes

@@ -1,7 +1,7 @@
 """The interface of what generation and inference cost on one instance.
 
-Three implementations: `JobCost` (analytic.py), `MeasuredCost` (of a running job), `ProfiledCost` (of
-tools/profile_costs.py).
+Four implementations: `JobCost` (job_cost.py, from hardware numbers), `MeasuredCost` (of a running job), `TrialCost` (of
+a trial generation), `ProfiledCost` (of tools/profile_costs.py).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ TRAINING_FORWARDS = 3  # forward, gradients of inputs, gradients of weights
 
 
 def forward_flops(spec: ModelSpec, lengths: Sequence[int], outputs: int, scalar_head: bool = False) -> float:
-    """Of whole sequences of `lengths` tokens; `outputs`: how many of the tokens go through the output layer.
+    """FLOPs of whole sequences of `lengths` tokens, `outputs` of which go through the output layer.
 
     2 N tokens + 2 H outputs + layers x 4 heads head_dim x sum of L (L + 1) / 2, with N the parameters of layers and
     final norm, H those of the output layer; the last term is attention under the causal mask.
@@ -30,7 +30,7 @@ def forward_flops(spec: ModelSpec, lengths: Sequence[int], outputs: int, scalar_
 
 @dataclass(frozen=True)
 class IterationFlops:
-    """Of one iteration, all ranks together; `training` is by role."""
+    """FLOPs of one iteration, all ranks together; `training` is by role."""
 
     generation: float
     inference: float

@@ -56,8 +56,8 @@ def passing_in_embedding(spec: ModelSpec, tokens: float, tp: int, element: int) 
 
 
 def passing_in_loss(spec: ModelSpec, tokens: float, tp: int, element: int, backward: bool = True) -> float:
-    """Of log-probabilities by tiles: one of them; back, the float32 sum of a chunk of rows, to which products add, and
-    gradients of the rows and of all hidden states."""
+    """Bytes of log-probabilities by tiles: one tile; backwards, the float32 sum of a chunk of rows, to which products
+    add, and gradients of the rows and of all hidden states."""
     rows = min(tokens, LINE_BYTES // (4 * spec.hidden))
     columns = min(TILE_BYTES / (TILE_ELEMENT_BYTES * rows), LINE_BYTES // (4 * spec.hidden), spec.vocab / tp)
     if not backward:

@@ -111,7 +111,7 @@ ASSUMED = Calibration(
     cross_collective_seconds=14e-6,
 )
 
-# The fit of calibration.py to the 28 rows of REAL's appendix (real_tables.py), an H100 cluster under an eager engine
+# The fit of benchmarks/real_tables.py to the 28 rows of REAL's appendix, an H100 cluster under an eager engine
 # of 2024 that asks every worker over the network: `fit_calibration(real_rows(), "real-h100")`. Its floors and its share
 # of links were fitted without a start-up of collectives, which they hold.
 REAL_H100 = Calibration(

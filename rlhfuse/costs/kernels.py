@@ -41,7 +41,7 @@ class Kernels:
     switch_sums: bool = True  # where the hardware has them
 
     def capture_seconds(self, spec: ModelSpec, tp: int, launch_seconds: float) -> float:
-        """Of one shape; over tensor ranks a layer has two sums more, and the step two."""
+        """Seconds to record one shape; over tensor ranks a layer has two sums more, and the step two."""
         sums = 2 if tp > 1 else 0
         launches = spec.layers * (self.layer_launches + sums) + self.step_launches + sums
         return self.recording_seconds + launches * launch_seconds

@@ -37,7 +37,7 @@ class TrainingGrids:
     layer_weight_gradient: Grid | None = None
 
     def stage_seconds(self, stages: int, micro: MicrobatchTokens) -> StageSeconds:
-        """Of a pipeline of so many stages; both ends count for the last, whose output layer is most of them."""
+        """Seconds of a pipeline of so many stages; both ends count for the last, whose output layer is most of them."""
         layer = self.layer_forward(micro.tokens), self.layer_backward(micro.tokens)
         ends = self.ends_forward(micro.outputs), self.ends_backward(micro.outputs)
         return StageSeconds(layer, (*((0.0, 0.0),) * (stages - 1), ends), self._split(micro.tokens))
@@ -82,7 +82,7 @@ class ProfiledCost(CostModel):
         return total
 
     def _part(self, role: str) -> float:
-        """Of an instance, that a replica of a model that scores has."""
+        """Part of an instance that a replica of a model that scores has."""
         return int(self.made_for[f"{role}_inference_tp"]) / int(self.made_for["generation_tp"])
 
     def swap_in_seconds(self) -> float:

@@ -31,7 +31,7 @@ class DecodeObservation:
 
 @dataclass(frozen=True)
 class Speculation:
-    """Of steps of 1, 2, ... sequences: how many guesses each sequence had, and how many tokens a step gave it."""
+    """Guesses in steps of 1, 2, ... sequences: how many each sequence had, and how many tokens a step gave it."""
 
     guess_seconds: float  # of one guess in a step
     guesses: tuple[float, ...]
@@ -59,7 +59,7 @@ class Speculation:
         return (plain + guessing) / tokens
 
     def step(self, batch: float) -> tuple[float, float]:
-        """Of a step of `batch` sequences: seconds that its guesses add, and tokens that each sequence gains."""
+        """Seconds that the guesses of a step of `batch` sequences add, and tokens that each sequence gains."""
         points = np.arange(1, len(self.tokens) + 2)
         guesses, tokens = (
             float(np.interp(batch, points, (*values, beyond)))

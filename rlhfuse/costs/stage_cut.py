@@ -31,7 +31,7 @@ class StageSeconds:
     split: tuple[float, float] | None = None  # B and W of a layer's split backward; None: not known
 
     def of(self, cut: Sequence[int]) -> tuple[tuple[float, float], ...]:
-        """Of each stage, where they have so many layers."""
+        """Seconds (forward, backward) of each stage, where they have so many layers."""
         forward, backward = self.layer
         return tuple((count * forward + end[0], count * backward + end[1]) for count, end in zip(cut, self.ends))
 

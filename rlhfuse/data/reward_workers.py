@@ -169,7 +169,7 @@ def _start(name: str, signature: str, calls: Any, returned: Any, groups: Any) ->
 
 
 def _score(call: RewardCall) -> Scores:
-    """Of one call. Raises RewardError."""
+    """Scores of one call. Raises RewardError."""
     loaded: RewardFunction = _worker["function"]
     return _scores(loaded, call, time.monotonic(), lambda: loaded.function(**loaded.arguments(call)))
 

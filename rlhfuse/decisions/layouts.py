@@ -188,7 +188,7 @@ def _check_divides(name: str, layout: ParallelLayout, generation: ParallelLayout
 
 
 def inference_layout(config: RunConfig) -> str:
-    """Of the models that score, AUTO where it is to be chosen. Raises InputError where rows are different."""
+    """Layout of the models that score, AUTO where it is to be chosen. Raises InputError where rows are different."""
     rows = {f"parallel.{role}_inference": getattr(config.parallel, f"{role}_inference") for role in config.scorers()}
     given = {str(ParallelLayout.parse(text)): text for text in rows.values() if text != AUTO}
     if len(given) > 1:

@@ -43,7 +43,7 @@ class MoveLoad:
         devices_per_node: int,
         scalar_head: bool = False,
     ) -> MoveLoad:
-        """Of a model in `source`, whose ranks are `cells`, to `target` in plain order.
+        """Load of moving a model from `source`, whose ranks are `cells`, to `target` in plain order.
 
         Raises ValueError naming the weight of which no source has a part that is needed.
         """

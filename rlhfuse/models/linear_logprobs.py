@@ -48,7 +48,7 @@ class TileLimits:
         return min(rows, max(self.line // (4 * hidden), 1))
 
     def columns(self, rows: int, hidden: int) -> int:
-        """Of a tile that is so many rows high."""
+        """Columns of a tile that is so many rows high."""
         return max(min(self.tile // (LOGIT_BYTES * rows), self.line // (4 * hidden)) // 64 * 64, 1)
 
 

@@ -8,9 +8,9 @@ from rlhfuse.config.settings import OptimizerConfig
 
 
 def learning_rate(optim: OptimizerConfig, iteration: int) -> float:
-    """Of iteration 0, 1, ... since the model began to learn: up to `optim.lr`, then the scheduler's way to the floor.
+    """Rate of iteration 0, 1, ... since the model began to learn: up to `optim.lr`, then the scheduler's way down.
 
-    Of w iterations of warm-up the last has the whole rate; the way down begins after it and ends at iteration
+    The last of w iterations of warm-up has the whole rate; the way down begins after it and ends at iteration
     `lr_decay_iterations`, from where on the floor holds.
     """
     end = optim.lr_decay_iterations

@@ -83,7 +83,7 @@ class RatedUse:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Of a plan for GPUs with a data sheet; the first of `uses` is what the plan's seconds are made of."""
+    """Use that a plan makes of GPUs with a data sheet; the first of `uses` is what the plan's seconds are made of."""
 
     ranks: int
     peak_flops: float  # of one rank, as printed
@@ -114,12 +114,12 @@ class Efficiency:
 
 
 def optimizer_step_seconds(analytic: Mapping[str, AnalyticCost]) -> float:
-    """Of a mini-batch: all models that train, one after the other."""
+    """Seconds of a mini-batch's optimizer steps: all models that train, one after the other."""
     return sum(analytic[task].optimizer_step_seconds() for task in TRAINED if task in analytic)
 
 
 def efficiency(draft: PlanDraft, training_seconds: float) -> Efficiency | None:
-    """Of a plan whose training takes `training_seconds` an iteration; None where the hardware has no data sheet.
+    """Efficiency of a plan that trains for `training_seconds` an iteration; None where the hardware has no data sheet.
 
     At other rates than the plan's, bubbles are as long a part of the work as they are there.
     """
@@ -158,7 +158,7 @@ def rated_hardware(hardware: HardwareSpec) -> Iterator[tuple[str, HardwareSpec]]
 
 
 def _busy_seconds(draft: PlanDraft) -> float:
-    """Of one mini-batch, mean over ranks; a rank of a merged stage is busy with its own alone.
+    """Seconds of work of one mini-batch, mean over ranks; a rank of a merged stage is busy with its own alone.
 
     With even micro-batches: what a plan's are above the mean stands for waiting.
     """

@@ -25,7 +25,7 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of cores, in so many micr
 
 
 def ranks_on_machine(hardware: HardwareSpec, world_size: int) -> int:
-    """Of a run, as its launcher says; else as many as a machine has places."""
+    """Ranks of a run on this machine, as its launcher says; else as many as a machine has places."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", min(world_size, hardware.devices_per_node)))
 
 
@@ -101,7 +101,7 @@ class SharedCores:
 
     @staticmethod
     def of(config: RunConfig, hardware: HardwareSpec, world_size: int) -> SharedCores:
-        """Of this machine, whatever the plan is for."""
+        """Reads the cores of this machine, whatever the plan is for."""
         if hardware.name != "cpu":
             return SharedCores()
         return SharedCores(machine_cores(), ranks_on_machine(hardware, world_size), config.trainer.threads_per_rank)

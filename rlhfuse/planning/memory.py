@@ -169,7 +169,7 @@ class MemoryBudget:
         return tuple(max(phase, key=self.needed) for phase in zip(*(rank.static for rank in self.ranks)))
 
     def of(self, places: tuple[int, ...]) -> RankMemory:
-        """Of the ranks that stand there."""
+        """Memory of the ranks that stand there."""
         return next(rank for rank in self.ranks if rank.places == places)
 
     def needed(self, phase: PhaseMemory) -> int:
@@ -347,7 +347,7 @@ class _Needs:
         self._rotations += sum(cost.rotation_bytes(longest) for cost in (*scorers, *self._trained))
 
     def phases(self, places: tuple[int, ...]) -> tuple[PhaseMemory, ...]:
-        """Of a rank at these places of the pipelines of the models that train."""
+        """Phases of a rank at these places of the pipelines of the models that train."""
         parts = list(zip(self._trained, places))
         resident = sum(cost.weights_bytes(place) for cost, place in parts)
         optimizer = sum(cost.optimizer_bytes(place) for cost, place in parts)

@@ -27,7 +27,7 @@ class PassingMemory:
 
     @staticmethod
     def of(trained: Mapping[str, AnalyticCost], tokens: float) -> PassingMemory:
-        """Of micro-batches of so many tokens."""
+        """Memory that passes with micro-batches of so many tokens."""
         return PassingMemory(
             {m: tuple(cost.passing_bytes(tokens, p) for p in range(cost.layout.pp)) for m, cost in trained.items()},
             {model: cost.hidden_bytes(tokens) for model, cost in trained.items()},

@@ -48,7 +48,7 @@ class GenerationPrice:
 
 @dataclass(frozen=True)
 class Price:
-    """Of a draft; all seconds are of an iteration."""
+    """Seconds of an iteration of a draft, by what they go into."""
 
     generation: GenerationPrice
     schedules: float  # of training, all mini-batches
@@ -103,7 +103,7 @@ def minibatch_seconds(draft: PlanDraft, makespan: float) -> float:
 
 
 def weight_moves(draft: PlanDraft) -> tuple[LayoutMove, ...]:
-    """Of all models that train, into the layouts of generation and inference."""
+    """Moves of all models that train, into the layouts of generation and inference."""
     machine = draft.cores.together(draft.hardware)
     return layout_moves(draft.tasks, draft.ranks, draft.specs, element_bytes(draft.config), machine)
 

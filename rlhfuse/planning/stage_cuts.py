@@ -33,7 +33,7 @@ class StageBalance:
 def stage_balances(
     tasks: tuple[Task, ...], analytic: Mapping[str, AnalyticCost], costs: CostModel, micro: MicrobatchTokens
 ) -> tuple[StageBalance, ...]:
-    """Of each model that trains in a pipeline; micro-batches as in `with_cuts`."""
+    """Balances of each model that trains in a pipeline; micro-batches as in `with_cuts`."""
     found = []
     for task in tasks:
         if task.training and task.layout.stages > 1:
@@ -78,7 +78,7 @@ def _tidy(layout: ParallelLayout) -> ParallelLayout:
 
 
 def stage_seconds(role: str, cost: AnalyticCost, costs: CostModel | None, micro: MicrobatchTokens) -> StageSeconds:
-    """Of one micro-batch: measured where `costs` is a profile, else analytic."""
+    """Seconds of one micro-batch: measured where `costs` is a profile, else analytic."""
     if isinstance(costs, ProfiledCost):
         return costs.stage_seconds(role, cost.layout, micro)
     return cost.stage_seconds(micro)

@@ -63,7 +63,7 @@ def given_schedule(config: RunConfig, problem: FusionProblem, shape: FusedShape)
 def other_promises(
     config: RunConfig, problem: FusionProblem, split: SplitChoice, shape: FusedShape
 ) -> tuple[OrderPromise, ...]:
-    """Of the orders that the run does not train in, for the same layouts, times and micro-batches; search first.
+    """Promises of orders that the run does not train in, for the same layouts, times and micro-batches; search first.
 
     `problem`: the run's, with the backwards of `split` in two parts.
     """

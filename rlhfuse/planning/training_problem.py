@@ -21,7 +21,7 @@ TICK_SECONDS = 1e-6  # schedules are searched in whole microseconds, so that tie
 
 
 def longest_microbatch(config: RunConfig, batch: BatchArithmetic) -> MicrobatchTokens:
-    """Of samples that are as long as they can become."""
+    """Micro-batch of samples that are as long as they can become."""
     samples, response = batch.samples_per_microbatch, config.rollout.max_response_tokens
     return MicrobatchTokens(samples * (config.data.max_prompt_tokens + response), samples, samples * response)
 
@@ -59,7 +59,7 @@ def training_problem(
 
 
 def transfer_ticks(cost: AnalyticCost, micro: MicrobatchTokens) -> int:
-    """Of a hidden state to the next stage."""
+    """Ticks that a hidden state takes to the next stage."""
     return round(cost.send_seconds(micro.tokens) / TICK_SECONDS)
 
 
@@ -71,7 +71,7 @@ def stage_costs(
     costs: CostModel | None,
     split: bool = False,
 ) -> StageCosts:
-    """Of a model's stages: times for `micro`, activations for `longest`, as in `training_problem`."""
+    """Costs of a model's stages: times for `micro`, activations for `longest`, as in `training_problem`."""
     if isinstance(costs, ProfiledCost):
         times = costs.stage_costs(model, cost, micro, TICK_SECONDS, split)
     else:

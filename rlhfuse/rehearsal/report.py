@@ -20,7 +20,7 @@ class RankReport:
 
     @property
     def peaks(self) -> dict[str, Mapping[str, Any]]:
-        """Of each phase the iteration that took most, in order."""
+        """The iteration that took most, of each phase, in order."""
         peaks: dict[str, Mapping[str, Any]] = {}
         for phase in self.found["phases"]:
             if phase["phase"] not in peaks or phase["peak"] > peaks[phase["phase"]]["peak"]:

@@ -82,7 +82,7 @@ class Evaluator:
 
     @property
     def digest(self) -> str:
-        """Of what is generated: scores of two evaluations can be compared where it is the same."""
+        """SHA-256 of what is asked for: scores of two evaluations can be compared where it is the same."""
         return hashlib.sha256(repr(self._requests).encode()).hexdigest()
 
     def run(self, iteration: int, threshold: int, limits: FusionLimits) -> Evaluation:
@@ -110,7 +110,7 @@ def noise_seed(seed: int) -> int:
 
 
 def evaluation_metrics(batch: RolloutBatch, copies: int) -> dict[str, Any]:
-    """Of scored samples, `copies` of each prompt, in order: the score [prompts, copies] and what was generated.
+    """Metrics of scored samples, `copies` of each prompt, in order: the score [prompts, copies] and what was generated.
 
     The standard error is that of the mean over prompts; none where there is only one.
     """

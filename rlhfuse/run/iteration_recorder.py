@@ -66,7 +66,7 @@ class IterationRecord(NamedTuple):
 
 
 class IterationRecorder:
-    """Of one rank; all ranks finish an iteration together."""
+    """Records the iterations of one rank; all ranks finish an iteration together."""
 
     def __init__(
         self,

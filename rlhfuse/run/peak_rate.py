@@ -38,7 +38,7 @@ def peak_line(flops: float | None, device: Device) -> str:
 
 
 def _measured_flops(dtype: torch.dtype) -> float:
-    """Of products that all ranks compute at the same time."""
+    """FLOP/s of a rank in products that all ranks compute at the same time."""
     matrix = torch.ones(SIDE, SIDE, dtype=dtype)
     out = matrix @ matrix
     dist.barrier()

@@ -180,7 +180,7 @@ def build_models(
 
 
 def engine_options(config: RunConfig, instances: int, keep_memory: bool = False) -> EngineOptions:
-    """Of the engine of one of `instances` generation instances."""
+    """Options of the engine of one of `instances` generation instances."""
     rollout = config.rollout
     return EngineOptions(
         num_blocks=kv_blocks(config, instances),

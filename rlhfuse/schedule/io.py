@@ -1,4 +1,4 @@
-"""schedule.json: a schedule with its problem, its times and the bounds beside them (docs/formats.md).
+"""schedule.json: a schedule with its problem, its times and the bounds beside them (docs/reference/plans.md).
 
 On reading, the orders must be a valid schedule, within its memory cap, of the problem inside the file, and that problem
 must be the one the reader expects. Times, figures and bounds in the file are for people and other programs: they are

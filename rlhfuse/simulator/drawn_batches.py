@@ -73,7 +73,7 @@ class DrawnBatches:
 
     @cached_property
     def _sums(self) -> np.ndarray:
-        """Of each batch: tokens, samples, response tokens."""
+        """Sums of each batch: tokens, samples, response tokens."""
         return np.array(
             [(sum(one.prompt) + sum(one.output), len(one), sum(one.output)) for one in self.batches], np.float64
         )

@@ -300,7 +300,7 @@ class ProgramRun:
             posted.append(self._channels.post_receive(self._shape(step), step.parts.dtype, peer))
 
     def _shape(self, step: PreparedInstruction) -> tuple[int, int, int]:
-        """Of what a receive brings."""
+        """Shape of what a receive brings."""
         return step.stage.stage.hidden_shape(self._work[step.action.pipeline].rows[step.microbatch])
 
     def _fit_rings(self) -> None:

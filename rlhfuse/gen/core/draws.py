@@ -20,7 +20,7 @@ class Draws(NamedTuple):
 
 @dataclass(frozen=True)
 class DrawBatch:
-    """Of R rows."""
+    """Inputs of the sampler for R rows."""
 
     keys: np.ndarray  # [R, 2] uint32: of (seed, sample id, position)
     temperatures: np.ndarray  # [R] float32, 0 = greedy

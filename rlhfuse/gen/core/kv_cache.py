@@ -54,7 +54,7 @@ class KVCache:
                 side[layer, :, :, heads][chosen] = kv[:, number, layer]
 
     def _shapes(self, layers: int, num_blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of keys and values."""
+        """Shapes of keys and of values."""
         rows = (layers, num_blocks, self.block_tokens, self.kv_heads, self.head_dim)
         return rows, rows
 

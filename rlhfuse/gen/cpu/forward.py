@@ -1,7 +1,7 @@
 """The forward pass for generation on CPU: numba kernels over panels of 16 tokens (models/cpu/decoder.py).
 
 All intermediate results lie in one workspace that is kept between steps. In float32 a token's bits depend on its own
-sequence alone (docs/fusion.md, batch invariance). In bfloat16 weights and cache are bfloat16, all between is float32.
+sequence alone (docs/explanation/engine.md). In bfloat16 weights and cache are bfloat16, all between is float32.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class CpuForward:
         self.space.clear()
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """As `ModelRunner.forward`."""
+        """Logits [drawing rows, vocab] float32 of one step; keys and values go into the cache."""
         threads, panels = share_threads(), -(-len(batch.tokens) // LANES)
         self.space.reserve(panels)
         keys, values = as_array(cache.keys), as_array(cache.values)

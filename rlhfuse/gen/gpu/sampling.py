@@ -153,8 +153,8 @@ def _allowed(logits, index, vocab, words, rows, bans):
 
 @triton.jit
 def _sums(logits, vocab, words, rows, bans, temperature, highest, above, BLOCK: tl.constexpr):
-    """Of the logits whose order is over `above`: their number, their exponentials in units of 2**-40 and, what that
-    leaves, of 2**-80; the lowest order among them, and the highest among the others."""
+    """Sums over the logits whose order is over `above`: their number, their exponentials in units of 2**-40 and, what
+    that leaves, of 2**-80; the lowest order among them, and the highest among the others."""
     count = tl.zeros((), tl.int32)
     high, low = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
     next_up, next_down = tl.full((), 2147483647, tl.int32), tl.full((), -2147483648, tl.int32)

@@ -133,7 +133,7 @@ def _several_nodes(group: dist.ProcessGroup) -> str:
 
 
 def _first(group: dist.ProcessGroup, obstacle: str) -> str:
-    """Of the first rank that has one; "" where none has."""
+    """Obstacle of the first rank that has one; "" where none has."""
     return next(filter(None, _gathered(group, obstacle)), "")
 
 

@@ -59,7 +59,7 @@ class BlockShape:
         return 2 * self.layers * self.block_tokens * self.head_dim * (2 if self.dtype == "bfloat16" else 4)
 
     def tensor_shape(self, blocks: int, heads: int) -> tuple[int, ...]:
-        """Of so many blocks with so many heads, as `KVCache.read_blocks` gives them."""
+        """Shape of so many blocks with so many heads, as `KVCache.read_blocks` gives them."""
         return (blocks, 2, self.layers, self.block_tokens, heads, self.head_dim)
 
 

@@ -61,7 +61,7 @@ class Drafter:
 
     @property
     def nbytes(self) -> int:
-        """Of the tables, and of the tokens kept to fill them anew."""
+        """Bytes of the tables, and of the tokens kept to fill them anew."""
         kept = sum(piece.tokens.nbytes for pieces in (*self._before, self._now) for piece in pieces)
         return kept + self._texts.nbytes + sum(table.nbytes for table in self._tables)
 
@@ -96,7 +96,7 @@ class Drafter:
         return [self._texts[row, a : a + k].tolist() for row, a, k in zip(at, lengths, counts)]
 
     def told(self, number: int, tried: int, right: int) -> None:
-        """Of the guesses proposed last for the number-th sequence so many were looked at, and so many were right."""
+        """Counts the guesses last proposed for a sequence: `tried` were looked at, the first `right` were right."""
         for place in range(tried):
             cell = self._cells[number, place]
             if self._tried[cell] >= MEMORY:

@@ -1,7 +1,7 @@
 """Arithmetic whose result for one row does not depend on the other rows, and a test that it is so here.
 
 Stock torch on CPU breaks this in three places: a GEMM of few rows, a matrix-vector product (one output), and the last
-elements of an element-wise function. Each is padded to a safe size (docs/fusion.md, batch invariance). Bits are
+elements of an element-wise function. Each is padded to a safe size (docs/explanation/engine.md). Bits are
 promised for float32 with one thread per process.
 """
 

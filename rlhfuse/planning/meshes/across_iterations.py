@@ -20,8 +20,8 @@ CRITIC_LANE = ("reward_inference", "critic_inference", "critic_train")
 
 
 def period_seconds(problem: MeshProblem, plan: MeshPlan) -> float:
-    """Of an iteration once all repeats: the longer of what must happen one after the other for the actor, its scores by
-    both lanes included, and of the critic's own work."""
+    """Seconds of an iteration once all repeats: the longer of what must happen one after the other for the actor, its
+    scores by both lanes included, and of the critic's own work."""
     took = {name: problem.call_seconds(problem.calls[name], plan) for name in plan}
     critic_scores = sum(took.get(name, 0.0) for name in CRITIC_LANE[:2])
     scores = max(took.get("reference_inference", 0.0), critic_scores)
@@ -59,7 +59,7 @@ def repeated(problem: MeshProblem, plan: MeshPlan, iterations: int) -> list[Grap
 
 
 def _fitting(problem: MeshProblem, names: Sequence[str], mesh: Mesh) -> list[MeshPlan]:
-    """Of a lane: for each option of its training the fastest others in the room that it leaves."""
+    """Plans of a lane: for each option of its training the fastest others in the room that it leaves."""
     training, found = problem.calls[names[-1]], []
     room = min(problem.memory_bytes[mesh.first : mesh.last + 1])
     others = [problem.calls[name] for name in names[:-1] if name in problem.calls]

@@ -55,8 +55,8 @@ def generation_options(
 def scoring_options(
     work: RunWork, task: str, ranks: int, hardware: HardwareSpec, world_size: int, room: float
 ) -> Iterator[Option]:
-    """Of one model: its weights come from the host, the critic's from its training first; replicas share the batch by
-    tokens and score in packs; mean over the batches."""
+    """Options to score with one model: its weights come from the host, the critic's from its training first; replicas
+    share the batch by tokens and score in packs; mean over the batches."""
     budget = work.config.rollout.max_batched_tokens
     for layout in work.layouts(task, ranks, hardware.devices_per_node):
         cost = work.cost(task, layout, hardware)
@@ -73,7 +73,7 @@ def scoring_options(
 
 
 def _scored_seconds(batch: SampleLengths, replicas: int, costs: JobCost, budget: int) -> float:
-    """Of the slowest replica."""
+    """Seconds of the slowest replica."""
     tokens, slowest = [prompt + output for prompt, output in zip(batch.prompt, batch.output)], 0.0
     for share in deal(tokens, replicas):
         own = [tokens[sample] for sample in share]
@@ -83,7 +83,7 @@ def _scored_seconds(batch: SampleLengths, replicas: int, costs: JobCost, budget:
 
 
 def _caches(work: RunWork, cost: AnalyticCost) -> Iterator[InstanceLimits]:
-    """Of one instance, from the largest; no smaller one than a sample needs."""
+    """Caches of one instance, from the largest; no smaller one than a sample needs."""
     config, dp, batches = work.config, cost.layout.dp, work.drawn.batches
     whole, least = kv_blocks(config, dp), kv_blocks(config, config.samples_per_iteration)
     counts = {max(least, -(-whole // part)) for part in CACHES}

@@ -46,7 +46,7 @@ def aligned_meshes(ranks: int, least: int) -> MeshTree:
 
 
 def meshes_anywhere(ranks: int, sizes: Iterable[int], step: int) -> list[Mesh]:
-    """Of these sizes, wherever they begin at a multiple of `step`."""
+    """Meshes of these sizes, wherever they begin at a multiple of `step`."""
     return [Mesh(first, size) for size in sizes for first in range(0, ranks - size + 1, step)]
 
 

@@ -137,7 +137,7 @@ OVERLAPPED = ("critic across iterations",)  # whose seconds are a period, not an
 
 
 def _best(run: RunProblem, tables: Iterable[tuple[MeshTree, Places]]) -> Found:
-    """Of tables; a call without a place runs on all ranks. Raises InputError where none fits."""
+    """Finds the best of tables; a call without a place runs on all ranks. Raises InputError where none fits."""
     best, why = None, InputError(f"{run.machines.ranks} ranks have no two parts of whole machines, or halves of one")
     for tree, places in tables:
         try:

@@ -98,7 +98,7 @@ class MeshProblem:
         return own.option.seconds
 
     def seconds(self, plan: MeshPlan) -> float:
-        """Of an iteration."""
+        """Seconds of an iteration."""
         return sum(self._phase(phase, plan)[0] for phase in self.phases)
 
     def graph(self, plan: MeshPlan) -> list[GraphCall]:
@@ -115,7 +115,7 @@ class MeshProblem:
         return all(need <= self.memory_bytes[rank] for rank, need in self._needs(plan))
 
     def need_bytes(self, plan: MeshPlan) -> float:
-        """Of the fullest rank: what its calls hold, and the most of what passes while one of them runs."""
+        """Bytes of the fullest rank: what its calls hold, and the most of what passes while one of them runs."""
         return max(need for _, need in self._needs(plan))
 
     def _needs(self, plan: MeshPlan) -> Iterator[tuple[int, float]]:

@@ -52,7 +52,7 @@ class RunProblem:
 
     @staticmethod
     def of_draft(draft: PlanDraft, told: Callable[[str], None] = lambda what: None) -> RunProblem:
-        """Of a run that has a plan: the same batches, whatever its layouts."""
+        """Problem of a run that has a plan: the same batches, whatever its layouts."""
         trainer = draft.config.trainer
         machines = machines_by_name(trainer.hardware, trainer.device, draft.world_size)
         return RunProblem.of(RunWork.of(draft), machines, told)
@@ -73,7 +73,7 @@ class RunProblem:
 
 
 def node_ranks(machines: Machines) -> int:
-    """Of one machine, or of the part of one that there is."""
+    """Ranks of one machine, or of the part of one that there is."""
     return min(machines.whole().devices_per_node, machines.ranks)
 
 
@@ -92,8 +92,8 @@ def split_points(machines: Machines) -> list[int]:
 
 
 def run_meshes(machines: Machines) -> tuple[Mesh, ...]:
-    """Of the sizes of aligned meshes and of two blocks, wherever they are whole machines, or within one: then ranks
-    share no machine's links with ranks of another mesh but those of its other half."""
+    """Meshes of the sizes of aligned ones and of two blocks, wherever they are whole machines, or within one: then
+    ranks share no machine's links with ranks of another mesh but those of its other half."""
     ranks, node, least = machines.ranks, node_ranks(machines), least_mesh(machines)
     sizes = {mesh.size for mesh in aligned_meshes(ranks, least).meshes()}
     sizes |= {size for left in split_points(machines) for size in (left, ranks - left)}

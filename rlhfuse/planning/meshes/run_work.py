@@ -34,7 +34,7 @@ class RunWork:
 
     @staticmethod
     def of(draft: PlanDraft) -> RunWork:
-        """Of a run that has a plan, with a cache as large as memory allows unless the run asks for another."""
+        """Work of a run that has a plan, with a cache as large as memory allows unless the run asks for another."""
         blocks, cut = draft.asked.rollout.kv_blocks_per_instance, draft.asked.parallel.sequence_parallel
         config, planned = draft.config.with_(rollout={"kv_blocks_per_instance": blocks}), draft.lengths.samples
         responses = sum(planned.output) / (sum(planned.prompt) + sum(planned.output))
@@ -50,7 +50,7 @@ class RunWork:
         return int(self.config.algorithm.minibatches) * self.config.algorithm.epochs
 
     def longest_microbatch(self, samples: float) -> MicrobatchTokens:
-        """Of so many samples that are as long as they can become."""
+        """Micro-batch of so many samples that are as long as they can become."""
         prompt, response = self.config.data.max_prompt_tokens, self.config.rollout.max_response_tokens
         return MicrobatchTokens(samples * (prompt + response), samples, samples * response)
 
@@ -68,8 +68,8 @@ class RunWork:
         return task_costs(self.config, self.specs, tasks, hardware, self.cores, **how)[task]
 
     def layouts(self, task: str, ranks: int, devices_per_node: int) -> Iterator[ParallelLayout]:
-        """Of a task on so many ranks: whole tensor groups in a node, pipelines for training alone, and a sample at
-        least for each replica."""
+        """Layouts of a task on so many ranks: whole tensor groups in a node, pipelines for training alone, and a sample
+        at least for each replica."""
         role, trains = dict(TASK_ROLES)[task], task.endswith("_train")
         most = self.samples_per_minibatch if trains else self.config.samples_per_iteration
         return possible_layouts(self.specs[role], ranks, devices_per_node, most, (1,) if trains else ())

@@ -99,7 +99,7 @@ def mesh_kinds(problem: MeshProblem, tree: MeshTree) -> dict[Mesh, int]:
 def _resident_placements(
     problem: MeshProblem, tree: MeshTree, kinds: Mapping[Mesh, int]
 ) -> Iterator[tuple[str, dict[str, Choice]]]:
-    """Of the calls that hold memory, those that fit by themselves, one of each kind; first their text."""
+    """Placements of the calls that hold memory: those that fit by themselves, one of each kind; first their text."""
     choices = {
         (call.name, mesh): [(str(one), one) for one in (Choice(mesh, option) for option in call.options.get(mesh, ()))]
         for call in problem.residents
@@ -163,7 +163,7 @@ class _Rooms:
         self._memory: dict[Mesh, float] = {}
 
     def least_seconds(self, number: int, tree: MeshTree) -> float:
-        """Of the phase with nothing else placed and no weights to fetch: no plan takes less."""
+        """Seconds of the phase with nothing else placed and no weights to fetch: no plan takes less."""
         calls = [_without_fetching(call) for call in self.free[number]]
         only = replace(self.problem, phases=(tuple(calls),))
         alone = _Rooms(only, self._kinds)
@@ -183,7 +183,7 @@ class _Rooms:
         return seconds, whole
 
     def _table(self, number: int, tree: MeshTree, plan: Mapping[str, Choice], above: float) -> tuple[Table, float]:
-        """Of a phase on a mesh where calls on larger ones hold `above` bytes; with it the least room of a rank."""
+        """Table of a phase on a mesh where calls on larger ones hold `above` bytes, and the least room of a rank."""
         mesh = tree.mesh
         inside = [choice for choice in plan.values() if mesh.holds(choice.mesh)]
         key = number, self._kinds[mesh], above

@@ -22,8 +22,8 @@ RECOMPUTE = ("none", "full")
 
 
 def pipeline_seconds(stages: Sequence[tuple[float, float]], microbatches: int, transfer: float = 0.0) -> float:
-    """Of one model over stages (forward, backward), each a `transfer` from the next: each begins when all before it
-    have had the first micro-batch, does all of them, and those before end after it.
+    """Seconds of one model over stages (forward, backward), each a `transfer` from the next: each begins when all
+    before it have had the first micro-batch, does all of them, and those before end after it.
 
     No order of work is faster (`latency_bound`), and without transfers 1F1B is as fast where no stage before the last
     is slower than it.
@@ -117,7 +117,7 @@ class _Cut:
         return max(pipeline_seconds(stages, microbatches, cost.send_seconds(micro.tokens)), worked * work.cores.waiting)
 
     def activations(self, work: RunWork, samples: float, microbatches: int) -> tuple[list[float], list[float]]:
-        """Of each place: buffers that stay; and what 1F1B keeps and what passes, of the longest samples."""
+        """Bytes of each place: buffers that stay; and what 1F1B keeps and what passes, of the longest samples."""
         cost, longest, pp = self.cost, work.longest_microbatch(samples), self.cost.layout.pp
         kept = cost.stage_costs(longest).activation
         inputs = input_bytes(work.config, samples) // cost.layout.dp if cost.hardware.name != "cpu" else 0

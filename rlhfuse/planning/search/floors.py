@@ -30,15 +30,17 @@ from rlhfuse.simulator.lengths import SampleLengths
 
 
 class TrainingFloors:
-    """Of training rows: first from the work of all models shared evenly, then from that of every node."""
+    """Lower bounds of training rows: first from the work of all models shared evenly, then from that of every node."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self._known: dict[Any, Any] = {}
 
     def rough_seconds(self, row: TrainingRow) -> float:
-        """Of an iteration: the mean work of a node, and the optimizer's steps. Raises InputError where a profile has
-        not measured a tensor degree of the row."""
+        """Seconds of an iteration: the mean work of a node, and the optimizer's steps.
+
+        Raises InputError where a profile has not measured a tensor degree of the row.
+        """
         batch, ticks = self.setting.batch(row), 0.0
         for share in row.shape.shares:
             micro = equal_microbatch(self.setting.inputs.drawn, batch, share)
@@ -88,16 +90,16 @@ class TrainingFloors:
         return replace(problem, transfer=transfer)
 
     def seconds(self, row: TrainingRow, problem: FusionProblem) -> float:
-        """Of an iteration: the work of every node with the shortest ways to it and from it, and the steps."""
+        """Seconds of an iteration: the work of every node with the shortest ways to it and from it, and the steps."""
         ticks = max(work_bound(problem), self.setting.inputs.cores.least_time(problem, row.shape))
         return self.setting.batch(row).optimizer_steps * (ticks * TICK_SECONDS + self._steps(row))
 
     def cut_layouts(self, row: TrainingRow) -> dict[Role, ParallelLayout]:
-        """Of the models that train, with the layers of each stage."""
+        """Layouts of the models that train, with the layers of each stage."""
         return {role: self._cut(row, layout, role).layout for role, layout in row.layouts.items()}
 
     def _least_steps(self, row: TrainingRow) -> float:
-        """Of the optimizers of a mini-batch as if every rank held as much; an optimizer waits for the fullest."""
+        """Seconds of a mini-batch's optimizer steps if every rank held as much; an optimizer waits for the fullest."""
         key = "least steps", row.actor, row.critic, row.sequence_parallel
         if key not in self._known:
             costs = {f"{role}_train": self._cost(row, role) for role in row.layouts}
@@ -106,7 +108,7 @@ class TrainingFloors:
         return self._known[key]
 
     def _steps(self, row: TrainingRow) -> float:
-        """Of the optimizers of a mini-batch."""
+        """Seconds of a mini-batch's optimizer steps."""
         costs = {f"{role}_train": self._cut(row, layout, role) for role, layout in row.layouts.items()}
         key = "steps", tuple(costs.values())
         if key not in self._known:
@@ -192,8 +194,8 @@ def _batch_floor(
 
 
 def _least_score(costs: CostModel, tokens: float, replicas: int) -> float:
-    """Of a pack of so many tokens, however many sequences: replicas share sequences. Analytic costs fall with their
-    number, measured ones rise."""
+    """Least seconds of a pack of so many tokens, however many sequences: replicas share sequences. Analytic costs fall
+    with their number, measured ones rise."""
     return min(costs.score_seconds(tokens, sequences) for sequences in (1, replicas, max(replicas, tokens)))
 
 

@@ -131,7 +131,7 @@ class Setting:
         return instance_limits(self.config, self.specs[Role.ACTOR], batch.instances, costs, context)
 
     def generation_bytes(self, table: Table, limits: InstanceLimits) -> GenerationBytes:
-        """Of every rank."""
+        """Bytes of generation on every rank."""
         last, roles = self.world_size - 1, self.config.scorers()
         tasks = [Task("generation", Role.ACTOR, table.generation, (0, last))]
         tasks += [Task(f"{role}_inference", role, table.inference, (0, last)) for role in roles]
@@ -144,7 +144,7 @@ class Setting:
     def move_seconds(
         self, trained: Mapping[Role, ParallelLayout], generation: ParallelLayout, inference: ParallelLayout
     ) -> float:
-        """Of weights, in an iteration; `trained`: with the layers of each stage."""
+        """Seconds that weights move in an iteration; `trained`: with the layers of each stage."""
         every = (0, self.world_size - 1)
         tasks = [Task("generation", Role.ACTOR, generation, every)]
         tasks += [Task(f"{role}_inference", role, inference, every) for role in self.config.scorers()]

@@ -1,4 +1,4 @@
-"""Of micro-batches that are alike the first run; for the others what these held is held, and took is taken."""
+"""Runs the first of micro-batches that are alike; the others hold what it held and take what it took."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class Profiler:
         return 1 + max(1, len(layout.stage_layers(self._specs[role].layers)[0]))
 
     def _train(self, role: Role) -> TrainingGrids:
-        """Of one layer and of the two ends, from a model of one layer and one of several."""
+        """Measures one layer and the two ends, with a model of one layer and one of several."""
         more, axis, works = self._deep(role) - 1, self._points.training_tokens, self._training[role]
         ways = ("forward", "backward", "backward_input", "weight_gradient")[: 4 if works[0].splits else 2]
         layers: dict[str, dict[tuple, float]] = {way: {} for way in ways}

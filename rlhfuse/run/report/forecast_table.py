@@ -40,7 +40,7 @@ class PhaseRow:
 
     @property
     def error(self) -> float:
-        """Of the phase's time, with the lengths known."""
+        """Error of the phase's time with the lengths known, relative to what was measured."""
         return self.off / self.measured if self.measured else 0.0
 
     @property

@@ -29,7 +29,7 @@ class MemoryRow:
 
     @property
     def error(self) -> float:
-        """Of what was expected, relative to what was measured."""
+        """Error of what was expected, relative to what was measured."""
         return self.expected / self.measured - 1 if self.measured else 0.0
 
 
@@ -84,7 +84,7 @@ def _needed(plan: Mapping[str, Any], phase: Mapping[str, Any], activations: floa
 
 
 def _process(plan: Mapping[str, Any]) -> float:
-    """Of a process without models; on a GPU torch's allocator, whose peaks were measured, knows nothing of it."""
+    """Bytes of a process without models; on a GPU torch's allocator, whose peaks were measured, knows nothing of it."""
     return plan["process_bytes"] if plan["hardware"] == "cpu" else 0
 
 

@@ -1,7 +1,7 @@
 """What raises heads and tails of operations, and when they prove that no schedule of makespan X exists, in numba.
 
-The rules are stated and proved in docs/schedules.md. Arrays are over operations in an order in which everything follows
-what it needs, -1 for none. Edge finding: Carlier and Pinson 1989, in the form of Nuijten 1994.
+The rules are stated and proved in docs/explanation/schedules.md. Arrays are over operations in an order in which
+everything follows what it needs, -1 for none. Edge finding: Carlier and Pinson 1989, in the form of Nuijten 1994.
 """
 
 from __future__ import annotations

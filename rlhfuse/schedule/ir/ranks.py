@@ -1,4 +1,4 @@
-"""Which ranks hold which pipeline stage when several models train on the same ranks (docs/schedules.md has a picture).
+"""Which ranks hold which pipeline stage when several models train on them (docs/explanation/decisions.md shows it).
 
 A *node* is a group of max(tp) ranks; a model with a smaller tp has s = max(tp)/tp consecutive stages merged on one. The
 lcm of all depths (P = pp/s) nodes make a *fused group* with K = nodes/P pipelines of each model, in blocks of ranks

@@ -2,7 +2,7 @@
 
 All programs are projections of ONE total order of events: actions by their end, dependencies first, each computing
 action followed at once by its transfers (the sender puts the receive in place, as in torch's `_add_send_recv`). Hence
-they cannot deadlock; docs/schedules.md has the argument for one queue per communicator and for one queue per rank.
+they cannot deadlock; docs/explanation/programs.md argues it for one queue per communicator and for one per rank.
 """
 
 from __future__ import annotations

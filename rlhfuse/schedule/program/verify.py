@@ -1,8 +1,8 @@
 """Refuses programs that could hang, starve or compute the wrong thing, before the first byte is sent.
 
 First each rank by itself: exactly its expected instructions, after what they depend on, in the order of its node and
-under the memory cap. Then all ranks together, run symbolically in models of a machine (docs/schedules.md): *per
-communicator*, which must hold; *blocking receives*; and the strictest, *one queue* per rank. Shares no code with
+under the memory cap. Then all ranks together, run symbolically in models of a machine (docs/explanation/programs.md):
+*per communicator*, which must hold; *blocking receives*; and the strictest, *one queue* per rank. Shares no code with
 lowering.py but the instruction type.
 """
 

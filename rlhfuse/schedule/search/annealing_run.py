@@ -2,8 +2,8 @@
 
 While the solution to beat is not fast enough, it aims below its makespan: at a constant low temperature first, then in
 cooling runs from warmer ones. After that it aims at the same makespan under a memory cap that goes down step by step
-from the best (docs/schedules.md says why). The same seed gives the same run. Paper: section 5.2, "Optimizing memory
-usage".
+from the best (docs/explanation/schedule_search.md says why). The same seed gives the same run. Paper: section 5.2,
+"Optimizing memory usage".
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Unfolder:
         self.lanes = [(lane, numbers[lane.pipeline, lane.stage // 2, lane.kind]) for lane in dispatcher.graph.lanes]
 
     def extend(self, solution: Solution, better: Callable[[Solution], bool]) -> tuple[Solution | None, Solution]:
-        """Of all tries: the best one that fits the caps and is `better` (or None), and the fastest."""
+        """Returns the best try that fits the caps and is `better` (or None), and the fastest of all."""
         state = new_state(solution.sequence, 1)
         refresh(self.small_tables, state)
         tries = [

@@ -237,7 +237,7 @@ class _Budget:
         return time.monotonic() - self.started
 
     def share(self) -> float:
-        """Of the budget used; 1 when it is spent."""
+        """Share of the budget that is used; 1 when it is spent."""
         time_limit, iterations = self.settings.time_limit, self.settings.iterations
         spent = (self.seconds() - self.uncounted) / time_limit if time_limit is not None else 0.0
         return max(spent, self.moves / iterations if iterations is not None else 0.0)

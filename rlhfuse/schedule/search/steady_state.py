@@ -2,7 +2,8 @@
 
 A unit is the smallest share of the micro-batches that keeps their proportions: M0 : M1 = 64 : 32 has 32 units of
 (2, 1). What is before a cut stays, the last units before it are repeated in a period of T per unit, what is after it
-comes later. That gives every operation a time to aim at, and the orders follow the aims (docs/schedules.md).
+comes later. That gives every operation a time to aim at, and the orders follow the aims
+(docs/explanation/schedule_search.md).
 """
 
 # An element of an array is a number to numba, and may be an array to the stubs.
@@ -105,7 +106,7 @@ class SteadyStateExtender:
         return max(6, min(MOST_TRIES, TRIED_OPERATIONS // self.size))
 
     def extend(self, solution: Solution, better: Callable[[Solution], bool]) -> tuple[Solution | None, Solution]:
-        """Of all tries: the best one that fits the caps and is `better` (or None), and the fastest."""
+        """Returns the best try that fits the caps and is `better` (or None), and the fastest of all."""
         lifted, fastest = None, None
         for candidate in self._tries(solution):
             if fastest is None or candidate.makespan < fastest.makespan:

@@ -146,7 +146,7 @@ class SearchWorker:
         return Round(done.tried, solution, done.accepted)
 
     def _next_level(self) -> int:
-        """Of the levels that can still help the one with the least work; none makes up for when it could not."""
+        """Level with the least work of those that can still help; none makes up for when it could not."""
         last = len(self.levels) - 1
         able = [number for number in range(last) if self._helps(number)] + [last]
         least = min(self.work[number] for number in able)
