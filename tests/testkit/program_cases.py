@@ -38,6 +38,20 @@ GROUPS = [
 MODELS = ("actor", "critic", "other")
 
 
+def fused(layouts, microbatches, forward, activation=1, alternate=True):
+    """(problem, ranks) of layouts as text: a stage of the n-th model takes forward[n], and twice that backward."""
+    layouts = dict(zip(MODELS, map(L, layouts)))
+
+    def row(layout, value):
+        return (value,) * layout.stages
+
+    costs = {
+        model: StageCosts(row(layout, time), row(layout, 2 * time), row(layout, activation))
+        for (model, layout), time in zip(layouts.items(), forward)
+    }
+    return fused_problem(layouts, microbatches, costs, alternate=alternate), rank_map(layouts, alternate)
+
+
 def random_case(seed, groups=GROUPS, most=3):
     """(schedule, ranks, tied) with random costs and a random order of all that may run next."""
     rng = random.Random(seed)
@@ -81,110 +95,87 @@ def random_schedule(problem, rng):
 # ---- damage
 
 
-def changed(programs, rank, instructions):
-    return replace(programs, by_rank={**programs.by_rank, rank: Program(rank, tuple(instructions))})
+def edited(programs, rank, low, high, new):
+    """The programs, with `new` in place of the instructions low:high of a rank."""
+    old = programs[rank].instructions
+    return replace(programs, by_rank={**programs.by_rank, rank: Program(rank, (*old[:low], *new, *old[high:]))})
+
+
+def places(programs):
+    """(rank, place, instruction) of all instructions."""
+    for rank, program in programs.items():
+        for i, instruction in enumerate(program.instructions):
+            yield rank, i, instruction
 
 
 def dropped(programs):
     """Every instruction left out once."""
-    for rank, program in programs.items():
-        for i, instruction in enumerate(program.instructions):
-            yield (
-                f"{rank}.{i} {instruction} dropped",
-                changed(programs, rank, program.instructions[:i] + program.instructions[i + 1 :]),
-            )
+    for rank, i, one in places(programs):
+        yield f"{rank}.{i} {one} dropped", edited(programs, rank, i, i + 1, [])
 
 
 def doubled(programs):
-    for rank, program in programs.items():
-        for i, instruction in enumerate(program.instructions):
-            yield (
-                f"{rank}.{i} {instruction} doubled",
-                changed(programs, rank, program.instructions[: i + 1] + program.instructions[i:]),
-            )
+    for rank, i, one in places(programs):
+        yield f"{rank}.{i} {one} doubled", edited(programs, rank, i, i + 1, [one, one])
 
 
 def readdressed(programs):
     """Every transfer sent to, or received from, each other rank, and to none."""
-    for rank, program in programs.items():
-        for i, instruction in enumerate(program.instructions):
-            if instruction.peer is None:
-                continue
-            for peer in [None, *(set(programs) - {instruction.peer})]:
-                wrong = (replace(instruction, peer=peer),)
-                yield (
-                    f"{rank}.{i} {instruction} to {peer}",
-                    changed(programs, rank, program.instructions[:i] + wrong + program.instructions[i + 1 :]),
-                )
+    for rank, i, one in places(programs):
+        for peer in [None, *(set(programs) - {one.peer})] if one.peer is not None else []:
+            yield f"{rank}.{i} {one} to {peer}", edited(programs, rank, i, i + 1, [replace(one, peer=peer)])
 
 
 def renumbered(programs):
     """Every transfer of another micro-batch; every reduction and step of another stage."""
-    for rank, program in programs.items():
-        for i, instruction in enumerate(program.instructions):
-            action = instruction.action
-            other = (
-                action._replace(stage=action.stage + 1)
-                if action.microbatch is None
-                else action._replace(microbatch=action.microbatch + 1)
-            )
-            wrong = (replace(instruction, action=other),)
-            yield (
-                f"{rank}.{i} {instruction} as {other}",
-                changed(programs, rank, program.instructions[:i] + wrong + program.instructions[i + 1 :]),
-            )
+    for rank, i, one in places(programs):
+        key = "stage" if one.action.microbatch is None else "microbatch"
+        other = one.action._replace(**{key: getattr(one.action, key) + 1})
+        yield f"{rank}.{i} {one} as {other}", edited(programs, rank, i, i + 1, [replace(one, action=other)])
+
+
+def exchanged(programs, rank, i, j):
+    seq = programs[rank].instructions
+    new = seq[j], *seq[i + 1 : j], seq[i]
+    return f"{rank}.{i} {seq[i]} swapped with {seq[j]}", edited(programs, rank, i, j + 1, new)
 
 
 def swapped(programs, distance=1):
     """Every two instructions of a rank that stand `distance` apart, exchanged."""
-    for rank, program in programs.items():
-        seq = list(program.instructions)
-        for i in range(len(seq) - distance):
-            other = list(seq)
-            other[i], other[i + distance] = seq[i + distance], seq[i]
-            yield f"{rank}.{i} {seq[i]} swapped with {seq[i + distance]}", changed(programs, rank, other)
+    for rank, i, _ in places(programs):
+        if i + distance < len(programs[rank].instructions):
+            yield exchanged(programs, rank, i, i + distance)
 
 
 def swapped_on_channel(programs):
     """At one end of a channel, two transfers exchanged that follow each other there."""
-    for rank, program in programs.items():
-        seq = list(program.instructions)
-        by_channel = {}
-        for i, instruction in enumerate(seq):
-            if instruction.peer is not None:
-                key = (instruction.peer, str(instruction.action.kind)[0])
-                if key in by_channel:
-                    j = by_channel[key]
-                    other = list(seq)
-                    other[i], other[j] = seq[j], seq[i]
-                    yield f"{rank}.{j} {seq[j]} swapped with {instruction}", changed(programs, rank, other)
-                by_channel[key] = i
+    before = {}
+    for rank, i, one in places(programs):
+        if one.peer is not None:
+            channel = rank, one.peer, str(one.action.kind)[0]
+            if channel in before:
+                yield exchanged(programs, rank, before[channel], i)
+            before[channel] = i
 
 
 def early_reductions(programs):
     """Every reduction moved before the last backward (or weight gradient) of its stage."""
-    for rank, program in programs.items():
-        seq = list(program.instructions)
-        for i, instruction in enumerate(seq):
-            if str(instruction.action.kind) != "RG":
-                continue
-            last = max(
-                j
-                for j, one in enumerate(seq)
-                if one.action[:2] == instruction.action[:2] and str(one.action.kind) in ("B", "W")
-            )
-            other = seq[:last] + [instruction] + seq[last:i] + seq[i + 1 :]
-            yield f"{rank}.{i} {instruction} before {seq[last]}", changed(programs, rank, other)
+    for rank, i, one in places(programs):
+        if str(one.action.kind) == "RG":
+            seq = programs[rank].instructions
+            ends = [j for j, other in enumerate(seq) if str(other.action.kind) in "BW"]
+            last = max(j for j in ends if seq[j].action[:2] == one.action[:2])
+            yield f"{rank}.{i} {one} before {seq[last]}", edited(programs, rank, last, i + 1, [one, *seq[last:i]])
 
 
 def opposite_steps(programs):
     """The optimizer steps of two models in the other order on one rank."""
     for rank, program in programs.items():
-        seq = list(program.instructions)
+        seq = program.instructions
         steps = [i for i, one in enumerate(seq) if str(one.action.kind) == "ST"]
         for a, b in zip(steps, steps[1:]):
-            other = seq[:a] + seq[a + 1 : b + 1] + [seq[a]] + seq[b + 1 :]
-            yield f"{rank}: {seq[b]} before {seq[a]}", changed(programs, rank, other)
+            new = *seq[a + 1 : b + 1], seq[a]
+            yield f"{rank}: {seq[b]} before {seq[a]}", edited(programs, rank, a, b + 1, new)
 
 
 # ---- the judge: walks through every interleaving of tiny programs
