@@ -89,7 +89,7 @@ def test_sums_are_those_of_the_partition_in_its_order(weights, data):
     same_sums(weights, data.draw(st.integers(1, len(weights))))
 
 
-@pytest.mark.parametrize("spread, parts", itertools.product([0.0, 0.3, 1.2], [1, 16, 96, 512]))
+@pytest.mark.parametrize("spread, parts", [*itertools.product([0.0, 0.3, 1.2], [1, 16, 96, 512])])
 def test_sums_of_a_large_minibatch(spread, parts):
     drawn = np.random.default_rng(7).lognormal(6, spread, 512).astype(int)
     same_sums(np.minimum(drawn, 4096).tolist(), parts)

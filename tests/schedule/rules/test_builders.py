@@ -41,7 +41,7 @@ def makespan(schedule):
     return found
 
 
-@pytest.mark.parametrize("nodes, groups, chunks, backward", product([2, 3, 4, 8], [1, 2, 4], [2, 4], [4, 8]))
+@pytest.mark.parametrize("nodes, groups, chunks, backward", [*product([2, 3, 4, 8], [1, 2, 4], [2, 4], [4, 8])])
 def test_interleaved_bubble(nodes, groups, chunks, backward):
     microbatches = groups * nodes
     problem = interleaved_problem(one_model(nodes, microbatches, 4, backward), chunks)
