@@ -105,12 +105,6 @@ def test_two_nodes_of_eight(actor, critic, target, model):
     assert traffic.within == sum(shard.bytes for shard in targets) - traffic.stays - least
 
 
-def test_a_replica_on_every_node_means_nothing_crosses():
-    sources, targets = both({"actor": "d2t2p4", "critic": "d2t2p4"}, "actor", "d8t2p1")
-    assert minimum_across(sources, targets, 8) == 0
-    assert Traffic.of(plan_moves(sources, targets, 8), 0, 8).across == 0
-
-
 def test_replicas_share_the_load():
     """One stage wanted by eight ranks of a far node: its eight tensor-uncut replicas send an eighth each."""
     sources = [Shard(f"w{n}", rank, ((0, 8),), 10) for n in range(8) for rank in range(8)]

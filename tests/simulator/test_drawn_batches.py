@@ -72,12 +72,6 @@ def test_samples_that_do_not_divide_make_some_heavier():
     assert micro == pytest.approx((26.0, 2.6, 26.0))
 
 
-def test_deeper_pipelines_wait_longer_for_the_heaviest():
-    drawn = DrawnBatches(TAIL.draw(64, 5, 1), 2, 1)
-    tokens = [drawn.microbatch(2, 8, depth).tokens for depth in (1, 2, 4, 16)]
-    assert tokens == sorted(tokens) and tokens[-1] > 1.1 * tokens[0]
-
-
 def test_what_was_cut_once_is_not_cut_again(monkeypatch):
     drawn, asked = DrawnBatches(TAIL.draw(64, 2, 1), 4, 1), []
     cut = drawn_batches.microbatch_sums

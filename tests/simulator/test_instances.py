@@ -46,18 +46,6 @@ def test_a_pause_overshoots_by_less_than_a_step():
     assert run.tokens_of(run.unfinished[0]) == tokens
 
 
-@examples(30)
-@given(lengths_strategy(), st.integers(0, 23))
-def test_a_longer_sample_never_ends_generation_earlier(lengths, which):
-    """With room for all, nobody is delayed by admission, so the end is monotone in each length."""
-    which %= len(lengths)
-    longer = list(lengths.output)
-    longer[which] += 40
-    before = simulate_generation(lengths, 1, linear_cost(), limits())
-    after = simulate_generation(SampleLengths(lengths.prompt, tuple(longer)), 1, linear_cost(), limits())
-    assert max(after) >= max(before) - 1e-12
-
-
 def test_samples_are_split_contiguously_and_evenly():
     assert split_samples(10, 4) == (range(0, 2), range(2, 5), range(5, 7), range(7, 10))
 

@@ -149,14 +149,6 @@ def test_every_time_line_keeps_the_rules(lengths, instances, ratio, capacity):
     assert not line.plan or len(line.plan.moves) + len(line.plan.stays) <= threshold
 
 
-@examples(30)
-@given(lengths_strategy(), st.integers(1, 6))
-def test_dearer_scoring_never_ends_earlier(lengths, instances):
-    costs = (linear_cost(score_token=cost) for cost in (1e-3, 2e-3))
-    cheap, dear = (simulate_gen_infer(lengths, instances, cost, limits(), 0) for cost in costs)
-    assert dear.total_seconds > cheap.total_seconds
-
-
 def test_padding_counts_every_sample_alike():
     every = (limits(), limits(padded_score_tokens=300))
     packed, padded = (simulate_gen_infer(long_tail(16), 2, linear_cost(), one, 0) for one in every)

@@ -53,9 +53,10 @@ def test_equal_lengths_give_zero():
     assert "no threshold is predicted to beat serial" in found.explain()
 
 
-def test_one_instance_has_only_zero():
-    found = sweep_threshold(long_tail(16), 1, linear_cost(), limits())
-    assert [point.threshold for point in found.sweep] == [0] and found.threshold == 0
+def test_one_instance_has_only_zero_and_small_batches_sweep_each_count_once():
+    for samples, instances, counts in ((16, 1, [0]), (8, 2, list(range(9)))):
+        found = sweep_threshold(long_tail(samples), instances, linear_cost(), limits())
+        assert [point.threshold for point in found.sweep] == counts and found.threshold in counts
 
 
 def test_a_ruinous_swap_in_keeps_it_serial():
@@ -71,12 +72,6 @@ def test_a_slow_reward_function_is_no_slower_for_the_tail():
     assert fast == sweep_threshold(long_tail(64), 4, linear_cost(), limits()), "hidden behind generation"
     ends = [point.fused_seconds for point in slow.sweep]
     assert fast.threshold == 51 and max(ends) - min(ends) < 0.25 < min(ends) - fast.fused_seconds
-
-
-def test_small_batches_sweep_each_count_once():
-    found = sweep_threshold(long_tail(8), 2, linear_cost(), limits())
-    counts = [point.threshold for point in found.sweep]
-    assert counts == sorted(set(counts)) == list(range(9))
 
 
 @examples(25)

@@ -14,9 +14,10 @@ from testkit.profiles import share
 from testkit.schedule_cases import capped_greedy, plain, random_instance, random_problem, table_3, verdict
 
 from rlhfuse.base.errors import InputError, ScheduleError
+from rlhfuse.schedule.bounds.bounds import latency_bound
 from rlhfuse.schedule.io import read_schedule, schedule_dict
 from rlhfuse.schedule.ir.action import Action, Kind
-from rlhfuse.schedule.ir.evaluate import evaluate
+from rlhfuse.schedule.ir.evaluate import evaluate, over_cap
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import greedy, one_at_a_time, serial_1f1b
 from rlhfuse.schedule.rules.interleaved import interleaved_1f1b, interleaved_problem
@@ -91,7 +92,7 @@ def test_files_of_random_instances_read_back():
 
 
 def test_search_on_random_instances():
-    """Half of them capped at what one micro-batch at a time needs, plus a little."""
+    """Valid, above the bound, no worse than greedy; half are capped at one micro-batch at a time, plus a little."""
     for seed in range(share(200)):
         problem = random_instance(seed)[1]
         if seed % 2:
@@ -102,6 +103,10 @@ def test_search_on_random_instances():
         claims = {"makespan": report.makespan, "peak_memory": report.peak_memory}
         found = verdict(raw, as_rows(schedule), claims)
         assert not isinstance(found, str), f"seed {seed}: {found}"
+        bound, start = latency_bound(problem), evaluate(greedy(problem))
+        assert bound * (1 - 1e-9) <= report.makespan and report.optimal == (report.makespan <= bound * (1 + 1e-9))
+        if over_cap(problem, start.node_peak_memory) is None:
+            assert report.makespan <= start.makespan * (1 + 1e-9)
 
 
 def both_refuse(raw, what, rule=""):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from testkit.profiles import examples
-from testkit.schedule_cases import TABLE_3, capped_halfway, random_problem, table_3, table_3_problem
+from testkit.schedule_cases import TABLE_3, capped_halfway, random_problem, table_3
 from testkit.solutions import check_found, finds, graph_and_tables, solution_in
 
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
@@ -65,11 +65,6 @@ def test_it_goes_down_to_the_bound_and_then_to_the_least_memory():
     falling_peaks(improved[reached:])
 
 
-def test_without_the_memory_objective_nothing_is_leaner_only():
-    makespans = [solution.makespan for solution in follow(*table_3_run("latency"), 100, 50_000)]
-    assert makespans[-1] == BOUND and makespans == sorted(set(makespans), reverse=True)
-
-
 def test_a_latency_to_keep_is_as_good_as_the_bound_and_is_spent():
     """Memory is improved from the first round on, at any makespan up to 309; 225 is not sought.
 
@@ -92,13 +87,6 @@ def test_a_cap_is_kept_from_a_start_above_it():
     problem = table_3(2, memory_cap=16)
     run, best = run_of(problem, "latency"), solution_in(one_at_a_time(problem))
     assert follow(run, best, 40, 20_000, [solution_in(greedy(problem))])[-1].makespan < SERIAL
-
-
-def test_caps_of_nodes_with_one_micro_batch_each():
-    """No room for a second micro-batch anywhere: whatever is improved has one in flight per node."""
-    problem = FusionProblem(4, table_3_problem(4, 2, 4, 2, 1, 1, 1, 1).pipelines, memory_cap=1)
-    for solution in follow(run_of(problem, "latency"), solution_in(one_at_a_time(problem)), 20, 5000):
-        assert solution.peak_memory == 1
 
 
 def test_a_run_says_when_it_has_tried_everything():
