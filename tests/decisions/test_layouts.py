@@ -144,7 +144,7 @@ def test_models_must_fit_together(role, changes, message):
     ],
 )
 def test_tensor_ranks_need_rows_of_the_vocabulary(vocabs, tp, keys, message):
-    """Of those ids that all models have, where log-probabilities come out."""
+    """Rows of ids that all models have, where log-probabilities come out."""
     specs = {role: replace(TINY, heads=12, kv_heads=12, vocab=vocab) for role, vocab in vocabs.items()}
     held_or_refused(config(**rows(f"d1t{tp}p1", *ALL), **keys), specs, tp, message)
 

@@ -36,7 +36,7 @@ def dispatcher_of(problem):
 
 
 def drawn_problem(seed):
-    """Of any family; every third one has stages that hold nothing."""
+    """Draws from any family; every third one has stages that hold nothing."""
     rng = random.Random(seed)
     problem = random_problem(seed, models=3) if rng.random() < 0.5 else random_instance(seed)[1]
     if rng.random() < 2 / 3:
