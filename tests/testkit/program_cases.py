@@ -36,6 +36,7 @@ GROUPS = [
     ("d1t1p3",),
 ]
 MODELS = ("actor", "critic", "other")
+TRANSFERS = ("SF", "SB", "RF", "RB")
 
 
 def fused(layouts, microbatches, forward, activation=1, alternate=True):
@@ -246,9 +247,7 @@ class Judge:
                 have.add((name, s - 1, "F", m) if kind == "RF" else (name, s + 1, "B", m))
             have.add(key)
             done.add(key)
-        return {key for key in done if not key[2].startswith("S") or key[2] == "ST"} - {
-            key for key in done if key[2] in ("RF", "RB")
-        } == wanted
+        return {key for key in done if key[2] not in TRANSFERS} == wanted
 
     def channel(self, rank, i):
         """(sender, receiver, what) of a transfer."""
@@ -265,7 +264,7 @@ class Judge:
         out = []
         for i in range(upto):
             kind = str(self.seq[rank][i].action.kind)
-            if kind in ("SF", "SB", "RF", "RB"):
+            if kind in TRANSFERS:
                 a, b, what = self.channel(rank, i)
                 if (a, b) == (sender, receiver) and (kind[0] == "S") == (rank == sender):
                     out.append(what)
@@ -273,12 +272,10 @@ class Judge:
 
     def members(self, rank, action):
         """Ranks of the data-parallel reduction of an RG."""
-        model = self.model[action.pipeline]
-        for place in self.ranks.dp_groups(model):
-            for members in place:
-                if rank in members:
-                    return members
-        raise AssertionError
+        return next(group for group in self.groups(action) if rank in group)
+
+    def groups(self, action):
+        return [group for place in self.ranks.dp_groups(self.model[action.pipeline]) for group in place]
 
     def cell(self, rank, action):
         return self.stages(rank, action.pipeline)[action.stage]
@@ -292,7 +289,7 @@ class Judge:
                 continue
             instruction = self.seq[rank][at[rank]]
             action, kind = instruction.action, str(instruction.action.kind)
-            if kind in ("SF", "SB", "RF", "RB"):
+            if kind in TRANSFERS:
                 if not one_queue:
                     moves.append((rank,))
                 elif instruction.peer in at and at[instruction.peer] < len(self.seq[instruction.peer]):
@@ -303,10 +300,8 @@ class Judge:
                         moves.append((rank, instruction.peer))
                 continue
             t, stages = self.cell(rank, action).index(rank), self.stages(rank, action.pipeline)
-            joint = {
-                "ST": tuple(self.order),
-                "TE": tuple({stages[end][t] for end in (0, -1)}),
-            }.get(kind, self.cell(rank, action))
+            events = {"ST": tuple(self.order), "TE": tuple({stages[end][t] for end in (0, -1)})}
+            joint = events.get(kind, self.cell(rank, action))
             if kind == "RG" and one_queue:
                 joint = tuple({r for one in joint for r in self.members(one, action)})
             if not one_queue and kind in ("F", "B") and not self._arrived(rank, action, kind, at):
@@ -343,29 +338,18 @@ class Judge:
 
     def _reduced(self, action, at):
         """All members of all reductions of the model have issued the same stages."""
-        model = self.model[action.pipeline]
-        for place in self.ranks.dp_groups(model):
-            for members in place:
-                queues = [
-                    [
-                        one.action.stage
-                        for one in self.seq[r][: at[r]]
-                        if str(one.action.kind) == "RG" and self.model[one.action.pipeline] == model
-                    ]
-                    for r in members
-                ]
-                if any(queue != queues[0] for queue in queues):
-                    return False
-        return True
+
+        def stages(rank):
+            issued = [one.action for one in self.seq[rank][: at[rank]] if str(one.action.kind) == "RG"]
+            return [one.stage for one in issued if self.model[one.pipeline] == self.model[action.pipeline]]
+
+        return all(stages(rank) == stages(group[0]) for group in self.groups(action) for rank in group)
 
     def crossed(self):
         """Whether both ends of some channel disagree on the order of their transfers."""
-        for a, b in product(self.order, repeat=2):
-            one = self.issued(a, len(self.seq[a]), a, b)
-            two = self.issued(b, len(self.seq[b]), a, b)
-            if one != two:
-                return True
-        return False
+        whole = {rank: len(seq) for rank, seq in self.seq.items()}
+        pairs = product(self.order, repeat=2)
+        return any(self.issued(a, whole[a], a, b) != self.issued(b, whole[b], a, b) for a, b in pairs)
 
     def finishes(self, one_queue):
         """Whether every interleaving comes to the end."""

@@ -235,27 +235,20 @@ def _kinds(pipe):
 
 def _misplaced(pipes, keys):
     """Unknown, misplaced, repeated and missing tasks."""
+    places = [(pipe, stage, node) for pipe in pipes.values() for stage, node in enumerate(pipe["placement"])]
+    tasks = [(pipe, stage, kind, node) for pipe, stage, node in places for kind in _kinds(pipe)]
+    homes = {(p["name"], stage, kind, m): node for p, stage, kind, node in tasks for m in range(p["microbatches"])}
     seen = set()
     for node, row in enumerate(keys):
         for key in row:
-            name, stage, kind, m = key
-            if name not in pipes or kind not in _kinds(pipes[name]):
+            if key not in homes:
                 return f"unknown task {key}"
-            pipe = pipes[name]
-            if stage not in range(len(pipe["placement"])) or m not in range(pipe["microbatches"]):
-                return f"unknown task {key}"
-            if pipe["placement"][stage] != node:
+            if homes[key] != node:
                 return f"wrong node: {key} is on {node}"
             if key in seen:
                 return f"repeated: {key}"
             seen.add(key)
-    for name, pipe in pipes.items():
-        for stage in range(len(pipe["placement"])):
-            for kind in _kinds(pipe):
-                for m in range(pipe["microbatches"]):
-                    if (name, stage, kind, m) not in seen:
-                        return f"missing: {(name, stage, kind, m)}"
-    return None
+    return next((f"missing: {key}" for key in homes if key not in seen), None)
 
 
 def _out_of_order(keys):
