@@ -51,11 +51,23 @@ REFUSALS = [
     (8, {}, "parallel.generation=d4t1p1: dp(4) * tp(1) * pp(1) = 4 != world_size(8)"),
     (4, rows("d1t1p2", "actor_train"), "parallel.actor_train=d1t1p2: dp(1) * tp(1) * pp(2) = 2 != world_size(4)"),
     (4, rows("d1t4p4", "critic_train"), "parallel.critic_train=d1t4p4: dp(1) * tp(4) * pp(4) = 16 != world_size"),
-    (4, rows(True, "sequence_parallel"), "true cuts tokens over tensor ranks, but parallel.actor_train=d1t1p4"),
-    (4, rows("d2t1p1@2-3", "reward_inference"), "reward_inference on ranks 2-3 of 4 is not yet runnable; drop @2-3"),
+    (
+        4,
+        rows(True, "sequence_parallel"),
+        "parallel.sequence_parallel=true cuts tokens over tensor ranks, but parallel.actor_train=d1t1p4",
+    ),
+    (
+        4,
+        rows("d2t1p1@2-3", "reward_inference"),
+        "parallel.reward_inference=d2t1p1@2-3: reward_inference on ranks 2-3 of 4 is not yet runnable; drop @2-3",
+    ),
     (4, rows("d2t1p2", "generation"), "parallel.generation=d2t1p2: pp(2) != 1"),
     (4, rows("d1t1p4", "critic_inference"), "parallel.critic_inference=d1t1p4: pp(4) != 1"),
-    (4, rows("d2t2p1", "reference_inference"), "=d2t2p1: generation tp(1) % tp(2) = 1, must be 0"),
+    (
+        4,
+        rows("d2t2p1", "reference_inference"),
+        "parallel.reference_inference=d2t2p1: generation tp(1) % tp(2) = 1, must be 0",
+    ),
     (8, rows("d1t8p1", *ALL), "parallel.generation=d1t8p1: kv_heads(4) % tp(8) = 4, must be 0"),
     (
         6,
@@ -80,7 +92,7 @@ REFUSALS = [
         "a mini-batch has 64 / 32 = 2 samples, fewer than replicas(1) * K1(1) * M1(4) = 4 micro-batches",
     ),
     (4, {"fusion__actor_microbatches": 3}, "K1(1) * M1(3) = 3 is no multiple of K2(2)"),
-    (4, {"fusion__actor_microbatches": 3, "fusion__intra_stage": False}, "is no multiple of K2(2)"),
+    (4, {"fusion__actor_microbatches": 3, "fusion__intra_stage": False}, "K1(1) * M1(3) = 3 is no multiple of K2(2)"),
     (
         4,
         {"rollout__kv_blocks_per_instance": 20},
@@ -137,10 +149,25 @@ def test_models_must_fit_together(role, changes, message):
     "vocabs, tp, keys, message",
     [
         ({"actor": 97, "reference": 97, "reward": 100, "critic": 100}, 4, {}, None),
-        (dict.fromkeys(("actor", "reward"), 65), 4, ALONE, "actor_train=d1t4p1: the last of tp(4) ranks has rows 96"),
-        (dict.fromkeys(SPECS, 65), 4, {}, "reference_inference=d1t4p1: the last of tp(4) ranks has rows 96 to 127"),
+        (
+            dict.fromkeys(("actor", "reward"), 65),
+            4,
+            ALONE,
+            "parallel.actor_train=d1t4p1: the last of tp(4) ranks has rows 96",
+        ),
+        (
+            dict.fromkeys(SPECS, 65),
+            4,
+            {},
+            "parallel.reference_inference=d1t4p1: the last of tp(4) ranks has rows 96 to 127",
+        ),
         (dict.fromkeys(SPECS, 100), 3, {}, "parallel.generation=d1t3p1: padded vocab(128) % tp(3) = 2, must be 0"),
-        (dict.fromkeys(SPECS, 512) | {"reward": 384}, 4, {}, "384 to 511 of the padded vocabulary, none of vocab(384"),
+        (
+            dict.fromkeys(SPECS, 512) | {"reward": 384},
+            4,
+            {},
+            "has rows 384 to 511 of the padded vocabulary, none of vocab(384",
+        ),
     ],
 )
 def test_tensor_ranks_need_rows_of_the_vocabulary(vocabs, tp, keys, message):
