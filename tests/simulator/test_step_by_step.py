@@ -65,6 +65,12 @@ def test_jumping_equals_stepping(lengths, instances, threshold, capacity, swap_i
     )
 
 
+@examples(60)
+@given(lengths_strategy(), st.integers(1, 8), st.integers(140, 700))
+def test_every_sample_of_an_instance_ends_as_step_by_step(lengths, most, capacity):
+    both(lengths, 1, exact_costs(0, 16), tight(capacity, max_sequences=most), 0)
+
+
 def test_jumping_equals_stepping_on_larger_cases():
     """Drawn evenly, so that several instances hand over to one."""
     draw = np.random.default_rng(0)
