@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from testkit.profiles import examples
 
@@ -55,6 +55,7 @@ def test_partition_balances_a_long_tail_better_than_taking_turns():
 
 
 @examples(50)
+@example(count=3, minibatches=4, iteration=0)
 @given(count=st.integers(1, 200), minibatches=st.integers(1, 8), iteration=st.integers(0, 50))
 def test_minibatches_are_a_seeded_permutation(count, minibatches, iteration):
     if count < minibatches:
