@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 from testkit.four_ranks import TINY
+from testkit.profiles import share
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import RunConfig
@@ -44,7 +45,7 @@ def runs(config: RunConfig) -> bool:
 
 @pytest.mark.parametrize("layouts", PIPELINES)
 def test_the_former_default_where_it_runs_and_else_what_does(layouts):
-    for samples, minibatches, microbatches in product(range(1, 40), (AUTO, 1, 2, 3), (AUTO, 1, 2, 3, 8)):
+    for samples, minibatches, microbatches in product(range(1, share(40)), (AUTO, 1, 2, 3), (AUTO, 1, 2, 3, 8)):
         found = resolve_batch(run(samples, layouts, minibatches, microbatches))
         chosen = found.algorithm.minibatches, found.fusion.actor_microbatches
         given = (minibatches, microbatches)

@@ -35,53 +35,48 @@ def test_a_good_table_and_its_batch():
     assert batch.lines()[2].startswith("64 samples / 4 mini-batches = 16")
 
 
+SCORERS = [f"{role}_inference" for role in ("reference", "reward", "critic")]
+
+ALL = ("generation", "actor_train", "critic_train", *SCORERS)
+ALONE = {"algorithm__name": "rloo", "reference__path": "none", "algorithm__kl_coef": 0.0}
+
+
+def rows(layout: str | bool, *tasks: str) -> dict:
+    """Settings that give all of the tasks that layout."""
+    return {f"parallel__{task}": layout for task in tasks}
+
+
+SIX = rows("d6t1p1", "generation", *SCORERS)
 REFUSALS = [
     (8, {}, "parallel.generation=d4t1p1: dp(4) * tp(1) * pp(1) = 4 != world_size(8)"),
-    (4, {"parallel__actor_train": "d1t1p2"}, "parallel.actor_train=d1t1p2: dp(1) * tp(1) * pp(2) = 2 != world_size(4)"),
-    (4, {"parallel__critic_train": "d1t4p4"}, "parallel.critic_train=d1t4p4: dp(1) * tp(4) * pp(4) = 16 != world_size"),
+    (4, rows("d1t1p2", "actor_train"), "parallel.actor_train=d1t1p2: dp(1) * tp(1) * pp(2) = 2 != world_size(4)"),
+    (4, rows("d1t4p4", "critic_train"), "parallel.critic_train=d1t4p4: dp(1) * tp(4) * pp(4) = 16 != world_size"),
     (
         4,
-        {"parallel__sequence_parallel": True},
+        rows(True, "sequence_parallel"),
         "parallel.sequence_parallel=true cuts tokens over tensor ranks, but parallel.actor_train=d1t1p4",
     ),
     (
         4,
-        {"parallel__reward_inference": "d2t1p1@2-3"},
+        rows("d2t1p1@2-3", "reward_inference"),
         "parallel.reward_inference=d2t1p1@2-3: reward_inference on ranks 2-3 of 4 is not yet runnable; drop @2-3",
     ),
-    (4, {"parallel__generation": "d2t1p2"}, "parallel.generation=d2t1p2: pp(2) != 1"),
-    (4, {"parallel__critic_inference": "d1t1p4"}, "parallel.critic_inference=d1t1p4: pp(4) != 1"),
+    (4, rows("d2t1p2", "generation"), "parallel.generation=d2t1p2: pp(2) != 1"),
+    (4, rows("d1t1p4", "critic_inference"), "parallel.critic_inference=d1t1p4: pp(4) != 1"),
     (
         4,
-        {"parallel__reference_inference": "d2t2p1"},
+        rows("d2t2p1", "reference_inference"),
         "parallel.reference_inference=d2t2p1: generation tp(1) % tp(2) = 1, must be 0",
     ),
-    (
-        8,
-        {
-            **{f"parallel__{task}": "d1t8p1" for task in ("generation", "actor_train", "critic_train")},
-            **{f"parallel__{task}_inference": "d1t8p1" for task in ("reference", "reward", "critic")},
-        },
-        "parallel.generation=d1t8p1: kv_heads(4) % tp(8) = 4, must be 0",
-    ),
+    (8, rows("d1t8p1", *ALL), "parallel.generation=d1t8p1: kv_heads(4) % tp(8) = 4, must be 0"),
     (
         6,
-        {
-            "parallel__generation": "d6t1p1",
-            **{f"parallel__{task}_inference": "d6t1p1" for task in ("reference", "reward", "critic")},
-            "parallel__actor_train": "d3t2p1",
-            "parallel__critic_train": "d6t1p1",
-        },
+        SIX | rows("d3t2p1", "actor_train") | rows("d6t1p1", "critic_train"),
         "with parallel.critic_train=d6t1p1: critic_train=d6t1p1: pp(1) % s(2) = 1, must be 0",
     ),
     (
         6,
-        {
-            "parallel__generation": "d6t1p1",
-            **{f"parallel__{task}_inference": "d6t1p1" for task in ("reference", "reward", "critic")},
-            "parallel__actor_train": "d2t1p3",
-            "parallel__critic_train": "d3t1p2",
-        },
+        SIX | rows("d2t1p3", "actor_train") | rows("d3t1p2", "critic_train"),
         "fusion.actor_microbatches=4: K1(2) * M1(4) = 8 is no multiple of K2(3), so no M2 has K1*M1 = K2*M2",
     ),
     (4, {"rollout__max_response_tokens": 1}, None),
@@ -97,26 +92,27 @@ REFUSALS = [
         "a mini-batch has 64 / 32 = 2 samples, fewer than replicas(1) * K1(1) * M1(4) = 4 micro-batches",
     ),
     (4, {"fusion__actor_microbatches": 3}, "K1(1) * M1(3) = 3 is no multiple of K2(2)"),
+    (4, {"fusion__actor_microbatches": 3, "fusion__intra_stage": False}, "K1(1) * M1(3) = 3 is no multiple of K2(2)"),
     (
         4,
         {"rollout__kv_blocks_per_instance": 20},
         "rollout.kv_blocks_per_instance=20: 20 * 16 = 320 tokens < 384 of one sample at full length; use at least 24",
     ),
+    (4, rows("d4t1p1@0-3", "generation"), None),  # the whole world may be spelled out
 ]
+
+
+def held_or_refused(made, specs, world_size, message):
+    if message is None:
+        assert len(check_layouts(made, specs, world_size)) == 6
+        return
+    with pytest.raises(InputError, match=re.escape(message)):
+        check_layouts(made, specs, world_size)
 
 
 @pytest.mark.parametrize("world_size, keys, message", REFUSALS)
 def test_refusals_print_the_equation(world_size, keys, message):
-    made = resolve_device(config(**keys))
-    if message is None:
-        assert len(check_layouts(made, SPECS, world_size)) == 6
-        return
-    with pytest.raises(InputError, match=re.escape(message)):
-        check_layouts(made, SPECS, world_size)
-
-
-def test_the_whole_world_may_be_spelled_out():
-    assert check_layouts(config(parallel__generation="d4t1p1@0-3"), SPECS, 4)
+    held_or_refused(resolve_device(config(**keys)), SPECS, world_size, message)
 
 
 def test_a_run_without_critic_has_neither_its_tasks_nor_its_rules():
@@ -130,23 +126,11 @@ def test_a_run_without_critic_has_neither_its_tasks_nor_its_rules():
 
 
 def test_nothing_but_the_actor():
-    made = config(
-        algorithm__name="rloo",
-        algorithm__kl_coef=0.0,
-        algorithm__epochs=2,
-        reference__path="none",
-        reward__function="m:f",
-    )
+    made = config(**ALONE, algorithm__epochs=2, reward__function="m:f")
     tasks = check_layouts(made, {"actor": TINY}, 4)
     assert [task.name for task in tasks] == ["generation", "actor_train"]
     batch = batch_arithmetic(made, tasks)
     assert batch.optimizer_steps == 8 and batch.lines()[-1] == "4 mini-batches x 2 epochs = 8 optimizer steps"
-
-
-def test_layouts_hold_without_intra_stage_fusion_too():
-    made = config(fusion__intra_stage=False, fusion__actor_microbatches=3)
-    with pytest.raises(InputError, match="no multiple of K2"):
-        check_layouts(made, SPECS, 4)
 
 
 @pytest.mark.parametrize(
@@ -158,48 +142,38 @@ def test_layouts_hold_without_intra_stage_fusion_too():
     ],
 )
 def test_models_must_fit_together(role, changes, message):
-    specs = {**SPECS, role: replace(TINY, **changes)}
-    with pytest.raises(InputError, match=re.escape(message)):
-        check_layouts(config(), specs, 4)
-
-
-FOUR = {name: "d1t4p1" for name in ("generation", "reference_inference", "reward_inference", "critic_inference")}
-ALONE = {"algorithm__name": "rloo", "reference__path": "none", "algorithm__kl_coef": 0.0}
-THREE = {f"parallel__{name}": "d1t3p1" for name in (*FOUR, "actor_train", "critic_train")}
+    held_or_refused(config(), {**SPECS, role: replace(TINY, **changes)}, 4, message)
 
 
 @pytest.mark.parametrize(
-    "vocabs, keys, message",
+    "vocabs, tp, keys, message",
     [
-        ({"actor": 97, "reference": 97, "reward": 100, "critic": 100}, {}, None),
+        ({"actor": 97, "reference": 97, "reward": 100, "critic": 100}, 4, {}, None),
         (
             dict.fromkeys(("actor", "reward"), 65),
+            4,
             ALONE,
             "parallel.actor_train=d1t4p1: the last of tp(4) ranks has rows 96",
         ),
         (
             dict.fromkeys(SPECS, 65),
+            4,
             {},
             "parallel.reference_inference=d1t4p1: the last of tp(4) ranks has rows 96 to 127",
         ),
-        (dict.fromkeys(SPECS, 100), THREE, "parallel.generation=d1t3p1: padded vocab(128) % tp(3) = 2, must be 0"),
+        (dict.fromkeys(SPECS, 100), 3, {}, "parallel.generation=d1t3p1: padded vocab(128) % tp(3) = 2, must be 0"),
         (
             dict.fromkeys(SPECS, 512) | {"reward": 384},
+            4,
             {},
             "has rows 384 to 511 of the padded vocabulary, none of vocab(384",
         ),
     ],
 )
-def test_tensor_ranks_need_rows_of_the_vocabulary(vocabs, keys, message):
-    """Of those ids that all models have, where log-probabilities come out."""
+def test_tensor_ranks_need_rows_of_the_vocabulary(vocabs, tp, keys, message):
+    """Rows of ids that all models have, where log-probabilities come out."""
     specs = {role: replace(TINY, heads=12, kv_heads=12, vocab=vocab) for role, vocab in vocabs.items()}
-    layouts = {f"parallel__{name}": layout for name, layout in FOUR.items()}
-    layouts |= {"parallel__actor_train": "d1t4p1", "parallel__critic_train": "d1t4p1", **keys}
-    if message is None:
-        assert check_layouts(config(**layouts), specs, 4)
-        return
-    with pytest.raises(InputError, match=re.escape(message)):
-        check_layouts(config(**layouts), specs, 3 if "parallel__generation" in keys else 4)
+    held_or_refused(config(**rows(f"d1t{tp}p1", *ALL), **keys), specs, tp, message)
 
 
 def test_stop_tokens_are_ids_that_every_model_has():
@@ -221,10 +195,9 @@ def test_stop_tokens_are_ids_that_every_model_has():
     ],
 )
 def test_rows_beside_an_auto_are_held_against_world_models_and_each_other(world_size, keys, message):
+    keys = {f"parallel__{row}": layout for row, layout in ({"actor_train": "auto"} | keys).items()}
     with pytest.raises(InputError, match=re.escape(message)):
-        keys = {f"parallel__{row}": layout for row, layout in ({"actor_train": "auto"} | keys).items()}
-        made = config(**keys)
-        check_given_layouts(resolve_batch(made), SPECS, world_size)
+        check_given_layouts(resolve_batch(config(**keys)), SPECS, world_size)
 
 
 def test_a_table_with_an_auto_is_no_table_yet():
@@ -238,9 +211,8 @@ def test_a_table_with_an_auto_is_no_table_yet():
 
 def test_models_that_score_have_one_layout():
     assert inference_layout(config()) == "d4t1p1"
-    rows = {f"parallel__{role}_inference": "auto" for role in ("reference", "reward", "critic")}
-    assert inference_layout(config(**rows)) == "auto"
-    assert inference_layout(config(**rows | {"parallel__reward_inference": "d2t2p1"})) == "d2t2p1"
+    assert inference_layout(config(**rows("auto", *SCORERS))) == "auto"
+    assert inference_layout(config(**rows("auto", *SCORERS) | rows("d2t2p1", "reward_inference"))) == "d2t2p1"
     with pytest.raises(InputError, match="parallel.reward_inference=d2t2p1.*: different layouts of these are not yet"):
         inference_layout(config(parallel__reward_inference="d2t2p1", parallel__critic_inference="auto"))
 
@@ -249,8 +221,7 @@ def test_the_number_of_ranks_is_that_of_a_layout_that_is_given(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     made = config(parallel__actor_train="auto")
     assert planned_world_size(made, None) == 4 and planned_world_size(made, 8) == 8
-    rows = ("actor_train", "critic_train", "generation", *(f"{r}_inference" for r in ("reference", "reward", "critic")))
-    nothing = config(**{f"parallel__{row}": "auto" for row in rows})
+    nothing = config(**rows("auto", *ALL))
     assert planned_world_size(nothing, 2) == 2
     with pytest.raises(InputError, match="parallel.actor_train=auto: the number of ranks is not known; start under"):
         planned_world_size(nothing, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from testkit.profiles import share
 
 from rlhfuse.decisions.decode_shapes import rounded_rows, rounded_width, shapes_of_generation
 
@@ -25,7 +26,7 @@ def decoded(outputs: list[int], prompt: int, most: int) -> set[tuple[int, int]]:
 def test_a_generation_has_as_many_as_are_counted(sequences, prompt, longest):
     draw = random.Random(sequences)
     wanted = shapes_of_generation(sequences, range(prompt + 1, prompt + longest), CONTEXT, BLOCK, 256)
-    for _ in range(20):
+    for _ in range(share(20)):
         outputs = [draw.randint(1, longest) for _ in range(sequences)]
         assert len(decoded(outputs, prompt, 256)) <= wanted
     ends = [1 + number * (longest - 1) // sequences for number in range(sequences)] + [longest]

@@ -5,7 +5,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from testkit.schedule_cases import TABLE_3, table_3_problem
+from testkit.schedule_cases import table_3
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.schedule.rules.builders import greedy
@@ -32,7 +32,7 @@ REPORT = SearchReport(
 
 @pytest.fixture
 def schedule():
-    return greedy(table_3_problem(*TABLE_3[2][0]))
+    return greedy(table_3(2))
 
 
 def seconds_in(path):
@@ -89,11 +89,6 @@ def test_what_runs_have_spent_adds_up():
     assert EarlierRuns.read({}, "file") == EarlierRuns()
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 def test_a_log_gets_a_line_when_it_improves_and_now_and_then(clock):
     stream = io.StringIO()
     live = LiveLine(stream, time_limit=60)
@@ -116,7 +111,7 @@ def test_a_log_gets_a_line_when_it_improves_and_now_and_then(clock):
 
 def test_a_terminal_has_one_line_rewritten_in_place(clock, monkeypatch):
     monkeypatch.setenv("COLUMNS", "50")
-    stream = Terminal()
+    stream = type("Terminal", (io.StringIO,), {"isatty": lambda self: True})()
     live = LiveLine(stream)
     for _ in range(10):
         clock[0] += 0.25

@@ -1,87 +1,32 @@
-"""The event simulation against a token-by-token one, its closed forms, and its speed's order of magnitude."""
+"""The event simulation of an instance: closed forms, pauses, and how its work grows (test_step_by_step.py: exact)."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from testkit.sim_helpers import lengths_strategy, limits, linear_cost, long_tail, simulate_generation
+from testkit.profiles import examples
+from testkit.sim_helpers import equal, lengths_strategy, limits, linear_cost, long_tail, simulate_generation, tight
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.simulator.instances import InstanceRun, SimulatedSequence, split_samples
 from rlhfuse.simulator.lengths import SampleLengths
 
 
-def token_by_token(lengths, costs, lim) -> dict[int, float]:
-    """The meaning of InstanceRun, one decode step at a time: [sample, prompt, output, done], oldest first."""
-    waiting = [[i, p, o, 0] for i, (p, o) in enumerate(zip(lengths.prompt, lengths.output))]
-    running, clock, ends, blocked = [], 0.0, {}, False
-
-    def held():
-        return sum(s[1] + s[3] for s in running)
-
-    def retire():
-        nonlocal blocked
-        for s in [s for s in running if s[3] == s[2]]:
-            ends[s[0]] = clock
-            running.remove(s)
-            blocked = False
-
-    while waiting or running:
-        new = []
-        while waiting and len(running) < lim.max_sequences and not blocked:
-            s = waiting[0]
-            if running and held() + s[1] + s[3] + len(running) + 1 > lim.kv_capacity_tokens:
-                break
-            new.append(s[1] + s[3])
-            s[3] += 1
-            running.append(waiting.pop(0))
-        if new:
-            clock += costs.prefill_seconds(sum(new), len(new))
-        retire()
-        if new:
-            continue
-        if held() + len(running) > lim.kv_capacity_tokens and len(running) > 1:
-            waiting.insert(0, running.pop())
-            blocked = True
-            continue
-        clock += costs.decode_step_seconds(len(running), held())
-        for s in running:
-            s[3] += 1
-        retire()
-    return ends
-
-
-@settings(derandomize=True, deadline=None, max_examples=60)
-@given(lengths_strategy(), st.integers(1, 8), st.integers(140, 700))
-def test_events_equal_token_by_token(lengths, most, capacity):
-    lim = limits(max_sequences=most, kv_capacity_bytes=capacity * 100.0, max_prompt_tokens=60, max_output_tokens=80)
-    costs = linear_cost()
-    expected = token_by_token(lengths, costs, lim)
-    found = simulate_generation(lengths, 1, costs, lim)
-    assert sorted(expected) == list(range(len(lengths)))
-    for sample, seconds in enumerate(found):
-        assert seconds == pytest.approx(expected[sample], rel=1e-9)
-
-
 def test_equal_lengths_have_a_closed_form():
     """8 samples of 10 + 50 tokens: one prefill, then 49 steps of 10 + 8 ms and 1 us per context token."""
-    lengths = SampleLengths((10,) * 8, (50,) * 8)
     context = sum(8 * (10 + done) for done in range(1, 50))
     expected = 2e-3 + 80 * 1e-4 + 49 * 18e-3 + context * 1e-6
-    assert simulate_generation(lengths, 1, linear_cost(), limits()) == pytest.approx((expected,) * 8)
+    assert simulate_generation(equal(8, 10, 50), 1, linear_cost(), limits()) == pytest.approx((expected,) * 8)
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@examples(40)
 @given(lengths_strategy(), st.floats(0.0, 3.0), st.integers(140, 700))
 def test_a_pause_stops_at_the_first_boundary_and_changes_nothing(lengths, until, capacity):
-    lim = limits(kv_capacity_bytes=capacity * 100.0, max_prompt_tokens=60, max_output_tokens=80)
-
-    def fresh():
-        rows = zip(lengths.prompt, lengths.output)
-        return InstanceRun([SimulatedSequence(i, p, o) for i, (p, o) in enumerate(rows)], linear_cost(), lim)
-
-    whole, paused = fresh(), fresh()
+    rows = list(enumerate(zip(lengths.prompt, lengths.output)))
+    whole, paused = (
+        InstanceRun([SimulatedSequence(i, *row) for i, row in rows], linear_cost(), tight(capacity)) for _ in range(2)
+    )
     whole.run()
     paused.run(until)
     assert paused.clock >= until or not paused.unfinished
@@ -99,18 +44,6 @@ def test_a_pause_overshoots_by_less_than_a_step():
         clock, tokens = clock + 11e-3 + tokens * 1e-6, tokens + 1
     assert run.clock == pytest.approx(clock)
     assert run.tokens_of(run.unfinished[0]) == tokens
-
-
-@settings(derandomize=True, deadline=None, max_examples=30)
-@given(lengths_strategy(), st.integers(0, 23))
-def test_a_longer_sample_never_ends_generation_earlier(lengths, which):
-    """With room for all, nobody is delayed by admission, so the end is monotone in each length."""
-    which %= len(lengths)
-    longer = list(lengths.output)
-    longer[which] += 40
-    before = simulate_generation(lengths, 1, linear_cost(), limits())
-    after = simulate_generation(SampleLengths(lengths.prompt, tuple(longer)), 1, linear_cost(), limits())
-    assert max(after) >= max(before) - 1e-12
 
 
 def test_samples_are_split_contiguously_and_evenly():

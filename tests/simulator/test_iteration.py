@@ -5,9 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from testkit.sim_helpers import lengths_strategy, limits, linear_cost, long_tail, simulate_generation, spans_of
+from testkit.profiles import examples
+from testkit.sim_helpers import (
+    equal,
+    lengths_strategy,
+    limits,
+    linear_cost,
+    long_tail,
+    simulate_generation,
+    spans_of,
+    tight,
+)
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.simulator.iteration import IterationSeconds, move_cost, simulate_gen_infer
@@ -15,23 +25,27 @@ from rlhfuse.simulator.lengths import SampleLengths
 from rlhfuse.simulator.scoring_queue import first_pack
 
 
+def kinds_of(line, instance=0):
+    return [span.kind for span in spans_of(line, instance)]
+
+
 def test_serial_closed_form():
     """Two instances, equal samples: generation, weights in, then 4 x 30 tokens on each in one packed batch."""
-    lengths = SampleLengths((10,) * 8, (20,) * 8)
+    lengths = equal(8, 10, 20)
     line = simulate_gen_infer(lengths, 2, linear_cost(), limits(), 0)
     generation = max(simulate_generation(lengths, 2, linear_cost(), limits()))
     assert line.generation_seconds == generation
     assert line.total_seconds == pytest.approx(generation + 0.5 + 5e-3 + 120 * 1e-3)
-    assert [span.kind for span in spans_of(line, 0)] == ["generate", "swap_in", "score"]
+    assert kinds_of(line) == ["generate", "swap_in", "score"]
 
 
 def test_meetings_and_releases_take_their_time():
     """Serial: between generation and loading. Fused: the tail stands still, and who is freed loads later."""
-    lengths = SampleLengths((10,) * 8, (20,) * 8)
+    lengths = equal(8, 10, 20)
     costs = replace(linear_cost(), meeting=0.25, release=0.125)
     plain, line = (simulate_gen_infer(lengths, 2, one, limits(), 0) for one in (linear_cost(), costs))
     assert line.total_seconds == pytest.approx(plain.total_seconds + 0.375)
-    assert [span.kind for span in spans_of(line, 0)] == ["generate", "meet", "idle", "swap_in", "score"]
+    assert kinds_of(line) == ["generate", "meet", "idle", "swap_in", "score"]
     lengths = SampleLengths((10, 10, 10, 10), (20, 200, 20, 20))
     plain, line = (simulate_gen_infer(lengths, 2, one, limits(), 1) for one in (linear_cost(), costs))
     assert line.generation_seconds == pytest.approx(plain.generation_seconds + 0.25)
@@ -42,12 +56,12 @@ def test_meetings_and_releases_take_their_time():
 def test_weights_that_come_in_while_samples_decode():
     """From the end of the prefill on, at 6 ms; with two models the second follows, or waits for the cache to go."""
     for tokens, ready in ((20, 0.506), (40, None)):
-        lengths = SampleLengths((10,) * 8, (tokens,) * 8)
+        lengths = equal(8, 10, tokens)
         line = simulate_gen_infer(lengths, 2, linear_cost(), limits(early_models=1), 0)
         begin = ready or line.generation_seconds  # hidden
         assert line.total_seconds == pytest.approx(begin + 5e-3 + 4 * (10 + tokens) * 1e-3)
         kinds = ["generate", "swap_in", "score"] if ready else ["generate", "score"]
-        assert [span.kind for span in spans_of(line, 0)] == kinds
+        assert kinds_of(line) == kinds
     two = limits(scoring_models=2, early_models=1)
     line = simulate_gen_infer(lengths, 2, linear_cost(), two, 0)
     seconds = 5e-3 + 200 * 1e-3
@@ -64,7 +78,7 @@ def test_the_destination_scores_at_once_with_weights_that_came_meanwhile():
     assert late.plan.destinations == early.plan.destinations == (0,)
     assert late.generation_seconds == early.generation_seconds
     assert early.total_seconds <= late.total_seconds - 0.1
-    assert "swap_in" in {span.kind for span in spans_of(late, 0)} - {span.kind for span in spans_of(early, 0)}
+    assert "swap_in" in kinds_of(late) and "swap_in" not in kinds_of(early)
 
 
 @pytest.mark.parametrize("sooner, since, wanted", [(0, 0.0, 13.5), (1, 7.0, 12.5), (1, 9.5, 13.0), (3, 0.0, 11.5)])
@@ -77,20 +91,18 @@ def test_a_first_pack_follows_the_models_that_are_loaded_early(sooner, since, wa
 
 def test_the_reward_function_ends_after_the_last_sample():
     """Four samples end together on each of two instances; a worker of each calls the function one after the other."""
-    lengths, costs = SampleLengths((10,) * 8, (20,) * 8), linear_cost(reward=0.25)
+    lengths, costs = equal(8, 10, 20), linear_cost(reward=0.25)
     plain, line = (simulate_gen_infer(lengths, 2, one, limits(), 0) for one in (linear_cost(), costs))
     assert line.total_seconds == pytest.approx(line.generation_seconds + 4 * 0.25)
     assert line.reward_seconds == pytest.approx(line.total_seconds - plain.total_seconds)
-    assert [span.kind for span in spans_of(line, 0)] == ["generate", "swap_in", "score", "reward"]
+    assert kinds_of(line) == ["generate", "swap_in", "score", "reward"]
     more = simulate_gen_infer(lengths, 2, costs, limits(reward_workers=2), 0)
     assert (more.total_seconds, more.reward_seconds) == (plain.total_seconds, 0.0), "hidden behind scoring"
 
 
 def test_equal_lengths_leave_nothing_to_migrate():
-    lengths = SampleLengths((10,) * 8, (20,) * 8)
-    assert simulate_gen_infer(lengths, 2, linear_cost(), limits(), 6) == simulate_gen_infer(
-        lengths, 2, linear_cost(), limits(), 0
-    )
+    fused, serial = (simulate_gen_infer(equal(8, 10, 20), 2, linear_cost(), limits(), r) for r in (6, 0))
+    assert fused == serial
 
 
 def test_fused_closed_form():
@@ -117,11 +129,10 @@ def test_a_moved_sample_pays_for_its_keys_and_values():
     assert line.migration_seconds == pytest.approx(1e-3 + line.migrated_bytes * 1e-9)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@examples(60)
 @given(lengths_strategy(), st.integers(2, 6), st.floats(0, 1), st.integers(150, 900))
 def test_every_time_line_keeps_the_rules(lengths, instances, ratio, capacity):
-    lim = limits(kv_capacity_bytes=capacity * 100.0, max_prompt_tokens=60, max_output_tokens=80)
-    threshold = int(ratio * len(lengths))
+    lim, threshold = tight(capacity), int(ratio * len(lengths))
     line = simulate_gen_infer(lengths, instances, linear_cost(), lim, threshold)
     for instance in range(instances):
         clock = 0.0
@@ -138,30 +149,17 @@ def test_every_time_line_keeps_the_rules(lengths, instances, ratio, capacity):
     assert not line.plan or len(line.plan.moves) + len(line.plan.stays) <= threshold
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
-@given(lengths_strategy(), st.integers(1, 6))
-def test_dearer_scoring_never_ends_earlier(lengths, instances):
-    seconds = [
-        simulate_gen_infer(lengths, instances, linear_cost(score_token=cost), limits(), 0).total_seconds
-        for cost in (1e-3, 2e-3)
-    ]
-    assert seconds[1] > seconds[0]
-
-
 def test_padding_counts_every_sample_alike():
-    lengths = long_tail(16)
-    packed = simulate_gen_infer(lengths, 2, linear_cost(), limits(), 0)
-    padded = simulate_gen_infer(lengths, 2, linear_cost(), limits(padded_score_tokens=300), 0)
+    every = (limits(), limits(padded_score_tokens=300))
+    packed, padded = (simulate_gen_infer(long_tail(16), 2, linear_cost(), one, 0) for one in every)
     assert padded.generation_seconds == packed.generation_seconds
     assert padded.total_seconds > packed.total_seconds
 
 
 def test_move_cost_reads_linear_costs_exactly():
     cost = move_cost(linear_cost(), limits())
-    assert cost.transfer_latency_seconds == pytest.approx(1e-3)
-    assert cost.transfer_seconds_per_byte == pytest.approx(1e-9)
-    assert cost.prefill_seconds_per_token == pytest.approx(1e-4)
-    assert cost.prefill_latency_seconds == pytest.approx(2e-3)
+    assert (cost.transfer_latency_seconds, cost.transfer_seconds_per_byte) == pytest.approx((1e-3, 1e-9))
+    assert (cost.prefill_latency_seconds, cost.prefill_seconds_per_token) == pytest.approx((2e-3, 1e-4))
 
 
 def test_an_iteration_adds_its_parts():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
+from testkit.paths import shared_data
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.simulator.lengths import SampleLengths, load_lengths
-
-TRACES = Path(__file__).resolve().parents[2] / "../shared/data/traces"
 
 
 def write(path: Path, text: str) -> str:
@@ -43,9 +44,6 @@ def test_a_past_run(tmp_path):
 
 
 def test_parquet(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-
     table = pyarrow.table({"prompt_tokens": [1, 2], "output_tokens": [3, 4]})
     parquet.write_table(table, tmp_path / "a.parquet")
     assert load_lengths(tmp_path / "a.parquet").lengths == SampleLengths((1, 2), (3, 4))
@@ -110,8 +108,6 @@ def test_draws_repeat_with_the_seed():
 
 
 def test_real_traces_have_the_published_tail():
-    file = TRACES / "azure2023_conv.csv"
-    if not file.exists():
-        pytest.skip("shared/data/traces is not beside this checkout")
+    file = shared_data("traces") / "azure2023_conv.csv"
     marks = load_lengths(file).lengths.percentiles()
     assert (marks["p50"], marks["p999"]) == (129, 954)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from testkit.sim_helpers import lengths_strategy, limits, linear_cost, long_tail
+from testkit.profiles import examples, share
+from testkit.sim_helpers import lengths_strategy, limits, linear_cost, long_tail, tight
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
@@ -24,16 +22,16 @@ from rlhfuse.costs.kernels import Kernels
 from rlhfuse.costs.measured import MeasuredCost, TrialCost
 from rlhfuse.costs.profiled import ProfiledCost
 from rlhfuse.costs.speculation import Speculation
-from rlhfuse.simulator import instance_kernel
+from rlhfuse.simulator import instance_kernel, seconds
 from rlhfuse.simulator.cost_numbers import numbers_of
 from rlhfuse.simulator.iteration import BatchSimulation
-from rlhfuse.simulator.seconds import compile_kernel_apart, gen_infer_seconds, is_kernel_ready
+from rlhfuse.simulator.seconds import gen_infer_seconds, is_kernel_ready
 from rlhfuse.simulator.threshold import sweep_threshold
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernel():
-    compile_kernel_apart()
+    seconds._compile_kernel()  # in this process, or from numba's cache
     assert is_kernel_ready()
 
 
@@ -102,11 +100,9 @@ def measured_costs(draw):
 
 @st.composite
 def all_limits(draw):
-    return limits(
+    return tight(
+        draw(st.integers(140, 900)),
         max_sequences=draw(st.sampled_from([1, 3, 6, 64])),
-        kv_capacity_bytes=draw(st.integers(140, 900)) * 100.0,
-        max_prompt_tokens=60,
-        max_output_tokens=80,
         block_tokens=draw(st.sampled_from([1, 16])),
         bs_max=draw(st.integers(1, 8)),
         score_tokens=draw(st.sampled_from([16, 100, 256, 5000])),
@@ -117,33 +113,35 @@ def all_limits(draw):
     )
 
 
-@settings(derandomize=True, deadline=None, max_examples=400)
+@examples(400)
 @given(
-    st.lists(lengths_strategy(24), min_size=1, max_size=1),
+    lengths_strategy(24),
     st.integers(1, 6),
     job_costs() | measured_costs(),
     all_limits(),
     st.sets(st.integers(0, 24), min_size=1, max_size=6),
 )
-def test_the_kernel_equals_the_time_lines(batches, instances, costs, lim, thresholds):
-    (lengths,) = batches
-    thresholds = {min(threshold, len(lengths)) for threshold in thresholds}
+def test_the_kernel_equals_the_time_lines(lengths, instances, costs, lim, thresholds):
     assert numbers_of(costs, 64) is not None
-    found = gen_infer_seconds(batches, instances, costs, lim, tuple(thresholds))
-    simulation = BatchSimulation(lengths, instances, costs, lim)
-    for threshold in thresholds:
+    same_seconds(lengths, instances, costs, lim, {min(threshold, len(lengths)) for threshold in thresholds})
+
+
+def same_seconds(lengths, instances, costs, lim, thresholds):
+    """The time lines by R_t: the kernel's seconds are theirs."""
+    simulation, lines = BatchSimulation(lengths, instances, costs, lim), []
+    for threshold, found in gen_infer_seconds((lengths,), instances, costs, lim, tuple(thresholds)).items():
         line = simulation.timeline(threshold)
-        seconds = found[threshold]
-        assert seconds.total == line.total_seconds
-        assert seconds.generation == line.generation_seconds
-        assert seconds.migration == line.migration_seconds
+        expected = line.total_seconds, line.generation_seconds, line.migration_seconds
+        assert (found.total, found.generation, found.migration) == expected
+        lines.append(line)
+    return lines
 
 
 def test_the_kernel_equals_the_time_lines_on_larger_cases():
     """Drawn evenly, with tight caches: samples are preempted, and several instances hand over to several."""
     draw = np.random.default_rng(0)
     preempted = moved = 0
-    for _ in range(36):
+    for _ in range(share(36)):
         samples, instances = int(draw.integers(100, 200)), int(draw.integers(2, 12))
         lengths = long_tail(samples, int(draw.integers(1 << 30)))
         lim = limits(
@@ -158,16 +156,12 @@ def test_the_kernel_equals_the_time_lines_on_larger_cases():
         simulation = BatchSimulation(lengths, instances, costs, lim)
         waiting = [one for run in simulation._runs_at(simulation.moment(samples // 2)) for one in run.waiting]
         preempted += any(one.done for one in waiting)
-        thresholds = draw.integers(0, samples + 1, 5).tolist()
-        for threshold, seconds in gen_infer_seconds((lengths,), instances, costs, lim, thresholds).items():
-            line = simulation.timeline(threshold)
-            assert (seconds.total, seconds.generation) == (line.total_seconds, line.generation_seconds)
-            assert seconds.migration == line.migration_seconds
-            moved += line.plan is not None and len(line.plan.destinations) > 1
-    assert preempted >= 5 and moved >= 50
+        lines = same_seconds(lengths, instances, costs, lim, draw.integers(0, samples + 1, 5).tolist())
+        moved += sum(line.plan is not None and len(line.plan.destinations) > 1 for line in lines)
+    assert preempted >= share(5) and moved >= share(50)
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@examples(200)
 @given(job_costs() | measured_costs(), st.integers(1, 300), st.integers(0, 300_000), st.integers(1, 400))
 def test_numbers_cost_what_the_model_does(costs, batch, tokens, steps):
     numbers, one = numbers_of(costs, 300), np.zeros(1, instance_kernel.INSTANCE)
@@ -187,9 +181,9 @@ def test_a_sweep_is_the_mean_of_its_batches():
     assert len(found.sweep) == 20
     for point in found.sweep:
         lines = [simulation.timeline(point.threshold) for simulation in simulations]
-        assert point.fused_seconds == float(np.mean([line.total_seconds for line in lines]))
-        assert point.generation_seconds == float(np.mean([line.generation_seconds for line in lines]))
-        assert point.migration_seconds == float(np.mean([line.migration_seconds for line in lines]))
+        rows = [(line.total_seconds, line.generation_seconds, line.migration_seconds) for line in lines]
+        means = point.fused_seconds, point.generation_seconds, point.migration_seconds
+        assert means == tuple(float(np.mean(column)) for column in zip(*rows))
 
 
 class SlowScoring(JobCost):
@@ -232,17 +226,15 @@ def test_refusals_are_those_of_the_time_lines(instances, threshold, changes, mes
             gen_infer_seconds((long_tail(64),), instances, costs, limits(**changes), (threshold,))
 
 
-def test_nothing_is_compiled_unless_it_is_asked_for(tmp_path):
+def test_nothing_is_compiled_unless_it_is_asked_for(tmp_path, programs):
     """The first sweep on a machine does not wait for the compiler, and finds the same."""
     program = (
-        "from sim_helpers import limits, linear_cost, long_tail\n"
+        "from testkit.sim_helpers import limits, linear_cost, long_tail\n"
         "from rlhfuse.simulator import seconds\n"
         "from rlhfuse.simulator.threshold import sweep_threshold\n"
         "print(sweep_threshold(long_tail(64), 4, linear_cost(), limits()))\n"
         "assert not seconds.seconds_by_threshold.signatures\n"
     )
-    path = os.pathsep.join((os.path.dirname(__file__), *sys.path))
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    done = programs.python("-c", program, NUMBA_CACHE_DIR=str(tmp_path))
     assert done.stdout.strip() == str(sweep_threshold(long_tail(64), 4, linear_cost(), limits())), done.stderr
     assert not list(tmp_path.rglob("*.nbi"))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from testkit.sim_helpers import lengths_strategy, limits
+from testkit.profiles import examples, share
+from testkit.sim_helpers import lengths_strategy, limits, simulate_generation, tight
 from testkit.step_by_step import StepByStep
 
 from rlhfuse.costs.cost_model import RewardCost
@@ -31,7 +31,22 @@ def exact_costs(swap_in: int, per_token: int, reward: int = 0, at_once: int = 1)
     )
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+def both(lengths, instances, costs, lim, threshold):
+    """The time line and what takes every step; they must agree."""
+    threshold = min(threshold, len(lengths))
+    line = simulate_gen_infer(lengths, instances, costs, lim, threshold)
+    slow = StepByStep(lengths, instances, costs, lim, threshold).run()
+    assert line.plan == slow.plan
+    assert line.generation_seconds == max(slow.ended.values())
+    assert line.total_seconds == slow.total
+    assert sum(count for _, count in slow.scored) == len(lengths)
+    if not line.plan:
+        ends = simulate_generation(lengths, instances, costs, lim)
+        assert dict(enumerate(ends)) == slow.ended
+    return line, slow
+
+
+@examples(150)
 @given(
     lengths_strategy(20),
     st.integers(1, 5),
@@ -43,50 +58,31 @@ def exact_costs(swap_in: int, per_token: int, reward: int = 0, at_once: int = 1)
     st.sampled_from([1, 2, 4]),
 )
 def test_jumping_equals_stepping(lengths, instances, threshold, capacity, swap_in, per_token, bs_max, models):
-    lim = limits(
-        kv_capacity_bytes=capacity * 100.0,
-        max_prompt_tokens=60,
-        max_output_tokens=80,
-        bs_max=bs_max,
-        scoring_models=models,
-        max_sequences=6,
-    )
-    threshold = min(threshold, len(lengths))
-    costs = exact_costs(swap_in, per_token)
-    line = simulate_gen_infer(lengths, instances, costs, lim, threshold)
-    slow = StepByStep(lengths, instances, costs, lim, threshold).run()
-    assert line.plan == slow.plan
-    assert line.generation_seconds == max(slow.ended.values())
-    assert line.total_seconds == slow.total
-    assert sum(count for _, count in slow.scored) == len(lengths)
+    lim = tight(capacity, bs_max=bs_max, scoring_models=models, max_sequences=6)
+    line, slow = both(lengths, instances, exact_costs(swap_in, per_token), lim, threshold)
     assert line.scored_before_generation_end == sum(
         count for end, count in slow.scored if end <= line.generation_seconds and line.plan
     )
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_jumping_equals_stepping_on_larger_cases(seed):
+@examples(60)
+@given(lengths_strategy(), st.integers(1, 8), st.integers(140, 700))
+def test_every_sample_of_an_instance_ends_as_step_by_step(lengths, most, capacity):
+    both(lengths, 1, exact_costs(0, 16), tight(capacity, max_sequences=most), 0)
+
+
+def test_jumping_equals_stepping_on_larger_cases():
     """Drawn evenly, so that several instances hand over to one."""
-    draw = np.random.default_rng(seed)
-    for _ in range(25):
+    draw = np.random.default_rng(0)
+    for _ in range(share(100)):
         samples, instances = int(draw.integers(4, 25)), int(draw.integers(2, 6))
         prompt, output = (tuple(draw.integers(1, most + 1, samples).tolist()) for most in (60, 80))
+        lim = tight(int(draw.integers(140, 900)), bs_max=int(draw.integers(1, 9)), scoring_models=2, max_sequences=6)
         threshold = int(draw.integers(1, samples + 1))
-        lim = limits(
-            kv_capacity_bytes=int(draw.integers(140, 900)) * 100.0,
-            max_prompt_tokens=60,
-            max_output_tokens=80,
-            bs_max=int(draw.integers(1, 9)),
-            scoring_models=2,
-            max_sequences=6,
-        )
-        setting = SampleLengths(prompt, output), instances, exact_costs(1 << 14, 1024), lim, threshold
-        line, slow = simulate_gen_infer(*setting), StepByStep(*setting).run()
-        assert line.plan == slow.plan and line.generation_seconds == max(slow.ended.values())
-        assert line.total_seconds == slow.total
+        both(SampleLengths(prompt, output), instances, exact_costs(1 << 14, 1024), lim, threshold)
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@examples(150)
 @given(
     lengths_strategy(20),
     st.integers(1, 4),
@@ -97,10 +93,5 @@ def test_jumping_equals_stepping_on_larger_cases(seed):
 )
 def test_the_reward_function_is_a_queue_of_each_instance(lengths, instances, threshold, seconds, workers, at_once):
     lim = limits(max_prompt_tokens=60, max_output_tokens=80, bs_max=4, max_sequences=6, reward_workers=workers)
-    costs, threshold = exact_costs(1 << 14, 1024, seconds, at_once), min(threshold, len(lengths))
-    line = simulate_gen_infer(lengths, instances, costs, lim, threshold)
-    slow = StepByStep(lengths, instances, costs, lim, threshold).run()
-    assert line.plan == slow.plan and line.generation_seconds == max(slow.ended.values())
-    assert line.total_seconds == slow.total
-    scored = max([*slow.ended.values(), *(end for end, _ in slow.scored)])
-    assert line.reward_seconds == slow.total - scored
+    line, slow = both(lengths, instances, exact_costs(1 << 14, 1024, seconds, at_once), lim, threshold)
+    assert line.reward_seconds == slow.total - max([*slow.ended.values(), *(end for end, _ in slow.scored)])

@@ -6,22 +6,17 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from testkit.sim_helpers import lengths_strategy, limits, linear_cost, long_tail
+from testkit.profiles import examples
+from testkit.sim_helpers import equal, lengths_strategy, limits, linear_cost, long_tail
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.base.files import write_json
 from rlhfuse.base.json_values import from_json, to_json
 from rlhfuse.simulator.iteration import simulate_gen_infer
 from rlhfuse.simulator.lengths import SampleLengths
-from rlhfuse.simulator.threshold import (
-    SweepPoint,
-    Threshold,
-    load_threshold,
-    middle_of_best,
-    sweep_threshold,
-)
+from rlhfuse.simulator.threshold import SweepPoint, Threshold, load_threshold, middle_of_best, sweep_threshold
 
 
 @pytest.mark.parametrize(
@@ -53,21 +48,21 @@ def test_zero_is_serial_and_the_fastest_is_taken():
 
 def test_equal_lengths_give_zero():
     """All samples end together, so no R_t changes anything, and the smallest of equal ones is taken."""
-    found = sweep_threshold(SampleLengths((10,) * 32, (40,) * 32), 4, linear_cost(), limits())
+    found = sweep_threshold(equal(32, 10, 40), 4, linear_cost(), limits())
     assert found.threshold == 0 and {point.fused_seconds for point in found.sweep} == {found.serial_seconds}
     assert "no threshold is predicted to beat serial" in found.explain()
 
 
-def test_one_instance_has_only_zero():
-    found = sweep_threshold(long_tail(16), 1, linear_cost(), limits())
-    assert [point.threshold for point in found.sweep] == [0] and found.threshold == 0
+def test_one_instance_has_only_zero_and_small_batches_sweep_each_count_once():
+    for samples, instances, counts in ((16, 1, [0]), (8, 2, list(range(9)))):
+        found = sweep_threshold(long_tail(samples), instances, linear_cost(), limits())
+        assert [point.threshold for point in found.sweep] == counts and found.threshold in counts
 
 
 def test_a_ruinous_swap_in_keeps_it_serial():
     """Freed instances would load weights for longer than the whole tail: fusion must not be chosen."""
-    found = sweep_threshold(
-        SampleLengths((10,) * 8, (40, 40, 40, 40, 40, 40, 40, 41)), 4, linear_cost(swap_in=5.0), limits()
-    )
+    lengths = SampleLengths((10,) * 8, (40,) * 7 + (41,))
+    found = sweep_threshold(lengths, 4, linear_cost(swap_in=5.0), limits())
     assert found.fused_seconds <= found.serial_seconds
 
 
@@ -79,13 +74,7 @@ def test_a_slow_reward_function_is_no_slower_for_the_tail():
     assert fast.threshold == 51 and max(ends) - min(ends) < 0.25 < min(ends) - fast.fused_seconds
 
 
-def test_small_batches_sweep_each_count_once():
-    found = sweep_threshold(long_tail(8), 2, linear_cost(), limits())
-    counts = [point.threshold for point in found.sweep]
-    assert counts == sorted(set(counts)) == list(range(9))
-
-
-@settings(derandomize=True, deadline=None, max_examples=25)
+@examples(25)
 @given(lengths_strategy(16), st.integers(2, 5))
 def test_never_slower_than_serial_and_reproducible(lengths, instances):
     found = sweep_threshold(lengths, instances, linear_cost(), limits())
@@ -117,24 +106,18 @@ def test_file_round_trip_and_contract(tmp_path):
     assert from_json(Threshold, raw, "t").threshold == found.threshold
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("{", "not valid JSON"),
-        ("[]", "must be a JSON object"),
-        ('{"threshold": 1}', "ratio is missing"),
-    ],
-)
-def test_bad_files_are_refused(tmp_path, text, message):
-    (tmp_path / "t.json").write_text(text)
-    with pytest.raises(InputError, match=message):
-        load_threshold(tmp_path / "t.json")
+def test_bad_files_are_refused(tmp_path):
+    bad = {"{": "not valid JSON", "[]": "must be a JSON object", '{"threshold": 1}': "ratio is missing"}
+    for text, message in bad.items():
+        (tmp_path / "t.json").write_text(text)
+        with pytest.raises(InputError, match=message):
+            load_threshold(tmp_path / "t.json")
     with pytest.raises(InputError, match="none.json does not exist; check the path"):
         load_threshold(tmp_path / "none.json")
 
 
 def test_least_threshold_migrates_though_serial_is_faster():
-    even = (SampleLengths((10,) * 32, (40,) * 32), 4, linear_cost(), limits())
+    even = (equal(32, 10, 40), 4, linear_cost(), limits())
     free, held = sweep_threshold(*even), sweep_threshold(*even, least=5)
     assert free.threshold == 0 and held.threshold >= 5 and held.sweep == free.sweep
     assert held.fused_seconds >= held.serial_seconds == free.serial_seconds

@@ -22,7 +22,6 @@ class Answer:
 
     value: float | None
     proved: bool
-    work: float  # spent
 
 
 def least_makespan(problem, *, memory=None, work=1.0):
@@ -116,7 +115,7 @@ class _Model:
         status = solver.solve(self.cp)
         proved = status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
         found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
-        return Answer(solver.value(value) / scale if found else None, proved, solver.response_proto.deterministic_time)
+        return Answer(solver.value(value) / scale if found else None, proved)
 
 
 def _scale(values):

@@ -36,6 +36,21 @@ GROUPS = [
     ("d1t1p3",),
 ]
 MODELS = ("actor", "critic", "other")
+TRANSFERS = ("SF", "SB", "RF", "RB")
+
+
+def fused(layouts, microbatches, forward, activation=1, alternate=True):
+    """(problem, ranks) of layouts as text: a stage of the n-th model takes forward[n], and twice that backward."""
+    layouts = dict(zip(MODELS, map(L, layouts)))
+
+    def row(layout, value):
+        return (value,) * layout.stages
+
+    costs = {
+        model: StageCosts(row(layout, time), row(layout, 2 * time), row(layout, activation))
+        for (model, layout), time in zip(layouts.items(), forward)
+    }
+    return fused_problem(layouts, microbatches, costs, alternate=alternate), rank_map(layouts, alternate)
 
 
 def random_case(seed, groups=GROUPS, most=3):
@@ -81,110 +96,87 @@ def random_schedule(problem, rng):
 # ---- damage
 
 
-def changed(programs, rank, instructions):
-    return replace(programs, by_rank={**programs.by_rank, rank: Program(rank, tuple(instructions))})
+def edited(programs, rank, low, high, new):
+    """The programs, with `new` in place of the instructions low:high of a rank."""
+    old = programs[rank].instructions
+    return replace(programs, by_rank={**programs.by_rank, rank: Program(rank, (*old[:low], *new, *old[high:]))})
+
+
+def places(programs):
+    """(rank, place, instruction) of all instructions."""
+    for rank, program in programs.items():
+        for i, instruction in enumerate(program.instructions):
+            yield rank, i, instruction
 
 
 def dropped(programs):
     """Every instruction left out once."""
-    for rank, program in programs.items():
-        for i, instruction in enumerate(program.instructions):
-            yield (
-                f"{rank}.{i} {instruction} dropped",
-                changed(programs, rank, program.instructions[:i] + program.instructions[i + 1 :]),
-            )
+    for rank, i, one in places(programs):
+        yield f"{rank}.{i} {one} dropped", edited(programs, rank, i, i + 1, [])
 
 
 def doubled(programs):
-    for rank, program in programs.items():
-        for i, instruction in enumerate(program.instructions):
-            yield (
-                f"{rank}.{i} {instruction} doubled",
-                changed(programs, rank, program.instructions[: i + 1] + program.instructions[i:]),
-            )
+    for rank, i, one in places(programs):
+        yield f"{rank}.{i} {one} doubled", edited(programs, rank, i, i + 1, [one, one])
 
 
 def readdressed(programs):
     """Every transfer sent to, or received from, each other rank, and to none."""
-    for rank, program in programs.items():
-        for i, instruction in enumerate(program.instructions):
-            if instruction.peer is None:
-                continue
-            for peer in [None, *(set(programs) - {instruction.peer})]:
-                wrong = (replace(instruction, peer=peer),)
-                yield (
-                    f"{rank}.{i} {instruction} to {peer}",
-                    changed(programs, rank, program.instructions[:i] + wrong + program.instructions[i + 1 :]),
-                )
+    for rank, i, one in places(programs):
+        for peer in [None, *(set(programs) - {one.peer})] if one.peer is not None else []:
+            yield f"{rank}.{i} {one} to {peer}", edited(programs, rank, i, i + 1, [replace(one, peer=peer)])
 
 
 def renumbered(programs):
     """Every transfer of another micro-batch; every reduction and step of another stage."""
-    for rank, program in programs.items():
-        for i, instruction in enumerate(program.instructions):
-            action = instruction.action
-            other = (
-                action._replace(stage=action.stage + 1)
-                if action.microbatch is None
-                else action._replace(microbatch=action.microbatch + 1)
-            )
-            wrong = (replace(instruction, action=other),)
-            yield (
-                f"{rank}.{i} {instruction} as {other}",
-                changed(programs, rank, program.instructions[:i] + wrong + program.instructions[i + 1 :]),
-            )
+    for rank, i, one in places(programs):
+        key = "stage" if one.action.microbatch is None else "microbatch"
+        other = one.action._replace(**{key: getattr(one.action, key) + 1})
+        yield f"{rank}.{i} {one} as {other}", edited(programs, rank, i, i + 1, [replace(one, action=other)])
+
+
+def exchanged(programs, rank, i, j):
+    seq = programs[rank].instructions
+    new = seq[j], *seq[i + 1 : j], seq[i]
+    return f"{rank}.{i} {seq[i]} swapped with {seq[j]}", edited(programs, rank, i, j + 1, new)
 
 
 def swapped(programs, distance=1):
     """Every two instructions of a rank that stand `distance` apart, exchanged."""
-    for rank, program in programs.items():
-        seq = list(program.instructions)
-        for i in range(len(seq) - distance):
-            other = list(seq)
-            other[i], other[i + distance] = seq[i + distance], seq[i]
-            yield f"{rank}.{i} {seq[i]} swapped with {seq[i + distance]}", changed(programs, rank, other)
+    for rank, i, _ in places(programs):
+        if i + distance < len(programs[rank].instructions):
+            yield exchanged(programs, rank, i, i + distance)
 
 
 def swapped_on_channel(programs):
     """At one end of a channel, two transfers exchanged that follow each other there."""
-    for rank, program in programs.items():
-        seq = list(program.instructions)
-        by_channel = {}
-        for i, instruction in enumerate(seq):
-            if instruction.peer is not None:
-                key = (instruction.peer, str(instruction.action.kind)[0])
-                if key in by_channel:
-                    j = by_channel[key]
-                    other = list(seq)
-                    other[i], other[j] = seq[j], seq[i]
-                    yield f"{rank}.{j} {seq[j]} swapped with {instruction}", changed(programs, rank, other)
-                by_channel[key] = i
+    before = {}
+    for rank, i, one in places(programs):
+        if one.peer is not None:
+            channel = rank, one.peer, str(one.action.kind)[0]
+            if channel in before:
+                yield exchanged(programs, rank, before[channel], i)
+            before[channel] = i
 
 
 def early_reductions(programs):
     """Every reduction moved before the last backward (or weight gradient) of its stage."""
-    for rank, program in programs.items():
-        seq = list(program.instructions)
-        for i, instruction in enumerate(seq):
-            if str(instruction.action.kind) != "RG":
-                continue
-            last = max(
-                j
-                for j, one in enumerate(seq)
-                if one.action[:2] == instruction.action[:2] and str(one.action.kind) in ("B", "W")
-            )
-            other = seq[:last] + [instruction] + seq[last:i] + seq[i + 1 :]
-            yield f"{rank}.{i} {instruction} before {seq[last]}", changed(programs, rank, other)
+    for rank, i, one in places(programs):
+        if str(one.action.kind) == "RG":
+            seq = programs[rank].instructions
+            ends = [j for j, other in enumerate(seq) if str(other.action.kind) in "BW"]
+            last = max(j for j in ends if seq[j].action[:2] == one.action[:2])
+            yield f"{rank}.{i} {one} before {seq[last]}", edited(programs, rank, last, i + 1, [one, *seq[last:i]])
 
 
 def opposite_steps(programs):
     """The optimizer steps of two models in the other order on one rank."""
     for rank, program in programs.items():
-        seq = list(program.instructions)
+        seq = program.instructions
         steps = [i for i, one in enumerate(seq) if str(one.action.kind) == "ST"]
         for a, b in zip(steps, steps[1:]):
-            other = seq[:a] + seq[a + 1 : b + 1] + [seq[a]] + seq[b + 1 :]
-            yield f"{rank}: {seq[b]} before {seq[a]}", changed(programs, rank, other)
+            new = *seq[a + 1 : b + 1], seq[a]
+            yield f"{rank}: {seq[b]} before {seq[a]}", edited(programs, rank, a, b + 1, new)
 
 
 # ---- the judge: walks through every interleaving of tiny programs
@@ -255,9 +247,7 @@ class Judge:
                 have.add((name, s - 1, "F", m) if kind == "RF" else (name, s + 1, "B", m))
             have.add(key)
             done.add(key)
-        return {key for key in done if not key[2].startswith("S") or key[2] == "ST"} - {
-            key for key in done if key[2] in ("RF", "RB")
-        } == wanted
+        return {key for key in done if key[2] not in TRANSFERS} == wanted
 
     def channel(self, rank, i):
         """(sender, receiver, what) of a transfer."""
@@ -274,7 +264,7 @@ class Judge:
         out = []
         for i in range(upto):
             kind = str(self.seq[rank][i].action.kind)
-            if kind in ("SF", "SB", "RF", "RB"):
+            if kind in TRANSFERS:
                 a, b, what = self.channel(rank, i)
                 if (a, b) == (sender, receiver) and (kind[0] == "S") == (rank == sender):
                     out.append(what)
@@ -282,12 +272,10 @@ class Judge:
 
     def members(self, rank, action):
         """Ranks of the data-parallel reduction of an RG."""
-        model = self.model[action.pipeline]
-        for place in self.ranks.dp_groups(model):
-            for members in place:
-                if rank in members:
-                    return members
-        raise AssertionError
+        return next(group for group in self.groups(action) if rank in group)
+
+    def groups(self, action):
+        return [group for place in self.ranks.dp_groups(self.model[action.pipeline]) for group in place]
 
     def cell(self, rank, action):
         return self.stages(rank, action.pipeline)[action.stage]
@@ -301,7 +289,7 @@ class Judge:
                 continue
             instruction = self.seq[rank][at[rank]]
             action, kind = instruction.action, str(instruction.action.kind)
-            if kind in ("SF", "SB", "RF", "RB"):
+            if kind in TRANSFERS:
                 if not one_queue:
                     moves.append((rank,))
                 elif instruction.peer in at and at[instruction.peer] < len(self.seq[instruction.peer]):
@@ -312,10 +300,8 @@ class Judge:
                         moves.append((rank, instruction.peer))
                 continue
             t, stages = self.cell(rank, action).index(rank), self.stages(rank, action.pipeline)
-            joint = {
-                "ST": tuple(self.order),
-                "TE": tuple({stages[end][t] for end in (0, -1)}),
-            }.get(kind, self.cell(rank, action))
+            events = {"ST": tuple(self.order), "TE": tuple({stages[end][t] for end in (0, -1)})}
+            joint = events.get(kind, self.cell(rank, action))
             if kind == "RG" and one_queue:
                 joint = tuple({r for one in joint for r in self.members(one, action)})
             if not one_queue and kind in ("F", "B") and not self._arrived(rank, action, kind, at):
@@ -352,29 +338,18 @@ class Judge:
 
     def _reduced(self, action, at):
         """All members of all reductions of the model have issued the same stages."""
-        model = self.model[action.pipeline]
-        for place in self.ranks.dp_groups(model):
-            for members in place:
-                queues = [
-                    [
-                        one.action.stage
-                        for one in self.seq[r][: at[r]]
-                        if str(one.action.kind) == "RG" and self.model[one.action.pipeline] == model
-                    ]
-                    for r in members
-                ]
-                if any(queue != queues[0] for queue in queues):
-                    return False
-        return True
+
+        def stages(rank):
+            issued = [one.action for one in self.seq[rank][: at[rank]] if str(one.action.kind) == "RG"]
+            return [one.stage for one in issued if self.model[one.pipeline] == self.model[action.pipeline]]
+
+        return all(stages(rank) == stages(group[0]) for group in self.groups(action) for rank in group)
 
     def crossed(self):
         """Whether both ends of some channel disagree on the order of their transfers."""
-        for a, b in product(self.order, repeat=2):
-            one = self.issued(a, len(self.seq[a]), a, b)
-            two = self.issued(b, len(self.seq[b]), a, b)
-            if one != two:
-                return True
-        return False
+        whole = {rank: len(seq) for rank, seq in self.seq.items()}
+        pairs = product(self.order, repeat=2)
+        return any(self.issued(a, whole[a], a, b) != self.issued(b, whole[b], a, b) for a, b in pairs)
 
     def finishes(self, one_queue):
         """Whether every interleaving comes to the end."""

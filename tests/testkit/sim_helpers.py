@@ -43,6 +43,15 @@ def limits(**changes) -> InstanceLimits:
     return InstanceLimits(**{**base, **changes})
 
 
+def tight(capacity: int, **changes) -> InstanceLimits:
+    """Those of `lengths_strategy`, with a cache of so many tokens."""
+    return limits(kv_capacity_bytes=capacity * 100.0, max_prompt_tokens=60, max_output_tokens=80, **changes)
+
+
+def equal(samples: int, prompt: int, output: int) -> SampleLengths:
+    return SampleLengths((prompt,) * samples, (output,) * samples)
+
+
 def long_tail(samples: int, seed: int = 0, longest: int = 200) -> SampleLengths:
     generator = np.random.default_rng(seed)
     output = np.clip(np.exp(generator.normal(np.log(20), 1.0, samples)), 1, longest).astype(int)

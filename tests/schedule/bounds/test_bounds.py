@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from testkit.schedule_cases import TABLE_3, capped_greedy, random_problem, table_3_problem
+from testkit.profiles import examples, share
+from testkit.schedule_cases import TABLE_3, capped_greedy, random_problem, table_3, table_3_problem, with_facts
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
@@ -18,13 +19,15 @@ from rlhfuse.schedule.bounds.window_rules import edge_finding, least_makespan
 from rlhfuse.schedule.io import schedule_dict
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
-from rlhfuse.schedule.rules.builders import greedy, min_memory, serial_1f1b
+from rlhfuse.schedule.rules.builders import greedy, min_memory, serial_1f1b, serial_makespan, serial_peak_memory
 from rlhfuse.schedule.search.search import SearchSettings, search
 
 EDGE = 1e-9
 PROBLEMS, WORK = 60, 0.1  # small problems to solve, and how hard CP-SAT tries each (exact.py)
-# What is proved at the latency bound of each row of TABLE_3.
-PROVED = [13.65, 15.6, 15.6, 13.65, 15.6, 15.6, 19.68, 19.68, 26.24, 19.68, 21.32, 26.24]
+
+
+def operations(problem):
+    return sum(p.stages * p.microbatches * (3 if p.split else 2) for p in problem.pipelines)
 
 
 def small_problem(seed):
@@ -35,7 +38,7 @@ def small_problem(seed):
     rng = random.Random(seed)
     problem = None
     while problem is None or operations(problem) > 40:
-        problem = opposite_problem(rng) if seed % 3 == 0 else any_problem(rng)
+        problem = opposite_problem(rng) if seed % 3 == 0 else quarters(random_problem(rng.random(), 3))
     return problem
 
 
@@ -47,102 +50,15 @@ def opposite_problem(rng):
     return table_3_problem(stages, stages // groups, count, rng.randint(1, count), f0, f1, 2, rng.choice([1, 1.5, 2]))
 
 
-def any_problem(rng):
-    nodes = rng.randint(2, 3)
-
-    def quarters(stages, low, high):
-        step = rng.choice([1, 4])
-        return tuple(rng.randint(low * step, high * step) / step for _ in range(stages))
-
-    pipelines = []
-    for p in range(rng.randint(1, 3)):
-        stages = rng.randint(1, 3)
-        placement = rng.sample(range(nodes), stages) if stages <= nodes and rng.random() < 0.7 else None
-        placement = placement or [rng.randrange(nodes) for _ in range(stages)]
-        weight = quarters(stages, 1, 3) if rng.random() < 0.2 else None
-        times = quarters(stages, 1, 5), quarters(stages, 1, 5), quarters(stages, 1, 4)
-        pipelines.append(Pipeline(f"p{p}", f"m{p % 2}", tuple(placement), rng.randint(1, 4), *times, weight))
-        if weight and rng.random() < 0.6:
-            pipelines[p] = replace(pipelines[p], weight_activation=quarters(stages, 0, 5))
-    return FusionProblem(nodes, tuple(pipelines), transfer=rng.choice([0, 0, 1, 0.25]))
-
-
-def operations(problem):
-    return sum(p.stages * p.microbatches * (3 if p.split else 2) for p in problem.pipelines)
-
-
-def needed(problem):
-    """The least cap under which a schedule exists: the fullest node of one micro-batch by itself."""
-    return max(min_memory(problem))
-
-
-def test_bounds_and_claims_against_exact_optima():
-    """Bounds never pass the optimum, `optimal` is never said where CP-SAT finds better, search mostly finds it."""
-    pytest.importorskip("ortools", reason="ortools is not installed: pip install 'rlhfuse[exact]'")
-    from testkit import exact
-
-    seen, sizes = Counter(), []
-    for seed in range(PROBLEMS):
-        problem, rng = small_problem(seed), random.Random(seed)
-        sizes.append(operations(problem))
-        fastest = exact.least_makespan(problem, work=WORK)
-        if not fastest.proved:
-            continue
-        count(seen, "latency", latency_bound(problem), fastest, seed)
-        within = math.floor(4 * fastest.value * rng.choice([1, 1, 1.1, 1.3])) / 4
-        count(seen, "memory", memory_bound(problem, within), exact.least_memory(problem, within, work=WORK), seed)
-        capped = replace(problem, memory_cap=needed(problem) + rng.choice([0, 1, 2]))
-        count(seen, "capped latency", latency_bound(capped), exact.least_makespan(capped, work=WORK), seed)
-        if seed % 2 == 0:
-            schedule, report = search(problem, SearchSettings(iterations=20_000, seed=seed, objective="memory"))
-            least = exact.least_memory(problem, report.makespan, work=WORK)
-            told = schedule_dict(schedule)
-            seen["searched"] += 1
-            seen["found fastest"] += report.makespan <= fastest.value * (1 + EDGE)
-            seen["found leanest of the fastest"] += least.proved and report.peak_memory <= least.value * (1 + EDGE)
-            assert report.optimal == told["optimal"] <= (report.makespan <= fastest.value * (1 + EDGE)), seed
-            assert not told["memory_optimal"] or report.peak_memory <= (least.value or math.inf) * (1 + EDGE), seed
-    print(f"\n{len(sizes)} problems of {min(sizes)}..{max(sizes)} operations: {dict(seen)}")
-    for asked in ("latency", "memory", "capped latency"):
-        assert seen[asked] >= 30 and seen[f"{asked} bound met"] > seen[asked] / 2
-    assert seen["found fastest"] >= 0.9 * seen["searched"]
-
-
-def count(seen, asked, bound, optimum, seed):
-    """Hold a bound against a proved optimum and count where it is met."""
-    if optimum.proved:
-        assert bound <= optimum.value * (1 + EDGE), f"{asked} of small_problem({seed}): {bound} > {optimum.value}"
-        seen[asked] += 1
-        seen[f"{asked} bound met"] += bound >= optimum.value * (1 - EDGE)
-
-
-def test_bounds_of_split_backwards_against_exact_optima():
-    """What is held from B to W less, as much or more than before: no bound passes the optimum, most meet it."""
-    pytest.importorskip("ortools", reason="ortools is not installed: pip install 'rlhfuse[exact]'")
-    from testkit import exact
-
-    seen = Counter()
-    for seed in range(PROBLEMS):
-        problem, rng = split_problem(seed), random.Random(seed)
-        fastest = exact.least_makespan(problem, work=WORK)
-        if not fastest.proved:
-            continue
-        within = math.floor(4 * fastest.value * rng.choice([1, 1, 1.1, 1.3])) / 4
-        count(seen, "memory", memory_bound(problem, within), exact.least_memory(problem, within, work=WORK), seed)
-        capped = replace(problem, memory_cap=needed(problem) + rng.choice([0, 0.5, 1]))
-        count(seen, "capped latency", latency_bound(capped), exact.least_makespan(capped, work=WORK), seed)
-        below = replace(problem, memory_cap=needed(problem) - 0.25)
-        assert exact.least_makespan(below, work=WORK).value is None, seed
-    print(f"\nsplit: {dict(seen)}")
-    for asked in ("memory", "capped latency"):
-        assert seen[asked] >= 30 and seen[f"{asked} bound met"] > seen[asked] / 2
+def quarters(problem):
+    return with_facts(problem, lambda values: [max(1, round(4 * value)) / 4 for value in values])
 
 
 def split_problem(seed):
-    """At most 30 operations in split pipelines, some of which visit a node twice."""
+    """At most 30 operations in split pipelines, some of which visit a node twice; from B to W less is held, or more."""
     rng, problem = random.Random(1000 + seed), None
     while problem is None or not 8 <= operations(problem) <= 30:
-        problem = any_problem(rng)
+        problem = quarters(random_problem(rng.random(), 3))
         pipelines = []
         for p in problem.pipelines:
             weight = tuple(rng.randint(1, 3) for _ in p.placement)
@@ -152,10 +68,54 @@ def split_problem(seed):
     return problem
 
 
+def needed(problem):
+    """The least cap under which a schedule exists: the fullest node of one micro-batch by itself."""
+    return max(min_memory(problem))
+
+
+@pytest.mark.parametrize("draw", [small_problem, split_problem])
+def test_bounds_and_claims_against_exact_optima(draw):
+    """Bounds never pass the optimum, `optimal` is never said where CP-SAT finds better, search mostly finds it."""
+    pytest.importorskip("ortools", reason="ortools is not installed: pip install 'rlhfuse[exact]'")
+    from testkit import exact
+
+    seen = Counter()
+
+    def hold(asked, bound, optimum, seed):
+        """Hold a bound against a proved optimum and count where it is met."""
+        if optimum.proved:
+            assert bound <= optimum.value * (1 + EDGE), f"{asked} of {draw.__name__}({seed}): {bound}, {optimum.value}"
+            seen[asked] += 1
+            seen[asked, "met"] += bound >= optimum.value * (1 - EDGE)
+
+    for seed in range(share(PROBLEMS)):
+        problem, rng = draw(seed), random.Random(seed)
+        fastest = exact.least_makespan(problem, work=WORK)
+        if not fastest.proved:
+            continue
+        hold("latency", latency_bound(problem), fastest, seed)
+        within = math.floor(4 * fastest.value * rng.choice([1, 1, 1.1, 1.3])) / 4
+        hold("memory", memory_bound(problem, within), exact.least_memory(problem, within, work=WORK), seed)
+        capped = replace(problem, memory_cap=needed(problem) + rng.choice([0, 0.5, 1, 2]))
+        hold("capped latency", latency_bound(capped), exact.least_makespan(capped, work=WORK), seed)
+        below = replace(problem, memory_cap=needed(problem) - 0.25)
+        assert exact.least_makespan(below, work=WORK).value is None, seed
+        if draw is small_problem and seed % 2 == 0:
+            schedule, report = search(problem, SearchSettings(iterations=20_000, seed=seed, objective="memory"))
+            least = exact.least_memory(problem, report.makespan, work=WORK)
+            told = schedule_dict(schedule)
+            seen["searched"] += 1
+            seen["found fastest"] += report.makespan <= fastest.value * (1 + EDGE)
+            assert report.optimal == told["optimal"] <= (report.makespan <= fastest.value * (1 + EDGE)), seed
+            assert not told["memory_optimal"] or report.peak_memory <= (least.value or math.inf) * (1 + EDGE), seed
+    for asked in ("latency", "memory", "capped latency"):
+        assert seen[asked] >= share(PROBLEMS) / 2 and seen[asked, "met"] > seen[asked] / 2, seen
+    assert seen["found fastest"] >= 0.9 * seen["searched"]
+
+
 def test_bounds_never_pass_what_a_builder_made():
     """A cap at each schedule's own peak included: then the latency bound must not pass its makespan."""
-    made, large = 0, 0
-    for seed in range(400):
+    for seed in range(share(400)):
         problem = random_problem(seed, largest=10 if seed % 4 == 0 else 4)
         fastest = latency_bound(problem)
         for build in (serial_1f1b, greedy, capped_greedy, lambda p: capped_greedy(p, 2)):
@@ -163,8 +123,6 @@ def test_bounds_never_pass_what_a_builder_made():
             capped = replace(problem, memory_cap=timeline.peak_memory)
             assert fastest <= latency_bound(capped) * (1 + EDGE) <= timeline.makespan * (1 + 2 * EDGE), seed
             assert memory_bound(problem, timeline.makespan) <= timeline.peak_memory * (1 + EDGE), seed
-            made, large = made + 1, large + (problem.nodes > 8)
-    print(f"\n{made} schedules, {large} of them on more than 8 nodes")
 
 
 def test_a_split_backward_may_release_the_earlier_stage_first():
@@ -174,17 +132,17 @@ def test_a_split_backward_may_release_the_earlier_stage_first():
     assert latency_bound(problem) <= 91
 
 
-@pytest.mark.parametrize("case, proved", list(zip(TABLE_3, PROVED)))
-def test_table_3_memory_bounds(case, proved):
-    row, _, bound, serial_memory, _ = case
-    assert memory_bound(table_3_problem(*row), bound) == proved <= serial_memory
+@pytest.mark.parametrize("row", range(len(TABLE_3)))
+def test_table_3_serial_and_bounds(row):
+    problem, (_, serial, bound, serial_memory, proved) = table_3(row), TABLE_3[row]
+    assert serial_makespan(problem) == serial and serial_peak_memory(problem) == serial_memory
+    assert latency_bound(problem) == bound and memory_bound(problem, bound) == proved <= serial_memory
 
 
 def test_a_schedule_file_says_its_gaps():
-    row, _, bound, _, _ = TABLE_3[2]
-    problem = table_3_problem(*row)
+    problem = table_3(2)
     told = schedule_dict(greedy(problem))
-    assert told["latency_gap"] == pytest.approx(told["makespan"] / bound - 1) and told["latency_gap"] > 0
+    assert told["latency_gap"] == pytest.approx(told["makespan"] / TABLE_3[2][2] - 1) and told["latency_gap"] > 0
     assert told["memory_gap"] == pytest.approx(told["peak_memory"] / told["memory_lower_bound"] - 1)
     assert told["memory_gap"] > 0 and not told["optimal"] and not told["memory_optimal"]
     alone = replace(problem, pipelines=problem.pipelines[:1])
@@ -195,14 +153,13 @@ def test_a_schedule_file_says_its_gaps():
 
 
 def test_a_cap_below_the_memory_bound_slows_the_bound():
-    row, _, bound, _, _ = TABLE_3[1]
-    problem = table_3_problem(*row)
-    assert latency_bound(replace(problem, memory_cap=15.6)) == bound
-    assert latency_bound(replace(problem, memory_cap=15.59)) > bound  # 15.6 is proved to be needed for it
-    assert latency_bound(replace(problem, memory_cap=18, static_memory=2.41)) > bound
+    _, _, bound, _, _ = TABLE_3[1]
+    assert latency_bound(table_3(1, memory_cap=15.6)) == bound
+    assert latency_bound(table_3(1, memory_cap=15.59)) > bound  # 15.6 is proved to be needed for it
+    assert latency_bound(table_3(1, memory_cap=18, static_memory=2.41)) > bound
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@examples(60)
 @given(st.integers(0, 10**6))
 def test_bounds_move_with_what_they_are_asked(seed):
     """A tighter cap never lowers the latency bound, a later makespan never raises the memory bound."""
@@ -236,13 +193,8 @@ def test_a_node_visited_twice_holds_both():
 
 def test_what_does_not_fit_together_is_kept_apart():
     """One node, two pipelines with four ticks each: 5 units hold only one at a time, 6 units both."""
-    problem = FusionProblem(
-        3,
-        (
-            Pipeline("a", "a", (0, 1), 1, (1, 4), (1, 4), (3, 0)),
-            Pipeline("b", "b", (0, 2), 1, (1, 4), (1, 4), (3, 0)),
-        ),
-    )
+    pair = (Pipeline(name, name, (0, node), 1, (1, 4), (1, 4), (3, 0)) for name, node in (("a", 1), ("b", 2)))
+    problem = FusionProblem(3, tuple(pair))
     alone, both = 1 + 4 + 4 + 1, 11  # the second waits a tick for the first
     assert latency_bound(replace(problem, memory_cap=6)) <= both
     assert latency_bound(replace(problem, memory_cap=5)) == 2 * alone
@@ -253,13 +205,7 @@ def test_times_without_a_common_tick_are_bounded_to_the_last_digit():
     """The bound under a cap is found by bisection; scaling all times must scale it."""
     problem = replace(table_3_problem(4, 2, 8, 4, 5, 4, 2, 2), memory_cap=5)
     whole = latency_bound(problem)
-    shrunk = replace(
-        problem,
-        pipelines=tuple(
-            replace(p, forward=tuple(f * 0.7 for f in p.forward), backward=tuple(b * 0.7 for b in p.backward))
-            for p in problem.pipelines
-        ),
-    )
+    shrunk = with_facts(problem, lambda times: [0.7 * time for time in times], ["forward", "backward"])
     assert whole * 0.7 * (1 - EDGE) - 0.7 <= latency_bound(shrunk) <= whole * 0.7 * (1 + EDGE)
 
 
@@ -268,9 +214,6 @@ def test_large_problems_are_bounded():
     bound = latency_bound(problem)
     memory = memory_bound(problem, bound)
     assert bound <= evaluate(greedy(problem)).makespan and memory > 64
-
-
-# -- plain twins of the rules ------------------------------------------------------------------------------------
 
 
 def one_machine(rng, count):
@@ -296,7 +239,7 @@ def orders_that_fit(jobs, makespan):
 def test_narrow_keeps_every_order_that_fits():
     rng = random.Random(7)
     rose = refused = 0
-    for _ in range(800):
+    for _ in range(share(800)):
         jobs, makespan = one_machine(rng, rng.randint(2, 6))
         heads, duration, tails = (np.array(column, float) for column in zip(*jobs))
         outcome = edge_finding(np.arange(len(jobs)), heads, tails, duration, float(makespan), 1e-9)
@@ -307,12 +250,12 @@ def test_narrow_keeps_every_order_that_fits():
         elif fitting:
             assert (heads <= np.min(fitting, axis=0)).all()
             rose += outcome
-    assert rose > 50 and refused > 50
+    assert min(rose, refused) > share(50)
 
 
 def test_overload_is_the_largest_of_all_sets():
     rng = random.Random(3)
-    for _ in range(200):
+    for _ in range(share(200)):
         jobs, _ = one_machine(rng, rng.randint(1, 6))
         sets = (s for size in range(1, len(jobs) + 1) for s in itertools.combinations(jobs, size))
         plain = max(min(h for h, _, _ in s) + sum(d for _, d, _ in s) + min(t for _, _, t in s) for s in sets)

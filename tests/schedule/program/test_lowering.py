@@ -4,10 +4,11 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from testkit.program_cases import random_case
-from testkit.schedule_cases import capped_greedy
+from testkit.profiles import examples
+from testkit.program_cases import MODELS, fused, random_case
+from testkit.schedule_cases import capped_greedy, with_facts
 
 from rlhfuse.base.errors import InputError, ScheduleError
 from rlhfuse.config.spec import ParallelLayout
@@ -25,7 +26,7 @@ from rlhfuse.schedule.rules.time_sharing import same_layout_problem, time_sharin
 
 L = ParallelLayout.parse
 
-# actor, critic, M1, transfers per replica that a correct program set makes
+# actor, critic, M1
 LAYOUTS = [
     ("d1t1p4", "d2t1p2", 4),  # K 1:2
     ("d1t1p2", "d1t1p2", 3),  # K 1:1
@@ -43,14 +44,14 @@ def both(actor, critic):
     return {"actor": L(actor), "critic": L(critic)}
 
 
-def costs(layout, f, a=1.0):
-    return StageCosts((f,) * layout.stages, (2 * f,) * layout.stages, (a,) * layout.stages)
+def pair(actor, critic, m1, **more):
+    return fused((actor, critic), m1, (5, 4), **more)
 
 
-def pair(actor, critic, m1):
-    layouts = both(actor, critic)
-    prices = {"actor": costs(layouts["actor"], 5, 1.95), "critic": costs(layouts["critic"], 4, 2)}
-    return fused_problem(layouts, m1, prices), rank_map(layouts)
+def with_program(programs, text):
+    """The programs, that of one rank replaced."""
+    program = Program.parse(text)
+    return replace(programs, by_rank={**programs.by_rank, program.rank: program})
 
 
 def test_four_ranks_match_the_design():
@@ -65,18 +66,18 @@ def test_four_ranks_match_the_design():
 
 def test_merged_stages_hold_what_their_fullest_part_holds():
     layouts = both("d1t2p2", "d1t1p4")
-    costs_of = StageCosts((1, 2, 3, 4), (1,) * 4, (4, 3, 2, 1), (1, 2, 1, 2), (0, 5, 1, 1))
-    _, critic = fused_problem(layouts, 2, {"actor": costs(layouts["actor"], 1), "critic": costs_of}).pipelines
-    assert critic.activation == (4, 2) and critic.weight_gradient == (3, 3) and critic.weight_activation == (5, 1)
+    actor = StageCosts((1, 1), (2, 2), (1, 1))
+    critic = StageCosts((1, 2, 3, 4), (1,) * 4, (4, 3, 2, 1), (1, 2, 1, 2), (0, 5, 1, 1))
+    _, merged = fused_problem(layouts, 2, {"actor": actor, "critic": critic}).pipelines
+    assert merged.activation == (4, 2) and merged.weight_gradient == (3, 3) and merged.weight_activation == (5, 1)
 
 
 def test_merged_stages_sit_on_the_nodes_ranks():
-    ranks = rank_map(both("d2t2p2", "d2t1p4"))
+    problem, ranks = pair("d2t2p2", "d2t1p4", 2, activation=2)
     assert ranks.pipelines("actor") == (((0, 1), (2, 3)), ((4, 5), (6, 7)))
     assert ranks.pipelines("critic") == (((3,), (2,), (1,), (0,)), ((7,), (6,), (5,), (4,)))
     assert ranks.replicas[0]["critic"] == (((3,), (2,)), ((1,), (0,)))
     assert ranks.replica_of(3) == 0 and ranks.replica_of(4) == 1
-    problem, _ = pair("d2t2p2", "d2t1p4", 2)
     assert problem.pipeline("critic").forward == (8, 8) and problem.pipeline("critic").activation == (2, 2)
 
 
@@ -136,36 +137,6 @@ def test_other_instruction_text_is_refused(text):
         Instruction.parse(text)
 
 
-@pytest.mark.parametrize("build", [serial_1f1b, greedy, capped_greedy])
-@pytest.mark.parametrize("actor, critic, m1", LAYOUTS)
-def test_lowered_schedules_verify(actor, critic, m1, build):
-    problem, ranks = pair(actor, critic, m1)
-    schedule = build(problem)
-    transfers = verify(lower(schedule, ranks), schedule, ranks).transfers
-    expected = 0
-    for layout, share in zip((L(actor), L(critic)), ranks.shape.shares):
-        microbatches = problem.pipeline(share.names[0]).microbatches
-        expected += 2 * (layout.pp - 1) * layout.tp * layout.dp * microbatches
-    assert transfers == expected
-
-
-@settings(derandomize=True, deadline=None, max_examples=40)
-@given(st.data())
-def test_random_costs_verify(data):
-    actor, critic, m1 = data.draw(st.sampled_from(LAYOUTS[:7]))
-    ranks = rank_map(both(actor, critic))
-
-    def draw(layout):
-        times = st.lists(st.integers(1, 9), min_size=layout.pp, max_size=layout.pp).map(tuple)
-        return StageCosts(data.draw(times), data.draw(times), (1,) * layout.pp)
-
-    layouts = both(actor, critic)
-    problem = fused_problem(layouts, m1, {model: draw(layout) for model, layout in layouts.items()})
-    problem = replace(problem, transfer=data.draw(st.integers(0, 3)))
-    schedule = data.draw(st.sampled_from([serial_1f1b, greedy, capped_greedy]))(problem)
-    assert verify(lower(schedule, ranks), schedule, ranks)
-
-
 @pytest.mark.parametrize("reduce", ["early", "joint"])
 @pytest.mark.parametrize("alternate", [True, False])
 @pytest.mark.parametrize(
@@ -180,18 +151,21 @@ def test_random_costs_verify(data):
         (("d1t1p4", "d2t1p2", "d1t1p4"), 4, greedy),
         (("d1t1p4", "d1t2p2", "d2t1p2"), 4, capped_greedy),
         (("d1t1p4",), 4, serial_1f1b),
+        *[
+            ((actor, critic), m, build)
+            for actor, critic, m in LAYOUTS
+            for build in (serial_1f1b, greedy, capped_greedy)
+        ],
     ],
 )
 def test_every_builder_lowers(layouts, m, build, alternate, reduce):
-    layouts = dict(zip(("actor", "critic", "other"), map(L, layouts)))
-    problem = fused_problem(layouts, m, {n: costs(x, 3) for n, x in layouts.items()}, alternate=alternate)
-    ranks = rank_map(layouts, alternate)
+    problem, ranks = fused(layouts, m, (5, 4, 3), alternate=alternate)
     if build is time_sharing and alternate:
-        problem, ranks = same_layout_problem(problem), rank_map(layouts, alternate=False)
-    schedule, tied = build(problem), frozenset(layouts)
+        problem, ranks = same_layout_problem(problem), rank_map(dict(zip(MODELS, map(L, layouts))), alternate=False)
+    schedule, layouts, tied = build(problem), dict(zip(MODELS, map(L, layouts))), frozenset(problem.models)
     found = verify(lower(schedule, ranks, tied=tied, reduce=reduce), schedule, ranks, tied=tied)
     assert found.transfers == sum(
-        2 * microbatches * layout.dp * layout.tp * sum(1 for s in range(1, layout.stages) if layout.pp > 1)
+        2 * microbatches * layout.dp * layout.tp * (layout.stages - 1 if layout.pp > 1 else 0)
         for n, layout in layouts.items()
         for microbatches in {p.microbatches for p in problem.pipelines if p.model == n}
     )
@@ -201,12 +175,11 @@ def test_every_builder_lowers(layouts, m, build, alternate, reduce):
 
 
 def test_one_f_one_b_plus_is_serial_on_halved_layouts():
-    layouts = {model: layout.halved() for model, layout in both("d1t1p4", "d1t2p2").items()}
-    assert {model: str(layout) for model, layout in layouts.items()} == {"actor": "d2t1p2", "critic": "d2t2p1"}
-    schedule = serial_1f1b(fused_problem(layouts, 2, {n: costs(x, 3) for n, x in layouts.items()}))
-    ranks = rank_map(layouts)
-    assert verify(lower(schedule, ranks), schedule, ranks)
-    assert len(ranks.replicas) == 2
+    halved = [str(L(text).halved()) for text in ("d1t1p4", "d1t2p2")]
+    assert halved == ["d2t1p2", "d2t2p1"]
+    problem, ranks = pair(*halved, 2)
+    schedule = serial_1f1b(problem)
+    assert verify(lower(schedule, ranks), schedule, ranks) and len(ranks.replicas) == 2
 
 
 def test_three_models_and_chunks_have_their_ranks():
@@ -242,7 +215,7 @@ def test_reductions_follow_the_last_backward_and_steps_delay_nobody():
     assert len(steps) == 1  # one order on all ranks
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@examples(60)
 @given(st.integers(0, 10**6))
 def test_steps_do_not_lengthen_the_schedule(seed):
     """Run the programs with the schedule's times, ST and TE as barriers of no duration: the makespan is the same.
@@ -252,7 +225,7 @@ def test_steps_do_not_lengthen_the_schedule(seed):
     schedule, ranks, _ = random_case(seed)
     model = schedule.problem.models[seed % len(schedule.problem.models)]
     total_order = TotalOrder(schedule)
-    ends = [(end, action) for end, action in total_order.actions()]
+    ends = list(total_order.actions())
     ready = max(end for end, action in ends if schedule.problem.pipeline(action.pipeline).model == model)
     moment = total_order.free_time(ready, range(schedule.problem.nodes))
     makespan = evaluate(schedule).makespan
@@ -278,14 +251,11 @@ def test_crossed_sends_need_a_queue_for_each_communicator():
     """Both ranks send first: fine when sends are issued, a hang when every rank has one queue."""
     problem, ranks = pair("d1t1p2", "d1t1p2", 1)
     programs = lower(greedy(problem), ranks)
-    crossed = [
+    other = (
         "rank 0: actor:0F0 actor:0SF0>1 critic:1RF0<1 critic:1F0 critic:1B0 critic:1SB0>1 critic:1RG "
-        "actor:0RB0<1 actor:0B0 actor:0RG critic:1ST actor:0ST",
-        "rank 1: critic:0F0 critic:0SF0>0 actor:1RF0<0 actor:1F0 critic:0RB0<0 actor:1B0 actor:1SB0>0 actor:1RG "
-        "critic:0B0 critic:0RG critic:0ST actor:1ST",
-    ]
-    crossed = replace(programs, by_rank={p.rank: p for p in map(Program.parse, crossed)})
-    found = verify(crossed, greedy(problem), ranks)
+        "actor:0RB0<1 actor:0B0 actor:0RG critic:1ST actor:0ST"
+    )
+    found = verify(with_program(programs, other), greedy(problem), ranks)
     assert not found.one_queue
     assert found.hang.startswith("never happens: rank 0 at 1 waits in actor:0SF0>1; rank 1 at 1 waits in critic:0SF0>0")
     assert verify(programs, greedy(problem), ranks) == Verified(4, 6, True)
@@ -298,9 +268,8 @@ def test_a_receive_before_its_sender_can_send_hangs():
     programs = lower(schedule, ranks)
     assert verify(programs, schedule, ranks).one_queue
     text = programs[0].text().replace(" actor:0SF0>1", "").replace(" actor:0RG", " actor:0SF0>1 actor:0RG")
-    broken = replace(programs, by_rank={**programs.by_rank, 0: Program.parse(text)})
     with pytest.raises(ScheduleError, match=r"deadlock: rank 0, position \d+: actor:0B0 never happens: rank 0 at"):
-        verify(broken, schedule, ranks)
+        verify(with_program(programs, text), schedule, ranks)
 
 
 def test_programs_for_anything_else_are_refused():
@@ -320,7 +289,7 @@ def test_programs_for_anything_else_are_refused():
     with pytest.raises(ScheduleError, match="of another schedule"):
         verify(programs, greedy(other), ranks)
     # Times may differ: the order stays the same program.
-    priced = replace(problem, pipelines=tuple(replace(p, activation=(7,) * p.stages) for p in problem.pipelines))
+    priced = with_facts(problem, lambda values: [7] * len(values), ["activation"])
     verify(programs, replace(schedule, problem=priced), ranks)
     with pytest.raises(InputError, match="'reward' is not in this fused group"):
         lower(schedule, ranks, tied=frozenset({"reward"}))
@@ -328,37 +297,37 @@ def test_programs_for_anything_else_are_refused():
         lower(schedule, ranks, reduce="late")
 
 
+def held_to_its_peak(schedule, ranks):
+    """(the peak, what is blamed under a tighter cap): the program is held to the schedule's peak."""
+    peak = evaluate(schedule).peak_memory
+    exact = replace(schedule, problem=replace(schedule.problem, memory_cap=peak + 1, static_memory=1))
+    verify(lower(exact, ranks), exact, ranks)
+    tight = replace(schedule, problem=replace(schedule.problem, memory_cap=peak * 0.99))
+    with pytest.raises(ScheduleError) as error:
+        verify(lower(tight, ranks), tight, ranks)
+    found = re.match(r"rank \d+, position \d+: \S+([FB])\d+ brings the activations to", str(error.value))
+    assert found, error.value
+    return peak, found[1]
+
+
 @pytest.mark.parametrize("actor, critic, m1", LAYOUTS[:7])
 def test_the_memory_cap_is_held_against_the_program_itself(actor, critic, m1):
     problem, ranks = pair(actor, critic, m1)
     for build in (capped_greedy, serial_1f1b, greedy):
-        schedule = build(problem)
-        peak = evaluate(schedule).peak_memory
-        exact = replace(schedule, problem=replace(problem, memory_cap=peak + 1, static_memory=1))
-        verify(lower(exact, ranks), exact, ranks)
-        tight = replace(schedule, problem=replace(problem, memory_cap=peak * 0.99))
-        with pytest.raises(ScheduleError, match=r"rank \d+, position \d+: \S+F\d+ brings the activations to"):
-            verify(lower(tight, ranks), tight, ranks)
+        assert held_to_its_peak(build(problem), ranks)[1] == "F"
 
 
 def test_the_memory_cap_is_held_against_what_weight_gradients_keep():
-    """It keeps less than the forward, as much or more: the program is held to the schedule's peak."""
+    """It keeps less than the forward, as much or more."""
     whole, ranks = pair("d1t1p4", "d2t1p2", 2)
-    peaks, blamed = set(), set()
+    found = []
     for kept in (0.25, None, 3):
         split = [
             replace(p, weight_gradient=p.forward, weight_activation=None if kept is None else (kept,) * p.stages)
             for p in whole.pipelines
         ]
-        schedule = greedy(replace(whole, pipelines=tuple(split)))
-        peak = evaluate(schedule).peak_memory
-        exact = replace(schedule, problem=replace(schedule.problem, memory_cap=peak))
-        verify(lower(exact, ranks), exact, ranks)
-        tight = replace(schedule, problem=replace(schedule.problem, memory_cap=peak * 0.99))
-        with pytest.raises(ScheduleError, match=r"rank \d+, position \d+: \S+[FB]\d+ brings the activations") as error:
-            verify(lower(tight, ranks), tight, ranks)
-        peaks.add(peak)
-        blamed.add(re.search(r"\d([FB])\d+ brings", str(error.value))[1])
+        found.append(held_to_its_peak(greedy(replace(whole, pipelines=tuple(split))), ranks))
+    peaks, blamed = map(set, zip(*found))
     assert len(peaks) > 1 and blamed == {"F", "B"}
 
 

@@ -6,12 +6,9 @@ from collections import deque
 from dataclasses import replace
 
 import pytest
-from testkit.program_cases import GROUPS, random_case
+from testkit.program_cases import GROUPS, fused, random_case
 
-from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.schedule.ir.action import RECEIVES, Kind
-from rlhfuse.schedule.ir.problem import StageCosts, fused_problem
-from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.program import Program
 from rlhfuse.schedule.program.receive_slots import receive_slots
@@ -40,9 +37,8 @@ def posted_ahead(program: Program, ahead: int) -> Program:
 @pytest.mark.parametrize("reduce", ["early", "joint"])
 def test_receives_posted_ahead_may_wait_for_what_their_own_rank_has_not_begun(ahead, reduce):
     """Harmless where a posted receive costs nothing; where it may hold up its rank, the first step hangs."""
-    layouts = {"actor": ParallelLayout.parse("d1t1p4"), "critic": ParallelLayout.parse("d2t1p2")}
-    costs = {m: StageCosts((1,) * x.stages, (2,) * x.stages, (1,) * x.stages) for m, x in layouts.items()}
-    schedule, ranks = greedy(fused_problem(layouts, 4, costs)), rank_map(layouts)
+    problem, ranks = fused(("d1t1p4", "d2t1p2"), 4, (1, 1))
+    schedule = greedy(problem)
     programs = lower(schedule, ranks, reduce=reduce)
     assert verify(programs, schedule, ranks).blocking_receives
     early = replace(programs, by_rank={r: posted_ahead(p, ahead) for r, p in programs.items()})
@@ -58,7 +54,6 @@ def test_every_receive_has_a_buffer_of_its_own_until_its_last_use_and_no_buffer_
         slots = receive_slots(program)
         live: dict[int, dict[int, tuple]] = {peer: {} for peer in slots.counts}
         most = dict.fromkeys(live, 0)
-        actions = [i.action for i in program.instructions]
         for instruction in program.instructions:
             action, peer = instruction.action, instruction.peer
             if action.kind in RECEIVES:
@@ -70,4 +65,4 @@ def test_every_receive_has_a_buffer_of_its_own_until_its_last_use_and_no_buffer_
                 assert live[sender].pop(slot) == action, "its last use: W needs the gradient alone"
         assert not any(live.values()), "all buffers are free at the end of a step"
         assert most == slots.counts
-        assert slots.of.keys() == {action for action in actions if action.kind in RECEIVES}
+        assert slots.of.keys() == {i.action for i in program.instructions if i.action.kind in RECEIVES}

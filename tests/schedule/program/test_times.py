@@ -1,20 +1,16 @@
 """Times of programs: equal to those of the schedule where that says them, and by hand where it does not."""
 
 import pytest
-from testkit.program_cases import random_case
+from testkit.program_cases import fused, random_case
 
 from rlhfuse.base.errors import ScheduleError
-from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.schedule.ir.action import Kind
 from rlhfuse.schedule.ir.evaluate import evaluate
-from rlhfuse.schedule.ir.problem import StageCosts, fused_problem
-from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.program import Program
 from rlhfuse.schedule.program.times import makespan, program_times
 from rlhfuse.schedule.rules.builders import serial_1f1b
 
-L = ParallelLayout.parse
 WHOLE = [  # layouts without merged stages
     ("d1t1p2", "d1t1p2"),
     ("d1t1p4", "d2t1p2"),
@@ -26,10 +22,9 @@ WHOLE = [  # layouts without merged stages
 
 def free_weights(problem):
     """Seconds of an action: the problem's, and nothing for TE, RG and ST."""
-    pipelines = {pipeline.name: pipeline for pipeline in problem.pipelines}
 
     def seconds(action):
-        pipeline = pipelines[action.pipeline]
+        pipeline = problem.pipeline(action.pipeline)
         rows = {Kind.F: pipeline.forward, Kind.B: pipeline.backward, Kind.W: pipeline.weight_gradient}
         return rows[action.kind][action.stage] if action.kind in rows else 0.0
 
@@ -56,17 +51,13 @@ def test_programs_take_as_long_as_their_schedule(seed):
     assert makespan(whole) >= makespan(times) * (1 - 1e-9), "meeting at an optimizer step makes nothing faster"
 
 
-def pair(actor, critic, microbatches, prices):
-    layouts = {"actor": L(actor), "critic": L(critic)}
-    costs = {
-        model: StageCosts((f,) * layouts[model].stages, (b,) * layouts[model].stages, (1,) * layouts[model].stages)
-        for model, (f, b) in prices.items()
-    }
-    return serial_1f1b(fused_problem(layouts, microbatches, costs)), rank_map(layouts)
+def serial(layouts, microbatches, forward):
+    problem, ranks = fused(layouts, microbatches, forward)
+    return serial_1f1b(problem), ranks
 
 
 def test_optimizer_steps_wait_for_all_ranks_of_their_model():
-    schedule, ranks = pair("d1t1p2", "d1t1p2", 1, {"actor": (1, 2), "critic": (10, 20)})
+    schedule, ranks = serial(("d1t1p2", "d1t1p2"), 1, (1, 10))
     price = {Kind.RG: 0.5, Kind.ST: 3.0}
     free = free_weights(schedule.problem)
     times = program_times(lower(schedule, ranks), ranks, lambda action: price.get(action.kind) or free(action))
@@ -82,24 +73,18 @@ def test_optimizer_steps_wait_for_all_ranks_of_their_model():
 
 def test_merged_stages_are_taken_apart():
     """The critic's four stages lie two to a node: micro-batch 0 passes them in turn, on ranks of their own."""
-    schedule, ranks = pair("d1t2p2", "d1t1p4", 2, {"actor": (1, 1), "critic": (1, 1)})
-    critic = {p.name: p for p in schedule.problem.pipelines}["critic"]
-    assert critic.forward == (2, 2), "one merged stage is two real ones"
+    schedule, ranks = serial(("d1t2p2", "d1t1p4"), 2, (1, 1))
+    assert schedule.problem.pipeline("critic").forward == (2, 2), "one merged stage is two real ones"
     times = program_times(lower(schedule, ranks), ranks, lambda a: float(a.kind in (Kind.F, Kind.B)))
-    first = {
-        t.action.stage: (rank, t.start)
-        for rank, rows in times.items()
-        for t in rows
-        if t.action.pipeline == "critic" and t.action.kind is Kind.F and t.action.microbatch == 0
-    }
-    begin = first[0][1]
-    assert [first[stage][1] - begin for stage in range(4)] == [0, 1, 2, 3]
+    passed = {(t.action, rank): t.start for rank, rows in times.items() for t in rows}
+    first = {a.stage: (rank, start) for (a, rank), start in passed.items() if a == ("critic", a.stage, Kind.F, 0)}
+    assert [first[stage][1] - first[0][1] for stage in range(4)] == [0, 1, 2, 3]
     assert len({rank for rank, _ in first.values()}) == 4
     assert makespan(times) <= evaluate(schedule).makespan
 
 
 def test_a_program_that_cannot_go_on_is_named():
-    schedule, ranks = pair("d1t1p2", "d1t1p2", 1, {"actor": (1, 2), "critic": (1, 2)})
+    schedule, ranks = serial(("d1t1p2", "d1t1p2"), 1, (1, 1))
     programs = lower(schedule, ranks)
     broken = {0: programs[0], 1: Program(1, programs[1].instructions[:1])}
     with pytest.raises(ScheduleError, match=r"rank 0, position \d+: \S+ never begins"):

@@ -1,14 +1,17 @@
 """Verification in both models: random schedules pass, damaged programs are refused, and brute force agrees."""
 
 from collections import Counter
+from itertools import chain
 
 import pytest
+from testkit.profiles import share
 from testkit.program_cases import (
     GROUPS,
     Judge,
     doubled,
     dropped,
     early_reductions,
+    fused,
     opposite_steps,
     random_case,
     readdressed,
@@ -18,9 +21,6 @@ from testkit.program_cases import (
 )
 
 from rlhfuse.base.errors import ScheduleError
-from rlhfuse.config.spec import ParallelLayout
-from rlhfuse.schedule.ir.problem import StageCosts, fused_problem
-from rlhfuse.schedule.ir.ranks import rank_map
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.program import Programs
 from rlhfuse.schedule.program.verify import verify
@@ -47,9 +47,10 @@ def judged(programs, schedule, ranks, tied):
         return None, str(error)
 
 
-def check_random(seeds):
+@pytest.mark.parametrize("first, count", [(0, 160), pytest.param(10_000, 3000, marks=pytest.mark.slow)])
+def test_random_schedules_pass(first, count):
     queues = Counter()
-    for seed in seeds:
+    for seed in range(first, first + share(count)):
         schedule, ranks, tied = random_case(seed)
         early = lower(schedule, ranks, tied=tied)
         joint = lower(schedule, ranks, tied=tied, reduce="joint")
@@ -66,26 +67,15 @@ def check_random(seeds):
     assert queues[True] and queues[False]  # early programs satisfy the stricter model by luck only
 
 
-def test_random_schedules_pass():
-    check_random(range(10 * len(GROUPS)))
-
-
-@pytest.mark.slow
-def test_thousands_of_random_schedules_pass():
-    check_random(range(10_000, 10_000 + 3000))
-
-
 @pytest.mark.parametrize("seed", range(len(GROUPS)))
 def test_every_damage_is_refused(seed):
     """One micro-batch: every damage of every instruction; no judge is needed."""
     schedule, ranks, tied = random_case(seed, most=1)
     programs = lower(schedule, ranks, tied=tied)
-    if sum(len(program.instructions) for program in programs.values()) > 160:
-        programs_of = [dropped, early_reductions, opposite_steps, swapped_on_channel]
-    else:
-        programs_of = [dropped, doubled, readdressed, renumbered, early_reductions, opposite_steps, swapped_on_channel]
-    count = Counter()
-    for damage in programs_of:
+    damages, count = [dropped, early_reductions, opposite_steps, swapped_on_channel], Counter()
+    if sum(len(program.instructions) for program in programs.values()) <= 160:
+        damages += [doubled, readdressed, renumbered]
+    for damage in damages:
         for name, broken in damage(programs):
             assert judged(broken, schedule, ranks, tied)[0] is None, name
             count[damage.__name__] += 1
@@ -93,19 +83,18 @@ def test_every_damage_is_refused(seed):
     assert count["opposite_steps"] == (len(ranks.shape.shares) - 1) * len(programs)
 
 
-def exchanges(programs, distances):
-    for distance in distances:
-        yield from swapped(programs, distance)
-
-
-def check_brute_force(seeds, distances):
-    """Programs with two instructions exchanged: refused, or harmless in every interleaving. Counts both."""
+@pytest.mark.parametrize(
+    "first, rounds, distances, least", [(0, 1, [1], 10), pytest.param(100, 4, [1, 2, 3], 100, marks=pytest.mark.slow)]
+)
+def test_brute_force_over_all_interleavings_agrees(first, rounds, distances, least):
+    """Programs with two instructions exchanged: refused, or harmless in every interleaving."""
     count = Counter()
-    for seed in seeds:
+    for seed in range(first, first + rounds * len(TINY)):
         schedule, ranks, tied = random_case(seed, TINY, most=2)
         for reduce in ("early", "joint"):
             programs = lower(schedule, ranks, tied=tied, reduce=reduce)
-            for name, broken in [("whole", programs), *exchanges(programs, distances)]:
+            exchanged = chain.from_iterable(swapped(programs, distance) for distance in distances)
+            for name, broken in [("whole", programs), *exchanged]:
                 found, why = judged(broken, schedule, ranks, tied)
                 judge = Judge(broken, ranks, schedule.problem, tied)
                 if found:
@@ -116,28 +105,11 @@ def check_brute_force(seeds, distances):
                     harmless = judge.harmless()  # refused though it would run: only for the schedule's order
                     assert not harmless or "stands where the schedule has" in why, (seed, name, why)
                     count["refused", harmless] += 1
-    return count
+    assert min(count["passed", True], count["passed", False], count["refused", False]) > least
 
 
-def test_brute_force_over_all_interleavings_agrees():
-    count = check_brute_force(range(len(TINY)), (1,))
-    assert min(count["passed", True], count["passed", False], count["refused", False]) > 10
-
-
-@pytest.mark.slow
-def test_brute_force_over_more_exchanges_agrees():
-    count = check_brute_force(range(100, 100 + 4 * len(TINY)), (1, 2, 3))
-    assert min(count["passed", True], count["passed", False], count["refused", False]) > 100
-
-
-@pytest.mark.parametrize("texts, microbatches", [(("d1t8p32", "d4t8p8"), 64), (("d8t4p8", "d8t8p4"), 64)])
-def test_256_ranks_are_verified(texts, microbatches):
-    layouts = dict(zip(("actor", "critic"), map(ParallelLayout.parse, texts)))
-    costs = {
-        model: StageCosts((2,) * layout.stages, (4,) * layout.stages, (1,) * layout.stages)
-        for model, layout in layouts.items()
-    }
-    schedule, ranks = greedy(fused_problem(layouts, microbatches, costs)), rank_map(layouts)
-    assert ranks.size == 256
-    programs = lower(schedule, ranks)
-    assert verify(programs, schedule, ranks)
+@pytest.mark.parametrize("texts", [("d1t8p32", "d4t8p8"), ("d8t4p8", "d8t8p4")])
+def test_256_ranks_are_verified(texts):
+    problem, ranks = fused(texts, 16, (2, 2))
+    schedule = greedy(problem)
+    assert ranks.size == 256 and verify(lower(schedule, ranks), schedule, ranks)

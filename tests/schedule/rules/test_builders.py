@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 from math import gcd
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from testkit.schedule_cases import capped_greedy, check, table_3_problem
+from testkit.profiles import examples
+from testkit.schedule_cases import capped_greedy, check, table_3
 
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.spec import ParallelLayout
@@ -39,13 +41,7 @@ def makespan(schedule):
     return found
 
 
-# ---- interleaved 1F1B ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backward", [4, 8])
-@pytest.mark.parametrize("chunks", [2, 4])
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("nodes", [2, 3, 4, 8])
+@pytest.mark.parametrize("nodes, groups, chunks, backward", [*product([2, 3, 4, 8], [1, 2, 4], [2, 4], [4, 8])])
 def test_interleaved_bubble(nodes, groups, chunks, backward):
     microbatches = groups * nodes
     problem = interleaved_problem(one_model(nodes, microbatches, 4, backward), chunks)
@@ -89,16 +85,17 @@ def test_what_cannot_be_interleaved_is_refused(build, message):
         build()
 
 
-# ---- time-sharing -------------------------------------------------------------------------------------------
+def two_models(nodes, *facts, **more):
+    return FusionProblem(nodes, (even(nodes, *facts), even(nodes, *facts, model="c", **more)))
 
 
 @pytest.mark.parametrize("nodes, microbatches, speedup", [(4, 4, 1.273), (16, 14, 1.349), (16, 16, 1.319)])
 def test_puzzle_equation_1_for_equal_models(nodes, microbatches, speedup):
-    problem = FusionProblem(nodes, (even(nodes, microbatches), even(nodes, microbatches, model="c")))
+    problem = two_models(nodes, microbatches)
     assert serial_makespan(problem) / makespan(time_sharing(problem)) == pytest.approx(speedup, abs=5e-4)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@examples(60)
 @given(st.integers(1, 8), st.integers(0, 10), *[st.integers(1, 9)] * 4)
 def test_puzzle_equation_1_for_unequal_models(nodes, more, f0, b0, first, second):
     """Exact when the times of one model are a multiple of the other's and there are micro-batches for every stage."""
@@ -109,7 +106,7 @@ def test_puzzle_equation_1_for_unequal_models(nodes, more, f0, b0, first, second
     assert makespan(time_sharing(FusionProblem(nodes, pair))) == equation
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@examples(60)
 @given(st.integers(1, 8), st.integers(1, 10), st.integers(1, 10), *[st.integers(1, 9)] * 4)
 def test_time_sharing_needs_no_more_memory(nodes, m0, m1, f0, f1, b0, b1):
     """Any times: P - s micro-batches of both models on stage s, as 1F1B of one model has."""
@@ -121,34 +118,36 @@ def test_time_sharing_needs_no_more_memory(nodes, m0, m1, f0, f1, b0, b1):
 
 def test_puzzle_figure_5():
     """Four stages, four micro-batches, unit times: the second model's first forward in slot 9 instead of 15."""
-    problem = FusionProblem(4, (even(4, 4), even(4, 4, model="c")))
-    shared, serial = evaluate(time_sharing(problem)), evaluate(serial_1f1b(problem))
-    for timeline, schedule, slot in ((shared, time_sharing(problem), 9), (serial, serial_1f1b(problem), 15)):
+    for build, slot in ((time_sharing, 9), (serial_1f1b, 15)):
+        schedule = build(two_models(4, 4))
+        timeline = evaluate(schedule)
         starts = {str(action): start for action, start in zip(schedule.orders[0], timeline.starts[0])}
-        assert starts["c:0F0"] == slot - 1
-    assert shared.peak_memory == serial.peak_memory == 4
+        assert starts["c:0F0"] == slot - 1 and timeline.peak_memory == 4
 
 
 def test_time_sharing_needs_one_layout():
-    opposed = FusionProblem(4, (even(4, 4), even(4, 4, model="c", reverse=True)))
+    opposed = two_models(4, 4, reverse=True)
     with pytest.raises(InputError, match="pipelines a and c share node 3 but run over"):
         time_sharing(opposed)
     aligned = same_layout_problem(opposed)
     assert [p.placement for p in aligned.pipelines] == [(0, 1, 2, 3)] * 2
     assert makespan(time_sharing(aligned)) == 22
     with pytest.raises(InputError, match=r"model critic has pipelines of \[4, 4\] stages but actor of \[8\]"):
-        same_layout_problem(table_3_problem(8, 4, 8, 4, 5, 4, 1.95, 2))
+        same_layout_problem(table_3(2))
     with pytest.raises(InputError, match="visits node 0 2 times"):
         time_sharing(FusionProblem(1, (replace(even(2, 2), placement=(0, 0)),)))
 
 
-# ---- layouts turned into problems ---------------------------------------------------------------------------
-
-
-def costs(layout, forward, activation=1.0):
+def costs(layout, forward):
     """Stage s takes forward + s: a merged stage must add the right ones."""
     times = tuple(forward + s for s in range(layout.pp))
-    return StageCosts(times, tuple(2 * t for t in times), tuple(activation + s / 8 for s in range(layout.pp)))
+    return StageCosts(times, tuple(2 * t for t in times), tuple(1 + s / 8 for s in range(layout.pp)))
+
+
+def priced(actor, critic):
+    """The layouts and what their stages cost."""
+    layouts = {"actor": ParallelLayout.parse(actor), "critic": ParallelLayout.parse(critic)}
+    return layouts, {model: costs(layout, first) for (model, layout), first in zip(layouts.items(), (1, 2))}
 
 
 # actor, critic, M1 -> nodes, K1, K2, M2, merged stages, replicas
@@ -164,8 +163,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("actor, critic, m1, nodes, k1, k2, m2, stages, replicas", LAYOUTS)
 def test_layouts_become_problems(actor, critic, m1, nodes, k1, k2, m2, stages, replicas):
-    actor, critic = ParallelLayout.parse(actor), ParallelLayout.parse(critic)
-    layouts, prices = {"actor": actor, "critic": critic}, {"actor": costs(actor, 1), "critic": costs(critic, 2)}
+    layouts, prices = priced(actor, critic)
     problem = fused_problem(layouts, m1, prices, {"critic": m2})
     assert problem == fused_problem(layouts, m1, prices)
     assert problem.nodes == nodes and gcd(k1, k2) == 1 and k1 * m1 == k2 * m2
@@ -173,7 +171,7 @@ def test_layouts_become_problems(actor, critic, m1, nodes, k1, k2, m2, stages, r
         mine = [p for p in problem.pipelines if p.model == model]
         assert [(p.microbatches, p.stages) for p in mine] == [(m, depth)] * k
         assert sorted(node for p in mine for node in p.placement) == list(range(nodes))
-    for pipeline, layout, first in ((problem.pipelines[0], actor, 1), (problem.pipelines[-1], critic, 2)):
+    for pipeline, layout, first in zip((problem.pipelines[0], problem.pipelines[-1]), layouts.values(), (1, 2)):
         merge = layout.pp // pipeline.stages
         assert pipeline.forward[0] == sum(first + s for s in range(merge))
         assert sum(pipeline.forward) == sum(costs(layout, first).forward)
@@ -196,14 +194,6 @@ def test_layouts_become_problems(actor, critic, m1, nodes, k1, k2, m2, stages, r
     ],
 )
 def test_unequal_microbatches_are_refused_with_their_arithmetic(actor, critic, m1, m2, message):
-    actor, critic = ParallelLayout.parse(actor), ParallelLayout.parse(critic)
+    layouts, prices = priced(actor, critic)
     with pytest.raises(InputError, match=message):
-        prices = {"actor": costs(actor, 1), "critic": costs(critic, 2)}
-        fused_problem({"actor": actor, "critic": critic}, m1, prices, None if m2 is None else {"critic": m2})
-
-
-def test_a_large_problem_is_ordered():
-    """65k operations: 64 nodes, 256 micro-batches of each model."""
-    problem = table_3_problem(64, 64, 256, 256, 2, 2, 1.64, 2)
-    schedule = greedy(problem)
-    assert sum(map(len, schedule.orders)) == 65536
+        fused_problem(layouts, m1, prices, None if m2 is None else {"critic": m2})

@@ -4,9 +4,11 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from testkit.profiles import examples
 from testkit.schedule_cases import Random, capped_greedy, check, random_problem, table_3_problem
+from testkit.solutions import graph_and_tables
 
 from rlhfuse.schedule.ir.evaluate import evaluate
 from rlhfuse.schedule.ir.graph import build_graph
@@ -14,22 +16,19 @@ from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.rules.builders import serial_1f1b
 from rlhfuse.schedule.search.anneal import LONG_SHARE, LONGER, Rule, anneal, uniform
 from rlhfuse.schedule.search.heads_tails import LONGEST, makespan_of, new_state, refresh
-from rlhfuse.schedule.search.solution import sequence_of, tables_of
+from rlhfuse.schedule.search.solution import sequence_of
 
 
 def longest_paths(graph, rows):
-    """Heads and tails of all operations, by memoised recursion over both kinds of edges; None on a cycle."""
+    """Heads and tails of all operations, by memoised recursion over both kinds of edges; without an end on a cycle."""
     left, right = {}, {}
     for row in rows:
         for a, b in zip(row, row[1:]):
             left[b], right[a] = a, b
-    heads, tails, open_ = {}, {}, set()
+    heads, tails = {}, {}
 
     def head(o):
-        if o in open_:
-            raise RecursionError
         if o not in heads:
-            open_.add(o)
             options = [0.0]
             if graph.upstream[o] >= 0:
                 u = int(graph.upstream[o])
@@ -37,7 +36,6 @@ def longest_paths(graph, rows):
             if o in left:
                 options.append(head(left[o]) + graph.duration[left[o]])
             heads[o] = max(options)
-            open_.discard(o)
         return heads[o]
 
     def tail(o):
@@ -168,18 +166,19 @@ def test_kernel_does_what_the_twin_does(seed):
         for p in (random_problem(seed * 1000 + k) for k in range(1000))
         if isinstance(p.pipelines[0].forward[0], int) and build_graph(p).size > 12
     )
-    graph = build_graph(problem)
+    graph, tables = graph_and_tables(problem)
     schedule = capped_greedy(problem) if seed % 2 else serial_1f1b(problem)
-    peak = float(evaluate(schedule).peak_memory)
+    timeline = evaluate(schedule)
+    peak, makespan = float(timeline.peak_memory), float(timeline.makespan)
     cap = np.full(problem.nodes, (np.inf, 0.8 * peak, peak)[seed % 3])
-    target = 0.0 if seed % 4 else 1.1 * float(evaluate(schedule).makespan)  # a slower schedule may be fast enough
+    target = 0.0 if seed % 4 else 1.1 * makespan  # a slower schedule may be fast enough
     pull = (0.0, 0.25)[seed // 2 % 2]
-    rule = Rule(cap, 1.5, 0.2, target or pull * float(evaluate(schedule).makespan) * 3, 1e-6, pull)
+    rule = Rule(cap, 1.5, 0.2, target or pull * makespan * 3, 1e-6, pull)
     start, moves = sequence_of(graph, schedule), 400
     state, best = new_state(start, seed), np.full(graph.size, -1, np.int64)
     word = int(state.random[0])
     beat = 1e9 if target == 0 else -1.0  # never stop at the target
-    tried, accepted, fastest, above = anneal(tables_of(graph), state, rule, moves, 3.0, 0.2, best, beat)
+    tried, accepted, fastest, above = anneal(tables, state, rule, moves, 3.0, 0.2, best, beat)
     expected = twin(graph, start, word, rule, moves, 3.0, 0.2, beat)
     assert (tried, fastest, accepted) == (*expected[:2], expected[4])
     assert state.sequence.tolist() == expected[3]
@@ -187,13 +186,12 @@ def test_kernel_does_what_the_twin_does(seed):
     assert state.sequence.tolist() != start.tolist(), "nothing was accepted: the case tests nothing"
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@examples(25)
 @given(st.integers(0, 10**6))
 def test_incremental_state_stays_true(seed):
     """After many moves: heads, tails and levels as computed afresh, orders valid, micro-batches in order."""
     problem = random_problem(seed, largest=5)
-    graph = build_graph(problem)
-    tables = tables_of(graph)
+    graph, tables = graph_and_tables(problem)
     state = new_state(sequence_of(graph, capped_greedy(problem)), seed)
     epsilon = min(1e-9, float(graph.duration.min()) / 4)
     rule = Rule(np.full(problem.nodes, np.inf), 1.0, 0.3, 0.0, epsilon, 0.0)
@@ -223,8 +221,8 @@ def test_incremental_state_stays_true(seed):
 
 def test_a_cycle_is_seen():
     problem = table_3_problem(2, 2, 1, 1, 1, 1, 1, 1)
-    graph = build_graph(problem)
+    graph, tables = graph_and_tables(problem)
     text = "node 0: critic:1F0 actor:0F0 critic:1B0 actor:0B0\nnode 1: actor:1F0 critic:0F0 actor:1B0 critic:0B0"
     crossed = sequence_of(graph, Schedule.parse(problem, text))
-    assert not refresh(tables_of(graph), new_state(crossed, 1))
-    assert refresh(tables_of(graph), new_state(sequence_of(graph, serial_1f1b(problem)), 1))
+    assert not refresh(tables, new_state(crossed, 1))
+    assert refresh(tables, new_state(sequence_of(graph, serial_1f1b(problem)), 1))

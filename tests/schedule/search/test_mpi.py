@@ -2,16 +2,11 @@
 
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from testkit.programs import MPIRUN
 
 from rlhfuse.schedule.search.mpi import StopSignals
-
-ROOT = Path(__file__).resolve().parents[3]
-MPIRUN = Path(sys.executable).parent / "mpirun"
 
 
 def test_signals_are_remembered_and_a_second_ctrl_c_insists():
@@ -77,16 +72,8 @@ print("rank", rank, "agrees", flush=True)
 
 @pytest.mark.mpi
 @pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun beside this Python: pip install rlhfuse[mpi]")
-def test_three_ranks_agree(tmp_path):
+def test_three_ranks_agree(tmp_path, programs):
     (tmp_path / "exchange.py").write_text(EXCHANGE)
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
-    result = subprocess.run(
-        [str(MPIRUN), "--oversubscribe", "-n", "3", sys.executable, str(tmp_path / "exchange.py")],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **root},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=540,
-    )
+    result = programs.mpirun(3, tmp_path / "exchange.py", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == [f"rank {rank} agrees" for rank in range(3)]

@@ -1,134 +1,81 @@
-"""The search against brute force, bounds, caps and its own seed."""
+"""The search against exact optima, bounds, caps and its own seed."""
 
-import itertools
+import random
 from dataclasses import replace
+from itertools import count
 from statistics import median
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from testkit.schedule_cases import TABLE_3, check, random_problem, table_3_problem
+from testkit.profiles import examples
+from testkit.program_cases import fused
+from testkit.schedule_cases import TABLE_3, check, random_problem, table_3
 
 from rlhfuse.base.errors import InputError
-from rlhfuse.config.spec import ParallelLayout
 from rlhfuse.schedule.bounds.bounds import latency_bound, memory_bound
-from rlhfuse.schedule.ir.action import Action, Kind
 from rlhfuse.schedule.ir.evaluate import evaluate
-from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline, StageCosts, fused_problem
-from rlhfuse.schedule.rules.builders import greedy, min_memory, one_at_a_time
+from rlhfuse.schedule.ir.problem import FusionProblem, Pipeline
+from rlhfuse.schedule.rules.builders import min_memory, one_at_a_time
 from rlhfuse.schedule.search.search import FIRST_ROUND_MOVES, ROUND_SECONDS, SearchObserver, SearchSettings, search
 from rlhfuse.schedule.search.worker import SearchWorker, load_kernels
 
 
 def tiny(seed):
     """Two nodes, actor down with two micro-batches, critic up with one, times of a few ticks."""
-    import random
-
     rng = random.Random(seed)
 
     def times():
         return (rng.randint(1, 5), rng.randint(1, 5))
 
-    return FusionProblem(
-        2,
-        (
-            Pipeline("actor", "actor", (0, 1), 2, times(), times(), (2, 2)),
-            Pipeline("critic", "critic", (1, 0), 1, times(), times(), (1.5, 1.5)),
-        ),
-        transfer=rng.choice([0, 1]),
-    )
-
-
-def node_orders(problem, node):
-    """Every order of a node that keeps micro-batches and F before B."""
-    actions = [
-        Action(p.name, s, kind, m)
-        for p in problem.pipelines
-        for s in range(2)
-        if p.placement[s] == node
-        for kind in (Kind.F, Kind.B)
-        for m in range(p.microbatches)
-    ]
-    for order in itertools.permutations(actions):
-        at = {action: i for i, action in enumerate(order)}
-        if all(
-            (a.microbatch == 0 or at[a] > at[a._replace(microbatch=a.microbatch - 1)])
-            and (a.kind is Kind.F or at[a] > at[a._replace(kind=Kind.F)])
-            for a in actions
-        ):
-            yield order
-
-
-def brute_force(problem):
-    """Least (makespan, peak memory) over all pairs of node orders that do not deadlock."""
-    best = None
-    for orders in itertools.product(*(list(node_orders(problem, node)) for node in range(2))):
-        try:
-            makespan, peaks = check(problem, orders)
-        except AssertionError:
-            continue
-        best = min(best or (makespan, max(peaks)), (makespan, max(peaks)))
-    return best
+    actor = Pipeline("actor", "actor", (0, 1), 2, times(), times(), (2, 2))
+    critic = Pipeline("critic", "critic", (1, 0), 1, times(), times(), (1.5, 1.5))
+    return FusionProblem(2, (actor, critic), transfer=rng.choice([0, 1]))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_search_finds_the_optimum_of_tiny_problems(seed):
+    pytest.importorskip("ortools", reason="ortools is not installed: pip install 'rlhfuse[exact]'")
+    from testkit.exact import least_makespan, least_memory
+
     problem = tiny(seed)
-    schedule, report = search(problem, SearchSettings(iterations=60_000, objective="memory"))
-    optimum = brute_force(problem)
-    assert (report.makespan, report.peak_memory) == optimum
-    assert latency_bound(problem) <= optimum[0] and memory_bound(problem, optimum[0]) <= optimum[1]
+    _, report = search(problem, SearchSettings(iterations=60_000, objective="memory"))
+    fastest = least_makespan(problem)
+    leanest = least_memory(problem, fastest.value)
+    assert fastest.proved and leanest.proved and (report.makespan, report.peak_memory) == (fastest.value, leanest.value)
+    assert latency_bound(problem) <= fastest.value and memory_bound(problem, fastest.value) <= leanest.value
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
-@given(st.integers(0, 10**6))
-def test_search_on_random_problems_is_valid_and_no_worse_than_greedy(seed):
-    problem = random_problem(seed)
-    schedule, report = search(problem, SearchSettings(iterations=20_000, seed=seed))
-    makespan, peaks = check(problem, schedule.orders)
-    assert report.makespan == pytest.approx(makespan) and report.peak_memory == pytest.approx(max(peaks))
-    assert latency_bound(problem) * (1 - 1e-9) <= makespan <= evaluate(greedy(problem)).makespan * (1 + 1e-9)
-    assert report.optimal == (makespan <= latency_bound(problem) * (1 + 1e-9))
-
-
-@pytest.mark.parametrize("row, bound", [(row, bound) for row, _, bound, _, _ in TABLE_3[:6]])
-def test_table_3_reaches_its_latency_bound(row, bound):
-    schedule, report = search(table_3_problem(*row), SearchSettings(iterations=3_000_000, seed=1))
-    assert check(schedule.problem, schedule.orders)[0] == bound == report.makespan and report.optimal
+@pytest.mark.parametrize("row", range(6))
+def test_table_3_reaches_its_latency_bound(row):
+    schedule, report = search(table_3(row), SearchSettings(iterations=3_000_000, seed=1))
+    assert check(schedule.problem, schedule.orders)[0] == TABLE_3[row][2] == report.makespan and report.optimal
 
 
 @pytest.mark.parametrize("actor, critic", [(2, 5), (5, 5)], ids=["1:1", "2.5:1"])
 def test_coprime_groups_reach_their_latency_bound(actor, critic):
     """Two actor pipelines of 5 stages beside five critic pipelines of 2, ten micro-batches each or their share."""
-    layouts = {"actor": ParallelLayout.parse("d2t1p5"), "critic": ParallelLayout.parse("d5t1p2")}
-    costs = {
-        name: StageCosts((forward,) * stages, (2 * forward,) * stages, (1.0,) * stages)
-        for name, forward, stages in (("actor", actor, 5), ("critic", critic, 2))
-    }
-    problem = fused_problem(layouts, 10, costs)
+    problem, _ = fused(("d2t1p5", "d5t1p2"), 10, (actor, critic))
     assert [p.microbatches for p in problem.pipelines] == [10] * 2 + [4] * 5
     assert evaluate(search(problem, SearchSettings(iterations=8_000_000))[0]).makespan == latency_bound(problem)
 
 
 def test_memory_objective_reaches_the_proved_optimum():
-    row, _, bound, _, memory = TABLE_3[2]
-    schedule, report = search(table_3_problem(*row), SearchSettings(iterations=20_000_000, seed=1, objective="memory"))
+    _, _, bound, _, memory = TABLE_3[2]
+    schedule, report = search(table_3(2), SearchSettings(iterations=20_000_000, seed=1, objective="memory"))
     makespan, peaks = check(schedule.problem, schedule.orders)
     assert makespan == bound and max(peaks) == pytest.approx(memory)
     assert report.memory_lower_bound == memory
 
 
 def test_same_seed_same_schedule():
-    problem = table_3_problem(*TABLE_3[2][0])
-    runs = [
-        search(problem, SearchSettings(iterations=300_000, seed=seed, objective="memory"))[0].orders
-        for seed in (3, 3, 4)
-    ]
+    made = [SearchSettings(iterations=300_000, seed=seed, objective="memory") for seed in (3, 3, 4)]
+    runs = [search(table_3(2), one)[0].orders for one in made]
     assert runs[0] == runs[1] and runs[0] != runs[2]
 
 
 def test_memory_cap_is_kept():
-    problem = replace(table_3_problem(*TABLE_3[2][0]), static_memory=3)
+    problem = table_3(2, static_memory=3)
     schedule, report = search(replace(problem, memory_cap=13), SearchSettings(iterations=300_000))
     assert max(check(problem, schedule.orders)[1]) <= 10
     assert report.makespan > report.lower_bound  # 15.6 is proved to be needed at the latency bound
@@ -136,7 +83,7 @@ def test_memory_cap_is_kept():
         search(replace(problem, memory_cap=4), SearchSettings(iterations=1000))
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@examples(25)
 @given(st.integers(0, 10**6))
 def test_the_smallest_feasible_cap_is_exact(seed):
     problem = random_problem(seed)
@@ -149,17 +96,9 @@ def test_the_smallest_feasible_cap_is_exact(seed):
         search(replace(problem, memory_cap=least * 0.999), SearchSettings(iterations=500))
 
 
-def test_caps_may_differ_between_nodes():
-    caps = (4, 99, 99, 99, 99, 99, 99, 6)
-    problem = replace(table_3_problem(*TABLE_3[2][0]), memory_cap=caps)
-    schedule, _ = search(problem, SearchSettings(iterations=100_000))
-    assert all(peak <= cap for peak, cap in zip(check(problem, schedule.orders)[1], caps))
-
-
 def test_search_goes_on_from_a_schedule():
-    problem = table_3_problem(*TABLE_3[2][0])
-    start, first = search(problem, SearchSettings(iterations=300_000, objective="memory"))
-    again, second = search(problem, SearchSettings(iterations=1000, seed=9), start=start)
+    start, first = search(table_3(2), SearchSettings(iterations=300_000, objective="memory"))
+    _, second = search(table_3(2), SearchSettings(iterations=1000, seed=9), start=start)
     assert (second.makespan, second.peak_memory) <= (first.makespan, first.peak_memory)
 
 
@@ -170,8 +109,7 @@ def test_improvements_are_reported_in_order():
         def improved(self, schedule, report):
             keys.append((evaluate(schedule).makespan, report.peak_memory))
 
-    problem = table_3_problem(*TABLE_3[5][0])
-    schedule, report = search(problem, SearchSettings(iterations=500_000), observer=Observer())
+    _, report = search(table_3(5), SearchSettings(iterations=500_000), observer=Observer())
     assert keys == sorted(set(keys), reverse=True) and keys[-1][0] == report.makespan
 
 
@@ -183,17 +121,18 @@ def test_a_signal_ends_the_search_with_what_it_has():
             self.asked += 1
             return 15 if self.asked == 4 else 0
 
-    problem, observer = replace(table_3_problem(*TABLE_3[2][0]), memory_cap=4), Observer()  # never done
+    problem, observer = table_3(2, memory_cap=4), Observer()  # never done
     schedule, report = search(problem, SearchSettings(time_limit=3600), observer=observer)
     assert report.signal == 15 and observer.asked == 4
     assert max(check(problem, schedule.orders)[1]) <= 4
 
 
-def test_every_rank_may_use_up_its_moves():
+def test_every_rank_may_use_up_its_moves(monkeypatch):
     """The first round is one move, for the kernels; the last one is cut to what is left."""
-    problem = replace(table_3_problem(*TABLE_3[2][0]), memory_cap=4)
+    looks = count()  # a look at the clock is later than the one before
+    monkeypatch.setattr("time.monotonic", lambda: next(looks))
     for budget in (1, 2, 30_001):
-        _, report = search(problem, SearchSettings(iterations=budget))
+        _, report = search(table_3(2, memory_cap=4), SearchSettings(iterations=budget))
         assert report.moves == budget
     assert report.kernel_seconds > 0 and report.first_seconds < report.seconds
 
@@ -234,8 +173,7 @@ def test_time_limit_holds_and_rounds_are_short(monkeypatch, move_seconds, compil
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr(SearchWorker, "round", paced)
     monkeypatch.setattr("rlhfuse.schedule.search.search.load_kernels", compiled)
-    problem = replace(table_3_problem(*TABLE_3[9][0]), memory_cap=12)
-    _, report = search(problem, SearchSettings(time_limit=3.0), observer=Observer())
+    _, report = search(table_3(9, memory_cap=12), SearchSettings(time_limit=3.0), observer=Observer())
     lengths = [b - a for a, b in zip(rounds, rounds[1:])]
     first = move_seconds * FIRST_ROUND_MOVES
     assert report.kernel_seconds >= compile_seconds

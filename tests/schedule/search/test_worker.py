@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from testkit.schedule_cases import TABLE_3, check, random_problem, table_3_problem
+from testkit.profiles import examples
+from testkit.schedule_cases import TABLE_3, capped_halfway, random_problem, table_3, table_3_problem
+from testkit.solutions import check_found
 
 from rlhfuse.schedule.bounds.bounds import latency_bound
-from rlhfuse.schedule.ir.evaluate import evaluate, loosen, reaches
+from rlhfuse.schedule.ir.evaluate import reaches
 from rlhfuse.schedule.ir.graph import build_graph
 from rlhfuse.schedule.rules.builders import greedy, min_memory, one_at_a_time, serial_1f1b
 from rlhfuse.schedule.search.solution import Incumbent, Objective, schedule_of
@@ -38,12 +40,13 @@ def play(worker, best, rounds, moves=2000, share=0.0):
             assert not any(worse(level.objective.key(level.best), key) for level, key in zip(worker.levels, before))
         if done.solution is None:
             continue
-        solution = check_found(top, done.solution)
+        check_found(top.graph, done.solution)
+        solution = Incumbent.of(schedule_of(top.graph, done.solution.sequence))
         assert top.objective.key(solution.timeline) < top.objective.key(best.timeline)
         best = solution
         keys.append(top.objective.key(best.timeline))
     for level in worker.levels:
-        check_found(level, level.best)
+        check_found(level.graph, level.best)
     assert keys == sorted(keys, reverse=True)
     return best, keys
 
@@ -53,33 +56,9 @@ def worse(key, before):
     return not reaches(key[0], before[0]) or (reaches(before[0], key[0]) and not reaches(key[1], before[1] + 1e-9))
 
 
-def check_found(level, solution):
-    """`solution` as an incumbent: valid, costs what it says, and within every node's cap."""
-    problem = level.objective.problem
-    schedule = schedule_of(level.graph, solution.sequence)
-    makespan, peaks = check(problem, schedule.orders)
-    assert solution.makespan == pytest.approx(makespan, rel=1e-9)
-    assert solution.peak_memory == pytest.approx(max(peaks), rel=1e-9, abs=1e-9)
-    assert all(peak <= loosen(problem.node_cap(node)) for node, peak in enumerate(peaks))
-    return Incumbent.of(schedule)
-
-
-# ---- levels -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "row, units",
-    [
-        (TABLE_3[9][0], [32, 64]),
-        (TABLE_3[6][0], [8, 16, 32]),
-        (TABLE_3[0][0], [8, 16]),
-        (TABLE_3[2][0], [4]),
-        (TABLE_3[11][0], [16]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("row, units", [(9, [32, 64]), (6, [8, 16, 32]), (0, [8, 16]), (2, [4]), (11, [16])])
 def test_levels_are_where_they_are_exact(row, units):
-    problem = table_3_problem(*row)
+    problem = table_3(row)
     worker, _ = worker_of(problem)
     assert [units_of(level.objective.problem) for level in worker.levels] == units
     assert [level.objective.problem for level in worker.levels] == [with_units(problem, count) for count in units]
@@ -87,13 +66,13 @@ def test_levels_are_where_they_are_exact(row, units):
     for level in worker.levels:
         assert level.graph.problem == level.objective.problem and level.objective.kind == "memory"
         assert level.objective.latency is None
-        check_found(level, level.best)
+        check_found(level.graph, level.best)
 
 
 def test_every_level_has_as_much_slack_as_the_one_above():
-    row, _, bound, *_ = TABLE_3[6]
+    _, _, bound, *_ = TABLE_3[6]
     for slack in (0, 7, 100):
-        worker, _ = worker_of(table_3_problem(*row), latency=bound + slack)
+        worker, _ = worker_of(table_3(6), latency=bound + slack)
         for level in worker.levels:
             left_out = 32 - units_of(level.objective.problem)
             assert level.objective.latency == level.objective.target == bound + slack - 18 * left_out
@@ -101,25 +80,19 @@ def test_every_level_has_as_much_slack_as_the_one_above():
 
 
 def test_a_cap_counts_on_every_level():
-    row, *_ = TABLE_3[9]
-    problem = replace(table_3_problem(*row), memory_cap=tuple(range(20, 36)), static_memory=1)
+    problem = table_3(9, memory_cap=tuple(range(20, 36)), static_memory=1)
     worker, best = worker_of(problem, "latency")
     for level in worker.levels:
         assert level.objective.problem.memory_cap == problem.memory_cap and level.objective.problem.static_memory == 1
     play(worker, best, 8, 20_000)
 
 
-# ---- rounds -----------------------------------------------------------------------------------------------------
-
-
-@settings(derandomize=True, deadline=None, max_examples=40)
+@examples(40)
 @given(st.integers(0, 10**6), st.integers(1, 9), st.sampled_from(["latency", "memory", "slack"]), st.booleans())
 def test_whatever_a_worker_finds_checks_out(seed, units, objective, capped):
     """Random problems of several units, so that some have levels below; caps between one micro-batch's and greedy's."""
     problem = with_units(random_problem(seed, largest=3), units)
-    if capped:
-        taken = evaluate(greedy(problem)).node_peak_memory
-        problem = replace(problem, memory_cap=tuple((a + b) / 2 for a, b in zip(min_memory(problem), taken)))
+    problem = capped_halfway(problem) if capped else problem
     latency = latency_bound(problem) * 1.1 if objective == "slack" else None
     worker, best = worker_of(problem, "latency" if objective == "latency" else "memory", latency, seed, seed % 3)
     play(worker, best, 8, 1500, share=(seed % 11) / 10)
@@ -145,12 +118,12 @@ def test_levels_that_can_help_get_the_same_work():
 
 def test_the_first_round_gives_a_better_start_made_by_rule():
     """The owner's best is serial 1F1B; the worker's tuned starts beat it without a move."""
-    problem = table_3_problem(*TABLE_3[2][0])
+    problem = table_3(2)
     start = Incumbent.of(serial_1f1b(problem))
     worker = SearchWorker(build_graph(problem), Objective(problem), [start], 1, 0)
     done = worker.round(start, 1, 0.0)
     assert done.tried == 1 and done.solution.makespan < start.timeline.makespan
-    check_found(worker.levels[-1], done.solution)
+    check_found(worker.levels[-1].graph, done.solution)
 
 
 def test_the_owners_best_becomes_the_one_to_beat():
@@ -175,12 +148,9 @@ def test_a_cap_that_only_one_micro_batch_at_a_time_meets():
 
 
 def test_a_worker_without_a_schedule_that_fits_is_refused():
-    problem = replace(table_3_problem(*TABLE_3[2][0]), memory_cap=2)
+    problem = table_3(2, memory_cap=2)
     with pytest.raises(ValueError):
         SearchWorker(build_graph(problem), Objective(problem), [Incumbent.of(greedy(problem))], 1, 0)
-
-
-# ---- seeds ------------------------------------------------------------------------------------------------------
 
 
 def test_same_seed_and_rank_same_rounds():
