@@ -192,17 +192,20 @@ def copy(runs, tmp_path):
     return config, tmp_path / "run"
 
 
-def refused(config: Path, run_dir: Path, *overrides: str) -> str:
+def inputs_of(config: Path, run_dir: Path, *overrides: str):
     settings = [f"trainer.output_dir={run_dir}", "trainer.resume=auto", "trainer.iterations=6", *overrides]
+    return check_inputs(load_config(config, settings), 2)
+
+
+def refused(config: Path, run_dir: Path, *overrides: str) -> str:
     with pytest.raises(InputError) as caught:
-        check_inputs(load_config(config, settings), 2)
+        inputs_of(config, run_dir, *overrides)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def resumed(config: Path, run_dir: Path, *overrides: str) -> Checkpoint | None:
-    settings = [f"trainer.output_dir={run_dir}", "trainer.resume=auto", "trainer.iterations=6", *overrides]
-    return check_inputs(load_config(config, settings), 2).resume
+    return inputs_of(config, run_dir, *overrides).resume
 
 
 def test_auto_takes_the_newest_and_a_path_the_one_it_names(copy):
@@ -262,16 +265,12 @@ def test_another_run_than_the_saved_one(copy, override, words):
 
 
 def test_another_layout_or_world_is_taken_and_told(copy):
-    config, run_dir = copy
-    layouts = {"parallel.actor_train": "d2t1p1", "parallel.critic_train": "d1t1p2", "fusion.actor_microbatches": "4"}
-    settings = [f"trainer.output_dir={run_dir}", "trainer.resume=auto", "trainer.iterations=6"]
-    inputs = check_inputs(load_config(config, settings + [f"{k}={v}" for k, v in layouts.items()]), 2)
-    line = start_line(inputs)
+    turned = ["parallel.actor_train=d2t1p1", "parallel.critic_train=d1t1p2", "fusion.actor_microbatches=4"]
+    line = start_line(inputs := inputs_of(*copy, *turned))
     assert "actor_train d1t1p2 -> d2t1p1, " in line and "not bit for bit" in line
-    cut = [*settings, "parallel.actor_train=d1t1p2:1,3"]  # of the same pipeline, where the saved run cut evenly
-    assert "actor_train d1t1p2 -> d1t1p2:1,3: equal to about 1e-5" in start_line(
-        check_inputs(load_config(config, cut), 2)
-    )
+    # of the same pipeline, where the saved run cut evenly
+    line = start_line(inputs_of(*copy, "parallel.actor_train=d1t1p2:1,3"))
+    assert "actor_train d1t1p2 -> d1t1p2:1,3: equal to about 1e-5" in line
     facts = inputs.resume.manifest.facts
     assert replace(facts, world_size=4).layout_diff(facts) == "2 -> 4 ranks"
     assert facts.layout_diff(facts) == ""

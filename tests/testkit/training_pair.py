@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,43 +20,43 @@ from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.program.program import Programs
 from rlhfuse.schedule.rules.builders import greedy, serial_1f1b
 from rlhfuse.schedule.rules.interleaved import interleaved_1f1b
+from rlhfuse.schedule.rules.time_sharing import time_sharing
 from testkit.schedule_cases import capped_greedy
+from testkit.tiny import write_checkpoint
 
 BUILDERS = {
     "fused": greedy,
-    "eager": lambda problem: capped_greedy(problem, 99),
+    "capped": capped_greedy,
+    "eager": lambda problem: capped_greedy(problem, 99),  # forwards before all else
     "serial": serial_1f1b,
+    "time-shared": time_sharing,
     "interleaved": interleaved_1f1b,
 }
 LR = {"actor": 1e-3, "critic": 2e-3}
+VOCAB = 56
+
+
+def write_pair(base: Path, actor: Mapping[str, Any] = {}, critic: Mapping[str, Any] = {}) -> dict[str, Path]:
+    """The checkpoints of a run by role, as `write_checkpoint` makes them: two, of which each serves two roles."""
+    one = write_checkpoint(base / "actor", **{"seed": 1, **actor})
+    two = write_checkpoint(base / "critic", scalar_head=True, **{"seed": 2, **critic})
+    return {"actor": one, "reference": one, "critic": two, "reward": two}
 
 
 def make_batch(seed: int, samples: int = 20) -> RolloutBatch:
-    """Prompts of 2-8 tokens, responses of 1-29, random advantages and returns."""
+    """A mini-batch of random samples: prompts of 2-8 tokens, responses of 1-29, random advantages and returns."""
     generator = torch.Generator().manual_seed(seed)
     rollouts = []
     for i in range(samples):
-        prompt = torch.randint(3, 200, (int(torch.randint(2, 9, (1,), generator=generator)),), generator=generator)
-        length = int(torch.randint(1, 30, (1,), generator=generator))
-        response = torch.randint(3, 200, (length,), generator=generator)
-        noise = torch.randn(3, length, generator=generator)
+        prompt, length = (int(torch.randint(low, high, (1,), generator=generator)) for low, high in ((2, 9), (1, 30)))
+        tokens = torch.randint(3, VOCAB, (prompt + length,), generator=generator).tolist()
+        noise = 0.3 * torch.randn(2, length, generator=generator)
         rollouts.append(
-            Rollout(
-                i,
-                tuple(prompt.tolist()),
-                tuple(response.tolist()),
-                -5 + 0.1 * noise[0],
-                "stop",
-                -5 + 0.1 * noise[1],
-                noise[2],
-                0.5,
-            )
+            Rollout(i, tuple(tokens[:prompt]), tuple(tokens[prompt:]), -4 + noise[0], "stop", None, noise[1], 0.5)
         )
     batch = RolloutBatch.from_rollouts(rollouts)
-    count = batch.response_tokens
-    return batch.with_fields(
-        advantages=torch.randn(count, generator=generator), returns=torch.randn(count, generator=generator)
-    )
+    advantages, returns = torch.randn(2, batch.response_tokens, generator=generator)
+    return batch.with_fields(advantages=advantages, returns=returns)
 
 
 def make_schedule(
@@ -66,6 +68,35 @@ def make_schedule(
         one, two = ((number,) * layout.stages for number in (1, 2))
         costs[role] = StageCosts(one, one, one, one) if role in split else StageCosts(one, two, one)
     return BUILDERS[kind](fused_problem(layouts, microbatches, costs))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Layouts (of actor and critic), kind of schedule, micro-batches of the actor, models whose backwards are split;
+    what runs follows from them without any process. A `tied` actor has one weight for embedding and output."""
+
+    actor: str = "d1t1p4"
+    critic: str = "d2t1p2"
+    kind: str = "fused"
+    microbatches: int = 4
+    split: tuple[str, ...] = ()
+    tied: bool = False
+
+    @property
+    def layouts(self) -> dict[str, ParallelLayout]:
+        return {"actor": ParallelLayout.parse(self.actor), "critic": ParallelLayout.parse(self.critic)}
+
+    @property
+    def ranks(self) -> FusedRanks:
+        return rank_map(self.layouts)
+
+    @property
+    def schedule(self) -> Schedule:
+        return make_schedule(self.layouts, self.kind, self.microbatches, self.split)
+
+    @property
+    def programs(self) -> Programs:
+        return lower(self.schedule, self.ranks, tied=frozenset({"actor"} if self.tied else ()))
 
 
 def weights(pair) -> list[bytes]:
@@ -89,16 +120,41 @@ def add_tensors(sha, tensors: dict) -> None:
 class Pair:
     """A built pair on one rank."""
 
-    step: object  # TrainingStep
-    roles: object  # Roles
+    rank: int
+    roles: Any  # Roles
+    plan: Plan
     ranks: FusedRanks
     schedule: Schedule
     programs: Programs
     counts: dict[str, int]
+    step: Any = None  # TrainingStep
 
     @property
     def models(self) -> dict:
         return self.roles.trained
+
+    def set_step(
+        self,
+        *,
+        schedule: Schedule | None = None,
+        programs: Programs | None = None,
+        models: Mapping[str, Any] | None = None,
+        channels: Any = None,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Train from now on by a TrainingStep with these, or the pair's own."""
+        from rlhfuse.fusion.intra.training_step import TrainingStep
+
+        self.step = TrainingStep(
+            self.rank,
+            self.ranks,
+            schedule or self.schedule,
+            programs or self.programs,
+            self.models if models is None else models,
+            channels or self.roles.channels,
+            1.0,
+            progress,
+        )
 
     def train(self, seed: int, samples: int = 20):
         return self.step.run(make_batch(seed, samples), self.counts, LR, AlgorithmConfig())
@@ -121,51 +177,34 @@ class Pair:
 
 def build_pair(
     rank: int,
-    folders: dict,
-    actor: str,
-    critic: str,
-    kind: str = "fused",
+    folders: Mapping[str, Path],
+    plan: Plan = Plan(),
     *,
-    microbatches: int = 4,
-    optimizer: str = "adam",
+    optim: Mapping[str, Any] = {},
     dtype: str = "float32",
     progress: Callable[[str], None] = lambda _: None,
     edit: Callable[[Programs], Programs] = lambda programs: programs,
     sequence_parallel: bool = False,
     recompute: str = "none",
-    split: tuple[str, ...] = (),
 ) -> Pair:
-    """Build models and TrainingStep on this rank; a collective."""
-    from rlhfuse.fusion.intra.training_step import TrainingStep
+    """Build models and TrainingStep on this rank; a collective. `optim`: settings of both optimizers."""
     from rlhfuse.parallel.device import choose_device
     from rlhfuse.run.rank_models import ModelFolders, build_models
 
-    device = choose_device("cpu", 0, 1)
     tasks = ("generation", "inference", "reference_inference", "reward_inference", "critic_inference")
-    layouts = {"actor_train": actor, "critic_train": critic} | dict.fromkeys(tasks, "d4t1p1")
+    layouts = {"actor_train": plan.actor, "critic_train": plan.critic} | dict.fromkeys(tasks, "d4t1p1")
+    optimizers = {role: {"optim": OptimizerConfig(**{"lr": lr, "clip_grad": 1.0, **optim})} for role, lr in LR.items()}
     config = RunConfig(parallel=ParallelConfig(**layouts, sequence_parallel=sequence_parallel)).with_(
-        trainer={"dtype": dtype, "recompute": recompute},
-        actor={"optim": OptimizerConfig(name=optimizer, lr=LR["actor"], clip_grad=1.0)},
-        critic={"optim": OptimizerConfig(name=optimizer, lr=LR["critic"], clip_grad=1.0)},
+        trainer={"dtype": dtype, "recompute": recompute}, **optimizers
     )
-    layouts = {"actor": ParallelLayout.parse(actor), "critic": ParallelLayout.parse(critic)}
-    ranks = rank_map(layouts)
+    ranks, schedule = plan.ranks, plan.schedule
     specs = {role: ModelSpec.from_config(path) for role, path in folders.items()}
-    roles = build_models(config, ModelFolders(folders, specs), ranks, rank, device)
-    schedule = make_schedule(layouts, kind, microbatches, split)
-    models = roles.trained
-    tied = frozenset(role for role, model in models.items() if model.spec.tied_embeddings and not model.scalar_head)
-    programs = edit(lower(schedule, ranks, tied=tied))
-    step = TrainingStep(
-        rank,
-        ranks,
-        schedule,
-        programs,
-        models,
-        roles.channels,
-        1.0,
-        progress,
+    roles = build_models(config, ModelFolders(dict(folders), specs), ranks, rank, choose_device("cpu", 0, 1))
+    tied = frozenset(
+        role for role, model in roles.trained.items() if model.spec.tied_embeddings and not model.scalar_head
     )
-    actor_share, critic_share = ranks.shape.shares
-    counts = {"actor": microbatches, "critic": actor_share.pipelines * microbatches // critic_share.pipelines}
-    return Pair(step, roles, ranks, schedule, programs, counts)
+    actor, critic = ranks.shape.shares
+    counts = {"actor": plan.microbatches, "critic": actor.pipelines * plan.microbatches // critic.pipelines}
+    pair = Pair(rank, roles, plan, ranks, schedule, edit(lower(schedule, ranks, tied=tied)), counts)
+    pair.set_step(progress=progress)
+    return pair

@@ -124,6 +124,9 @@ def hidden_states(weights: dict[str, Tensor], spec: ModelSpec, tokens: Tensor) -
         w = {name: weights[f"model.layers.{layer}.{name}.weight"] for name in LAYER}
         y = rms_norm(x, w["input_layernorm"], spec.norm_eps)
         q, k, v = ((y @ w[f"self_attn.{n}_proj"].T).view(len(tokens), -1, spec.head_dim).transpose(0, 1) for n in "qkv")
+        if spec.qk_norm:
+            own = (weights[f"model.layers.{layer}.self_attn.{n}_norm.weight"] for n in "qk")
+            q, k = (rms_norm(x, weight, spec.norm_eps) for x, weight in zip((q, k), own))
         out = attention(rotate(q, cos, sin), rotate(k, cos, sin), v).transpose(0, 1).flatten(1)
         x = x + out @ w["self_attn.o_proj"].T
         y = rms_norm(x, w["post_attention_layernorm"], spec.norm_eps)

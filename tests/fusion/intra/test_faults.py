@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from testkit.training_pair import LR, build_pair, make_batch, weights
+from testkit.training_pair import LR, Plan, build_pair, make_batch, weights
 
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.decisions.balance import cut_microbatches
@@ -95,7 +95,7 @@ def faults(rank: int, folders: dict, kinds: list[str], dtype: str, optimizer: st
         return {role: alone.digest() if optimizer == "adam" else weights(alone) for role, alone in one.items()}
 
     split = ("actor", "critic") if dtype == "bfloat16" else ()
-    pair = build_pair(rank, folders, "d1t1p4", "d2t1p2", dtype=dtype, optimizer=optimizer, split=split)
+    pair = build_pair(rank, folders, Plan(split=split), dtype=dtype, optim={"name": optimizer})
     for kind in kinds:
         fail(pair, kind)
     pair.train(0)

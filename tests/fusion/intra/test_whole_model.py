@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from testkit.training_case import make_batch, write_model
+from testkit.training_case import write_model
+from testkit.training_pair import make_batch
 from testkit.whole_model import ADAM, SGD, train_whole
 
 
-@pytest.mark.parametrize("scalar_head,tied", [(False, False), (False, True), (True, False)])
-def test_first_gradients_are_those_of_transformers(tmp_path, scalar_head, tied):
+@pytest.mark.parametrize(
+    "scalar_head, tied, kind",
+    [(False, False, "llama"), (False, True, "llama"), (True, False, "llama"), (False, True, "qwen3")],
+)
+def test_first_gradients_are_those_of_transformers(tmp_path, scalar_head, tied, kind):
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from rlhfuse.ppo.losses import policy_loss_sum, value_loss_sum
 
-    folder = write_model(tmp_path / "model", seed=3, scalar_head=scalar_head, tie_word_embeddings=tied)
-    batch = make_batch(0)
-    kind = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
-    model = kind.from_pretrained(folder, dtype=torch.float32)
+    folder = write_model(tmp_path / "model", seed=3, scalar_head=scalar_head, model_type=kind, tie_word_embeddings=tied)
+    batch = make_batch(0, 24)
+    made = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
+    model = made.from_pretrained(folder, dtype=torch.float32)
     rows = [batch.tokens[a:b][None] for a, b in zip(batch.cu_seqlens.tolist(), batch.cu_seqlens.tolist()[1:])]
     hidden = torch.cat([model.model(row).last_hidden_state[0] for row in rows])[batch.prediction_index]
     if scalar_head:
@@ -37,9 +41,10 @@ def test_first_gradients_are_those_of_transformers(tmp_path, scalar_head, tied):
 
 def test_float32_and_float64_walk_the_same_way(tmp_path):
     folder = write_model(tmp_path / "model", seed=4)
+    batches = [make_batch(n, 24) for n in range(3)]
     for recipe, bound in ((SGD, 1e-6), (ADAM, 1e-4)):
         narrow, wide = (
-            train_whole(folder, [make_batch(n) for n in range(3)], recipe, scalar_head=False, dtype=dtype)[-1].weights
+            train_whole(folder, batches, recipe, scalar_head=False, dtype=dtype)[-1].weights
             for dtype in (torch.float32, torch.float64)
         )
         for name, weight in wide.items():
