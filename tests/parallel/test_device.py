@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from testkit.tiny import with_models
 
 from rlhfuse.base import cuda_environment
 from rlhfuse.base.errors import InputError
@@ -13,8 +14,7 @@ TOO_OLD = "The NVIDIA driver on your system is too old (found version 12080). Pl
 
 
 def run(**trainer) -> RunConfig:
-    models = {"actor": {"path": "a"}, "reward": {"path": "r"}, "data": {"train_files": ("prompts",)}}
-    return RunConfig().with_(**models, parallel={"generation": "d4t1p1"}, trainer=trainer)
+    return with_models(parallel={"generation": "d4t1p1"}, trainer=trainer)
 
 
 @pytest.fixture

@@ -149,6 +149,31 @@ def load(rank: int, grid, groups, folder: Path, head: bool, activations, config,
     return Built(spec, grid, groups, stages, owner, head)
 
 
+def build_alone(rank: int, layout: str, folder: Path, *, head=False, activations=None, dtype=torch.float32, **optim):
+    """(a model that trains by itself in `layout`, the maker of its groups); `optim`: settings of its optimizer."""
+    from rlhfuse.models.build import WHOLE
+    from rlhfuse.parallel.device import choose_device
+    from rlhfuse.parallel.groups import GroupMaker, trained_grid
+
+    name, maker = "critic" if head else "actor", GroupMaker(600)
+    grid = trained_grid(ranks_of(**{name: layout}), name)
+    groups, config = maker.for_model(name, grid, rank), OptimizerConfig(**{"lr": 1e-2, **optim})
+    return load(
+        rank, grid, groups, folder, head, activations or WHOLE, config, choose_device("cpu", 0, 1), dtype
+    ), maker
+
+
+def copy_for(rank: int, maker, spec: ModelSpec, layout: str, head: bool = False):
+    """(an empty copy of a model in a `layout` of generation, that layout's grid)."""
+    from rlhfuse.models.build import build_model
+    from rlhfuse.parallel.device import choose_device
+    from rlhfuse.parallel.groups import plain_grid
+
+    grid, device = plain_grid(ParallelLayout.parse(layout)), choose_device("cpu", 0, 1)
+    groups = maker.for_model("generation", grid, rank)
+    return build_model(spec, grid, groups, rank, scalar_head=head, dtype=torch.float32, device=device), grid
+
+
 def packed_for(built: Built, rows):
     """PackedTokens of each micro-batch, as the model's stages want them."""
     from rlhfuse.models.stage import PackedTokens

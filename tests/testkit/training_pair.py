@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rlhfuse.config.settings import AlgorithmConfig, OptimizerConfig, ParallelConfig, RunConfig
+from rlhfuse.config.settings import AlgorithmConfig, OptimizerConfig, RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.schedule.ir.problem import StageCosts, fused_problem
@@ -175,6 +175,18 @@ class Pair:
         self.roles.groups.close()
 
 
+def build_roles(rank: int, folders: Mapping[str, Path], plan: Plan, generation: str, **settings: Any) -> Any:
+    """A run's models on this rank (Roles); a collective. `generation`: the layout of all tasks but training."""
+    from rlhfuse.parallel.device import choose_device
+    from rlhfuse.run.rank_models import ModelFolders, build_models
+
+    tasks = ("generation", "inference", "reference_inference", "reward_inference", "critic_inference")
+    layouts = {"actor_train": plan.actor, "critic_train": plan.critic} | dict.fromkeys(tasks, generation)
+    config = RunConfig().with_(**{**settings, "parallel": {**layouts, **settings.get("parallel", {})}})
+    specs = {role: ModelSpec.from_config(path) for role, path in folders.items()}
+    return build_models(config, ModelFolders(dict(folders), specs), plan.ranks, rank, choose_device("cpu", 0, 1))
+
+
 def build_pair(
     rank: int,
     folders: Mapping[str, Path],
@@ -188,18 +200,10 @@ def build_pair(
     recompute: str = "none",
 ) -> Pair:
     """Build models and TrainingStep on this rank; a collective. `optim`: settings of both optimizers."""
-    from rlhfuse.parallel.device import choose_device
-    from rlhfuse.run.rank_models import ModelFolders, build_models
-
-    tasks = ("generation", "inference", "reference_inference", "reward_inference", "critic_inference")
-    layouts = {"actor_train": plan.actor, "critic_train": plan.critic} | dict.fromkeys(tasks, "d4t1p1")
     optimizers = {role: {"optim": OptimizerConfig(**{"lr": lr, "clip_grad": 1.0, **optim})} for role, lr in LR.items()}
-    config = RunConfig(parallel=ParallelConfig(**layouts, sequence_parallel=sequence_parallel)).with_(
-        trainer={"dtype": dtype, "recompute": recompute}, **optimizers
-    )
+    settings = {"trainer": {"dtype": dtype, "recompute": recompute}, **optimizers}
+    roles = build_roles(rank, folders, plan, "d4t1p1", parallel={"sequence_parallel": sequence_parallel}, **settings)
     ranks, schedule = plan.ranks, plan.schedule
-    specs = {role: ModelSpec.from_config(path) for role, path in folders.items()}
-    roles = build_models(config, ModelFolders(dict(folders), specs), ranks, rank, choose_device("cpu", 0, 1))
     tied = frozenset(
         role for role, model in roles.trained.items() if model.spec.tied_embeddings and not model.scalar_head
     )
