@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from testkit.pool_runs import run_here
 from testkit.programs import KILLED, ended, killed_forked, killed_in
 from testkit.tiny import write_run
 
@@ -25,7 +26,7 @@ from rlhfuse.run.launch import dry_run, start_line, train
 from rlhfuse.run.preflight import check_inputs
 from rlhfuse.run.report.compare import compare_exports, compare_runs
 
-pytestmark = pytest.mark.timeout(1800)  # five trainings are started for the first one
+pytestmark = pytest.mark.timeout(1800)  # for the first one five trainings are started
 
 # the folder -----------------------------------------------------------------------------------------------------
 
@@ -105,12 +106,12 @@ THREE_KILLS = (
 
 
 @pytest.fixture(scope="module")
-def runs(programs, tmp_path_factory):
+def runs(programs, pools, tmp_path_factory):
     """(config, uninterrupted run of 4 iterations, the same killed three times and resumed, its last log)."""
     base = tmp_path_factory.mktemp("runs")
     config = write_run(base, trainer__save_every=2, trainer__iterations=4)
     whole, broken = base / "whole", base / "killed"
-    programs.trained(config, f"trainer.output_dir={whole}")
+    pools.of(2).run(run_here, config, whole)
     settings = [f"trainer.output_dir={broken}", "trainer.resume=auto"]
     for number, moment in enumerate(THREE_KILLS):
         if " all " in moment:

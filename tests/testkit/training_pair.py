@@ -99,16 +99,6 @@ class Plan:
         return lower(self.schedule, self.ranks, tied=frozenset({"actor"} if self.tied else ()))
 
 
-def weights(pair) -> list[bytes]:
-    """The bits of each parameter on this rank."""
-    return [
-        parameter.detach().view(torch.uint8).numpy().tobytes()
-        for model in pair.models.values()
-        for module in model.optimizer.modules.values()
-        for parameter in module.parameters()
-    ]
-
-
 def add_tensors(sha, tensors: dict) -> None:
     """Names and bits, by name; what is no tensor is left out."""
     for name, value in sorted(tensors.items()):
@@ -159,16 +149,17 @@ class Pair:
     def train(self, seed: int, samples: int = 20):
         return self.step.run(make_batch(seed, samples), self.counts, LR, AlgorithmConfig())
 
-    def digest(self) -> str:
-        """Of all weights, main weights and optimizer state of this rank."""
+    def digest(self, *roles: str) -> str:
+        """Of all weights, main weights and optimizer state of this rank; of all models, or of these."""
         sha = hashlib.sha256()
-        for _, model in sorted(self.models.items()):
-            for _, module in sorted(model.optimizer.modules.items()):
+        for role in sorted(roles or self.models):
+            optimizer = self.models[role].optimizer
+            for _, module in sorted(optimizer.modules.items()):
                 add_tensors(sha, dict(module.named_parameters()))
-            for wrapper in model.optimizer.optimizer.chained_optimizers:
-                inner = wrapper.optimizer
-                for number, main in enumerate(one for group in inner.param_groups for one in group["params"]):
-                    add_tensors(sha, {f"{number}": main, **inner.state[main]})
+            for part in optimizer._parts():
+                groups, state = part.optimizer.param_groups, part.optimizer.state
+                for number, main in enumerate(one for group in groups for one in group["params"]):
+                    add_tensors(sha, {f"{number}": main, **state.get(main, {})})
         return sha.hexdigest()
 
     def close(self) -> None:

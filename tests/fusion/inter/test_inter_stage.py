@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import replace
 from functools import partial
+from itertools import count
 
 import pytest
 from hypothesis import given
@@ -35,7 +36,7 @@ IN_STEP = dict(in_step=True, guesses=False)
 @pytest.fixture(scope="module")
 def run(workers, tmp_path_factory):
     folders = write_models(tmp_path_factory.mktemp("models"))
-    numbers, serial = iter(range(10_000)), {}
+    numbers, serial = count(), {}
 
     def call(case, disturb=None, all_ranks=False):
         results = workers.run(partial(iterate, disturb=disturb), folders, case, next(numbers))
@@ -59,12 +60,11 @@ def run(workers, tmp_path_factory):
 @pytest.mark.parametrize("name", LENGTHS)
 def test_every_threshold_gives_the_bits_of_the_serial_run(run, name):
     lengths = LENGTHS[name]
-    count = len(lengths)
-    for trigger in sorted({1, -(-count // 2), count}):
-        case = Case(lengths, trigger, by="tokens" if trigger == 1 else "kv")
+    all_of_them = len(lengths)
+    moved_by_cache = {-(-all_of_them // 2), all_of_them} - {1}
+    for trigger, by in sorted({(1, "tokens"), (all_of_them, "tokens"), *((some, "kv") for some in moved_by_cache)}):
+        case = Case(lengths, trigger, by=by)
         assert run(case)["digest"] == run.serial_digest(case), trigger
-    case = Case(lengths, count, by="tokens")
-    assert run(case)["digest"] == run.serial_digest(case)
 
 
 @pytest.mark.parametrize("by", ["kv", "tokens"])
@@ -89,6 +89,20 @@ def test_what_a_migration_reports(run, by):
 def test_any_lengths_thresholds_and_paces(run, lengths, share, by, slow, bs_max):
     case = Case(tuple(lengths), max(1, round(share * len(lengths))), by=by, pauses=slow, bs_max=bs_max)
     assert run(case)["digest"] == run.serial_digest(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("instances", [2, 3])
+def test_any_number_of_instances_gives_the_same_bits(pools, tmp_path, instances):
+    pool, folders, layout = pools.of(instances), write_models(tmp_path), f"d{instances}t1p1"
+    cases = [(0, "kv"), (1, "kv"), (6, "kv"), (6, "tokens"), (12, "kv"), (12, "tokens")]
+    digests, number = set(), count()
+    for threshold, by in cases:
+        for slow in ((), (0.005, 0.0), (0.0, 0.005)):  # who finishes first
+            case = Case(STAIRS[:12], threshold, by=by, layout=layout, inference=layout, pauses=slow, bs_max=4)
+            digests |= {one["digest"] for one in pool.run(iterate, folders, case, next(number))}
+    assert len(digests) == 1
+    pool.run(clean_up)
 
 
 @pytest.mark.parametrize("inference", ["d4t1p1", "d2t2p1"])

@@ -34,9 +34,15 @@ def watch(used: set):
 
         return call
 
+    own = {name: vars(dist.ProcessGroup).get(name) for name in names}  # getattr would give them unbound for ever
     for name in names:
         setattr(dist.ProcessGroup, name, noted(name))
-    return lambda: [setattr(dist.ProcessGroup, name, original) for name, original in originals.items()]
+
+    def undo() -> None:
+        for name, value in own.items():
+            setattr(dist.ProcessGroup, name, value) if value else delattr(dist.ProcessGroup, name)
+
+    return undo
 
 
 def uses(rank: int, folders: dict, plan: Plan, options: dict) -> dict:

@@ -61,15 +61,15 @@ def test_a_rank_at_half_speed_finishes_with_the_same_bits(workers, folders, undi
     assert workers.run(train, folders, Plan(), STEPS, False, rank) == undisturbed
 
 
-def test_twenty_steps_under_random_delays_have_the_same_bits(workers, folders):
-    on_time, delayed = (workers.run(train, folders, Plan(), 20, late) for late in (False, True))
-    assert delayed == on_time
+SLOW = pytest.mark.slow
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", [Plan(), Plan("d1t2p2", "d2t1p2")])
-def test_two_hundred_steps_under_random_delays_have_the_same_bits(workers, folders, plan):
-    on_time, delayed = (workers.run(train, folders, plan, 200, late) for late in (False, True))
+@pytest.mark.parametrize(
+    "plan, steps",
+    [(Plan(), 20), pytest.param(Plan(), 200, marks=SLOW), pytest.param(Plan("d1t2p2", "d2t1p2"), 200, marks=SLOW)],
+)
+def test_steps_under_random_delays_have_the_same_bits(workers, folders, plan, steps):
+    on_time, delayed = (workers.run(train, folders, plan, steps, late) for late in (False, True))
     assert delayed == on_time
 
 

@@ -148,13 +148,8 @@ def watched(rank: int, folders: dict) -> tuple[list[str], list[str], int, float]
     pair = build_pair(rank, folders, progress=said.append)
     report = pair.train(0).report
     pair.close()
-    counts = {str(kind): times.count for kind, times in report.times.items()}
-    return (
-        said,
-        [str(span.action) for span in report.spans],
-        counts,
-        [t.overhead_seconds for t in report.times.values()],
-    )
+    spans, times = [str(span.action) for span in report.spans], report.times.values()
+    return said, spans, sum(one.count for one in times), min(one.overhead_seconds for one in times)
 
 
 def computed_from(instructions) -> list[str]:
