@@ -12,13 +12,7 @@ from testkit.profiles import examples
 from rlhfuse.base.errors import InputError
 from rlhfuse.config.settings import AlgorithmConfig
 from rlhfuse.ppo.adaptive import KLController
-from rlhfuse.ppo.advantage import (
-    BLOCK,
-    add_advantages,
-    generalized_advantages,
-    group_normalised,
-    leave_one_out,
-)
+from rlhfuse.ppo.advantage import BLOCK, add_advantages, generalized_advantages, group_normalised, leave_one_out
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
 from rlhfuse.ppo.token_rewards import add_token_rewards, sample_kl, sample_rewards, shaped_scores
 

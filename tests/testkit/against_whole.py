@@ -39,12 +39,12 @@ class References:
     def __init__(self) -> None:
         self._known: dict[tuple, list[ReferenceStep]] = {}
 
-    def steps(self, case: Case, model: str, dtype: torch.dtype = torch.float64) -> list[ReferenceStep]:
-        key = case.folders[model], case.recipe, case.steps, case.samples, dtype
+    def steps(self, case: Case, model: str) -> list[ReferenceStep]:
+        key = case.folders[model], case.recipe, case.steps, case.samples
         if key not in self._known:
             batches = [make_batch(number, case.samples) for number in range(case.steps)]
             folder, recipe, *_ = key
-            self._known[key] = train_whole(folder, batches, recipe, scalar_head=scalar_head(model), dtype=dtype)
+            self._known[key] = train_whole(folder, batches, recipe, scalar_head=scalar_head(model))
         return self._known[key]
 
     def check(self, run: Recording) -> dict[str, float]:

@@ -130,15 +130,7 @@ def load(rank: int, grid, groups, folder: Path, head: bool, activations, config,
     spec, chunks = ModelSpec.from_config(folder), {}
     for stage in grid.stages_of(rank):
         chunks[stage] = build_model(
-            spec,
-            grid,
-            groups,
-            rank,
-            scalar_head=head,
-            dtype=dtype,
-            device=device,
-            stage=stage,
-            activations=activations,
+            spec, grid, groups, rank, scalar_head=head, dtype=dtype, device=device, stage=stage, activations=activations
         )
         load_part(chunks[stage], folder, spec, grid, rank, head, stage)
     owner = ModelOptimizer(chunks, config, groups, device)
