@@ -245,5 +245,5 @@ def rest_between_steps(rank: int, folders: dict, out: Path, layout: str, dtype: 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_states_that_rest_on_the_host_are_those_that_stay(workers, folders, tmp_path, dtype):
-    """Of float32 weights the moments alone: they are their own main weights."""
+    """Moments alone rest where weights are float32: these are their own main weights."""
     assert workers.run(rest_between_steps, folders, tmp_path, "d2t1p2", dtype) == [[]] * 4

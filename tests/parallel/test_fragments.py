@@ -15,7 +15,7 @@ from rlhfuse.parallel.fragments import Place, assemble
 
 
 def places(shape: tuple[int, ...], dim: int, joined: int, tp: int, cuts: list[int]) -> list[Place]:
-    """Of every tensor rank, and of every shard that `cuts` (shares of 1000) make of its part."""
+    """Places of every tensor rank, and of every shard that `cuts` (shares of 1000) make of its part."""
     found = []
     for tp_rank in range(tp):
         whole = Place(shape, dim, tensor_segments(shape[dim], joined, tp_rank, tp), 0, 1)

@@ -42,7 +42,7 @@ class OwnRanks:
         eventually(lambda: all((self._folder / f"{name}{rank}").exists() for rank in world), lambda: self.texts)
 
     def exit_codes(self, *ranks: int) -> list[int | None]:
-        """Of these ranks, or of all, once they have ended."""
+        """Exit codes of these ranks, or of all, once they have ended."""
         chosen = [self.ranks[rank] for rank in ranks] or self.ranks
         for process in chosen:
             process.join(TIMEOUT_SECONDS)

@@ -150,7 +150,7 @@ class Pair:
         return self.step.run(make_batch(seed, samples), self.counts, LR, AlgorithmConfig())
 
     def digest(self, *roles: str) -> str:
-        """Of all weights, main weights and optimizer state of this rank; of all models, or of these."""
+        """Digest of all weights, main weights and optimizer state of this rank; of all models, or of these."""
         sha = hashlib.sha256()
         for role in sorted(roles or self.models):
             optimizer = self.models[role].optimizer
