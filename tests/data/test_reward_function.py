@@ -156,7 +156,7 @@ def together(*texts):
 
 
 @pytest.fixture
-def workers(file):
+def calling(file):
     """Makes workers for a function of the file; all are ended."""
     made = []
 
@@ -262,8 +262,8 @@ def test_chat_prompts_make_chat_completions(file):
 # calling --------------------------------------------------------------------------------------------------------
 
 
-def test_scores_come_back_by_sample_id(workers):
-    plain, columns = workers("length", count=2), workers("words", "trl")
+def test_scores_come_back_by_sample_id(calling):
+    plain, columns = calling("length", count=2), calling("words", "trl")
     for first in (0, 10):  # two iterations
         plain.submit([call(first + n, "a" * n) for n in range(5)])
         columns.submit([call(first, "one two")])
@@ -272,17 +272,17 @@ def test_scores_come_back_by_sample_id(workers):
     assert plain.finish() == {}
 
 
-def test_async_functions_wait_together(workers):
+def test_async_functions_wait_together(calling):
     """No call returns before the 20th has begun, so neither submitting nor a call may wait for another."""
-    awaiting = workers("together")
+    awaiting = calling("together")
     awaiting.submit([call(n, "x") for n in range(19)])
     awaiting.submit([call(19, "x")])
     assert awaiting.finish() == dict.fromkeys(range(20), 4.0)
 
 
-def test_calls_are_timed_where_they_run(workers):
+def test_calls_are_timed_where_they_run(calling):
     """Not while they wait for a worker; those of an async function that are under way together each count whole."""
-    one, several = workers("takes_long"), workers("take_long")
+    one, several = calling("takes_long"), calling("take_long")
     for made, at_once in ((one, 1), (several, ASYNC_AT_ONCE)):
         made.submit([call(n, "x") for n in range(4)])
         assert len(made.finish()) == 4
@@ -290,8 +290,8 @@ def test_calls_are_timed_where_they_run(workers):
         assert made.take_calls() == (0, at_once, 0.0)
 
 
-def test_an_async_function_that_raises_and_one_that_prints(workers):
-    trips, loud = workers("trips"), workers("loud")
+def test_an_async_function_that_raises_and_one_that_prints(calling):
+    trips, loud = calling("trips"), calling("loud")
     trips.submit([call(17, "here")])
     loud.submit([call(17, "here")])
     with pytest.raises(RewardError, match="mine.py:trips, sample 17 of p.jsonl:18: raised KeyError: 'here', at "):
@@ -307,8 +307,8 @@ def test_an_async_function_that_raises_and_one_that_prints(workers):
         ("exits", "its process ended with exit code 7"),
     ],
 )
-def test_an_async_call_that_never_returns_is_named(workers, text, message):
-    stuck = workers("stuck", timeout=2.0 if text != "exits" else 540.0)
+def test_an_async_call_that_never_returns_is_named(calling, text, message):
+    stuck = calling("stuck", timeout=2.0 if text != "exits" else 540.0)
     if text == "awaits":
         stuck.submit([call(3, "returns")])
     stuck.submit([call(17, text)])
@@ -318,16 +318,16 @@ def test_an_async_call_that_never_returns_is_named(workers, text, message):
     assert not multiprocessing.active_children()
 
 
-def test_a_function_may_have_children(workers):
-    having, pooled = workers("has_children"), workers("has_a_pool")
+def test_a_function_may_have_children(calling):
+    having, pooled = calling("has_children"), calling("has_a_pool")
     having.submit([call(17, "here")])
     pooled.submit([call(17, "here")])
     assert having.finish() == pooled.finish() == {17: 5.0}
 
 
-def test_what_a_late_function_has_started_ends_with_it(workers, tmp_path, monkeypatch):
+def test_what_a_late_function_has_started_ends_with_it(calling, tmp_path, monkeypatch):
     """It is late once it has started a program."""
-    file, running = tmp_path / "pid", workers("runs_programs", timeout=540.0)
+    file, running = tmp_path / "pid", calling("runs_programs", timeout=540.0)
     late = SimpleNamespace(
         time=lambda: time.time() + 1e3 * (file.exists() and bool(file.read_text())), sleep=time.sleep
     )
@@ -340,10 +340,10 @@ def test_what_a_late_function_has_started_ends_with_it(workers, tmp_path, monkey
 
 
 @pytest.mark.parametrize("function", ["length", "stuck"])
-def test_calls_that_return_are_told_while_all_are_waited_for(workers, function):
+def test_calls_that_return_are_told_while_all_are_waited_for(calling, function):
     """Plain and async ones: who waits long reports progress, and nothing once all is there."""
     told = []
-    waited = workers(function, progress=told.append)
+    waited = calling(function, progress=told.append)
     waited.submit([call(n, "returns") for n in range(4)])
     waited.finish()
     assert told and all(text.startswith("inference: waiting for the reward function, ") for text in told)
@@ -365,8 +365,8 @@ def test_calls_that_return_are_told_while_all_are_waited_for(workers, function):
         ("forever", "no result after 0.5 s (reward.timeout_seconds)"),
     ],
 )
-def test_failures_name_function_and_sample(workers, text, message):
-    failing = workers("several", timeout=0.5 if text == "forever" else 540.0)
+def test_failures_name_function_and_sample(calling, text, message):
+    failing = calling("several", timeout=0.5 if text == "forever" else 540.0)
     if text != "forever":
         failing.submit([call(3, "fine")])  # with that time-out it could be late itself, where much else is running
     failing.submit([call(17, text)])
@@ -399,9 +399,9 @@ def test_numbers_of_a_call(file):
         assert message in str(caught.value)
 
 
-def test_a_trl_function_has_all_samples_of_a_prompt(workers, file):
+def test_a_trl_function_has_all_samples_of_a_prompt(calling, file):
     """Columns and prompts are repeated for each, as TRL does; what fails names them all, and the line at fault."""
-    ranked, failing = workers("ranks", "trl"), workers("ranks", "trl")
+    ranked, failing = calling("ranks", "trl"), calling("ranks", "trl")
     ranked.submit([together("a", "abc", "ab")])
     assert ranked.finish() == {16: 0.0, 17: 2.0, 18: 1.0}
     calls, at_once, _ = ranked.take_calls()
