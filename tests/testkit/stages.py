@@ -18,10 +18,10 @@ import torch
 
 from rlhfuse.config.settings import OptimizerConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
-from rlhfuse.schedule.ir.problem import StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.program.lowering import lower
 from rlhfuse.schedule.rules.builders import serial_1f1b
+from testkit.training_pair import unit_problem
 
 LENGTHS = ((7, 12, 3), (40,), (2, 2, 5), (19, 30))  # of the sequences of each micro-batch
 VOCAB = 200
@@ -183,13 +183,8 @@ def one_step(rank: int, maker, ranks: FusedRanks, models: Mapping[str, Built], r
     from rlhfuse.fusion.intra.p2p import Channels
     from rlhfuse.run.rank_models import neighbour_pairs
 
-    layouts = ranks.shape.layouts
-    costs = {
-        model: StageCosts((1,) * layout.stages, (2,) * layout.stages, (1,) * layout.stages)
-        for model, layout in layouts.items()
-    }
-    first = next(iter(layouts))
-    schedule = builder(fused_problem(layouts, len(rows[first][0]), costs))
+    first = next(iter(rows.values()))
+    schedule = builder(unit_problem(ranks.shape.layouts, len(first[0])))
     tied = frozenset(name for name, built in models.items() if built.spec.tied_embeddings and not built.head)
     program = lower(schedule, ranks, tied=tied)[rank]
     pairs = [pair for built in models.values() for pair in neighbour_pairs(built.grid)]

@@ -24,14 +24,14 @@ from rlhfuse.config.settings import AlgorithmConfig, OptimizerConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.decisions.balance import cut_microbatches
 from rlhfuse.schedule.ir.evaluate import evaluate
-from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
+from rlhfuse.schedule.ir.problem import FusionProblem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
 from testkit.program_cases import random_schedule
 from testkit.stages import load
 from testkit.tiny import write_checkpoint
-from testkit.training_pair import BUILDERS, VOCAB, make_batch
+from testkit.training_pair import BUILDERS, VOCAB, make_batch, unit_problem
 from testkit.whole_model import BETAS, EPS, SGD, Recipe
 
 SAMPLES = 24
@@ -82,13 +82,7 @@ class Case:
 
     @cached_property
     def problem(self) -> FusionProblem:
-        costs = {model: self._costs(model, layout.stages) for model, layout in self.parsed.items()}
-        return fused_problem(self.parsed, self.microbatches, costs, alternate=self.alternate)
-
-    def _costs(self, model: str, stages: int) -> StageCosts:
-        split = model in self.split
-        weight_gradient = (1,) * stages if split else None
-        return StageCosts((1,) * stages, (1 if split else 2,) * stages, (1,) * stages, weight_gradient)
+        return unit_problem(self.parsed, self.microbatches, self.split, self.alternate)
 
     @cached_property
     def planned(self) -> Schedule:

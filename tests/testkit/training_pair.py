@@ -13,7 +13,7 @@ import torch
 from rlhfuse.config.settings import AlgorithmConfig, OptimizerConfig, RunConfig
 from rlhfuse.config.spec import ModelSpec, ParallelLayout
 from rlhfuse.ppo.rollout import Rollout, RolloutBatch
-from rlhfuse.schedule.ir.problem import StageCosts, fused_problem
+from rlhfuse.schedule.ir.problem import FusionProblem, StageCosts, fused_problem
 from rlhfuse.schedule.ir.ranks import FusedRanks, rank_map
 from rlhfuse.schedule.ir.schedule import Schedule
 from rlhfuse.schedule.program.lowering import lower
@@ -59,15 +59,19 @@ def make_batch(seed: int, samples: int = 20) -> RolloutBatch:
     return batch.with_fields(advantages=advantages, returns=returns)
 
 
-def make_schedule(
-    layouts: dict[str, ParallelLayout], kind: str, microbatches: int = 4, split: tuple[str, ...] = ()
-) -> Schedule:
-    """A schedule of unit forwards and backwards twice as long, which are halved in the `split` models."""
+def unit_problem(
+    layouts: Mapping[str, ParallelLayout], microbatches: int, split: tuple[str, ...] = (), alternate: bool = True
+) -> FusionProblem:
+    """Forwards of one unit and backwards twice as long, which are halved in the `split` models."""
     costs = {}
-    for role, layout in layouts.items():
+    for model, layout in layouts.items():
         one, two = ((number,) * layout.stages for number in (1, 2))
-        costs[role] = StageCosts(one, one, one, one) if role in split else StageCosts(one, two, one)
-    return BUILDERS[kind](fused_problem(layouts, microbatches, costs))
+        costs[model] = StageCosts(one, one, one, one) if model in split else StageCosts(one, two, one)
+    return fused_problem(layouts, microbatches, costs, alternate=alternate)
+
+
+def make_schedule(layouts: Mapping[str, ParallelLayout], kind: str, microbatches: int = 4) -> Schedule:
+    return BUILDERS[kind](unit_problem(layouts, microbatches))
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,12 @@ class Plan:
         return rank_map(self.layouts)
 
     @property
+    def problem(self) -> FusionProblem:
+        return unit_problem(self.layouts, self.microbatches, self.split)
+
+    @property
     def schedule(self) -> Schedule:
-        return make_schedule(self.layouts, self.kind, self.microbatches, self.split)
+        return BUILDERS[self.kind](self.problem)
 
     @property
     def programs(self) -> Programs:

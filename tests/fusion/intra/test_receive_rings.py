@@ -19,7 +19,7 @@ SAMPLES = (24, 16, 28)  # of each step, so that micro-batches grow and shrink
 def programs_for(plan: Plan, seed: int):
     """A random legal schedule, and its programs with reductions of either kind."""
     split = ((), ("actor", "critic"), ("critic",))[seed % 3]
-    schedule = random_schedule(replace(plan, kind="serial", split=split).schedule.problem, random.Random(seed))
+    schedule = random_schedule(replace(plan, split=split).problem, random.Random(seed))
     return schedule, ("early", "joint")[seed % 2]
 
 
