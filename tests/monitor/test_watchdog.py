@@ -62,6 +62,7 @@ def test_own_process_lives_and_an_ended_one_is_gone(child):
     assert not name.is_gone(HERE.machine)
     send(signal.SIGKILL)  # who is not waited for yet has ended, too
     eventually(lambda: name.is_gone(HERE.machine))
+    assert dataclasses.replace(HERE, pid=2**22 + 1).is_gone(HERE.machine)  # there can be no such process
 
 
 def test_a_stopped_process_is_silent_though_it_is_there(child):
